@@ -1,0 +1,288 @@
+"""One class per TOML table; the docstring under each field is its `--help` text and its schema description.
+
+Names, meanings and (unless the docstring says otherwise) defaults are those of torchtitan 0.2, so that
+its users can bring their files. What we have no equivalent for is refused by name: see `migration.py`.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+
+class Section(BaseModel):
+    """A frozen table that knows its keys and no others."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+    )
+
+
+class Job(Section):
+    """Where a run writes and what it prints first."""
+
+    dump_folder: str = "./outputs"
+    """Folder of everything the run writes: config.toml, metrics.jsonl, checkpoints, curves."""
+    description: str = "titan_moe run"
+    """Free text, logged at start."""
+    print_config: bool = False
+    """Print the resolved configuration at start."""
+
+
+class Profiling(Section):
+    """torch.profiler traces."""
+
+    enable_profiling: bool = False
+    """Write a trace every profile_freq steps."""
+    save_traces_folder: str = "profile_traces"
+    """Folder of the traces, inside job.dump_folder."""
+    profile_freq: PositiveInt = 10
+    """Steps from one trace to the next."""
+    profiler_active: PositiveInt = 1
+    """Steps that one trace covers."""
+    profiler_warmup: NonNegativeInt = 3
+    """Steps the profiler runs without recording before each trace."""
+
+
+class Metrics(Section):
+    """What is logged, how often, and where to. metrics.jsonl and the console are always on."""
+
+    log_freq: PositiveInt = 10
+    """Steps from one logged step to the next; the first and the last step are always logged."""
+    enable_tensorboard: bool = False
+    """Also write TensorBoard events."""
+    save_tb_folder: str = "tb"
+    """Folder of the TensorBoard events, inside job.dump_folder."""
+    disable_color_printing: bool = False
+    """Plain text even on a terminal."""
+    enable_wandb: bool = False
+    """Also log to Weights & Biases, when its package is installed."""
+
+
+class Model(Section):
+    """Which network, and the tokenizer that its vocabulary belongs to."""
+
+    name: str = "deepseek_v3"
+    """Model family: a folder of titan_moe/models."""
+    flavor: str = "debugmodel"
+    """Named dimensions of that family."""
+    tokenizer_path: str = "bytes"
+    """'bytes', a tiktoken BPE file (Llama-3 layout), or a folder that holds a tokenizer.json."""
+
+
+class Moe(Section):
+    """Mixture-of-experts settings. A key left out takes the flavor's own value."""
+
+    row_alignment: Literal[1, 8, 16, 32, 64, 128] = 1
+    """Each expert's rows are padded to a multiple of this before the grouped GEMM (bf16 1, float8 16, mxfp8 32)."""
+    bias_update_speed: NonNegativeFloat | None = None
+    """Step of the aux-loss-free routing bias per optimizer step (arXiv 2408.15664); 0 switches it off."""
+    sequence_aux_loss_weight: NonNegativeFloat | None = None
+    """Weight of the sequence-wise load-balance loss (arXiv 2412.19437, section 2.1.2)."""
+    global_aux_loss_weight: NonNegativeFloat | None = None
+    """Weight of the global-batch load-balance loss; its frequencies are the previous step's counts."""
+    z_loss_weight: NonNegativeFloat | None = None
+    """Weight of the router z-loss (arXiv 2202.08906)."""
+
+
+class Optimizer(Section):
+    """The optimizer. Norms and biases take no weight decay."""
+
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """AdamW decays weights directly; Adam adds the decay to the gradient."""
+    lr: NonNegativeFloat = 8e-4
+    """Peak learning rate."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the square root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Weight decay per unit of learning rate."""
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """How torch runs the update."""
+
+
+class LRScheduler(Section):
+    """Warmup, stable, decay."""
+
+    warmup_steps: NonNegativeInt = 200
+    """Steps of linear warm-up from 0."""
+    total_steps: PositiveInt | None = None
+    """Steps the schedule is laid out over; left out: training.steps."""
+    decay_ratio: float | None = Field(None, ge=0, le=1)
+    """Share of the schedule that decays; left out: everything after the warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: float = Field(0.0, ge=0, le=1)
+    """Learning rate at the end, as a factor of the peak."""
+
+
+class Dataset(Section):
+    """One part of a blend."""
+
+    dataset: str
+    """As training.dataset."""
+    dataset_path: str | None = None
+    """As training.dataset_path."""
+    weight: float = Field(1.0, gt=0)
+    """Share of the rows' tokens drawn from this part, relative to the other parts' weights."""
+
+
+class DataLoader(Section):
+    """Reading ahead of the step."""
+
+    prefetch_factor: PositiveInt = 2
+    """Steps' worth of batches that the background reader keeps ready."""
+
+
+class Training(Section):
+    """Data, batch, steps, precision."""
+
+    dataset: str = "stdlib"
+    """'stdlib' (the Python sources on this machine), 'synthetic', 'json', 'parquet', 'text', 'tokens'
+    (a folder made by scripts/tokenize_data.py), 'c4', or a Hugging Face dataset name."""
+    dataset_path: str | None = None
+    """File, folder or glob for json, parquet, text and tokens; a local copy for Hugging Face names."""
+    blend: list[Dataset] = []
+    """Several datasets with weights, as [[training.blend]] tables; replaces dataset and dataset_path."""
+    repeat_dataset: bool = False
+    """Start the dataset again when a row has used up its documents, instead of stopping with an error."""
+    mask_documents: bool = True
+    """Packed documents do not attend to each other, and no target crosses from one to the next."""
+    local_batch_size: PositiveInt = 8
+    """Rows of one microbatch on one data rank."""
+    global_batch_size: int = -1
+    """Rows of one optimizer step over all data ranks; -1: local_batch_size times the data ranks."""
+    seq_len: PositiveInt = 2048
+    """Tokens of one row."""
+    max_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this norm; inf switches clipping off."""
+    norm_type: Literal["2", "inf"] = "2"
+    """The norm that is reported and clipped."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do when a loss or a gradient is not finite: stop with the last good state, or skip the update."""
+    steps: PositiveInt = 10000
+    """Optimizer steps of the run."""
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory (CUDA only)."""
+    dtype: Literal["bfloat16", "float32", "float64"] = "float32"
+    """Type of the stored parameters; float64 computes and reduces in float64 too (verification)."""
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type that forward and backward compute in."""
+    mixed_precision_reduce: Literal["float32"] = "float32"
+    """Type of gradient reductions."""
+    gc_freq: PositiveInt = 50
+    """Steps from one garbage collection to the next, taken by all ranks in the same step."""
+    dataloader: DataLoader = DataLoader()
+
+
+class Parallelism(Section):
+    """Degrees of the mesh axes. The product pp x dp_replicate x dp_shard x cp x tp is the number of ranks."""
+
+    data_parallel_replicate_degree: PositiveInt = 1
+    """Replicas of the sharded model (HSDP); plain data parallel when it is the only degree above 1."""
+    data_parallel_shard_degree: int = -1
+    """Ranks that shard parameters (FSDP2); -1: the rest."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free gathered parameters after the forward; 'default' does, but for the last layer and under PP."""
+    tensor_parallel_degree: PositiveInt = 1
+    """Ranks that split attention heads and hidden dims."""
+    context_parallel_degree: PositiveInt = 1
+    """Ranks that split the sequence."""
+    pipeline_parallel_degree: PositiveInt = 1
+    """Ranks that split the layers."""
+    expert_parallel_degree: PositiveInt = 1
+    """Ranks that split the experts; taken from dp_shard x cp x tp."""
+    expert_tensor_parallel_degree: PositiveInt = 1
+    """Ranks that split each expert's hidden dim; taken from dp_shard x cp x tp."""
+    expert_parallel_comm_backend: Literal["standard"] = "standard"
+    """How tokens travel: 'standard' is all-to-all over the ep axis."""
+
+
+class Checkpoint(Section):
+    """Distributed checkpoints."""
+
+    enable: bool = False
+    """Save checkpoints, and resume from the latest complete one."""
+    folder: str = "checkpoint"
+    """Folder of the checkpoints, inside job.dump_folder."""
+    interval: PositiveInt = 500
+    """Steps from one save to the next; the last step is always saved."""
+    initial_load_path: str | None = None
+    """A checkpoint (a step-N folder) to start from when the run has none of its own."""
+    initial_load_model_only: bool = True
+    """Take only the model from initial_load_path, not optimizer, step and data position."""
+    last_save_model_only: bool = False
+    """The last save holds the model only; such a run cannot be resumed (torchtitan's default is true)."""
+    async_mode: Literal["disabled"] = "disabled"
+    """Saves happen in the step."""
+    keep_latest_k: NonNegativeInt = 10
+    """Checkpoints kept; 0 keeps all."""
+    load_step: int = -1
+    """Step to resume from; -1: the latest complete one."""
+    exclude_from_loading: list[Literal["model", "optimizer", "train_state", "dataloader"]] = []
+    """Parts of the checkpoint that keep their fresh values."""
+    enable_first_step_checkpoint: bool = False
+    """Save after step 1 too."""
+    create_seed_checkpoint: bool = False
+    """Write the initial weights as step-0 and stop."""
+    load_only: bool = False
+    """Load, but never save."""
+
+
+class ActivationCheckpoint(Section):
+    """Recompute activations in the backward instead of keeping them."""
+
+    mode: Literal["none", "full", "selective"] = "selective"
+    """'full': every layer; 'selective': every selective_ac_option-th layer."""
+    selective_ac_option: str = "2"
+    """N: recompute every N-th layer."""
+
+
+class Compile(Section):
+    """torch.compile."""
+
+    enable: bool = False
+    """Not available yet: only false is accepted."""
+
+
+class Comm(Section):
+    """Process groups."""
+
+    init_timeout_seconds: PositiveInt = 300
+    """Longest wait for a collective until the first step has ended."""
+    train_timeout_seconds: PositiveInt = 100
+    """Longest wait for a collective after the first step."""
+
+
+class Validation(Section):
+    """Loss on held-out data."""
+
+    enable: bool = False
+    """Measure the validation loss."""
+    dataset: str | None = None
+    """As training.dataset; left out: the held-out documents of the training data."""
+    dataset_path: str | None = None
+    """As training.dataset_path."""
+    local_batch_size: PositiveInt = 8
+    """Rows of one batch on one data rank."""
+    seq_len: PositiveInt | None = None
+    """Tokens of one row; left out: training.seq_len."""
+    freq: PositiveInt = 10
+    """Steps from one validation to the next; the last step always validates."""
+    steps: int = -1
+    """Batches of one validation; -1: all of the held-out data."""
+
+
+class Debug(Section):
+    """Reproducibility and benchmarks."""
+
+    seed: int = 0
+    """Initial weights and data order follow from it alone."""
+    deterministic: bool = False
+    """Deterministic kernels only."""
+    deterministic_warn_only: bool = False
+    """Warn instead of failing where no deterministic kernel exists."""
+    moe_force_load_balance: bool = False
+    """Spread tokens evenly over experts regardless of the router (benchmarks only)."""
