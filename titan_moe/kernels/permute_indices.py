@@ -1,9 +1,9 @@
 """Where each routed row goes: from rank-major arrival order to padded, expert-major order.
 
-After an all-to-all, the rows of P source ranks lie one rank after the other, each rank's rows sorted by
-local expert. A grouped GEMM wants them expert after expert, each expert's rows padded to a multiple of
-`row_alignment`. Both directions are returned as index maps, so that dispatch and combine are gathers.
-Everything stays on the device of the counts: no host sync.
+After an all-to-all, the rows of P source ranks lie one rank after the other, each rank's rows
+sorted by local expert. A grouped GEMM wants them expert after expert, each expert's rows padded to a
+multiple of `row_alignment`. Both directions are returned as index maps, so that dispatch and combine
+are gathers. Everything stays on the device of the counts: no host sync.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class PermuteIndices:
     """The two index maps and the group boundaries, all on the device of the counts."""
 
     source_R: Tensor
-    """int64 [max_rows]: the arrived row that belongs at each padded row; -1 for padding and the tail."""
+    """int64 [max_rows]: the arrived row of each padded row; -1 for padding and the tail."""
     position_R: Tensor
     """int64 [num_rows]: the padded row of each arrived row; -1 past the sum of the counts."""
     offsets_E: Tensor
@@ -30,8 +30,8 @@ class PermuteIndices:
 def max_padded_rows(num_rows: int, num_experts: int, row_alignment: int) -> int:
     """The most padded rows that num_rows routed rows can need: a multiple of row_alignment.
 
-    Only experts that got a row are padded, by at most row_alignment - 1 rows each; rounding that bound
-    down loses nothing, because the rows needed are a multiple of row_alignment themselves.
+    Only experts that got a row are padded, by at most row_alignment - 1 rows each; rounding that
+    bound down loses nothing, because the rows needed are a multiple of row_alignment themselves.
     """
     bound = num_rows + min(num_experts, num_rows) * (row_alignment - 1)
     return bound // row_alignment * row_alignment
@@ -85,8 +85,8 @@ def fill_indices_reference(
         rank_ends_PE: where each segment ends within its expert's rows.
         offsets_E, num_rows, max_rows: as in permute_indices.
     """
-    # Rows move as whole segments, each by one shift. Ends serve as well as starts: they differ by the
-    # segment's length on both sides.
+    # Rows move as whole segments, each by one shift. Ends serve as well as starts: they differ by
+    # the segment's length on both sides.
     expert_starts_E = F.pad(offsets_E[:-1], (1, 0))
     shift_PE = expert_starts_E + rank_ends_PE - arrived_ends_PE
 

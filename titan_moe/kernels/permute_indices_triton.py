@@ -17,8 +17,8 @@ def fill_indices(
 ) -> tuple[Tensor, Tensor]:
     """As permute_indices.fill_indices_reference, from the padded rows' side.
 
-    Each program owns BLOCK_ROWS rows and finds their expert and source rank by binary search: the work
-    is even however uneven the experts are, and no buffer needs a fill beforehand.
+    Each program owns BLOCK_ROWS rows and finds their expert and source rank by binary search: the
+    work is even however uneven the experts are, and no buffer needs a fill beforehand.
     """
     num_ranks, num_experts = rank_ends_PE.shape
     source_R = rank_ends_PE.new_empty(max_rows)

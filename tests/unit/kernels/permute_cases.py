@@ -1,4 +1,4 @@
-"""Counts and a slow loop for the tests of permute_indices, on the CPU, in the interpreter and on CUDA."""
+"""Counts and a slow loop for the tests of permute_indices: CPU, Triton's interpreter, CUDA."""
 
 from collections.abc import Iterator
 
@@ -55,6 +55,7 @@ def cases() -> Iterator[tuple[list[list[int]], int]]:
     for _ in range(12):
         num_ranks, num_experts = 1 + draw(6), 1 + draw(9)
         most = (2, 10, 60)[draw(3)]
+        # About half of the counts are 0.
         yield (
             [[max(0, draw(2 * most) - most) for _ in range(num_experts)] for _ in range(num_ranks)],
             draw(5),

@@ -1,4 +1,4 @@
-"""permute_indices against a slow loop: the torch reference, and the Triton kernel in its interpreter."""
+"""permute_indices against a slow loop: the torch reference and the interpreted Triton kernel."""
 
 import os
 import subprocess
