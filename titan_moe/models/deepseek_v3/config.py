@@ -1,0 +1,129 @@
+"""DeepSeek-V2 and -V3 dimensions, from the config.json that each model is published with.
+
+arXiv 2405.04434 (V2, V2-Lite) and 2412.19437 (V3).
+"""
+
+from titan_moe.models.config import MLAConfig, ModelConfig, RopeConfig, YarnScaling
+from titan_moe.moe.config import MoEConfig
+
+_V3_ROPE = RopeConfig(10_000.0, "neighbours", YarnScaling(40.0, 4096))
+_LITE_ROPE = RopeConfig(
+    10_000.0, "neighbours", YarnScaling(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)
+)
+
+FLAVORS: dict[str, ModelConfig] = {
+    # Trains on bytes in two minutes on two CPU cores, with every routing feature of V3 on.
+    "2M": ModelConfig(
+        vocab_size=272,
+        dim=128,
+        num_layers=4,
+        num_dense_layers=1,
+        hidden_dim=384,
+        init_std=0.06,
+        attention=MLAConfig(
+            num_heads=4, q_rank=None, kv_rank=64, nope_dim=32, rope_dim=16, v_dim=32
+        ),
+        rope=RopeConfig(10_000.0, "neighbours"),
+        moe=MoEConfig(
+            num_experts=8,
+            top_k=2,
+            hidden_dim=128,
+            num_shared_experts=1,
+            score="sigmoid",
+            normalize_top_k=True,
+            num_groups=4,
+            top_groups=2,
+            group_score_top=2,
+            bias_update_speed=1e-3,
+            sequence_aux_loss_weight=1e-4,
+        ),
+    ),
+    "debugmodel": ModelConfig(
+        vocab_size=2048,
+        dim=256,
+        num_layers=6,
+        num_dense_layers=1,
+        hidden_dim=1024,
+        attention=MLAConfig(
+            num_heads=16, q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128
+        ),
+        rope=RopeConfig(10_000.0, "neighbours"),
+        moe=MoEConfig(
+            num_experts=8, top_k=3, hidden_dim=256, num_shared_experts=2, bias_update_speed=1e-3
+        ),
+    ),
+    # DeepSeek-V2-Lite.
+    "16B": ModelConfig(
+        vocab_size=102_400,
+        dim=2048,
+        num_layers=27,
+        num_dense_layers=1,
+        hidden_dim=10_944,
+        attention=MLAConfig(
+            num_heads=16, q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128
+        ),
+        rope=_LITE_ROPE,
+        init_std=0.006,
+        max_seq_len=163_840,
+        moe=MoEConfig(
+            num_experts=64,
+            top_k=6,
+            hidden_dim=1408,
+            num_shared_experts=2,
+            bias_update_speed=1e-3,
+        ),
+    ),
+    # DeepSeek-V2.
+    "236B": ModelConfig(
+        vocab_size=102_400,
+        dim=5120,
+        num_layers=60,
+        num_dense_layers=1,
+        hidden_dim=12_288,
+        attention=MLAConfig(
+            num_heads=128, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128
+        ),
+        rope=_V3_ROPE,
+        init_std=0.006,
+        max_seq_len=163_840,
+        moe=MoEConfig(
+            num_experts=160,
+            top_k=6,
+            hidden_dim=1536,
+            num_shared_experts=2,
+            route_scale=16.0,
+            num_groups=8,
+            top_groups=3,
+            group_score_top=1,
+            bias_update_speed=1e-3,
+        ),
+    ),
+    # DeepSeek-V3, without its multi-token-prediction layer.
+    "671B": ModelConfig(
+        vocab_size=129_280,
+        dim=7168,
+        num_layers=61,
+        num_dense_layers=3,
+        hidden_dim=18_432,
+        attention=MLAConfig(
+            num_heads=128, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128
+        ),
+        rope=_V3_ROPE,
+        init_std=0.006,
+        max_seq_len=163_840,
+        moe=MoEConfig(
+            num_experts=256,
+            top_k=8,
+            hidden_dim=2048,
+            num_shared_experts=1,
+            score="sigmoid",
+            normalize_top_k=True,
+            route_scale=2.5,
+            num_groups=8,
+            top_groups=4,
+            group_score_top=2,
+            bias_update_speed=1e-3,
+            sequence_aux_loss_weight=1e-4,
+        ),
+    ),
+}

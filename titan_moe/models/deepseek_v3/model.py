@@ -1,0 +1,10 @@
+"""DeepSeek: the shared decoder, with the dimensions of `config.py`."""
+
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.decoder import Decoder
+from titan_moe.models.layers.attention_core import AttentionCore
+
+
+def build(config: ModelConfig, core: AttentionCore) -> Decoder:
+    """The plain model."""
+    return Decoder(config, core)

@@ -1,0 +1,109 @@
+"""Rotary position embeddings with the families' scaling variants."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from titan_moe.models.config import Llama3Scaling, RopeConfig, YarnScaling
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of each position's angles, shared by all layers."""
+
+    cos_BSC: Tensor
+    sin_BSC: Tensor
+
+
+class Rope(nn.Module):
+    """Angles of positions. `dim` is the number of rotated channels; C = dim / 2 angles a position."""
+
+    inverse_frequency: Tensor
+
+    def __init__(self, dim: int, config: RopeConfig) -> None:
+        super().__init__()
+        self.dim = dim
+        self.config = config
+        empty = torch.empty(dim // 2, dtype=torch.float64)
+        self.register_buffer("inverse_frequency", empty, persistent=False)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
+        """Also called after the module leaves the meta device."""
+        values = inverse_frequencies(self.dim, self.config)
+        if not self.inverse_frequency.is_meta:
+            self.inverse_frequency.copy_(values)
+
+    def forward(self, positions_BS: Tensor, dtype: torch.dtype) -> Rotation:
+        """Angles in float64, cosines and sines in at least float32 of the compute `dtype`."""
+        angles_BSC = positions_BS[..., None].double() * self.inverse_frequency
+        scale = attention_factor(self.config)
+        dtype = torch.promote_types(dtype, torch.float32)
+        return Rotation((angles_BSC.cos() * scale).to(dtype), (angles_BSC.sin() * scale).to(dtype))
+
+
+def rotate(x_BSHC: Tensor, rotation: Rotation, pairing: str) -> Tensor:
+    """Rotate pairs of channels by their position's angle; computes in the rotation's type."""
+    cos, sin = rotation.cos_BSC[:, :, None], rotation.sin_BSC[:, :, None]
+    x = x_BSHC.to(cos.dtype)
+    if pairing == "halves":
+        a, b = x.chunk(2, dim=-1)
+        rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    else:
+        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+    return rotated.to(x_BSHC.dtype)
+
+
+def inverse_frequencies(dim: int, config: RopeConfig) -> Tensor:
+    """theta^(-2i/dim), rescaled as the config says: [dim / 2], float64."""
+    base_C = config.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    match config.scaling:
+        case YarnScaling():
+            return _yarn(base_C, dim, config.theta, config.scaling)
+        case Llama3Scaling():
+            return _llama3(base_C, config.scaling)
+    return base_C
+
+
+def _yarn(base_C: Tensor, dim: int, theta: float, scaling: YarnScaling) -> Tensor:
+    """Slow channels are interpolated, fast ones kept, those between blended linearly (YaRN, 3.2)."""
+
+    def channel_of(rotations: float) -> float:
+        wavelength = scaling.original_max_seq_len / (rotations * 2 * math.pi)
+        return dim * math.log(wavelength) / (2 * math.log(theta))
+
+    low = max(math.floor(channel_of(scaling.beta_fast)), 0)
+    high = min(math.ceil(channel_of(scaling.beta_slow)), dim - 1)
+    width = max(high - low, 0.001)
+    channel_C = torch.arange(dim // 2, dtype=torch.float64)
+    interpolated_C = ((channel_C - low) / width).clamp(0, 1)
+    return base_C / scaling.factor * interpolated_C + base_C * (1 - interpolated_C)
+
+
+def _llama3(base_C: Tensor, scaling: Llama3Scaling) -> Tensor:
+    turns_C = scaling.original_max_seq_len * base_C / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    kept_C = ((turns_C - scaling.low_freq_factor) / span).clamp(0, 1)
+    return base_C / scaling.factor * (1 - kept_C) + base_C * kept_C
+
+
+def attention_factor(config: RopeConfig) -> float:
+    """What YaRN multiplies cosines and sines by."""
+    match config.scaling:
+        case YarnScaling() as yarn:
+            return _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
+    return 1.0
+
+
+def softmax_factor(config: RopeConfig) -> float:
+    """What DeepSeek multiplies the attention's softmax scale by under YaRN."""
+    match config.scaling:
+        case YarnScaling() as yarn:
+            return _mscale(yarn.factor, yarn.mscale_all_dim) ** 2
+    return 1.0
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

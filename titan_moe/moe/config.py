@@ -1,0 +1,29 @@
+"""Dimensions and routing rules of a mixture-of-experts layer. No torch here: checks and planners read it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """One family's MoE layer; names follow the published model cards."""
+
+    num_experts: int
+    top_k: int
+    hidden_dim: int
+    num_shared_experts: int = 0
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_top_k: bool = False
+    """Divide the chosen scores by their sum, so that a token's weights add up to route_scale."""
+    route_scale: float = 1.0
+    num_groups: int = 1
+    """Group-limited routing (arXiv 2405.04434, 2.1.3): experts in equal groups, only top_groups eligible."""
+    top_groups: int = 1
+    group_score_top: int = 1
+    """A group's score is the sum of its this many best scores: 1 in DeepSeek-V2, 2 in V3."""
+    row_alignment: int = 1
+    bias_update_speed: float = 0.0
+    sequence_aux_loss_weight: float = 0.0
+    global_aux_loss_weight: float = 0.0
+    z_loss_weight: float = 0.0
+    force_load_balance: bool = False

@@ -1,0 +1,73 @@
+"""The mixture-of-experts layer."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from titan_moe.moe import balance
+from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.dispatch import Dispatcher, LocalDispatcher, sort_by_expert
+from titan_moe.moe.experts import Experts
+from titan_moe.moe.router import Router, Scores
+
+
+class Assignment(NamedTuple):
+    """A routing decision and its dispatch layout: what a recomputation replays."""
+
+    experts_TK: Tensor
+    plan: Any
+
+
+class MoE(nn.Module):
+    """Routed experts, plus a shared expert that sees every token.
+
+    `dispatcher` and `assign` are chosen when the model is built: expert parallelism replaces the first,
+    recomputation replaces the second while it records and replays.
+    """
+
+    def __init__(self, dim: int, config: MoEConfig, shared_experts: nn.Module | None) -> None:
+        super().__init__()
+        self.config = config
+        self.router = Router(dim, config)
+        self.experts = Experts(config.num_experts, dim, config.hidden_dim)
+        self.shared_experts = shared_experts
+        self.dispatcher: Dispatcher = LocalDispatcher(config.row_alignment)
+        self.assign: Callable[[Tensor], Assignment] = self.decide
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        x_TD = x_BSD.flatten(0, 1)
+        scores = self.router(x_TD)
+        assignment = self.assign(scores.scores_TE)
+        weights_TK = self.router.weigh(scores.scores_TE, assignment.experts_TK)
+        if self.training:
+            loss = self._balance_loss(scores, assignment.experts_TK, x_BSD.shape[0])
+            if loss is not None:
+                weights_TK = balance.attach_loss(weights_TK, loss, self.router.balance_loss)
+
+        rows = self.dispatcher.dispatch(x_TD, weights_TK, assignment.plan)
+        y_TD = self.dispatcher.combine(self.experts(rows), assignment.plan)
+        if self.shared_experts is not None:
+            y_TD = y_TD + self.shared_experts(x_TD)
+        return y_TD.view_as(x_BSD)
+
+    def decide(self, scores_TE: Tensor) -> Assignment:
+        """Choose experts, count them (in training), and plan the dispatch."""
+        experts_TK = self.router.choose(scores_TE)
+        tokens = sort_by_expert(experts_TK, self.config.num_experts)
+        if self.training:
+            self.router.tokens_per_expert += tokens.counts_E
+        return Assignment(experts_TK, self.dispatcher.plan(tokens))
+
+    def _balance_loss(self, scores: Scores, experts_TK: Tensor, num_rows: int) -> Tensor | None:
+        config, terms = self.config, []
+        shares_BSE = scores.shares_TE.unflatten(0, (num_rows, -1))
+        if config.sequence_aux_loss_weight:
+            loss = balance.sequence_loss(shares_BSE, experts_TK.unflatten(0, (num_rows, -1)))
+            terms.append(config.sequence_aux_loss_weight * loss)
+        if config.global_aux_loss_weight:
+            loss = balance.global_loss(shares_BSE, self.router.previous_load)
+            terms.append(config.global_aux_loss_weight * loss)
+        if config.z_loss_weight:
+            terms.append(config.z_loss_weight * balance.z_loss(scores.logits_TE))
+        return sum(terms[1:], terms[0]) if terms else None

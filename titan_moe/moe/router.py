@@ -1,0 +1,108 @@
+"""The router: scores, the choice of experts, and the weights of the chosen ones."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from titan_moe.moe.config import MoEConfig
+
+
+class Scores(NamedTuple):
+    """What a token thinks of each expert, in at least float32."""
+
+    logits_TE: Tensor
+    scores_TE: Tensor
+    """softmax or sigmoid of the logits."""
+    shares_TE: Tensor
+    """The scores normalised over experts, as the balance losses want them."""
+
+
+class Router(nn.Module):
+    """Scores tokens against experts and picks top_k of them.
+
+    Buffers: `expert_bias` [E] enters the choice but not the weights (arXiv 2408.15664); `previous_load`
+    [E] holds each expert's share of the previous step's tokens; `tokens_per_expert` [E] counts this
+    step's; `balance_loss` sums this step's auxiliary losses.
+    """
+
+    expert_bias: Tensor
+    previous_load: Tensor
+    tokens_per_expert: Tensor
+    balance_loss: Tensor
+
+    def __init__(self, dim: int, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = nn.Linear(dim, config.num_experts, bias=False)
+        num_experts = config.num_experts
+        self.register_buffer("expert_bias", torch.empty(num_experts, dtype=torch.float32))
+        self.register_buffer("previous_load", torch.empty(num_experts, dtype=torch.float32))
+        self.register_buffer(
+            "tokens_per_expert", torch.empty(num_experts, dtype=torch.int64), persistent=False
+        )
+        self.register_buffer("balance_loss", torch.empty((), dtype=torch.float64), persistent=False)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
+        """Values of a run that begins; also called after the module leaves the meta device."""
+        self.expert_bias.zero_()
+        self.previous_load.fill_(1 / self.config.num_experts)
+        self.tokens_per_expert.zero_()
+        self.balance_loss.zero_()
+
+    def forward(self, x_TD: Tensor) -> Scores:
+        dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        logits_TE = F.linear(x_TD.to(dtype), self.gate.weight.to(dtype))
+        if self.config.score == "softmax":
+            scores_TE = logits_TE.softmax(-1)
+            return Scores(logits_TE, scores_TE, scores_TE)
+        scores_TE = logits_TE.sigmoid()
+        return Scores(logits_TE, scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True))
+
+    def choose(self, scores_TE: Tensor) -> Tensor:
+        """The experts of each token: experts_TK, best first. Has no gradient."""
+        config = self.config
+        num_tokens = scores_TE.shape[0]
+        if config.force_load_balance:
+            slots = torch.arange(num_tokens * config.top_k, device=scores_TE.device)
+            return (slots % config.num_experts).view(num_tokens, config.top_k)
+        scores_TE = scores_TE.detach() + self.expert_bias
+        if config.num_groups > 1:
+            scores_TE = _keep_top_groups(scores_TE, config)
+        return scores_TE.topk(config.top_k, dim=-1).indices
+
+    def weigh(self, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        """The weights of the chosen experts: weights_TK."""
+        weights_TK = _TakeChosen.apply(scores_TE, experts_TK)
+        if self.config.normalize_top_k:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        return weights_TK * self.config.route_scale
+
+
+class _TakeChosen(torch.autograd.Function):
+    """gather(scores, experts), whose backward writes instead of adding: a token's experts are distinct."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(experts_TK)
+        ctx.num_experts = scores_TE.shape[1]  # type: ignore[attr-defined]
+        return scores_TE.gather(1, experts_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TK: Tensor):  # type: ignore[override, no-untyped-def]
+        (experts_TK,) = ctx.saved_tensors
+        grad_TE = grad_TK.new_zeros(grad_TK.shape[0], ctx.num_experts)
+        return grad_TE.scatter_(1, experts_TK, grad_TK), None
+
+
+def _keep_top_groups(scores_TE: Tensor, config: MoEConfig) -> Tensor:
+    """Scores of experts outside each token's best groups become -inf."""
+    scores_TGE = scores_TE.unflatten(-1, (config.num_groups, -1))
+    group_scores_TG = scores_TGE.topk(config.group_score_top, dim=-1).values.sum(-1)
+    best_TG = group_scores_TG.topk(config.top_groups, dim=-1).indices
+    eligible_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter_(-1, best_TG, True)
+    return scores_TGE.masked_fill(~eligible_TG[..., None], float("-inf")).flatten(1)
