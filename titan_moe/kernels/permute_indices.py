@@ -1,9 +1,9 @@
 """Where each routed row goes: from rank-major arrival order to padded, expert-major order.
 
 After an all-to-all, the rows of P source ranks lie one rank after the other, each rank's rows
-sorted by local expert. A grouped GEMM wants them expert after expert, each expert's rows padded to a
-multiple of `row_alignment`. Both directions are returned as index maps, so that dispatch and combine
-are gathers. Everything stays on the device of the counts: no host sync.
+sorted by local expert. A grouped GEMM wants them expert after expert, each expert's rows padded to
+a multiple of `row_alignment`. Both directions are returned as index maps, so that dispatch and
+combine are gathers. Everything stays on the device of the counts: no host sync.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,8 @@ def permute_indices(
     """Index maps between rank-major arrival order and padded expert-major order.
 
     Within an expert, rows keep the order of the source ranks, then the order of arrival. An expert
-    without rows takes no padded rows either.
+    without rows takes no padded rows either. Padding lies inside the groups, where a GEMM reads it:
+    the caller fills it with zeros.
 
     Args:
         counts_PE: int32 or int64 [P, E], rows that rank p sent for local expert e.

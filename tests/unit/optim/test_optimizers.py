@@ -1,0 +1,86 @@
+"""build_optimizer: groups, one step by hand, and parameters of different meshes."""
+
+import pytest
+import torch
+from torch import nn
+
+from titan_moe.config.sections import Optimizer
+from titan_moe.optim.optimizers import build_optimizer
+from titan_moe.verify.ranks import run_ranks
+
+
+def parameters():
+    shapes = {
+        "embedding.weight": (4, 3),
+        "norm.weight": (3,),
+        "experts.w1": (2, 3, 3),
+        "experts.b1_bias": (2, 3),
+        "output.bias": (4,),
+    }
+    named = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    return {**named, "frozen.weight": frozen}
+
+
+def test_norms_and_biases_do_not_decay_and_frozen_parameters_stay_out():
+    named = parameters()
+    names = {id(param): name for name, param in named.items()}
+    optimizer = build_optimizer(Optimizer(lr=0.5, weight_decay=0.25), named.items())
+    groups = {
+        group["name"]: (
+            [names[id(param)] for param in group["params"]],
+            group["weight_decay"],
+            group["peak_lr"],
+        )
+        for group in optimizer.param_groups
+    }
+    assert groups == {
+        "decay": (["embedding.weight", "experts.w1"], 0.25, 0.5),
+        "no_decay": (["norm.weight", "experts.b1_bias", "output.bias"], 0.0, 0.5),
+    }
+
+
+@pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
+@pytest.mark.parametrize(("name", "weight"), [("AdamW", 0.85), ("Adam", 0.9)])
+def test_one_step_by_hand(name, weight, implementation):
+    # The first step moves by lr in the gradient's direction; AdamW takes lr * decay * weight too,
+    # while Adam's decay only enlarges the gradient.
+    named = {key: param for key, param in parameters().items() if param.requires_grad}
+    keys = {"name": name, "lr": 0.1, "weight_decay": 0.5, "implementation": implementation}
+    optimizer = build_optimizer(Optimizer(**keys), named.items())
+    for param in named.values():
+        param.grad = torch.full_like(param, 3.0)
+    optimizer.step()
+    torch.testing.assert_close(named["experts.w1"].data, torch.full((2, 3, 3), weight))
+    torch.testing.assert_close(named["norm.weight"].data, torch.full((3,), 0.9))
+    assert optimizer.defaults["fused"] is (implementation == "fused")
+    assert optimizer.defaults["foreach"] is (implementation == "foreach")
+
+
+def test_a_group_without_parameters_is_left_out():
+    optimizer = build_optimizer(Optimizer(), [("w", nn.Parameter(torch.ones(2, 2)))])
+    assert [group["name"] for group in optimizer.param_groups] == ["decay"]
+
+
+def step_on_two_meshes(implementation):
+    """One step on parameters of a 1-D and of a 2-D mesh; the full values afterwards."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    dense = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    sparse = init_device_mesh("cpu", (1, 2), mesh_dim_names=("edp", "ep"))
+    placements = {"wq": (dense, [Shard(0)]), "w1": (sparse, [Replicate(), Shard(0)])}
+    named = {}
+    for name, (mesh, placement) in placements.items():
+        value = torch.ones(4, 4)
+        named[name] = nn.Parameter(distribute_tensor(value, mesh, placement))
+        named[name].grad = distribute_tensor(value, mesh, placement)
+    config = Optimizer(lr=0.1, weight_decay=0.5, implementation=implementation)
+    build_optimizer(config, named.items()).step()
+    return [param.full_tensor().tolist() for param in named.values()]
+
+
+@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+def test_steps_on_parameters_of_different_meshes(implementation):
+    for values in run_ranks(step_on_two_meshes, 2, implementation):
+        torch.testing.assert_close(torch.tensor(values), torch.full((2, 4, 4), 0.85))

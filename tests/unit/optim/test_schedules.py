@@ -1,0 +1,63 @@
+"""lr_factor against values computed by hand."""
+
+import pytest
+import torch
+
+from titan_moe.config.sections import LRScheduler
+from titan_moe.optim.schedules import lr_factor, set_lr
+
+
+def factors(steps, training_steps=20, **keys):
+    config = LRScheduler(**keys)
+    return [lr_factor(step, config, training_steps) for step in steps]
+
+
+def test_warmup_stable_decay():
+    keys = {"warmup_steps": 4, "decay_ratio": 0.5}
+    actual = factors([1, 2, 3, 4, 5, 10, 11, 15, 19, 20], **keys)
+    assert actual == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 0.9, 0.5, 0.1, 0])
+
+
+@pytest.mark.parametrize(
+    ("decay_type", "expected"),
+    [
+        ("linear", [0.8, 0.6, 0.2]),
+        ("sqrt", [0.6, 1 - 0.8 * 0.5**0.5, 0.2]),
+        ("cosine", [0.2 + 0.8 * (1 + 0.5**0.5) / 2, 0.6, 0.2]),
+    ],
+)
+def test_decay_shapes_down_to_the_least_factor(decay_type, expected):
+    keys = {"warmup_steps": 0, "decay_ratio": 0.4, "decay_type": decay_type, "min_lr_factor": 0.2}
+    assert factors([1, 12], **keys) == [1, 1]
+    assert factors([14, 16, 20], **keys) == pytest.approx(expected)
+    assert factors([20, 21, 99], **keys) == [0.2, 0.2, 0.2]
+
+
+def test_without_a_ratio_everything_after_the_warmup_decays():
+    assert factors([5, 6, 20], warmup_steps=5) == pytest.approx([1, 14 / 15, 0])
+
+
+def test_a_decay_that_meets_the_warmup_is_cut_short():
+    assert factors([15, 16, 20], warmup_steps=15, decay_ratio=0.9) == pytest.approx([1, 0.8, 0])
+
+
+def test_a_ratio_of_zero_never_decays():
+    assert factors([1, 20, 30], warmup_steps=0, decay_ratio=0.0) == [1, 1, 1]
+
+
+def test_total_steps_outlast_the_run():
+    assert factors([10, 20], warmup_steps=0, total_steps=40) == pytest.approx([0.75, 0.5])
+
+
+def test_a_warmup_longer_than_the_run():
+    assert factors([10, 20], warmup_steps=40) == [0.25, 0.5]
+
+
+def test_set_lr_scales_each_group_by_its_own_peak():
+    groups = [
+        {"params": [torch.nn.Parameter(torch.zeros(1))], "peak_lr": peak} for peak in (0.5, 4.0)
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    set_lr(optimizer, 0.25)
+    set_lr(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 2.0]

@@ -1,0 +1,47 @@
+"""The learning rate of every step: linear warm-up, a stable stretch, a decay."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from titan_moe.config.sections import LRScheduler
+
+_DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+}
+
+
+def lr_factor(step: int, config: LRScheduler, training_steps: int) -> float:
+    """The factor on the peak learning rate that optimizer step `step` is taken with.
+
+    Steps count from 1; the schedule ends at `total_steps`, or at `training_steps` where that is
+    left out. With W warm-up steps and D decay steps (`decay_ratio` of the schedule, at most what the warm-up
+    leaves; all of that where it is left out) the factor is
+
+    - step / W up to step W: 1 / W at step 1, exactly 1 at step W;
+    - 1 up to step total - D;
+    - then from 1 down to `min_lr_factor`, which the last step takes exactly, and later ones keep.
+
+    A decay of 0 steps never leaves 1. The decays: linear, 1 - sqrt(progress) as in arXiv
+    2405.18392, and half a cosine.
+    """
+    if step <= config.warmup_steps:
+        return step / config.warmup_steps
+    total_steps = config.total_steps or training_steps
+    decay_steps = max(0, total_steps - config.warmup_steps)
+    if config.decay_ratio is not None:
+        decay_steps = min(decay_steps, round(total_steps * config.decay_ratio))
+    steps_decayed = step - (total_steps - decay_steps)
+    if decay_steps == 0 or steps_decayed <= 0:
+        return 1.0
+    remaining = _DECAYS[config.decay_type](min(1.0, steps_decayed / decay_steps))
+    return config.min_lr_factor + (1 - config.min_lr_factor) * remaining
+
+
+def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Give every group its own peak learning rate times factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor
