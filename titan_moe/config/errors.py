@@ -2,7 +2,7 @@
 
 
 class ConfigError(Exception):
-    """Everything wrong with a configuration: one line each, naming key, value and remedy. Exit code 2."""
+    """Everything wrong with a configuration, a line each: key, value, remedy. Exit code 2."""
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__("\n".join(lines))

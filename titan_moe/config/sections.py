@@ -1,7 +1,7 @@
-"""One class per TOML table; the docstring under each field is its `--help` text and its schema description.
+"""One class per TOML table; a field's docstring is its `--help` text and its schema description.
 
-Names, meanings and (unless the docstring says otherwise) defaults are those of torchtitan 0.2, so that
-its users can bring their files. What we have no equivalent for is refused by name: see `migration.py`.
+Names, meanings and (unless the docstring says otherwise) defaults are those of torchtitan 0.2, so
+that its users can bring their files. What has no equivalent here is refused by name: migration.py.
 """
 
 from typing import Literal
@@ -73,13 +73,16 @@ class Moe(Section):
     """Mixture-of-experts settings. A key left out takes the flavor's own value."""
 
     row_alignment: Literal[1, 8, 16, 32, 64, 128] = 1
-    """Each expert's rows are padded to a multiple of this before the grouped GEMM (bf16 1, float8 16, mxfp8 32)."""
+    """Each expert's rows are padded to a multiple of this before the grouped GEMM (bf16 1,
+    float8 16, mxfp8 32)."""
     bias_update_speed: NonNegativeFloat | None = None
-    """Step of the aux-loss-free routing bias per optimizer step (arXiv 2408.15664); 0 switches it off."""
+    """Step of the aux-loss-free routing bias per optimizer step (arXiv 2408.15664); 0 switches
+    it off."""
     sequence_aux_loss_weight: NonNegativeFloat | None = None
     """Weight of the sequence-wise load-balance loss (arXiv 2412.19437, section 2.1.2)."""
     global_aux_loss_weight: NonNegativeFloat | None = None
-    """Weight of the global-batch load-balance loss; its frequencies are the previous step's counts."""
+    """Weight of the global-batch load-balance loss; its frequencies are the previous step's
+    counts."""
     z_loss_weight: NonNegativeFloat | None = None
     """Weight of the router z-loss (arXiv 2202.08906)."""
 
@@ -140,14 +143,17 @@ class Training(Section):
     """Data, batch, steps, precision."""
 
     dataset: str = "stdlib"
-    """'stdlib' (the Python sources on this machine), 'synthetic', 'json', 'parquet', 'text', 'tokens'
-    (a folder made by scripts/tokenize_data.py), 'c4', or a Hugging Face dataset name."""
+    """'stdlib' (the Python sources on this machine), 'synthetic', 'json', 'parquet', 'text',
+    'tokens' (a folder made by scripts/tokenize_data.py), 'c4', or a Hugging Face dataset name."""
     dataset_path: str | None = None
-    """File, folder or glob for json, parquet, text and tokens; a local copy for Hugging Face names."""
+    """File, folder or glob for json, parquet, text and tokens; a local copy for Hugging Face
+    names."""
     blend: list[Dataset] = []
-    """Several datasets with weights, as [[training.blend]] tables; replaces dataset and dataset_path."""
+    """Several datasets with weights, as [[training.blend]] tables; replaces dataset and
+    dataset_path."""
     repeat_dataset: bool = False
-    """Start the dataset again when a row has used up its documents, instead of stopping with an error."""
+    """Start the dataset again when a row has used up its documents, instead of stopping with an
+    error."""
     mask_documents: bool = True
     """Packed documents do not attend to each other, and no target crosses from one to the next."""
     local_batch_size: PositiveInt = 8
@@ -161,7 +167,8 @@ class Training(Section):
     norm_type: Literal["2", "inf"] = "2"
     """The norm that is reported and clipped."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What to do when a loss or a gradient is not finite: stop with the last good state, or skip the update."""
+    """What to do when a loss or a gradient is not finite: stop with the last good state, or skip
+    the update."""
     steps: PositiveInt = 10000
     """Optimizer steps of the run."""
     enable_cpu_offload: bool = False
@@ -178,14 +185,17 @@ class Training(Section):
 
 
 class Parallelism(Section):
-    """Degrees of the mesh axes. The product pp x dp_replicate x dp_shard x cp x tp is the number of ranks."""
+    """Degrees of the mesh axes. The product pp x dp_replicate x dp_shard x cp x tp is the number
+    of ranks."""
 
     data_parallel_replicate_degree: PositiveInt = 1
-    """Replicas of the sharded model (HSDP); plain data parallel when it is the only degree above 1."""
+    """Replicas of the sharded model (HSDP); plain data parallel when it is the only degree above
+    1."""
     data_parallel_shard_degree: int = -1
     """Ranks that shard parameters (FSDP2); -1: the rest."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after the forward; 'default' does, but for the last layer and under PP."""
+    """Free gathered parameters after the forward; 'default' does, but for the last layer and
+    under PP."""
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that split attention heads and hidden dims."""
     context_parallel_degree: PositiveInt = 1
@@ -214,7 +224,8 @@ class Checkpoint(Section):
     initial_load_model_only: bool = True
     """Take only the model from initial_load_path, not optimizer, step and data position."""
     last_save_model_only: bool = False
-    """The last save holds the model only; such a run cannot be resumed (torchtitan's default is true)."""
+    """The last save holds the model only; such a run cannot be resumed (torchtitan's default is
+    true)."""
     async_mode: Literal["disabled"] = "disabled"
     """Saves happen in the step."""
     keep_latest_k: NonNegativeInt = 10

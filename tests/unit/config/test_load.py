@@ -1,0 +1,159 @@
+"""TOML and command line to one frozen config, and every mistake at once."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job import JobConfig
+from titan_moe.config.load import known_keys, load_job, save_job
+
+
+def _file(folder: Path, text: str) -> list[str]:
+    path = folder / "job.toml"
+    path.write_text(text)
+    return ["--job.config_file", str(path)]
+
+
+def _problems(argv: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_job(argv)
+    return caught.value.lines
+
+
+def test_no_arguments_give_the_defaults() -> None:
+    assert load_job([]) == JobConfig()
+
+
+def test_command_line_goes_over_file_goes_over_default(tmp_path: Path) -> None:
+    argv = _file(tmp_path, "[training]\nsteps = 5\nseq_len = 64\n[optimizer]\nlr = 1\n")
+    job = load_job([*argv, "--training.steps=7", "--training.dataloader.prefetch_factor", "9"])
+    assert (job.training.steps, job.training.seq_len, job.optimizer.lr) == (7, 64, 1.0)
+    assert job.training.dataloader.prefetch_factor == 9
+    assert job.training.local_batch_size == JobConfig().training.local_batch_size
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "value"),
+    [
+        (["--checkpoint.enable"], "checkpoint.enable", True),
+        (["--checkpoint.enable", "true"], "checkpoint.enable", True),
+        (["--training.mask_documents=false"], "training.mask_documents", False),
+        (["--checkpoint.enable", "--training.steps", "3"], "checkpoint.enable", True),
+        (["--moe.row_alignment", "16"], "moe.row_alignment", 16),
+        (["--training.norm_type", "2"], "training.norm_type", "2"),
+        (["--training.max_norm", "inf"], "training.max_norm", float("inf")),
+        (["--training.global_batch_size", "-1"], "training.global_batch_size", -1),
+        (["--lr_scheduler.total_steps", "none"], "lr_scheduler.total_steps", None),
+        (
+            ["--checkpoint.exclude_from_loading", "optimizer,dataloader"],
+            "checkpoint.exclude_from_loading",
+            ["optimizer", "dataloader"],
+        ),
+    ],
+)
+def test_command_line_values(argv: list[str], key: str, value: object) -> None:
+    table, name = key.split(".")
+    assert getattr(getattr(load_job(argv), table), name) == value
+
+
+def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
+    argv = _file(
+        tmp_path,
+        """
+        profiling = 3
+        [training]
+        steps = "20"
+        seq_len = true
+        stepz = 4
+        [optimizer]
+        name = "SGD"
+        [fault_tolerance]
+        enable = false
+        """,
+    )
+    file, cli = argv[1], "command line"
+    assert sorted(_problems([*argv, "--training.lr=3", "--moe.row_alignment", "7", "stray"])) == [
+        "command line: 'stray' belongs to no --table.key",
+        "fault_tolerance.enable = false "
+        f"({file}): torchft is not used: restart the run and it resumes from its checkpoint",
+        f'moe.row_alignment = "7" ({cli}): must be 1, 8, 16, 32, 64 or 128',
+        f"optimizer.name = \"SGD\" ({file}): must be 'AdamW' or 'Adam'",
+        f"profiling = 3 ({file}): must be a table: [profiling]",
+        f"training.lr = 3 ({cli}): no such key; did you mean optimizer.lr?",
+        f"training.seq_len = true ({file}): must be a valid integer",
+        f'training.steps = "20" ({file}): must be a valid integer',
+        f"training.stepz = 4 ({file}): no such key; did you mean training.steps?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--training.steps"], "--training.steps: expected one argument"),
+        (["--training.steps", "many"], "must be a valid integer"),
+        (["--training.steps", "0"], "must be greater than 0"),
+        (["--checkpoint.enable", "maybe"], "must be a valid boolean"),
+        (["--training", "3"], "must be a table"),
+        (["--training.blend", '[{"weight": 1}]'], "training.blend.0.dataset"),
+        (["--job.config_file", "/nowhere.toml"], "/nowhere.toml: cannot be read: No such file"),
+        (["--job.config_file"], "expected one argument"),
+        (["--compile.backend=inductor"], "torch.compile is not available yet"),
+    ],
+)
+def test_one_mistake_is_one_line(argv: list[str], words: str) -> None:
+    (line,) = _problems(argv)
+    assert words in line and "\n" not in line
+
+
+@pytest.mark.parametrize("content", [b"[training\nsteps = 3", b"[training]\nsteps = \xff\xfe"])
+def test_a_file_that_is_no_toml(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "job.toml"
+    path.write_bytes(content)
+    (line,) = _problems(["--job.config_file", str(path)])
+    assert line.startswith(f"job.config_file = {path}: is not ")
+
+
+def test_a_saved_job_loads_equal(tmp_path: Path) -> None:
+    job = load_job(
+        [
+            "--training.max_norm=inf",
+            "--optimizer.lr=1e-3",
+            "--job.description",
+            'quotes " and\nlines',
+            "--training.blend",
+            '[{"dataset": "c4", "weight": 2.5}, {"dataset": "text", "dataset_path": "a"}]',
+            "--checkpoint.exclude_from_loading=optimizer",
+            "--moe.z_loss_weight=0.1",
+        ]
+    )
+    path = tmp_path / "config.toml"
+    save_job(job, path)
+    assert load_job(["--job.config_file", str(path)]) == job
+
+
+def test_a_job_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        JobConfig().training.steps = 3
+
+
+def test_help_is_quick_imports_no_torch_and_shows_every_key() -> None:
+    watch = (
+        "import sys, runpy\n"
+        "sys.argv = ['train', '--help']\n"
+        "try:\n    runpy.run_module('titan_moe.train', run_name='__main__')\n"
+        "except SystemExit as stop:\n    assert not stop.code, stop.code\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    start = time.monotonic()
+    shown = subprocess.run([sys.executable, "-c", watch], capture_output=True, text=True)
+    seconds = time.monotonic() - start
+    assert shown.returncode == 0, shown.stderr
+    for key in known_keys():
+        assert f"--{key} " in shown.stdout
+    assert "Optimizer steps of the run. (default: 10000)" in " ".join(shown.stdout.split())
+    assert seconds < 1.5
