@@ -5,6 +5,7 @@ groups, no stale DTensor caches, no shared random state) without torch's import 
 """
 
 import multiprocessing
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -59,7 +60,7 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list:
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
-                error, value = pipe.recv()  # type: ignore[union-attr]
+                error, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 raise RankError(f"rank {rank} died without a word") from None
             if error is not None:
@@ -85,7 +86,8 @@ def _rank_main(
         )
         value = fn(*args)
         dist.barrier()
-        pipe.send((None, value))
+        # Plain pickle: multiprocessing's own would share tensors by file handles that die with us.
+        pipe.send_bytes(pickle.dumps((None, value)))
         dist.destroy_process_group()
     except BaseException:  # DCP's CheckpointException is no Exception.
-        pipe.send((traceback.format_exc(), None))
+        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))

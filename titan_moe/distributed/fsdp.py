@@ -1,0 +1,118 @@
+"""FSDP2, HSDP and plain data parallelism, by one mechanism: torch's fully_shard.
+
+Every reduction is a plain sum (see parallelism.md's gradient rule). Data parallelism alone is HSDP whose
+shard axis has one rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Shard
+
+from titan_moe.distributed.meshes import Meshes
+from titan_moe.moe.layer import MoE
+
+
+@dataclass(frozen=True)
+class ShardingPolicy:
+    """How parameters are kept and gathered."""
+
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    reshard_after_forward: bool
+    """For all blocks but the last, which the backward wants first."""
+    reshard_last: bool
+    cpu_offload: bool
+
+
+def shard_dim(shape: torch.Size, num_shards: int) -> int:
+    """The tensor dim to shard: dim 0 unless that leaves a rank empty and another dim would divide.
+
+    fully_shard cuts dim 0 like torch.chunk, unevenly if need be; other dims it wants to divide.
+    """
+    rows_per_rank = -(-shape[0] // num_shards)
+    if rows_per_rank * (num_shards - 1) < shape[0]:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size % num_shards == 0), 0)
+
+
+def apply_fsdp(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    edges: list[nn.Module],
+    meshes: Meshes,
+    policy: ShardingPolicy,
+) -> None:
+    """Shard routed experts over (dp_replicate, edp), all other parameters over (dp_replicate, fsdp).
+
+    Args:
+        model: the root; takes what no block and no edge holds.
+        blocks: the layers in forward order; each is gathered as one, its experts apart.
+        edges: modules outside the layers to gather on their own, in forward order.
+    """
+    dense_mesh = _data_mesh(meshes, meshes.dense, "fsdp")
+    expert_mesh = _data_mesh(meshes, meshes.sparse, "edp")
+    for module in edges:
+        _shard(module, dense_mesh, policy, reshard=policy.reshard_last)
+    for block in blocks:
+        reshard = policy.reshard_last if block is blocks[-1] else policy.reshard_after_forward
+        for moe in _moe_layers(block):
+            _shard(moe.experts, expert_mesh, policy, reshard=reshard)
+        _shard(block, dense_mesh, policy, reshard=reshard)
+    _shard(model, dense_mesh, policy, reshard=policy.reshard_last)
+    _prefetch(blocks)
+
+
+def _data_mesh(meshes: Meshes, view: DeviceMesh, shard_axis: str) -> DeviceMesh:
+    return view["dp_replicate", shard_axis] if meshes.dims.dp_replicate > 1 else view[shard_axis]
+
+
+def _moe_layers(block: nn.Module) -> list[MoE]:
+    return [module for module in block.modules() if isinstance(module, MoE)]
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, policy: ShardingPolicy, *, reshard: bool) -> None:
+    num_shards = mesh.size(mesh.ndim - 1)
+    offload = CPUOffloadPolicy() if policy.cpu_offload else OffloadPolicy()
+    sharded = fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard,
+        shard_placement_fn=_placement(num_shards),
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=policy.compute_dtype, reduce_dtype=policy.reduce_dtype
+        ),
+        offload_policy=offload,
+    )
+    sharded.set_gradient_divide_factor(1.0)
+    # gloo has no pre-multiplied sum, which a divide factor would otherwise ask for.
+    sharded.set_force_sum_reduction_for_comms(True)
+
+
+def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
+    def place(parameter: nn.Parameter) -> Shard:
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        return Shard(shard_dim(local.shape, num_shards))
+
+    return place
+
+
+def _prefetch(blocks: list[nn.Module]) -> None:
+    """Gather the next block while one computes: in forward order, and backwards in the backward."""
+    for block, following in zip(blocks, blocks[1:], strict=False):
+        block.set_modules_to_forward_prefetch(_units(following))  # type: ignore[operator]
+        following.set_modules_to_backward_prefetch(_units(block))  # type: ignore[operator]
+
+
+def _units(block: nn.Module) -> list[FSDPModule]:
+    return [block, *(moe.experts for moe in _moe_layers(block))]  # type: ignore[list-item]

@@ -1,0 +1,63 @@
+"""Initial weights as a function of (seed, parameter name, expert index) alone.
+
+DTensor's own generator draws the same shard on every rank of a CPU mesh. Here each rank draws whole
+tensors (of a stack of experts: one expert at a time) and keeps its slice, so every layout of one device
+type starts from the same bits.
+"""
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+@torch.no_grad()
+def fill_initial_weights(
+    model: nn.Module, seed: int, std_of: Callable[[str], float | None]
+) -> None:
+    """Fill every parameter: ones where `std_of(name)` is None, else normal with that deviation.
+
+    Drawn in float32 whatever the parameter's type, so that a float64 run starts from the same values.
+    """
+    for name, parameter in model.named_parameters():
+        std = std_of(name)
+        if std is None:
+            _local(parameter).fill_(1.0)
+        elif ".experts." in name:
+            _fill_experts(parameter, seed, name, std)
+        else:
+            whole = _draw(parameter.shape, parameter.device, f"{seed}/{name}", std)
+            _local(parameter).copy_(whole[local_slices(parameter)])
+
+
+def local_slices(parameter: Tensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor this rank holds."""
+    if not isinstance(parameter, DTensor):
+        return tuple(slice(0, size) for size in parameter.shape)
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+
+
+def _fill_experts(parameter: Tensor, seed: int, name: str, std: float) -> None:
+    experts, *inner = local_slices(parameter)
+    local = _local(parameter)
+    for row, expert in enumerate(range(experts.start, experts.stop)):
+        whole = _draw(parameter.shape[1:], parameter.device, f"{seed}/{name}/{expert}", std)
+        local[row].copy_(whole[tuple(inner)])
+
+
+def _draw(shape: torch.Size, device: torch.device, key: str, std: float) -> Tensor:
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.empty(shape, dtype=torch.float32, device=device).normal_(
+        0.0, std, generator=generator
+    )
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
