@@ -1,0 +1,63 @@
+"""Ranks fail together: an error on one rank becomes the same RunError on all of them.
+
+Without this, a rank whose disk is full raises while the others wait for it in the next collective.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from titan_moe.runtime.errors import RunError
+
+T = TypeVar("T")
+
+_LONGEST_REASON = 300
+
+
+def on_every_rank(action: Callable[[], T], *, doing: str) -> T:
+    """Run `action` on every rank and return its result; collective.
+
+    Raises RunError(f"{doing}: {reason}") on all ranks when any rank's action raised; a RunError
+    raised inside `action` keeps its own words. The lowest failing rank gives the reason.
+    """
+    result, error = _attempt(action, doing)
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for first in errors:
+        if first is not None:
+            raise RunError(first)
+    return cast(T, result)
+
+
+def on_rank_zero(action: Callable[[], T], *, doing: str) -> T:
+    """Run `action` on rank 0 alone and return its (picklable) result on every rank; collective.
+
+    Raises as `on_every_rank` does.
+    """
+    outcome: list[Any] = list(_attempt(action, doing)) if dist.get_rank() == 0 else [None, None]
+    dist.broadcast_object_list(outcome, src=0)
+    result, error = outcome
+    if error is not None:
+        raise RunError(error)
+    return cast(T, result)
+
+
+def _attempt(action: Callable[[], T], doing: str) -> tuple[T | None, str | None]:
+    try:
+        return action(), None
+    except RunError as error:
+        return None, str(error)
+    except (Exception, CheckpointException) as error:  # The latter is a BaseException only.
+        return None, f"{doing}: {_reason(error)}"
+
+
+def _reason(error: BaseException) -> str:
+    """One line about `error`; of DCP's collected failures, the lowest rank's."""
+    while isinstance(error, CheckpointException) and error.failures:
+        error = error.failures[min(error.failures)][0]
+    if isinstance(error, OSError) and error.strerror:
+        place = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror}{place}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST_REASON]

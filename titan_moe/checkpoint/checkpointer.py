@@ -1,0 +1,264 @@
+"""Saving and loading a run.
+
+<dump_folder>/<checkpoint.folder>/step-N/
+    .metadata, *.distcp     tensors, by torch.distributed.checkpoint: readable in any layout
+    train_state.json        step, data position, random states (not in a model-only checkpoint)
+    manifest.json           what the above holds, with a checksum per tensor, and who wrote it
+"""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.optim import Optimizer
+
+from titan_moe.checkpoint import storage
+from titan_moe.checkpoint.agreement import on_every_rank, on_rank_zero
+from titan_moe.checkpoint.checksum import checksums
+from titan_moe.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    audit,
+    code_version,
+    compare_checksums,
+    gather_specs,
+    read_manifest,
+)
+from titan_moe.checkpoint.safe_reader import SafeReader
+from titan_moe.checkpoint.tensors import MODEL, OPTIMIZER, model_tensors, optimizer_tensors
+from titan_moe.checkpoint.train_state import (
+    DATA,
+    TRAIN_STATE,
+    gather_train_state,
+    read_train_state,
+    restore_random_state,
+)
+from titan_moe.config.sections import Checkpoint
+from titan_moe.runtime.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Saves and loads one model, its optimizer and the state of its run.
+
+    `save`, `maybe_save` and `load` are collective: every rank calls them together, and when one
+    fails, all raise the same one-line RunError. `torch.distributed` must be initialised, also for a
+    single process.
+
+    Args:
+        config: the [checkpoint] table.
+        dump_folder: job.dump_folder.
+        model: its state_dict names the tensors; parameters may be DTensors of any mesh.
+        optimizer: None where there is none to save or load (evaluation, conversion).
+        num_experts: routed experts per MoE layer; checked at load.
+        job_record: the resolved configuration as JSON, kept in the manifest.
+    """
+
+    def __init__(
+        self,
+        config: Checkpoint,
+        dump_folder: Path,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        num_experts: int,
+        job_record: dict[str, Any],
+    ) -> None:
+        self._config = config
+        self._folder = dump_folder / config.folder
+        self._model = model
+        self._optimizer = optimizer
+        self._num_experts = num_experts
+        self._job_record = job_record
+
+    def latest_step(self) -> int | None:
+        """Step of the run's own latest checkpoint; None if it has none."""
+        return max(storage.saved_steps(self._folder), default=None)
+
+    def maybe_save(self, step: int, state: dict[str, Any], *, last: bool = False) -> bool:
+        """Save if the configuration wants a checkpoint after this step; returns whether it did."""
+        config = self._config
+        if not config.enable or config.load_only:
+            return False
+        first = config.enable_first_step_checkpoint and step == 1
+        if not (last or first or step % config.interval == 0):
+            return False
+        self.save(step, state, last=last)
+        return True
+
+    def save(self, step: int, state: dict[str, Any], *, last: bool = False) -> None:
+        """Write the checkpoint of `step`, replacing one of the same step, then remove outdated
+        ones.
+
+        `state` is this rank's JSON-able state: see `gather_train_state`. A seed checkpoint, and the
+        last one if so configured, hold the model only.
+
+        Raises RunError when it cannot be written; earlier checkpoints are then as they were. Raises
+        RunError before anything is written when replicas of a tensor differ.
+        """
+        started = time.perf_counter()
+        model_only = self._config.create_seed_checkpoint or (
+            last and self._config.last_save_model_only
+        )
+        target = storage.step_folder(self._folder, step)
+        doing = f"cannot save checkpoint {target}"
+        tensors = self._tensors(with_optimizer=not model_only)
+        specs = gather_specs(tensors)
+        manifest = Manifest(
+            step=step,
+            model_only=model_only,
+            num_experts=self._num_experts,
+            tensors=specs,
+            checksums=checksums(tensors, {name: spec.shape for name, spec in specs.items()}),
+            job=self._job_record,
+            code=code_version(),
+        )
+        train_state = {} if model_only else gather_train_state(state)
+
+        aside = on_rank_zero(lambda: storage.begin(target), doing=doing)
+        try:
+            on_every_rank(lambda: _write_tensors(tensors, aside), doing=doing)
+            on_rank_zero(
+                lambda: self._commit(aside, target, manifest=manifest, train_state=train_state),
+                doing=doing,
+            )
+        except RunError:
+            if dist.get_rank() == 0:
+                storage.abandon(aside)
+            raise
+        on_rank_zero(lambda: self._remove_outdated(step), doing=f"after saving {target}")
+        if dist.get_rank() == 0:
+            logger.info("saved %s in %.1f s", target, time.perf_counter() - started)
+
+    def load(self) -> dict[str, Any] | None:
+        """Load the run's own checkpoint, else `initial_load_path`; into the tensors, in place.
+
+        The own one is that of `load_step`, or the latest. Returns the saved state with "data" of
+        *all* rows (see `gather_train_state`), without the parts excluded from loading; None when
+        there is nothing to go on from: no checkpoint, or one of the model only. Random states are
+        put back where the number of ranks is the same, so call this last before the loop.
+
+        Raises RunError when the checkpoint is missing, damaged, untrustworthy or of another model.
+        The model's tensors are undefined then.
+        """
+        doing = f"cannot load a checkpoint from {self._folder}"
+        found = on_rank_zero(self._find, doing=doing)
+        if found is None:
+            return None
+        source, manifest, model_only = found
+        excluded: set[str] = set(self._config.exclude_from_loading)
+        parts = [MODEL] * ("model" not in excluded)
+        if self._optimizer is not None and not model_only and "optimizer" not in excluded:
+            parts.append(OPTIMIZER)
+        self._load_tensors(source, manifest, parts)
+        if dist.get_rank() == 0:
+            logger.info("loaded %s%s", source, " (model only)" * model_only)
+        if model_only:
+            return None
+        return self._load_train_state(source, excluded)
+
+    def _tensors(self, *, with_optimizer: bool) -> dict[str, Tensor]:
+        tensors = model_tensors(self._model)
+        if with_optimizer and self._optimizer is not None:
+            tensors |= optimizer_tensors(self._model, self._optimizer)
+        return tensors
+
+    def _commit(
+        self, aside: Path, target: Path, *, manifest: Manifest, train_state: dict[str, Any]
+    ) -> None:
+        if not manifest.model_only:
+            storage.write_json(aside / TRAIN_STATE, train_state)
+        storage.write_json(aside / MANIFEST, manifest.model_dump(mode="json"))
+        storage.commit(aside, target)
+
+    def _remove_outdated(self, step: int) -> None:
+        if self._config.keep_latest_k > 0:
+            storage.keep_latest(self._folder, count=self._config.keep_latest_k, newest=step)
+
+    def _find(self) -> tuple[Path, Manifest, bool] | None:
+        """The checkpoint to load, its manifest, and whether only its model is wanted."""
+        config = self._config
+        if not config.enable:
+            return None
+        steps = storage.saved_steps(self._folder)
+        if config.load_step >= 0 and config.load_step not in steps:
+            raise RunError(
+                f"checkpoint.load_step={config.load_step}: {self._folder} has "
+                + (f"steps {', '.join(map(str, steps))}" if steps else "no checkpoint")
+            )
+        if steps:
+            own = storage.step_folder(
+                self._folder, config.load_step if config.load_step >= 0 else steps[-1]
+            )
+            manifest = read_manifest(own)
+            if manifest.model_only and manifest.step > 0:
+                raise RunError(
+                    f"{own} holds the model only (checkpoint.last_save_model_only) and cannot be "
+                    "resumed; choose an earlier checkpoint.load_step, or start in another "
+                    f"job.dump_folder with checkpoint.initial_load_path={own}"
+                )
+            return own, manifest, manifest.model_only
+        if config.initial_load_path is None:
+            return None
+        initial = Path(config.initial_load_path)
+        manifest = read_manifest(initial)
+        if manifest.model_only and not config.initial_load_model_only:
+            raise RunError(
+                f"checkpoint.initial_load_path={initial} holds the model only: "
+                "set checkpoint.initial_load_model_only=true"
+            )
+        return initial, manifest, config.initial_load_model_only
+
+    def _load_tensors(self, source: Path, manifest: Manifest, parts: list[str]) -> None:
+        tensors = {
+            name: tensor
+            for name, tensor in self._tensors(with_optimizer=OPTIMIZER in parts).items()
+            if name.startswith(tuple(parts))
+        }
+        specs = gather_specs(tensors)
+        if problems := audit(manifest, specs, parts, self._num_experts):
+            raise RunError(f"checkpoint {source} does not fit the model: {'; '.join(problems)}")
+        on_every_rank(
+            lambda: _read_tensors(tensors, source), doing=f"cannot load checkpoint {source}"
+        )
+        found = checksums(tensors, {name: spec.shape for name, spec in specs.items()})
+        if damaged := compare_checksums(manifest, found):
+            raise RunError(
+                f"checkpoint {source} is damaged: wrong checksum of {', '.join(damaged)}"
+            )
+
+    def _load_train_state(self, source: Path, excluded: set[str]) -> dict[str, Any]:
+        doing = f"cannot load checkpoint {source}"
+        saved = on_rank_zero(lambda: read_train_state(source), doing=doing)
+        state: dict[str, Any] = {}
+        if "train_state" not in excluded:
+            state |= saved["common"]
+            if not restore_random_state(saved) and dist.get_rank() == 0:
+                logger.info("random states stay fresh: saved by %d ranks", len(saved["rng"]))
+        if "dataloader" not in excluded:
+            state[DATA] = saved[DATA]
+        return state
+
+
+def _write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
+    save_tensors(
+        tensors,
+        storage_writer=FileSystemWriter(folder, sync_files=True, thread_count=1),
+        planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+    )
+
+
+def _read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
+    load_tensors(
+        tensors,
+        storage_reader=SafeReader(folder),
+        planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+    )

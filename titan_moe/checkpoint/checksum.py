@@ -1,0 +1,111 @@
+"""Checksums of tensors that do not depend on how ranks hold them.
+
+The checksum of a tensor is the sum over its elements of bits(i) * weight(i), modulo 2^64, where i
+is the element's index in the flattened *global* tensor and weight(i) is odd and scrambled. A sum
+can be taken shard by shard, in any order. An odd weight cannot cancel a flipped bit, and unequal
+weights notice elements that changed places.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titan_moe.runtime.errors import RunError
+
+# Elements looked at together. On a CPU the few int64 temporaries then stay in the cache; a GPU
+# wants long kernels instead, at the price of about 3 * 8 bytes an element.
+_CHUNK_CPU = 2**16
+_CHUNK_GPU = 2**24
+
+_SAME_SIZE_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# 2^64 divided by the golden ratio, as a signed integer: consecutive indices spread over all 64
+# bits.
+_SCRAMBLE = 0x9E3779B97F4A7C15 - 2**64
+_BITS = 64
+
+
+def checksums(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Checksum of every tensor as 16 hex digits, by name; collective, with one all-reduce for all.
+
+    `tensors` are the ones this rank holds: DTensors of any mesh, or plain tensors, which count as
+    whole replicas. `shapes` are the global shapes of all ranks' tensors, the same mapping on every
+    rank.
+
+    Raises RunError on all ranks when replicas of a tensor differ, naming the tensors.
+    """
+    if not shapes:
+        return {}
+    names = sorted(shapes)
+    device = torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
+    sums = torch.zeros(len(names), dtype=torch.int64, device=device)
+    held = torch.zeros_like(sums)
+    for row, name in enumerate(names):
+        if name in tensors:
+            local, offset = _local_box(tensors[name])
+            held[row] = local.numel()
+            sums[row] = _sum_box(local, offset, _strides(shapes[name]))
+
+    # Per tensor, how many ranks' sums have bit 0, bit 1, ... set. With c replicas of every shard
+    # each of these counts is c times what one replica gives: exact to divide, and a remainder
+    # betrays replicas that differ. Nobody needs to know who holds what.
+    positions = torch.arange(_BITS, device=device)
+    totals = torch.cat([(sums[:, None] >> positions) & 1, held[:, None]], dim=1)
+    dist.all_reduce(totals)
+    bit_counts, held = totals[:, :_BITS], totals[:, _BITS:]
+    numel = torch.tensor([[prod(shapes[name])] for name in names], device=device).clamp(min=1)
+    assert bool((held % numel == 0).all()), "ranks hold parts of a tensor unequally often"
+    replicas = (held // numel).clamp(min=1)
+    if (differ := (bit_counts % replicas != 0).any(dim=1)).any():
+        found = ", ".join(name for name, bad in zip(names, differ.tolist(), strict=True) if bad)
+        raise RunError(f"ranks hold different values of what should be replicas: {found}")
+    result = (bit_counts // replicas << positions).sum(dim=1)
+    return {
+        name: f"{value % 2**_BITS:016x}" for name, value in zip(names, result.tolist(), strict=True)
+    }
+
+
+def _local_box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's part of a tensor, and its offset in the global one."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim
+    local = tensor.to_local()
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    assert tuple(local.shape) == tuple(shape), f"shard of shape {local.shape}, not {shape}"
+    return local, tuple(offset)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Distance in the flattened global tensor between neighbours along each dim."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _sum_box(box: Tensor, offset: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """Sum of bits * weight over a box of the global tensor, as a 0-dim int64 tensor."""
+    limit = _CHUNK_GPU if box.is_cuda else _CHUNK_CPU
+    if box.numel() > limit:
+        dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
+        # Whole chunks along the first dim worth cutting.
+        step = max(1, limit // (box.numel() // box.shape[dim]))
+        total = torch.zeros((), dtype=torch.int64, device=box.device)
+        for start, part in zip(
+            range(0, box.shape[dim], step), torch.split(box, step, dim), strict=True
+        ):
+            shifted = [at + start * (d == dim) for d, at in enumerate(offset)]
+            total += _sum_box(part, shifted, strides)
+        return total
+    weight = torch.zeros((), dtype=torch.int64, device=box.device)
+    for dim, (size, at, stride) in enumerate(zip(box.shape, offset, strides, strict=True)):
+        index = torch.arange(at, at + size, device=box.device) * stride
+        weight = weight + index.view(-1, *[1] * (box.ndim - 1 - dim))
+    weight = (weight + 1) * _SCRAMBLE
+    weight ^= weight >> 32
+    weight |= 1
+    return weight.mul_(box.view(_SAME_SIZE_INTEGER[box.element_size()])).sum()

@@ -1,0 +1,151 @@
+"""manifest.json: what a checkpoint holds, written at save and verified at load."""
+
+import subprocess
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from titan_moe.runtime.errors import RunError
+
+MANIFEST = "manifest.json"
+
+_LONGEST_LIST = 8
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TensorSpec(_Record):
+    """Global shape and dtype of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class Code(_Record):
+    """Which code wrote a checkpoint."""
+
+    titan_moe: str
+    revision: str
+    torch: str
+
+
+class Manifest(_Record):
+    """What a checkpoint holds, and who wrote it.
+
+    `checksums` (see checksum.py) has an entry for every entry of `tensors`; `job` is the resolved
+    configuration.
+    """
+
+    step: int
+    model_only: bool
+    num_experts: int
+    tensors: dict[str, TensorSpec]
+    checksums: dict[str, str]
+    job: dict[str, Any]
+    code: Code
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder. Raises RunError when there is none or it makes no
+    sense."""
+    if not folder.is_dir():
+        raise RunError(f"checkpoint {folder} does not exist")
+    try:
+        manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise RunError(
+            f"{folder} is no checkpoint of titan_moe: it has no {MANIFEST}; "
+            "name a step-N folder that titan_moe wrote"
+        ) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise RunError(f"{folder / MANIFEST} is damaged: {key} {first['msg']}") from None
+    if manifest.tensors.keys() != manifest.checksums.keys():
+        raise RunError(f"{folder / MANIFEST} is damaged: tensors and checksums name different ones")
+    return manifest
+
+
+def gather_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    """Specs of the tensors that any rank holds, the same on every rank; collective."""
+    mine = {name: (tuple(t.shape), _dtype_name(t.dtype)) for name, t in tensors.items()}
+    gathered: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    merged: dict[str, tuple[tuple[int, ...], str]] = {}
+    for specs in gathered:
+        for name, spec in specs.items():
+            assert merged.setdefault(name, spec) == spec, f"ranks disagree about {name}"
+    return {name: TensorSpec(shape=merged[name][0], dtype=merged[name][1]) for name in merged}
+
+
+def audit(
+    manifest: Manifest, wanted: Mapping[str, TensorSpec], parts: Iterable[str], num_experts: int
+) -> list[str]:
+    """Why a checkpoint does not fit the tensors that it is to be loaded into; empty when it does.
+
+    Only the checkpoint's tensors whose names start with one of `parts` are compared.
+    """
+    if manifest.num_experts != num_experts:
+        return [f"it has {manifest.num_experts} experts, the model {num_experts}"]
+    parts = tuple(parts)
+    stored = {name: spec for name, spec in manifest.tensors.items() if name.startswith(parts)}
+    unlike = [
+        f"{name} {stored[name]} (wanted {wanted[name]})"
+        for name in sorted(stored.keys() & wanted.keys())
+        if stored[name] != wanted[name]
+    ]
+    return [
+        f"{kind} {_shortened(found)}"
+        for kind, found in (
+            ("it lacks", sorted(wanted.keys() - stored.keys())),
+            ("it has, and the model has not,", sorted(stored.keys() - wanted.keys())),
+            ("other shape or dtype:", unlike),
+        )
+        if found
+    ]
+
+
+def compare_checksums(manifest: Manifest, found: Mapping[str, str]) -> list[str]:
+    """Names of tensors whose loaded values are not those that were saved."""
+    return sorted(name for name, value in found.items() if manifest.checksums[name] != value)
+
+
+def code_version() -> Code:
+    """Package version and, in a clone, the git revision ("-dirty" with uncommitted changes)."""
+    try:
+        package = version("titan_moe")
+    except PackageNotFoundError:
+        package = "unknown"
+    return Code(titan_moe=package, revision=_git_revision(), torch=torch.__version__)
+
+
+def _git_revision() -> str:
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():  # An installed package may lie inside someone else's clone.
+        return "unknown"
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shortened(names: list[str]) -> str:
+    more = len(names) - _LONGEST_LIST
+    return ", ".join(names[:_LONGEST_LIST]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,113 @@
+"""Reading DCP's files without trusting them.
+
+DCP's `.metadata` is a pickle, and a pickle may call anything. Here it may only build the handful of
+record types that a checkpoint of tensors consists of. The tensor files are read by torch with
+`weights_only=True`; DCP's entries of other kinds would not be, so a checkpoint that has any is
+refused.
+"""
+
+import importlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+
+from titan_moe.runtime.errors import RunError
+
+METADATA = ".metadata"
+
+_ALLOWED = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+
+
+class _AllowListUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            if module == "pathlib._local":  # Written by Python 3.13, whose pathlib is a package.
+                module = "pathlib"
+            return getattr(importlib.import_module(module), name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+
+
+class SafeReader(FileSystemReader):
+    """A FileSystemReader whose metadata was read through the allow-list and checked against the
+    files.
+
+    Raises RunError when the metadata is missing, damaged or asks for anything outside the
+    allow-list, and when a tensor file is missing or too short.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._metadata = _read_metadata(folder)
+        _check_files(folder, self._metadata)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            metadata = _checked(_AllowListUnpickler(file).load())
+    except FileNotFoundError:
+        raise RunError(f"checkpoint {folder} is incomplete: {METADATA} is missing") from None
+    except Exception as error:  # Unpickling garbage raises nearly anything.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise RunError(f"{path} is damaged or not to be trusted: {reason}") from None
+    # DCP asks for the field; where the checkpoint once lay is of no use to us.
+    metadata.storage_meta = StorageMeta()
+    return metadata
+
+
+def _checked(metadata: object) -> Metadata:
+    if not isinstance(metadata, Metadata):
+        raise TypeError("it holds no DCP metadata")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise TypeError(f"{name} is no tensor")
+    for index, info in metadata.storage_data.items():
+        # Neither a path out of the folder nor a stream transform (they are plug-ins) is ever ours.
+        if Path(info.relative_path).name != info.relative_path or info.transform_descriptors:
+            raise ValueError(f"{index.fqn} is stored in an unknown way")
+    return metadata
+
+
+def _check_files(folder: Path, metadata: Metadata) -> None:
+    """Every file is as long as its last entry says: torch's own error would not name the file."""
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in ends.items():
+        path = folder / name
+        if not path.is_file():
+            raise RunError(f"checkpoint {folder} is incomplete: {name} is missing")
+        if (size := path.stat().st_size) < end:
+            raise RunError(f"{path} is truncated: {size} bytes instead of {end}")

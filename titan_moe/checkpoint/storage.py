@@ -1,0 +1,107 @@
+"""Checkpoint folders: `step-N`, each complete or invisible.
+
+A save goes into a hidden sibling, which is renamed when everything in it is on disk. A killed save
+leaves that sibling behind; nobody reads it, and the next save removes it.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from titan_moe.runtime.errors import RunError
+
+_STEP = re.compile(r"step-(\d+)")
+_ASIDE = re.compile(r"\.step-\d+\.(writing|deleting)")
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return folder / f"step-{step}"
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in `folder`, ascending."""
+    if not folder.is_dir():
+        return []
+    matches = [_STEP.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()]
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def begin(target: Path) -> Path:
+    """Make the folder that `target` is written into, after removing what killed saves left
+    behind."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for path in target.parent.iterdir():
+        if _ASIDE.fullmatch(path.name):
+            shutil.rmtree(path)
+    aside = _aside(target, "writing")
+    aside.mkdir()
+    return aside
+
+
+def commit(aside: Path, target: Path) -> None:
+    """Make a fully written folder visible under its name, replacing an older one of that name."""
+    fsync_folder(aside)
+    if target.exists():
+        # No rename replaces a filled folder. A kill between these two loses only this step's
+        # checkpoint.
+        remove(target)
+    aside.rename(target)
+    fsync_folder(target.parent)
+
+
+def abandon(aside: Path) -> None:
+    """Remove a folder that will not be committed, as far as that is possible."""
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def keep_latest(folder: Path, *, count: int, newest: int) -> None:
+    """Remove all but the `count` latest checkpoints; the one of step `newest` stays in any case."""
+    for step in saved_steps(folder)[:-count]:
+        if step != newest:
+            remove(step_folder(folder, step))
+
+
+def remove(target: Path) -> None:
+    """Remove a checkpoint; if killed midway, what remains is invisible."""
+    aside = _aside(target, "deleting")
+    target.rename(aside)
+    fsync_folder(target.parent)
+    shutil.rmtree(aside)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON and wait until it is on disk."""
+    with path.open("w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises RunError when the file is missing or holds anything else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise RunError(f"checkpoint {path.parent} is incomplete: {path.name} is missing") from None
+    except ValueError as error:
+        raise RunError(f"{path} is damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise RunError(f"{path} is damaged: it holds no JSON object")
+    return value
+
+
+def fsync_folder(folder: Path) -> None:
+    """Wait until the folder's own entries are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _aside(target: Path, why: str) -> Path:
+    return target.with_name(f".{target.name}.{why}")
