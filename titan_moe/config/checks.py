@@ -236,6 +236,17 @@ def _recompute(run: _Run) -> list[str]:
     ]
 
 
+def _profiling(run: _Run) -> list[str]:
+    profiling = run.job.profiling
+    needed = profiling.profiler_warmup + profiling.profiler_active
+    if not profiling.enable_profiling or profiling.profile_freq >= needed:
+        return []
+    return [
+        f"profiling.profile_freq={profiling.profile_freq} must be at least profiler_warmup "
+        f"{profiling.profiler_warmup} + profiler_active {profiling.profiler_active} = {needed}"
+    ]
+
+
 def _checkpoint_enabled(run: _Run) -> list[str]:
     checkpoint = run.job.checkpoint
     needing = {
@@ -274,5 +285,6 @@ _RULES: list[Callable[[_Run], list[str]]] = [
     _cpu_offload,
     _precision,
     _recompute,
+    _profiling,
     _checkpoint_enabled,
 ]

@@ -125,6 +125,11 @@ RULES = [
         "activation_checkpoint.selective_ac_option='0' must be a positive integer N",
     ),
     (
+        "--profiling.enable_profiling --profiling.profile_freq 3",
+        1,
+        "profiling.profile_freq=3 must be at least profiler_warmup 3 + profiler_active 1 = 4",
+    ),
+    (
         "--checkpoint.create_seed_checkpoint",
         1,
         "checkpoint.create_seed_checkpoint=true has no effect without checkpoint.enable=true",

@@ -1,0 +1,52 @@
+"""The device that a rank computes on, and what it could do at best."""
+
+import torch
+
+from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.launch import Launch
+
+# Dense bf16 FLOP/s from NVIDIA's data sheets. The first entry whose words all occur in a device's
+# name counts: the exceptions of a family stand above it.
+_PEAK_FLOPS = (
+    (("A100",), 312e12),
+    (("H100", "NVL"), 835e12),
+    (("H100", "PCIe"), 756e12),
+    (("H100",), 989e12),
+    (("H200",), 989e12),
+    (("GB200",), 2500e12),
+    (("B200",), 2250e12),
+    (("L40S",), 362e12),
+)
+
+
+def pick_device(launch: Launch) -> torch.device:
+    """This rank's GPU where CUDA is available, else the CPU.
+
+    Raises RunError when the machine has fewer GPUs than ranks.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if launch.local_world_size > torch.cuda.device_count():
+        raise RunError(
+            f"{launch.local_world_size} ranks for {torch.cuda.device_count()} GPUs: start with "
+            f"NGPU={torch.cuda.device_count()}, or with CUDA_VISIBLE_DEVICES= to use the CPU"
+        )
+    return torch.device("cuda", launch.local_rank)
+
+
+def backend_for(device: torch.device) -> str:
+    """Backends of torch.distributed; with a GPU, gloo too, for objects and checkpoint plans."""
+    return "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of the device; None where unknown, and always for a CPU."""
+    return peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_flops_of(name: str) -> float | None:
+    """As `peak_flops`, by the name that CUDA gives a device."""
+    for words, flops in _PEAK_FLOPS:
+        if all(word in name for word in words):
+            return flops
+    return None

@@ -1,0 +1,100 @@
+"""Which rank failed first, and why: records written by the ranks, read after torchrun has ended.
+
+torchrun itself ends with exit code 1 under a page of its own whatever a rank ended with. So each
+failing rank leaves a record in a folder handed to it, and run_train.sh asks this module for the first
+one. A rank that could leave none (SIGKILL, a segmentation fault) is found on torchrun's page.
+"""
+
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_RANK = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+)")
+_PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_UNREACHABLE = re.compile(r"Rendezvous(Connection|Timeout|Closed)\w*Error|DistNetworkError")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended."""
+
+    time: float
+    """Seconds since the epoch."""
+    rank: int
+    exit_code: int
+    lines: list[str]
+    expected: bool
+    """A mistake that the user can mend, in its own words; else an exception nobody foresaw."""
+
+    def save(self, folder: Path) -> None:
+        """Write `rank-R.json` into `folder`, complete or not at all."""
+        path = folder / f"rank-{self.rank}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        partial.rename(path)
+
+
+def explain(records: Path, page: Path, endpoint: str) -> tuple[list[str], int]:
+    """The lines to print and the exit code of a run that torchrun reports as failed.
+
+    `page` is torchrun's standard error; `endpoint` is where the nodes were to meet.
+    """
+    failures = sorted(
+        (Failure(**json.loads(path.read_text())) for path in records.glob("rank-*.json")),
+        key=lambda failure: failure.time,
+    )
+    first = next((failure for failure in failures if failure.expected), None)
+    if first is not None:
+        return first.lines, first.exit_code
+    text = page.read_text(encoding="utf-8", errors="replace")
+    codes = [(int(rank), int(code)) for rank, code in _RANK.findall(text)]
+    # torchrun ends the other ranks with SIGTERM; any other signal came first.
+    for rank, code in codes:
+        if code < 0 and -code != signal.SIGTERM:
+            return [_killed(rank, -code, page)], 128 - code
+    if failures:
+        lines = [f"{line} (traceback in {page})" for line in failures[0].lines]
+        return lines, failures[0].exit_code
+    if codes:
+        rank, code = codes[0]
+        words = f"rank {rank} ended with exit code {code}; its last words are in {page}"
+        return [words], code if code > 0 else 128 - code
+    if _PORT_IN_USE.search(text):
+        return [f"the port of RDZV_ENDPOINT={endpoint} is in use: choose another port"], 1
+    if _UNREACHABLE.search(text):
+        return [f"the nodes could not meet at RDZV_ENDPOINT={endpoint}: see {page}"], 1
+    return [f"torchrun failed before any rank started; its words are in {page}"], 1
+
+
+def _killed(rank: int, number: int, page: Path) -> str:
+    name = signal.Signals(number).name
+    guess = " (often: out of memory)" if number == signal.SIGKILL else ""
+    return f"rank {rank} was killed by {name}{guess}; torchrun's words are in {page}"
+
+
+def report(rank: int, lines: Sequence[str], exit_code: int, *, expected: bool, to: str) -> None:
+    """Record a failure in the folder `to`; without one, or when it cannot be written, print it."""
+    failure = Failure(time.time(), rank, exit_code, list(lines), expected)
+    if to:
+        try:
+            return failure.save(Path(to))
+        except OSError:
+            pass
+    print_errors(lines)
+
+
+def print_errors(lines: Sequence[str]) -> None:
+    """One `error: ` line each, on standard error."""
+    for line in lines:
+        print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    words, code = explain(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    print_errors(words)
+    sys.exit(code)

@@ -1,0 +1,74 @@
+"""What the launcher told this process, and how the process ends.
+
+No torch here: this is needed before anything heavy is imported.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place among those of the run; the defaults are a run of one process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "Launch":
+        """Read torchrun's variables; without them this is the only process."""
+        if "RANK" not in environment:
+            return cls()
+        world_size = int(environment["WORLD_SIZE"])
+        local_world_size = int(environment["LOCAL_WORLD_SIZE"])
+        return cls(
+            rank=int(environment["RANK"]),
+            world_size=world_size,
+            local_rank=int(environment["LOCAL_RANK"]),
+            local_world_size=local_world_size,
+            node_rank=int(environment["GROUP_RANK"]),
+            num_nodes=world_size // local_world_size,
+        )
+
+
+def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+    """CUDA GPUs that a run would use, found without torch; 0 with a CPU build of torch."""
+    if metadata.version("torch").endswith("+cpu"):
+        return 0
+    found = len(list(devices.glob("nvidia[0-9]*")))
+    if "CUDA_VISIBLE_DEVICES" not in environment:
+        return found
+    visible = [name for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    return min(found, len(visible))
+
+
+def cpu_threads(local_world_size: int) -> int:
+    """Threads for each of `local_world_size` processes that share the cores given to this one."""
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+
+
+def end_on_signals() -> None:
+    """Let SIGINT and SIGTERM end this process at once.
+
+    A rank blocked in a collective never returns to Python to run a handler, and nothing needs one:
+    checkpoints are complete or invisible.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def end_with_parent() -> None:
+    """Let the kernel end this rank when torchrun dies, however it dies: no orphan holds a GPU."""
+    pr_set_pdeathsig = 1
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

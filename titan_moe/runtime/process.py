@@ -1,0 +1,71 @@
+"""One rank: its place, its device, its process group."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from titan_moe.config.sections import Comm
+from titan_moe.runtime.device import backend_for, pick_device
+from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.launch import Launch, cpu_threads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process(Launch):
+    """A rank whose process group is up."""
+
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """The rank that writes what is written once."""
+        return self.rank == 0
+
+
+@contextmanager
+def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) -> Iterator[Process]:
+    """Join the other ranks, and leave them when the block ends without an exception.
+
+    After an exception nothing is torn down: peers may be blocked in a collective, and NCCL's
+    destructors would wait for them; the process is about to end. Raises RunError when the ranks
+    cannot meet.
+    """
+    device = pick_device(launch)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in environment:
+        torch.set_num_threads(cpu_threads(launch.local_world_size))
+    alone = launch.world_size == 1 and "MASTER_ADDR" not in environment
+    try:
+        # No device_id: it makes NCCL split communicators, which groups created on their members
+        # alone (use_local_synchronization) cannot do.
+        dist.init_process_group(
+            backend_for(device),
+            timeout=timedelta(seconds=comm.init_timeout_seconds),
+            store=dist.HashStore() if alone else None,
+            rank=launch.rank,
+            world_size=launch.world_size,
+        )
+    except (dist.DistError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise RunError(f"rank {launch.rank} cannot join the process group: {reason}") from error
+    yield Process(**asdict(launch), device=device)
+    dist.destroy_process_group()
+
+
+def set_timeouts(seconds: int, groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """Set the longest wait for a collective of `groups`; None is the group of all ranks.
+
+    Called on all ranks once the first step has ended, with its allocations and lazy communicators; a
+    rank that is still in it must not be held to the shorter wait.
+    """
+    dist.barrier()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for group in groups:
+        _set_pg_timeout(timedelta(seconds=seconds), group)

@@ -1,0 +1,99 @@
+"""Entry: read the configuration, check it, and only then import torch and train.
+
+    torchrun ... -m titan_moe.train --job.config_file FILE     as run_train.sh does
+    python -m titan_moe.train --job.config_file FILE           one process
+
+Exit codes: 0; 2 for a configuration that cannot run; 1 for a run that failed.
+"""
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+
+from titan_moe.config.checks import check
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job import JobConfig
+from titan_moe.config.load import load_job
+from titan_moe.config.resolve import resolve
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.registry import model_config
+from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.failure import report
+from titan_moe.runtime.launch import Launch, count_gpus, end_on_signals, end_with_parent
+from titan_moe.runtime.log import ranks_to_log, start_logging
+
+_FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def main(argv: list[str], environment: Mapping[str, str]) -> int:
+    """Train, and return the exit code; what went wrong is reported, never raised."""
+    launch = Launch.from_environment(environment)
+    try:
+        _run(argv, environment, launch)
+    except SystemExit:  # --help
+        raise
+    except BaseException as error:  # DCP's CheckpointException is no Exception.
+        lines, exit_code, expected = _explain(error, launch.rank)
+        if not expected:
+            traceback.print_exc()
+        folder = environment.get("TITAN_MOE_FAILURES", "")
+        report(launch.rank, lines, exit_code, expected=expected, to=folder)
+        return exit_code
+    return 0
+
+
+def prepare(
+    argv: list[str], world_size: int, environment: Mapping[str, str]
+) -> tuple[JobConfig, ModelConfig]:
+    """The resolved configuration and its model's dimensions; raises ConfigError."""
+    job = load_job(argv)
+    model = model_config(job.model.name, job.model.flavor)
+    if problems := check(job, model, world_size, num_gpus=count_gpus(environment)):
+        raise ConfigError(problems)
+    return resolve(job, world_size), model
+
+
+def _run(argv: list[str], environment: Mapping[str, str], launch: Launch) -> None:
+    job, model = prepare(argv, launch.world_size, environment)
+    log_rank = environment.get("LOG_RANK", "0")
+    try:
+        ranks = ranks_to_log(log_rank)
+    except ValueError:
+        raise ConfigError([f"LOG_RANK={log_rank} must be rank numbers, such as 0 or 0,1"]) from None
+    start_logging(launch.rank, ranks, color=not job.metrics.disable_color_printing)
+
+    from titan_moe.runtime.process import process_group
+    from titan_moe.trainer import train
+
+    with process_group(launch, job.comm, environment) as process:
+        train(job, model, process)
+
+
+def _explain(error: BaseException, rank: int) -> tuple[list[str], int, bool]:
+    """Lines, exit code, and whether the error is one that a user can mend."""
+    if isinstance(error, ConfigError):
+        return error.lines, 2, True
+    if isinstance(error, RunError):
+        return [str(error)], 1, True
+    if isinstance(error, OSError) and error.errno in _FULL_DISK:
+        return (
+            [f"cannot write {error.filename or 'a file'}: {error.strerror}; free some space"],
+            1,
+            True,
+        )
+    reason = next(iter(str(error).strip().splitlines()), "")
+    return [f"rank {rank}: {type(error).__name__}: {reason}"], 1, False
+
+
+if __name__ == "__main__":
+    end_on_signals()
+    if "RANK" in os.environ:
+        end_with_parent()
+    exit_code = main(sys.argv[1:], os.environ)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if exit_code:
+        # Past every destructor and thread: those of NCCL and gloo wait for peers that hang.
+        os._exit(exit_code)
