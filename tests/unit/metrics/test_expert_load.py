@@ -1,0 +1,42 @@
+"""expert_load against hand-computed values."""
+
+import math
+
+import pytest
+import torch
+
+from titan_moe.metrics.expert_load import expert_load
+
+CASES = {
+    "even": ([6, 6, 6, 6], {"max_over_mean": 1, "cv": 0, "entropy": 1, "dead": 0}),
+    "collapsed": (
+        [8, 0, 0, 0],
+        {"max_over_mean": 4, "cv": math.sqrt(3), "entropy": 0, "dead": 3},
+    ),
+    "half dead": ([5, 5, 0, 0], {"max_over_mean": 2, "cv": 1, "entropy": 0.5, "dead": 2}),
+    # Shares 1/2, 1/4, 1/8, 1/8: 1.75 bits of 2.
+    "uneven": (
+        [4, 2, 1, 1],
+        {"max_over_mean": 2, "cv": math.sqrt(1.5) / 2, "entropy": 0.875, "dead": 0},
+    ),
+    "no rows": ([0, 0, 0, 0], {"max_over_mean": 0, "cv": 0, "entropy": 0, "dead": 4}),
+}
+
+
+def test_every_layer_under_its_own_index():
+    counts_LE = torch.tensor([counts for counts, _ in CASES.values()])
+    layers = [1, 3, 4, 10, 11]
+    actual = expert_load(counts_LE, layers)
+    expected = {
+        f"moe/layers.{layer}/{name}": value
+        for layer, (_, figures) in zip(layers, CASES.values(), strict=True)
+        for name, value in figures.items()
+    }
+    assert actual == pytest.approx(expected, abs=1e-12)
+    assert all(type(value) is float for value in actual.values())
+
+
+def test_counts_beyond_float32_stay_exact():
+    big = 2**40
+    figures = expert_load(torch.tensor([[big + 1, big - 1]]), [0])
+    assert figures["moe/layers.0/max_over_mean"] == 1 + 2**-40

@@ -1,0 +1,71 @@
+"""One readable line per logged step; on a terminal a progress bar with the time left below."""
+
+from typing import Any, TextIO
+
+_DIM, _PLAIN = "\033[2m", "\033[0m"
+_BAR = "{percentage:3.0f}% {bar} step {n_fmt}/{total_fmt}, {elapsed} gone, {remaining} left"
+
+_COLUMNS = (
+    ("loss", "loss", "{:8.5f}"),
+    ("grad norm", "grad_norm", "{:8.4f}"),
+    ("lr", "lr", "{:.2e}"),
+    ("tokens/s/device", "tokens_per_second_per_device", "{:7,.0f}"),
+    ("TFLOP/s", "tflops_per_device", "{:6.2f}"),
+    ("MFU", "mfu", "{:5.1%}"),
+    ("peak GiB", "memory/peak_gib", "{:5.2f}"),
+    ("retries", "memory/allocation_retries", "{:.0f}"),
+    ("data wait s", "time/data", "{:5.2f}"),
+    # Last, for it is missing from most lines.
+    ("validation loss", "validation_loss", "{:8.5f}"),
+)
+
+
+class Console:
+    """Prints the metrics a reader wants at every step; what a run does not measure is left out.
+
+    Args:
+        stream: standard output, but for tests.
+        steps: the run's last step.
+        resume_step: the step it starts after.
+        color: dim the labels, where the stream is a terminal.
+    """
+
+    def __init__(self, stream: TextIO, *, steps: int, resume_step: int, color: bool) -> None:
+        self._stream = stream
+        self._width = len(str(steps))
+        self._color = color and stream.isatty()
+        self._bar: Any = None
+        if stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=steps,
+                initial=resume_step,
+                file=stream,
+                bar_format=_BAR,
+                dynamic_ncols=True,
+                leave=False,
+            )
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        columns = [("step", f"{step:{self._width}d}"), *format_columns(values)]
+        line = "  ".join(self._label(label) + text for label, text in columns)
+        if self._bar is None:
+            print(line, file=self._stream, flush=True)
+        else:
+            self._bar.update(step - self._bar.n)
+            self._bar.write(line, file=self._stream)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _label(self, label: str) -> str:
+        return f"{_DIM}{label}{_PLAIN} " if self._color else f"{label} "
+
+
+def format_columns(values: dict[str, float]) -> list[tuple[str, str]]:
+    """(label, text) of the metrics that are there, in widths that line up from step to step."""
+    return [
+        (label, template.format(values[key])) for label, key, template in _COLUMNS if key in values
+    ]

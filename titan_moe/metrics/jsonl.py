@@ -1,0 +1,79 @@
+"""metrics.jsonl: one JSON object a logged step, whatever happens to the run in between."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+
+class JsonLines:
+    """Appends {"step": ..., <key>: <value>, ...} lines, each flushed; what is not finite is null.
+
+    A run that starts at step 0 beside the file of an earlier run first sets that file aside as
+    metrics.1.jsonl, metrics.2.jsonl, ... A run that resumes continues it: see drop_lines_after.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            if resume_step == 0:
+                _set_aside(path)
+            else:
+                drop_lines_after(path, resume_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def drop_lines_after(path: Path, step: int) -> None:
+    """Take out the lines of later steps, which will be run again, and a line torn by a kill.
+
+    Torn is only what follows the last line end; a line that is no step's object stays as it is. The
+    new file replaces the old one whole: a kill in here loses nothing.
+    """
+    content = path.read_bytes()
+    *lines, rest = content.split(b"\n")
+    if _parse(rest) is not None:
+        lines.append(rest)
+    kept = b"".join(line + b"\n" for line in lines if not _is_after(line, step))
+    if kept == content:
+        return
+    aside = path.with_name(f".{path.name}.tmp")
+    with aside.open("wb") as file:
+        file.write(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a metrics.jsonl, also of one that is being written."""
+    parsed = (_parse(line) for line in path.read_bytes().split(b"\n"))
+    return [values for values in parsed if values is not None]
+
+
+def _is_after(line: bytes, step: int) -> bool:
+    values = _parse(line)
+    return values is not None and isinstance(values.get("step"), int) and values["step"] > step
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def _set_aside(path: Path) -> None:
+    number = 1
+    while (target := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(target)
