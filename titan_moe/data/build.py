@@ -1,0 +1,226 @@
+"""From the configuration's tables to loaders; without torch, for the checks before a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.sections import Training, Validation
+from titan_moe.data.documents import Corpus
+from titan_moe.data.feed import CorpusFeed, Feed, Split, StreamFeed
+from titan_moe.data.loader import Identity, Loader
+from titan_moe.data.rows import Part, RowStream
+from titan_moe.data.sources import check_source, is_stream, open_source
+from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
+from titan_moe.data.validation import ValidationLoader
+
+
+@dataclass(frozen=True)
+class _Named:
+    """One source as the configuration names it; `key` is its table and a dot."""
+
+    key: str
+    dataset: str
+    dataset_path: str | None
+    weight: float
+
+
+def check_data(training: Training, validation: Validation, tokenizer_path: str) -> list[str]:
+    """Everything wrong with data and tokenizer that can be told in a moment, one line each."""
+    lines: list[str] = []
+    tokenizer = None
+    try:
+        tokenizer = load_tokenizer(tokenizer_path).fingerprint
+    except ConfigError as error:
+        lines += error.lines
+    named = _training_sources(training)
+    if validation.enable:
+        lines += _endless_validation(validation, training)
+        if validation.dataset is not None:
+            named += _validation_sources(validation, training)
+    for source in named:
+        try:
+            check_source(source.dataset, source.dataset_path, key=source.key, tokenizer=tokenizer)
+        except ConfigError as error:
+            lines += error.lines
+    return lines
+
+
+def build_loader(
+    training: Training,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    rank: int,
+    num_ranks: int,
+    global_batch_size: int,
+) -> Loader:
+    """The loader of data rank `rank` of `num_ranks`, which owns a contiguous range of the rows.
+
+    ConfigError when a source is missing, unreadable or has fewer documents than there are rows.
+    """
+    local_rows, rest = divmod(global_batch_size, num_ranks)
+    assert rest == 0, "the configuration's own checks let this through"
+    rows = range(rank * local_rows, (rank + 1) * local_rows)
+    parts = [
+        Part(
+            _open_feed(
+                source,
+                tokenizer,
+                split=Split.TRAIN,
+                seed=seed,
+                rows=rows,
+                global_batch_size=global_batch_size,
+                repeat=training.repeat_dataset,
+            ),
+            source.weight,
+        )
+        for source in _training_sources(training)
+    ]
+    for part in parts:
+        _check_size(part.feed, global_batch_size, repeat=training.repeat_dataset)
+    streams = [
+        RowStream(
+            row,
+            parts=parts,
+            tokenizer=tokenizer,
+            seed=seed,
+            global_batch_size=global_batch_size,
+            seq_len=training.seq_len,
+            mask_documents=training.mask_documents,
+        )
+        for row in rows
+    ]
+    sources = " + ".join(f"{part.weight:g} x {part.feed.fingerprint}" for part in parts)
+    return Loader(
+        streams,
+        parts,
+        identity=Identity(
+            fingerprint=f"{sources} as {tokenizer.fingerprint}",
+            seed=seed,
+            global_batch_size=global_batch_size,
+            seq_len=training.seq_len,
+        ),
+        local_batch_size=training.local_batch_size,
+        prefetch_factor=training.dataloader.prefetch_factor,
+    )
+
+
+def build_validation(
+    validation: Validation,
+    training: Training,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    rank: int,
+    num_ranks: int,
+) -> ValidationLoader:
+    """The validation set of data rank `rank`: `validation.dataset`, or what training holds out.
+
+    ConfigError when a source is missing, unreadable or without documents, or would never end.
+    """
+    if endless := _endless_validation(validation, training):
+        raise ConfigError(endless)
+    trained_on = {(source.dataset, source.dataset_path) for source in _training_sources(training)}
+    parts = []
+    for source in _validation_sources(validation, training):
+        held_out = (source.dataset, source.dataset_path) in trained_on
+        feed = _open_feed(
+            source,
+            tokenizer,
+            split=Split.HELD_OUT if held_out else Split.ALL,
+            seed=seed,
+            rows=range(1),
+            global_batch_size=1,
+            repeat=False,
+        )
+        if feed.size == 0:
+            raise ConfigError(
+                [
+                    f"{source.key}dataset={source.dataset!r} has too few documents to hold one "
+                    "out: name a validation.dataset, or set validation.enable=false"
+                ]
+            )
+        parts.append(Part(feed, source.weight))
+    return ValidationLoader(
+        parts,
+        tokenizer,
+        seq_len=validation.seq_len or training.seq_len,
+        mask_documents=training.mask_documents,
+        local_batch_size=validation.local_batch_size,
+        steps=validation.steps,
+        rank=rank,
+        num_ranks=num_ranks,
+    )
+
+
+def _training_sources(training: Training) -> list[_Named]:
+    if not training.blend:
+        return [_Named("training.", training.dataset, training.dataset_path, 1.0)]
+    return [
+        _Named(f"training.blend[{number}].", part.dataset, part.dataset_path, part.weight)
+        for number, part in enumerate(training.blend)
+    ]
+
+
+def _validation_sources(validation: Validation, training: Training) -> list[_Named]:
+    if validation.dataset is None:
+        return _training_sources(training)
+    return [_Named("validation.", validation.dataset, validation.dataset_path, 1.0)]
+
+
+def _endless_validation(validation: Validation, training: Training) -> list[str]:
+    streams = [
+        source.dataset
+        for source in _validation_sources(validation, training)
+        if is_stream(source.dataset)
+    ]
+    if not streams or validation.steps > 0:
+        return []
+    return [
+        f"validation.steps={validation.steps} would read all of the stream {streams[0]!r}: "
+        "set validation.steps to a number of batches"
+    ]
+
+
+def _open_feed(
+    source: _Named,
+    tokenizer: Tokenizer,
+    *,
+    split: Split,
+    seed: int,
+    rows: range,
+    global_batch_size: int,
+    repeat: bool,
+) -> Feed:
+    opened = open_source(
+        source.dataset,
+        source.dataset_path,
+        key=source.key,
+        tokenizer=tokenizer.fingerprint,
+        seed=seed,
+    )
+    if isinstance(opened, Corpus):
+        shuffle = seed if split is Split.TRAIN else None
+        return CorpusFeed(source.dataset, opened, split=split, seed=shuffle, repeat=repeat)
+    return StreamFeed(
+        source.dataset,
+        opened,
+        split=split,
+        rows=rows,
+        global_batch_size=global_batch_size,
+        repeat=repeat,
+    )
+
+
+def _check_size(feed: Feed, global_batch_size: int, *, repeat: bool) -> None:
+    """Refuse a source with fewer documents than rows: a row without a document is never filled."""
+    if feed.size is None or feed.size >= (1 if repeat else global_batch_size):
+        return
+    raise ConfigError(
+        [
+            f"training.dataset={feed.name!r} has {feed.size:,} documents to train on, fewer "
+            f"than the {global_batch_size:,} rows of training.global_batch_size: add documents, "
+            "choose a smaller global_batch_size, or set training.repeat_dataset=true"
+        ]
+    )

@@ -1,0 +1,162 @@
+"""Corpora through Hugging Face `datasets`: local files, and hub datasets by streaming."""
+
+from __future__ import annotations
+
+import copy
+import glob
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.data.documents import Document
+from titan_moe.runtime.errors import RunError
+
+SUFFIXES = {"json": (".json", ".jsonl"), "parquet": (".parquet",), "text": (".txt",)}
+_COMPRESSIONS = ("", ".gz", ".zst")
+
+# Short names for hub datasets: repository, configuration, split.
+_ALIASES = {
+    "c4": ("allenai/c4", "en", "train"),
+    "c4_validation": ("allenai/c4", "en", "validation"),
+}
+
+
+def find_files(dataset: str, dataset_path: str | None, *, key: str) -> list[Path]:
+    """The files that a file, folder or glob names, sorted; ConfigError if there is none to read."""
+    if dataset_path is None:
+        raise ConfigError(
+            [f"{key}dataset={dataset!r} needs {key}dataset_path: a file, folder or glob"]
+        )
+    prefix = f"{key}dataset_path={dataset_path!r}"
+    place = Path(dataset_path).expanduser()
+    if place.is_dir():
+        endings = tuple(end + pack for end in SUFFIXES[dataset] for pack in _COMPRESSIONS)
+        files = [
+            path for path in place.rglob("*") if path.is_file() and path.name.endswith(endings)
+        ]
+        if not files:
+            wanted = " or ".join("*" + end for end in SUFFIXES[dataset])
+            raise ConfigError([f"{prefix} holds no {wanted} file (.gz and .zst may follow)"])
+    else:
+        files = [Path(name) for name in glob.glob(str(place), recursive=True)]
+        files = [path for path in files if path.is_file()] or ([place] if place.is_file() else [])
+        if not files:
+            raise ConfigError([f"{prefix} does not exist: name a file, a folder or a glob"])
+    unreadable = [path for path in files if not os.access(path, os.R_OK)]
+    if unreadable:
+        raise ConfigError([f"{prefix}: no permission to read {unreadable[0]}"])
+    if not any(path.stat().st_size for path in files):
+        raise ConfigError([f"{prefix} is empty: {len(files)} file(s) of 0 bytes"])
+    return sorted(files)
+
+
+class FileCorpus:
+    """The `text` column of json or parquet files, or the paragraphs of text files.
+
+    `datasets` converts them once into memory-mapped Arrow files (in its cache, HF_HOME), so that
+    any document can be read without the others.
+    """
+
+    def __init__(self, dataset: str, dataset_path: str | None, *, key: str) -> None:
+        """ConfigError when the files cannot be read as `dataset` or hold no text."""
+        files = find_files(dataset, dataset_path, key=key)
+        prefix = f"{key}dataset_path={dataset_path!r}"
+        self._name = dataset
+        # Paragraphs (blank lines between them): one large file is many documents then.
+        options = {"sample_by": "paragraph"} if dataset == "text" else {}
+        datasets = _import_quietly()
+        try:
+            table = datasets.load_dataset(
+                dataset, data_files=[str(path) for path in files], split="train", **options
+            )
+        except Exception as error:  # Each format raises its own.
+            raise ConfigError([f"{prefix} cannot be read as {dataset}: {_reason(error)}"]) from None
+        if "text" not in table.column_names:
+            columns = ", ".join(table.column_names)
+            raise ConfigError([f"{prefix} has no column 'text' (it has {columns}): rename one"])
+        if len(table) == 0:
+            raise ConfigError([f"{prefix} holds no document"])
+        # The Arrow column itself: a row through `datasets` costs 50 times as much.
+        self._text = table.data.column("text")
+        self.fingerprint = f"{dataset}:{_digest_files(files)}:documents={len(table)}"
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def __getitem__(self, index: int) -> Document:
+        return Document(f"{self._name}/{index}", self._text[index].as_py() or "")
+
+
+class HubStream:
+    """A hub dataset, or a local copy of one, read from beginning to end without keeping it."""
+
+    def __init__(self, dataset: str, dataset_path: str | None, *, key: str) -> None:
+        """`dataset`: `c4`, `owner/name` or `owner/name:configuration`. ConfigError if not found."""
+        repository, configuration, split = _ALIASES.get(dataset, (dataset, "", "train"))
+        if dataset not in _ALIASES:
+            repository, _, configuration = dataset.partition(":")
+        if dataset_path is not None and not Path(dataset_path).expanduser().exists():
+            raise ConfigError([f"{key}dataset_path={dataset_path!r} does not exist"])
+        self._name = dataset
+        self._prefix = f"{key}dataset={dataset!r}"
+        self.fingerprint = f"hub:{dataset}"
+        datasets = _import_quietly()
+        try:
+            if dataset_path is None:
+                self._stream = datasets.load_dataset(
+                    repository, configuration or None, split=split, streaming=True
+                )
+            else:
+                self._stream = datasets.load_dataset(
+                    str(Path(dataset_path).expanduser()), split=split, streaming=True
+                )
+        except Exception as error:  # Network, permission, format: each raises its own.
+            raise ConfigError(
+                [
+                    f"{self._prefix}, read from the Hugging Face hub, cannot be opened: "
+                    f"{_reason(error)}; name a local copy with {key}dataset_path, or use stdlib, "
+                    "synthetic, json, parquet, text or tokens"
+                ]
+            ) from None
+
+    def read(self, mark: Any = None) -> Iterator[Document]:
+        # A copy: a state, once loaded, would be the start of every later iteration too.
+        self._reading = copy.copy(self._stream)
+        if mark is not None:
+            self._reading.load_state_dict(mark)
+        for example in self._reading:
+            if "text" not in example:
+                columns = ", ".join(example)
+                raise RunError(f"{self._prefix} has no column 'text' (it has {columns})")
+            yield Document(self._name, example["text"] or "")
+
+    def mark(self) -> Any:
+        return self._reading.state_dict()
+
+
+def _import_quietly() -> Any:
+    """`datasets` without progress bars and retry notices, which every rank would print."""
+    import datasets
+    import huggingface_hub
+
+    datasets.disable_progress_bars()
+    huggingface_hub.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    return datasets
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong underneath."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0][:200]
+
+
+def _digest_files(files: list[Path]) -> str:
+    """Digest of names and sizes; the contents may be terabytes."""
+    base = Path(os.path.commonpath([path.parent for path in files]))
+    listing = "".join(f"{path.relative_to(base)}\0{path.stat().st_size}\0" for path in files)
+    return hashlib.blake2b(listing.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,166 @@
+"""The loader of one data rank: its rows of each global batch, read ahead in the background."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+from titan_moe.data.batch import Batch, stack_rows
+from titan_moe.data.rows import Part, RowStream
+from titan_moe.runtime.errors import RunError
+
+
+@dataclass(frozen=True)
+class Identity:
+    """All that the token stream follows from: a data position means nothing under another one."""
+
+    fingerprint: str
+    """Tokenizer, sources and weights."""
+    seed: int
+    global_batch_size: int
+    seq_len: int
+
+
+class Loader:
+    """Yields the microbatches of one data rank, step by step.
+
+    One background thread reads up to `prefetch_factor` steps ahead of the caller. The state is that
+    of the last step handed out; what was read ahead is read again after a resume.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[RowStream],
+        parts: Sequence[Part],
+        *,
+        identity: Identity,
+        local_batch_size: int,
+        prefetch_factor: int,
+    ) -> None:
+        assert len(rows) % local_batch_size == 0
+        self.identity = identity
+        self.wait_seconds = 0.0
+        """How long the last `next_step` waited for its data."""
+        self._rows = rows
+        self._parts = parts
+        self._local_batch_size = local_batch_size
+        self._prefetch_factor = prefetch_factor
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
+        self._ahead: deque[Future[tuple[list[Batch], dict[str, Any]]]] = deque()
+        self._step = 0  # Of the reader, not of the caller.
+        self._state = self._read_state()
+
+    def next_step(self) -> list[Batch]:
+        """All microbatches of the next step, in order.
+
+        RunError when the data ran out or cannot be read; asking again raises the same error.
+        """
+        start = perf_counter()
+        self._read_ahead()
+        batches, state = self._ahead[0].result()
+        self.wait_seconds = perf_counter() - start
+        self._ahead.popleft()
+        self._read_ahead()
+        self._state = state
+        return batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able state after the last step handed out: this rank's rows by global number."""
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the step at which `state`, merged over all ranks, was taken.
+
+        The number of data ranks may differ from then. RunError if the state is another stream's.
+        """
+        _check_identity(state, self.identity)
+        missing = [row.row for row in self._rows if str(row.row) not in state["rows"]]
+        if missing:
+            raise RunError(
+                f"the checkpoint's data position holds {len(state['rows'])} rows, but not row "
+                f"{missing[0]} of global_batch_size={self.identity.global_batch_size}: it lacks a "
+                "data rank's part"
+            )
+        self._forget_ahead()
+        for part, mark in zip(self._parts, state["marks"], strict=True):
+            part.feed.seek(mark)
+        for row in self._rows:
+            row.load_state(state["rows"][str(row.row)])
+        self._step = state["step"]
+        self._state = self._read_state()
+
+    def close(self) -> None:
+        """End the background thread, after the step it is reading."""
+        self._forget_ahead()
+        self._reader.shutdown()
+
+    def _read_ahead(self) -> None:
+        while len(self._ahead) < self._prefetch_factor:
+            self._ahead.append(self._reader.submit(self._read_step))
+
+    def _forget_ahead(self) -> None:
+        for future in reversed(self._ahead):
+            future.cancel()
+        for future in self._ahead:
+            if not future.cancelled():
+                future.exception()  # Waits: the thread must leave the rows alone.
+        self._ahead.clear()
+
+    def _read_step(self) -> tuple[list[Batch], dict[str, Any]]:
+        try:
+            packed = [row.next_row() for row in self._rows]
+        except RunError as error:
+            raise RunError(f"step {self._step + 1}: {error}") from None
+        except Exception as error:  # A disk, a network, a damaged file: each raises its own.
+            reason = (str(error).splitlines() or [""])[0]
+            raise RunError(
+                f"step {self._step + 1}: reading the dataset {self.identity.fingerprint} failed: "
+                f"{type(error).__name__}: {reason}"
+            ) from error
+        self._step += 1
+        size = self._local_batch_size
+        batches = [
+            stack_rows(packed[first : first + size]) for first in range(0, len(packed), size)
+        ]
+        return batches, self._read_state()
+
+    def _read_state(self) -> dict[str, Any]:
+        oldest = [min(row.oldest(part) for row in self._rows) for part in range(len(self._parts))]
+        return {
+            "identity": asdict(self.identity),
+            "step": self._step,
+            "rows": {str(row.row): row.state() for row in self._rows},
+            "marks": [
+                part.feed.mark(position) for part, position in zip(self._parts, oldest, strict=True)
+            ],
+        }
+
+
+def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One state of all rows from the states of all data ranks, taken at the same step."""
+    assert len({state["step"] for state in states}) == 1
+    rows: dict[str, Any] = {}
+    for state in states:
+        rows |= state["rows"]
+    # Of the places to read a stream on from, the earliest serves every row.
+    marks = [
+        min(places, key=lambda mark: mark[0]) if places[0] is not None else None
+        for places in zip(*(state["marks"] for state in states), strict=True)
+    ]
+    ordered = dict(sorted(rows.items(), key=lambda item: int(item[0])))
+    return states[0] | {"rows": ordered, "marks": marks}
+
+
+def _check_identity(state: dict[str, Any], identity: Identity) -> None:
+    for key, ours in asdict(identity).items():
+        theirs = state["identity"][key]
+        if theirs != ours:
+            raise RunError(
+                f"the checkpoint's data position was taken with {key}={theirs!r}, this run has "
+                f"{key}={ours!r}: restore that, or leave the position out with "
+                'checkpoint.exclude_from_loading=["dataloader"]'
+            )

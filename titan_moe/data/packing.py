@@ -1,0 +1,104 @@
+"""Packing documents into rows of equal length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+# A label that is no target; the default `ignore_index` of torch's cross entropy.
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One document's token ids, EOS included, and its name."""
+
+    name: str
+    ids: np.ndarray
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """One row: tokens_S and labels_S int64, documents_S int32, and the names of its documents."""
+
+    tokens_S: np.ndarray
+    labels_S: np.ndarray
+    documents_S: np.ndarray
+    samples: list[str]
+
+
+class Packer:
+    """Cuts a sequence of documents into rows of `seq_len` tokens.
+
+    A document longer than the rest of its row goes on in the next row. Each token is an input once
+    and, unless it opens a document under `mask_documents`, a target once: a row's last label is the
+    first token of the next row.
+    """
+
+    def __init__(
+        self,
+        next_document: Callable[[], Encoded | None],
+        *,
+        seq_len: int,
+        mask_documents: bool,
+        padding_id: int,
+    ) -> None:
+        """`next_document` returns None when there is no more; the last row is then padded."""
+        self._next_document = next_document
+        self._seq_len = seq_len
+        self._mask_documents = mask_documents
+        self._padding_id = padding_id
+        self._document: Encoded | None = None
+        self._offset = 0
+
+    @property
+    def offset(self) -> int:
+        """Tokens of the current document that are used up."""
+        return self._offset
+
+    def resume(self, document: Encoded, offset: int) -> None:
+        """Go on `offset` tokens into `document`."""
+        self._document, self._offset = document, offset
+
+    def next_row(self) -> PackedRow | None:
+        """Pack one row; None when the documents have no target left to give."""
+        wanted = self._seq_len + 1  # One more than the inputs: the last label.
+        tokens = np.full(wanted, self._padding_id, np.int64)
+        documents = np.zeros(wanted, np.int32)
+        samples: list[str] = []
+        filled = 0
+        while filled < wanted:
+            if self._document is None or self._offset == len(self._document.ids):
+                self._document, self._offset = self._next_document(), 0
+                if self._document is None:
+                    break
+            ids = self._document.ids
+            count = min(wanted - filled, len(ids) - self._offset)
+            tokens[filled : filled + count] = ids[self._offset : self._offset + count]
+            documents[filled : filled + count] = len(samples)
+            samples.append(self._document.name)
+            filled += count
+            self._offset += count
+        if filled < 2:
+            return None
+        documents[filled:] = len(samples)
+        labels = tokens[1:].copy()
+        labels[filled - 1 :] = IGNORE_INDEX
+        if self._mask_documents:
+            labels[documents[1:] != documents[:-1]] = IGNORE_INDEX
+        if filled == wanted:
+            self._offset -= 1  # The last label is the next row's first token.
+        held = int(documents[min(filled, self._seq_len) - 1]) + 1
+        return PackedRow(tokens[:-1], labels, documents[:-1], samples[:held])
+
+
+def ignored_row(seq_len: int, *, padding_id: int) -> PackedRow:
+    """A row without any target, to fill up a batch."""
+    return PackedRow(
+        tokens_S=np.full(seq_len, padding_id, np.int64),
+        labels_S=np.full(seq_len, IGNORE_INDEX, np.int64),
+        documents_S=np.zeros(seq_len, np.int32),
+        samples=[],
+    )

@@ -1,0 +1,130 @@
+"""Row streams: what one row of the global batch reads, step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from titan_moe.data.documents import Document, OutOfDocumentsError, mix
+from titan_moe.data.feed import Feed
+from titan_moe.data.packing import Encoded, PackedRow, Packer
+from titan_moe.data.tokenizer import Tokenizer
+from titan_moe.runtime.errors import RunError
+
+
+@dataclass(frozen=True)
+class Part:
+    """A feed and its share of the tokens, relative to the other parts' weights."""
+
+    feed: Feed
+    weight: float
+
+
+def encode_document(document: Document, tokenizer: Tokenizer) -> Encoded:
+    """Token ids of a document, with the EOS that ends it."""
+    content = document.content
+    ids = tokenizer.encode(content) if isinstance(content, str) else content
+    return Encoded(document.name, np.append(ids.astype(np.int64), tokenizer.eos_id))
+
+
+class Blend:
+    """Chooses the part that the next document comes from: the one furthest behind its share.
+
+    A function of the lengths so far alone, so a row's choice needs no other row. Rows start with
+    different parts, by the seed.
+    """
+
+    def __init__(self, weights: Sequence[float], *, key: tuple[int, ...] = ()) -> None:
+        self._weights = weights
+        self._ties = [mix(*key, part) for part in range(len(weights))]
+        self.tokens = [0] * len(weights)
+        """Tokens taken so far, by part."""
+
+    def next_part(self, parts: Sequence[int] | None = None) -> int:
+        """The number of the part to take from, among `parts` (default: all)."""
+        return min(
+            range(len(self._weights)) if parts is None else parts,
+            key=lambda part: (self.tokens[part] / self._weights[part], self._ties[part]),
+        )
+
+
+class RowStream:
+    """Row b of the global batch: packs the documents at positions b, b + G, b + 2G, ..."""
+
+    def __init__(
+        self,
+        row: int,
+        *,
+        parts: Sequence[Part],
+        tokenizer: Tokenizer,
+        seed: int,
+        global_batch_size: int,
+        seq_len: int,
+        mask_documents: bool,
+    ) -> None:
+        self.row = row
+        self._parts = parts
+        self._tokenizer = tokenizer
+        self._global_batch_size = global_batch_size
+        self._blend = Blend([part.weight for part in parts], key=(seed, row))
+        self._read = [0] * len(parts)  # Documents opened, by part.
+        self._part = -1  # Where the open document comes from; -1: none is open yet.
+        self._packer = Packer(
+            self._next_document,
+            seq_len=seq_len,
+            mask_documents=mask_documents,
+            padding_id=tokenizer.eos_id,
+        )
+
+    def next_row(self) -> PackedRow:
+        """The next seq_len tokens; RunError when a part has no document left."""
+        row = self._packer.next_row()
+        assert row is not None
+        return row
+
+    def oldest(self, part: int) -> int:
+        """First position of `part` that a resume from `state()` asks for."""
+        return self._position(part, self._read[part] - (part == self._part))
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able place in the stream: documents and tokens opened by part; the open one."""
+        return {
+            "read": list(self._read),
+            "tokens": list(self._blend.tokens),
+            "part": self._part,
+            "offset": self._packer.offset,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self._read = list(state["read"])
+        self._blend.tokens = list(state["tokens"])
+        self._part = state["part"]
+        if self._part >= 0:
+            document = self._parts[self._part].feed.document(self.oldest(self._part))
+            self._packer.resume(encode_document(document, self._tokenizer), state["offset"])
+
+    def _position(self, part: int, number: int) -> int:
+        return self.row + number * self._global_batch_size
+
+    def _next_document(self) -> Encoded:
+        part = self._blend.next_part()
+        feed = self._parts[part].feed
+        try:
+            document = feed.document(self._position(part, self._read[part]))
+        except OutOfDocumentsError:
+            of = "" if feed.size is None else f" of the {feed.size:,} documents of an epoch"
+            raise RunError(
+                f"training.dataset={feed.name!r} ran out: row {self.row} of the global batch of "
+                f"{self._global_batch_size} has used up its {self._read[part]:,}{of} and "
+                f"{self._blend.tokens[part]:,} tokens; set training.repeat_dataset=true to start "
+                "it again, or train fewer steps"
+            ) from None
+        encoded = encode_document(document, self._tokenizer)
+        self._part = part
+        self._read[part] += 1
+        self._blend.tokens[part] += len(encoded.ids)
+        return encoded

@@ -1,0 +1,77 @@
+"""From `dataset` and `dataset_path` to a corpus or a stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.data.documents import Corpus, Stream
+from titan_moe.data.hub import SUFFIXES, FileCorpus, HubStream, find_files
+from titan_moe.data.stdlib import StdlibCorpus
+from titan_moe.data.synthetic import SyntheticCorpus
+from titan_moe.data.tokens import TokenCorpus
+
+_WITHOUT_PATH = ("stdlib", "synthetic")
+
+
+def is_stream(dataset: str) -> bool:
+    """Whether `dataset` is read from beginning to end (a hub dataset) and its length not known."""
+    return dataset not in (*_WITHOUT_PATH, "tokens", *SUFFIXES)
+
+
+def open_source(
+    dataset: str, dataset_path: str | None, *, key: str, tokenizer: str, seed: int
+) -> Corpus | Stream:
+    """Open one source.
+
+    key: what the user writes before `dataset`, such as "training." or "--", for messages.
+    tokenizer: the tokenizer's fingerprint.
+    ConfigError when it is missing, empty, unreadable or made for another tokenizer.
+    """
+    check_source(dataset, dataset_path, key=key, tokenizer=tokenizer)
+    if dataset == "stdlib":
+        return StdlibCorpus()
+    if dataset == "synthetic":
+        return SyntheticCorpus(seed)
+    if dataset == "tokens":
+        return _open_tokens(dataset_path, key=key, tokenizer=tokenizer)
+    if dataset in SUFFIXES:
+        return FileCorpus(dataset, dataset_path, key=key)
+    return HubStream(dataset, dataset_path, key=key)
+
+
+def check_source(
+    dataset: str, dataset_path: str | None, *, key: str, tokenizer: str | None
+) -> None:
+    """ConfigError for what shows without reading the data: a wrong path, another tokenizer's ids.
+
+    `tokenizer` None: it could not be loaded, do not compare.
+    """
+    if dataset in _WITHOUT_PATH:
+        if dataset_path is not None:
+            raise ConfigError(
+                [
+                    f"{key}dataset_path={dataset_path!r} has no use with {key}dataset="
+                    f"{dataset!r}: leave it out, or choose json, parquet, text or tokens"
+                ]
+            )
+    elif dataset == "tokens":
+        _open_tokens(dataset_path, key=key, tokenizer=tokenizer)
+    elif dataset in SUFFIXES:
+        find_files(dataset, dataset_path, key=key)
+    elif dataset_path is not None and not Path(dataset_path).expanduser().exists():
+        raise ConfigError(
+            [f"{key}dataset_path={dataset_path!r} does not exist: name a copy, or leave it out"]
+        )
+
+
+def _open_tokens(dataset_path: str | None, *, key: str, tokenizer: str | None) -> TokenCorpus:
+    if dataset_path is None:
+        raise ConfigError(
+            [
+                f"{key}dataset='tokens' needs {key}dataset_path: a folder made by "
+                "scripts/tokenize_data.py"
+            ]
+        )
+    folder = Path(dataset_path).expanduser()
+    return TokenCorpus(folder, tokenizer=tokenizer, key=f"{key}dataset_path")

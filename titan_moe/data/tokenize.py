@@ -1,0 +1,213 @@
+"""Writing a pre-tokenised copy of a corpus: resumable after a kill, complete or invisible.
+
+All work happens in `<out>.partial`. A shard counts once its `shard-N.json` stands there, which also
+says where to read on; the manifest comes last, and then the folder takes its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titan_moe.data.documents import Corpus, Document, Stream
+from titan_moe.data.tokenizer import Tokenizer
+from titan_moe.data.tokens import FORMAT, MANIFEST, Manifest, Shard, read_manifest, shard_paths
+from titan_moe.runtime.errors import RunError
+
+_PLAN = "plan.json"
+_CHUNK = 256  # Documents tokenised side by side; shards end between chunks.
+
+Progress = Callable[[int, int], None]
+"""Called with the documents and the tokens finished since the last call."""
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """A finished shard, the number of the document after it, and the stream's mark there."""
+
+    shard: Shard
+    next_document: int
+    mark: Any
+
+
+def tokenize_corpus(
+    source: Corpus | Stream,
+    tokenizer: Tokenizer,
+    out: Path,
+    *,
+    progress: Progress,
+    workers: int = 1,
+    shard_tokens: int = 1 << 26,
+) -> Manifest:
+    """Write all documents of `source`, in their order, into the new folder `out`.
+
+    Goes on with what an earlier, killed call left behind. RunError when `out` is there, when
+    the remains are of another source or tokenizer, or when there is no document.
+    """
+    if out.exists():
+        raise RunError(f"--out {str(out)!r} exists already: nothing is overwritten, choose another")
+    work = out.with_name(out.name + ".partial")
+    wide = tokenizer.vocab_size > 1 << 16
+    plan: dict[str, Any] = {
+        "format": FORMAT,
+        "source": source.fingerprint,
+        "tokenizer": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "dtype": "uint32" if wide else "uint16",
+    }
+    _begin(work, plan)
+    finished = _finished_shards(work)
+    for one in finished:
+        progress(one.shard.documents, one.shard.tokens)
+    if not (work / MANIFEST).exists():
+        with ThreadPoolExecutor(workers) as pool:
+            chunks = _encoded_chunks(
+                source, tokenizer, pool, after=finished[-1] if finished else None
+            )
+            writer = _Writer(work, plan["dtype"], shard_tokens, progress)
+            while shard := writer.write_shard(chunks, number=len(finished), source=source):
+                finished.append(shard)
+        if not finished:
+            raise RunError(f"the source {source.fingerprint} has no document: nothing to write")
+        shards = [asdict(one.shard) for one in finished]
+        _write_json(work / MANIFEST, plan | {"shards": shards})
+    for leftover in [work / _PLAN, *work.glob("shard-*.json")]:
+        leftover.unlink(missing_ok=True)
+    os.rename(work, out)
+    _sync(out.parent)
+    return read_manifest(out, key="--out")
+
+
+class _Writer:
+    """Writes shards of at least `shard_tokens` tokens, but for the last."""
+
+    def __init__(self, work: Path, dtype: str, shard_tokens: int, progress: Progress) -> None:
+        self._work = work
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._shard_tokens = shard_tokens
+        self._progress = progress
+        self._next_document = 0
+
+    def write_shard(
+        self,
+        chunks: Iterator[tuple[int, list[np.ndarray]]],
+        *,
+        number: int,
+        source: Corpus | Stream,
+    ) -> _Finished | None:
+        """Write one shard from `chunks`; None when they are used up."""
+        tokens_path, ends_path = shard_paths(self._work, number)
+        digest = hashlib.sha256()
+        ends: list[int] = []
+        total = 0
+        with tokens_path.open("wb") as file:
+            while total < self._shard_tokens and (chunk := next(chunks, None)):
+                self._next_document, arrays = chunk
+                content = np.concatenate(arrays).astype(self._dtype).tobytes()
+                digest.update(content)
+                file.write(content)
+                ends += (total + np.cumsum([len(ids) for ids in arrays])).tolist()
+                self._progress(len(arrays), ends[-1] - total)
+                total = ends[-1]
+            _sync_file(file)
+        if not ends:
+            tokens_path.unlink()
+            return None
+        content = np.array(ends, "<i8").tobytes()
+        with ends_path.open("wb") as file:
+            file.write(content)
+            _sync_file(file)
+        shard = Shard(
+            documents=len(ends),
+            tokens=total,
+            tokens_sha256=digest.hexdigest(),
+            ends_sha256=hashlib.sha256(content).hexdigest(),
+        )
+        mark = None if isinstance(source, Corpus) else source.mark()
+        finished = _Finished(shard, self._next_document, mark)
+        _write_json(self._work / f"shard-{number:05d}.json", asdict(finished))
+        return finished
+
+
+def _encoded_chunks(
+    source: Corpus | Stream,
+    tokenizer: Tokenizer,
+    pool: ThreadPoolExecutor,
+    *,
+    after: _Finished | None,
+) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """Ids of up to _CHUNK documents at a time, and the number of the document after them."""
+    first = after.next_document if after else 0
+    documents: Iterator[Document]
+    if isinstance(source, Corpus):
+        documents = (source[index] for index in range(first, len(source)))
+    else:
+        documents = source.read(after.mark if after else None)
+
+    def encode(document: Document) -> np.ndarray:
+        content = document.content
+        return tokenizer.encode(content) if isinstance(content, str) else content
+
+    while chunk := list(itertools.islice(documents, _CHUNK)):
+        first += len(chunk)
+        # Threads do: the tokenizers leave Python's lock while they work.
+        yield first, list(pool.map(encode, chunk))
+
+
+def _begin(work: Path, plan: dict[str, Any]) -> None:
+    """Make the work folder, or see that the one there has the same plan."""
+    work.mkdir(parents=True, exist_ok=True)
+    # A manifest is there already if only the renaming is left.
+    place = work / (MANIFEST if (work / MANIFEST).exists() else _PLAN)
+    if not place.exists():
+        _write_json(place, plan)
+    begun = json.loads(place.read_bytes())
+    for key, value in plan.items():
+        if begun.get(key) != value:
+            raise RunError(
+                f"{str(work)!r} was begun with {key}={begun.get(key)!r}, not {value!r}: remove "
+                "the folder, or choose another --out"
+            )
+
+
+def _finished_shards(work: Path) -> list[_Finished]:
+    finished: list[_Finished] = []
+    for number in itertools.count():
+        path = work / f"shard-{number:05d}.json"
+        if not path.exists():
+            return finished
+        table = json.loads(path.read_bytes())
+        finished.append(_Finished(**(table | {"shard": Shard(**table["shard"])})))
+    raise AssertionError
+
+
+def _write_json(path: Path, table: dict[str, Any]) -> None:
+    """Write aside, sync, rename."""
+    aside = path.with_name(path.name + ".tmp")
+    with aside.open("w") as file:
+        json.dump(table, file, indent=1)
+        _sync_file(file)
+    os.replace(aside, path)
+    _sync(path.parent)
+
+
+def _sync_file(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,163 @@
+"""Pre-tokenised corpora: a folder of flat, memory-mapped arrays with a manifest.
+
+`shard-00000.tokens` holds the ids of its documents one after the other (little-endian uint16 or
+uint32, without EOS), `shard-00000.ends` where each document ends (little-endian int64). A folder
+without `manifest.json`, which is written last, is not a corpus.
+"""
+
+import bisect
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.data.documents import Document
+
+MANIFEST = "manifest.json"
+FORMAT = "titan_moe tokens 1"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Size and SHA-256 checksums of one shard's two files."""
+
+    documents: int
+    tokens: int
+    tokens_sha256: str
+    ends_sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What the folder holds, and what it was made from."""
+
+    format: str
+    source: str
+    """Fingerprint of the corpus that was tokenised."""
+    tokenizer: str
+    """Fingerprint of the tokenizer."""
+    vocab_size: int
+    dtype: str
+    shards: list[Shard]
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the whole manifest, and with its checksums of every token."""
+        content = json.dumps(asdict(self), sort_keys=True).encode()
+        return f"tokens:{hashlib.blake2b(content, digest_size=8).hexdigest()}"
+
+
+def shard_paths(folder: Path, number: int) -> tuple[Path, Path]:
+    """The files of a shard's tokens and of its documents' ends."""
+    return folder / f"shard-{number:05d}.tokens", folder / f"shard-{number:05d}.ends"
+
+
+def read_manifest(folder: Path, *, key: str) -> Manifest:
+    """Read the manifest; ConfigError naming `key` when the folder is not a whole corpus."""
+    problem = "make it with scripts/tokenize_data.py"
+    try:
+        table = json.loads((folder / MANIFEST).read_bytes())
+        if table.get("format") != FORMAT:
+            raise ValueError(f"its format is {table.get('format')!r}, not {FORMAT!r}")
+        return Manifest(**(table | {"shards": [Shard(**shard) for shard in table["shards"]]}))
+    except OSError as error:
+        problem = f"no {MANIFEST} can be read there ({error.strerror}); {problem}"
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        problem = f"{MANIFEST} is not one of ours ({error}); {problem}"
+    raise ConfigError([f"{key}={str(folder)!r}: {problem}"])
+
+
+class TokenCorpus:
+    """The documents of a pre-tokenised folder; nothing is read before it is asked for."""
+
+    def __init__(
+        self, folder: Path, *, tokenizer: str | None, key: str = "training.dataset_path"
+    ) -> None:
+        """`tokenizer`: fingerprint of the one that made the ids (None: any). ConfigError if not."""
+        self._folder = folder
+        self._manifest = read_manifest(folder, key=key)
+        self.fingerprint = self._manifest.fingerprint
+        if tokenizer not in (None, self._manifest.tokenizer):
+            raise ConfigError(
+                [
+                    f"{key}={str(folder)!r} was made with tokenizer {self._manifest.tokenizer}, "
+                    f"but model.tokenizer_path is {tokenizer}: use that one, or tokenize it again"
+                ]
+            )
+        width = np.dtype(self._manifest.dtype).itemsize
+        for number, shard in enumerate(self._manifest.shards):
+            sizes = (shard.tokens * width, shard.documents * 8)
+            for path, size in zip(shard_paths(folder, number), sizes, strict=True):
+                found = path.stat().st_size if path.is_file() else 0
+                if found != size:
+                    raise ConfigError(
+                        [
+                            f"{key}={str(folder)!r}: {path.name} has {found:,} bytes, not the "
+                            f"{size:,} of the manifest: copy the folder again, or make it anew"
+                        ]
+                    )
+
+    def __len__(self) -> int:
+        return self._manifest.documents
+
+    def __getitem__(self, index: int) -> Document:
+        number = bisect.bisect_right(self._first_documents, index) - 1
+        tokens, ends = self._shard(number)
+        local = index - self._first_documents[number]
+        start = int(ends[local - 1]) if local else 0
+        return Document(f"{self._folder.name}/{index}", tokens[start : int(ends[local])])
+
+    @cached_property
+    def _first_documents(self) -> list[int]:
+        firsts, total = [], 0
+        for shard in self._manifest.shards:
+            firsts.append(total)
+            total += shard.documents
+        return firsts
+
+    @cached_property
+    def _open_shards(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        return {}
+
+    def _shard(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        if number not in self._open_shards:
+            tokens_path, ends_path = shard_paths(self._folder, number)
+            dtype: Any = np.dtype(self._manifest.dtype).newbyteorder("<")
+            # memmap refuses empty files, and a shard of empty documents has one.
+            empty = self._manifest.shards[number].tokens == 0
+            tokens = np.empty(0, dtype) if empty else np.memmap(tokens_path, dtype, mode="r")
+            self._open_shards[number] = tokens, np.memmap(ends_path, np.dtype("<i8"), mode="r")
+        return self._open_shards[number]
+
+
+def damaged_files(folder: Path) -> list[str]:
+    """Names of the files whose checksum is not the manifest's (reads everything)."""
+    damaged = []
+    for number, shard in enumerate(read_manifest(folder, key="--verify").shards):
+        checksums = (shard.tokens_sha256, shard.ends_sha256)
+        for path, checksum in zip(shard_paths(folder, number), checksums, strict=True):
+            if not path.is_file() or file_sha256(path) != checksum:
+                damaged.append(path.name)
+    return damaged
+
+
+def file_sha256(path: Path) -> str:
+    """Checksum of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()

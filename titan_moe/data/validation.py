@@ -1,0 +1,91 @@
+"""The validation set: the same finite list of batches at every measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from titan_moe.data.batch import Batch, stack_rows
+from titan_moe.data.documents import OutOfDocumentsError
+from titan_moe.data.packing import Encoded, PackedRow, Packer, ignored_row
+from titan_moe.data.rows import Blend, Part, encode_document
+from titan_moe.data.tokenizer import Tokenizer
+
+
+class ValidationLoader:
+    """Packs the documents into one sequence of rows, dealt to the data ranks batch by batch.
+
+    The rows do not depend on the number of data ranks; ignored rows fill up the last batch, so that
+    every rank has as many. The price: every rank tokenizes everything, once (its own rows are kept,
+    at 20 bytes a token); `steps` or a pre-tokenised dataset bounds it.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        mask_documents: bool,
+        local_batch_size: int,
+        steps: int,
+        rank: int,
+        num_ranks: int,
+    ) -> None:
+        """`steps`: at most so many batches a rank; -1: all there are."""
+        self._parts = parts
+        self._tokenizer = tokenizer
+        self._seq_len = seq_len
+        self._local_batch_size = local_batch_size
+        self._steps = steps
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._blend = Blend([part.weight for part in parts])
+        self._read = [0] * len(parts)
+        self._unread = list(range(len(parts)))
+        self._packer = Packer(
+            self._next_document,
+            seq_len=seq_len,
+            mask_documents=mask_documents,
+            padding_id=tokenizer.eos_id,
+        )
+        self._batches: list[Batch] | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._batches is None:
+            self._batches = self._read_batches()
+        return iter(self._batches)
+
+    def _read_batches(self) -> list[Batch]:
+        batches: list[Batch] = []
+        while self._steps < 0 or len(batches) < self._steps:
+            own, found = self._next_rows()
+            if not found:
+                break
+            batches.append(stack_rows(own))
+        return batches
+
+    def _next_rows(self) -> tuple[list[PackedRow], bool]:
+        """This rank's rows of the next batch, and whether any rank's hold a document."""
+        own: list[PackedRow] = []
+        found = False
+        first = self._rank * self._local_batch_size
+        for number in range(self._num_ranks * self._local_batch_size):
+            row = self._packer.next_row()
+            found = found or row is not None
+            if first <= number < first + self._local_batch_size:
+                own.append(row or ignored_row(self._seq_len, padding_id=self._tokenizer.eos_id))
+        return own, found
+
+    def _next_document(self) -> Encoded | None:
+        while self._unread:
+            part = self._blend.next_part(self._unread)
+            try:
+                document = self._parts[part].feed.document(self._read[part])
+            except OutOfDocumentsError:
+                self._unread.remove(part)
+                continue
+            encoded = encode_document(document, self._tokenizer)
+            self._read[part] += 1
+            self._blend.tokens[part] += len(encoded.ids)
+            return encoded
+        return None
