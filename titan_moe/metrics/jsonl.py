@@ -1,10 +1,13 @@
 """metrics.jsonl: one JSON object a logged step, whatever happens to the run in between."""
 
 import json
+import logging
 import math
 import os
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 class JsonLines:
@@ -77,3 +80,4 @@ def _set_aside(path: Path) -> None:
     while (target := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     path.rename(target)
+    logger.info("%s was of an earlier run: kept as %s", path, target.name)

@@ -2,27 +2,6 @@
 
 from dataclasses import dataclass
 
-# Dense bf16 TFLOP/s by the vendors' data sheets; the first name found in the device's own counts.
-_PEAK_BF16_TFLOPS = (
-    ("GB200", 2500.0),
-    ("B200", 2250.0),
-    ("H200 NVL", 836.0),
-    ("H200", 989.0),
-    ("H100 NVL", 835.0),
-    ("H100 PCIe", 756.0),
-    ("H100", 989.0),
-    ("A100", 312.0),
-    ("L40S", 362.0),
-    ("MI325X", 1307.0),
-    ("MI300X", 1307.0),
-    ("MI250X", 191.5),  # one of its two dies: torch sees each as a device
-)
-
-
-def peak_bf16_tflops(device_name: str) -> float | None:
-    """The bf16 peak of a device by its name (`torch.cuda.get_device_name()`), where it is known."""
-    return next((peak for name, peak in _PEAK_BF16_TFLOPS if name in device_name), None)
-
 
 def flops_per_token(
     *,

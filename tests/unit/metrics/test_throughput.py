@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_moe.metrics.throughput import Throughput, flops_per_token, peak_bf16_tflops
+from titan_moe.metrics.throughput import Throughput, flops_per_token
 
 
 def test_flops_per_token_by_hand():
@@ -30,18 +30,3 @@ def test_rates_per_job_and_per_device():
 def test_no_mfu_without_a_known_peak():
     throughput = Throughput(flops_per_token=1.0, num_devices=1, peak_tflops=None)
     assert "mfu" not in throughput.metrics(num_tokens=1, seconds=1.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.0),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA GB200", 2500.0),
-        ("AMD Instinct MI300X", 1307.0),
-        ("cpu", None),
-    ],
-)
-def test_peak_by_device_name(name, peak):
-    assert peak_bf16_tflops(name) == peak
