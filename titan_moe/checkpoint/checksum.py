@@ -108,4 +108,13 @@ def _sum_box(box: Tensor, offset: Sequence[int], strides: Sequence[int]) -> Tens
     weight = (weight + 1) * _SCRAMBLE
     weight ^= weight >> 32
     weight |= 1
-    return weight.mul_(box.view(_SAME_SIZE_INTEGER[box.element_size()])).sum()
+    return weight.mul_(_bits(box)).sum()
+
+
+def _bits(box: Tensor) -> Tensor:
+    """The elements' bits, as integers."""
+    bits = box.view(_SAME_SIZE_INTEGER[box.element_size()])
+    if box.element_size() == 8:
+        # A round float64 has bits at the top only, which a product modulo 2^64 mostly drops.
+        return bits ^ ((bits >> 32) & 0xFFFFFFFF)
+    return bits

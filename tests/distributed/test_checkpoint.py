@@ -1,0 +1,266 @@
+"""Several ranks: checksums and checkpoints do not know layouts; ranks fail together."""
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from titan_moe.checkpoint import storage
+from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.checkpoint.checksum import checksums
+from titan_moe.checkpoint.manifest import gather_specs
+from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
+from titan_moe.config.sections import Checkpoint
+from titan_moe.runtime.errors import RunError
+from titan_moe.verify.ranks import RankError, run_ranks
+
+EXPERTS = 6  # Over edp 2 and ep 2: 3 per ep rank, then 2 and 1.
+
+
+class _Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w_EFD = nn.Parameter(torch.randn(EXPERTS, 4, 5))
+
+
+class _Toy(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)  # 3 rows: over 4 ranks, one shard is empty.
+        self.experts = _Experts()
+        self.register_buffer("bias_E", torch.randn(EXPERTS))
+        self.register_buffer("count", torch.tensor(7))
+        self.to(dtype)
+
+
+def _shard(model, layout):
+    """Shard the toy as `layout` says: single, fsdp, hsdp, ep2, ep4 (the rest of the ranks is edp)."""
+    world = dist.get_world_size()
+    if layout == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("r", "s")))
+    elif layout == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    elif layout.startswith("ep"):
+        ep = int(layout[2:])
+        sparse = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("edp", "ep"))
+        experts = model.experts
+        sharded = distribute_tensor(experts.w_EFD.data, sparse["ep"], [Shard(0)])
+        experts.w_EFD = nn.Parameter(sharded)
+        fully_shard(experts, mesh=sparse["edp"])
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+
+
+def _run(folder, layout, *, seed, dtype=torch.float32, **config):
+    torch.manual_seed(seed)
+    model = _Toy(dtype)
+    _shard(model, layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    checkpointer = Checkpointer(
+        Checkpoint(enable=True, **config),
+        Path(folder),
+        model=model,
+        optimizer=optimizer,
+        num_experts=EXPERTS,
+        job_record={},
+    )
+    return model, optimizer, checkpointer
+
+
+def _step(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 0.5 + 0.1
+    optimizer.step()
+
+
+def _whole(tensors):
+    """Global values as numpy arrays (they travel between processes without shared memory)."""
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).double().numpy()
+        for name, t in tensors.items()
+    }
+
+
+def _all_tensors(model, optimizer):
+    return model_tensors(model) | optimizer_tensors(model, optimizer)
+
+
+def _train_and_save(folder, layout, dtype):
+    model, optimizer, checkpointer = _run(folder, layout, seed=0, dtype=dtype)
+    _step(model, optimizer)
+    _step(model, optimizer)
+    checkpointer.save(1, {"step": 1})
+    return _whole(_all_tensors(model, optimizer))
+
+
+def _load_and_save(folder, layout, dtype):
+    model, optimizer, checkpointer = _run(folder, layout, seed=1, dtype=dtype)
+    step = checkpointer.load()["step"]
+    checkpointer.save(step + 1, {"step": step + 1})
+    return _whole(_all_tensors(model, optimizer))
+
+
+CHAINS = [
+    [("fsdp", 2), ("single", 1), ("fsdp", 4)],
+    [("ep2", 4), ("ep4", 4), ("single", 1), ("ep2", 4)],
+    [("hsdp", 4), ("ep2", 2), ("hsdp", 4)],
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: "-".join(f"{n}@{w}" for n, w in chain))
+def test_resharding_is_exact(tmp_path, chain, dtype):
+    (layout, world), *others = chain
+    expected = run_ranks(_train_and_save, world, tmp_path, layout, dtype)[0]
+    assert len(expected) == 3 + 2 + 3 * 3
+    for layout, world in others:
+        for found in run_ranks(_load_and_save, world, tmp_path, layout, dtype):
+            for name, value in expected.items():
+                np.testing.assert_array_equal(found[name], value, err_msg=f"{layout} {name}")
+
+
+def _tensors(layout, dtype):
+    model, optimizer, _ = _run("unused", layout, seed=0, dtype=dtype)
+    return _all_tensors(model, optimizer)
+
+
+def _sums(layout, dtype):
+    tensors = _tensors(layout, dtype)
+    shapes = {name: spec.shape for name, spec in gather_specs(tensors).items()}
+    return checksums(tensors, shapes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_checksums_do_not_know_layouts(dtype):
+    expected = run_ranks(_sums, 1, "single", dtype)[0]
+    assert len(set(expected.values())) >= 6
+    for layout, world in [("fsdp", 2), ("fsdp", 4), ("ep2", 4), ("ep4", 4), ("hsdp", 4)]:
+        assert run_ranks(_sums, world, layout, dtype) == [expected] * world
+
+
+def _odd_placements():
+    whole = torch.randn(6, 5, 7, generator=torch.manual_seed(0))
+    mesh = init_device_mesh("cpu", (2, 2))
+    placements = {
+        "columns": [Shard(1), Shard(2)],
+        "same dim twice": [Shard(0), Shard(0)],
+        "part replica": [Replicate(), Shard(2)],
+        "replica": [Replicate(), Replicate()],
+    }
+    tensors = {name: distribute_tensor(whole, mesh, p) for name, p in placements.items()}
+    tensors["plain"] = whole
+    # Ranks 0 and 1 hold one, ranks 2 and 3 another copy, each pair on a mesh of its own.
+    tensors["own mesh"] = distribute_tensor(
+        whole, init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"], [Shard(0)]
+    )
+    # Held by the ranks of one pipeline stage only.
+    if dist.get_rank() < 2:
+        tensors["stage 0"] = whole
+    return checksums(tensors, dict.fromkeys([*tensors, "stage 0"], whole.shape))
+
+
+def test_checksums_under_any_placement():
+    for found in run_ranks(_odd_placements, 4):
+        assert len(found) == 7 and len(set(found.values())) == 1
+
+
+def _drifted():
+    tensors = {"fine": torch.ones(3), "drifted": torch.full((3,), float(dist.get_rank() == 2))}
+    try:
+        checksums(tensors, {"fine": (3,), "drifted": (3,)})
+    except RunError as error:
+        return str(error)
+
+
+def test_replicas_that_differ_are_named():
+    for line in run_ranks(_drifted, 3):
+        assert "replicas: drifted" in line
+
+
+def _disk_full_on_rank_one(folder):
+    model, optimizer, checkpointer = _run(folder, "fsdp", seed=0)
+    checkpointer.save(1, {})
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
+    try:
+        checkpointer.save(2, {})
+    except RunError as error:
+        line = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    dist.barrier()
+    names = sorted(path.name for path in (folder / "checkpoint").iterdir())
+    dist.barrier()
+    checkpointer.save(3, {})
+    return line, names, checkpointer.latest_step()
+
+
+def test_a_failing_rank_fails_all_and_spoils_nothing(tmp_path):
+    results = run_ranks(_disk_full_on_rank_one, 2, tmp_path)
+    assert results[0] == results[1]
+    line, names, latest = results[0]
+    assert f"cannot save checkpoint {tmp_path}/checkpoint/step-2: " in line and "\n" not in line
+    assert "File too large" in line
+    assert names == ["step-1"]
+    assert latest == 3
+
+
+def _killed_while_saving(folder, where):
+    model, optimizer, checkpointer = _run(folder, "fsdp", seed=0)
+    checkpointer.save(1, {"step": 1})
+    if dist.get_rank() == 0:
+        setattr(storage, where, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    checkpointer.save(2, {"step": 2})
+
+
+def _resume(folder):
+    _, _, checkpointer = _run(folder, "fsdp", seed=1)
+    state = checkpointer.load()
+    checkpointer.save(3, {"step": 3})
+    return state, sorted(path.name for path in (folder / "checkpoint").iterdir())
+
+
+@pytest.mark.parametrize("where", ["write_json", "commit"])
+def test_a_killed_save_is_invisible_and_cleared(tmp_path, where):
+    with pytest.raises(RankError):
+        run_ranks(_killed_while_saving, 2, tmp_path, where)
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == [
+        ".step-2.writing",
+        "step-1",
+    ]
+    for state, names in run_ranks(_resume, 2, tmp_path):
+        assert state["step"] == 1
+        assert names == ["step-1", "step-3"]
+
+
+def _save_rows(folder):
+    _, _, checkpointer = _run(folder, "fsdp", seed=0)
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    rows = {str(row): row * 10 for row in (rank, rank + 2)}
+    checkpointer.save(1, {"step": 1, "data": {"rows": rows, "batch": 4}})
+    return torch.rand(1).item()
+
+
+def _load_rows(folder):
+    _, _, checkpointer = _run(folder, "fsdp", seed=9)
+    fresh = torch.get_rng_state()
+    state = checkpointer.load()
+    return state, torch.equal(torch.get_rng_state(), fresh), torch.rand(1).item()
+
+
+def test_data_position_and_random_state_of_all_ranks(tmp_path):
+    drawn = run_ranks(_save_rows, 2, tmp_path)
+    expected = {"step": 1, "data": {"rows": {str(row): row * 10 for row in range(4)}, "batch": 4}}
+    same = run_ranks(_load_rows, 2, tmp_path)
+    assert [state for state, _, _ in same] == [expected] * 2
+    assert [value for _, _, value in same] == drawn
+    (state, fresh, _), *_ = run_ranks(_load_rows, 1, tmp_path)
+    assert state == expected and fresh
