@@ -91,13 +91,16 @@ def fill_indices_reference(
     expert_starts_E = F.pad(offsets_E[:-1], (1, 0))
     shift_PE = expert_starts_E + rank_ends_PE - arrived_ends_PE
 
+    # One more segment holds the rows past the sum of the counts; they go to a slot past the end.
+    arrived_ends = arrived_ends_PE.flatten()
+    lengths = arrived_ends.diff(
+        prepend=arrived_ends.new_zeros(1), append=arrived_ends.new_tensor([num_rows])
+    )
+    shift_R = F.pad(shift_PE.flatten(), (0, 1)).repeat_interleave(lengths, output_size=num_rows)
     row_R = torch.arange(num_rows, device=offsets_E.device)
-    segment_R = torch.searchsorted(arrived_ends_PE.flatten(), row_R, right=True)
-    is_routed_R = segment_R < shift_PE.numel()
-    shift_R = shift_PE.flatten()[segment_R.clamp(max=shift_PE.numel() - 1)]
-    position_R = torch.where(is_routed_R, row_R + shift_R, -1)
+    is_unused_R = row_R >= arrived_ends[-1]
+    slot_R = (row_R + shift_R).masked_fill_(is_unused_R, max_rows)
 
-    # One slot past the end takes the rows that have no position.
-    source_R = row_R.new_full((max_rows + 1,), -1)
-    source_R[torch.where(is_routed_R, position_R, max_rows)] = row_R
-    return source_R[:max_rows], position_R
+    source_R = row_R.new_full((max_rows + 1,), -1).scatter_(0, slot_R, row_R)[:max_rows]
+    position_R = slot_R.masked_fill_(is_unused_R, -1)
+    return source_R, position_R
