@@ -70,7 +70,7 @@ def _tokenize(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
     )
     size = len(source) if isinstance(source, Corpus) else None
-    with tqdm(total=size, unit=" documents", unit_scale=True) as bar:
+    with tqdm(total=size, unit=" documents", unit_scale=True, delay=0.5) as bar:
         tokens = 0
 
         def progress(num_documents: int, num_tokens: int) -> None:

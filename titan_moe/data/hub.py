@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import glob
 import hashlib
 import os
@@ -121,20 +120,19 @@ class HubStream:
                     "synthetic, json, parquet, text or tokens"
                 ]
             ) from None
+        self._beginning = self._stream.state_dict()
 
     def read(self, mark: Any = None) -> Iterator[Document]:
-        # A copy: a state, once loaded, would be the start of every later iteration too.
-        self._reading = copy.copy(self._stream)
-        if mark is not None:
-            self._reading.load_state_dict(mark)
-        for example in self._reading:
+        # The beginning is loaded too: a state, once loaded, is where every later iteration starts.
+        self._stream.load_state_dict(self._beginning if mark is None else mark)
+        for example in self._stream:
             if "text" not in example:
                 columns = ", ".join(example)
                 raise RunError(f"{self._prefix} has no column 'text' (it has {columns})")
             yield Document(self._name, example["text"] or "")
 
     def mark(self) -> Any:
-        return self._reading.state_dict()
+        return self._stream.state_dict()
 
 
 def _import_quietly() -> Any:

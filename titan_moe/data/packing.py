@@ -58,8 +58,8 @@ class Packer:
         """Tokens of the current document that are used up."""
         return self._offset
 
-    def resume(self, document: Encoded, offset: int) -> None:
-        """Go on `offset` tokens into `document`."""
+    def resume(self, document: Encoded | None, offset: int) -> None:
+        """Go on `offset` tokens into `document`; None: with the next one."""
         self._document, self._offset = document, offset
 
     def next_row(self) -> PackedRow | None:

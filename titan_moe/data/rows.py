@@ -103,9 +103,13 @@ class RowStream:
         self._read = list(state["read"])
         self._blend.tokens = list(state["tokens"])
         self._part = state["part"]
+        document = None
         if self._part >= 0:
-            document = self._parts[self._part].feed.document(self.oldest(self._part))
-            self._packer.resume(encode_document(document, self._tokenizer), state["offset"])
+            position = self.oldest(self._part)
+            document = encode_document(
+                self._parts[self._part].feed.document(position), self._tokenizer
+            )
+        self._packer.resume(document, state["offset"])
 
     def _position(self, part: int, number: int) -> int:
         return self.row + number * self._global_batch_size

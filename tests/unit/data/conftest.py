@@ -1,0 +1,16 @@
+"""Keeps what `datasets` converts out of the user's own cache, and the hub out of reach."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _private_cache(tmp_path_factory, monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    folder = tmp_path_factory.getbasetemp() / "hf"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "datasets"))
+    monkeypatch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", str(folder / "downloads"))
+    monkeypatch.setattr(datasets.config, "EXTRACTED_DATASETS_PATH", str(folder / "extracted"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

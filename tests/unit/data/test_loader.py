@@ -1,0 +1,272 @@
+import json
+import time
+
+import pytest
+import torch
+
+from tests.unit.data.oracles import random_texts, slow_rows, write_jsonl
+from titan_moe.config.sections import Dataset, Training
+from titan_moe.data.build import build_loader
+from titan_moe.data.documents import Document
+from titan_moe.data.feed import CorpusFeed, Split
+from titan_moe.data.loader import merge_states
+from titan_moe.data.stdlib import StdlibCorpus
+from titan_moe.data.tokenizer import load_tokenizer
+from titan_moe.runtime.errors import RunError
+
+TOKENIZER = load_tokenizer("bytes")
+ROWS = 8
+
+
+def training(**keys):
+    return Training(**({"dataset": "synthetic", "seq_len": 64, "local_batch_size": 2} | keys))
+
+
+def loaders(section, num_ranks, *, seed=3, rows=ROWS):
+    return [
+        build_loader(
+            section, TOKENIZER, seed=seed, rank=rank, num_ranks=num_ranks, global_batch_size=rows
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def global_step(ranks):
+    """One global batch of all ranks: tokens, labels, documents and samples by row."""
+    batches = [batch for loader in ranks for batch in loader.next_step()]
+    return (
+        torch.cat([batch.tokens_BS for batch in batches]).tolist(),
+        torch.cat([batch.labels_BS for batch in batches]).tolist(),
+        torch.cat([batch.documents_BS for batch in batches]).tolist(),
+        [row for batch in batches for row in batch.samples],
+    )
+
+
+def take(ranks, steps):
+    return [global_step(ranks) for _ in range(steps)]
+
+
+@pytest.fixture
+def files(tmp_path):
+    return {
+        "json": write_jsonl(tmp_path / "a.jsonl", random_texts(400)),
+        "c4": str(tmp_path / "hub"),
+        "hub": write_jsonl(tmp_path / "hub" / "b.json", random_texts(3000, seed=1)),
+    }
+
+
+def sections(files):
+    return {
+        "synthetic": training(),
+        "json, repeated": training(
+            dataset="json", dataset_path=files["json"], repeat_dataset=True, mask_documents=False
+        ),
+        "stream": training(dataset="c4", dataset_path=files["c4"], repeat_dataset=True),
+        "blend": training(
+            repeat_dataset=True,
+            blend=[
+                Dataset(dataset="json", dataset_path=files["json"], weight=1),
+                Dataset(dataset="c4", dataset_path=files["c4"], weight=2.5),
+                Dataset(dataset="synthetic", weight=0.5),
+            ],
+        ),
+    }
+
+
+KINDS = ["synthetic", "json, repeated", "stream", "blend"]
+
+
+def test_batches_have_the_shapes_and_types_of_the_contract():
+    (loader,) = loaders(training(), 1)
+    batches = loader.next_step()
+    assert len(batches) == ROWS // 2
+    for batch in batches:
+        assert batch.tokens_BS.shape == batch.labels_BS.shape == batch.documents_BS.shape == (2, 64)
+        assert batch.tokens_BS.dtype == batch.labels_BS.dtype == torch.int64
+        assert batch.documents_BS.dtype == torch.int32
+        assert len(batch.samples) == 2
+    loader.close()
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_rows_are_the_slow_packing_of_their_documents(mask):
+    """Row b packs the documents at positions b, b + G, ... of the seeded order, EOS after each."""
+    section = training(dataset="stdlib", seq_len=512, mask_documents=mask)
+    steps = take(loaders(section, 1), 40)
+    feed = CorpusFeed("stdlib", StdlibCorpus(), split=Split.TRAIN, seed=3, repeat=False)
+    for row in range(ROWS):
+        documents = []
+        for position in range(row, row + 12 * ROWS, ROWS):
+            name, text = feed.document(position)
+            documents.append((name, [*text.encode(), TOKENIZER.eos_id]))
+        expected = slow_rows(documents, seq_len=512, mask=mask)
+        found = [tuple(part[row] for part in step) for step in steps]
+        assert len(expected) >= 40
+        assert found == expected[:40]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_number_of_data_ranks_changes_nothing(files, kind):
+    section = sections(files)[kind]
+    reference = take(loaders(section, 1), 30)
+    assert take(loaders(section, 2), 30) == reference
+    assert take(loaders(section, 4), 30) == reference
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 1)])
+def test_resume_under_another_number_of_ranks(files, kind, before, after):
+    section = sections(files)[kind]
+    reference = take(loaders(section, 1), 120)
+    first = loaders(section, before)
+    stop = {1: 1, 4: 37, 2: 83}[before]
+    assert take(first, stop) == reference[:stop]
+    state = json.loads(json.dumps(merge_states([loader.state_dict() for loader in first])))
+    second = loaders(section, after)
+    take(second, 3)  # A loader that is under way already can be sent elsewhere too.
+    for loader in second:
+        loader.load_state_dict(state)
+        assert loader.state_dict()["step"] == stop
+    assert take(second, 120 - stop) == reference[stop:]
+
+
+def test_a_state_before_the_first_step_is_the_beginning():
+    fresh = loaders(training(), 2)
+    state = merge_states([loader.state_dict() for loader in fresh])
+    (other,) = loaders(training(), 1)
+    take([other], 5)
+    other.load_state_dict(state)
+    assert take([other], 2) == take(fresh, 2)
+
+
+def test_reading_ahead_does_not_show_in_the_state():
+    section = training(dataloader={"prefetch_factor": 6})
+    (eager,) = loaders(section, 1)
+    (lazy,) = loaders(training(dataloader={"prefetch_factor": 1}), 1)
+    for _ in range(4):
+        eager.next_step()
+        lazy.next_step()
+        deadline = time.monotonic() + 10
+        while not all(future.done() for future in eager._ahead) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert len(eager._ahead) == 6
+        assert eager.state_dict() == lazy.state_dict()
+
+
+def test_waiting_is_measured(monkeypatch):
+    (loader,) = loaders(training(), 1)
+    read = StepDelay(loader._rows[0].next_row, 0.1)
+    monkeypatch.setattr(loader._rows[0], "next_row", read)
+    loader.next_step()
+    assert loader.wait_seconds >= 0.09
+    time.sleep(0.4)
+    loader.next_step()
+    assert loader.wait_seconds < 0.05
+
+
+class StepDelay:
+    def __init__(self, function, seconds):
+        self.function, self.seconds = function, seconds
+
+    def __call__(self):
+        time.sleep(self.seconds)
+        return self.function()
+
+
+def test_the_seed_and_nothing_else_orders_the_documents():
+    reference = take(loaders(training(dataset="stdlib"), 1), 3)
+    assert take(loaders(training(dataset="stdlib"), 1), 3) == reference
+    assert take(loaders(training(dataset="stdlib"), 1, seed=4), 3) != reference
+
+
+def test_without_repetition_each_document_is_read_once(tmp_path):
+    texts = [f"<{number}>" * 20 for number in range(100)]
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    (loader,) = loaders(training(dataset="json", dataset_path=path), 1)
+    streams = [[] for _ in range(ROWS)]
+    with pytest.raises(RunError) as error:
+        while True:
+            tokens, *_ = global_step([loader])
+            for stream, row in zip(streams, tokens, strict=True):
+                stream.extend(row)
+    line, step = str(error.value), len(streams[0]) // 64 + 1
+    assert line.startswith(f"step {step}: training.dataset='json' ran out: row ")
+    assert "of the 99 documents" in line and "training.repeat_dataset=true" in line
+    assert "\n" not in line
+    read = [
+        bytes(document).decode()
+        for stream in streams
+        for document in split_at(stream, TOKENIZER.eos_id)
+    ]
+    assert len(read) == len(set(read)) > 80 and set(read) <= set(texts)
+    with pytest.raises(
+        RunError, match="ran out"
+    ):  # Not the step after it, with a hole in the data.
+        loader.next_step()
+
+
+def split_at(tokens, eos):
+    """The documents that `tokens` holds to their end."""
+    documents, current = [], []
+    for token in tokens:
+        if token == eos:
+            documents.append(current)
+            current = []
+        else:
+            current.append(token)
+    return documents
+
+
+def test_blend_weights_are_shares_of_tokens(tmp_path):
+    short = write_jsonl(tmp_path / "short.jsonl", ["s" * 5] * 400)
+    long = write_jsonl(tmp_path / "long.jsonl", ["l" * 150] * 200)
+    section = training(
+        repeat_dataset=True,
+        blend=[
+            Dataset(dataset="json", dataset_path=short, weight=3),
+            Dataset(dataset="json", dataset_path=long, weight=1),
+        ],
+    )
+    steps = take(loaders(section, 1), 60)
+    for row in range(ROWS):
+        tokens = [token for step in steps for token in step[0][row]]
+        share = tokens.count(ord("l")) / len(tokens)
+        assert share == pytest.approx(0.25, abs=0.06)
+    assert len({tuple(row) for row in steps[0][0]}) > 1  # Rows do not all start with one part.
+
+
+def test_a_failing_read_is_one_line(monkeypatch):
+    (loader,) = loaders(training(dataset="stdlib"), 1)
+    monkeypatch.setattr(StdlibCorpus, "__getitem__", fail)
+    with pytest.raises(
+        RunError, match=r"^step 1: reading the dataset 1 x stdlib.*OSError: I/O"
+    ) as e:
+        loader.next_step()
+    assert "\n" not in str(e.value)
+
+
+def fail(corpus, index) -> Document:
+    raise OSError("I/O error on the disk\nsecond line")
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "line"),
+    [
+        ({"dataset": "stdlib"}, {}, "fingerprint='1 x synthetic.*has fingerprint='1 x stdlib"),
+        ({}, {"seed": 4}, "fingerprint=.*seed=3.*seed=4"),
+        ({}, {"rows": 16}, "global_batch_size=8, this run has global_batch_size=16"),
+        ({"seq_len": 32}, {}, "seq_len=64, this run has seq_len=32"),
+    ],
+)
+def test_a_state_of_another_stream_is_refused(keys, options, line):
+    state = merge_states([loader.state_dict() for loader in loaders(training(), 2)])
+    (other,) = loaders(training(**keys), 1, **options)
+    with pytest.raises(RunError, match=line):
+        other.load_state_dict(state)
+
+
+def test_a_state_that_lacks_rows_is_refused():
+    first, _ = loaders(training(), 2)
+    (whole,) = loaders(training(), 1)
+    with pytest.raises(RunError, match="holds 4 rows, but not row 4 of global_batch_size=8"):
+        whole.load_state_dict(first.state_dict())

@@ -1,0 +1,180 @@
+import gzip
+import hashlib
+import itertools
+import json
+
+import pytest
+import zstandard
+
+from tests.unit.data.oracles import ListCorpus, write_jsonl
+from titan_moe.data.feed import CorpusFeed, Split, StreamFeed
+from titan_moe.data.hub import FileCorpus, HubStream
+from titan_moe.data.stdlib import StdlibCorpus
+from titan_moe.data.synthetic import SyntheticCorpus
+
+
+def texts_of(corpus):
+    return [corpus[index].content for index in range(len(corpus))]
+
+
+def test_stdlib_of_this_machine():
+    corpus = StdlibCorpus()
+    assert len(corpus) > 300
+    names = [corpus[index].name for index in range(len(corpus))]
+    assert "stdlib/json/decoder.py" in names
+    assert not any("/test/" in name or "site-packages" in name for name in names)
+    assert json.JSONDecodeError.__doc__ in corpus[names.index("stdlib/json/decoder.py")].content
+    assert corpus.fingerprint == StdlibCorpus().fingerprint
+
+
+def test_stdlib_skips_what_it_cannot_decode(tmp_path):
+    (tmp_path / "b.py").write_text("b = 'é'\n")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "latin.py").write_bytes(b"# \xe9\n")
+    (tmp_path / "a" / "z.py").write_text("z\n")
+    (tmp_path / "a" / "test").mkdir()
+    (tmp_path / "a" / "test" / "t.py").write_text("t\n")
+    corpus = StdlibCorpus(tmp_path)
+    assert texts_of(corpus) == ["z\n", "b = 'é'\n"]
+    before = corpus.fingerprint
+    (tmp_path / "b.py").write_text("b = 'è'\n")  # As long as before.
+    assert StdlibCorpus(tmp_path).fingerprint != before
+
+
+def test_synthetic_text_is_pinned():
+    corpus = SyntheticCorpus(seed=0)
+    text = "".join(corpus[index].content for index in (0, 1, 999_999))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    assert digest[:16] == "016177c78ec900b8"
+    assert corpus[5].content != SyntheticCorpus(seed=1)[5].content
+
+
+def test_synthetic_text_can_be_learned():
+    """Knowing the previous word leaves at most four choices of 256 for the next."""
+    corpus = SyntheticCorpus(seed=0)
+    followers = {}
+    for index in range(300):
+        for sentence in corpus[index].content.lower().strip().rstrip(".").split(". "):
+            for word, following in itertools.pairwise(sentence.split()):
+                followers.setdefault(word, set()).add(following)
+    assert len(followers) > 200
+    assert max(len(words) for words in followers.values()) <= 4
+
+
+TEXTS = ["one\ntwo", "", "drei é", "four"]
+
+
+def write_text(path, texts=TEXTS):
+    path.write_text("\n\n".join(texts))
+
+
+def test_json_plain_gzip_zstd_folder_glob(tmp_path):
+    plain = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS)
+    content = (tmp_path / "in" / "a.jsonl").read_bytes()
+    (tmp_path / "in" / "sub").mkdir()
+    (tmp_path / "in" / "sub" / "b.json.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "in" / "c.jsonl.zst").write_bytes(zstandard.compress(content))
+    (tmp_path / "in" / "readme.md").write_text("not data")
+    assert texts_of(FileCorpus("json", plain, key="training.")) == TEXTS
+    folder = FileCorpus("json", str(tmp_path / "in"), key="training.")
+    assert texts_of(folder) == TEXTS * 3
+    globbed = FileCorpus("json", str(tmp_path / "in" / "**" / "*.gz"), key="training.")
+    assert texts_of(globbed) == TEXTS
+    assert globbed.fingerprint != folder.fingerprint
+    # The same files elsewhere are the same corpus.
+    (tmp_path / "in").rename(tmp_path / "moved")
+    moved = FileCorpus("json", str(tmp_path / "moved"), key="training.")
+    assert moved.fingerprint == folder.fingerprint
+
+
+def test_parquet(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"url": ["u"] * 3, "text": ["x", None, "y"]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert texts_of(FileCorpus("parquet", str(tmp_path), key="training.")) == ["x", "", "y"]
+
+
+def test_text_is_paragraphs(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n\nfour")
+    assert [t.strip() for t in texts_of(FileCorpus("text", str(tmp_path), key="training."))] == [
+        "one\ntwo",
+        "three",
+        "four",
+    ]
+
+
+def local_hub(folder, count=3000):
+    """A local copy of a "hub" dataset in three files."""
+    third = count // 3
+    for number in range(3):
+        texts = [f"document {index}" for index in range(number * third, (number + 1) * third)]
+        write_jsonl(folder / f"part-{number}.json", texts)
+    return str(folder)
+
+
+def test_a_stream_goes_on_from_its_mark(tmp_path):
+    stream = HubStream("c4", local_hub(tmp_path), key="training.")
+    whole = [document.content for document in stream.read()]
+    assert whole == [f"document {index}" for index in range(3000)]
+    reading = stream.read()
+    for _ in range(1700):
+        next(reading)
+    mark = json.loads(json.dumps(stream.mark()))
+    fresh = HubStream("c4", str(tmp_path), key="training.")
+    assert [document.content for document in fresh.read(mark)] == whole[1700:]
+    assert [document.content for document in fresh.read()] == whole
+
+
+def stream_feed(path, *, rows, split=Split.TRAIN, repeat=False):
+    stream = HubStream("c4", path, key="training.")
+    return StreamFeed("c4", stream, split=split, rows=rows, global_batch_size=4, repeat=repeat)
+
+
+def test_a_stream_feed_deals_its_documents_to_rows(tmp_path):
+    path = local_hub(tmp_path)
+    everything = stream_feed(path, rows=range(4), repeat=True)
+    order = [everything.document(position).content for position in range(3500)]
+    held_out = stream_feed(path, rows=range(4), split=Split.HELD_OUT)
+    kept_back = [held_out.document(position).content for position in range(30)]
+    assert not set(order) & set(kept_back)
+    size = len(set(order))
+    assert 2900 < size < 3000 and order[size:] == order[: 3500 - size]  # The second epoch.
+    # A rank with two rows, one of them far ahead, finds the same; so does one that seeks a mark.
+    some = stream_feed(path, rows=range(2, 4), repeat=True)
+    ahead = [some.document(position).content for position in range(3, 3200, 4)]
+    assert ahead == order[3:3200:4]
+    assert some.document(2).content == order[2]
+    mark = json.loads(json.dumps(some.mark(2100)))
+    assert 1588 < mark[0] <= 2100
+    later = stream_feed(path, rows=range(1, 2), repeat=True)
+    later.seek(mark)
+    assert [later.document(p).content for p in range(2101, 3500, 4)] == order[2101::4]
+
+
+@pytest.mark.parametrize("size", [2, 5, 64, 200])
+def test_training_never_sees_held_out_documents(size):
+    corpus = ListCorpus([str(number) for number in range(size)])
+
+    def read(split, seed):
+        feed = CorpusFeed("list", corpus, split=split, seed=seed, repeat=False)
+        return [feed.document(position).content for position in range(feed.size)]
+
+    held_out = read(Split.HELD_OUT, None)
+    assert len(held_out) == max(1, size // 64)
+    for seed in (0, 1):
+        assert sorted(read(Split.TRAIN, seed) + held_out) == sorted(corpus.texts)
+
+
+def test_epochs_have_orders_of_their_own():
+    corpus = ListCorpus([str(number) for number in range(100)])
+    feed = CorpusFeed("list", corpus, split=Split.TRAIN, seed=0, repeat=True)
+    epochs = [
+        [feed.document(epoch * feed.size + index).content for index in range(feed.size)]
+        for epoch in range(3)
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    # A jump back finds the same again.
+    assert feed.document(5).content == epochs[0][5]

@@ -1,0 +1,159 @@
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.data.oracles import ListCorpus, random_texts, write_jsonl
+from tests.unit.data.test_tokenizer import write_bpe
+from titan_moe.config.errors import ConfigError
+from titan_moe.data import tokenize
+from titan_moe.data.hub import HubStream
+from titan_moe.data.tokenize import tokenize_corpus
+from titan_moe.data.tokenizer import load_tokenizer
+from titan_moe.data.tokens import TokenCorpus, damaged_files
+from titan_moe.runtime.errors import RunError
+
+TOKENIZER = load_tokenizer("bytes")
+TEXTS = random_texts(1500)
+SCRIPT = Path(__file__).parents[3] / "scripts" / "tokenize_data.py"
+
+
+def write(source, out, **options):
+    def ignore(documents, tokens):
+        pass
+
+    options = {"progress": ignore, "shard_tokens": 20_000, "workers": 2} | options
+    return tokenize_corpus(source, TOKENIZER, out, **options)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_copy_holds_every_document(tmp_path):
+    seen = []
+    manifest = write(ListCorpus(TEXTS), tmp_path / "out", progress=lambda d, t: seen.append((d, t)))
+    corpus = TokenCorpus(tmp_path / "out", tokenizer="bytes")
+    assert len(manifest.shards) > 3 and len(corpus) == manifest.documents == len(TEXTS)
+    texts = [TOKENIZER.decode(corpus[index].content) for index in range(len(TEXTS))]
+    assert texts == TEXTS
+    assert sum(d for d, _ in seen) == len(TEXTS) and sum(t for _, t in seen) == manifest.tokens
+    assert damaged_files(tmp_path / "out") == []
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".tokens", ".ends", ".json"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_wide_vocabularies_take_four_bytes(tmp_path):
+    path = write_bpe(tmp_path / "bpe", merges=[b"%06d" % number for number in range(66_000)])
+    tokenizer = load_tokenizer(path)
+    text = "x 065999"
+    tokenize_corpus(ListCorpus([text]), tokenizer, tmp_path / "out", progress=lambda d, t: None)
+    corpus = TokenCorpus(tmp_path / "out", tokenizer=tokenizer.fingerprint)
+    assert corpus[0].content.dtype == np.uint32
+    assert tokenizer.decode(corpus[0].content) == text
+
+
+class Killed(BaseException):
+    pass
+
+
+def stop_after(calls):
+    remaining = iter(range(calls))
+
+    def progress(documents, tokens):
+        if next(remaining, None) is None:
+            raise Killed
+
+    return progress
+
+
+@pytest.mark.parametrize("kind", ["corpus", "stream"])
+def test_a_resumed_copy_equals_an_undisturbed_one(tmp_path, kind):
+    write_jsonl(tmp_path / "hub" / "a.json", TEXTS[:800])
+    write_jsonl(tmp_path / "hub" / "b.json", TEXTS[800:])
+
+    def source():
+        if kind == "corpus":
+            return ListCorpus(TEXTS)
+        return HubStream("c4", str(tmp_path / "hub"), key="--")
+
+    write(source(), tmp_path / "whole")
+    for calls in (1, 3, 4, 5):
+        with pytest.raises(Killed):
+            write(source(), tmp_path / "out", progress=stop_after(calls))
+        assert not (tmp_path / "out").exists()
+    write(source(), tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_killed_before_the_renaming(tmp_path, monkeypatch):
+    write(ListCorpus(TEXTS), tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenize.os, "rename", stop_after(0))
+        with pytest.raises(Killed):
+            write(ListCorpus(TEXTS), tmp_path / "out")
+    with pytest.raises(RunError, match="was begun with source='list', not 'other'"):
+        write(ListCorpus(TEXTS, "other"), tmp_path / "out")
+    write(ListCorpus(TEXTS), tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_the_script_survives_sigkill(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--dataset", "stdlib", "--out"]
+    out, partial = tmp_path / "out", tmp_path / "out.partial" / "shard-00000.tokens"
+    process = subprocess.Popen([*command, str(out)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not partial.exists() and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    process.kill()
+    process.wait()
+    assert partial.exists() and not out.exists()
+    for folder in (out, tmp_path / "whole"):
+        subprocess.run([*command, str(folder)], check=True, capture_output=True)
+    assert contents(out) == contents(tmp_path / "whole")
+    assert json.loads((out / "manifest.json").read_text())["tokenizer"] == "bytes"
+
+
+def test_nothing_is_overwritten_and_nothing_mixed(tmp_path):
+    write(ListCorpus(TEXTS), tmp_path / "out")
+    with pytest.raises(RunError, match="exists already"):
+        write(ListCorpus(TEXTS), tmp_path / "out")
+    with pytest.raises(Killed):
+        write(ListCorpus(TEXTS), tmp_path / "other", progress=stop_after(3))
+    with pytest.raises(RunError, match=r"other.partial' was begun with source='list', not 'new'"):
+        write(ListCorpus(TEXTS, "new"), tmp_path / "other")
+    with pytest.raises(RunError, match="has no document"):
+        write(ListCorpus([]), tmp_path / "empty")
+
+
+def test_damage_is_found(tmp_path):
+    out = tmp_path / "out"
+    write(ListCorpus(TEXTS), out)
+    tokens = out / "shard-00001.tokens"
+    content = bytearray(tokens.read_bytes())
+    content[100] ^= 1
+    tokens.write_bytes(content)
+    assert damaged_files(out) == ["shard-00001.tokens"]
+    run = subprocess.run([sys.executable, str(SCRIPT), "--verify", str(out)], capture_output=True)
+    assert run.returncode == 1 and b"wrong checksum of shard-00001.tokens" in run.stderr
+    tokens.write_bytes(content[:-2])
+    with pytest.raises(
+        ConfigError, match=r"shard-00001.tokens has [\d,]+ bytes, not the [\d,]+ of"
+    ):
+        TokenCorpus(out, tokenizer="bytes")
+    with pytest.raises(ConfigError, match=r"made with tokenizer bytes, but .* is tiktoken:1"):
+        TokenCorpus(out, tokenizer="tiktoken:1")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"format": "other"}', '{"format": "titan_moe tokens 1"}']
+)
+def test_foreign_manifest(tmp_path, content):
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"manifest.json is not one of ours") as error:
+        TokenCorpus(tmp_path, tokenizer="bytes")
+    assert "\n" not in str(error.value)

@@ -1,0 +1,121 @@
+import base64
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.data.tokenizer import ByteTokenizer, load_tokenizer
+
+TEXT = "def f(x):\n    return 'naïve — 12345' # <|end_of_text|>\n"
+
+
+@given(st.text())
+def test_bytes_are_the_tiktoken_encoding(text):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text).tolist()
+    assert ids == ByteTokenizer.encoding().encode_ordinary(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_bytes_special_tokens():
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.vocab_size == ByteTokenizer.encoding().n_vocab == 259
+    assert tokenizer.decode([104, 105, tokenizer.eos_id]) == "hi<|eos|>"
+
+
+def write_bpe(path, merges=(b"re", b"tu", b"retu")):
+    tokens = [bytes([byte]) for byte in range(256)] + list(merges)
+    lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return str(path)
+
+
+def test_tiktoken_file(tmp_path):
+    tokenizer = load_tokenizer(write_bpe(tmp_path / "tokenizer.model"))
+    assert tokenizer.vocab_size == 256 + 3 + 256
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (259, 260)
+    assert tokenizer.decode([268]) == "<|eot_id|>"  # As in Llama 3: the tenth special token.
+    ids = tokenizer.encode(TEXT).tolist()
+    assert tokenizer.decode(ids) == TEXT
+    assert 258 in ids  # "retu"
+    assert max(ids) < 259  # A special token's name in a text is text.
+
+
+def test_tiktoken_file_is_read_anew_after_a_change(tmp_path):
+    path = tmp_path / "tokenizer.model"
+    before = load_tokenizer(write_bpe(path))
+    after = load_tokenizer(write_bpe(path, merges=(b"de",)))
+    assert before.fingerprint != after.fingerprint and after.vocab_size == 256 + 1 + 256
+
+
+def write_folder(folder, config):
+    import tokenizers
+
+    model = tokenizers.models.BPE(
+        vocab={symbol: number for number, symbol in enumerate(sorted(byte_symbols()))}, merges=[]
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "<|end_of_text|>"])
+    tokenizer.enable_truncation(4)
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, table in config.items():
+        (folder / name).write_text(json.dumps(table))
+    return str(folder)
+
+
+def byte_symbols():
+    import tokenizers
+
+    return tokenizers.pre_tokenizers.ByteLevel.alphabet()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tokenizer_config.json": {"eos_token": "<|end_of_text|>", "bos_token": None}},
+        {"tokenizer_config.json": {"eos_token": {"content": "<|end_of_text|>"}}},
+        {"special_tokens_map.json": {"eos_token": "<|end_of_text|>"}, "tokenizer_config.json": {}},
+    ],
+)
+def test_huggingface_folder(tmp_path, config):
+    tokenizer = load_tokenizer(write_folder(tmp_path / "tok", config))
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id) == (258, 257, None)
+    ids = tokenizer.encode(TEXT).tolist()
+    assert tokenizer.decode(ids) == TEXT  # Whole: the file's truncation to 4 tokens is not ours.
+    assert 257 not in ids
+
+
+def test_what_is_missing_says_what_to_download(tmp_path):
+    with pytest.raises(ConfigError, match=r"does not exist.*download tokenizer.json.*Llama 3"):
+        load_tokenizer(str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match=r"holds no tokenizer.json"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"\x80\x02 a sentencepiece model", "line 1 is not a base64 token"),
+        (b"YQ== 0\nYg== 1\n", "its 2 ranks do not count"),
+        (b"", "its 0 ranks"),
+    ],
+)
+def test_foreign_bpe_file(tmp_path, content, line):
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=line) as error:
+        load_tokenizer(str(path))
+    assert len(error.value.lines) == 1 and "\n" not in error.value.lines[0]
+
+
+def test_foreign_folder(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer.json is not readable"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match="names no eos_token"):
+        load_tokenizer(write_folder(tmp_path / "tok", {}))

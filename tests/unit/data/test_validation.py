@@ -1,0 +1,126 @@
+import itertools
+
+import pytest
+import torch
+
+from tests.unit.data.oracles import random_texts, write_jsonl
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.sections import Dataset, Training, Validation
+from titan_moe.data.build import build_loader, build_validation
+from titan_moe.data.packing import IGNORE_INDEX
+from titan_moe.data.tokenizer import load_tokenizer
+
+TOKENIZER = load_tokenizer("bytes")
+
+
+def build(training, num_ranks=1, **keys):
+    validation = Validation(**({"enable": True, "local_batch_size": 2} | keys))
+    return [
+        build_validation(validation, training, TOKENIZER, seed=0, rank=rank, num_ranks=num_ranks)
+        for rank in range(num_ranks)
+    ]
+
+
+def rows_in_order(ranks):
+    """(tokens, labels, documents) of all rows in their global order, without the ignored ones."""
+    rows = []
+    for step in zip(*ranks, strict=True):  # Raises when the ranks' numbers of batches differ.
+        for batch in step:
+            parts = (batch.tokens_BS, batch.labels_BS, batch.documents_BS)
+            rows += [tuple(row) for row in zip(*(part.tolist() for part in parts), strict=True)]
+    return [row for row in rows if any(label != IGNORE_INDEX for label in row[1])]
+
+
+@pytest.fixture
+def training(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", random_texts(640))
+    return Training(dataset="json", dataset_path=path, seq_len=64, local_batch_size=2)
+
+
+def test_every_measurement_and_every_number_of_ranks_sees_the_same_rows(training):
+    (one,) = build(training)
+    first = rows_in_order([one])
+    assert len(first) >= 10
+    assert rows_in_order([one]) == first
+    for num_ranks in (2, 3, 4):
+        assert rows_in_order(build(training, num_ranks)) == first
+    assert rows_in_order(build(training, 2, local_batch_size=5)) == first
+
+
+def test_steps_limits_the_batches(training):
+    everything = rows_in_order(build(training))
+    ranks = build(training, 2, steps=2)
+    assert [len(list(rank)) for rank in ranks] == [2, 2]
+    assert rows_in_order(ranks) == everything[: 2 * 2 * 2]
+    assert [len(list(rank)) for rank in build(training, 2, steps=1000)] == [
+        -(-len(everything) // 4)
+    ] * 2
+
+
+def test_held_out_documents_are_whole_and_never_trained_on(training):
+    validated = {name for batch in build(training)[0] for row in batch.samples for name in row}
+    assert len(validated) == 640 // 64
+    section = training.model_copy(update={"repeat_dataset": True})
+    loader = build_loader(section, TOKENIZER, seed=0, rank=0, num_ranks=1, global_batch_size=4)
+    trained = set()
+    while len(trained) < 630:
+        trained |= {name for batch in loader.next_step() for row in batch.samples for name in row}
+    assert not trained & validated
+    targets = sum(int((batch.labels_BS != IGNORE_INDEX).sum()) for batch in build(training)[0])
+    corpus = random_texts(640)
+    lengths = [len(corpus[int(name.removeprefix("json/"))].encode()) for name in validated]
+    assert targets == sum(lengths)  # Each document predicts its tokens but the first, and EOS.
+
+
+def test_a_dataset_of_its_own_is_taken_whole(training, tmp_path):
+    path = write_jsonl(tmp_path / "v.jsonl", ["x" * 30] * 5)
+    (loader,) = build(training, dataset="json", dataset_path=path, seq_len=32)
+    assert [row for batch in loader for row in batch.samples if row] == [
+        [f"json/{number}", f"json/{number + 1}"] if number < 4 else ["json/4"]
+        for number in range(5)
+    ]
+    assert next(iter(loader)).tokens_BS.shape == (2, 32)
+
+
+def test_training_data_named_again_means_its_held_out_part(training):
+    again = {"dataset": training.dataset, "dataset_path": training.dataset_path}
+    assert rows_in_order(build(training, **again)) == rows_in_order(build(training))
+
+
+def test_the_parts_of_a_blend_are_all_validated(tmp_path):
+    small = write_jsonl(tmp_path / "s.jsonl", ["s" * 40] * 64)
+    large = write_jsonl(tmp_path / "l.jsonl", ["l" * 40] * 640)
+    training = Training(
+        seq_len=32,
+        blend=[
+            Dataset(dataset="json", dataset_path=small, weight=1),
+            Dataset(dataset="json", dataset_path=large, weight=1),
+        ],
+    )
+    tokens = torch.cat([batch.tokens_BS for batch in build(training)[0]]).flatten().tolist()
+    assert (tokens.count(ord("s")), tokens.count(ord("l"))) == (40, 400)
+
+
+def test_a_stream_needs_steps(tmp_path):
+    write_jsonl(tmp_path / "hub" / "a.json", random_texts(1000))
+    training = Training(dataset="c4", dataset_path=str(tmp_path / "hub"), seq_len=64)
+    with pytest.raises(ConfigError, match=r"validation.steps=-1 would read all of the stream 'c4'"):
+        build(training)
+    first = rows_in_order(build(training, steps=2))
+    assert len(first) == 4 and rows_in_order(build(training, 2, steps=1)) == first
+
+
+def test_too_few_documents_to_hold_one_out(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["only"])
+    with pytest.raises(ConfigError, match=r"training.dataset='json' has too few documents"):
+        build(Training(dataset="json", dataset_path=path))
+
+
+def test_ignored_rows_fill_the_last_batch(training):
+    ranks = build(training, 4, local_batch_size=3)
+    last = [list(rank)[-1] for rank in ranks]
+    labels = torch.cat([batch.labels_BS for batch in last])
+    empty = (labels == IGNORE_INDEX).all(dim=1).tolist()
+    assert empty == sorted(empty) and any(empty)  # At the end, not between.
+    samples = list(itertools.chain(*(batch.samples for batch in last)))
+    assert [not names for names in samples] == empty
