@@ -61,8 +61,8 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
 def set_timeouts(seconds: int, groups: Iterable[dist.ProcessGroup | None]) -> None:
     """Set the longest wait for a collective of `groups`; None is the group of all ranks.
 
-    Called on all ranks once the first step has ended, with its allocations and lazy communicators; a
-    rank that is still in it must not be held to the shorter wait.
+    Called on all ranks once the first step has ended, with its allocations and lazy communicators:
+    a rank that is still in it must not be held to the shorter wait.
     """
     dist.barrier()
     if torch.cuda.is_available():

@@ -1,0 +1,43 @@
+# Sourced by run_train.sh and scripts/test.sh: finds or makes the Python environment.
+#
+# use_environment [EXTRA] sets $PYTHON to the active environment's Python if titan_moe's dependencies
+# (and those of EXTRA, such as "dev") are installed there, else to that of .venv, which is made if need
+# be. $repo is the repository.
+
+use_environment() {
+    local extra=${1:-} venv="$repo/.venv" lock
+    export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
+    PYTHON=$(python3 -c 'import sys; print(sys.executable)') || fail "python3 is not installed"
+    if has_dependencies "$PYTHON" "$extra"; then return; fi
+
+    # One process at a time: two nodes may start on one shared folder.
+    exec {lock}<"$repo"
+    flock "$lock"
+    if [[ -e $venv/unfinished ]] || ! has_dependencies "$venv/bin/python" "$extra"; then
+        make_environment "$venv"
+    fi
+    exec {lock}<&-
+    PYTHON="$venv/bin/python"
+}
+
+has_dependencies() {
+    [[ -x $1 ]] && "$1" "$repo/scripts/has_dependencies.py" "$2" 2>/dev/null
+}
+
+make_environment() {
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        fail "Python 3.10 or newer is needed; $PYTHON is $("$PYTHON" --version)"
+    echo "titan_moe's dependencies are not in the active environment: installing them into $1 (minutes)"
+    # The mark stays until the installation is complete; an interrupted one is started over.
+    if [[ -e $1/unfinished ]]; then rm -rf "$1"; fi
+    mkdir -p "$1"
+    touch "$1/unfinished"
+    "$PYTHON" -m venv "$1"
+    "$1/bin/python" -m pip install --editable "${repo}[dev]"
+    rm "$1/unfinished"
+}
+
+fail() {
+    echo "error: $1" >&2
+    exit 1
+}
