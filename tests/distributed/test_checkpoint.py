@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from titan_moe.checkpoint import checkpointer as checkpointer_module
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.checksum import checksums
@@ -72,8 +73,14 @@ def _run(folder, layout, *, seed, dtype="float32"):
         optimizer=optimizer,
         num_experts=EXPERTS,
         job_record={},
+        merge_data=_merge_rows,
     )
     return model, optimizer, checkpointer
+
+
+def _merge_rows(states):
+    rows = {row: place for state in states for row, place in state["rows"].items()}
+    return states[0] | {"rows": rows}
 
 
 def _step(model, optimizer):
@@ -218,6 +225,24 @@ def test_a_failing_rank_fails_all_and_spoils_nothing(tmp_path):
     assert "File too large" in line
     assert names == ["step-1"]
     assert latest == 3
+
+
+def _disks_of_their_own(folder):
+    _, _, checkpointer = _run(folder, "fsdp", seed=0)
+    if dist.get_rank() == 1:
+        write = checkpointer_module._write_tensors
+        elsewhere = folder / "other node"
+        checkpointer_module._write_tensors = lambda tensors, _: write(tensors, elsewhere)
+    try:
+        checkpointer.save(1, {})
+    except RunError as error:
+        return str(error), checkpointer.latest_step()
+
+
+def test_nodes_without_a_shared_folder_are_noticed(tmp_path):
+    for line, latest in run_ranks(_disks_of_their_own, 2, tmp_path):
+        assert "__1_0.distcp is missing: job.dump_folder must be one folder for all nodes" in line
+        assert latest is None
 
 
 def _killed_while_saving(folder, where):

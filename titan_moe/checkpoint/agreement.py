@@ -47,16 +47,19 @@ def on_rank_zero(action: Callable[[], T], *, doing: str) -> T:
 def _attempt(action: Callable[[], T], doing: str) -> tuple[T | None, str | None]:
     try:
         return action(), None
-    except RunError as error:
-        return None, str(error)
     except (Exception, CheckpointException) as error:  # The latter is a BaseException only.
-        return None, f"{doing}: {_reason(error)}"
+        cause = _cause(error)
+        return None, str(cause) if isinstance(cause, RunError) else f"{doing}: {_reason(cause)}"
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Of the failures that DCP collects over ranks, the lowest rank's."""
+    while isinstance(error, CheckpointException) and error.failures:
+        error = error.failures[min(error.failures)][0]
+    return error
 
 
 def _reason(error: BaseException) -> str:
-    """One line about `error`; of DCP's collected failures, the lowest rank's."""
-    while isinstance(error, CheckpointException) and error.failures:
-        error = error.failures[min(error.failures)][0]
     if isinstance(error, OSError) and error.strerror:
         place = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{place}"

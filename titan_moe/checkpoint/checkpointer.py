@@ -35,8 +35,11 @@ from titan_moe.checkpoint.safe_reader import SafeReader
 from titan_moe.checkpoint.tensors import MODEL, OPTIMIZER, model_tensors, optimizer_tensors
 from titan_moe.checkpoint.train_state import (
     DATA,
+    RNG,
     TRAIN_STATE,
-    gather_train_state,
+    MergeData,
+    gather_rank_states,
+    merge_rank_states,
     read_train_state,
     restore_random_state,
 )
@@ -60,6 +63,7 @@ class Checkpointer:
         optimizer: None where there is none to save or load (evaluation, conversion).
         num_experts: routed experts per MoE layer; checked at load.
         job_record: the resolved configuration as JSON, kept in the manifest.
+        merge_data: makes one data position of the ranks' own, which may overlap.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Checkpointer:
         optimizer: Optimizer | None,
         num_experts: int,
         job_record: dict[str, Any],
+        merge_data: MergeData,
     ) -> None:
         self._config = config
         self._folder = dump_folder / config.folder
@@ -78,6 +83,12 @@ class Checkpointer:
         self._optimizer = optimizer
         self._num_experts = num_experts
         self._job_record = job_record
+        self._merge_data = merge_data
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run's own checkpoints."""
+        return self._folder
 
     def latest_step(self) -> int | None:
         """Step of the run's own latest checkpoint; None if it has none."""
@@ -95,11 +106,11 @@ class Checkpointer:
         return True
 
     def save(self, step: int, state: dict[str, Any], *, last: bool = False) -> None:
-        """Write the checkpoint of `step`, replacing one of the same step, then remove outdated
-        ones.
+        """Write the checkpoint of `step`, in place of an older one, then remove outdated ones.
 
-        `state` is this rank's JSON-able state: see `gather_train_state`. A seed checkpoint, and the
-        last one if so configured, hold the model only.
+        `state` is this rank's and JSON-able. Under "data" is the rank's own data position; the rest
+        is the same on all ranks. Random states are added here. A seed checkpoint, and the last one
+        if so configured, hold the model only.
 
         Raises RunError when it cannot be written; earlier checkpoints are then as they were. Raises
         RunError before anything is written when replicas of a tensor differ.
@@ -112,24 +123,30 @@ class Checkpointer:
         doing = f"cannot save checkpoint {target}"
         tensors = self._tensors(with_optimizer=not model_only)
         specs = gather_specs(tensors)
-        manifest = Manifest(
-            step=step,
-            model_only=model_only,
-            num_experts=self._num_experts,
-            tensors=specs,
-            checksums=checksums(tensors, {name: spec.shape for name, spec in specs.items()}),
-            job=self._job_record,
-            code=code_version(),
-        )
-        train_state = {} if model_only else gather_train_state(state)
+        sums = checksums(tensors, {name: spec.shape for name, spec in specs.items()})
+        rank_states = [] if model_only else gather_rank_states(state)
+
+        def commit() -> None:
+            _check_complete(aside)
+            if not model_only:
+                train_state = merge_rank_states(rank_states, self._merge_data)
+                storage.write_json(aside / TRAIN_STATE, train_state)
+            manifest = Manifest(
+                step=step,
+                model_only=model_only,
+                num_experts=self._num_experts,
+                tensors=specs,
+                checksums=sums,
+                job=self._job_record,
+                code=code_version(),
+            )
+            storage.write_json(aside / MANIFEST, manifest.model_dump(mode="json"))
+            storage.commit(aside, target)
 
         aside = on_rank_zero(lambda: storage.begin(target), doing=doing)
         try:
             on_every_rank(lambda: _write_tensors(tensors, aside), doing=doing)
-            on_rank_zero(
-                lambda: self._commit(aside, target, manifest=manifest, train_state=train_state),
-                doing=doing,
-            )
+            on_rank_zero(commit, doing=doing)
         except RunError:
             if dist.get_rank() == 0:
                 storage.abandon(aside)
@@ -141,10 +158,10 @@ class Checkpointer:
     def load(self) -> dict[str, Any] | None:
         """Load the run's own checkpoint, else `initial_load_path`; into the tensors, in place.
 
-        The own one is that of `load_step`, or the latest. Returns the saved state with "data" of
-        *all* rows (see `gather_train_state`), without the parts excluded from loading; None when
-        there is nothing to go on from: no checkpoint, or one of the model only. Random states are
-        put back where the number of ranks is the same, so call this last before the loop.
+        The own one is that of `load_step`, or the latest. Returns the saved state, with the merged
+        "data" and without the parts excluded from loading; None when there is nothing to go on
+        from: no checkpoint, or one of the model only. Random states are put back where the number
+        of ranks is the same, so call this last before the loop.
 
         Raises RunError when the checkpoint is missing, damaged, untrustworthy or of another model.
         The model's tensors are undefined then.
@@ -170,14 +187,6 @@ class Checkpointer:
         if with_optimizer and self._optimizer is not None:
             tensors |= optimizer_tensors(self._model, self._optimizer)
         return tensors
-
-    def _commit(
-        self, aside: Path, target: Path, *, manifest: Manifest, train_state: dict[str, Any]
-    ) -> None:
-        if not manifest.model_only:
-            storage.write_json(aside / TRAIN_STATE, train_state)
-        storage.write_json(aside / MANIFEST, manifest.model_dump(mode="json"))
-        storage.commit(aside, target)
 
     def _remove_outdated(self, step: int) -> None:
         if self._config.keep_latest_k > 0:
@@ -242,8 +251,8 @@ class Checkpointer:
         if "train_state" not in excluded:
             state |= saved["common"]
             if not restore_random_state(saved) and dist.get_rank() == 0:
-                logger.info("random states stay fresh: saved by %d ranks", len(saved["rng"]))
-        if "dataloader" not in excluded:
+                logger.info("random states stay fresh: saved by %d ranks", len(saved[RNG]))
+        if DATA in saved and "dataloader" not in excluded:
             state[DATA] = saved[DATA]
         return state
 
@@ -254,6 +263,14 @@ def _write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
         storage_writer=FileSystemWriter(folder, sync_files=True, thread_count=1),
         planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
     )
+
+
+def _check_complete(folder: Path) -> None:
+    try:
+        SafeReader(folder)
+    except RunError as error:
+        # Each node has written to a disk of its own.
+        raise RunError(f"{error}: job.dump_folder must be one folder for all nodes") from None
 
 
 def _read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:

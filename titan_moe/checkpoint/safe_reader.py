@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from titan_moe.runtime.errors import RunError
 
@@ -70,6 +72,15 @@ class SafeReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        try:
+            return super().read_data(plan, planner)
+        except pickle.UnpicklingError:
+            # Not in torch's words: they advise to switch the protection off.
+            raise RunError(
+                f"checkpoint {self.path}: a tensor file is damaged or not to be trusted"
+            ) from None
 
 
 def _read_metadata(folder: Path) -> Metadata:

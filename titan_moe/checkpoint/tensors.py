@@ -10,9 +10,6 @@ from torch.optim.optimizer import _get_scalar_dtype
 MODEL = "model."
 OPTIMIZER = "optimizer."
 
-# What activation checkpointing and torch.compile put into module paths.
-_WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers, detached, sharing memory with the model."""
@@ -45,13 +42,7 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     # state_dict() rather than named_parameters(): FSDP2 hooks it to put back sharded parameters,
     # which a forward without a backward (validation) may have left gathered.
     named = model.state_dict(keep_vars=True)
-    return {_clean(fqn): value for fqn, value in named.items() if isinstance(value, Tensor)}
-
-
-def _clean(fqn: str) -> str:
-    for prefix in _WRAPPER_PREFIXES:
-        fqn = fqn.replace(prefix, "")
-    return fqn
+    return {fqn: value for fqn, value in named.items() if isinstance(value, Tensor)}
 
 
 def _zero_state(

@@ -1,16 +1,16 @@
 """train_state.json: everything of a run that is no tensor.
 
     {"common": {"step": 10, ...},
-     "data": {"<global row>": position, ...},
+     "data": the position of all rows, as the loader's own merge function gives it,
      "rng": [{"cpu": ...}, ...]}
 
-The data position is kept per row of the global batch, not per rank: any number of data ranks can go
-on from it. Random states belong to ranks, and are put back only where there are as many ranks as
-before.
+The data position is that of the rows of the global batch, not of ranks: any number of data ranks
+can go on from it. Random states belong to ranks, and are put back only where there are as many
+ranks as before.
 """
 
 import base64
-from functools import reduce
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,39 +22,43 @@ from titan_moe.checkpoint.storage import read_json
 from titan_moe.runtime.errors import RunError
 
 DATA = "data"
+RNG = "rng"
 TRAIN_STATE = "train_state.json"
 
+# From the data positions of all ranks, in rank order, that of all rows.
+MergeData = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
-def gather_train_state(state: dict[str, Any]) -> dict[str, Any]:
-    """All ranks' state as one JSON object on rank 0, {} elsewhere; collective.
 
-    `state` is this rank's: under "data" whatever its loader must remember, as nested mappings keyed
-    by strings of which each rank may hold only some; the rest is the same on all ranks.
-    """
-    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((state.get(DATA, {}), _random_state()), everyone, dst=0)
-    if everyone is None:
-        return {}
-    return {
-        "common": {key: value for key, value in state.items() if key != DATA},
-        DATA: reduce(_union, [data for data, _ in everyone]),
-        "rng": [rng for _, rng in everyone],
-    }
+def gather_rank_states(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """On rank 0 every rank's `state` with its random state added; [] elsewhere. Collective."""
+    mine = state | {RNG: _random_state()}
+    states: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, states, dst=0)
+    return states or []
+
+
+def merge_rank_states(states: list[dict[str, Any]], merge_data: MergeData) -> dict[str, Any]:
+    """What train_state.json holds. All but "data" and random states is the same on all ranks."""
+    common = {key: value for key, value in states[0].items() if key not in (DATA, RNG)}
+    merged = {"common": common, RNG: [state[RNG] for state in states]}
+    if DATA in states[0]:
+        merged[DATA] = merge_data([state[DATA] for state in states])
+    return merged
 
 
 def read_train_state(folder: Path) -> dict[str, Any]:
-    """What `gather_train_state` gave rank 0. Raises RunError when it is missing or damaged."""
+    """What `merge_rank_states` gave. Raises RunError when it is missing or damaged."""
     state = read_json(folder / TRAIN_STATE)
-    if missing := {"common", DATA, "rng"} - state.keys():
+    if missing := {"common", RNG} - state.keys():
         raise RunError(f"{folder / TRAIN_STATE} is damaged: it lacks {', '.join(sorted(missing))}")
     return state
 
 
 def restore_random_state(train_state: dict[str, Any]) -> bool:
     """Put back this rank's random state; returns False if there are not as many ranks as before."""
-    if len(train_state["rng"]) != dist.get_world_size():
+    if len(train_state[RNG]) != dist.get_world_size():
         return False
-    saved = train_state["rng"][dist.get_rank()]
+    saved = train_state[RNG][dist.get_rank()]
     torch.set_rng_state(_decode(saved["cpu"]))
     if "cuda" in saved and torch.cuda.is_available():
         torch.cuda.set_rng_state(_decode(saved["cuda"]))
@@ -66,19 +70,6 @@ def _random_state() -> dict[str, str]:
     if torch.cuda.is_available():
         state["cuda"] = _encode(torch.cuda.get_rng_state())
     return state
-
-
-def _union(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
-    """Union of nested mappings. What two ranks both hold must be equal."""
-    merged = dict(left)
-    for key, value in right.items():
-        if key not in merged:
-            merged[key] = value
-        elif isinstance(value, dict) and isinstance(merged[key], dict):
-            merged[key] = _union(merged[key], value)
-        else:
-            assert merged[key] == value, f"ranks disagree about the data position of {key!r}"
-    return merged
 
 
 def _encode(state: Tensor) -> str:

@@ -39,6 +39,7 @@ class _Run:
             optimizer=self.optimizer,
             num_experts=num_experts,
             job_record={"training": {"steps": 3}},
+            merge_data=lambda states: states[0],
         )
 
     def save(self, step, **options):
@@ -274,7 +275,7 @@ def test_truncated_tensor_file(saved):
 def test_emptied_tensor_file_of_right_length(saved):
     path = _step(saved, 2) / "__0_0.distcp"
     path.write_bytes(bytes(path.stat().st_size))
-    _refused(_watched(saved), "cannot load checkpoint", "step-2")
+    _refused(_watched(saved), "step-2: a tensor file is damaged")
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
@@ -343,6 +344,14 @@ def test_files_outside_the_folder_are_refused(saved):
     _refused(_watched(saved), "not to be trusted")
 
 
+def test_stream_transforms_are_refused(saved):
+    def edit(metadata):
+        next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd"]
+
+    _edit_metadata(saved, edit)
+    _refused(_watched(saved), "not to be trusted")
+
+
 def test_malicious_tensor_file_is_not_run(saved, tmp_path):
     def edit(metadata):
         for info in metadata.storage_data.values():
@@ -353,7 +362,7 @@ def test_malicious_tensor_file_is_not_run(saved, tmp_path):
     raw = buffer.getvalue()
     (_step(saved, 2) / "__0_0.distcp").write_bytes(raw)
     _edit_metadata(saved, edit)
-    _refused(_watched(saved), "cannot load checkpoint", "step-2")
+    _refused(_watched(saved), "step-2: a tensor file is damaged or not to be trusted")
     assert not (tmp_path / "ran").exists()
 
 
