@@ -61,7 +61,9 @@ def build_sharded_model(
     config = resolve_model(config, job)
     core = choose_core(mask_documents=job.training.mask_documents, device_type=device.type)
     with torch.device("meta"):
-        model = build_model(job.model.name, config, core).to(_dtype(job.training.dtype))
+        model = build_model(job.model.name, config, core)
+    for parameter in model.parameters():  # Buffers keep their own types: a bias of 1e-3 steps.
+        parameter.data = parameter.data.to(_dtype(job.training.dtype))
 
     # 3. Experts to their ranks, before anything else looks at parameters.
     apply_expert_parallel(list(model.moe_layers().values()), meshes)

@@ -37,6 +37,10 @@ class Meshes:
         """The process group of an axis, primary or derived."""
         return _group(self.groups, self.dims, self.rank, axis)
 
+    def all_groups(self) -> list[ProcessGroup]:
+        """Every group of this rank, the world's included."""
+        return [dist.group.WORLD, *self.groups.all()]  # type: ignore[list-item]
+
 
 def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     """Make the meshes of an initialised world; collective over all ranks."""

@@ -39,10 +39,11 @@ class ParallelDims:
     edp: int = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.dp_shard == -1:
-            others = self.pp * self.dp_replicate * self.cp * self.tp
-            object.__setattr__(self, "dp_shard", self.world_size // others)
         sizes = {axis: getattr(self, axis) for axis in (*DENSE_AXES, "ep", "etp")}
+        if sizes["dp_shard"] == -1:
+            others = self.pp * self.dp_replicate * self.cp * self.tp
+            sizes["dp_shard"] = max(1, self.world_size // max(1, others))
+            object.__setattr__(self, "dp_shard", sizes["dp_shard"])
         if min(sizes.values()) < 1:
             raise ValueError(f"every degree must be at least 1: {sizes}")
         dense = prod(sizes[axis] for axis in DENSE_AXES)

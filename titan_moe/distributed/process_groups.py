@@ -38,6 +38,10 @@ class ProcessGroups:
             self._groups[key] = dist.new_group(list(ranks), use_local_synchronization=True)
         return self._groups[key]
 
+    def all(self) -> list[ProcessGroup]:
+        """Every group made so far."""
+        return list(self._groups.values())
+
     @property
     def num_groups(self) -> int:
         """Groups of more than one rank that this rank belongs to, the default group not counted."""

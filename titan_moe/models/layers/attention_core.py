@@ -64,7 +64,7 @@ class DocumentFlex:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         self._attend = torch.compile(flex_attention) if compiled else flex_attention
-        self._create = torch.compile(create_block_mask) if compiled else create_block_mask
+        self._create = create_block_mask
 
     def mask(self, documents_BS: Tensor) -> Any:
         def same_document(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -1,0 +1,267 @@
+"""FSDP, HSDP, DDP-only and expert parallelism train the same model as one plain process, in float64.
+
+The reference here is written without build.py, train_step.py or distributed: plain modules, a plain loop,
+torch's AdamW. The configuration is not an easy one: packed documents with ignored targets, unequal over
+microbatches, clipping active, weight decay, every auxiliary loss and the bias on, padded expert rows.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from titan_moe.config.job import JobConfig
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.registry import model_config
+from titan_moe.verify.ranks import run_ranks
+
+STEPS, ROWS, SEQ_LEN, LR = 2, 16, 32, 1e-2
+COMMON = {
+    "training": {"dtype": "float64", "local_batch_size": 1, "seq_len": SEQ_LEN, "max_norm": 0.3},
+    "optimizer": {"lr": LR, "weight_decay": 0.3},
+    "moe": {
+        "row_alignment": 16,
+        "bias_update_speed": 0.05,
+        "sequence_aux_loss_weight": 0.01,
+        "global_aux_loss_weight": 0.02,
+        "z_loss_weight": 0.003,
+    },
+    "activation_checkpoint": {"mode": "none"},
+}
+FAMILIES = {"deepseek_v3": "2M", "qwen3": "debugmodel_moe"}
+
+
+def tiny(job: JobConfig) -> ModelConfig:
+    """A family's debug model, smaller: these runs are about layouts."""
+    config = model_config(job.model.name, job.model.flavor)
+    moe = replace(config.moe, hidden_dim=48)
+    return replace(config, vocab_size=96, dim=64, num_layers=3, hidden_dim=96, moe=moe)
+
+
+def make_job(family: str, **tables: dict) -> JobConfig:
+    tables["model"] = {"name": family, "flavor": FAMILIES[family]}
+    merged = {**COMMON, **{key: {**COMMON.get(key, {}), **table} for key, table in tables.items()}}
+    return JobConfig.model_validate(merged)
+
+
+def global_batch(step: int, vocab_size: int):
+    """Tokens, labels, documents of all rows; the number of ignored targets differs from row to row."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, vocab_size, (ROWS, SEQ_LEN + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    for row in range(ROWS):
+        labels[row, : 2 * row % 19] = -100
+    ends = torch.randint(3, SEQ_LEN, (ROWS, 1), generator=generator)
+    documents = (torch.arange(SEQ_LEN) >= ends).int()
+    return tokens[:, :-1], labels, documents
+
+
+def plain_training(job: JobConfig) -> dict:
+    """The reference: one process, no mesh, the rule of parallelism.md spelled out."""
+    from titan_moe.build import resolve_model
+    from titan_moe.distributed.initial_weights import fill_initial_weights
+    from titan_moe.models.decoder import initial_std
+    from titan_moe.models.layers.attention_core import DocumentSdpa
+    from titan_moe.models.registry import build_model
+
+    config = resolve_model(tiny(job), job)
+    model = build_model(job.model.name, config, DocumentSdpa())
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
+    for module in model.modules():
+        if hasattr(module, "init_buffers"):
+            module.init_buffers()
+    fill_initial_weights(model, job.debug.seed, lambda name: initial_std(name, config))
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3)
+    routers = [moe.router for moe in model.moe_layers().values()]
+    record: dict = {"loss": [], "norm": [], "grads": [], "counts": []}
+    for step in range(STEPS):
+        tokens, labels, documents = global_batch(step, config.vocab_size)
+        positions = torch.arange(SEQ_LEN).expand_as(tokens)
+        logits = model(tokens, documents, positions)
+        num_targets = (labels != -100).sum()
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad /= num_targets
+        norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
+        record["loss"].append(loss.item() / num_targets.item())
+        record["norm"].append(norm)
+        record["grads"].append({name: p.grad.clone() for name, p in model.named_parameters()})
+        record["counts"].append(torch.stack([r.tokens_per_expert.clone() for r in routers]))
+        for parameter in model.parameters():
+            parameter.grad *= min(1.0, 0.3 / norm)
+        for router in routers:
+            counts = router.tokens_per_expert.double()
+            router.expert_bias += 0.05 * torch.sign(counts.mean() - counts).float()
+            router.previous_load.copy_(counts / counts.sum())
+            router.tokens_per_expert.zero_()
+        optimizer.step()
+        optimizer.zero_grad()
+    record["parameters"] = {name: p.detach() for name, p in model.named_parameters()}
+    record["bias"] = torch.stack([router.expert_bias for router in routers])
+    return record
+
+
+def sharded_training(job: JobConfig, planted: str | None) -> dict:
+    """The same steps through build.py and train_step.py; every rank returns whole tensors."""
+    import torch.distributed as dist
+
+    from titan_moe import train_step as module
+    from titan_moe.build import build_sharded_model
+    from titan_moe.data.batch import Batch
+    from titan_moe.optim.optimizers import build_optimizer
+
+    if planted is not None:
+        plant(planted)
+    sharded = build_sharded_model(
+        job,
+        tiny(job),
+        device=torch.device("cpu"),
+        world_size=dist.get_world_size(),
+    )
+    model, dims = sharded.model, sharded.meshes.dims
+    optimizer = build_optimizer(job.optimizer, model.named_parameters())
+    step_fn = module.TrainStep(model, sharded.meshes, optimizer, job.training)
+    record: dict = {"loss": [], "norm": [], "grads": [], "counts": []}
+    kept: dict = {}
+    scale = module.grad_norm.scale_grads
+
+    def keep_and_scale(parameters, factor):
+        names = [name for name, _ in model.named_parameters()]
+        kept.update({n: whole(p.grad) for n, p in zip(names, parameters, strict=True)})
+        scale(parameters, factor)
+
+    module.grad_norm.scale_grads = keep_and_scale
+    own = ROWS // dims.size("batch")
+    first = own * dims.coordinate(dist.get_rank(), "batch")
+    for step in range(STEPS):
+        tokens, labels, documents = global_batch(step, sharded.config.vocab_size)
+        batches = [
+            Batch(tokens[r : r + 1], labels[r : r + 1], documents[r : r + 1], [[]])
+            for r in range(first, first + own)
+        ]
+        result = step_fn(batches)
+        record["loss"].append(result.loss)
+        record["norm"].append(result.grad_norm)
+        record["grads"].append({n: g / result.num_targets for n, g in kept.items()})
+        record["counts"].append(result.counts_LE)
+    record["parameters"] = {name: whole(p) for name, p in model.named_parameters()}
+    record["bias"] = torch.stack([m.router.expert_bias for m in model.moe_layers().values()])
+    return record if dist.get_rank() in (0, dist.get_world_size() - 1) else {}
+
+
+def whole(tensor):
+    return tensor.detach().full_tensor().clone()
+
+
+def plant(bug: str) -> None:
+    """Break one line of production code in this process."""
+    from titan_moe import train_step
+    from titan_moe.distributed import collectives, grad_norm
+    from titan_moe.moe import balance
+
+    if bug == "expert gradients divided by ep":
+        backward = collectives._AllToAllRows.backward
+
+        def halved(ctx, grad):
+            out = backward(ctx, grad)
+            return (out[0] / 2, *out[1:])
+
+        collectives._AllToAllRows.backward = staticmethod(halved)
+    elif bug == "replicas counted in the norm":
+        grad_norm._num_pieces = lambda parameter: 1
+    elif bug == "bias not updated":
+        train_step.update_routers = lambda *args: None
+    elif bug == "auxiliary loss not attached":
+        balance.attach_loss = lambda x, loss, total: x
+    elif bug == "loss averaged per microbatch":
+        summed = train_step.batch_loss
+
+        def averaged(model, batch, device):
+            mean = summed(model, batch, device) / (batch.labels_BS != -100).sum()
+            return mean * SEQ_LEN  # About right: only unequal numbers of targets show it.
+
+        train_step.batch_loss = averaged
+
+
+def worst_difference(ours: dict, reference: dict) -> tuple[float, str]:
+    """The largest difference relative to the reference's norm, and where it is."""
+    pairs = {}
+    for step in range(STEPS):
+        for key in ("loss", "norm"):
+            pairs[f"{key} {step}"] = (ours[key][step], reference[key][step])
+        pairs[f"counts {step}"] = (ours["counts"][step].double(), reference["counts"][step].double())
+        for name, grad in reference["grads"][step].items():
+            pairs[f"gradient {step} {name}"] = (ours["grads"][step][name], grad)
+    for name, parameter in reference["parameters"].items():
+        pairs[f"parameter {name}"] = (ours["parameters"][name], parameter)
+    pairs["bias"] = (ours["bias"], reference["bias"])
+    differences = []
+    for place, (a, b) in pairs.items():
+        a, b = torch.as_tensor(a).double(), torch.as_tensor(b).double()
+        differences.append(((a - b).norm().item() / max(b.norm().item(), 1e-12), place))
+    return max(differences)
+
+
+EP = "expert_parallel_degree"
+HSDP = "data_parallel_replicate_degree"
+RESHARD = "fsdp_reshard_after_forward"
+LAYOUTS = [
+    (1, {}, {}),
+    (1, {}, {"mode": "full"}),
+    (2, {}, {}),
+    (2, {HSDP: 2}, {}),
+    (2, {EP: 2}, {}),
+    (4, {EP: 2, RESHARD: "always"}, {}),
+    (4, {EP: 2, HSDP: 2, RESHARD: "never"}, {"mode": "selective"}),
+    (8, {EP: 4}, {"mode": "full"}),
+    (8, {EP: 8}, {}),
+]
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, dict]:
+    torch.set_num_threads(1)
+    return {family: plain_training(make_job(family)) for family in FAMILIES}
+
+
+def test_the_configuration_is_not_an_easy_one(references):
+    for reference in references.values():
+        assert min(reference["norm"]) > 0.3, "clipping must be active"
+        assert reference["bias"].any()
+        assert not torch.equal(reference["counts"][0], reference["counts"][1])
+    labels = global_batch(0, 100)[1]
+    assert len({(row != -100).sum().item() for row in labels}) > 4
+
+
+@pytest.mark.parametrize("world_size, parallelism, recompute", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layout_trains_the_same_model(references, family, world_size, parallelism, recompute):
+    job = make_job(family, parallelism=parallelism, activation_checkpoint=recompute)
+    for ours in run_ranks(sharded_training, world_size, job, None):
+        if ours:
+            assert worst_difference(ours, references[family]) < (1e-9, "")
+
+
+@pytest.mark.parametrize(
+    "bug, place",
+    [
+        ("expert gradients divided by ep", "gradient"),
+        ("replicas counted in the norm", "norm"),
+        ("bias not updated", "bias"),
+        ("auxiliary loss not attached", "router.gate"),
+        ("loss averaged per microbatch", "gradient"),
+    ],
+)
+def test_the_comparison_finds_planted_bugs(references, bug, place):
+    job = make_job("deepseek_v3", parallelism={EP: 2, HSDP: 2})
+    ours = run_ranks(sharded_training, 4, job, bug)[0]
+    difference, where = worst_difference(ours, references["deepseek_v3"])
+    assert difference > 1e-6
+    assert place in where, where

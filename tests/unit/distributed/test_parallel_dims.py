@@ -1,0 +1,69 @@
+"""Degrees, coordinates and groups by arithmetic, against a mesh unflattened by torch."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from titan_moe.distributed.parallel_dims import (
+    DENSE_AXES,
+    DERIVED_AXES,
+    SPARSE_AXES,
+    ParallelDims,
+)
+
+POWERS = (1, 2, 4, 8)
+
+
+def legal_layouts(world_size: int) -> list[ParallelDims]:
+    layouts = []
+    for pp, dp_replicate, dp_shard, cp, tp, ep, etp in product(POWERS, repeat=7):
+        try:
+            layouts.append(
+                ParallelDims(
+                    world_size, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard,
+                    cp=cp, tp=tp, ep=ep, etp=etp,
+                )
+            )  # fmt: skip
+        except ValueError:
+            continue
+    return layouts
+
+
+def test_numbers_of_legal_layouts():
+    assert [len(legal_layouts(size)) for size in POWERS] == [1, 11, 57, 203]
+
+
+def test_coordinates_and_groups_are_those_of_the_unflattened_world():
+    for dims in legal_layouts(8):
+        for view in (DENSE_AXES, SPARSE_AXES):
+            sizes = [dims.size(axis) for axis in view]
+            world = torch.arange(8).view(sizes)
+            for rank in range(8):
+                place = [int(i) for i in (world == rank).nonzero()[0]]
+                assert [dims.coordinate(rank, axis) for axis in view] == place
+                for number, axis in enumerate(view):
+                    index: list = list(place)
+                    index[number] = slice(None)
+                    assert dims.group_of(rank, axis) == tuple(world[tuple(index)].tolist())
+
+
+def test_derived_axes_join_their_parts():
+    dims = ParallelDims(16, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)
+    world = torch.arange(16).view(1, 2, 2, 2, 2)
+    for axis, parts in DERIVED_AXES.items():
+        index: list = [0, 0, 0, 0, 0]
+        for part in parts:
+            index[DENSE_AXES.index(part)] = slice(None)
+        assert dims.group_of(0, axis) == tuple(world[tuple(index)].flatten().tolist())
+    assert (dims.edp, dims.size("fsdp"), dims.size("loss")) == (2, 4, 8)
+
+
+def test_dp_shard_minus_one_is_the_rest():
+    assert ParallelDims(24, tp=2, pp=3).dp_shard == 4
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 3}, {"ep": 3}, {"ep": 8, "dp_replicate": 2}, {"pp": 0}])
+def test_degrees_that_do_not_multiply_up_are_refused(degrees: dict[str, int]):
+    with pytest.raises(ValueError, match=r"\d"):
+        ParallelDims(8, **{"dp_shard": -1, **degrees})

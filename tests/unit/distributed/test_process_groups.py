@@ -1,0 +1,54 @@
+"""Groups of worlds from 8 to 4096 ranks, in a fake world."""
+
+import pytest
+
+from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, ParallelDims
+from titan_moe.verify.ranks import run_ranks
+
+LAYOUTS = [
+    dict(dp_replicate=1, ep=8),
+    dict(dp_replicate=2, ep=4),
+    dict(dp_replicate=2, tp=2, ep=2, etp=2),
+    dict(pp=2, cp=2, tp=2, ep=4, etp=1),
+]
+
+
+def count_new_groups(world_size: int, degrees: dict[str, int], rank: int) -> tuple[int, list, list]:
+    """Ranks of each new_group call, and the ranks of each axis's group, in a fake world."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from titan_moe.distributed.meshes import build_meshes
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    calls: list[tuple[int, ...]] = []
+    new_group = dist.new_group
+
+    def counting(ranks, *args, **kwargs):
+        calls.append(tuple(ranks))
+        return new_group(ranks, *args, **kwargs)
+
+    dist.new_group = counting
+    meshes = build_meshes(ParallelDims(world_size, **degrees), "cpu")
+    axes = sorted({*DENSE_AXES, *SPARSE_AXES} - {"dp_shard", "cp"} | {"fsdp"})
+    ranks = [dist.get_process_group_ranks(meshes[axis].get_group()) for axis in axes]
+    assert len(calls) == len(meshes.groups.all())
+    dist.barrier = lambda: None
+    return axes, ranks, calls
+
+
+@pytest.mark.parametrize("world_size", [8, 64, 4096])
+@pytest.mark.parametrize("degrees", LAYOUTS)
+def test_one_group_per_list_of_ranks_and_class_of_traffic(world_size: int, degrees: dict[str, int]):
+    rank = world_size - 3
+    axes, ranks, calls = run_ranks(count_new_groups, 1, world_size, degrees, rank)[0]
+    dims = ParallelDims(world_size, **degrees)
+    for axis, members in zip(axes, ranks, strict=True):
+        assert tuple(members) == dims.group_of(rank, axis), axis
+    tokens = {dims.group_of(rank, axis) for axis in ("pp", "tp", "ep", "etp")}
+    parameters = {dims.group_of(rank, axis) for axis in ("dp_replicate", "fsdp", "edp")}
+    parameters -= {tuple(range(world_size))}  # The world's own group serves these.
+    alone = {(rank,)} & (tokens | parameters)
+    expected = len(tokens - alone) + len(parameters - alone) + len(alone)
+    assert len(calls) == expected

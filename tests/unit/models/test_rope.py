@@ -1,0 +1,71 @@
+"""Rotations against complex multiplication, scalings against their definitions."""
+
+import math
+
+import pytest
+import torch
+
+from titan_moe.models.config import Llama3Scaling, RopeConfig, YarnScaling
+from titan_moe.models.layers import rope as rope_module
+from titan_moe.models.layers.rope import Rope, inverse_frequencies, rotate, softmax_factor
+
+
+@pytest.mark.parametrize("pairing", ["halves", "neighbours"])
+def test_rotation_is_complex_multiplication_of_the_pairs(pairing: str):
+    rope = Rope(8, RopeConfig(100.0, pairing))
+    x_BSHC = torch.randn(2, 5, 3, 8, dtype=torch.float64)
+    positions_BS = torch.tensor([[0, 1, 2, 3, 4], [7, 0, 3, 3, 1]])
+    out = rotate(x_BSHC, rope(positions_BS, torch.float64), pairing)
+    for b in range(2):
+        for s in range(5):
+            for i in range(4):
+                a, c = (i, i + 4) if pairing == "halves" else (2 * i, 2 * i + 1)
+                angle = positions_BS[b, s].item() * 100.0 ** (-2 * i / 8)
+                turned = torch.complex(x_BSHC[b, s, :, a], x_BSHC[b, s, :, c]) * complex(
+                    math.cos(angle), math.sin(angle)
+                )
+                torch.testing.assert_close(out[b, s, :, a], turned.real)
+                torch.testing.assert_close(out[b, s, :, c], turned.imag)
+
+
+def test_scores_depend_on_the_distance_alone():
+    rope = Rope(16, RopeConfig(10_000.0))
+    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
+    scores = []
+    for start in (0, 1000):
+        turned = [
+            rotate(x, rope(torch.tensor([[start + shift]]), torch.float64), "halves")
+            for x, shift in ((q, 5), (k, 2))
+        ]
+        scores.append((turned[0] * turned[1]).sum().item())
+    assert scores[0] == pytest.approx(scores[1], abs=1e-12)
+
+
+def test_yarn_keeps_fast_channels_and_interpolates_slow_ones():
+    plain = inverse_frequencies(64, RopeConfig(10_000.0))
+    yarn = YarnScaling(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)
+    scaled = inverse_frequencies(64, RopeConfig(10_000.0, scaling=yarn))
+    ratio = scaled / plain
+    wavelengths = 2 * math.pi / plain
+    assert (ratio[4096 / wavelengths > 32 * 1.5] == 1).all()
+    torch.testing.assert_close(ratio[-1].item(), 1 / 40)
+    assert (ratio.diff() <= 1e-15).all()
+    # DeepSeek's numbers: 0.1 * 0.707 * ln 40 + 1, squared on the softmax scale; none on cos and sin.
+    config = RopeConfig(10_000.0, scaling=yarn)
+    assert softmax_factor(config) == pytest.approx(1.2608**2, rel=1e-4)
+    assert rope_module.attention_factor(config) == 1.0
+
+
+def test_llama3_scaling_by_bands():
+    scaling = Llama3Scaling(8.0, 8192)
+    plain = inverse_frequencies(128, RopeConfig(500_000.0))
+    scaled = inverse_frequencies(128, RopeConfig(500_000.0, scaling=scaling))
+    for before, after in zip(plain.tolist(), scaled.tolist(), strict=True):
+        wavelength = 2 * math.pi / before
+        if wavelength < 8192 / 4:
+            assert after == before
+        elif wavelength > 8192:
+            assert after == pytest.approx(before / 8)
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            assert after == pytest.approx((1 - smooth) * before / 8 + smooth * before)

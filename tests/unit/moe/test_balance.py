@@ -1,0 +1,61 @@
+"""Balance losses and the bias update against their published formulas, written as loops."""
+
+import torch
+
+from titan_moe.moe import balance
+
+
+def test_sequence_loss_is_the_papers_times_the_tokens_of_each_sequence():
+    shares_BSE = torch.rand(3, 10, 6, dtype=torch.float64)
+    experts_BSK = torch.stack([torch.randperm(6)[:2] for _ in range(30)]).view(3, 10, 2)
+    expected = 0.0
+    for shares, experts in zip(shares_BSE, experts_BSK, strict=True):
+        for e in range(6):
+            frequency = 6 / (2 * 10) * (experts == e).sum().item()
+            mean_share = shares[:, e].mean().item()
+            expected += 10 * frequency * mean_share
+    loss = balance.sequence_loss(shares_BSE, experts_BSK)
+    torch.testing.assert_close(loss.item(), expected)
+
+
+def test_global_loss_weighs_scores_by_the_given_load():
+    shares_BSE = torch.rand(2, 5, 4, dtype=torch.float64)
+    load_E = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    expected = sum(
+        4 * load_E[e].item() * shares_BSE[b, s, e].item()
+        for b in range(2)
+        for s in range(5)
+        for e in range(4)
+    )
+    torch.testing.assert_close(balance.global_loss(shares_BSE, load_E).item(), expected)
+
+
+def test_z_loss():
+    logits_BSE = torch.randn(2, 3, 4, dtype=torch.float64)
+    expected = sum(
+        row.exp().sum().log().item() ** 2 for rows in logits_BSE for row in rows
+    )
+    torch.testing.assert_close(balance.z_loss(logits_BSE).item(), expected)
+
+
+def test_bias_moves_towards_the_mean_by_the_speed():
+    bias = balance.updated_bias(torch.zeros(4), torch.tensor([1, 5, 3, 3]), 0.1)
+    torch.testing.assert_close(bias, torch.tensor([0.1, -0.1, 0.0, 0.0]))
+
+
+def test_attached_loss_gets_gradient_one_and_is_counted_once_in_the_backward():
+    x = torch.randn(3, requires_grad=True)
+    parameter = torch.tensor(2.0, requires_grad=True)
+    total = torch.zeros((), dtype=torch.float64)
+    out = balance.attach_loss(x, parameter**2, total)
+    assert torch.equal(out, x)
+    assert total == 0
+    (out * 5).sum().backward()
+    assert parameter.grad == 4.0
+    assert torch.equal(x.grad, torch.full((3,), 5.0))
+    assert total == 4.0
+
+
+def test_counts_per_row_with_experts_nobody_chose():
+    experts_BN = torch.tensor([[0, 3, 3, 3], [2, 2, 0, 1]])
+    assert balance.counts_per_row(experts_BN, 5).tolist() == [[1, 0, 0, 3, 0], [1, 1, 2, 0, 0]]

@@ -1,0 +1,110 @@
+"""The MoE layer against a loop over tokens and experts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_moe.models.layers.feed_forward import FeedForward
+from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.dispatch import ExpertRows, LocalDispatcher
+from titan_moe.moe.layer import MoE
+
+CONFIG = MoEConfig(num_experts=6, top_k=2, hidden_dim=8, normalize_top_k=True)
+DIM = 16
+
+
+def _layer(config: MoEConfig, dtype: torch.dtype = torch.float64) -> MoE:
+    torch.manual_seed(1)
+    layer = MoE(DIM, config, FeedForward(DIM, 8)).to(dtype)
+    for parameter in layer.parameters():
+        parameter.data.normal_(0, 0.5)
+    return layer
+
+
+def slow_moe(layer: MoE, x_BSD: Tensor) -> Tensor:
+    """What the layer means, token by token."""
+    outputs = []
+    experts = layer.experts
+    for x in x_BSD.flatten(0, 1):
+        scores = (layer.router.gate.weight @ x).softmax(-1)
+        chosen = (scores + layer.router.expert_bias).topk(layer.config.top_k).indices
+        weights = scores[chosen] / scores[chosen].sum() * layer.config.route_scale
+        y = layer.shared_experts(x)
+        for weight, e in zip(weights, chosen.tolist(), strict=True):
+            hidden = F.silu(experts.w1[e] @ x) * (experts.w3[e] @ x)
+            y = y + weight * (experts.w2[e] @ hidden)
+        outputs.append(y)
+    return torch.stack(outputs).view_as(x_BSD)
+
+
+def _grads(layer: MoE, x_BSD: Tensor, output: Tensor) -> dict[str, Tensor]:
+    layer.zero_grad()
+    x_BSD.grad = None
+    (output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)).sum().backward()
+    grads = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    return grads | {"x": x_BSD.grad.clone()}
+
+
+@pytest.mark.parametrize("row_alignment", [1, 8, 16, 32, 128])
+def test_layer_matches_the_loop_forward_and_backward(row_alignment: int):
+    layer = _layer(replace(CONFIG, row_alignment=row_alignment))
+    x_BSD = torch.randn(2, 7, DIM, dtype=torch.float64, requires_grad=True)
+    layer.router.expert_bias[2] = -100.0  # Expert 2 gets no token.
+    output, expected = layer(x_BSD), slow_moe(layer, x_BSD)
+    torch.testing.assert_close(output, expected)
+    ours, theirs = _grads(layer, x_BSD, output), _grads(layer, x_BSD, expected)
+    assert ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        torch.testing.assert_close(ours[name], grad, msg=name)
+    assert not ours["experts.w1"][2].any()
+
+
+def test_one_token():
+    layer = _layer(CONFIG)
+    x_BSD = torch.randn(1, 1, DIM, dtype=torch.float64)
+    torch.testing.assert_close(layer(x_BSD), slow_moe(layer, x_BSD))
+
+
+class _PoisonedTail(LocalDispatcher):
+    """Rows that belong to no expert hold NaN, on the way in and on the way back."""
+
+    def dispatch(self, x_TD, weights_TK, plan):
+        rows = super().dispatch(x_TD, weights_TK, plan)
+        past = torch.arange(len(rows.x_RD)) >= rows.offsets_E[-1]
+        assert past.any()
+        x_RD = torch.where(past[:, None], float("nan"), rows.x_RD)
+        return ExpertRows(x_RD, torch.where(past, float("nan"), rows.weights_R), rows.offsets_E)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rows_past_the_last_group_never_reach_a_token_or_a_weight(dtype: torch.dtype):
+    layer = _layer(replace(CONFIG, row_alignment=16), dtype)
+    x_BSD = torch.randn(2, 7, DIM, dtype=dtype, requires_grad=True)
+    clean = layer(x_BSD)
+    clean_grads = _grads(layer, x_BSD, clean)
+    layer.dispatcher = _PoisonedTail(16)
+    output = layer(x_BSD)
+    assert torch.equal(output, clean)
+    for name, grad in _grads(layer, x_BSD, output).items():
+        assert torch.equal(grad, clean_grads[name]), name
+
+
+def test_tokens_are_counted_in_training_only():
+    layer = _layer(CONFIG)
+    x_BSD = torch.randn(2, 7, DIM, dtype=torch.float64)
+    layer.eval()
+    layer(x_BSD)
+    assert layer.router.tokens_per_expert.sum() == 0
+    layer.train()
+    layer(x_BSD)
+    assert layer.router.tokens_per_expert.sum() == 2 * 7 * CONFIG.top_k
+
+
+def test_a_repeat_gives_the_same_bits():
+    layer = _layer(CONFIG, torch.float32)
+    x_BSD = torch.randn(4, 64, DIM, requires_grad=True)
+    first, second = (_grads(layer, x_BSD, layer(x_BSD)) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)

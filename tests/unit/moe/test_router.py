@@ -1,0 +1,69 @@
+"""Scores, choices and weights against loops over tokens."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.router import Router
+
+CONFIG = MoEConfig(num_experts=8, top_k=3, hidden_dim=4)
+
+
+def _router(config: MoEConfig) -> Router:
+    torch.manual_seed(0)
+    router = Router(16, config)
+    router.gate.weight.data.normal_()
+    return router
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_scores_are_float32_at_least_and_shares_sum_to_one(score: str):
+    router = _router(replace(CONFIG, score=score)).bfloat16()
+    scores = router(torch.randn(5, 16).bfloat16())
+    assert scores.scores_TE.dtype == torch.float32
+    torch.testing.assert_close(scores.shares_TE.sum(-1), torch.ones(5))
+    expected = getattr(torch, score)(scores.logits_TE, *([-1] if score == "softmax" else []))
+    assert torch.equal(scores.scores_TE, expected)
+
+
+def test_bias_enters_the_choice_but_not_the_weights():
+    router = _router(CONFIG)
+    router.expert_bias[5] = 10.0
+    scores_TE = torch.rand(20, 8)
+    experts_TK = router.choose(scores_TE)
+    assert (experts_TK[:, 0] == 5).all()
+    assert torch.equal(router.weigh(scores_TE, experts_TK)[:, 0], scores_TE[:, 5])
+
+
+@pytest.mark.parametrize("group_score_top", [1, 2])
+def test_group_limited_choice_matches_a_loop(group_score_top: int):
+    config = replace(CONFIG, num_groups=4, top_groups=2, group_score_top=group_score_top)
+    router = _router(config)
+    router.expert_bias.normal_()
+    scores_TE = torch.rand(50, 8)
+    experts_TK = router.choose(scores_TE)
+    for scores, experts in zip(scores_TE + router.expert_bias, experts_TK, strict=True):
+        groups = scores.view(4, 2)
+        worth = [sum(sorted(group.tolist())[-group_score_top:]) for group in groups]
+        best = sorted(range(4), key=lambda g: -worth[g])[:2]
+        eligible = [e for e in range(8) if e // 2 in best]
+        expected = sorted(eligible, key=lambda e: -scores[e])[:3]
+        assert experts.tolist() == expected
+
+
+def test_weights_are_normalised_scaled_and_differentiable():
+    router = _router(replace(CONFIG, normalize_top_k=True, route_scale=2.5))
+    scores_TE = torch.rand(6, 8, dtype=torch.float64, requires_grad=True)
+    experts_TK = router.choose(scores_TE)
+    weights_TK = router.weigh(scores_TE, experts_TK)
+    torch.testing.assert_close(weights_TK.sum(-1), torch.full((6,), 2.5, dtype=torch.float64))
+    assert torch.autograd.gradcheck(lambda s: router.weigh(s, experts_TK), scores_TE)
+
+
+def test_forced_balance_gives_every_expert_the_same_number_of_tokens():
+    router = _router(replace(CONFIG, force_load_balance=True))
+    experts_TK = router.choose(torch.rand(16, 8))
+    assert experts_TK.flatten().bincount().tolist() == [6] * 8
+    assert all(len(set(experts)) == 3 for experts in experts_TK.tolist())

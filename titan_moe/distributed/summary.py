@@ -1,0 +1,60 @@
+"""The table that a run prints first: how the world and the parameters are cut, and by which rule."""
+
+from collections import defaultdict
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from titan_moe.distributed.meshes import Meshes
+from titan_moe.distributed.parallel_dims import DENSE_AXES, DERIVED_AXES, SPARSE_AXES
+
+GRADIENT_RULE = (
+    "gradients: sums over target tokens; every reduction is a plain sum; divided once per step by the "
+    "global number of target tokens"
+)
+
+
+def layout_summary(model: nn.Module, meshes: Meshes) -> str:
+    """Axes with sizes and this rank's group, parameters by how they are sharded, groups, the rule."""
+    dims = meshes.dims
+    lines = [f"{dims.world_size} ranks; dense and sparse view of them, seen from rank {meshes.rank}:"]
+    for title, axes in (("dense", DENSE_AXES), ("sparse", SPARSE_AXES), ("derived", DERIVED_AXES)):
+        cells = [f"{axis}={dims.size(axis)}{_members(meshes, axis)}" for axis in axes]
+        lines.append(f"  {title:8}{'  '.join(cells)}")
+    lines.append("parameters, as sharded:")
+    for layout, (tensors, elements) in _by_layout(model).items():
+        lines.append(f"  {elements / 1e6:10.3f} M in {tensors:4d} tensors  {layout}")
+    lines.append(f"process groups of this rank besides the world: {meshes.groups.num_groups}")
+    lines.append(GRADIENT_RULE)
+    return "\n".join(lines)
+
+
+def _members(meshes: Meshes, axis: str) -> str:
+    ranks = meshes.dims.group_of(meshes.rank, axis)
+    if len(ranks) == 1:
+        return ""
+    step = ranks[1] - ranks[0]
+    return f" [{ranks[0]}..{ranks[-1]}" + (f" step {step}]" if step > 1 else "]")
+
+
+def _by_layout(model: nn.Module) -> dict[str, tuple[int, int]]:
+    rows: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for name, parameter in model.named_parameters():
+        kind = "routed experts" if ".experts." in name else "dense"
+        layout = f"{kind}: {_placements(parameter)}"
+        tensors, elements = rows[layout]
+        rows[layout] = (tensors + 1, elements + parameter.numel())
+    return rows
+
+
+def _placements(parameter: nn.Parameter) -> str:
+    if not isinstance(parameter, DTensor):
+        return "whole on every rank"
+    mesh = parameter.device_mesh
+    cells = []
+    for axis, size, placement in zip(
+        mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True
+    ):
+        how = "replicated" if placement.is_replicate() else f"dim {placement.dim} cut"  # type: ignore[attr-defined]
+        cells.append(f"{how} over {axis}={size}")
+    return ", ".join(cells)

@@ -1,0 +1,132 @@
+"""What a run says while it trains: one line, one JSON object and one set of curves for all of it."""
+
+import time
+from pathlib import Path
+
+import torch
+
+from titan_moe.config.job import JobConfig
+from titan_moe.metrics.expert_load import expert_load
+from titan_moe.metrics.memory import memory_metrics
+from titan_moe.metrics.phases import Phases
+from titan_moe.metrics.sinks import Sink, build_sinks
+from titan_moe.metrics.throughput import Throughput, flops_per_token
+from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.decoder import Decoder
+from titan_moe.runtime.device import peak_flops
+from titan_moe.runtime.process import Process
+from titan_moe.train_step import StepResult
+
+
+class Report:
+    """Collects each step's figures and hands the logged ones to the sinks of the main rank."""
+
+    def __init__(
+        self, job: JobConfig, model: Decoder, process: Process, *, resume_step: int
+    ) -> None:
+        self.phases = Phases()
+        self._process = process
+        self._log_freq = job.metrics.log_freq
+        self._steps = job.training.steps
+        self._folder = Path(job.job.dump_folder)
+        self._layers = [int(name.removeprefix("layers.")) for name in model.moe_layers()]
+        self._throughput = Throughput(
+            flops_per_token=model_flops_per_token(model, job.training.seq_len),
+            num_devices=process.world_size,
+            peak_tflops=_peak_tflops(job, process.device),
+        )
+        self._sinks: list[Sink] = []
+        if process.is_main:
+            self._sinks = build_sinks(
+                job.metrics, self._folder, steps=self._steps, resume_step=resume_step
+            )
+        self._first_step = resume_step + 1
+        self._tokens_since = 0
+        self._last_log = time.perf_counter()
+
+    def wants(self, step: int) -> bool:
+        """Whether a step is logged: the first, the last, and every log_freq-th."""
+        return step in (self._first_step, self._steps) or step % self._log_freq == 0
+
+    def step(
+        self,
+        step: int,
+        result: StepResult,
+        *,
+        rates: dict[str, float],
+        tokens: int,
+        step_tokens: int,
+        validation_loss: float | None,
+    ) -> None:
+        """Take a finished step; log it if it is one to log or has a validation loss.
+
+        Args:
+            rates: learning rate of each parameter group.
+            tokens: tokens of the whole run so far; step_tokens: those of this step.
+        """
+        self._tokens_since += step_tokens
+        if not self.wants(step) and validation_loss is None:
+            return
+        phases = self.phases.take()
+        seconds = time.perf_counter() - self._last_log - phases.get("time/validation", 0.0)
+        values = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": max(rates.values()),
+            "tokens": tokens,
+            "balance_loss": result.balance_loss,
+            **self._throughput.metrics(self._tokens_since, seconds),
+            **({} if validation_loss is None else {"validation_loss": validation_loss}),
+            **{f"lr/{group}": rate for group, rate in rates.items()},
+            **phases,
+            **memory_metrics(self._process.device),
+        }
+        if result.counts_LE is not None and self._sinks:
+            values |= expert_load(result.counts_LE, self._layers)
+        for sink in self._sinks:
+            sink.write(step, values)
+        self._tokens_since, self._last_log = 0, time.perf_counter()
+
+    def close(self) -> None:
+        """End the sinks and draw the curves; the main rank's job."""
+        for sink in self._sinks:
+            sink.close()
+        if self._sinks:
+            # Imported here: matplotlib takes most of a second, and only the end needs it.
+            from titan_moe.metrics.curves import plot_curves
+
+            plot_curves(self._folder / "metrics.jsonl", self._folder / "curves.png")
+
+
+def model_flops_per_token(model: Decoder, seq_len: int) -> float:
+    """Forward and backward FLOPs of one token: of its top_k experts, not of all."""
+    config = model.config
+    params = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    matmul = 0.0
+    for name, count in params.items():
+        if ".experts." in name and config.moe is not None:
+            matmul += count * config.moe.top_k / config.moe.num_experts
+        elif not name.startswith("tok_embeddings"):
+            matmul += count
+    heads, qk_dim, v_dim = _attention_dims(config)
+    return flops_per_token(
+        matmul_params=int(matmul),
+        seq_len=seq_len,
+        num_layers=config.num_layers,
+        num_heads=heads,
+        qk_head_dim=qk_dim,
+        v_head_dim=v_dim,
+    )
+
+
+def _attention_dims(config: ModelConfig) -> tuple[int, int, int]:
+    attention = config.attention
+    if isinstance(attention, GQAConfig):
+        return attention.num_heads, attention.head_dim, attention.head_dim
+    return attention.num_heads, attention.nope_dim + attention.rope_dim, attention.v_dim
+
+
+def _peak_tflops(job: JobConfig, device: torch.device) -> float | None:
+    """Known for bf16 only, so MFU is left out in other types."""
+    flops = peak_flops(device) if job.training.mixed_precision_param == "bfloat16" else None
+    return None if flops is None or job.training.dtype == "float64" else flops / 1e12

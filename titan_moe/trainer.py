@@ -1,0 +1,245 @@
+"""The loop: what a run is, readable as prose."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan_moe.build import ShardedModel, build_sharded_model
+from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.config.job import JobConfig
+from titan_moe.config.load import save_job
+from titan_moe.data.batch import IGNORE_INDEX, Batch
+from titan_moe.data.build import build_loader, build_validation
+from titan_moe.data.loader import merge_states
+from titan_moe.data.tokenizer import load_tokenizer
+from titan_moe.data.validation import ValidationLoader
+from titan_moe.distributed.summary import layout_summary
+from titan_moe.models.config import ModelConfig
+from titan_moe.nonfinite import describe_nonfinite
+from titan_moe.optim.optimizers import build_optimizer
+from titan_moe.optim.schedules import lr_factor, set_lr
+from titan_moe.report import Report
+from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.garbage import GarbageCollector
+from titan_moe.runtime.process import Process, set_timeouts
+from titan_moe.runtime.profiler import profiler
+from titan_moe.runtime.seeds import seed_everything
+from titan_moe.train_step import StepResult, TrainStep, batch_loss
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0
+    tokens: int = 0
+
+
+class Trainer:
+    """Everything of one run on one rank."""
+
+    def __init__(self, job: JobConfig, model_config: ModelConfig, process: Process) -> None:
+        """Build, then load the checkpoint to go on from. Collective over all ranks.
+
+        Raises ConfigError or RunError with the lines for the user.
+        """
+        seed_everything(job.debug)
+        self.job = job
+        self.process = process
+        self.folder = Path(job.job.dump_folder)
+        sharded = build_sharded_model(
+            job, model_config, device=process.device, world_size=process.world_size
+        )
+        self.model, self.meshes = sharded.model, sharded.meshes
+        if process.is_main:
+            logger.info(layout_summary(self.model, self.meshes))
+        self.optimizer = build_optimizer(job.optimizer, self.model.named_parameters())
+        self.train_step = TrainStep(self.model, self.meshes, self.optimizer, job.training)
+        self.checkpointer = _checkpointer(job, sharded, self.optimizer)
+        self.progress = Progress()
+
+    def create_seed_checkpoint(self) -> None:
+        """Write the initial weights as step-0, from which any layout can start."""
+        self.checkpointer.save(0, {})
+        self._say("the initial weights are %s", self.checkpointer._folder / "step-0")
+
+    def train(self) -> None:
+        """Train to the last step; resumes where the run's own checkpoint ended."""
+        self._open_data()
+        self._resume()
+        steps = self.job.training.steps
+        if self.progress.step >= steps:
+            self._say(
+                "%s is at step %d of training.steps=%d already: raise training.steps to go on, or "
+                "choose another job.dump_folder",
+                self.checkpointer._folder,
+                self.progress.step,
+                steps,
+            )
+            return
+        if self.process.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_job(self.job, self.folder / "config.toml")
+        self.report = Report(
+            self.job, self.model, self.process, resume_step=self.progress.step
+        )
+        garbage = GarbageCollector(self.job.training.gc_freq)
+        first = self.progress.step + 1
+        with profiler(self.job.profiling, self.folder, self.process.rank) as profile:
+            for step in range(first, steps + 1):
+                self._step(step)
+                if step == first:
+                    set_timeouts(self.job.comm.train_timeout_seconds, self.meshes.all_groups())
+                garbage.step(step)
+                profile.step()
+        self.loader.close()
+        self.report.close()
+        self._say_goodbye()
+
+    def _step(self, step: int) -> None:
+        phases, training = self.report.phases, self.job.training
+        before = self._state()
+        with phases("data"):
+            batches = self.loader.next_step()
+        factor = lr_factor(step, self.job.lr_scheduler, training.steps)
+        set_lr(self.optimizer, factor)
+        with phases("step"):
+            result = self.train_step(batches)
+        if not result.finite:
+            self._handle_nonfinite(step, result, batches, before)
+
+        step_tokens = training.global_batch_size * training.seq_len
+        self.progress = Progress(step, self.progress.tokens + step_tokens)
+        validation_loss = None
+        if self.validation is not None and self._validates(step):
+            with phases("validation"):
+                validation_loss = self._validate()
+        self.report.step(
+            step,
+            result,
+            rates={group["name"]: group["lr"] for group in self.optimizer.param_groups},
+            tokens=self.progress.tokens,
+            step_tokens=step_tokens,
+            validation_loss=validation_loss,
+        )
+        with phases("checkpoint"):
+            self.checkpointer.maybe_save(step, self._state(), last=step == training.steps)
+
+    def _handle_nonfinite(
+        self, step: int, result: StepResult, batches: list[Batch], before: dict[str, Any]
+    ) -> None:
+        """Nothing has been updated: skip the step, or keep the state before it and stop."""
+        place = describe_nonfinite(self.model, batches)
+        self.train_step.discard()
+        line = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: {place}"
+        if self.job.training.on_nonfinite == "skip":
+            logger.warning("%s; the update is skipped", line)
+            return
+        kept = "checkpoint.enable=false: no state was kept"
+        if self.job.checkpoint.enable and not self.job.checkpoint.load_only and step > 1:
+            if self.checkpointer.latest_step() != step - 1:
+                self.checkpointer.save(step - 1, before)
+            kept = f"the state before it is {self.checkpointer._folder}/step-{step - 1}"
+        raise RunError(
+            f"{line}; {kept} (training.on_nonfinite='skip' would leave the update out and go on)"
+        )
+
+    def _open_data(self) -> None:
+        job, dims = self.job, self.meshes.dims
+        tokenizer = load_tokenizer(job.model.tokenizer_path)
+        rank = dims.coordinate(self.process.rank, "batch")
+        num_ranks = dims.size("batch")
+        seed = job.debug.seed
+        self.loader = build_loader(
+            job.training,
+            tokenizer,
+            seed=seed,
+            rank=rank,
+            num_ranks=num_ranks,
+            global_batch_size=job.training.global_batch_size,
+        )
+        self.validation: ValidationLoader | None = None
+        if job.validation.enable:
+            self.validation = build_validation(
+                job.validation, job.training, tokenizer, seed=seed, rank=rank, num_ranks=num_ranks
+            )
+
+    def _resume(self) -> None:
+        state = self.checkpointer.load()
+        if state is None:
+            return
+        if "data" in state:
+            self.loader.load_state_dict(state["data"])
+        if "step" in state:
+            self.progress = Progress(state["step"], state["tokens"])
+            self._say("going on after step %d", self.progress.step)
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors; the learning rate follows from the step."""
+        return {
+            "step": self.progress.step,
+            "tokens": self.progress.tokens,
+            "data": self.loader.state_dict(),
+        }
+
+    def _validates(self, step: int) -> bool:
+        return step % self.job.validation.freq == 0 or step == self.job.training.steps
+
+    @torch.no_grad()
+    def _validate(self) -> float:
+        """Mean cross-entropy over the held-out target tokens of all ranks."""
+        assert self.validation is not None
+        sums = torch.zeros(2, dtype=torch.float64, device=self.process.device)
+        self.model.eval()
+        for batch in self.validation:
+            sums[0] += batch_loss(self.model, batch, self.process.device)
+            sums[1] += (batch.labels_BS != IGNORE_INDEX).sum()
+        self.model.train()
+        dist.all_reduce(sums)
+        loss, targets = sums.tolist()
+        return loss / max(targets, 1.0)
+
+    def _say(self, line: str, *values: object) -> None:
+        if self.process.is_main:
+            logger.info(line, *values)
+
+    def _say_goodbye(self) -> None:
+        self._say("metrics %s", self.folder / "metrics.jsonl")
+        self._say("curves  %s", self.folder / "curves.png")
+        if self.checkpointer.latest_step() is not None:
+            self._say("checkpoints %s", self.checkpointer._folder)
+        self._say(
+            "next: go on with CONFIG_FILE=%s ./run_train.sh --training.steps %d",
+            self.folder / "config.toml",
+            2 * self.job.training.steps,
+        )
+
+
+def _checkpointer(
+    job: JobConfig, sharded: ShardedModel, optimizer: torch.optim.Optimizer
+) -> Checkpointer:
+    moe = sharded.config.moe
+    return Checkpointer(
+        job.checkpoint,
+        Path(job.job.dump_folder),
+        model=sharded.model,
+        optimizer=optimizer,
+        num_experts=moe.num_experts if moe is not None else 0,
+        job_record=job.model_dump(mode="json"),
+        #merge_data=merge_states,
+    )
+
+
+def train(job: JobConfig, model_config: ModelConfig, process: Process) -> None:
+    """Run a resolved job on this rank: write its seed checkpoint, or train it."""
+    trainer = Trainer(job, model_config, process)
+    if job.checkpoint.create_seed_checkpoint:
+        trainer.create_seed_checkpoint()
+    else:
+        trainer.train()
