@@ -34,7 +34,8 @@ if ((nodes > 1)) && [[ -z $endpoint ]]; then
 fi
 job=(--job.config_file "${CONFIG_FILE:-$repo/configs/debug/default.toml}" "$@")
 
-plan=$("$PYTHON" "$repo/scripts/check_config.py" --nodes "$nodes" \
+# A Ctrl-C is this script's to answer, not Python's import machinery's.
+plan=$(trap '' INT; "$PYTHON" "$repo/scripts/check_config.py" --nodes "$nodes" \
     ${NGPU:+--ranks-per-node "$NGPU"} "${job[@]}")
 { read -r ranks && read -r folder; } <<<"$plan"
 

@@ -52,18 +52,18 @@ def explain(records: Path, page: Path, endpoint: str) -> tuple[list[str], int]:
     if first is not None:
         return first.lines, first.exit_code
     text = page.read_text(encoding="utf-8", errors="replace")
-    codes = [(int(rank), int(code)) for rank, code in _RANK.findall(text)]
-    # torchrun ends the other ranks with SIGTERM; any other signal came first.
-    for rank, code in codes:
-        if code < 0 and -code != signal.SIGTERM:
+    ends = [(int(rank), int(code)) for rank, code in _RANK.findall(text)]
+    # torchrun ends the other ranks with SIGTERM; any other end came first.
+    ends = [end for end in ends if end[1] != -signal.SIGTERM] or ends
+    for rank, code in ends:
+        if code < 0:
             return [_killed(rank, -code, page)], 128 - code
     if failures:
         lines = [f"{line} (traceback in {page})" for line in failures[0].lines]
         return lines, failures[0].exit_code
-    if codes:
-        rank, code = codes[0]
-        words = f"rank {rank} ended with exit code {code}; its last words are in {page}"
-        return [words], code if code > 0 else 128 - code
+    if ends:
+        rank, code = ends[0]
+        return [f"rank {rank} ended with exit code {code}; its last words are in {page}"], code
     if _PORT_IN_USE.search(text):
         return [f"the port of RDZV_ENDPOINT={endpoint} is in use: choose another port"], 1
     if _UNREACHABLE.search(text):

@@ -1,0 +1,28 @@
+"""Every TOML of the repository, and the schema that editors check it with."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts.config_schema import SCHEMA, schema
+from titan_moe.train import prepare
+
+_CONFIGS = SCHEMA.parent
+
+
+def test_the_schema_is_current() -> None:
+    assert SCHEMA.read_text() == schema(), "run: python scripts/config_schema.py"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(_CONFIGS.rglob("*.toml")), ids=lambda path: str(path.relative_to(_CONFIGS))
+)
+def test_a_config_names_the_schema_and_runs_on_the_ranks_it_states(path: Path) -> None:
+    text = path.read_text()
+    named = re.match(r"#:schema (\S+)\n", text)
+    assert named and (path.parent / named[1]).resolve() == SCHEMA
+    ranks = re.search(r"^# Ranks: (\d+)$", text, re.MULTILINE)
+    assert ranks, "state the number of ranks that the file is made for: # Ranks: 8"
+    prepare(["--job.config_file", str(path)], int(ranks[1]), os.environ)

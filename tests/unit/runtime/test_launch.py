@@ -1,0 +1,88 @@
+"""What a process knows of its run before torch is imported, and how it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from titan_moe.runtime.launch import Launch, count_gpus, cpu_threads
+
+_TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+}
+
+
+def test_torchrun_tells_the_place_and_nobody_means_alone() -> None:
+    launch = Launch.from_environment(_TORCHRUN)
+    assert launch == Launch(5, 8, 1, 4, node_rank=1, num_nodes=2)
+    assert Launch.from_environment({}) == Launch(0, 1, 0, 1, node_rank=0, num_nodes=1)
+
+
+@pytest.mark.parametrize(
+    ("build", "visible", "expected"),
+    [
+        ("2.13.0", None, 3),
+        ("2.13.0", "0,2", 2),
+        ("2.13.0", "", 0),
+        ("2.13.0", "0,1,2,3,4", 3),
+        ("2.13.0+cpu", None, 0),
+    ],
+)
+def test_gpus_are_counted_without_torch(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    build: str,
+    visible: str | None,
+    expected: int,
+) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(metadata, "version", lambda package: build)
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert count_gpus(environment, tmp_path) == expected
+
+
+def test_ranks_share_the_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert cpu_threads(1) == cores
+    assert cpu_threads(10 * cores) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_rank_dies_with_its_launcher() -> None:
+    rank = (
+        "import time\nfrom titan_moe.runtime.launch import end_with_parent\n"
+        "end_with_parent()\nprint(flush=True)\ntime.sleep(60)"
+    )
+    launcher = (
+        "import subprocess, sys\n"
+        f"rank = subprocess.Popen([sys.executable, '-c', {rank!r}], stdout=subprocess.PIPE)\n"
+        "rank.stdout.readline()\nprint(rank.pid, flush=True)\nrank.wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+    assert _is_gone(pid, within_s=5)
+
+
+def _is_gone(pid: int, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False

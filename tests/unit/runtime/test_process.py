@@ -1,0 +1,145 @@
+"""Process group, device, seeds, garbage, profiler, log."""
+
+import gc
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_moe.config.sections import Comm, Debug, Profiling
+from titan_moe.runtime.device import backend_for, peak_flops_of, pick_device
+from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.garbage import GarbageCollector
+from titan_moe.runtime.launch import Launch
+from titan_moe.runtime.log import logger, ranks_to_log, start_logging
+from titan_moe.runtime.process import process_group
+from titan_moe.runtime.profiler import profiler
+from titan_moe.runtime.seeds import seed_everything
+
+_ALONE = """
+import datetime, os, torch, torch.distributed as dist
+from titan_moe.config.sections import Comm
+from titan_moe.runtime.launch import Launch
+from titan_moe.runtime.process import process_group, set_timeouts
+with process_group(Launch.from_environment(os.environ), Comm(), os.environ) as process:
+    assert process.is_main and dist.get_world_size() == process.world_size == 1
+    backend = dist.group.WORLD._get_backend(process.device)
+    assert backend.options._timeout == datetime.timedelta(seconds=300)
+    set_timeouts(7, [None])
+    assert backend.options._timeout == datetime.timedelta(seconds=7)
+    tensor = torch.ones(2, device=process.device)
+    dist.all_reduce(tensor)
+assert not dist.is_initialized()
+"""
+
+
+def test_one_plain_process_is_a_world_of_its_own() -> None:
+    subprocess.run([sys.executable, "-c", _ALONE], check=True)
+
+
+def test_ranks_that_cannot_meet_say_so(tmp_path: Path) -> None:
+    environment = {"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
+    with (
+        pytest.raises(RunError, match="rank 1 cannot join the process group"),
+        process_group(Launch(rank=1, world_size=2), Comm(), environment),
+    ):
+        pass
+    assert not dist.is_initialized()
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    device = pick_device(Launch(rank=1, world_size=2, local_rank=1, local_world_size=2))
+    assert device == torch.device("cuda", 1) and "nccl" in backend_for(device)
+    with pytest.raises(RunError, match="4 ranks for 2 GPUs: start with NGPU=2"):
+        pick_device(Launch(local_world_size=4))
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA B200", 2250e12),
+        ("Some future GPU", None),
+    ],
+)
+def test_peak_flops(name: str, flops: float | None) -> None:
+    assert peak_flops_of(name) == flops
+
+
+@pytest.fixture
+def plain_torch() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_a_seed_repeats_every_generator() -> None:
+    draws = []
+    for _ in range(2):
+        seed_everything(Debug(seed=2**40 + 1))
+        draws.append((torch.rand(1).item(), float(np.random.rand())))
+    assert draws[0] == draws[1]
+    assert not torch.are_deterministic_algorithms_enabled()
+    seed_everything(Debug(deterministic=True, deterministic_warn_only=True))
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+@pytest.fixture
+def plain_gc() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+@pytest.mark.usefixtures("plain_gc")
+def test_garbage_is_collected_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = GarbageCollector(3)
+    assert not gc.isenabled()
+    steps: list[int] = []
+    for step in range(1, 8):
+        monkeypatch.setattr(gc, "collect", lambda generation, step=step: steps.append(step))
+        collector.step(step)
+    assert steps == [3, 6]
+
+
+def test_traces_are_written_when_asked_for(tmp_path: Path) -> None:
+    for enabled in (False, True):
+        profiling = Profiling(enable_profiling=enabled, profile_freq=4, profiler_warmup=1)
+        with profiler(profiling, tmp_path, rank=3) as steps:
+            for _ in range(8):
+                torch.ones(2).sum()
+                steps.step()
+        found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json.gz"))
+        expected = [f"profile_traces/step-{step}/rank-3.json.gz" for step in (4, 8)]
+        assert found == (expected if enabled else [])
+
+
+@pytest.fixture
+def plain_logger() -> Iterator[None]:
+    yield
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+
+
+@pytest.mark.usefixtures("plain_logger")
+def test_only_the_ranks_asked_for_print(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(3):
+        start_logging(rank, ranks_to_log("0,2"))
+        logging.getLogger("titan_moe.trainer").info("from %d", rank)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(maxsplit=1)[1] for line in lines] == ["rank 0 from 0", "rank 2 from 2"]
+    with pytest.raises(ValueError):
+        ranks_to_log("first")
