@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titan_moe.checkpoint import checkpointer as checkpointer_module
-from titan_moe.checkpoint import storage
+from titan_moe.checkpoint import safe_reader, storage
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.checksum import checksums
 from titan_moe.checkpoint.manifest import gather_specs
@@ -243,6 +243,22 @@ def test_nodes_without_a_shared_folder_are_noticed(tmp_path):
     for line, latest in run_ranks(_disks_of_their_own, 2, tmp_path):
         assert "__1_0.distcp is missing: job.dump_folder must be one folder for all nodes" in line
         assert latest is None
+
+
+def _unreadable_on_rank_one(folder):
+    _, _, checkpointer = _run(folder, "fsdp", seed=0)
+    checkpointer.save(1, {"step": 1})
+    if dist.get_rank() == 1:
+        safe_reader.METADATA = ".nothing"
+    try:
+        checkpointer.load()
+    except RunError as error:
+        return str(error)
+
+
+def test_a_rank_that_cannot_read_stops_all(tmp_path):
+    for line in run_ranks(_unreadable_on_rank_one, 2, tmp_path):
+        assert line.endswith("step-1 is incomplete: .nothing is missing")
 
 
 def _killed_while_saving(folder, where):

@@ -2,7 +2,7 @@
 
 <dump_folder>/<checkpoint.folder>/step-N/
     .metadata, *.distcp     tensors, by torch.distributed.checkpoint: readable in any layout
-    train_state.json        step, data position, random states (not in a model-only checkpoint)
+    train_state.json        step, data position, random states (not if model only)
     manifest.json           what the above holds, with a checksum per tensor, and who wrote it
 """
 
@@ -235,13 +235,15 @@ class Checkpointer:
         specs = gather_specs(tensors)
         if problems := audit(manifest, specs, parts, self._num_experts):
             raise RunError(f"checkpoint {source} does not fit the model: {'; '.join(problems)}")
-        on_every_rank(
-            lambda: _read_tensors(tensors, source), doing=f"cannot load checkpoint {source}"
-        )
+        doing = f"cannot load checkpoint {source}"
+        # Apart from the load, whose first collective a rank that cannot read must not miss.
+        reader = on_every_rank(lambda: SafeReader(source), doing=doing)
+        on_every_rank(lambda: _read_tensors(tensors, reader), doing=doing)
         found = checksums(tensors, {name: spec.shape for name, spec in specs.items()})
         if damaged := compare_checksums(manifest, found):
             raise RunError(
-                f"checkpoint {source} is damaged: wrong checksum of {', '.join(damaged)}"
+                f"checkpoint {source} is damaged: wrong checksum of {', '.join(damaged)}; "
+                "an earlier one can be chosen with checkpoint.load_step"
             )
 
     def _load_train_state(self, source: Path, excluded: set[str]) -> dict[str, Any]:
@@ -273,9 +275,9 @@ def _check_complete(folder: Path) -> None:
         raise RunError(f"{error}: job.dump_folder must be one folder for all nodes") from None
 
 
-def _read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
+def _read_tensors(tensors: dict[str, Tensor], reader: SafeReader) -> None:
     load_tensors(
         tensors,
-        storage_reader=SafeReader(folder),
+        storage_reader=reader,
         planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
     )

@@ -23,8 +23,7 @@ _CHUNK_CPU = 2**16
 _CHUNK_GPU = 2**24
 
 _SAME_SIZE_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# 2^64 divided by the golden ratio, as a signed integer: consecutive indices spread over all 64
-# bits.
+# 2^64 divided by the golden ratio, signed: consecutive indices spread over all 64 bits.
 _SCRAMBLE = 0x9E3779B97F4A7C15 - 2**64
 _BITS = 64
 

@@ -58,8 +58,7 @@ class _AllowListUnpickler(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """A FileSystemReader whose metadata was read through the allow-list and checked against the
-    files.
+    """A FileSystemReader that has read its metadata through the allow-list and checked the files.
 
     Raises RunError when the metadata is missing, damaged or asks for anything outside the
     allow-list, and when a tensor file is missing or too short.

@@ -31,8 +31,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def begin(target: Path) -> Path:
-    """Make the folder that `target` is written into, after removing what killed saves left
-    behind."""
+    """Remove what killed saves left behind; make the folder that `target` is written into."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for path in target.parent.iterdir():
         if _ASIDE.fullmatch(path.name):
@@ -46,8 +45,7 @@ def commit(aside: Path, target: Path) -> None:
     """Make a fully written folder visible under its name, replacing an older one of that name."""
     fsync_folder(aside)
     if target.exists():
-        # No rename replaces a filled folder. A kill between these two loses only this step's
-        # checkpoint.
+        # No rename replaces a filled folder. A kill between the two loses this step's only.
         remove(target)
     aside.rename(target)
     fsync_folder(target.parent)

@@ -17,8 +17,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's per-parameter tensors, sharing memory with it, named after the model's
-    parameters.
+    """The optimizer's state, sharing memory with it, named after the model's parameters.
 
     State that does not exist yet (before the first step, or for a parameter that never had a
     gradient) is created as zeros, as torch's own first step would: the names then do not depend on
