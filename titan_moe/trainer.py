@@ -67,7 +67,7 @@ class Trainer:
     def create_seed_checkpoint(self) -> None:
         """Write the initial weights as step-0, from which any layout can start."""
         self.checkpointer.save(0, {})
-        self._say("the initial weights are %s", self.checkpointer._folder / "step-0")
+        self._say("the initial weights are %s", self.checkpointer.folder / "step-0")
 
     def train(self) -> None:
         """Train to the last step; resumes where the run's own checkpoint ended."""
@@ -78,7 +78,7 @@ class Trainer:
             self._say(
                 "%s is at step %d of training.steps=%d already: raise training.steps to go on, or "
                 "choose another job.dump_folder",
-                self.checkpointer._folder,
+                self.checkpointer.folder,
                 self.progress.step,
                 steps,
             )
@@ -145,7 +145,7 @@ class Trainer:
         if self.job.checkpoint.enable and not self.job.checkpoint.load_only and step > 1:
             if self.checkpointer.latest_step() != step - 1:
                 self.checkpointer.save(step - 1, before)
-            kept = f"the state before it is {self.checkpointer._folder}/step-{step - 1}"
+            kept = f"the state before it is {self.checkpointer.folder}/step-{step - 1}"
         raise RunError(
             f"{line}; {kept} (training.on_nonfinite='skip' would leave the update out and go on)"
         )
@@ -213,7 +213,7 @@ class Trainer:
         self._say("metrics %s", self.folder / "metrics.jsonl")
         self._say("curves  %s", self.folder / "curves.png")
         if self.checkpointer.latest_step() is not None:
-            self._say("checkpoints %s", self.checkpointer._folder)
+            self._say("checkpoints %s", self.checkpointer.folder)
         self._say(
             "next: go on with CONFIG_FILE=%s ./run_train.sh --training.steps %d",
             self.folder / "config.toml",
@@ -232,7 +232,7 @@ def _checkpointer(
         optimizer=optimizer,
         num_experts=moe.num_experts if moe is not None else 0,
         job_record=job.model_dump(mode="json"),
-        #merge_data=merge_states,
+        merge_data=merge_states,
     )
 
 

@@ -31,9 +31,8 @@ class Rope(nn.Module):
 
     def init_buffers(self) -> None:
         """Also called after the module leaves the meta device."""
-        values = inverse_frequencies(self.dim, self.config)
         if not self.inverse_frequency.is_meta:
-            self.inverse_frequency.copy_(values)
+            self.inverse_frequency.copy_(inverse_frequencies(self.dim, self.config))
 
     def forward(self, positions_BS: Tensor, dtype: torch.dtype) -> Rotation:
         """Angles in float64, cosines and sines in at least float32 of the compute `dtype`."""
