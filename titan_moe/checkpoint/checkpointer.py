@@ -15,8 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from torch.optim import Optimizer
 
 from titan_moe.checkpoint import storage
@@ -259,10 +262,24 @@ class Checkpointer:
         return state
 
 
+class _Writer(FileSystemWriter):
+    """A FileSystemWriter whose failures are the disk's own words."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch.save covers "no space left" with a complaint about its own archive.
+            first: BaseException = error
+            while first.__context__ is not None:
+                first = first.__context__
+            raise first from None
+
+
 def _write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
     save_tensors(
         tensors,
-        storage_writer=FileSystemWriter(folder, sync_files=True, thread_count=1),
+        storage_writer=_Writer(folder, sync_files=True, thread_count=1),
         planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
     )
 

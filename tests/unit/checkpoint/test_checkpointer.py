@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import shutil
 
 import pytest
@@ -371,3 +372,16 @@ def test_no_place_to_save(tmp_path):
     folder.write_text("a file in the way")
     with pytest.raises(RunError, match=f"cannot save checkpoint {folder}/checkpoint/step-1: Not a"):
         _Run(folder).save(1)
+
+
+def test_a_full_disk_is_named_as_such(folder):
+    run = _Run(folder, dim=5000)
+    run.save(1)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
+    try:
+        with pytest.raises(RunError, match="step-2: File too large"):
+            run.save(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert _names(folder) == ["step-1"]
