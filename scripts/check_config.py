@@ -10,8 +10,10 @@ import argparse
 import os
 import sys
 
+from titan_moe.config.checks import check_vocabulary
 from titan_moe.config.errors import ConfigError
 from titan_moe.data.build import check_data
+from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.failure import print_errors
 from titan_moe.runtime.launch import count_gpus, end_on_signals
 from titan_moe.train import prepare
@@ -26,8 +28,11 @@ def main(argv: list[str]) -> int:
     options, overrides = parser.parse_known_args(argv)
     ranks = options.ranks_per_node or count_gpus(os.environ) or _CPU_RANKS
     try:
-        job, _ = prepare(overrides, ranks * options.nodes, os.environ)
+        job, model = prepare(overrides, ranks * options.nodes, os.environ)
         if problems := check_data(job.training, job.validation, job.model.tokenizer_path):
+            raise ConfigError(problems)
+        tokenizer = load_tokenizer(job.model.tokenizer_path)
+        if problems := check_vocabulary(job, model, tokenizer.vocab_size):
             raise ConfigError(problems)
     except ConfigError as error:
         print_errors(error.lines)

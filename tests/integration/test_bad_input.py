@@ -1,0 +1,205 @@
+"""Bad input through run_train.sh: one clear line, the right exit code, nothing overwritten.
+
+A case prepares its folder and returns what is wrong with the run; it may leave files there, which
+must still be the same afterwards.
+"""
+
+import gzip
+import hashlib
+import resource
+import socket
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.launching import command, environment, run_train
+
+_CONFIG, _RUN = 2, 1
+
+
+@dataclass
+class Bad:
+    """One bad input and what must be said about it."""
+
+    code: int
+    words: list[str]
+    overrides: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, Any] = field(default_factory=dict)
+    max_file_bytes: int = resource.RLIM_INFINITY
+    changes: set[str] = field(default_factory=set)
+    """Files that a run which starts well writes before it fails."""
+    held: Any = None
+    """Kept alive until the run has ended."""
+
+
+Case = Callable[[Path], Bad]
+
+
+def unknown_key(folder: Path) -> Bad:
+    words = ["training.stepz = 3", "did you mean training.steps?"]
+    return Bad(_CONFIG, words, {"training__stepz": 3})
+
+
+def key_of_torchtitan(folder: Path) -> Bad:
+    words = ["compile.backend = inductor", "not available yet"]
+    return Bad(_CONFIG, words, {"compile__backend": "inductor"})
+
+
+def wrong_type(folder: Path) -> Bad:
+    words = ['training.steps = "many"', "valid integer"]
+    return Bad(_CONFIG, words, {"training__steps": "many"})
+
+
+def no_such_flavor(folder: Path) -> Bad:
+    words = ["model.flavor='debugmodle'", "did you mean 'debugmodel'?"]
+    return Bad(_CONFIG, words, {"model__flavor": "debugmodle"})
+
+
+def degree_that_does_not_divide(folder: Path) -> Bad:
+    words = ["parallelism.expert_parallel_degree=3 must divide num_experts="]
+    return Bad(_CONFIG, words, {"parallelism__expert_parallel_degree": 3}, {"NGPU": 3})
+
+
+def eight_ranks_started_with_two(folder: Path) -> Bad:
+    words = ["dp_shard 8 = 8 ranks, but this run has 2", "NGPU=8"]
+    return Bad(_CONFIG, words, {"parallelism__data_parallel_shard_degree": 8}, {"NGPU": 2})
+
+
+def missing_config_file(folder: Path) -> Bad:
+    return Bad(_CONFIG, ["nowhere.toml", "No such file"], variables={"CONFIG_FILE": "nowhere.toml"})
+
+
+def _data(path: Path, *words: str) -> Bad:
+    overrides = {"training__dataset": "text", "training__dataset_path": path}
+    return Bad(_CONFIG, [str(path), *words], overrides)
+
+
+def missing_data(folder: Path) -> Bad:
+    return _data(folder / "nowhere.txt")
+
+
+def empty_data(folder: Path) -> Bad:
+    (folder / "data.txt").touch()
+    return _data(folder / "data.txt")
+
+
+def unreadable_data(folder: Path) -> Bad:
+    path = folder / "data.txt.gz"
+    path.write_bytes(gzip.compress(b"some text to read\n" * 10_000)[:100])
+    return _data(path, "cannot be read")
+
+
+def data_smaller_than_one_batch(folder: Path) -> Bad:
+    (folder / "data.txt").write_text("a few words\n")
+    words = ["1 documents", "2 rows", "training.repeat_dataset=true"]
+    return replace(_data(folder / "data.txt"), words=words)
+
+
+def tokenizer_larger_than_vocabulary(folder: Path) -> Bad:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    vocabulary = {f"word{n}": n for n in range(100_000)} | {"<eos>": 100_000}
+    Tokenizer(WordLevel(vocabulary, unk_token="word0")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    words = ["model.tokenizer_path", "100001", "vocab_size"]
+    return Bad(_CONFIG, words, {"model__tokenizer_path": folder})
+
+
+def truncated_checkpoint(folder: Path) -> Bad:
+    _make_checkpoint(folder)
+    largest = max(folder.glob("checkpoint/step-1/**/*"), key=lambda path: path.stat().st_size)
+    with largest.open("r+b") as file:
+        file.truncate(largest.stat().st_size // 2)
+    return Bad(_RUN, ["step-1"], {"checkpoint__enable": True})
+
+
+def checkpoint_of_another_model(folder: Path) -> Bad:
+    _make_checkpoint(folder, model__flavor="debugmodel")
+    return Bad(_RUN, ["step-1"], {"checkpoint__enable": True})
+
+
+def foreign_checkpoint(folder: Path) -> Bad:
+    foreign = folder / "foreign" / "step-1"
+    foreign.mkdir(parents=True)
+    (foreign / "model.bin").write_bytes(b"not ours")
+    overrides = {"checkpoint__enable": True, "checkpoint__initial_load_path": foreign}
+    return Bad(_RUN, [str(foreign)], overrides)
+
+
+def full_disk(folder: Path) -> Bad:
+    # A mount needs root: a limit on file sizes fails the same writes.
+    _make_checkpoint(folder)
+    words = ["cannot save checkpoint", "step-2"]
+    bad = Bad(_RUN, words, {"checkpoint__enable": True}, max_file_bytes=2**18)
+    return replace(bad, changes={"config.toml", "metrics.jsonl"})
+
+
+def unwritable_folder(folder: Path) -> Bad:
+    (folder / "file").touch()
+    overrides = {"job__dump_folder": folder / "file" / "outputs"}
+    return Bad(_RUN, ["job.dump_folder", "Not a directory"], overrides)
+
+
+def port_in_use(folder: Path) -> Bad:
+    server = socket.create_server(("", 0))
+    endpoint = f"localhost:{server.getsockname()[1]}"
+    variables = {"NNODES": 2, "NODE_RANK": 0, "RDZV_ENDPOINT": endpoint}
+    return Bad(_RUN, [endpoint, "in use"], variables=variables, held=server)
+
+
+CASES: list[Case] = [
+    unknown_key,
+    key_of_torchtitan,
+    wrong_type,
+    no_such_flavor,
+    degree_that_does_not_divide,
+    eight_ranks_started_with_two,
+    missing_config_file,
+    missing_data,
+    empty_data,
+    unreadable_data,
+    data_smaller_than_one_batch,
+    tokenizer_larger_than_vocabulary,
+    truncated_checkpoint,
+    checkpoint_of_another_model,
+    foreign_checkpoint,
+    full_disk,
+    unwritable_folder,
+    port_in_use,
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_one_line(tmp_path: Path, case: Case) -> None:
+    bad = case(tmp_path)
+    before = _digests(tmp_path, without=bad.changes)
+    ended = subprocess.run(
+        command(tmp_path, **bad.overrides),
+        env=environment(**bad.variables),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (bad.max_file_bytes,) * 2),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.stderr.count("\n") == 1, ended.stderr
+    assert ended.stderr.startswith("error: ")
+    for word in bad.words:
+        assert word in ended.stderr
+    assert ended.returncode == bad.code
+    assert before.items() <= _digests(tmp_path, without=bad.changes).items()
+
+
+def _make_checkpoint(folder: Path, **overrides: Any) -> None:
+    """A finished run of one step in `folder`."""
+    made = run_train(folder, training__steps=1, checkpoint__enable=True, **overrides)
+    assert made.returncode == 0, made.stderr
+
+
+def _digests(folder: Path, without: set[str]) -> dict[Path, str]:
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in without]
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

@@ -1,0 +1,119 @@
+"""run_train.sh: ranks, nodes, signals, dead ranks."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launching import REPO, command, environment, run_train
+
+_ENDLESS = 100_000
+
+
+def test_two_ranks_train_and_the_saved_config_repeats_the_run(tmp_path: Path) -> None:
+    first = run_train(tmp_path / "a", {"NGPU": 2}, parallelism__expert_parallel_degree=2)
+    assert first.returncode == 0, first.stderr
+    assert "torchrun --nproc-per-node 2" in first.stdout and not first.stderr
+    saved = tmp_path / "a" / "config.toml"
+    again = subprocess.run(
+        [REPO / "run_train.sh", "--job.dump_folder", tmp_path / "b"],
+        env=environment(NGPU=2, CONFIG_FILE=saved),
+        capture_output=True,
+        text=True,
+    )
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "b" / "config.toml").read_text() == saved.read_text().replace(
+        str(tmp_path / "a"), str(tmp_path / "b")
+    )
+
+
+def test_help_needs_no_run() -> None:
+    shown = subprocess.run(
+        [REPO / "run_train.sh", "--help"], env=environment(), capture_output=True, text=True
+    )
+    assert shown.returncode == 0 and "--training.steps int" in shown.stdout
+
+
+def test_two_nodes_meet(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        endpoint = f"localhost:{probe.getsockname()[1]}"
+    nodes = [
+        subprocess.Popen(
+            command(tmp_path, parallelism__expert_parallel_degree=2),
+            env=environment(NNODES=2, NODE_RANK=node, RDZV_ENDPOINT=endpoint, LOG_RANK="0,1"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    words = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], words
+    assert (tmp_path / "config.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "to_the_terminal", "code"),
+    [(signal.SIGINT, True, 130), (signal.SIGINT, False, 130), (signal.SIGTERM, False, 143)],
+)
+def test_a_signal_ends_all_ranks_and_says_where_the_files_are(
+    tmp_path: Path, number: signal.Signals, to_the_terminal: bool, code: int
+) -> None:
+    process = _start_endless(tmp_path)
+    start = time.monotonic()
+    (os.killpg if to_the_terminal else os.kill)(process.pid, number)
+    words, _ = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert time.monotonic() - start < 10
+    assert words.splitlines()[-1] == f"interrupted; the files of this run are in {tmp_path}"
+    assert not _pids(tmp_path)
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    process = _start_endless(tmp_path)
+    (rank_1,) = [pid for pid in _pids(tmp_path) if _variable(pid, "RANK") == "1"]
+    os.kill(rank_1, signal.SIGKILL)
+    words, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert words.splitlines()[-1].startswith("error: rank 1 was killed by SIGKILL")
+    assert not _pids(tmp_path)
+
+
+def _start_endless(folder: Path) -> subprocess.Popen[str]:
+    """A run of two ranks that has taken its first step, in a process group of its own."""
+    process = subprocess.Popen(
+        command(folder, training__steps=_ENDLESS),
+        env=environment(NGPU=2),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+    )
+    metrics = folder / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.1)
+    return process
+
+
+def _pids(folder: Path) -> list[int]:
+    """Processes with the run's folder on their command line."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(folder) in (entry / "cmdline").read_text():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def _variable(pid: int, name: str) -> str | None:
+    pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return next((pair.partition("=")[2] for pair in pairs if pair.startswith(f"{name}=")), None)
