@@ -137,7 +137,7 @@ def build_validation(
         if feed.size == 0:
             raise ConfigError(
                 [
-                    f"{source.key}dataset={source.dataset!r} has too few documents to hold one "
+                    f"{feed.name} has too few documents to hold one "
                     "out: name a validation.dataset, or set validation.enable=false"
                 ]
             )
@@ -200,11 +200,12 @@ def _open_feed(
         tokenizer=tokenizer.fingerprint,
         seed=seed,
     )
+    name = f"{source.key}dataset={source.dataset!r}"
     if isinstance(opened, Corpus):
         shuffle = seed if split is Split.TRAIN else None
-        return CorpusFeed(source.dataset, opened, split=split, seed=shuffle, repeat=repeat)
+        return CorpusFeed(name, opened, split=split, seed=shuffle, repeat=repeat)
     return StreamFeed(
-        source.dataset,
+        name,
         opened,
         split=split,
         rows=rows,
@@ -219,7 +220,7 @@ def _check_size(feed: Feed, global_batch_size: int, *, repeat: bool) -> None:
         return
     raise ConfigError(
         [
-            f"training.dataset={feed.name!r} has {feed.size:,} documents to train on, fewer "
+            f"{feed.name} has {feed.size:,} documents to train on, fewer "
             f"than the {global_batch_size:,} rows of training.global_batch_size: add documents, "
             "choose a smaller global_batch_size, or set training.repeat_dataset=true"
         ]

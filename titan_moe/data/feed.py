@@ -35,7 +35,7 @@ class Feed(Protocol):
     """Documents by position."""
 
     name: str
-    """The source, as the user named it."""
+    """The source as its key and value in the configuration."""
     fingerprint: str
 
     @property
@@ -143,6 +143,7 @@ class StreamFeed:
                 found, document = waiting.popleft()
                 if found == position:
                     return document
+            assert position >= self._position, "read past already"
             self._read_one()
 
     def mark(self, oldest: int) -> Any:

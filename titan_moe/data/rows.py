@@ -122,7 +122,7 @@ class RowStream:
         except OutOfDocumentsError:
             of = "" if feed.size is None else f" of the {feed.size:,} documents of an epoch"
             raise RunError(
-                f"training.dataset={feed.name!r} ran out: row {self.row} of the global batch of "
+                f"{feed.name} ran out: row {self.row} of the global batch of "
                 f"{self._global_batch_size} has used up its {self._read[part]:,}{of} and "
                 f"{self._blend.tokens[part]:,} tokens; set training.repeat_dataset=true to start "
                 "it again, or train fewer steps"

@@ -48,6 +48,10 @@ CONTENTS = [
         "training.repeat_dataset=true",
     ),
     (
+        {"blend": [{"dataset": "stdlib"}, {"dataset": "json", "dataset_path": "{}/few.json"}]},
+        r"training.blend\[1\].dataset='json' has 4 documents",
+    ),
+    (
         {"dataset": "stdlb"},
         "training.dataset='stdlb', read from the Hugging Face hub, cannot be opened",
     ),

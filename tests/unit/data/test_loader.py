@@ -8,7 +8,7 @@ from tests.unit.data.oracles import random_texts, slow_rows, write_jsonl
 from titan_moe.config.sections import Dataset, Training
 from titan_moe.data.build import build_loader
 from titan_moe.data.documents import Document
-from titan_moe.data.feed import CorpusFeed, Split
+from titan_moe.data.feed import CorpusFeed, Split, StreamFeed
 from titan_moe.data.loader import merge_states
 from titan_moe.data.stdlib import StdlibCorpus
 from titan_moe.data.tokenizer import load_tokenizer
@@ -47,11 +47,12 @@ def take(ranks, steps):
 
 
 @pytest.fixture
-def files(tmp_path):
+def files(tmp_path, monkeypatch):
+    monkeypatch.setattr(StreamFeed, "_MARK_EVERY", 8)  # So that the ranks' marks differ.
     return {
         "json": write_jsonl(tmp_path / "a.jsonl", random_texts(400)),
         "c4": str(tmp_path / "hub"),
-        "hub": write_jsonl(tmp_path / "hub" / "b.json", random_texts(3000, seed=1)),
+        "hub": write_jsonl(tmp_path / "hub" / "b.json", random_texts(200, seed=1)),
     }
 
 
