@@ -17,15 +17,20 @@ set -euo pipefail
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-repo=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=scripts/environment.sh
-source "$repo/scripts/environment.sh"
-use_environment
+source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
+use_environment ""
 
 case " $* " in
     *" --help "* | *" -h "*) exec "$PYTHON" -m titan_moe.train --help ;;
 esac
 
+for name in NGPU NNODES NODE_RANK; do
+    if [[ -n ${!name:-} && ! ${!name} =~ ^[0-9]+$ ]]; then
+        echo "error: $name=${!name} must be a whole number" >&2
+        exit 2
+    fi
+done
 nodes=${NNODES:-1}
 node=${NODE_RANK:-0}
 endpoint=${RDZV_ENDPOINT:-}

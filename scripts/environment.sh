@@ -1,11 +1,13 @@
+# shellcheck shell=bash
 # Sourced by run_train.sh and scripts/test.sh: finds or makes the Python environment.
-#
-# use_environment [EXTRA] sets $PYTHON to the active environment's Python if titan_moe's dependencies
-# (and those of EXTRA, such as "dev") are installed there, else to that of .venv, which is made if need
-# be. $repo is the repository.
 
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# use_environment EXTRA sets $PYTHON to the active environment's Python if titan_moe's dependencies
+# (and those of EXTRA, such as "dev", or "") are installed there, else to that of .venv, which is made
+# if need be.
 use_environment() {
-    local extra=${1:-} venv="$repo/.venv" lock
+    local extra=$1 venv="$repo/.venv" lock
     export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
     PYTHON=$(python3 -c 'import sys; print(sys.executable)') || fail "python3 is not installed"
     if has_dependencies "$PYTHON" "$extra"; then return; fi

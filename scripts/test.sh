@@ -6,9 +6,8 @@
 #   ./scripts/test.sh -k router   further arguments go to pytest
 set -euo pipefail
 
-repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/environment.sh
-source "$repo/scripts/environment.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 use_environment dev
 cd "$repo"
 

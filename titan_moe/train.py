@@ -22,7 +22,7 @@ from titan_moe.models.registry import model_config
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import report
 from titan_moe.runtime.launch import Launch, count_gpus, end_on_signals, end_with_parent
-from titan_moe.runtime.log import ranks_to_log, start_logging
+from titan_moe.runtime.log import start_logging
 
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -48,6 +48,7 @@ def prepare(
     argv: list[str], world_size: int, environment: Mapping[str, str]
 ) -> tuple[JobConfig, ModelConfig]:
     """The resolved configuration and its model's dimensions; raises ConfigError."""
+    _log_ranks(environment)
     job = load_job(argv)
     model = model_config(job.model.name, job.model.flavor)
     if problems := check(job, model, world_size, num_gpus=count_gpus(environment)):
@@ -57,18 +58,22 @@ def prepare(
 
 def _run(argv: list[str], environment: Mapping[str, str], launch: Launch) -> None:
     job, model = prepare(argv, launch.world_size, environment)
-    log_rank = environment.get("LOG_RANK", "0")
-    try:
-        ranks = ranks_to_log(log_rank)
-    except ValueError:
-        raise ConfigError([f"LOG_RANK={log_rank} must be rank numbers, such as 0 or 0,1"]) from None
-    start_logging(launch.rank, ranks, color=not job.metrics.disable_color_printing)
+    color = not job.metrics.disable_color_printing
+    start_logging(launch.rank, _log_ranks(environment), color=color)
 
     from titan_moe.runtime.process import process_group
     from titan_moe.trainer import train
 
     with process_group(launch, job.comm, environment) as process:
         train(job, model, process)
+
+
+def _log_ranks(environment: Mapping[str, str]) -> set[int]:
+    text = environment.get("LOG_RANK", "0")
+    try:
+        return {int(rank) for rank in text.split(",")}
+    except ValueError:
+        raise ConfigError([f"LOG_RANK={text} must be rank numbers, such as 0 or 0,1"]) from None
 
 
 def _explain(error: BaseException, rank: int) -> tuple[list[str], int, bool]:

@@ -69,6 +69,14 @@ def eight_ranks_started_with_two(folder: Path) -> Bad:
     return Bad(_CONFIG, words, {"parallelism__data_parallel_shard_degree": 8}, {"NGPU": 2})
 
 
+def no_rank_to_log(folder: Path) -> Bad:
+    return Bad(_CONFIG, ["LOG_RANK=first", "0 or 0,1"], variables={"LOG_RANK": "first"})
+
+
+def no_number_of_ranks(folder: Path) -> Bad:
+    return Bad(_CONFIG, ["NGPU=all", "whole number"], variables={"NGPU": "all"})
+
+
 def missing_config_file(folder: Path) -> Bad:
     return Bad(_CONFIG, ["nowhere.toml", "No such file"], variables={"CONFIG_FILE": "nowhere.toml"})
 
@@ -159,6 +167,8 @@ CASES: list[Case] = [
     no_such_flavor,
     degree_that_does_not_divide,
     eight_ranks_started_with_two,
+    no_rank_to_log,
+    no_number_of_ranks,
     missing_config_file,
     missing_data,
     empty_data,

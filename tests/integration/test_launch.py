@@ -1,9 +1,11 @@
 """run_train.sh: ranks, nodes, signals, dead ranks."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -57,6 +59,51 @@ def test_two_nodes_meet(tmp_path: Path) -> None:
     assert (tmp_path / "config.toml").exists()
 
 
+def test_slurm_starts_run_train_once_per_node(tmp_path: Path) -> None:
+    """On stand-ins for Slurm's commands: srun runs its command once for each of two nodes."""
+    programs = {
+        "scontrol": 'printf "%s\\n" node7 node8',
+        "srun": 'shift; for SLURM_PROCID in 0 1; do export SLURM_PROCID; "$@"; done',
+        "run_train.sh": 'echo "$NNODES $NODE_RANK $RDZV_ENDPOINT $*"',
+    }
+    for name, script in programs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {
+        "SLURM_SUBMIT_DIR": tmp_path,
+        "SLURM_JOB_NUM_NODES": 2,
+        "SLURM_JOB_NODELIST": "node[7-8]",
+    }
+    started = subprocess.run(
+        [REPO / "scripts" / "slurm_train.sh", "--training.steps", "3"],
+        env=environment(**slurm, PATH=f"{tmp_path}:{os.environ['PATH']}"),
+        capture_output=True,
+        text=True,
+    )
+    lines = [f"2 {node} node7:29500 --training.steps 3" for node in range(2)]
+    assert started.stdout.splitlines() == lines, started.stderr
+
+
+@pytest.mark.parametrize(
+    ("requirements", "installed"),
+    [
+        (["pydantic>=2", "no-such-package; python_version < '3'"], True),
+        (["pydantic<2"], False),
+        (["no-such-package"], False),
+    ],
+)
+def test_an_environment_counts_only_if_it_has_everything(
+    tmp_path: Path, requirements: list[str], installed: bool
+) -> None:
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(REPO / "scripts" / "has_dependencies.py", tmp_path / "scripts")
+    (tmp_path / "pyproject.toml").write_text(
+        f"[project]\ndependencies = []\n[project.optional-dependencies]\ndev = {requirements}\n"
+    )
+    assert subprocess.run([sys.executable, script, "dev"]).returncode == (not installed)
+    assert subprocess.run([sys.executable, script]).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("number", "to_the_terminal", "code"),
     [(signal.SIGINT, True, 130), (signal.SIGINT, False, 130), (signal.SIGTERM, False, 143)],
@@ -92,7 +139,7 @@ def _start_endless(folder: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        process_group=0,
+        start_new_session=True,
     )
     metrics = folder / "metrics.jsonl"
     deadline = time.monotonic() + 60

@@ -68,7 +68,7 @@ def explain(records: Path, page: Path, endpoint: str) -> tuple[list[str], int]:
         return [f"the port of RDZV_ENDPOINT={endpoint} is in use: choose another port"], 1
     if _UNREACHABLE.search(text):
         return [f"the nodes could not meet at RDZV_ENDPOINT={endpoint}: see {page}"], 1
-    return [f"torchrun failed before any rank started; its words are in {page}"], 1
+    return [f"torchrun ended without naming a rank; its words are in {page}"], 1
 
 
 def _killed(rank: int, number: int, page: Path) -> str:

@@ -8,11 +8,6 @@ logger = logging.getLogger("titan_moe")
 _GREY, _YELLOW, _RED, _PLAIN = "\033[90m", "\033[33m", "\033[31m", "\033[0m"
 
 
-def ranks_to_log(text: str) -> set[int]:
-    """Read LOG_RANK: rank numbers separated by commas. Raises ValueError for anything else."""
-    return {int(rank) for rank in text.split(",")}
-
-
 def start_logging(rank: int, ranks: set[int], *, color: bool = True) -> None:
     """Print the logger's lines if `rank` is among `ranks`; colours need a terminal as well."""
     logger.handlers.clear()

@@ -70,7 +70,7 @@ def test_an_unforeseen_exception_names_the_file_with_its_traceback(tmp_path: Pat
     [
         ("DistNetworkError: ... port: 29500 EADDRINUSE", "port of RDZV_ENDPOINT=node0:29500"),
         ("RendezvousConnectionError: failed", "could not meet at RDZV_ENDPOINT=node0:29500"),
-        ("", "before any rank started"),
+        ("", "without naming a rank"),
         (_PAGE.format(first=-15, root=3), "rank 0 ended with exit code 3"),
     ],
 )
