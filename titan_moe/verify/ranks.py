@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "titan_moe.verify.ranks"]
+# What every rank would import anyway; FSDP2 and the first optimizer bring in torch._dynamo.
+_PRELOAD = ["torch", "torch._dynamo", "titan_moe.trainer", "titan_moe.verify.ranks"]
 
 
 class RankError(RuntimeError):

@@ -19,7 +19,7 @@ FLAVORS: dict[str, ModelConfig] = {
         num_layers=4,
         num_dense_layers=1,
         hidden_dim=384,
-        init_std=0.06,
+        init_std=0.04,
         attention=MLAConfig(
             num_heads=4, q_rank=None, kv_rank=64, nope_dim=32, rope_dim=16, v_dim=32
         ),
