@@ -1,0 +1,231 @@
+"""Tokens/s and peak memory of the debug models on the CPU, at 1 and at 2 ranks.
+
+    python scripts/bench/training.py                               # every row, 3 rounds
+    python scripts/bench/training.py --rows '2M.*float32' --rounds 1 --json figures.json
+
+Each row is a real run (`torchrun -m titan_moe.train` on the Python sources, all of the loop but
+validation and checkpoints) and its metrics.jsonl. The rows take turns, so that a slow spell of the
+machine hits all of them. Every row computes on 2 threads in all: one per rank at 2 ranks.
+
+Tokens/s are those of the whole job: the median over the steps from the 6th on of all rounds, with
+the slowest and the fastest step. Peak memory is rank 0's resident set, Python and torch included.
+The last column is the model's FLOP/s, without recomputation, as a share of what a plain matrix
+product in the row's compute type reaches on the same threads.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+from tqdm import tqdm
+
+from titan_moe.metrics.jsonl import read_json_lines
+
+_REPO = Path(__file__).resolve().parents[2]
+_THREADS = 2
+_SEQ_LEN = 256
+_GLOBAL_BATCH_SIZE = 8
+_WARMUP_STEPS = 5
+_MATMUL_SIZES = (512, 1024, 2048)
+
+_MODELS = ("deepseek_v3/2M", "deepseek_v3/debugmodel", "qwen3/debugmodel_moe")
+_DTYPES = ("float32", "bfloat16")
+# (layout, ranks, expert_parallel_degree)
+_LAYOUTS = (("1 rank", 1, 1), ("FSDP 2", 2, 1), ("FSDP 2, EP 2", 2, 2))
+
+_COLUMNS = ("model", "compute", "layout", "tokens/s", "min-max", "peak GiB", "GFLOP/s", "of matmul")
+
+
+@dataclass
+class Row:
+    """One line of the table, and what its runs measured so far."""
+
+    model: str
+    dtype: str
+    layout: str
+    num_ranks: int
+    expert_parallel_degree: int
+    tokens_per_second: list[float] = field(default_factory=list)
+    """One value per step from the 6th on, of all rounds."""
+    tflops: list[float] = field(default_factory=list)
+    """As tokens_per_second; of all ranks together."""
+    peak_gib: list[float] = field(default_factory=list)
+    """One value per round."""
+
+    @property
+    def name(self) -> str:
+        """What --rows is matched against."""
+        return f"{self.model} {self.dtype} {self.layout}"
+
+    def add(self, lines: list[dict[str, float]]) -> None:
+        """Take the metrics.jsonl of one run."""
+        for line in lines[_WARMUP_STEPS:]:
+            self.tokens_per_second.append(line["tokens_per_second"])
+            self.tflops.append(line["tflops_per_device"] * self.num_ranks)
+        self.peak_gib.append(lines[-1]["memory/peak_gib"])
+
+    def cells(self, matmul_tflops: float) -> list[str]:
+        """The texts of the table's columns; `matmul_tflops` in this row's type."""
+        rates = self.tokens_per_second
+        tflops = statistics.median(self.tflops)
+        return [
+            self.model,
+            self.dtype,
+            self.layout,
+            f"{statistics.median(rates):,.0f}",
+            f"{min(rates):,.0f}-{max(rates):,.0f}",
+            f"{statistics.median(self.peak_gib):.2f}",
+            f"{1e3 * tflops:.1f}",
+            f"{tflops / matmul_tflops:.0%}",
+        ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=30, help="steps of each run")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each row")
+    parser.add_argument("--rows", metavar="PATTERN", default="", help="regular expression")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write every measured value")
+    arguments = parser.parse_args()
+    if arguments.steps <= _WARMUP_STEPS:
+        parser.error(f"--steps {arguments.steps} must be more than the {_WARMUP_STEPS} left out")
+    rows = [row for row in all_rows() if re.search(arguments.rows, row.name)]
+    if not rows:
+        names = "\n  ".join(row.name for row in all_rows())
+        parser.error(f"--rows {arguments.rows!r} matches none of\n  {names}")
+
+    torch.set_num_threads(_THREADS)
+    matmul: dict[str, dict[int, list[float]]] = {
+        dtype: {size: [] for size in _MATMUL_SIZES} for dtype in _DTYPES
+    }
+    with tqdm(total=arguments.rounds * len(rows), unit="run") as progress:
+        for _ in range(arguments.rounds):
+            for dtype, rates in matmul.items():
+                for size in rates:
+                    rates[size].append(matmul_tflops(size, getattr(torch, dtype)))
+            for row in rows:
+                progress.set_description(row.name)
+                row.add(run(row, arguments.steps))
+                progress.update()
+
+    print_tables(rows, matmul)
+    if arguments.json:
+        figures = {
+            "torch": torch.__version__,
+            "matmul_tflops": matmul,
+            "rows": [asdict(row) for row in rows],
+        }
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def all_rows() -> list[Row]:
+    return [
+        Row(model, dtype, *layout) for model in _MODELS for dtype in _DTYPES for layout in _LAYOUTS
+    ]
+
+
+def run(row: Row, steps: int) -> list[dict[str, float]]:
+    """Train once and return the logged steps; ends this script when the run fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "bench.toml"
+        config.write_text(tomli_w.dumps(job_tables(row, steps, folder)), encoding="utf-8")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        module = ["-m", "titan_moe.train", "--job.config_file", str(config)]
+        threads = {"OMP_NUM_THREADS": str(_THREADS // row.num_ranks), "CUDA_VISIBLE_DEVICES": ""}
+        finished = subprocess.run(
+            [*torchrun, f"--nproc-per-node={row.num_ranks}", *module],
+            cwd=_REPO,
+            env=os.environ | threads,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if finished.returncode:
+            sys.exit(f"{finished.stdout}\n{row.name}: the run failed")
+        return read_json_lines(Path(folder) / "metrics.jsonl")
+
+
+def job_tables(row: Row, steps: int, folder: str) -> dict[str, dict[str, Any]]:
+    """The configuration of a row's run."""
+    name, flavor = row.model.split("/")
+    return {
+        "job": {"dump_folder": folder},
+        "metrics": {"log_freq": 1},
+        "model": {"name": name, "flavor": flavor},
+        "training": {
+            "dataset": "stdlib",
+            "steps": steps,
+            "seq_len": _SEQ_LEN,
+            "local_batch_size": _GLOBAL_BATCH_SIZE // row.num_ranks,
+            "global_batch_size": _GLOBAL_BATCH_SIZE,
+            "mixed_precision_param": row.dtype,
+        },
+        "lr_scheduler": {"warmup_steps": 2},
+        "parallelism": {"expert_parallel_degree": row.expert_parallel_degree},
+        "activation_checkpoint": {"mode": "none"},
+    }
+
+
+def matmul_tflops(size: int, dtype: torch.dtype, repeats: int = 5) -> float:
+    """TFLOP/s of a square matrix product in this process: the median of `repeats`."""
+    a, b = torch.randn(2, size, size).to(dtype)
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        a @ b
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(seconds[1:]) / 1e12
+
+
+def print_tables(rows: list[Row], matmul: dict[str, dict[int, list[float]]]) -> None:
+    """The machine's rates, then the rows; both on standard output."""
+    print(f"torch {torch.__version__}, {_THREADS} of {os.cpu_count()} cores")
+    print("\nmatrix product, one process, GFLOP/s (median, slowest-fastest of the rounds)")
+    print(f"{'':<10}" + "".join(f"{size:>18}" for size in _MATMUL_SIZES))
+    for dtype, rates in matmul.items():
+        cells = [spread(values) for values in rates.values()]
+        print(f"{dtype:<10}" + "".join(f"{cell:>18}" for cell in cells))
+
+    print(f"\n{_GLOBAL_BATCH_SIZE} rows of {_SEQ_LEN} tokens a step")
+    print_row(*_COLUMNS)
+    for row in rows:
+        print_row(*row.cells(best_rate(matmul[row.dtype])))
+
+
+def spread(tflops: list[float]) -> str:
+    """Median, minimum and maximum, as GFLOP/s."""
+    low, middle, high = (
+        f"{1e3 * value:.0f}" for value in (min(tflops), statistics.median(tflops), max(tflops))
+    )
+    return f"{middle} ({low}-{high})"
+
+
+def best_rate(rates: dict[int, list[float]]) -> float:
+    """The rate of the size that is fastest in the median."""
+    return max(statistics.median(values) for values in rates.values())
+
+
+def print_row(*cells: str) -> None:
+    widths = (-23, -9, -13, 9, 16, 9, 9, 10)
+    aligned = (
+        f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}"
+        for cell, width in zip(cells, widths, strict=True)
+    )
+    print(" ".join(aligned))
+
+
+if __name__ == "__main__":
+    main()
