@@ -1,0 +1,186 @@
+"""A run that stops and goes on is the run that never stopped: the same bits."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from titan_moe.config.job import JobConfig
+from titan_moe.verify.ranks import RankError, run_ranks
+
+STEPS = 20
+
+
+def make_job(folder: Path, *, steps: int = STEPS, dtype: str = "float32", **tables) -> JobConfig:
+    base = {
+        "job": {"dump_folder": str(folder)},
+        "model": {"flavor": "2M"},
+        "training": {
+            "dataset": "synthetic",
+            "local_batch_size": 2,
+            "global_batch_size": 8,
+            "seq_len": 64,
+            "steps": steps,
+            "mixed_precision_param": dtype,
+        },
+        "lr_scheduler": {"total_steps": STEPS, "warmup_steps": 5},
+        "moe": {"global_aux_loss_weight": 0.01},
+        "activation_checkpoint": {"mode": "none"},
+        "checkpoint": {"enable": True, "interval": 5},
+        "metrics": {"log_freq": 1},
+    }
+    return JobConfig.model_validate(
+        {**base, **{key: {**base.get(key, {}), **table} for key, table in tables.items()}}
+    )
+
+
+def train_here(job: JobConfig, *, disturb: bool = False, kill: tuple[str, int] | None = None):
+    """Train on this rank; `disturb` starts from other random states and a warm thread pool."""
+    import torch
+    import torch.distributed as dist
+
+    from titan_moe.models.registry import model_config
+    from titan_moe.runtime.process import Process
+    from titan_moe.trainer import train
+
+    if disturb:
+        torch.manual_seed(12345)
+        torch.set_num_threads(2)
+        (torch.randn(700, 700) @ torch.randn(700, 700)).sum()
+        torch.set_num_threads(1)
+    if kill is not None:
+        _plant_kill(*kill)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    process = Process(rank=rank, world_size=world_size, device=torch.device("cpu"))
+    train(job, model_config(job.model.name, job.model.flavor), process)
+
+
+def disturbed(job: JobConfig):
+    train_here(job, disturb=True)
+
+
+def killed(job: JobConfig, where: str, rank: int):
+    train_here(job, kill=(where, rank))
+
+
+def _plant_kill(where: str, rank: int) -> None:
+    """Let this process die by SIGKILL in the second half of the run."""
+    import torch.distributed as dist
+
+    from titan_moe import train_step
+    from titan_moe.checkpoint import checkpointer, storage
+
+    if dist.get_rank() != rank:
+        return
+
+    def die(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if where == "in a step":
+        calls = iter(range(100))
+        update = train_step.update_routers
+        train_step.update_routers = lambda *args: die() if next(calls) == 12 else update(*args)
+        return
+    module, name = {
+        "writing tensors": (checkpointer, "_write_tensors"),
+        "before the rename": (storage, "commit"),
+    }[where]
+    saves = iter(range(100))
+    original = getattr(module, name)
+
+    def die_at_the_third(*args, **kwargs):
+        return die() if next(saves) == 2 else original(*args, **kwargs)
+
+    setattr(module, name, die_at_the_third)
+
+
+def figures(folder: Path) -> list[tuple]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "balance_loss")
+    return [tuple(line[key] for key in keys) for line in lines]
+
+
+def checksums(folder: Path) -> dict:
+    """Of every parameter, buffer and optimizer tensor after the last step."""
+    return json.loads((folder / f"checkpoint/step-{STEPS}/manifest.json").read_text())["checksums"]
+
+
+def assert_same_run(ours: Path, undisturbed: Path) -> None:
+    assert [line[0] for line in figures(ours)] == list(range(1, STEPS + 1))
+    assert figures(ours) == figures(undisturbed)
+    assert checksums(ours) == checksums(undisturbed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ten_steps_and_ten_more_are_twenty(tmp_path: Path, world_size: int, dtype: str):
+    parallelism = {"expert_parallel_degree": world_size}
+    whole = make_job(tmp_path / "whole", dtype=dtype, parallelism=parallelism)
+    run_ranks(train_here, world_size, whole)
+    first = make_job(tmp_path / "halves", steps=10, dtype=dtype, parallelism=parallelism)
+    run_ranks(train_here, world_size, first)
+    second = make_job(tmp_path / "halves", dtype=dtype, parallelism=parallelism)
+    run_ranks(disturbed, world_size, second)
+    assert_same_run(tmp_path / "halves", tmp_path / "whole")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_ranks(train_here, 2, make_job(folder, parallelism={"expert_parallel_degree": 2}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "where, rank", [("in a step", 1), ("writing tensors", 1), ("before the rename", 0)]
+)
+def test_a_killed_rank_costs_steps_but_changes_nothing(
+    tmp_path: Path, undisturbed: Path, where: str, rank: int
+):
+    job = make_job(tmp_path, parallelism={"expert_parallel_degree": 2})
+    with pytest.raises(RankError):
+        run_ranks(killed, 2, job, where, rank)
+    assert not (tmp_path / f"checkpoint/step-{STEPS}").exists()
+    run_ranks(train_here, 2, job)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_every_layout_starts_from_one_seed_checkpoint_and_sees_the_same_data(tmp_path: Path):
+    seed = make_job(
+        tmp_path / "seed",
+        training={"dtype": "float64"},
+        checkpoint={"enable": True, "create_seed_checkpoint": True},
+    )
+    run_ranks(train_here, 1, seed)
+    initial = str(tmp_path / "seed/checkpoint/step-0")
+    losses = []
+    for world_size, ep in [(1, 1), (2, 1), (2, 2), (4, 2)]:
+        folder = tmp_path / f"{world_size}-{ep}"
+        job = make_job(
+            folder,
+            steps=3,
+            training={"dtype": "float64"},
+            parallelism={"expert_parallel_degree": ep},
+            checkpoint={"enable": True, "initial_load_path": initial},
+        )
+        run_ranks(train_here, world_size, job)
+        losses.append([line[1:3] for line in figures(folder)])
+    for other in losses[1:]:
+        for ours, theirs in zip(other, losses[0], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+def test_resuming_under_another_number_of_ranks_goes_on_with_the_same_data(tmp_path: Path):
+    whole = make_job(tmp_path / "whole", training={"dtype": "float64"})
+    run_ranks(train_here, 2, whole)
+    run_ranks(train_here, 1, make_job(tmp_path / "parts", steps=10, training={"dtype": "float64"}))
+    second = make_job(
+        tmp_path / "parts",
+        training={"dtype": "float64"},
+        parallelism={"expert_parallel_degree": 4},
+    )
+    run_ranks(train_here, 4, second)
+    for ours, theirs in zip(figures(tmp_path / "parts"), figures(tmp_path / "whole"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9)
