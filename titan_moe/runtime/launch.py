@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 
 
@@ -48,7 +49,9 @@ def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> 
     found = len(list(devices.glob("nvidia[0-9]*")))
     if "CUDA_VISIBLE_DEVICES" not in environment:
         return found
-    visible = [name for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    names = environment["CUDA_VISIBLE_DEVICES"].split(",")
+    # CUDA reads up to the first name that is no device; -1 is how users say none.
+    visible = list(takewhile(lambda name: name.strip() not in ("", "-1"), names))
     return min(found, len(visible))
 
 

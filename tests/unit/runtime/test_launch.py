@@ -33,6 +33,7 @@ def test_torchrun_tells_the_place_and_nobody_means_alone() -> None:
         ("2.13.0", None, 3),
         ("2.13.0", "0,2", 2),
         ("2.13.0", "", 0),
+        ("2.13.0", "-1", 0),
         ("2.13.0", "0,1,2,3,4", 3),
         ("2.13.0+cpu", None, 0),
     ],
