@@ -1,0 +1,77 @@
+"""The arithmetic of the benchmark scripts, and that what they name exists."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_BENCH = Path(__file__).resolve().parents[2] / "scripts/bench"
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(_BENCH)
+
+
+def test_a_row_leaves_the_first_steps_out_and_counts_all_ranks() -> None:
+    import training
+
+    row = training.Row("deepseek_v3/2M", "float32", "FSDP 2", 2, 1)
+    speeds = [1.0] * 5 + [100.0, 300.0, 200.0]
+    lines = [
+        {"tokens_per_second": speed, "tflops_per_device": speed / 1e4, "memory/peak_gib": 0.5 + i}
+        for i, speed in enumerate(speeds)
+    ]
+    row.add(lines)
+    cells = row.cells(matmul_tflops=0.08)
+    assert cells[3:] == ["200", "100-300", "7.50", "40.0", "50%"]
+
+
+def test_every_row_is_a_configuration_that_runs(tmp_path: Path) -> None:
+    import tomli_w
+    import training
+
+    from titan_moe.train import prepare
+
+    rows = training.all_rows()
+    assert len({row.name for row in rows}) == len(rows) == 18
+    for row in rows:
+        config = tmp_path / "bench.toml"
+        config.write_text(tomli_w.dumps(training.job_tables(row, 6, str(tmp_path))))
+        job, _ = prepare(["--job.config_file", str(config)], row.num_ranks, {})
+        assert job.training.global_batch_size == 8
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    import startup
+
+    figures = {"start": 12.0, "end": 20.0, "seconds": {"import torch": 3.0, "model": 1.0}}
+    parts = startup.parts_of(10.0, figures)
+    assert parts[startup._TORCHRUN_START] == 2.0
+    assert parts[startup._REST] == 4.0
+    assert sum(parts.values()) == 10.0
+    assert startup.not_ours(parts) == 5.0
+
+
+def test_the_clock_finds_its_functions_and_counts_the_outermost() -> None:
+    import startup_rank as rank
+
+    for _, module, name in rank.FUNCTIONS:
+        owner, attribute = rank.find(module, name)
+        assert callable(getattr(owner, attribute)), name
+
+    stopwatch = rank.Stopwatch()
+    inner = rank.timed(stopwatch, "inner", lambda: 1)
+    outer = rank.timed(stopwatch, "outer", lambda: inner() + 1)
+    assert outer() == 2
+    assert set(stopwatch.seconds) == {"outer"}
+
+
+@pytest.mark.parametrize("script", ["training.py", "startup.py"])
+def test_a_pattern_or_option_that_fits_nothing_is_refused(script: str) -> None:
+    options = {"training.py": ["--rows", "no such model"], "startup.py": ["--rounds", "many"]}
+    command = [sys.executable, str(_BENCH / script), *options[script]]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert options[script][1] in refused.stderr
