@@ -1,4 +1,5 @@
-"""From a resolved config to a sharded model: the only file that knows both models and distributed."""
+"""From a resolved config to a sharded model: the only file that knows both models and
+distributed."""
 
 from dataclasses import dataclass, replace
 
@@ -68,7 +69,8 @@ def build_sharded_model(
     # 3. Experts to their ranks, before anything else looks at parameters.
     apply_expert_parallel(list(model.moe_layers().values()), meshes)
 
-    # 4. Recomputation inside FSDP's hooks, so that a recomputed block finds its gathered parameters.
+    # 4. Recomputation inside FSDP's hooks, so that a recomputed block finds its gathered
+    # parameters.
     blocks = list(model.layers.values())
     apply_activation_checkpoint(blocks, _recompute_every(job))
 

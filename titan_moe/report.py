@@ -1,4 +1,5 @@
-"""What a run says while it trains: one line, one JSON object and one set of curves for all of it."""
+"""What a run says while it trains: one line, one JSON object and one set of curves for all of
+it."""
 
 import time
 from pathlib import Path

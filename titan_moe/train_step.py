@@ -1,7 +1,7 @@
 """One optimizer step: the gradient rule in code.
 
-The loss is a sum over target tokens, every reduction of a gradient is a plain sum, and one division by the
-global number of target tokens of the step ends it. No other divisor exists.
+The loss is a sum over target tokens, every reduction of a gradient is a plain sum, and one division
+by the global number of target tokens of the step ends it. No other divisor exists.
 """
 
 import math

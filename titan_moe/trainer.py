@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 from titan_moe.build import ShardedModel, build_sharded_model
 from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.config.checks import check_vocabulary
+from titan_moe.config.errors import ConfigError
 from titan_moe.config.job import JobConfig
-from titan_moe.config.load import save_job
+from titan_moe.config.load import as_toml, save_job
 from titan_moe.data.batch import IGNORE_INDEX, Batch
 from titan_moe.data.build import build_loader, build_validation
 from titan_moe.data.loader import merge_states
@@ -58,6 +60,9 @@ class Trainer:
         )
         self.model, self.meshes = sharded.model, sharded.meshes
         if process.is_main:
+            logger.info("%s: %s", job.job.description, self.folder)
+            if job.job.print_config:
+                logger.info("configuration:\n%s", as_toml(job))
             logger.info(layout_summary(self.model, self.meshes))
         self.optimizer = build_optimizer(job.optimizer, self.model.named_parameters())
         self.train_step = TrainStep(self.model, self.meshes, self.optimizer, job.training)
@@ -86,9 +91,7 @@ class Trainer:
         if self.process.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_job(self.job, self.folder / "config.toml")
-        self.report = Report(
-            self.job, self.model, self.process, resume_step=self.progress.step
-        )
+        self.report = Report(self.job, self.model, self.process, resume_step=self.progress.step)
         garbage = GarbageCollector(self.job.training.gc_freq)
         first = self.progress.step + 1
         with profiler(self.job.profiling, self.folder, self.process.rank) as profile:
@@ -153,6 +156,8 @@ class Trainer:
     def _open_data(self) -> None:
         job, dims = self.job, self.meshes.dims
         tokenizer = load_tokenizer(job.model.tokenizer_path)
+        if lines := check_vocabulary(job, self.model.config, tokenizer.vocab_size):
+            raise ConfigError(lines)
         rank = dims.coordinate(self.process.rank, "batch")
         num_ranks = dims.size("batch")
         seed = job.debug.seed

@@ -1,8 +1,10 @@
-"""FSDP, HSDP, DDP-only and expert parallelism train the same model as one plain process, in float64.
+"""FSDP, HSDP, DDP-only and expert parallelism train the same model as one plain process, in
+float64.
 
-The reference here is written without build.py, train_step.py or distributed: plain modules, a plain loop,
-torch's AdamW. The configuration is not an easy one: packed documents with ignored targets, unequal over
-microbatches, clipping active, weight decay, every auxiliary loss and the bias on, padded expert rows.
+The reference here is written without build.py, train_step.py or distributed: plain modules, a plain
+loop, torch's AdamW. The configuration is not an easy one: packed documents with ignored targets,
+unequal over microbatches, clipping active, weight decay, every auxiliary loss and the bias on,
+padded expert rows.
 """
 
 import math
@@ -47,7 +49,8 @@ def make_job(family: str, **tables: dict) -> JobConfig:
 
 
 def global_batch(step: int, vocab_size: int):
-    """Tokens, labels, documents of all rows; the number of ignored targets differs from row to row."""
+    """Tokens, labels, documents of all rows; the number of ignored targets differs from row to
+    row."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, vocab_size, (ROWS, SEQ_LEN + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -196,7 +199,10 @@ def worst_difference(ours: dict, reference: dict) -> tuple[float, str]:
     for step in range(STEPS):
         for key in ("loss", "norm"):
             pairs[f"{key} {step}"] = (ours[key][step], reference[key][step])
-        pairs[f"counts {step}"] = (ours["counts"][step].double(), reference["counts"][step].double())
+        pairs[f"counts {step}"] = (
+            ours["counts"][step].double(),
+            reference["counts"][step].double(),
+        )
         for name, grad in reference["grads"][step].items():
             pairs[f"gradient {step} {name}"] = (ours["grads"][step][name], grad)
     for name, parameter in reference["parameters"].items():

@@ -189,20 +189,6 @@ def _sequence_length(run: _Run) -> list[str]:
     ]
 
 
-def _schedule(run: _Run) -> list[str]:
-    schedule = run.job.lr_scheduler
-    total = schedule.total_steps or run.job.training.steps
-    decay = round((schedule.decay_ratio or 0) * total)
-    if schedule.warmup_steps + decay <= total:
-        return []
-    decaying = f" and decay_ratio={schedule.decay_ratio} ({decay} steps)" if decay else ""
-    limit = total - decay
-    return [
-        f"lr_scheduler.warmup_steps={schedule.warmup_steps}{decaying} do not fit the schedule's "
-        f"{total} steps: choose lr_scheduler.warmup_steps of at most {limit}"
-    ]
-
-
 def _compile(run: _Run) -> list[str]:
     if not run.job.compile.enable:
         return []
@@ -280,7 +266,6 @@ _RULES: list[Callable[[_Run], list[str]]] = [
     _experts,
     _global_batch,
     _sequence_length,
-    _schedule,
     _compile,
     _cpu_offload,
     _precision,

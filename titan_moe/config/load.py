@@ -66,8 +66,13 @@ def load_job(argv: list[str]) -> JobConfig:
 
 
 def save_job(job: JobConfig, path: Path) -> None:
-    """Write `job` as TOML; loading that file gives an equal config. None becomes an absent key."""
-    path.write_text(tomli_w.dumps(job.model_dump(exclude_none=True)), encoding="utf-8")
+    """Write `job` as TOML; loading that file gives an equal config."""
+    path.write_text(as_toml(job), encoding="utf-8")
+
+
+def as_toml(job: JobConfig) -> str:
+    """`job` as TOML text. None becomes an absent key."""
+    return tomli_w.dumps(job.model_dump(exclude_none=True))
 
 
 def known_keys(section: type[Section] = JobConfig, prefix: str = "") -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Recompute a block's activations in the backward instead of keeping them.
 
-The recomputation replays the routing of the forward pass: it asks no router again (rounding could send a
-token elsewhere), counts no token again, and waits for no split sizes again.
+The recomputation replays the routing of the forward pass: it asks no router again (rounding could
+send a token elsewhere), counts no token again, and waits for no split sizes again.
 """
 
 from collections.abc import Callable, Iterator

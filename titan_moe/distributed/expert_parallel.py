@@ -1,4 +1,5 @@
-"""Expert parallelism: each rank of an ep group holds a block of the experts; tokens travel to them."""
+"""Expert parallelism: each rank of an ep group holds a block of the experts; tokens travel to
+them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -42,7 +43,8 @@ class AllToAllDispatcher:
         sent_PE = tokens.counts_E.view(-1, self.num_local)
         received_PE = torch.empty_like(sent_PE)
         dist.all_to_all_single(received_PE, sent_PE, group=self.group)
-        # Host sync, once per layer: the all-to-all of the rows wants its split sizes as Python ints.
+        # Host sync, once per layer: the all-to-all of the rows wants its split sizes as Python
+        # ints.
         sent, received = torch.stack([sent_PE.sum(1), received_PE.sum(1)]).tolist()
         permuted = pad_to_alignment(received_PE, sum(received), self.row_alignment)
         return AllToAllPlan(

@@ -1,11 +1,12 @@
 """FSDP2, HSDP and plain data parallelism, by one mechanism: torch's fully_shard.
 
-Every reduction is a plain sum (see parallelism.md's gradient rule). Data parallelism alone is HSDP whose
-shard axis has one rank.
+Every reduction is a plain sum (see parallelism.md's gradient rule). Data parallelism alone is HSDP
+whose shard axis has one rank.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -53,7 +54,8 @@ def apply_fsdp(
     meshes: Meshes,
     policy: ShardingPolicy,
 ) -> None:
-    """Shard routed experts over (dp_replicate, edp), all other parameters over (dp_replicate, fsdp).
+    """Shard routed experts over (dp_replicate, edp), all other parameters over (dp_replicate,
+    fsdp).
 
     Args:
         model: the root; takes what no block and no edge holds.
@@ -109,7 +111,7 @@ def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
 
 def _prefetch(blocks: list[nn.Module]) -> None:
     """Gather the next block while one computes: in forward order, and backwards in the backward."""
-    for block, following in zip(blocks, blocks[1:], strict=False):
+    for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch(_units(following))  # type: ignore[operator]
         following.set_modules_to_backward_prefetch(_units(block))  # type: ignore[operator]
 

@@ -1,6 +1,7 @@
 """The global gradient norm, the same number in every layout, and clipping by it.
 
-Gradients arrive as plain sums over tokens; one pass divides them by the number of target tokens and clips.
+Gradients arrive as plain sums over tokens; one pass divides them by the number of target tokens and
+clips.
 """
 
 from collections.abc import Iterable
@@ -20,8 +21,8 @@ def local_grads(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 def sum_of_squares(parameters: Iterable[nn.Parameter], ranks_per_stage: int) -> Tensor:
     """This rank's share of the squared 2-norm: a float64 scalar to be summed over the world.
 
-    A piece that several of the pipeline stage's `ranks_per_stage` ranks hold counts once in that sum,
-    because each of them adds its square divided by their number.
+    A piece that several of the pipeline stage's `ranks_per_stage` ranks hold counts once in that
+    sum, because each of them adds its square divided by their number.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     grads = local_grads(parameters)

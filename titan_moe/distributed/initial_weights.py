@@ -1,8 +1,8 @@
 """Initial weights as a function of (seed, parameter name, expert index) alone.
 
 DTensor's own generator draws the same shard on every rank of a CPU mesh. Here each rank draws whole
-tensors (of a stack of experts: one expert at a time) and keeps its slice, so every layout of one device
-type starts from the same bits.
+tensors (of a stack of experts: one expert at a time) and keeps its slice, so every layout of one
+device type starts from the same bits.
 """
 
 import hashlib
@@ -20,7 +20,8 @@ def fill_initial_weights(
 ) -> None:
     """Fill every parameter: ones where `std_of(name)` is None, else normal with that deviation.
 
-    Drawn in float32 whatever the parameter's type, so that a float64 run starts from the same values.
+    Drawn in float32 whatever the parameter's type, so that a float64 run starts from the same
+    values.
     """
     for name, parameter in model.named_parameters():
         std = std_of(name)

@@ -2,8 +2,8 @@
 
 Ranks are numbered row-major, pp outermost and tp innermost. Both views unflatten the same world:
 
-    dense   (pp, dp_replicate, dp_shard, cp, tp)    attention, router, shared experts, embeddings, norms
-    sparse  (pp, dp_replicate, edp,      ep, etp)   routed experts
+    dense   (pp, dp_replicate, dp_shard, cp, tp)    attention, router, shared experts, embeddings,
+    norms sparse  (pp, dp_replicate, edp,      ep, etp)   routed experts
 
 so edp * ep * etp == dp_shard * cp * tp ("parallel folding", arXiv 2504.14960).
 """
@@ -19,6 +19,7 @@ DERIVED_AXES: Mapping[str, tuple[str, ...]] = {
     "batch": ("dp_replicate", "dp_shard"),
     "loss": ("dp_replicate", "dp_shard", "cp"),
 }
+
 
 @dataclass(frozen=True)
 class ParallelDims:
@@ -48,7 +49,9 @@ class ParallelDims:
             raise ValueError(f"every degree must be at least 1: {sizes}")
         dense = prod(sizes[axis] for axis in DENSE_AXES)
         if dense != self.world_size:
-            raise ValueError(f"pp*dp_replicate*dp_shard*cp*tp = {dense}, not {self.world_size} ranks")
+            raise ValueError(
+                f"pp*dp_replicate*dp_shard*cp*tp = {dense}, not {self.world_size} ranks"
+            )
         region = self.dp_shard * self.cp * self.tp
         if region % (self.ep * self.etp):
             raise ValueError(f"ep*etp = {self.ep * self.etp} must divide dp_shard*cp*tp = {region}")
@@ -61,7 +64,7 @@ class ParallelDims:
         return int(getattr(self, axis))
 
     def stride(self, axis: str) -> int:
-        """Distance in ranks between neighbours along an axis; the parts of a derived axis adjoin."""
+        """Distance in ranks between neighbours along an axis; a derived axis' parts adjoin."""
         last = DERIVED_AXES.get(axis, (axis,))[-1]
         view = DENSE_AXES if last in DENSE_AXES else SPARSE_AXES
         return prod(self.size(inner) for inner in view[view.index(last) + 1 :])

@@ -1,9 +1,9 @@
 """One process group per distinct list of ranks and class of traffic.
 
-Torch's own unflattening makes new groups for every name, though many names are the same ranks: `pp` in
-both views, `dp_replicate` in both, `etp` and `tp` where they coincide. At thousands of ranks a group costs
-start-up time and NCCL memory. Only ranks of a group take part in making it, so the work per rank does not
-grow with the world.
+Torch's own unflattening makes new groups for every name, though many names are the same ranks: `pp`
+in both views, `dp_replicate` in both, `etp` and `tp` where they coincide. At thousands of ranks a
+group costs start-up time and NCCL memory. Only ranks of a group take part in making it, so the work
+per rank does not grow with the world.
 """
 
 from enum import Enum
@@ -30,7 +30,7 @@ class ProcessGroups:
         self._groups: dict[tuple[tuple[int, ...], Traffic | None], ProcessGroup] = {}
 
     def get(self, ranks: tuple[int, ...], traffic: Traffic) -> ProcessGroup:
-        """The group of `ranks`, which include this one. All groups of one rank are the same group."""
+        """The group of `ranks`, this one among them; all groups of one rank are the same."""
         if len(ranks) == dist.get_world_size() and traffic is Traffic.PARAMETERS:
             return dist.group.WORLD  # type: ignore[return-value]
         key = (ranks, traffic if len(ranks) > 1 else None)

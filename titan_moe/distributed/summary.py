@@ -1,4 +1,5 @@
-"""The table that a run prints first: how the world and the parameters are cut, and by which rule."""
+"""The table that a run prints first: how the world and the parameters are cut, and by which
+rule."""
 
 from collections import defaultdict
 
@@ -9,15 +10,15 @@ from titan_moe.distributed.meshes import Meshes
 from titan_moe.distributed.parallel_dims import DENSE_AXES, DERIVED_AXES, SPARSE_AXES
 
 GRADIENT_RULE = (
-    "gradients: sums over target tokens; every reduction is a plain sum; divided once per step by the "
-    "global number of target tokens"
+    "gradients: sums over target tokens; every reduction is a plain sum; divided once per step by "
+    "the global number of target tokens"
 )
 
 
 def layout_summary(model: nn.Module, meshes: Meshes) -> str:
-    """Axes with sizes and this rank's group, parameters by how they are sharded, groups, the rule."""
+    """Axes with this rank's groups, parameters by how they are sharded, and the gradient rule."""
     dims = meshes.dims
-    lines = [f"{dims.world_size} ranks; dense and sparse view of them, seen from rank {meshes.rank}:"]
+    lines = [f"{dims.world_size} ranks in two views, with the groups of rank {meshes.rank}:"]
     for title, axes in (("dense", DENSE_AXES), ("sparse", SPARSE_AXES), ("derived", DERIVED_AXES)):
         cells = [f"{axis}={dims.size(axis)}{_members(meshes, axis)}" for axis in axes]
         lines.append(f"  {title:8}{'  '.join(cells)}")

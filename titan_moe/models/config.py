@@ -34,7 +34,7 @@ class RopeConfig:
 
     theta: float
     pairing: Literal["halves", "neighbours"] = "halves"
-    """Which channels rotate together: i with i + C/2 (Hugging Face), or 2i with 2i + 1 (the paper)."""
+    """Channels that rotate together: i and i + C/2 (Hugging Face), or 2i and 2i + 1 (the paper)."""
     scaling: YarnScaling | Llama3Scaling | None = None
 
 

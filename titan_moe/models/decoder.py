@@ -18,7 +18,7 @@ from titan_moe.moe.layer import MoE
 
 
 class Block(nn.Module):
-    """Pre-norm attention and a dense or mixture-of-experts feed-forward, each added to the stream."""
+    """Pre-norm attention, then a dense or MoE feed-forward, each added to the stream."""
 
     def __init__(self, layer: int, config: ModelConfig, core: AttentionCore) -> None:
         super().__init__()
@@ -44,8 +44,9 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotation, mask)
-        feed_forward = self.moe if self.moe is not None else self.feed_forward
-        return x_BSD + feed_forward(self.ffn_norm(x_BSD))  # type: ignore[misc]
+        feed_forward = self.feed_forward if self.moe is None else self.moe
+        assert feed_forward is not None
+        return x_BSD + feed_forward(self.ffn_norm(x_BSD))
 
 
 class Decoder(nn.Module):
@@ -57,9 +58,7 @@ class Decoder(nn.Module):
         self.core = core or CausalSdpa()
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         attention = config.attention
-        rope_dim = (
-            attention.head_dim if isinstance(attention, GQAConfig) else attention.rope_dim
-        )
+        rope_dim = attention.head_dim if isinstance(attention, GQAConfig) else attention.rope_dim
         self.rope = Rope(rope_dim, config.rope)
         # A dict, not a list: a pipeline stage keeps the numbers of the layers that it holds.
         self.layers = nn.ModuleDict(
@@ -90,7 +89,7 @@ class Decoder(nn.Module):
 
 
 def initial_std(name: str, config: ModelConfig) -> float | None:
-    """Standard deviation that a parameter is drawn with, by its name; None: a norm's weight, ones."""
+    """Standard deviation that a parameter is drawn with; None for a norm's weight: ones."""
     parts = name.split(".")
     if any(part.endswith("norm") for part in parts):
         return None
@@ -100,8 +99,9 @@ def initial_std(name: str, config: ModelConfig) -> float | None:
 
 
 def move_off_meta(model: nn.Module, device: torch.device) -> None:
-    """Allocate a meta-device model and give its buffers their first values; parameters stay unset."""
+    """Allocate a meta-device model; buffers get their first values, parameters stay unset."""
     model.to_empty(device=device)
     for module in model.modules():
-        if hasattr(module, "init_buffers"):
-            module.init_buffers()
+        init_buffers = getattr(module, "init_buffers", None)
+        if init_buffers is not None:
+            init_buffers()

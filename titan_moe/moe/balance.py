@@ -1,7 +1,7 @@
 """Load balance as pure functions.
 
-Every loss here is a *sum over tokens*; the optimizer step divides it, like the cross-entropy, once by the
-global number of target tokens.
+Every loss here is a *sum over tokens*; the optimizer step divides it, like the cross-entropy, once
+by the global number of target tokens.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 def updated_bias(bias_E: Tensor, counts_E: Tensor, speed: float) -> Tensor:
-    """Aux-loss-free balancing (arXiv 2408.15664, algorithm 1): a step of `speed` towards the mean load."""
+    """A step of `speed` towards the mean load (arXiv 2408.15664, algorithm 1)."""
     counts_E = counts_E.to(bias_E.dtype)
     return bias_E + speed * torch.sign(counts_E.mean(-1, keepdim=True) - counts_E)
 
@@ -18,8 +18,9 @@ def updated_bias(bias_E: Tensor, counts_E: Tensor, speed: float) -> Tensor:
 def sequence_loss(scores_BSE: Tensor, experts_BSK: Tensor) -> Tensor:
     """Sequence-wise loss (arXiv 2412.19437, eq. 17-20), times each sequence's number of tokens.
 
-    With frequency f_be = E / (K S) * (times expert e was chosen in sequence b), which has no gradient,
-    and scores normalised over experts: sum over b, e of f_be * (sum over s of scores_bse).
+    With frequency f_be = E / (K S) * (times expert e was chosen in sequence b), which has no
+    gradient, and scores normalised over experts: sum over b, e of f_be * (sum over s of
+    scores_bse).
     """
     num_experts = scores_BSE.shape[-1]
     tokens_and_slots = experts_BSK.shape[1] * experts_BSK.shape[2]
@@ -29,7 +30,7 @@ def sequence_loss(scores_BSE: Tensor, experts_BSK: Tensor) -> Tensor:
 
 
 def global_loss(scores_BSE: Tensor, load_E: Tensor) -> Tensor:
-    """Global-batch loss: `load_E` is each expert's share of the previous step's tokens (sums to 1)."""
+    """Global-batch loss: `load_E` holds each expert's share of the previous step's tokens."""
     return scores_BSE.shape[-1] * (scores_BSE.sum((0, 1)) * load_E.to(scores_BSE.dtype)).sum()
 
 
@@ -39,7 +40,10 @@ def z_loss(logits_BSE: Tensor) -> Tensor:
 
 
 def counts_per_row(experts_BN: Tensor, num_experts: int) -> Tensor:
-    """How often each expert stands in each row: counts_BE. Sorted, not scattered: no atomics, no sync."""
+    """How often each expert stands in each row: counts_BE.
+
+    Sorted, not scattered: no atomics, no host sync.
+    """
     sorted_BN = experts_BN.sort(-1).values
     borders_E = torch.arange(num_experts + 1, device=experts_BN.device)
     borders_BE = borders_E.expand(experts_BN.shape[0], -1).contiguous()
@@ -49,9 +53,9 @@ def counts_per_row(experts_BN: Tensor, num_experts: int) -> Tensor:
 def attach_loss(x: Tensor, loss: Tensor, total: Tensor) -> Tensor:
     """Return `x` unchanged; its backward also starts the backward of `loss` with gradient 1.
 
-    So a loss born inside a layer need not travel to the end of the model, or across pipeline stages.
-    The backward adds the loss to `total`: it runs exactly once per microbatch, whatever is recomputed,
-    and never in validation.
+    So a loss born inside a layer need not travel to the end of the model, or across pipeline
+    stages. The backward adds the loss to `total`: it runs exactly once per microbatch, whatever is
+    recomputed, and never in validation.
     """
     return _AttachLoss.apply(x, loss, total)
 

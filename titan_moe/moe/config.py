@@ -1,4 +1,5 @@
-"""Dimensions and routing rules of a mixture-of-experts layer. No torch here: checks and planners read it."""
+"""Dimensions and routing rules of a mixture-of-experts layer. No torch here: checks and planners
+read it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +18,7 @@ class MoEConfig:
     """Divide the chosen scores by their sum, so that a token's weights add up to route_scale."""
     route_scale: float = 1.0
     num_groups: int = 1
-    """Group-limited routing (arXiv 2405.04434, 2.1.3): experts in equal groups, only top_groups eligible."""
+    """Equal groups of experts, of which a token may use top_groups (arXiv 2405.04434, 2.1.3)."""
     top_groups: int = 1
     group_score_top: int = 1
     """A group's score is the sum of its this many best scores: 1 in DeepSeek-V2, 2 in V3."""

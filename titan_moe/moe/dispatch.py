@@ -1,8 +1,8 @@
 """How tokens reach their experts: the protocol, and the dispatcher for experts that are all here.
 
-A dispatcher works in three moves. `plan` decides, without gradients, where every row goes; it is the only
-move that may wait for the device, and what recomputation replays instead of running. `dispatch` and
-`combine` move rows along a plan and are differentiable.
+A dispatcher works in three moves. `plan` decides, without gradients, where every row goes; it is
+the only move that may wait for the device, and what recomputation replays instead of running.
+`dispatch` and `combine` move rows along a plan and are differentiable.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -100,7 +100,7 @@ class LocalDispatcher:
 
 
 def pad_to_alignment(counts_PE: Tensor, num_rows: int, row_alignment: int) -> PermuteIndices:
-    """Expert-major order of `num_rows` rows that arrived in P rank-major parts; needs no host sync."""
+    """Padded expert-major order of `num_rows` rows that arrived in P rank-major parts."""
     max_rows = max_padded_rows(num_rows, counts_PE.shape[1], row_alignment)
     return permute_indices(
         counts_PE, num_rows=num_rows, row_alignment=row_alignment, max_rows=max_rows

@@ -26,7 +26,8 @@ def swiglu_experts(rows: ExpertRows, w1: Tensor, w2: Tensor, w3: Tensor) -> Tens
 class Experts(nn.Module):
     """`w1`, `w3` [E, F, D] and `w2` [E, D, F].
 
-    `compute` is what runs on the weights; expert parallelism wraps it to hand over each rank's shard.
+    `compute` is what runs on the weights; expert parallelism wraps it to hand over each rank's
+    shard.
     """
 
     def __init__(self, num_experts: int, dim: int, hidden_dim: int) -> None:

@@ -22,8 +22,8 @@ class Assignment(NamedTuple):
 class MoE(nn.Module):
     """Routed experts, plus a shared expert that sees every token.
 
-    `dispatcher` and `assign` are chosen when the model is built: expert parallelism replaces the first,
-    recomputation replaces the second while it records and replays.
+    `dispatcher` and `assign` are chosen when the model is built: expert parallelism replaces the
+    first, recomputation replaces the second while it records and replays.
     """
 
     def __init__(self, dim: int, config: MoEConfig, shared_experts: nn.Module | None) -> None:

@@ -1,7 +1,8 @@
 """Rows to expert order and back, by gathers alone.
 
-Moving tokens to rows and rows to tokens are each other's transpose, so each one's backward is the other's
-forward: nothing is ever scattered or added atomically, and a repeat gives the same bits on any device.
+Moving tokens to rows and rows to tokens are each other's transpose, so each one's backward is the
+other's forward: nothing is ever scattered or added atomically, and a repeat gives the same bits on
+any device.
 """
 
 import torch
@@ -15,8 +16,8 @@ def gather_rows(x_TD: Tensor, source_R: Tensor, rows_TK: Tensor) -> Tensor:
     Args:
         x_TD: tokens.
         source_R: the token of each row, -1 for padding.
-        rows_TK: the inverse map, the K rows that each token was copied to; the backward adds them in
-            the order of k.
+        rows_TK: the inverse map, the K rows that each token was copied to; the backward adds
+            them in the order of k.
 
     Returns:
         x_RD.
@@ -25,7 +26,7 @@ def gather_rows(x_TD: Tensor, source_R: Tensor, rows_TK: Tensor) -> Tensor:
 
 
 def combine_rows(y_RD: Tensor, rows_TK: Tensor, source_R: Tensor) -> Tensor:
-    """Add up each token's K rows in the order of k: the transpose of `gather_rows`. Returns y_TD."""
+    """Add up each token's K rows, in the order of k: y_TD. The transpose of `gather_rows`."""
     return _CombineRows.apply(y_RD, rows_TK, source_R)
 
 

@@ -23,9 +23,9 @@ class Scores(NamedTuple):
 class Router(nn.Module):
     """Scores tokens against experts and picks top_k of them.
 
-    Buffers: `expert_bias` [E] enters the choice but not the weights (arXiv 2408.15664); `previous_load`
-    [E] holds each expert's share of the previous step's tokens; `tokens_per_expert` [E] counts this
-    step's; `balance_loss` sums this step's auxiliary losses.
+    Buffers: `expert_bias` [E] enters the choice but not the weights (arXiv 2408.15664);
+    `previous_load` [E] holds each expert's share of the previous step's tokens; `tokens_per_expert`
+    [E] counts this step's; `balance_loss` sums this step's auxiliary losses.
     """
 
     expert_bias: Tensor
@@ -83,7 +83,7 @@ class Router(nn.Module):
 
 
 class _TakeChosen(torch.autograd.Function):
-    """gather(scores, experts), whose backward writes instead of adding: a token's experts are distinct."""
+    """A gather whose backward writes instead of adding: a token's experts are distinct."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:

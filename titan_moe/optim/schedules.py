@@ -25,7 +25,8 @@ def lr_factor(step: int, config: LRScheduler, training_steps: int) -> float:
     - 1 up to step total - D;
     - then from 1 down to `min_lr_factor`, which the last step takes exactly, and later ones keep.
 
-    A decay of 0 steps never leaves 1. The decays: linear, 1 - sqrt(progress) as in arXiv
+    A decay of 0 steps never leaves 1; a run shorter than its warm-up takes the first steps of it.
+    The decays: linear, 1 - sqrt(progress) as in arXiv
     2405.18392, and half a cosine.
     """
     if step <= config.warmup_steps:

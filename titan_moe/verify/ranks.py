@@ -1,7 +1,7 @@
 """Run a function on N gloo ranks of this machine.
 
-Ranks are forked from a server that has imported torch once: a fresh process each time (no stale process
-groups, no stale DTensor caches, no shared random state) without torch's import each time.
+Ranks are forked from a server that has imported torch once: a fresh process each time (no stale
+process groups, no stale DTensor caches, no shared random state) without torch's import each time.
 """
 
 import multiprocessing
@@ -25,9 +25,9 @@ class RankError(RuntimeError):
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list:
     """Call `fn(*args)` on every rank of a gloo world and return the ranks' results in rank order.
 
-    `fn` must be importable (a module's top-level function); results travel by pickle. Inside, torch runs
-    on one thread and `torch.distributed` is initialised. Raises RankError with the first failing rank's
-    traceback, or when no rank reports for `timeout_s`; no process outlives the call.
+    `fn` must be importable (a module's top-level function); results travel by pickle. Inside, torch
+    runs on one thread and `torch.distributed` is initialised. Raises RankError with the first
+    failing rank's traceback, or when no rank reports for `timeout_s`; no process outlives the call.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)

@@ -6,10 +6,10 @@ from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, Paralle
 from titan_moe.verify.ranks import run_ranks
 
 LAYOUTS = [
-    dict(dp_replicate=1, ep=8),
-    dict(dp_replicate=2, ep=4),
-    dict(dp_replicate=2, tp=2, ep=2, etp=2),
-    dict(pp=2, cp=2, tp=2, ep=4, etp=1),
+    {"dp_replicate": 1, "ep": 8},
+    {"dp_replicate": 2, "ep": 4},
+    {"dp_replicate": 2, "tp": 2, "ep": 2, "etp": 2},
+    {"pp": 2, "cp": 2, "tp": 2, "ep": 4, "etp": 1},
 ]
 
 

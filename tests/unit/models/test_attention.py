@@ -20,16 +20,16 @@ def slow_attention(q, k, v, documents_BS, scale):
                 seen = [j for j in range(i + 1) if documents_BS[b, j] == documents_BS[b, i]]
                 scores = torch.stack([q[b, h, i] @ k[b, h // groups, j] * scale for j in seen])
                 weights = scores.softmax(0)
-                out[b, h, i] = sum(w * v[b, h // groups, j] for w, j in zip(weights, seen, strict=True))
+                out[b, h, i] = sum(
+                    w * v[b, h // groups, j] for w, j in zip(weights, seen, strict=True)
+                )
     return out
 
 
 def _qkv(dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16)]
-    return [
-        torch.randn(s, dtype=dtype, generator=generator).requires_grad_() for s in shapes
-    ]
+    return [torch.randn(s, dtype=dtype, generator=generator).requires_grad_() for s in shapes]
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -77,7 +77,13 @@ def test_packed_documents_give_the_logits_of_each_alone(attention):
 
 def test_initial_std_by_name():
     config = ModelConfig(
-        vocab_size=8, dim=8, num_layers=8, attention=GQA, rope=RopeConfig(1.0), hidden_dim=8, moe=None
+        vocab_size=8,
+        dim=8,
+        num_layers=8,
+        attention=GQA,
+        rope=RopeConfig(1.0),
+        hidden_dim=8,
+        moe=None,
     )
     assert initial_std("layers.0.attention_norm.weight", config) is None
     assert initial_std("layers.0.attention.q_norm.weight", config) is None

@@ -50,7 +50,8 @@ def test_yarn_keeps_fast_channels_and_interpolates_slow_ones():
     assert (ratio[4096 / wavelengths > 32 * 1.5] == 1).all()
     torch.testing.assert_close(ratio[-1].item(), 1 / 40)
     assert (ratio.diff() <= 1e-15).all()
-    # DeepSeek's numbers: 0.1 * 0.707 * ln 40 + 1, squared on the softmax scale; none on cos and sin.
+    # DeepSeek's numbers: 0.1 * 0.707 * ln 40 + 1, squared on the softmax scale; none on cos and
+    # sin.
     config = RopeConfig(10_000.0, scaling=yarn)
     assert softmax_factor(config) == pytest.approx(1.2608**2, rel=1e-4)
     assert rope_module.attention_factor(config) == 1.0

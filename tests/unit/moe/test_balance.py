@@ -32,9 +32,7 @@ def test_global_loss_weighs_scores_by_the_given_load():
 
 def test_z_loss():
     logits_BSE = torch.randn(2, 3, 4, dtype=torch.float64)
-    expected = sum(
-        row.exp().sum().log().item() ** 2 for rows in logits_BSE for row in rows
-    )
+    expected = sum(row.exp().sum().log().item() ** 2 for rows in logits_BSE for row in rows)
     torch.testing.assert_close(balance.z_loss(logits_BSE).item(), expected)
 
 

@@ -43,7 +43,9 @@ def slow_moe(layer: MoE, x_BSD: Tensor) -> Tensor:
 def _grads(layer: MoE, x_BSD: Tensor, output: Tensor) -> dict[str, Tensor]:
     layer.zero_grad()
     x_BSD.grad = None
-    (output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)).sum().backward()
+    (
+        output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    ).sum().backward()
     grads = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
     return grads | {"x": x_BSD.grad.clone()}
 

@@ -40,7 +40,7 @@ class CausalSdpa:
 
 
 class DocumentSdpa:
-    """Causal within each document by an explicit [B, 1, S, S] mask: the CPU's way, and the oracle."""
+    """Causal within each document by an explicit mask [B, 1, S, S]: the CPU's way, the oracle."""
 
     def mask(self, documents_BS: Tensor) -> Tensor:
         same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
@@ -58,7 +58,7 @@ class DocumentSdpa:
 
 
 class DocumentFlex:
-    """Causal within each document through flex attention: skips the blocks that the mask rules out."""
+    """Causal within each document by flex attention, which skips blocks that are masked out."""
 
     def __init__(self, *, compiled: bool) -> None:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention

@@ -11,7 +11,7 @@ from titan_moe.models.layers.rope import Rotation, rotate, softmax_factor
 
 
 class MLA(nn.Module):
-    """Keys and values from a shared low-rank latent; one rotated key channel group for all heads."""
+    """Keys and values from a low-rank latent; all heads share the rotated part of the key."""
 
     def __init__(
         self, dim: int, config: MLAConfig, rope: RopeConfig, *, norm_eps: float, core: AttentionCore

@@ -17,7 +17,7 @@ class Rotation(NamedTuple):
 
 
 class Rope(nn.Module):
-    """Angles of positions. `dim` is the number of rotated channels; C = dim / 2 angles a position."""
+    """Angles of positions: C = dim / 2 of them for `dim` rotated channels."""
 
     inverse_frequency: Tensor
 
@@ -67,7 +67,7 @@ def inverse_frequencies(dim: int, config: RopeConfig) -> Tensor:
 
 
 def _yarn(base_C: Tensor, dim: int, theta: float, scaling: YarnScaling) -> Tensor:
-    """Slow channels are interpolated, fast ones kept, those between blended linearly (YaRN, 3.2)."""
+    """Interpolate slow channels, keep fast ones, blend between (arXiv 2309.00071, 3.2)."""
 
     def channel_of(rotations: float) -> float:
         wavelength = scaling.original_max_seq_len / (rotations * 2 * math.pi)

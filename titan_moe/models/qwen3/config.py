@@ -1,4 +1,5 @@
-"""Qwen3 MoE dimensions, from the config.json that each model is published with (arXiv 2505.09388)."""
+"""Qwen3 MoE dimensions, from the config.json that each model is published with (arXiv
+2505.09388)."""
 
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
 from titan_moe.moe.config import MoEConfig
