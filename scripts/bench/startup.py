@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 from tqdm import tqdm
@@ -48,6 +49,7 @@ def main() -> None:
         scripts.append(time_script())
         jobs.append(time_job())
         empty_jobs.append(time_empty_job())
+    print(f"torch {metadata.version('torch')}, {_RANKS} ranks, {os.cpu_count()} cores")
     print_table("torchrun -m titan_moe.train", jobs)
     print_table("./run_train.sh", scripts)
     print_table("an empty torchrun job", empty_jobs)

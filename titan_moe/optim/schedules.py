@@ -18,16 +18,15 @@ def lr_factor(step: int, config: LRScheduler, training_steps: int) -> float:
     """The factor on the peak learning rate that optimizer step `step` is taken with.
 
     Steps count from 1; the schedule ends at `total_steps`, or at `training_steps` where that is
-    left out. With W warm-up steps and D decay steps (`decay_ratio` of the schedule, at most what the warm-up
-    leaves; all of that where it is left out) the factor is
+    left out. With W warm-up steps and D decay steps (`decay_ratio` of the schedule, at most what
+    the warm-up leaves; all of that where it is left out) the factor is
 
     - step / W up to step W: 1 / W at step 1, exactly 1 at step W;
     - 1 up to step total - D;
     - then from 1 down to `min_lr_factor`, which the last step takes exactly, and later ones keep.
 
     A decay of 0 steps never leaves 1; a run shorter than its warm-up takes the first steps of it.
-    The decays: linear, 1 - sqrt(progress) as in arXiv
-    2405.18392, and half a cosine.
+    The decays: linear, 1 - sqrt(progress) as in arXiv 2405.18392, and half a cosine.
     """
     if step <= config.warmup_steps:
         return step / config.warmup_steps

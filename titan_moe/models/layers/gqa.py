@@ -10,7 +10,7 @@ from titan_moe.models.layers.rope import Rotation, rotate, softmax_factor
 
 
 class GQA(nn.Module):
-    """Queries in `num_heads` heads, keys and values in `num_kv_heads`; q and k optionally normed."""
+    """Queries in `num_heads` heads, keys and values in `num_kv_heads`; q and k may be normed."""
 
     def __init__(
         self, dim: int, config: GQAConfig, rope: RopeConfig, *, norm_eps: float, core: AttentionCore
