@@ -1,6 +1,6 @@
 """Tokens/s and peak memory of the debug models on the CPU, at 1 and at 2 ranks.
 
-    python scripts/bench/training.py                               # every row, 3 rounds
+    python scripts/bench/training.py       # every row, 3 rounds: half an hour on 2 cores
     python scripts/bench/training.py --rows '2M.*float32' --rounds 1 --json figures.json
 
 Each row is a real run (`torchrun -m titan_moe.train` on the Python sources, all of the loop but
@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=30, help="steps of each run")
+    parser.add_argument("--steps", type=int, default=15, help="steps of each run")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each row")
     parser.add_argument("--rows", metavar="PATTERN", default="", help="regular expression")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every measured value")
