@@ -1,6 +1,8 @@
 """Where a loss or a gradient that is not a number was born."""
 
 from collections.abc import Callable, Iterable
+from itertools import chain, count
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,15 @@ from titan_moe.data.batch import Batch
 from titan_moe.models.decoder import Decoder
 from titan_moe.train_step import batch_loss
 
+_DOCUMENTS_NAMED = 20
+
+
+class Found(NamedTuple):
+    """The first place of a search on one rank; `order` compares places across ranks."""
+
+    order: int
+    place: str
+
 
 def describe_nonfinite(model: Decoder, batches: list[Batch]) -> str:
     """Name the first place, over all ranks, that is not finite, and the documents that were read.
@@ -18,39 +29,57 @@ def describe_nonfinite(model: Decoder, batches: list[Batch]) -> str:
     Looks at the parameters, then at every module's output in a repeated forward pass, then at the
     gradients that the failed step left behind. Collective over all ranks; counts no token.
     """
-    grads = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    searches: list[Callable[[], str | None]] = [
-        lambda: _in_tensors("parameter", model.named_parameters()),
-        lambda: _in_forward(model, batches),
-        lambda: _in_tensors("gradient of", grads),
-    ]
-    samples = [row for batch in batches for row in batch.samples]
-    for search in searches:
-        found: list[tuple[str | None, list]] = [(None, [])] * dist.get_world_size()
-        dist.all_gather_object(found, (search(), samples))
-        for rank, (place, rows) in enumerate(found):
-            if place is not None:
-                return f"first seen in the {place} on rank {rank}, which read the documents {rows}"
+    # Backwards: a bad gradient spreads from the loss towards the embedding.
+    grads = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None][::-1]
+    samples = [document for batch in batches for row in batch.samples for document in row]
+    everyone: list[list] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, samples)
+
+    if found := _earliest(lambda: _in_tensors(model.named_parameters())):
+        return f"first seen in the parameter {found[0].place}"
+    if found := _earliest(lambda: _in_forward(model, batches)):
+        (_, place), rank = found
+        read = _named(everyone[rank])
+        return f"first seen in the output of {place} on rank {rank}, which read {read}"
+    if found := _earliest(lambda: _in_tensors(grads)):
+        documents = list(chain(*everyone))
+        return f"first seen in the gradient of {found[0].place}; the step read {_named(documents)}"
     return "every tensor is finite by itself: a sum over them overflowed"
 
 
-def _in_tensors(kind: str, tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    for name, tensor in tensors:
+def _earliest(search: Callable[[], Found | None]) -> tuple[Found, int] | None:
+    """What the ranks' searches find first, and the first rank that finds it there."""
+    results: list[Found | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, search())
+    hits = [(found, rank) for rank, found in enumerate(results) if found is not None]
+    return min(hits, default=None)
+
+
+def _named(documents: list) -> str:
+    shown = ", ".join(str(document) for document in documents[:_DOCUMENTS_NAMED])
+    rest = len(documents) - _DOCUMENTS_NAMED
+    return f"the documents {shown}" + (f" and {rest} more" if rest > 0 else "")
+
+
+def _in_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Found | None:
+    for order, (name, tensor) in enumerate(tensors):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if not local.isfinite().all():
-            return f"{kind} {name}"
+            return Found(order, name)
     return None
 
 
 @torch.no_grad()
-def _in_forward(model: Decoder, batches: list[Batch]) -> str | None:
+def _in_forward(model: Decoder, batches: list[Batch]) -> Found | None:
     """Runs every batch to its end, so that all ranks meet in all collectives."""
-    places: list[str] = []
+    places: list[Found] = []
+    calls = count()
 
     def watch(name: str) -> object:
         def hook(module: nn.Module, args: object, output: object) -> None:
+            order = next(calls)
             if isinstance(output, Tensor) and not output.isfinite().all():
-                places.append(f"output of {name}")
+                places.append(Found(order, name))
 
         return hook
 

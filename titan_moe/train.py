@@ -7,6 +7,7 @@ Exit codes: 0; 2 for a configuration that cannot run; 1 for a run that failed.
 """
 
 import errno
+import gc
 import os
 import sys
 import traceback
@@ -61,6 +62,9 @@ def _run(argv: list[str], environment: Mapping[str, str], launch: Launch) -> Non
     color = not job.metrics.disable_color_printing
     start_logging(launch.rank, _log_ranks(environment), color=color)
 
+    # Importing torch makes a million objects that stay; looking for garbage among them again and
+    # again takes half a second. The trainer collects in its own time.
+    gc.disable()
     from titan_moe.runtime.process import process_group
     from titan_moe.trainer import train
 

@@ -20,6 +20,7 @@ from titan_moe.models.registry import model_config
 from titan_moe.verify.ranks import run_ranks
 
 STEPS, ROWS, SEQ_LEN, LR = 2, 16, 32, 1e-2
+BOUND = 1e-9
 COMMON = {
     "training": {"dtype": "float64", "local_batch_size": 1, "seq_len": SEQ_LEN, "max_norm": 0.3},
     "optimizer": {"lr": LR, "weight_decay": 0.3},
@@ -193,26 +194,25 @@ def plant(bug: str) -> None:
         train_step.batch_loss = averaged
 
 
-def worst_difference(ours: dict, reference: dict) -> tuple[float, str]:
-    """The largest difference relative to the reference's norm, and where it is."""
-    pairs = {}
+def differences(ours: dict, reference: dict) -> dict[str, float]:
+    """Of everything compared, the difference relative to the reference's norm."""
+    pairs = {"bias": (ours["bias"], reference["bias"])}
     for step in range(STEPS):
-        for key in ("loss", "norm"):
+        for key in ("loss", "norm", "counts"):
             pairs[f"{key} {step}"] = (ours[key][step], reference[key][step])
-        pairs[f"counts {step}"] = (
-            ours["counts"][step].double(),
-            reference["counts"][step].double(),
-        )
         for name, grad in reference["grads"][step].items():
             pairs[f"gradient {step} {name}"] = (ours["grads"][step][name], grad)
     for name, parameter in reference["parameters"].items():
         pairs[f"parameter {name}"] = (ours["parameters"][name], parameter)
-    pairs["bias"] = (ours["bias"], reference["bias"])
-    differences = []
-    for place, (a, b) in pairs.items():
-        a, b = torch.as_tensor(a).double(), torch.as_tensor(b).double()
-        differences.append(((a - b).norm().item() / max(b.norm().item(), 1e-12), place))
-    return max(differences)
+    out = {}
+    for place, pair in pairs.items():
+        a, b = (torch.as_tensor(x).double() for x in pair)
+        out[place] = (a - b).norm().item() / max(b.norm().item(), 1e-12)
+    return out
+
+
+def wrong(ours: dict, reference: dict) -> list[str]:
+    return [place for place, value in differences(ours, reference).items() if not value < BOUND]
 
 
 EP = "expert_parallel_degree"
@@ -252,22 +252,37 @@ def test_layout_trains_the_same_model(references, family, world_size, parallelis
     job = make_job(family, parallelism=parallelism, activation_checkpoint=recompute)
     for ours in run_ranks(sharded_training, world_size, job, None):
         if ours:
-            assert worst_difference(ours, references[family]) < (1e-9, "")
+            assert wrong(ours, references[family]) == []
+
+
+@pytest.mark.parametrize("world_size, norm_type", [(1, "inf"), (4, "inf")])
+def test_the_inf_norm_is_the_largest_gradient(references, world_size: int, norm_type: str):
+    job = make_job(
+        "deepseek_v3", training={**COMMON["training"], "norm_type": norm_type, "max_norm": 1e9}
+    )
+    ours = run_ranks(sharded_training, world_size, job, None)[0]
+    largest = max(g.abs().max().item() for g in references["deepseek_v3"]["grads"][0].values())
+    assert ours["norm"][0] == pytest.approx(largest, rel=1e-12)
+
+
+GATE, EXPERTS, HEAD = (
+    f"gradient 0 {name}"
+    for name in ("layers.1.moe.router.gate.weight", "layers.2.moe.experts.w1", "output.weight")
+)
 
 
 @pytest.mark.parametrize(
-    "bug, place",
+    "bug, shown_by, not_by",
     [
-        ("expert gradients divided by ep", "gradient"),
-        ("replicas counted in the norm", "norm"),
-        ("bias not updated", "bias"),
-        ("auxiliary loss not attached", "router.gate"),
-        ("loss averaged per microbatch", "gradient"),
+        ("expert gradients divided by ep", EXPERTS, HEAD),
+        ("replicas counted in the norm", "norm 0", HEAD),
+        ("bias not updated", "bias", HEAD),
+        ("auxiliary loss not attached", GATE, HEAD),
+        ("loss averaged per microbatch", HEAD, "counts 0"),
     ],
 )
-def test_the_comparison_finds_planted_bugs(references, bug, place):
+def test_the_comparison_finds_planted_bugs(references, bug: str, shown_by: str, not_by: str):
     job = make_job("deepseek_v3", parallelism={EP: 2, HSDP: 2})
-    ours = run_ranks(sharded_training, 4, job, bug)[0]
-    difference, where = worst_difference(ours, references["deepseek_v3"])
-    assert difference > 1e-6
-    assert place in where, where
+    found = wrong(run_ranks(sharded_training, 4, job, bug)[0], references["deepseek_v3"])
+    assert shown_by in found
+    assert not_by not in found

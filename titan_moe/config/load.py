@@ -117,7 +117,7 @@ def _read_command_line(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
         add_argument_method=_add_argument,
         cli_avoid_json=True,
         cli_hide_none_type=True,
-        cli_parse_none_str="none",
+        cli_parse_none_str="null",
         cli_use_class_docs_for_groups=True,
     )
     namespace, unknown = parser.parse_known_args(argv)

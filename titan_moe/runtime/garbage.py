@@ -14,7 +14,6 @@ class GarbageCollector:
         """Collect every `freq` steps."""
         self._freq = freq
         gc.disable()
-        gc.collect()
         # What start-up made lives as long as the run: no collection needs to visit it again.
         gc.freeze()
 

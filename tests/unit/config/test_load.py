@@ -48,7 +48,8 @@ def test_command_line_goes_over_file_goes_over_default(tmp_path: Path) -> None:
         (["--training.norm_type", "2"], "training.norm_type", "2"),
         (["--training.max_norm", "inf"], "training.max_norm", float("inf")),
         (["--training.global_batch_size", "-1"], "training.global_batch_size", -1),
-        (["--lr_scheduler.total_steps", "none"], "lr_scheduler.total_steps", None),
+        (["--lr_scheduler.total_steps", "null"], "lr_scheduler.total_steps", None),
+        (["--activation_checkpoint.mode", "none"], "activation_checkpoint.mode", "none"),
         (
             ["--checkpoint.exclude_from_loading", "optimizer,dataloader"],
             "checkpoint.exclude_from_loading",
