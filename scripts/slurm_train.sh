@@ -11,7 +11,8 @@ set -euo pipefail
 # sbatch runs a copy of this file: the repository is where the job was submitted from.
 cd "$SLURM_SUBMIT_DIR"
 NNODES=$SLURM_JOB_NUM_NODES
-RDZV_ENDPOINT=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):${PORT:-29500}
+read -r head_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+RDZV_ENDPOINT=$head_node:${PORT:-29500}
 export NNODES RDZV_ENDPOINT
 
 # shellcheck disable=SC2016  # SLURM_PROCID is each task's own.
