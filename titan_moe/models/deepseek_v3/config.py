@@ -34,7 +34,7 @@ FLAVORS: dict[str, ModelConfig] = {
             num_groups=4,
             top_groups=2,
             group_score_top=2,
-            bias_update_speed=1e-3,
+            bias_update_speed=1e-2,
             sequence_aux_loss_weight=1e-4,
         ),
     ),
