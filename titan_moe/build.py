@@ -75,8 +75,8 @@ def build_sharded_model(
     apply_activation_checkpoint(blocks, _recompute_every(job))
 
     # 5. Data parallelism over all of it.
-    edges = [model.tok_embeddings, model.output]
-    apply_fsdp(model, blocks, edges, meshes, _sharding_policy(job.training, job.parallelism))
+    units = [model.tok_embeddings, *blocks, model.output]
+    apply_fsdp(model, units, meshes, _sharding_policy(job.training, job.parallelism))
 
     # 6. Memory and first values, the same bits in every layout.
     move_off_meta(model, torch.device("cpu") if job.training.enable_cpu_offload else device)

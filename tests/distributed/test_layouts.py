@@ -9,6 +9,7 @@ padded expert rows.
 
 import math
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -231,6 +232,23 @@ LAYOUTS = [
 ]
 
 
+def sweep() -> list[tuple]:
+    """Every layout of 1 to 8 ranks available so far; reshard policy and recompute rotate."""
+    policies = cycle(["default", "always", "never"])
+    modes = cycle(["none", "full", "selective", "none"])
+    layouts = []
+    for world_size in (1, 2, 4, 8):
+        for replicas in divisors(world_size):
+            for ep in divisors(world_size // replicas):
+                degrees = {HSDP: replicas, EP: ep, RESHARD: next(policies)}
+                layouts.append((world_size, degrees, {"mode": next(modes)}))
+    return layouts
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
 @pytest.fixture(scope="module")
 def references() -> dict[str, dict]:
     torch.set_num_threads(1)
@@ -253,6 +271,13 @@ def test_layout_trains_the_same_model(references, family, world_size, parallelis
     for ours in run_ranks(sharded_training, world_size, job, None):
         if ours:
             assert wrong(ours, references[family]) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size, parallelism, recompute", sweep())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_trains_the_same_model(references, family, world_size, parallelism, recompute):
+    test_layout_trains_the_same_model(references, family, world_size, parallelism, recompute)
 
 
 @pytest.mark.parametrize("world_size, norm_type", [(1, "inf"), (4, "inf")])

@@ -194,8 +194,7 @@ class Parallelism(Section):
     data_parallel_shard_degree: int = -1
     """Ranks that shard parameters (FSDP2); -1: the rest."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after the forward; 'default' does, but for the last layer and
-    under PP."""
+    """Free gathered parameters after the forward; 'default' does, but for the output layer."""
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that split attention heads and hidden dims."""
     context_parallel_degree: PositiveInt = 1

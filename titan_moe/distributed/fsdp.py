@@ -31,7 +31,7 @@ class ShardingPolicy:
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     reshard_after_forward: bool
-    """For all blocks but the last, which the backward wants first."""
+    """For all units but the last, which the backward wants first."""
     reshard_last: bool
     cpu_offload: bool
 
@@ -48,39 +48,32 @@ def shard_dim(shape: torch.Size, num_shards: int) -> int:
 
 
 def apply_fsdp(
-    model: nn.Module,
-    blocks: list[nn.Module],
-    edges: list[nn.Module],
-    meshes: Meshes,
-    policy: ShardingPolicy,
+    model: nn.Module, units: list[nn.Module], meshes: Meshes, policy: ShardingPolicy
 ) -> None:
-    """Shard routed experts over (dp_replicate, edp), all other parameters over (dp_replicate,
-    fsdp).
+    """Shard routed experts over (dp_replicate, edp), the rest over (dp_replicate, fsdp).
 
     Args:
-        model: the root; takes what no block and no edge holds.
-        blocks: the layers in forward order; each is gathered as one, its experts apart.
-        edges: modules outside the layers to gather on their own, in forward order.
+        model: the root; takes what no unit holds.
+        units: modules in forward order; each is gathered as one, its routed experts apart.
     """
     dense_mesh = _data_mesh(meshes, meshes.dense, "fsdp")
     expert_mesh = _data_mesh(meshes, meshes.sparse, "edp")
-    for module in edges:
-        _shard(module, dense_mesh, policy, reshard=policy.reshard_last)
-    for block in blocks:
-        reshard = policy.reshard_last if block is blocks[-1] else policy.reshard_after_forward
-        for moe in _moe_layers(block):
+    for unit in units:
+        last = unit is units[-1]
+        reshard = policy.reshard_last if last else policy.reshard_after_forward
+        for moe in _moe_layers(unit):
             _shard(moe.experts, expert_mesh, policy, reshard=reshard)
-        _shard(block, dense_mesh, policy, reshard=reshard)
+        _shard(unit, dense_mesh, policy, reshard=reshard)
     _shard(model, dense_mesh, policy, reshard=policy.reshard_last)
-    _prefetch(blocks)
+    _prefetch(units)
 
 
 def _data_mesh(meshes: Meshes, view: DeviceMesh, shard_axis: str) -> DeviceMesh:
     return view["dp_replicate", shard_axis] if meshes.dims.dp_replicate > 1 else view[shard_axis]
 
 
-def _moe_layers(block: nn.Module) -> list[MoE]:
-    return [module for module in block.modules() if isinstance(module, MoE)]
+def _moe_layers(unit: nn.Module) -> list[MoE]:
+    return [module for module in unit.modules() if isinstance(module, MoE)]
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, policy: ShardingPolicy, *, reshard: bool) -> None:
@@ -109,12 +102,12 @@ def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
     return place
 
 
-def _prefetch(blocks: list[nn.Module]) -> None:
-    """Gather the next block while one computes: in forward order, and backwards in the backward."""
-    for block, following in pairwise(blocks):
-        block.set_modules_to_forward_prefetch(_units(following))  # type: ignore[operator]
-        following.set_modules_to_backward_prefetch(_units(block))  # type: ignore[operator]
+def _prefetch(units: list[nn.Module]) -> None:
+    """Gather the next unit while one computes: in forward order, and backwards in the backward."""
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch(_gathered_apart(following))  # type: ignore[operator]
+        following.set_modules_to_backward_prefetch(_gathered_apart(unit))  # type: ignore[operator]
 
 
-def _units(block: nn.Module) -> list[FSDPModule]:
-    return [block, *(moe.experts for moe in _moe_layers(block))]  # type: ignore[list-item]
+def _gathered_apart(unit: nn.Module) -> list[FSDPModule]:
+    return [unit, *(moe.experts for moe in _moe_layers(unit))]  # type: ignore[list-item]

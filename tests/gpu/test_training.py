@@ -1,0 +1,41 @@
+"""A few steps of every family on CUDA in bfloat16, twice with the same bits."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.launching import REPO
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def _train(folder: Path, name: str, flavor: str) -> list[tuple[float, float]]:
+    keys = {
+        "job.dump_folder": folder,
+        "model.name": name,
+        "model.flavor": flavor,
+        "training.dataset": "synthetic",
+        "training.seq_len": 256,
+        "training.steps": 5,
+        "lr_scheduler.warmup_steps": 1,
+        "moe.row_alignment": 16,
+        "debug.deterministic": "true",
+        "metrics.log_freq": 1,
+    }
+    arguments = [f"--{key}={value}" for key, value in keys.items()]
+    subprocess.run([sys.executable, "-m", "titan_moe.train", *arguments], cwd=REPO, check=True)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["grad_norm"]) for line in lines]
+
+
+@pytest.mark.parametrize(
+    "name, flavor", [("deepseek_v3", "debugmodel"), ("qwen3", "debugmodel_moe")]
+)
+def test_a_repeat_of_a_deterministic_run_has_the_same_bits(tmp_path: Path, name: str, flavor: str):
+    first = _train(tmp_path / "a", name, flavor)
+    assert first[-1][0] < first[0][0]
+    assert _train(tmp_path / "b", name, flavor) == first
