@@ -20,7 +20,7 @@ from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.verify.ranks import run_ranks
 
-STEPS, ROWS, SEQ_LEN, LR = 2, 16, 32, 1e-2
+STEPS, ROWS, SEQ_LEN, LR = 2, 24, 32, 1e-2
 BOUND = 1e-9
 COMMON = {
     "training": {"dtype": "float64", "local_batch_size": 1, "seq_len": SEQ_LEN, "max_norm": 0.3},
@@ -217,6 +217,7 @@ def wrong(ours: dict, reference: dict) -> list[str]:
 
 
 EP = "expert_parallel_degree"
+ETP = "expert_tensor_parallel_degree"
 HSDP = "data_parallel_replicate_degree"
 RESHARD = "fsdp_reshard_after_forward"
 LAYOUTS = [
@@ -229,6 +230,12 @@ LAYOUTS = [
     (4, {EP: 2, HSDP: 2, RESHARD: "never"}, {"mode": "selective"}),
     (8, {EP: 4}, {"mode": "full"}),
     (8, {EP: 8}, {}),
+    (2, {ETP: 2}, {}),
+    (3, {ETP: 3}, {"mode": "full"}),
+    (4, {EP: 2, ETP: 2}, {"mode": "selective"}),
+    (6, {EP: 2}, {}),
+    (8, {EP: 2, ETP: 4}, {"mode": "full"}),
+    (8, {EP: 2, ETP: 2, HSDP: 2}, {}),
 ]
 
 
@@ -239,9 +246,10 @@ def sweep() -> list[tuple]:
     layouts = []
     for world_size in (1, 2, 4, 8):
         for replicas in divisors(world_size):
-            for ep in divisors(world_size // replicas):
-                degrees = {HSDP: replicas, EP: ep, RESHARD: next(policies)}
-                layouts.append((world_size, degrees, {"mode": next(modes)}))
+            for block in divisors(world_size // replicas):
+                for ep in divisors(block):
+                    degrees = {HSDP: replicas, EP: ep, ETP: block // ep, RESHARD: next(policies)}
+                    layouts.append((world_size, degrees, {"mode": next(modes)}))
     return layouts
 
 

@@ -20,6 +20,8 @@ class Experts(Protocol):
     def num_experts(self) -> int: ...
     @property
     def top_k(self) -> int: ...
+    @property
+    def hidden_dim(self) -> int: ...
 
 
 class ModelShape(Protocol):
@@ -92,11 +94,10 @@ def _axes_of_this_version(run: _Run) -> list[str]:
         "tensor_parallel_degree": parallelism.tensor_parallel_degree,
         "context_parallel_degree": parallelism.context_parallel_degree,
         "pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
-        "expert_tensor_parallel_degree": parallelism.expert_tensor_parallel_degree,
     }
     return [
-        f"parallelism.{key}={degree} is not available yet: this version trains with FSDP2, HSDP "
-        f"and expert parallelism; choose 1"
+        f"parallelism.{key}={degree} is not available yet: this version trains with FSDP2, HSDP, "
+        f"expert and expert tensor parallelism; choose 1"
         for key, degree in degrees.items()
         if degree > 1
     ]
@@ -145,9 +146,11 @@ def _expert_block(run: _Run) -> list[str]:
 
 def _experts(run: _Run) -> list[str]:
     degree, moe = run.job.parallelism.expert_parallel_degree, run.model.moe
+    slices = run.job.parallelism.expert_tensor_parallel_degree
     if moe is None:
         used = {
             f"parallelism.expert_parallel_degree={degree}": degree > 1,
+            f"parallelism.expert_tensor_parallel_degree={slices}": slices > 1,
             "debug.moe_force_load_balance=true": run.job.debug.moe_force_load_balance,
         }
         return [
@@ -160,6 +163,17 @@ def _experts(run: _Run) -> list[str]:
     return [
         f"parallelism.expert_parallel_degree={degree} must divide num_experts={moe.num_experts}: "
         f"choose {_choices(moe.num_experts)}"
+    ]
+
+
+def _expert_hidden_dim(run: _Run) -> list[str]:
+    degree, moe = run.job.parallelism.expert_tensor_parallel_degree, run.model.moe
+    if moe is None or moe.hidden_dim % degree == 0:
+        return []
+    legal = ", ".join(str(size) for size in (1, 2, 4, 8) if moe.hidden_dim % size == 0)
+    return [
+        f"parallelism.expert_tensor_parallel_degree={degree} must divide the experts' "
+        f"hidden_dim={moe.hidden_dim}: choose a divisor such as {legal}"
     ]
 
 
@@ -264,6 +278,7 @@ _RULES: list[Callable[[_Run], list[str]]] = [
     _ranks,
     _expert_block,
     _experts,
+    _expert_hidden_dim,
     _global_batch,
     _sequence_length,
     _compile,

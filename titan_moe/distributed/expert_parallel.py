@@ -1,5 +1,9 @@
-"""Expert parallelism: each rank of an ep group holds a block of the experts; tokens travel to
-them."""
+"""Expert parallelism: the experts are cut over (ep, etp), and tokens travel to them.
+
+Each rank of an `ep` group holds a block of the experts; each rank of an `etp` group holds a slice
+of those experts' hidden dim. On entry every rank of a (dp_shard x cp x tp) block holds tokens of
+its own, so nothing here needs to know how the dense part of the model was cut.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,50 +14,75 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
-from titan_moe.distributed.collectives import all_to_all_rows
+from titan_moe.distributed.collectives import (
+    all_gather_rows,
+    all_to_all_rows,
+    reduce_scatter_rows,
+)
 from titan_moe.distributed.meshes import Meshes
 from titan_moe.moe.dispatch import ExpertRows, SortedTokens, pad_to_alignment
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.permute import combine_rows, gather_rows
 
+# The hidden dim, which etp cuts, of the stacked weights w1, w3 [E, F, D] and w2 [E, D, F].
+_HIDDEN_DIM = {"w1": 1, "w2": 2, "w3": 1}
+
 
 class AllToAllPlan(NamedTuple):
-    """Where rows go: to their expert's rank, then into padded expert-major order there."""
+    """Where rows go: to their expert's ranks, then into padded expert-major order there."""
 
     tokens: SortedTokens
     sent: list[int]
+    """Rows for each rank of the ep group."""
     received: list[int]
+    gathered: list[int]
+    """Rows that each rank of the etp group received."""
     source_R: Tensor
-    """The arrived row of each padded row, -1 for padding."""
+    """The gathered row of each padded row, -1 for padding."""
     position_N1: Tensor
-    """The padded row of each arrived row."""
+    """The padded row of each gathered row."""
     offsets_E: Tensor
 
 
 class AllToAllDispatcher:
-    """Rows and their routing weights over the ep group, each rank holding `num_local` experts."""
+    """Rows and their routing weights: all-to-all over ep, then all-gather over etp; and back.
 
-    def __init__(self, group: ProcessGroup, num_local: int, row_alignment: int) -> None:
-        self.group = group
+    Args:
+        ep_group: the ranks that hold the other experts.
+        etp_group: the ranks that hold the other slices of the same experts.
+        num_local: experts per rank.
+        row_alignment: each expert's rows are padded to a multiple of this.
+    """
+
+    def __init__(
+        self, ep_group: ProcessGroup, etp_group: ProcessGroup, *, num_local: int, row_alignment: int
+    ) -> None:
+        self.ep_group = ep_group
+        self.etp_group = etp_group
         self.num_local = num_local
         self.row_alignment = row_alignment
 
     def plan(self, tokens: SortedTokens) -> AllToAllPlan:
         sent_PE = tokens.counts_E.view(-1, self.num_local)
         received_PE = torch.empty_like(sent_PE)
-        dist.all_to_all_single(received_PE, sent_PE, group=self.group)
-        # Host sync, once per layer: the all-to-all of the rows wants its split sizes as Python
-        # ints.
-        sent, received = torch.stack([sent_PE.sum(1), received_PE.sum(1)]).tolist()
-        permuted = pad_to_alignment(received_PE, sum(received), self.row_alignment)
+        dist.all_to_all_single(received_PE, sent_PE, group=self.ep_group)
+        gathered_PE = received_PE.new_empty(self.etp_group.size() * len(sent_PE), self.num_local)
+        dist.all_gather_into_tensor(gathered_PE, received_PE, group=self.etp_group)
+        gathered_P = gathered_PE.view(self.etp_group.size(), -1).sum(1)
+        # Host sync, once per layer: collectives of rows want their sizes as Python ints.
+        sizes = torch.cat([sent_PE.sum(1), received_PE.sum(1), gathered_P]).tolist()
+        degree = len(sent_PE)
+        gathered = sizes[2 * degree :]
+        permuted = pad_to_alignment(gathered_PE, sum(gathered), self.row_alignment)
         return AllToAllPlan(
-            tokens,
-            sent,
-            received,
-            permuted.source_R,
-            permuted.position_R[:, None],
-            permuted.offsets_E,
+            tokens=tokens,
+            sent=sizes[:degree],
+            received=sizes[degree : 2 * degree],
+            gathered=gathered,
+            source_R=permuted.source_R,
+            position_N1=permuted.position_R[:, None],
+            offsets_E=permuted.offsets_E,
         )
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: AllToAllPlan) -> ExpertRows:
@@ -62,41 +91,60 @@ class AllToAllDispatcher:
         weights_N1 = gather_rows(
             weights_TK.reshape(-1, 1), tokens.slot_N, tokens.rows_TK.view(-1, 1)
         )
-        x_ND = all_to_all_rows(x_ND, plan.sent, plan.received, self.group)
-        weights_N1 = all_to_all_rows(weights_N1, plan.sent, plan.received, self.group)
         return ExpertRows(
-            x_RD=gather_rows(x_ND, plan.source_R, plan.position_N1),
-            weights_R=gather_rows(weights_N1, plan.source_R, plan.position_N1)[:, 0],
+            x_RD=self._send(x_ND, plan),
+            weights_R=self._send(weights_N1, plan)[:, 0],
             offsets_E=plan.offsets_E,
         )
 
     def combine(self, y_RD: Tensor, plan: AllToAllPlan) -> Tensor:
         y_ND = combine_rows(y_RD, plan.position_N1, plan.source_R)
-        y_ND = all_to_all_rows(y_ND, plan.received, plan.sent, self.group)
+        if len(plan.gathered) > 1:
+            y_ND = reduce_scatter_rows(y_ND, plan.gathered, self.etp_group)
+        y_ND = all_to_all_rows(y_ND, plan.received, plan.sent, self.ep_group)
         return combine_rows(y_ND, plan.tokens.rows_TK, plan.tokens.token_N)
+
+    def _send(self, x_ND: Tensor, plan: AllToAllPlan) -> Tensor:
+        x_ND = all_to_all_rows(x_ND, plan.sent, plan.received, self.ep_group)
+        if len(plan.gathered) > 1:
+            x_ND = all_gather_rows(x_ND, plan.gathered, self.etp_group)
+        return gather_rows(x_ND, plan.source_R, plan.position_N1)
 
 
 def apply_expert_parallel(moe_layers: list[MoE], meshes: Meshes) -> None:
-    """Shard the layers' experts over `ep` and let their tokens travel. No-op at degree 1."""
-    degree = meshes.dims.ep
-    if degree == 1:
+    """Cut the layers' experts over (ep, etp) and let their tokens travel. No-op at degree 1."""
+    dims = meshes.dims
+    if dims.ep * dims.etp == 1:
         return
     for moe in moe_layers:
-        num_local = moe.config.num_experts // degree
-        _shard_experts(moe.experts, num_local, meshes)
-        moe.dispatcher = AllToAllDispatcher(meshes.group("ep"), num_local, moe.config.row_alignment)
+        _shard_experts(moe.experts, meshes)
+        moe.dispatcher = AllToAllDispatcher(
+            meshes.group("ep"),
+            meshes.group("etp"),
+            num_local=moe.config.num_experts // dims.ep,
+            row_alignment=moe.config.row_alignment,
+        )
 
 
-def _shard_experts(experts: Experts, num_local: int, meshes: Meshes) -> None:
-    """Replace stacked weights [E, ...], on the meta device, by DTensors of this rank's block."""
+def _shard_experts(experts: Experts, meshes: Meshes) -> None:
+    """Replace stacked weights, on the meta device, by DTensors of this rank's experts and slice."""
+    degrees = {"ep": meshes.dims.ep, "etp": meshes.dims.etp}
+    axes = tuple(axis for axis, degree in degrees.items() if degree > 1)
     for name, weight in list(experts.named_parameters(recurse=False)):
-        block = DTensor.from_local(weight[:num_local], meshes["ep"], [Shard(0)], run_check=False)
-        experts.register_parameter(name, nn.Parameter(block))
+        dims = {"ep": 0, "etp": _HIDDEN_DIM[name]}
+        local = weight.detach()
+        for axis in axes:
+            local = local.narrow(dims[axis], 0, weight.shape[dims[axis]] // degrees[axis])
+        shards = [Shard(dims[axis]) for axis in axes]
+        sharded = DTensor.from_local(
+            local.contiguous(), meshes.sparse[axes], shards, run_check=False
+        )
+        experts.register_parameter(name, nn.Parameter(sharded))
     experts.compute = on_local_shards(experts.compute)
 
 
 def on_local_shards(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Hand `compute` each weight's local block instead of the DTensor."""
+    """Hand `compute` each weight's local shard instead of the DTensor."""
 
     def compute_locally(rows: ExpertRows, *weights: DTensor) -> Tensor:
         return compute(rows, *(weight.to_local() for weight in weights))

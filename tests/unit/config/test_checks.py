@@ -13,6 +13,7 @@ from titan_moe.config.resolve import resolve
 class _Experts:
     num_experts: int = 8
     top_k: int = 2
+    hidden_dim: int = 256
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,10 @@ RULES = [
     ("--parallelism.context_parallel_degree 2", 2, "context_parallel_degree=2 is not available"),
     ("--parallelism.pipeline_parallel_degree 2", 2, "pipeline_parallel_degree=2 is not available"),
     (
-        "--parallelism.expert_tensor_parallel_degree 2",
-        2,
-        "expert_tensor_parallel_degree=2 is not available",
+        "--parallelism.expert_tensor_parallel_degree 3",
+        3,
+        "parallelism.expert_tensor_parallel_degree=3 must divide the experts' hidden_dim=256: "
+        "choose a divisor such as 1, 2, 4, 8",
     ),
     (
         "--training.seq_len 8192",
