@@ -75,7 +75,7 @@ RULES = [
         "--parallelism.tensor_parallel_degree 2",
         2,
         "parallelism.tensor_parallel_degree=2 is not available yet: this version trains with "
-        "FSDP2, HSDP and expert parallelism; choose 1",
+        "FSDP2, HSDP, expert and expert tensor parallelism; choose 1",
     ),
     ("--parallelism.context_parallel_degree 2", 2, "context_parallel_degree=2 is not available"),
     ("--parallelism.pipeline_parallel_degree 2", 2, "pipeline_parallel_degree=2 is not available"),
