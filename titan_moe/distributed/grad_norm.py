@@ -29,7 +29,9 @@ def sum_of_squares(parameters: Iterable[nn.Parameter], ranks_per_stage: int) -> 
     if not grads:
         return torch.zeros((), dtype=torch.float64)
     copies = [ranks_per_stage // _num_pieces(parameter) for parameter in parameters]
-    squares = torch.stack(torch._foreach_norm(grads, 2)).double().square()
+    # bfloat16 gradients would round each piece's norm, differently in every layout.
+    dtype = torch.promote_types(grads[0].dtype, torch.float32)
+    squares = torch.stack(torch._foreach_norm(grads, 2, dtype=dtype)).double().square()
     return (squares / torch.tensor(copies, device=squares.device)).sum()
 
 

@@ -1,0 +1,43 @@
+"""Norm and clip on plain tensors; tests/distributed has them on shards."""
+
+import pytest
+import torch
+from torch import nn
+
+from titan_moe.distributed.grad_norm import clip_factor, max_abs, scale_grads, sum_of_squares
+
+
+def _parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (1000, 7, 3)]
+    for parameter in parameters[:2]:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+    return parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_norms_of_gradients_that_are_there(dtype: torch.dtype):
+    parameters = _parameters(dtype)
+    grads = torch.cat([p.grad.double() for p in parameters if p.grad is not None])
+    assert sum_of_squares(parameters, 1).item() == pytest.approx(grads.square().sum(), rel=1e-6)
+    assert max_abs(parameters).item() == grads.abs().max()
+
+
+def test_a_piece_that_four_ranks_hold_counts_a_quarter_on_each():
+    parameters = _parameters()
+    assert 4 * sum_of_squares(parameters, 4) == sum_of_squares(parameters, 1)
+
+
+def test_no_gradients():
+    parameters = [nn.Parameter(torch.zeros(3))]
+    assert sum_of_squares(parameters, 1) == 0 and max_abs(parameters) == 0
+    scale_grads(parameters, 2.0)
+
+
+def test_scaling_and_clip_factor():
+    parameters = _parameters()
+    before = parameters[0].grad.clone()
+    scale_grads(parameters, 0.5)
+    assert torch.equal(parameters[0].grad, before / 2)
+    assert (clip_factor(4.0, 1.0), clip_factor(0.5, 1.0), clip_factor(0.0, 1.0)) == (0.25, 1, 1)
+    assert clip_factor(4.0, float("inf")) == 1
