@@ -79,7 +79,8 @@ def build_sharded_model(
     apply_fsdp(model, units, meshes, _sharding_policy(job.training, job.parallelism))
 
     # 6. Memory and first values, the same bits in every layout.
-    move_off_meta(model, torch.device("cpu") if job.training.enable_cpu_offload else device)
+    offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
+    move_off_meta(model, device, parameter_device=offloaded)
     fill_initial_weights(model, job.debug.seed, lambda name: initial_std(name, config))
     return ShardedModel(model, config, meshes)
 

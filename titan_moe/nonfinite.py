@@ -23,7 +23,7 @@ class Found(NamedTuple):
     place: str
 
 
-def describe_nonfinite(model: Decoder, batches: list[Batch]) -> str:
+def describe_nonfinite(model: Decoder, batches: list[Batch], device: torch.device) -> str:
     """Name the first place, over all ranks, that is not finite, and the documents that were read.
 
     Looks at the parameters, then at every module's output in a repeated forward pass, then at the
@@ -37,7 +37,7 @@ def describe_nonfinite(model: Decoder, batches: list[Batch]) -> str:
 
     if found := _earliest(lambda: _in_tensors(model.named_parameters())):
         return f"first seen in the parameter {found[0].place}"
-    if found := _earliest(lambda: _in_forward(model, batches)):
+    if found := _earliest(lambda: _in_forward(model, batches, device)):
         (_, place), rank = found
         read = _named(everyone[rank])
         return f"first seen in the output of {place} on rank {rank}, which read {read}"
@@ -70,7 +70,7 @@ def _in_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Found | None:
 
 
 @torch.no_grad()
-def _in_forward(model: Decoder, batches: list[Batch]) -> Found | None:
+def _in_forward(model: Decoder, batches: list[Batch], device: torch.device) -> Found | None:
     """Runs every batch to its end, so that all ranks meet in all collectives."""
     places: list[Found] = []
     calls = count()
@@ -88,7 +88,6 @@ def _in_forward(model: Decoder, batches: list[Batch]) -> Found | None:
         for name, module in model.named_modules()
         if name
     ]
-    device = next(model.buffers()).device
     model.eval()
     for batch in batches:
         batch_loss(model, batch, device)

@@ -18,6 +18,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job import JobConfig
 from titan_moe.config.load import load_job
 from titan_moe.config.resolve import resolve
+from titan_moe.config.sections import Parallelism
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.runtime.errors import RunError
@@ -51,6 +52,9 @@ def prepare(
     """The resolved configuration and its model's dimensions; raises ConfigError."""
     _log_ranks(environment)
     job = load_job(argv)
+    if job.checkpoint.create_seed_checkpoint:
+        # Initial weights are the same in every layout: any number of ranks can write them.
+        job = job.model_copy(update={"parallelism": Parallelism()})
     model = model_config(job.model.name, job.model.flavor)
     if problems := check(job, model, world_size, num_gpus=count_gpus(environment)):
         raise ConfigError(problems)

@@ -44,7 +44,13 @@ class TrainStep:
     """Forward, backward and update over the microbatches of one step."""
 
     def __init__(
-        self, model: Decoder, meshes: Meshes, optimizer: Optimizer, training: Training
+        self,
+        model: Decoder,
+        meshes: Meshes,
+        optimizer: Optimizer,
+        training: Training,
+        *,
+        device: torch.device,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -53,24 +59,28 @@ class TrainStep:
         self._parameters = list(model.parameters())
         self._moe_layers = list(model.moe_layers().values())
         self._ranks_per_stage = meshes.dims.world_size // meshes.dims.pp
-        self._device = next(model.buffers()).device
+        self._device = device
 
     def __call__(self, batches: list[Batch]) -> StepResult:
         """Train on one step's microbatches.
 
         If the result is not finite, nothing is updated, and the gradients stay for whoever looks
-        for the reason; `discard` clears them.
+        for the reason; `discard` clears them. A step without a target token updates nothing either.
         """
         result = self._accumulate(batches)
         if not result.finite:
             return result
+        if result.num_targets > 0:
+            self._update(result)
+        self.discard()
+        return result
+
+    def _update(self, result: StepResult) -> None:
         clip = grad_norm.clip_factor(result.grad_norm, self._max_norm)
-        grad_norm.scale_grads(self._parameters, clip / max(result.num_targets, 1))
+        grad_norm.scale_grads(self._parameters, clip / result.num_targets)
         if result.counts_LE is not None:
             update_routers(self._moe_layers, result.counts_LE)
         self._optimizer.step()
-        self.discard()
-        return result
 
     def discard(self) -> None:
         """Free all gradients."""
@@ -103,7 +113,10 @@ class TrainStep:
         dist.all_reduce(sums)
         # Host sync, once per step: whether to update at all is decided on these numbers.
         loss, targets, norm, balance_loss = sums.tolist()
-        norm = self._max_of_grads() if self._use_max else math.sqrt(norm)
+        norm = math.sqrt(norm)
+        # A maximum over ranks may drop a NaN; the sum of squares never does.
+        if self._use_max and math.isfinite(norm):
+            norm = self._max_of_grads()
         divisor = max(targets, 1.0)
         return StepResult(
             loss=loss / divisor,

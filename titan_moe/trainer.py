@@ -65,7 +65,9 @@ class Trainer:
                 logger.info("configuration:\n%s", as_toml(job))
             logger.info(layout_summary(self.model, self.meshes))
         self.optimizer = build_optimizer(job.optimizer, self.model.named_parameters())
-        self.train_step = TrainStep(self.model, self.meshes, self.optimizer, job.training)
+        self.train_step = TrainStep(
+            self.model, self.meshes, self.optimizer, job.training, device=process.device
+        )
         self.checkpointer = _checkpointer(job, sharded, self.optimizer)
         self.progress = Progress()
 
@@ -138,15 +140,15 @@ class Trainer:
         self, step: int, result: StepResult, batches: list[Batch], before: dict[str, Any]
     ) -> None:
         """Nothing has been updated: skip the step, or keep the state before it and stop."""
-        place = describe_nonfinite(self.model, batches)
+        place = describe_nonfinite(self.model, batches, self.process.device)
         self.train_step.discard()
         line = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: {place}"
         if self.job.training.on_nonfinite == "skip":
             logger.warning("%s; the update is skipped", line)
             return
-        kept = "checkpoint.enable=false: no state was kept"
+        kept = "no state was kept"
         if self.job.checkpoint.enable and not self.job.checkpoint.load_only and step > 1:
-            if self.checkpointer.latest_step() != step - 1:
+            if self.checkpointer.last_step != step - 1:
                 self.checkpointer.save(step - 1, before)
             kept = f"the state before it is {self.checkpointer.folder}/step-{step - 1}"
         raise RunError(
@@ -217,7 +219,7 @@ class Trainer:
     def _say_goodbye(self) -> None:
         self._say("metrics %s", self.folder / "metrics.jsonl")
         self._say("curves  %s", self.folder / "curves.png")
-        if self.checkpointer.latest_step() is not None:
+        if self.checkpointer.last_step is not None:
             self._say("checkpoints %s", self.checkpointer.folder)
         self._say(
             "next: go on with CONFIG_FILE=%s ./run_train.sh --training.steps %d",

@@ -1,10 +1,10 @@
 """FSDP, HSDP, DDP-only and expert parallelism train the same model as one plain process, in
 float64.
 
-The reference here is written without build.py, train_step.py or distributed: plain modules, a plain
-loop, torch's AdamW. The configuration is not an easy one: packed documents with ignored targets,
-unequal over microbatches, clipping active, weight decay, every auxiliary loss and the bias on,
-padded expert rows.
+The reference takes steps of its own: plain modules, a plain loop, torch's AdamW. It shares with
+production only the models, their dimensions and the drawing of initial weights. The configuration
+is not an easy one: packed documents with ignored targets, unequal over microbatches, clipping
+active, weight decay, every auxiliary loss and the bias on, padded expert rows.
 """
 
 import math
@@ -113,7 +113,7 @@ def plain_training(job: JobConfig) -> dict:
     return record
 
 
-def sharded_training(job: JobConfig, planted: str | None) -> dict:
+def sharded_training(job: JobConfig, planted: str | None, only_finite: bool = False) -> dict:
     """The same steps through build.py and train_step.py; every rank returns whole tensors."""
     import torch.distributed as dist
 
@@ -132,7 +132,9 @@ def sharded_training(job: JobConfig, planted: str | None) -> dict:
     )
     model, dims = sharded.model, sharded.meshes.dims
     optimizer = build_optimizer(job.optimizer, model.named_parameters())
-    step_fn = module.TrainStep(model, sharded.meshes, optimizer, job.training)
+    step_fn = module.TrainStep(
+        model, sharded.meshes, optimizer, job.training, device=torch.device("cpu")
+    )
     record: dict = {"loss": [], "norm": [], "grads": [], "counts": []}
     kept: dict = {}
     scale = module.grad_norm.scale_grads
@@ -152,6 +154,8 @@ def sharded_training(job: JobConfig, planted: str | None) -> dict:
             for r in range(first, first + own)
         ]
         result = step_fn(batches)
+        if only_finite:
+            return {"finite": [result.finite]}
         record["loss"].append(result.loss)
         record["norm"].append(result.grad_norm)
         record["grads"].append({n: g / result.num_targets for n, g in kept.items()})
@@ -296,6 +300,32 @@ def test_the_inf_norm_is_the_largest_gradient(references, world_size: int, norm_
     ours = run_ranks(sharded_training, world_size, job, None)[0]
     largest = max(g.abs().max().item() for g in references["deepseek_v3"]["grads"][0].values())
     assert ours["norm"][0] == pytest.approx(largest, rel=1e-12)
+
+
+def nan_in_one_gradient(job: JobConfig, bad_rank: int) -> bool:
+    """Whether a step sees a NaN that sits in one rank's piece of one gradient."""
+    import torch.distributed as dist
+
+    from titan_moe import train_step as module
+
+    total = module.grad_norm.sum_of_squares
+
+    def poison(parameters, ranks_per_stage):
+        if dist.get_rank() == bad_rank:
+            module.grad_norm.local_grads(parameters)[-1].flatten()[0] = float("nan")
+        return total(parameters, ranks_per_stage)
+
+    module.grad_norm.sum_of_squares = poison
+    losses = sharded_training(job, None, only_finite=True)
+    return losses["finite"][0]
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("norm_type", ["2", "inf"])
+def test_a_nan_on_one_rank_is_seen_by_all(norm_type: str, bad_rank: int):
+    training = {**COMMON["training"], "norm_type": norm_type}
+    job = make_job("deepseek_v3", training=training, parallelism={EP: 2})
+    assert run_ranks(nan_in_one_gradient, 2, job, bad_rank) == [False, False]
 
 
 GATE, EXPERTS, HEAD = (

@@ -123,12 +123,13 @@ def truncated_checkpoint(folder: Path) -> Bad:
     largest = max(folder.glob("checkpoint/step-1/**/*"), key=lambda path: path.stat().st_size)
     with largest.open("r+b") as file:
         file.truncate(largest.stat().st_size // 2)
-    return Bad(_RUN, ["step-1"], {"checkpoint__enable": True})
+    return Bad(_RUN, ["step-1", largest.name, "truncated"], {"checkpoint__enable": True})
 
 
 def checkpoint_of_another_model(folder: Path) -> Bad:
     _make_checkpoint(folder, model__flavor="debugmodel")
-    return Bad(_RUN, ["step-1"], {"checkpoint__enable": True})
+    words = ["step-1 does not fit the model", "model.output.weight"]
+    return Bad(_RUN, words, {"checkpoint__enable": True})
 
 
 def foreign_checkpoint(folder: Path) -> Bad:

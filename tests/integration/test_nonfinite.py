@@ -77,11 +77,18 @@ def test_a_run_stops_with_the_state_before_the_bad_step(tmp_path: Path, where: s
     assert checksums(tmp_path) == checksums(healthy)
 
 
+def saved(folder: Path, step: int) -> dict:
+    return json.loads((folder / f"checkpoint/step-{step}/manifest.json").read_text())["checksums"]
+
+
 def test_a_bad_step_can_be_skipped(tmp_path: Path):
-    job = make_job(tmp_path, training={"on_nonfinite": "skip"})
+    every_step = {"enable": True, "interval": 1, "keep_latest_k": 0}
+    job = make_job(tmp_path, training={"on_nonfinite": "skip"}, checkpoint=every_step)
     run_ranks(poisoned, 2, job, "forward")
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines]
     assert losses[BAD_STEP - 1] is None
+    before, after = (saved(tmp_path, step) for step in (BAD_STEP - 1, BAD_STEP))
+    assert before == after, "no parameter, moment, bias or load has moved"
     assert all(loss is not None for loss in losses[:6] + losses[7:])
     assert losses[-1] < losses[0]

@@ -151,6 +151,7 @@ def test_every_layout_starts_from_one_seed_checkpoint_and_sees_the_same_data(tmp
     seed = make_job(
         tmp_path / "seed",
         training={"dtype": "float64"},
+        debug={"seed": 1},  # Weights that no run of seed 0 would draw by itself.
         checkpoint={"enable": True, "create_seed_checkpoint": True},
     )
     run_ranks(train_here, 1, seed)
@@ -167,9 +168,46 @@ def test_every_layout_starts_from_one_seed_checkpoint_and_sees_the_same_data(tmp
         )
         run_ranks(train_here, world_size, job)
         losses.append([line[1:3] for line in figures(folder)])
+    own = make_job(tmp_path / "own", steps=3, training={"dtype": "float64"})
+    run_ranks(train_here, 1, own)
+    assert figures(tmp_path / "own")[0][1] != pytest.approx(losses[0][0][0], rel=1e-6)
     for other in losses[1:]:
         for ours, theirs in zip(other, losses[0], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+def test_validation_changes_nothing_but_the_validation_loss(tmp_path: Path):
+    plain = make_job(tmp_path / "plain", steps=4)
+    watched = make_job(
+        tmp_path / "watched", steps=4, validation={"enable": True, "freq": 1, "steps": 2}
+    )
+    run_ranks(train_here, 2, plain)
+    run_ranks(train_here, 2, watched)
+    assert figures(tmp_path / "watched") == figures(tmp_path / "plain")
+    ours, theirs = (
+        json.loads((tmp_path / name / "checkpoint/step-4/manifest.json").read_text())
+        for name in ("watched", "plain")
+    )
+    assert ours["checksums"] == theirs["checksums"]
+    lines = (tmp_path / "watched/metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["validation_loss"] for line in lines]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_going_back_to_an_earlier_step_leaves_the_later_ones_behind(tmp_path: Path):
+    run_ranks(train_here, 1, make_job(tmp_path))
+    first = figures(tmp_path)
+    back = make_job(tmp_path, checkpoint={"enable": True, "interval": 100, "load_step": 10})
+    run_ranks(train_here, 1, back)
+    assert figures(tmp_path) == first, "the same steps again"
+    names = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
+    assert names == [
+        "step-10",
+        "step-15.abandoned-1",
+        "step-20",
+        "step-20.abandoned-1",
+        "step-5",
+    ]
 
 
 def test_resuming_under_another_number_of_ranks_goes_on_with_the_same_data(tmp_path: Path):

@@ -87,15 +87,13 @@ class Checkpointer:
         self._num_experts = num_experts
         self._job_record = job_record
         self._merge_data = merge_data
+        self.last_step: int | None = None
+        """Step of the checkpoint last loaded or saved in the run's own folder, on every rank."""
 
     @property
     def folder(self) -> Path:
         """Folder of the run's own checkpoints."""
         return self._folder
-
-    def latest_step(self) -> int | None:
-        """Step of the run's own latest checkpoint; None if it has none."""
-        return max(storage.saved_steps(self._folder), default=None)
 
     def maybe_save(self, step: int, state: dict[str, Any], *, last: bool = False) -> bool:
         """Save if the configuration wants a checkpoint after this step; returns whether it did."""
@@ -155,6 +153,7 @@ class Checkpointer:
                 storage.abandon(aside)
             raise
         on_rank_zero(lambda: self._remove_outdated(step), doing=f"after saving {target}")
+        self.last_step = step
         if dist.get_rank() == 0:
             logger.info("saved %s in %.1f s", target, time.perf_counter() - started)
 
@@ -181,6 +180,10 @@ class Checkpointer:
         self._load_tensors(source, manifest, parts)
         if dist.get_rank() == 0:
             logger.info("loaded %s%s", source, " (model only)" * model_only)
+        if source.parent == self._folder:
+            self.last_step = manifest.step
+            if not self._config.load_only:
+                on_rank_zero(lambda: self._set_aside_later(manifest.step), doing=doing)
         if model_only:
             return None
         return self._load_train_state(source, excluded)
@@ -190,6 +193,10 @@ class Checkpointer:
         if with_optimizer and self._optimizer is not None:
             tensors |= optimizer_tensors(self._model, self._optimizer)
         return tensors
+
+    def _set_aside_later(self, step: int) -> None:
+        for kept in storage.set_aside_later(self._folder, step):
+            logger.warning("a later step is left behind, kept as %s", kept)
 
     def _remove_outdated(self, step: int) -> None:
         if self._config.keep_latest_k > 0:

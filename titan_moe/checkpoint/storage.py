@@ -63,6 +63,23 @@ def keep_latest(folder: Path, *, count: int, newest: int) -> None:
             remove(step_folder(folder, step))
 
 
+def set_aside_later(folder: Path, step: int) -> list[Path]:
+    """Rename checkpoints of later steps than `step`; returns where they are now.
+
+    A run that goes back to `step` leaves them behind: they must not be resumed from, count among
+    the latest, or be lost.
+    """
+    moved = []
+    for later in (number for number in saved_steps(folder) if number > step):
+        target, count = step_folder(folder, later), 1
+        while (kept := target.with_name(f"{target.name}.abandoned-{count}")).exists():
+            count += 1
+        moved.append(target.rename(kept))
+    if moved:
+        fsync_folder(folder)
+    return moved
+
+
 def remove(target: Path) -> None:
     """Remove a checkpoint; if killed midway, what remains is invisible."""
     aside = _aside(target, "deleting")

@@ -70,7 +70,7 @@ class Model(Section):
 
 
 class Moe(Section):
-    """Mixture-of-experts settings. A key left out takes the flavor's own value."""
+    """Mixture-of-experts settings. A speed or weight left out takes the flavor's own value."""
 
     row_alignment: Literal[1, 8, 16, 32, 64, 128] = 1
     """Each expert's rows are padded to a multiple of this before the grouped GEMM (bf16 1,

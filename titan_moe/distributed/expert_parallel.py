@@ -67,9 +67,11 @@ class AllToAllDispatcher:
         sent_PE = tokens.counts_E.view(-1, self.num_local)
         received_PE = torch.empty_like(sent_PE)
         dist.all_to_all_single(received_PE, sent_PE, group=self.ep_group)
-        gathered_PE = received_PE.new_empty(self.etp_group.size() * len(sent_PE), self.num_local)
-        dist.all_gather_into_tensor(gathered_PE, received_PE, group=self.etp_group)
-        gathered_P = gathered_PE.view(self.etp_group.size(), -1).sum(1)
+        gathered_PE = received_PE
+        if (slices := self.etp_group.size()) > 1:
+            gathered_PE = received_PE.repeat(slices, 1)
+            dist.all_gather_into_tensor(gathered_PE, received_PE, group=self.etp_group)
+        gathered_P = gathered_PE.view(slices, -1).sum(1)
         # Host sync, once per layer: collectives of rows want their sizes as Python ints.
         sizes = torch.cat([sent_PE.sum(1), received_PE.sum(1), gathered_P]).tolist()
         degree = len(sent_PE)

@@ -84,8 +84,11 @@ def _shard(module: nn.Module, mesh: DeviceMesh, policy: ShardingPolicy, *, resha
         mesh=mesh,
         reshard_after_forward=reshard,
         shard_placement_fn=_placement(num_shards),
+        # Inputs keep their types: rotations and routing weights are float32 beside bfloat16 rows.
         mp_policy=MixedPrecisionPolicy(
-            param_dtype=policy.compute_dtype, reduce_dtype=policy.reduce_dtype
+            param_dtype=policy.compute_dtype,
+            reduce_dtype=policy.reduce_dtype,
+            cast_forward_inputs=False,
         ),
         offload_policy=offload,
     )

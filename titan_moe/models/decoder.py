@@ -98,10 +98,14 @@ def initial_std(name: str, config: ModelConfig) -> float | None:
     return config.init_std
 
 
-def move_off_meta(model: nn.Module, device: torch.device) -> None:
+def move_off_meta(
+    model: nn.Module, device: torch.device, *, parameter_device: torch.device
+) -> None:
     """Allocate a meta-device model; buffers get their first values, parameters stay unset."""
-    model.to_empty(device=device)
+    model.to_empty(device=parameter_device)
     for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
         init_buffers = getattr(module, "init_buffers", None)
         if init_buffers is not None:
             init_buffers()

@@ -78,7 +78,8 @@ class Router(nn.Module):
         """The weights of the chosen experts: weights_TK."""
         weights_TK = _TakeChosen.apply(scores_TE, experts_TK)
         if self.config.normalize_top_k:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+            # As in DeepSeek's reference: sigmoid scores may all underflow.
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         return weights_TK * self.config.route_scale
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.config.sections import Checkpoint
 from titan_moe.runtime.errors import RunError
@@ -113,8 +114,17 @@ def test_everything_comes_back(folder):
 def test_nothing_to_load(folder, saved):
     assert _Run(folder.parent / "fresh").checkpointer.load() is None
     assert _Run(saved, enable=False).checkpointer.load() is None
-    assert _Run(folder.parent / "fresh").checkpointer.latest_step() is None
-    assert _Run(saved).checkpointer.latest_step() == 2
+
+
+def test_later_steps_are_set_aside_and_kept(tmp_path):
+    for step in (5, 15, 20):
+        (tmp_path / f"step-{step}").mkdir()
+    storage.set_aside_later(tmp_path, 5)
+    (tmp_path / "step-20").mkdir()
+    storage.set_aside_later(tmp_path, 5)
+    assert storage.saved_steps(tmp_path) == [5]
+    kept = sorted(path.name for path in tmp_path.glob("*abandoned*"))
+    assert kept == ["step-15.abandoned-1", "step-20.abandoned-1", "step-20.abandoned-2"]
 
 
 def test_manifest_tells_what_and_who(saved):
@@ -143,8 +153,9 @@ def test_keep_latest(folder):
 
 
 def test_load_step(saved):
-    assert _Run(saved, load_step=1).checkpointer.load()["step"] == 1
     _refused(_watched(saved, load_step=7), "load_step=7", "steps 1, 2")
+    assert _Run(saved, load_step=1).checkpointer.load()["step"] == 1
+    assert _Run(saved).checkpointer.load()["step"] == 1, "step 2 was left behind"
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer", "train_state", "dataloader"])

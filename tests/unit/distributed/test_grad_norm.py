@@ -19,7 +19,9 @@ def _parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 def test_norms_of_gradients_that_are_there(dtype: torch.dtype):
     parameters = _parameters(dtype)
     grads = torch.cat([p.grad.double() for p in parameters if p.grad is not None])
-    assert sum_of_squares(parameters, 1).item() == pytest.approx(grads.square().sum(), rel=1e-6)
+    assert sum_of_squares(parameters, 1).item() == pytest.approx(
+        grads.square().sum().item(), rel=1e-6
+    )
     assert max_abs(parameters).item() == grads.abs().max()
 
 

@@ -110,3 +110,28 @@ def test_a_repeat_gives_the_same_bits():
     x_BSD = torch.randn(4, 64, DIM, requires_grad=True)
     first, second = (_grads(layer, x_BSD, layer(x_BSD)) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_auxiliary_losses_are_those_written_out_with_ordinary_autograd():
+    weights = {"sequence_aux_loss_weight": 0.1, "global_aux_loss_weight": 0.2, "z_loss_weight": 0.3}
+    layer = _layer(replace(CONFIG, **weights))
+    layer.router.previous_load.copy_(torch.tensor([0.3, 0.1, 0.1, 0.2, 0.2, 0.1]))
+    x_BSD = torch.randn(2, 7, DIM, dtype=torch.float64, requires_grad=True)
+    ours = _grads(layer, x_BSD, layer(x_BSD))
+
+    output = slow_moe(layer, x_BSD)
+    logits = x_BSD @ layer.router.gate.weight.T
+    scores = logits.softmax(-1)
+    loss = 0.3 * logits.logsumexp(-1).square().sum()
+    loss = loss + 0.2 * 6 * (scores * layer.router.previous_load).sum()
+    chosen = F.one_hot(scores.topk(2).indices, 6).sum((1, 2)).double()
+    frequency_BE = chosen * 6 / (2 * 7)
+    loss = loss + 0.1 * (frequency_BE * scores.mean(1) * 7).sum()
+    weighing = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    layer.zero_grad()
+    x_BSD.grad = None
+    ((output * weighing).sum() + loss).backward()
+    torch.testing.assert_close(layer.router.balance_loss, loss.detach())
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, msg=name)
+    torch.testing.assert_close(ours["x"], x_BSD.grad)

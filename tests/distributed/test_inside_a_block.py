@@ -1,0 +1,71 @@
+"""What a gradient cannot show: how often a block runs, and in which types."""
+
+import pytest
+import torch
+
+from tests.distributed.test_layouts import SEQ_LEN, global_batch, make_job, tiny
+from titan_moe.config.job import JobConfig
+from titan_moe.verify.ranks import run_ranks
+
+
+def watch_blocks(job: JobConfig) -> tuple[list[int], dict[str, str]]:
+    """Forwards of each block in one step, and the types that meet in an MoE block."""
+    from titan_moe.build import build_sharded_model
+    from titan_moe.data.batch import Batch
+    from titan_moe.train_step import batch_loss
+
+    device = torch.device("cpu")
+    sharded = build_sharded_model(job, tiny(job), device=device, world_size=2)
+    model = sharded.model
+    calls, types = [0] * len(model.layers), {}
+
+    def count(layer: int):
+        def hook(module, args):
+            calls[layer] += 1
+
+        return hook
+
+    for layer, block in enumerate(model.layers.values()):
+        block.attention_norm.register_forward_pre_hook(count(layer))
+
+    def note_block(block, args):
+        types.update(stream=str(args[0].dtype), cos=str(args[1].cos_BSC.dtype))
+
+    def note_experts(experts, args):
+        rows = args[0]
+        types.update(rows=str(rows.x_RD.dtype), weights=str(rows.weights_R.dtype))
+
+    moe_block = list(model.layers.values())[-1]
+    moe_block.register_forward_pre_hook(note_block)
+    moe_block.moe.experts.register_forward_pre_hook(note_experts)
+    moe_block.moe.router.register_forward_hook(
+        lambda router, args, scores: types.update(scores=str(scores.scores_TE.dtype))
+    )
+    tokens, labels, documents = (x[:1] for x in global_batch(0, 96))
+    batch_loss(model, Batch(tokens, labels, documents, [[]]), device).backward()
+    assert tokens.shape[1] == SEQ_LEN
+    return calls, types
+
+
+@pytest.mark.parametrize(
+    "mode, every, forwards",
+    [("none", "2", [1, 1, 1]), ("full", "2", [2, 2, 2]), ("selective", "2", [2, 1, 2])],
+)
+def test_recomputed_blocks_run_twice(mode: str, every: str, forwards: list[int]):
+    recompute = {"mode": mode, "selective_ac_option": every}
+    job = make_job("deepseek_v3", activation_checkpoint=recompute)
+    assert run_ranks(watch_blocks, 2, job)[0][0] == forwards
+
+
+def test_bfloat16_compute_keeps_angles_scores_and_routing_weights_in_float32():
+    training = {"dtype": "float32", "mixed_precision_param": "bfloat16", "max_norm": 1.0}
+    job = make_job("deepseek_v3", training=training, parallelism={"expert_parallel_degree": 2})
+    _, types = run_ranks(watch_blocks, 2, job)[0]
+    bfloat16, float32 = "torch.bfloat16", "torch.float32"
+    assert types == {
+        "stream": bfloat16,
+        "rows": bfloat16,
+        "cos": float32,
+        "scores": float32,
+        "weights": float32,
+    }
