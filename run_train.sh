@@ -81,7 +81,8 @@ while kill -0 "$child" 2>/dev/null; do
 done
 
 if ((interrupted)); then
-    echo "interrupted; the files of this run are in $folder"
+    printf '\ninterrupted; the files of this run are in %s\n' "$folder"
+    echo "with checkpoint.enable, the same command goes on from the latest checkpoint there"
     exit "$interrupted"
 fi
 if ((code)); then

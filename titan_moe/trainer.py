@@ -34,6 +34,8 @@ from titan_moe.train_step import StepResult, TrainStep, batch_loss
 
 logger = logging.getLogger(__name__)
 
+_WITH_CHECKPOINT = "./run_train.sh --checkpoint.enable"
+
 
 @dataclass
 class Progress:
@@ -94,6 +96,9 @@ class Trainer:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_job(self.job, self.folder / "config.toml")
         self.report = Report(self.job, self.model, self.process, resume_step=self.progress.step)
+        if self.job.lr_scheduler.warmup_steps >= steps:
+            warmup = self.job.lr_scheduler.warmup_steps
+            logger.warning("the run of %d steps ends inside its warm-up of %d", steps, warmup)
         garbage = GarbageCollector(self.job.training.gc_freq)
         first = self.progress.step + 1
         with profiler(self.job.profiling, self.folder, self.process.rank) as profile:
@@ -221,11 +226,12 @@ class Trainer:
         self._say("curves  %s", self.folder / "curves.png")
         if self.checkpointer.last_step is not None:
             self._say("checkpoints %s", self.checkpointer.folder)
-        self._say(
-            "next: go on with CONFIG_FILE=%s ./run_train.sh --training.steps %d",
-            self.folder / "config.toml",
-            2 * self.job.training.steps,
-        )
+        config = self.folder / "config.toml"
+        if self.checkpointer.last_step is None:
+            self._say("next: keep the result, with CONFIG_FILE=%s %s", config, _WITH_CHECKPOINT)
+            return
+        longer = 2 * self.job.training.steps
+        self._say("next: CONFIG_FILE=%s ./run_train.sh --training.steps %d", config, longer)
 
 
 def _checkpointer(

@@ -214,6 +214,10 @@ class Checkpointer:
                 + (f"steps {', '.join(map(str, steps))}" if steps else "no checkpoint")
             )
         if steps:
+            if config.initial_load_path is not None:
+                logger.warning(
+                    "checkpoint.initial_load_path is not used: %s has checkpoints", self._folder
+                )
             own = storage.step_folder(
                 self._folder, config.load_step if config.load_step >= 0 else steps[-1]
             )
@@ -263,7 +267,8 @@ class Checkpointer:
         if "train_state" not in excluded:
             state |= saved["common"]
             if not restore_random_state(saved) and dist.get_rank() == 0:
-                logger.info("random states stay fresh: saved by %d ranks", len(saved[RNG]))
+                saved_by = len(saved[RNG])
+                logger.info("random states start fresh: %d ranks saved theirs", saved_by)
         if DATA in saved and "dataloader" not in excluded:
             state[DATA] = saved[DATA]
         return state

@@ -15,7 +15,7 @@ from titan_moe.runtime.errors import RunError
 
 MANIFEST = "manifest.json"
 
-_LONGEST_LIST = 8
+_LONGEST_LIST = 4
 
 
 class _Record(BaseModel):

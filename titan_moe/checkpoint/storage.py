@@ -57,9 +57,9 @@ def abandon(aside: Path) -> None:
 
 
 def keep_latest(folder: Path, *, count: int, newest: int) -> None:
-    """Remove all but the `count` latest checkpoints; the one of step `newest` stays in any case."""
+    """Remove all but the `count` latest checkpoints; `newest` and a seed checkpoint always stay."""
     for step in saved_steps(folder)[:-count]:
-        if step != newest:
+        if step not in (0, newest):
             remove(step_folder(folder, step))
 
 

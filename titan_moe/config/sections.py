@@ -144,7 +144,8 @@ class Training(Section):
 
     dataset: str = "stdlib"
     """'stdlib' (the Python sources on this machine), 'synthetic', 'json', 'parquet', 'text',
-    'tokens' (a folder made by scripts/tokenize_data.py), 'c4', or a Hugging Face dataset name."""
+    'tokens' (a folder made by scripts/tokenize_data.py), 'c4', or a Hugging Face dataset name.
+    A document is a file of stdlib, a record of json and parquet, a paragraph of text."""
     dataset_path: str | None = None
     """File, folder or glob for json, parquet, text and tokens; a local copy for Hugging Face
     names."""
@@ -282,7 +283,7 @@ class Validation(Section):
     freq: PositiveInt = 10
     """Steps from one validation to the next; the last step always validates."""
     steps: int = -1
-    """Batches of one validation; -1: all of the held-out data."""
+    """Batches of local_batch_size rows in one validation, over all ranks; -1: all of the data."""
 
 
 class Debug(Section):

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from time import perf_counter
 from typing import Any
 
 from titan_moe.data.batch import Batch, stack_rows
@@ -43,8 +42,6 @@ class Loader:
     ) -> None:
         assert len(rows) % local_batch_size == 0
         self.identity = identity
-        self.wait_seconds = 0.0
-        """How long the last `next_step` waited for its data."""
         self._rows = rows
         self._parts = parts
         self._local_batch_size = local_batch_size
@@ -59,10 +56,8 @@ class Loader:
 
         RunError when the data ran out or cannot be read; asking again raises the same error.
         """
-        start = perf_counter()
         self._read_ahead()
         batches, state = self._ahead[0].result()
-        self.wait_seconds = perf_counter() - start
         self._ahead.popleft()
         self._read_ahead()
         self._state = state
@@ -161,6 +156,6 @@ def _check_identity(state: dict[str, Any], identity: Identity) -> None:
         if theirs != ours:
             raise RunError(
                 f"the checkpoint's data position was taken with {key}={theirs!r}, this run has "
-                f"{key}={ours!r}: restore that, or leave the position out with "
-                'checkpoint.exclude_from_loading=["dataloader"]'
+                f"{key}={ours!r}: set it as it was, begin in another job.dump_folder, or leave the "
+                'position out with checkpoint.exclude_from_loading=["dataloader"]'
             )

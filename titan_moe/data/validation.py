@@ -31,12 +31,12 @@ class ValidationLoader:
         rank: int,
         num_ranks: int,
     ) -> None:
-        """`steps`: at most so many batches a rank; -1: all there are."""
+        """`steps`: at most so many batches' rows over all ranks, whatever their number; -1: all."""
         self._parts = parts
         self._tokenizer = tokenizer
         self._seq_len = seq_len
         self._local_batch_size = local_batch_size
-        self._steps = steps
+        self._rows_left = steps * local_batch_size if steps >= 0 else None
         self._rank = rank
         self._num_ranks = num_ranks
         self._blend = Blend([part.weight for part in parts])
@@ -57,12 +57,11 @@ class ValidationLoader:
 
     def _read_batches(self) -> list[Batch]:
         batches: list[Batch] = []
-        while self._steps < 0 or len(batches) < self._steps:
+        while True:
             own, found = self._next_rows()
             if not found:
-                break
+                return batches
             batches.append(stack_rows(own))
-        return batches
 
     def _next_rows(self) -> tuple[list[PackedRow], bool]:
         """This rank's rows of the next batch, and whether any rank's hold a document."""
@@ -70,11 +69,18 @@ class ValidationLoader:
         found = False
         first = self._rank * self._local_batch_size
         for number in range(self._num_ranks * self._local_batch_size):
-            row = self._packer.next_row()
+            row = self._next_row()
             found = found or row is not None
             if first <= number < first + self._local_batch_size:
                 own.append(row or ignored_row(self._seq_len, padding_id=self._tokenizer.eos_id))
         return own, found
+
+    def _next_row(self) -> PackedRow | None:
+        if self._rows_left is not None:
+            if self._rows_left == 0:
+                return None
+            self._rows_left -= 1
+        return self._packer.next_row()
 
     def _next_document(self) -> Encoded | None:
         while self._unread:

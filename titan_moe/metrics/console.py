@@ -9,14 +9,14 @@ _COLUMNS = (
     ("loss", "loss", "{:8.5f}"),
     ("grad norm", "grad_norm", "{:8.4f}"),
     ("lr", "lr", "{:.2e}"),
-    ("tokens/s/device", "tokens_per_second_per_device", "{:7,.0f}"),
+    ("tok/s/device", "tokens_per_second_per_device", "{:7,.0f}"),
     ("TFLOP/s", "tflops_per_device", "{:6.2f}"),
     ("MFU", "mfu", "{:5.1%}"),
-    ("peak GiB", "memory/peak_gib", "{:5.2f}"),
+    ("GiB", "memory/peak_gib", "{:5.2f}"),
     ("retries", "memory/allocation_retries", "{:.0f}"),
-    ("data wait s", "time/data", "{:5.2f}"),
+    ("data s", "time/data", "{:5.2f}"),
     # Last, for it is missing from most lines.
-    ("validation loss", "validation_loss", "{:8.5f}"),
+    ("val loss", "validation_loss", "{:8.5f}"),
 )
 
 

@@ -154,26 +154,6 @@ def test_reading_ahead_does_not_show_in_the_state():
         assert eager.state_dict() == lazy.state_dict()
 
 
-def test_waiting_is_measured(monkeypatch):
-    (loader,) = loaders(training(), 1)
-    read = StepDelay(loader._rows[0].next_row, 0.1)
-    monkeypatch.setattr(loader._rows[0], "next_row", read)
-    loader.next_step()
-    assert loader.wait_seconds >= 0.09
-    time.sleep(0.4)
-    loader.next_step()
-    assert loader.wait_seconds < 0.05
-
-
-class StepDelay:
-    def __init__(self, function, seconds):
-        self.function, self.seconds = function, seconds
-
-    def __call__(self):
-        time.sleep(self.seconds)
-        return self.function()
-
-
 def test_the_seed_and_nothing_else_orders_the_documents():
     reference = take(loaders(training(dataset="stdlib"), 1), 3)
     assert take(loaders(training(dataset="stdlib"), 1), 3) == reference

@@ -47,11 +47,12 @@ def test_every_measurement_and_every_number_of_ranks_sees_the_same_rows(training
     assert rows_in_order(build(training, 2, local_batch_size=5)) == first
 
 
-def test_steps_limits_the_batches(training):
+def test_steps_limits_the_rows_whatever_the_number_of_ranks(training):
     everything = rows_in_order(build(training))
-    ranks = build(training, 2, steps=2)
-    assert [len(list(rank)) for rank in ranks] == [2, 2]
-    assert rows_in_order(ranks) == everything[: 2 * 2 * 2]
+    for num_ranks, batches in ((1, 4), (2, 2), (3, 2), (4, 1)):
+        ranks = build(training, num_ranks, steps=4)
+        assert [len(list(rank)) for rank in ranks] == [batches] * num_ranks
+        assert rows_in_order(ranks) == everything[: 4 * 2]
     assert [len(list(rank)) for rank in build(training, 2, steps=1000)] == [
         -(-len(everything) // 4)
     ] * 2
@@ -107,7 +108,7 @@ def test_a_stream_needs_steps(tmp_path):
     with pytest.raises(ConfigError, match=r"validation.steps=-1 would read all of the stream 'c4'"):
         build(training)
     first = rows_in_order(build(training, steps=2))
-    assert len(first) == 4 and rows_in_order(build(training, 2, steps=1)) == first
+    assert len(first) == 4 and rows_in_order(build(training, 2, steps=2)) == first
 
 
 def test_too_few_documents_to_hold_one_out(tmp_path):

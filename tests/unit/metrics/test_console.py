@@ -34,16 +34,16 @@ def printed(stream, *lines, color=True):
 
 def test_a_log_file_gets_one_plain_line():
     assert printed(io.StringIO(), (7, VALUES)) == (
-        "step    7  loss  5.61235  grad norm   1.5000  lr 8.00e-04  tokens/s/device  12,345  "
-        "TFLOP/s 412.35  MFU 41.7%  peak GiB 71.26  retries 2  data wait s  0.01\n"
+        "step    7  loss  5.61235  grad norm   1.5000  lr 8.00e-04  tok/s/device  12,345  "
+        "TFLOP/s 412.35  MFU 41.7%  GiB 71.26  retries 2  data s  0.01\n"
     )
 
 
 def test_lines_of_different_steps_line_up():
     later = {**VALUES, "loss": 11.5, "grad_norm": 0.01, "mfu": 0.05, "validation_loss": 2.5}
     first, second = printed(io.StringIO(), (1, VALUES), (1000, later)).splitlines()
-    assert second.endswith("  validation loss  2.50000")
-    for label in ("loss", "grad norm", "lr", "TFLOP/s", "MFU", "retries", "data wait"):
+    assert second.endswith("  val loss  2.50000")
+    for label in ("loss", "grad norm", "lr", "TFLOP/s", "MFU", "retries", "data s"):
         assert first.index(label) == second.index(label)
 
 
