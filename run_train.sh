@@ -81,8 +81,9 @@ while kill -0 "$child" 2>/dev/null; do
 done
 
 if ((interrupted)); then
-    printf '\ninterrupted; the files of this run are in %s\n' "$folder"
-    echo "with checkpoint.enable, the same command goes on from the latest checkpoint there"
+    # A progress bar may be on the line.
+    printf '\ninterrupted; with checkpoint.enable, the same command goes on from the latest step saved\n'
+    echo "the files of this run are in $folder"
     exit "$interrupted"
 fi
 if ((code)); then

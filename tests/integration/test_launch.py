@@ -117,7 +117,7 @@ def test_a_signal_ends_all_ranks_and_says_where_the_files_are(
     words, _ = process.communicate(timeout=30)
     assert process.returncode == code
     assert time.monotonic() - start < 10
-    assert words.splitlines()[-1] == f"interrupted; the files of this run are in {tmp_path}"
+    assert words.splitlines()[-1] == f"the files of this run are in {tmp_path}"
     assert not _pids(tmp_path)
 
 
