@@ -9,7 +9,7 @@ _COLUMNS = (
     ("loss", "loss", "{:8.5f}"),
     ("grad norm", "grad_norm", "{:8.4f}"),
     ("lr", "lr", "{:.2e}"),
-    ("tok/s/device", "tokens_per_second_per_device", "{:7,.0f}"),
+    ("tok/s/dev", "tokens_per_second_per_device", "{:7,.0f}"),
     ("TFLOP/s", "tflops_per_device", "{:6.2f}"),
     ("MFU", "mfu", "{:5.1%}"),
     ("GiB", "memory/peak_gib", "{:5.2f}"),

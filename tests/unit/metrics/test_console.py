@@ -34,7 +34,7 @@ def printed(stream, *lines, color=True):
 
 def test_a_log_file_gets_one_plain_line():
     assert printed(io.StringIO(), (7, VALUES)) == (
-        "step    7  loss  5.61235  grad norm   1.5000  lr 8.00e-04  tok/s/device  12,345  "
+        "step    7  loss  5.61235  grad norm   1.5000  lr 8.00e-04  tok/s/dev  12,345  "
         "TFLOP/s 412.35  MFU 41.7%  GiB 71.26  retries 2  data s  0.01\n"
     )
 
