@@ -10,8 +10,7 @@ from titan_moe.distributed.meshes import Meshes
 from titan_moe.distributed.parallel_dims import DENSE_AXES, DERIVED_AXES, SPARSE_AXES
 
 GRADIENT_RULE = (
-    "gradients: sums over target tokens; every reduction is a plain sum; divided once per step by "
-    "the global number of target tokens"
+    "gradients: plain sums over target tokens, divided once a step by their global number"
 )
 
 
