@@ -9,9 +9,7 @@ from torch.distributed.tensor import DTensor
 from titan_moe.distributed.meshes import Meshes
 from titan_moe.distributed.parallel_dims import DENSE_AXES, DERIVED_AXES, SPARSE_AXES
 
-GRADIENT_RULE = "gradients: plain sums over target tokens, divided once a step by their global count"
-    "gradients: plain sums over target tokens, divided once a step by their global number"
-)
+GRADIENT_RULE = "gradients: plain sums over target tokens, divided once a step by their number"
 
 
 def layout_summary(model: nn.Module, meshes: Meshes) -> str:
