@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_moe.data.batch import Batch
+from titan_moe.distributed.local import local_part
 from titan_moe.models.decoder import Decoder
 from titan_moe.train_step import batch_loss
 
@@ -63,8 +63,7 @@ def _named(documents: list) -> str:
 
 def _in_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Found | None:
     for order, (name, tensor) in enumerate(tensors):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if not local.isfinite().all():
+        if not local_part(tensor).isfinite().all():
             return Found(order, name)
     return None
 

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
+from titan_moe.distributed.local import local_part
 from titan_moe.distributed.meshes import Meshes
 from titan_moe.moe.layer import MoE
 
@@ -99,8 +100,7 @@ def _shard(module: nn.Module, mesh: DeviceMesh, policy: ShardingPolicy, *, resha
 
 def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
     def place(parameter: nn.Parameter) -> Shard:
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        return Shard(shard_dim(local.shape, num_shards))
+        return Shard(shard_dim(local_part(parameter).shape, num_shards))
 
     return place
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_moe.distributed.local import local_part
+
 
 def local_grads(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """This rank's pieces of all gradients; parameters without one are left out."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    return [local_part(grad) for grad in grads]
 
 
 def sum_of_squares(parameters: Iterable[nn.Parameter], ranks_per_stage: int) -> Tensor:

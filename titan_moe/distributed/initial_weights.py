@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titan_moe.distributed.local import local_part, local_slices
 
 
 @torch.no_grad()
@@ -26,27 +26,17 @@ def fill_initial_weights(
     for name, parameter in model.named_parameters():
         std = std_of(name)
         if std is None:
-            _local(parameter).fill_(1.0)
+            local_part(parameter).fill_(1.0)
         elif ".experts." in name:
             _fill_experts(parameter, seed, name, std)
         else:
             whole = _draw(parameter.shape, parameter.device, f"{seed}/{name}", std)
-            _local(parameter).copy_(whole[local_slices(parameter)])
-
-
-def local_slices(parameter: Tensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor this rank holds."""
-    if not isinstance(parameter, DTensor):
-        return tuple(slice(0, size) for size in parameter.shape)
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+            local_part(parameter).copy_(whole[local_slices(parameter)])
 
 
 def _fill_experts(parameter: Tensor, seed: int, name: str, std: float) -> None:
     experts, *inner = local_slices(parameter)
-    local = _local(parameter)
+    local = local_part(parameter)
     for row, expert in enumerate(range(experts.start, experts.stop)):
         whole = _draw(parameter.shape[1:], parameter.device, f"{seed}/{name}/{expert}", std)
         local[row].copy_(whole[tuple(inner)])
@@ -58,7 +48,3 @@ def _draw(shape: torch.Size, device: torch.device, key: str, std: float) -> Tens
     return torch.empty(shape, dtype=torch.float32, device=device).normal_(
         0.0, std, generator=generator
     )
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
