@@ -71,11 +71,10 @@ def build_sharded_model(
 
     # 4. Recomputation inside FSDP's hooks, so that a recomputed block finds its gathered
     # parameters.
-    blocks = list(model.layers.values())
-    apply_activation_checkpoint(blocks, _recompute_every(job))
+    apply_activation_checkpoint(dict(model.layers.items()), job.activation_checkpoint)
 
     # 5. Data parallelism over all of it.
-    units = [model.tok_embeddings, *blocks, model.output]
+    units = [model.tok_embeddings, *model.layers.values(), model.output]
     apply_fsdp(model, units, meshes, _sharding_policy(job.training, job.parallelism))
 
     # 6. Memory and first values, the same bits in every layout.
@@ -83,12 +82,6 @@ def build_sharded_model(
     move_off_meta(model, device, parameter_device=offloaded)
     fill_initial_weights(model, job.debug.seed, lambda name: initial_std(name, config))
     return ShardedModel(model, config, meshes)
-
-
-def _recompute_every(job: JobConfig) -> int:
-    section = job.activation_checkpoint
-    every = {"none": 0, "full": 1, "selective": int(section.selective_ac_option)}
-    return every[section.mode]
 
 
 def _sharding_policy(training: Training, parallelism: Parallelism) -> ShardingPolicy:

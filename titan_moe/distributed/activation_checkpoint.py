@@ -2,30 +2,73 @@
 
 The recomputation replays the routing of the forward pass: it asks no router again (rounding could
 send a token elsewhere), counts no token again, and waits for no split sizes again.
+
+Recomputing by operation keeps every matrix product, every fused attention and the result of every
+collective that moves rows or adds partial sums, and runs only the cheap rest again. All products
+are kept, not every second one: which ones are kept would otherwise depend on how many experts a
+rank holds, and the point is that the backward neither multiplies nor communicates anew. Whoever
+wants less memory recomputes whole layers.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from titan_moe.config.sections import ActivationCheckpoint
 from titan_moe.moe.layer import Assignment, MoE
 
+# Not bmm: only unfused attention calls it, and its scores are as large as S x S. Not all-gathers:
+# what they return is as large as all ranks' parts together, and FSDP's are parameters.
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_reduce.default,
+}
 
-def apply_activation_checkpoint(blocks: list[nn.Module], every: int) -> None:
-    """Recompute every `every`-th block, beginning with the first; 0 recomputes none."""
-    for block in blocks[::every] if every else []:
-        block.forward = _recomputed(block)  # type: ignore[method-assign]
+Contexts = tuple[AbstractContextManager, AbstractContextManager]
 
 
-def _recomputed(block: nn.Module) -> Callable[..., Tensor]:
+def apply_activation_checkpoint(
+    blocks: Mapping[str, nn.Module], section: ActivationCheckpoint
+) -> None:
+    """Recompute as the section says.
+
+    Args:
+        blocks: the layers of this rank by their number in the whole model, so that every n-th layer
+            is the same one however a pipeline cuts the model.
+        section: which layers, and whether whole or by operation.
+    """
+    if section.mode == "none":
+        return
+    by_operation = section.mode == "selective" and section.selective_ac_option == "op"
+    every = 1 if by_operation or section.mode == "full" else int(section.selective_ac_option)
+    for number, block in blocks.items():
+        if int(number) % every == 0:
+            block.forward = _recomputed(block, by_operation)  # type: ignore[method-assign]
+
+
+def _recomputed(block: nn.Module, by_operation: bool) -> Callable[..., Tensor]:
     compute = block.forward
     moe_layers = [module for module in block.modules() if isinstance(module, MoE)]
 
-    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    def contexts() -> Contexts:
         taken: list[Assignment] = []
-        return _recording(moe_layers, taken), _replaying(moe_layers, taken)
+        routing = _recording(moe_layers, taken), _replaying(moe_layers, taken)
+        return _both(routing, _kept_results()) if by_operation else routing
 
     def forward(*args: object) -> Tensor:
         # No random numbers are drawn inside a block, so there is no generator state to keep.
@@ -71,3 +114,50 @@ def _assigning(
     finally:
         for moe in moe_layers:
             moe.assign = moe.decide
+
+
+@contextmanager
+def _entered(*contexts: AbstractContextManager) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _both(first: Contexts, second: Contexts) -> Contexts:
+    return _entered(first[0], second[0]), _entered(first[1], second[1])
+
+
+def _kept_results() -> Contexts:
+    """torch's own pair of this kind (create_selective_checkpoint_contexts) refuses a recomputation
+    that runs any operation which the forward did not, as FSDP does when it gathers again."""
+    kept: dict[Any, deque] = defaultdict(deque)
+    return _Keep(kept), _HandBack(kept)
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps the results of the operations in `_KEPT`, in the order of their calls."""
+
+    def __init__(self, kept: dict[Any, deque]) -> None:
+        super().__init__()
+        self.kept = kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # Else torch.compile gives up on a compiled attention inside.
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if func in _KEPT:
+            # Detached: autograd is about to give the result itself a history that would hold us.
+            self.kept[func].append(tree_map_only(Tensor, Tensor.detach, result))
+        return result
+
+
+class _HandBack(_Keep):
+    """Hands each kept result back, once, instead of computing it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func in _KEPT:
+            return self.kept[func].popleft()
+        return func(*args, **(kwargs or {}))
