@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job import JobConfig
-from titan_moe.config.migration import unknown_key
+from titan_moe.config.migration import unknown_key, value_replacement
 from titan_moe.config.sections import Section
 
 if sys.version_info >= (3, 11):
@@ -183,6 +183,8 @@ def _lines(problem: Mapping[str, Any], source: str) -> list[str]:
     elif problem["type"] == "missing":
         return [f"{key} ({source}): is required"]
     message = message.replace("Input should be", "must be")
+    if remedy := value_replacement(key, value):
+        message = remedy
     return [f"{key} = {_shown(value)} ({source}): {message}"]
 
 

@@ -1,20 +1,18 @@
 """What to say about a key that this version does not know.
 
 `REPLACEMENTS` holds every key of a torchtitan 0.2 file without an equivalent here; an entry for a
-table stands for all of its keys. For anything else the nearest key is named.
+table stands for all of its keys. For anything else the nearest key is named. `VALUE_REPLACEMENTS`
+holds values that have another name here.
 """
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
 _COMPILE = "torch.compile is not available yet: leave it out"
-_PIPELINE = "pipeline parallelism is not available yet: leave it out"
-_TENSOR = "tensor parallelism is not available yet: leave it out"
-_CONTEXT = "context parallelism is not available yet: leave it out"
 _HF_FILES = "checkpoints in Hugging Face layout are not available yet: leave it out"
 _SNAPSHOT = "memory snapshots are not available: use profiling.enable_profiling"
 _WORKERS = "one background thread reads ahead: set training.dataloader.prefetch_factor"
-_BY_LAYER = "recompute is chosen by layer: set activation_checkpoint.mode and selective_ac_option"
+_BY_LAYER = "what is recomputed is set by activation_checkpoint.mode and selective_ac_option"
 _EXTENSION = "code is not imported from a config: add a folder to titan_moe/models instead"
 
 REPLACEMENTS: dict[str, str] = {
@@ -32,18 +30,16 @@ REPLACEMENTS: dict[str, str] = {
     "training.dataloader.num_workers": _WORKERS,
     "training.dataloader.persistent_workers": _WORKERS,
     "training.dataloader.pin_memory": "not a choice here: leave it out",
-    "parallelism.disable_loss_parallel": _TENSOR,
-    "parallelism.enable_async_tensor_parallel": _TENSOR,
-    "parallelism.module_fqns_per_model_part": _PIPELINE,
-    "parallelism.pipeline_parallel_first_stage_less_layers": _PIPELINE,
-    "parallelism.pipeline_parallel_last_stage_less_layers": _PIPELINE,
-    "parallelism.pipeline_parallel_layers_per_stage": _PIPELINE,
-    "parallelism.pipeline_parallel_schedule": _PIPELINE,
-    "parallelism.pipeline_parallel_schedule_csv": _PIPELINE,
-    "parallelism.pipeline_parallel_microbatch_size": _PIPELINE,
-    "parallelism.pipeline_parallel_expert_parallel_overlap": _PIPELINE,
-    "parallelism.context_parallel_load_balancer": _CONTEXT,
-    "parallelism.context_parallel_rotate_method": _CONTEXT,
+    "parallelism.disable_loss_parallel": (
+        "no rank ever holds whole logits: the loss is always computed by vocabulary; leave it out"
+    ),
+    "parallelism.enable_async_tensor_parallel": "needs torch.compile, not available: leave it out",
+    "parallelism.pipeline_parallel_schedule_csv": (
+        "custom schedules are not available: set parallelism.pipeline_parallel_schedule"
+    ),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": (
+        "the halves of DualPipeV run one after the other: leave it out"
+    ),
     "checkpoint.enable_ft_dataloader_checkpoints": "torchft is not used: leave it out",
     "checkpoint.initial_load_in_hf": _HF_FILES,
     "checkpoint.initial_load_in_hf_quantized": _HF_FILES,
@@ -69,6 +65,16 @@ REPLACEMENTS: dict[str, str] = {
     "validation.dataloader": "validation reads as training does: set training.dataloader",
 }
 
+VALUE_REPLACEMENTS: dict[tuple[str, str], str] = {
+    ("parallelism.context_parallel_rotate_method", "alltoall"): (
+        "passing keys and values from rank to rank is called 'ring' here (CUDA only); choose 'ring', "
+        "'allgather' or 'ulysses'"
+    ),
+    ("parallelism.context_parallel_load_balancer", "ptrr"): (
+        "balancing by documents is not available: choose 'headtail' or 'none'"
+    ),
+}
+
 
 def unknown_key(key: str, value: str, known: Iterable[str], *, source: str) -> str:
     """The one line about an unknown dotted `key`: what replaces it, else which key is nearest."""
@@ -85,6 +91,11 @@ def replacement(key: str) -> str | None:
     parts = key.split(".")
     tables = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((REPLACEMENTS[table] for table in tables if table in REPLACEMENTS), None)
+
+
+def value_replacement(key: str, value: object) -> str | None:
+    """The remedy for a value that torchtitan knows at a key of ours, and we do not."""
+    return VALUE_REPLACEMENTS.get((key, value)) if isinstance(value, str) else None
 
 
 def _nearest(key: str, known: Iterable[str]) -> str | None:

@@ -158,7 +158,7 @@ class Training(Section):
     mask_documents: bool = True
     """Packed documents do not attend to each other, and no target crosses from one to the next."""
     local_batch_size: PositiveInt = 8
-    """Rows of one microbatch on one data rank."""
+    """Rows of one microbatch on one data rank; with a pipeline, rows of one run of its schedule."""
     global_batch_size: int = -1
     """Rows of one optimizer step over all data ranks; -1: local_batch_size times the data ranks."""
     seq_len: PositiveInt = 2048
@@ -197,11 +197,41 @@ class Parallelism(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after the forward; 'default' does, but for the output layer."""
     tensor_parallel_degree: PositiveInt = 1
-    """Ranks that split attention heads and hidden dims."""
+    """Ranks that split attention heads, hidden dims and the vocabulary, and between layers the
+    sequence."""
     context_parallel_degree: PositiveInt = 1
     """Ranks that split the sequence."""
+    context_parallel_rotate_method: Literal["allgather", "ulysses", "ring"] = "allgather"
+    """How attention sees the whole sequence: 'allgather' of keys and values, 'ulysses' (all-to-all
+    over heads), or 'ring' (keys and values pass from rank to rank; CUDA only)."""
+    context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
+    """'headtail': rank r holds pieces r and 2 cp - 1 - r of 2 cp, which evens out causal
+    attention; 'none': consecutive parts."""
     pipeline_parallel_degree: PositiveInt = 1
     """Ranks that split the layers."""
+    pipeline_parallel_schedule: Literal[
+        "1F1B",
+        "Interleaved1F1B",
+        "GPipe",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ] = "1F1B"
+    """Order of the forwards and backwards. 1F1B and GPipe have one stage a rank, the others at
+    least two; InterleavedZeroBubble, ZBVZeroBubble and DualPipeV split the backward and exclude
+    recompute."""
+    pipeline_parallel_microbatch_size: PositiveInt = 1
+    """Rows of one microbatch of the schedule; training.local_batch_size is a multiple."""
+    pipeline_parallel_layers_per_stage: PositiveInt | None = None
+    """Layers of a stage; left out: the schedule's smallest number of stages, of equal weight."""
+    pipeline_parallel_first_stage_less_layers: NonNegativeInt | None = None
+    """The embedding counts as this many layers; left out: by its own weight."""
+    pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None
+    """Norm and output count as this many layers; left out: by their own weight."""
+    module_fqns_per_model_part: list[list[str]] | None = None
+    """The modules of each stage, in order, such as [["tok_embeddings", "layers.0"], ["layers.1",
+    "norm", "output"]]; left out: split by weight."""
     expert_parallel_degree: PositiveInt = 1
     """Ranks that split the experts; taken from dp_shard x cp x tp."""
     expert_tensor_parallel_degree: PositiveInt = 1
@@ -246,9 +276,10 @@ class ActivationCheckpoint(Section):
     """Recompute activations in the backward instead of keeping them."""
 
     mode: Literal["none", "full", "selective"] = "selective"
-    """'full': every layer; 'selective': every selective_ac_option-th layer."""
+    """'full': every layer; 'selective': what selective_ac_option says."""
     selective_ac_option: str = "2"
-    """N: recompute every N-th layer."""
+    """N: recompute every N-th layer, whole; 'op': recompute every layer but for its matrix
+    products, attention and collectives, whose results are kept."""
 
 
 class Compile(Section):

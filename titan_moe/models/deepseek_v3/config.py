@@ -38,6 +38,36 @@ FLAVORS: dict[str, ModelConfig] = {
             sequence_aux_loss_weight=1e-4,
         ),
     ),
+    # For proving layouts: heads, experts and widths divide by 8, every feature and loss is on, and a
+    # step takes a moment. Valid at any number of layers.
+    "gate": ModelConfig(
+        vocab_size=272,
+        dim=32,
+        num_layers=8,
+        num_dense_layers=1,
+        hidden_dim=32,
+        init_std=0.1,
+        attention=MLAConfig(
+            num_heads=8, q_rank=16, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8, bias=True
+        ),
+        rope=RopeConfig(10_000.0, "neighbours"),
+        moe=MoEConfig(
+            num_experts=8,
+            top_k=2,
+            hidden_dim=32,
+            num_shared_experts=1,
+            score="sigmoid",
+            normalize_top_k=True,
+            route_scale=1.5,
+            num_groups=4,
+            top_groups=2,
+            group_score_top=2,
+            bias_update_speed=0.05,
+            sequence_aux_loss_weight=1e-2,
+            global_aux_loss_weight=1e-2,
+            z_loss_weight=1e-3,
+        ),
+    ),
     "debugmodel": ModelConfig(
         vocab_size=2048,
         dim=256,

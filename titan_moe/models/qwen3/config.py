@@ -5,6 +5,27 @@ from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
 from titan_moe.moe.config import MoEConfig
 
 FLAVORS: dict[str, ModelConfig] = {
+    # For proving layouts: heads, experts and widths divide by 8, every feature and loss is on, and a
+    # step takes a moment. Valid at any number of layers.
+    "gate": ModelConfig(
+        vocab_size=272,
+        dim=32,
+        num_layers=8,
+        hidden_dim=32,
+        init_std=0.1,
+        attention=GQAConfig(num_heads=16, num_kv_heads=8, head_dim=8, qk_norm=True, bias=True),
+        rope=RopeConfig(10_000.0),
+        moe=MoEConfig(
+            num_experts=8,
+            top_k=2,
+            hidden_dim=32,
+            normalize_top_k=True,
+            bias_update_speed=0.05,
+            sequence_aux_loss_weight=1e-2,
+            global_aux_loss_weight=1e-2,
+            z_loss_weight=1e-3,
+        ),
+    ),
     "debugmodel_moe": ModelConfig(
         vocab_size=2048,
         dim=256,
