@@ -67,7 +67,7 @@ REPLACEMENTS: dict[str, str] = {
 
 VALUE_REPLACEMENTS: dict[tuple[str, str], str] = {
     ("parallelism.context_parallel_rotate_method", "alltoall"): (
-        "passing keys and values from rank to rank is called 'ring' here (CUDA only); choose 'ring', "
+        "passing keys and values from rank to rank is called 'ring' here: choose it, "
         "'allgather' or 'ulysses'"
     ),
     ("parallelism.context_parallel_load_balancer", "ptrr"): (

@@ -203,7 +203,7 @@ class Parallelism(Section):
     """Ranks that split the sequence."""
     context_parallel_rotate_method: Literal["allgather", "ulysses", "ring"] = "allgather"
     """How attention sees the whole sequence: 'allgather' of keys and values, 'ulysses' (all-to-all
-    over heads), or 'ring' (keys and values pass from rank to rank; CUDA only)."""
+    over heads), or 'ring' (keys and values pass from rank to rank)."""
     context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
     """'headtail': rank r holds pieces r and 2 cp - 1 - r of 2 cp, which evens out causal
     attention; 'none': consecutive parts."""

@@ -38,8 +38,8 @@ FLAVORS: dict[str, ModelConfig] = {
             sequence_aux_loss_weight=1e-4,
         ),
     ),
-    # For proving layouts: heads, experts and widths divide by 8, every feature and loss is on, and a
-    # step takes a moment. Valid at any number of layers.
+    # For proving layouts: heads, experts and widths divide by 8, every feature and loss is on, and
+    # a step takes a moment. Valid at any number of layers.
     "gate": ModelConfig(
         vocab_size=272,
         dim=32,

@@ -5,8 +5,8 @@ from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
 from titan_moe.moe.config import MoEConfig
 
 FLAVORS: dict[str, ModelConfig] = {
-    # For proving layouts: heads, experts and widths divide by 8, every feature and loss is on, and a
-    # step takes a moment. Valid at any number of layers.
+    # For proving layouts: heads, experts and widths divide by 8, every feature and loss is on, and
+    # a step takes a moment. Valid at any number of layers.
     "gate": ModelConfig(
         vocab_size=272,
         dim=32,

@@ -1,0 +1,42 @@
+"""The parts' costs against torch's own count of FLOPs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from titan_moe.models.decoder import Decoder
+from titan_moe.models.layers.attention_core import CausalSdpa
+from titan_moe.models.registry import model_config
+from titan_moe.models.weights import part_weights
+
+_SEQ_LEN = 64
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3"])
+@pytest.mark.parametrize("low_rank_query", [True, False])
+def test_weights_are_the_flops_of_a_token(family: str, low_rank_query: bool) -> None:
+    config = replace(model_config(family, "gate"), num_layers=3)
+    if family == "deepseek_v3" and not low_rank_query:
+        config = replace(config, attention=replace(config.attention, q_rank=None))
+    model = Decoder(config, CausalSdpa()).double()  # torch counts neither grouped GEMMs
+    weights = part_weights(config, _SEQ_LEN)
+    assert list(weights) == ["tok_embeddings", "layers.0", "layers.1", "layers.2", "norm", "output"]
+
+    tokens_BS = torch.zeros(1, _SEQ_LEN, dtype=torch.int64)
+    positions_BS = torch.arange(_SEQ_LEN)[None]
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # nor the CPU's fused attention.
+        model(tokens_BS, tokens_BS, positions_BS)
+    counts = counter.get_flop_counts()
+    heads = config.attention.num_heads
+    v_dim = getattr(config.attention, "v_dim", 8)
+    qk_dim = 12 if family == "deepseek_v3" else 8
+    # torch counts attention's upper triangle too.
+    unseen = 2 * heads * (qk_dim + v_dim) * (_SEQ_LEN - 1) / 2
+    for name, weight in weights.items():
+        counted = sum(counts.get(f"Decoder.{name}", {}).values()) / _SEQ_LEN
+        expected = weight + (unseen if name.startswith("layers.") else 0)
+        assert counted == pytest.approx(expected, rel=1e-12), name

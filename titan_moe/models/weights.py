@@ -1,0 +1,54 @@
+"""What each part of a decoder costs to compute, by which a pipeline splits it. No torch."""
+
+from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig
+from titan_moe.moe.config import MoEConfig
+
+
+def part_weights(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
+    """FLOPs of the matrix products of one token's forward, of every part in the model's order.
+
+    Keys: "tok_embeddings" and "norm", which multiply no matrices and cost 0, "layers.0", ... and
+    "output". A parameter that a token is multiplied with costs 2 FLOPs, routed experts only where
+    they are active; attention is counted as causal over `seq_len` tokens.
+    """
+    attention = _attention(config.dim, config.attention, seq_len)
+    layers = {
+        f"layers.{layer}": attention + _feed_forward(config, layer)
+        for layer in range(config.num_layers)
+    }
+    output = 2.0 * config.dim * config.vocab_size
+    return {"tok_embeddings": 0.0, **layers, "norm": 0.0, "output": output}
+
+
+def _attention(dim: int, config: GQAConfig | MLAConfig, seq_len: int) -> float:
+    if isinstance(config, GQAConfig):
+        qk_dim = v_dim = config.head_dim
+        params = 2 * dim * (config.num_heads + config.num_kv_heads) * config.head_dim
+    else:
+        qk_dim, v_dim = config.nope_dim + config.rope_dim, config.v_dim
+        params = (
+            _mla_query(dim, config, qk_dim)
+            + dim * (config.kv_rank + config.rope_dim)
+            + config.kv_rank * config.num_heads * (config.nope_dim + v_dim)
+            + config.num_heads * v_dim * dim
+        )
+    # A token sees half of the row on average.
+    scores_and_values = config.num_heads * (qk_dim + v_dim) * (seq_len + 1) / 2
+    return 2.0 * (params + scores_and_values)
+
+
+def _mla_query(dim: int, config: MLAConfig, qk_dim: int) -> int:
+    width = config.num_heads * qk_dim
+    return dim * width if config.q_rank is None else config.q_rank * (dim + width)
+
+
+def _feed_forward(config: ModelConfig, layer: int) -> float:
+    if not config.is_moe_layer(layer):
+        return 2.0 * 3 * config.dim * config.hidden_dim
+    assert config.moe is not None
+    return 2.0 * _moe(config.dim, config.moe)
+
+
+def _moe(dim: int, config: MoEConfig) -> int:
+    active = config.top_k + config.num_shared_experts
+    return dim * (config.num_experts + 3 * active * config.hidden_dim)
