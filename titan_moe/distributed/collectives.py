@@ -1,4 +1,4 @@
-"""Collectives with uneven sizes that autograd can pass through."""
+"""Collectives that autograd can pass through: uneven numbers of rows, and parts of sequences."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
+
+# Recomputation by operation keeps what an operation returns; the usual forms return nothing, but
+# write into an argument.
+_functional = torch.ops._c10d_functional
 
 
 def all_to_all_rows(
@@ -39,12 +43,27 @@ def reduce_scatter_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup)
     return _ReduceScatterRows.apply(x_RD, list(sizes), group)
 
 
+def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' parts of a sequence, in rank order, along the last dim but one.
+
+    Backward: `scatter_tokens`, since each rank's gradient is a part of a sum.
+    """
+    return _GatherTokens.apply(x, group)
+
+
+def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over ranks, of which each keeps its part of the sequence. Backward: `gather_tokens`.
+
+    The last dim but one must divide by the number of ranks.
+    """
+    return _ScatterTokens.apply(x, group)
+
+
 def _exchange(x_RD: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
     if len(sent) == 1:
         return x_RD
-    out_RD = x_RD.new_empty(sum(received), *x_RD.shape[1:])
-    dist.all_to_all_single(out_RD, x_RD.contiguous(), received, sent, group=group)
-    return out_RD
+    out_RD = _functional.all_to_all_single(x_RD.contiguous(), received, sent, group.group_name)
+    return _functional.wait_tensor(out_RD)
 
 
 def _all_gather(x_RD: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
@@ -94,3 +113,41 @@ class _ReduceScatterRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
         return _all_gather(grad_RD, *ctx.layout), None, None
+
+
+def _gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
+    return parts.unflatten(0, (group.size(), -1)).movedim(0, -3).flatten(-3, -2)
+
+
+def _scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    parts = x.unflatten(-2, (group.size(), -1)).movedim(-3, 0).contiguous()
+    own = _functional.reduce_scatter_tensor(
+        parts.flatten(0, 1), "sum", group.size(), group.group_name
+    )
+    return _functional.wait_tensor(own)
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group  # type: ignore[attr-defined]
+        return _gather_tokens(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):  # type: ignore[override, no-untyped-def]
+        return _scatter_tokens(grad, ctx.group), None
+
+
+class _ScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group  # type: ignore[attr-defined]
+        return _scatter_tokens(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):  # type: ignore[override, no-untyped-def]
+        return _gather_tokens(grad, ctx.group), None

@@ -10,15 +10,16 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from titan_moe.distributed.collectives import (
     all_gather_rows,
     all_to_all_rows,
     reduce_scatter_rows,
 )
+from titan_moe.distributed.local import cut_parameter
 from titan_moe.distributed.meshes import Meshes
 from titan_moe.moe.dispatch import ExpertRows, SortedTokens, pad_to_alignment
 from titan_moe.moe.experts import Experts
@@ -113,13 +114,27 @@ class AllToAllDispatcher:
         return gather_rows(x_ND, plan.source_R, plan.position_N1)
 
 
+def join_sequences(moe_layers: list[MoE], meshes: Meshes) -> None:
+    """Let losses over sequences see whole ones, where cp and tp cut them."""
+    group = meshes.group("sequence")
+    if group.size() == 1:
+        return
+
+    def whole_sequences(counts_BE: Tensor) -> Tensor:
+        dist.all_reduce(counts_BE, group=group)
+        return counts_BE
+
+    for moe in moe_layers:
+        moe.whole_sequences = whole_sequences
+
+
 def apply_expert_parallel(moe_layers: list[MoE], meshes: Meshes) -> None:
     """Cut the layers' experts over (ep, etp) and let their tokens travel. No-op at degree 1."""
     dims = meshes.dims
     if dims.ep * dims.etp == 1:
         return
     for moe in moe_layers:
-        _shard_experts(moe.experts, meshes)
+        _cut_experts(moe.experts, meshes)
         moe.dispatcher = AllToAllDispatcher(
             meshes.group("ep"),
             meshes.group("etp"),
@@ -128,20 +143,12 @@ def apply_expert_parallel(moe_layers: list[MoE], meshes: Meshes) -> None:
         )
 
 
-def _shard_experts(experts: Experts, meshes: Meshes) -> None:
+def _cut_experts(experts: Experts, meshes: Meshes) -> None:
     """Replace stacked weights, on the meta device, by DTensors of this rank's experts and slice."""
-    degrees = {"ep": meshes.dims.ep, "etp": meshes.dims.etp}
-    axes = tuple(axis for axis, degree in degrees.items() if degree > 1)
-    for name, weight in list(experts.named_parameters(recurse=False)):
+    axes = tuple(axis for axis in ("ep", "etp") if meshes.dims.size(axis) > 1)
+    for name, _ in list(experts.named_parameters(recurse=False)):
         dims = {"ep": 0, "etp": _HIDDEN_DIM[name]}
-        local = weight.detach()
-        for axis in axes:
-            local = local.narrow(dims[axis], 0, weight.shape[dims[axis]] // degrees[axis])
-        shards = [Shard(dims[axis]) for axis in axes]
-        sharded = DTensor.from_local(
-            local.contiguous(), meshes.sparse[axes], shards, run_check=False
-        )
-        experts.register_parameter(name, nn.Parameter(sharded))
+        cut_parameter(experts, name, meshes.sparse[axes], [dims[axis] for axis in axes])
     experts.compute = on_local_shards(experts.compute)
 
 

@@ -13,7 +13,7 @@ from titan_moe.distributed.process_groups import ProcessGroups, Traffic
 # Outermost first. dp_shard and cp stand folded into fsdp: no collective runs over dp_shard alone.
 _DENSE_MESH = ("pp", "dp_replicate", "fsdp", "tp")
 _SPARSE_MESH = ("pp", "dp_replicate", "edp", "ep", "etp")
-_TOKEN_AXES = frozenset({"pp", "cp", "tp", "ep", "etp"})
+_TOKEN_AXES = frozenset({"pp", "cp", "tp", "sequence", "ep", "etp"})
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 Ranks are numbered row-major, pp outermost and tp innermost. Both views unflatten the same world:
 
-    dense   (pp, dp_replicate, dp_shard, cp, tp)    attention, router, shared experts, embeddings,
-    norms sparse  (pp, dp_replicate, edp,      ep, etp)   routed experts
+    dense   (pp, dp_replicate, dp_shard, cp, tp)    attention, router, shared experts, norms, ...
+    sparse  (pp, dp_replicate, edp,      ep, etp)   routed experts
 
 so edp * ep * etp == dp_shard * cp * tp ("parallel folding", arXiv 2504.14960).
 """
@@ -18,6 +18,7 @@ DERIVED_AXES: Mapping[str, tuple[str, ...]] = {
     "fsdp": ("dp_shard", "cp"),
     "batch": ("dp_replicate", "dp_shard"),
     "loss": ("dp_replicate", "dp_shard", "cp"),
+    "sequence": ("cp", "tp"),
 }
 
 

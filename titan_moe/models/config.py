@@ -46,6 +46,8 @@ class GQAConfig:
     num_kv_heads: int
     head_dim: int
     qk_norm: bool = False
+    bias: bool = False
+    """All four projections have a bias: Hugging Face's `attention_bias`."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class MLAConfig:
     rope_dim: int
     """Channels of a head with position; the key's are shared by all heads."""
     v_dim: int
+    bias: bool = False
+    """The down-projections and the output projection have a bias: `attention_bias`."""
 
 
 @dataclass(frozen=True)

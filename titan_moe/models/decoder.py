@@ -91,6 +91,8 @@ class Decoder(nn.Module):
 def initial_std(name: str, config: ModelConfig) -> float | None:
     """Standard deviation that a parameter is drawn with; None for a norm's weight: ones."""
     parts = name.split(".")
+    if parts[-1] == "bias":
+        return 0.0
     if any(part.endswith("norm") for part in parts):
         return None
     if "wo" in parts or "w2" in parts:

@@ -10,6 +10,7 @@ from titan_moe.models.config import ModelConfig
 if TYPE_CHECKING:
     from titan_moe.models.decoder import Decoder
     from titan_moe.models.layers.attention_core import AttentionCore
+    from titan_moe.models.tensor_plans import TensorPlan
 
 FAMILIES = ("deepseek_v3", "qwen3")
 
@@ -32,6 +33,11 @@ def model_config(name: str, flavor: str) -> ModelConfig:
 def build_model(name: str, config: ModelConfig, core: "AttentionCore") -> "Decoder":
     """The plain single-device model of a family, on the current default device."""
     return import_module(f"titan_moe.models.{name}.model").build(config, core)
+
+
+def tensor_plan(name: str) -> "TensorPlan":
+    """How a family's modules may be cut over tensor-parallel ranks."""
+    return import_module(f"titan_moe.models.{name}.model").TENSOR_PLAN
 
 
 def _unknown(key: str, value: str, known: tuple[str, ...]) -> str:

@@ -15,17 +15,19 @@ def updated_bias(bias_E: Tensor, counts_E: Tensor, speed: float) -> Tensor:
     return bias_E + speed * torch.sign(counts_E.mean(-1, keepdim=True) - counts_E)
 
 
-def sequence_loss(scores_BSE: Tensor, experts_BSK: Tensor) -> Tensor:
+def sequence_loss(scores_BSE: Tensor, chosen_BE: Tensor) -> Tensor:
     """Sequence-wise loss (arXiv 2412.19437, eq. 17-20), times each sequence's number of tokens.
 
     With frequency f_be = E / (K S) * (times expert e was chosen in sequence b), which has no
     gradient, and scores normalised over experts: sum over b, e of f_be * (sum over s of
-    scores_bse).
+    scores_bse). Linear in the scores, so a part of a sequence adds its part of the loss.
+
+    Args:
+        scores_BSE: of all tokens of each sequence, or of some.
+        chosen_BE: how often each *whole* sequence chose each expert.
     """
-    num_experts = scores_BSE.shape[-1]
-    tokens_and_slots = experts_BSK.shape[1] * experts_BSK.shape[2]
-    chosen_BE = counts_per_row(experts_BSK.flatten(1), num_experts)
-    frequency_BE = chosen_BE.to(scores_BSE.dtype) * (num_experts / tokens_and_slots)
+    chosen_BE = chosen_BE.to(scores_BSE.dtype)
+    frequency_BE = chosen_BE * (chosen_BE.shape[1] / chosen_BE.sum(-1, keepdim=True))
     return (frequency_BE * scores_BSE.sum(1)).sum()
 
 

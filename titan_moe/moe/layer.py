@@ -16,14 +16,17 @@ class Assignment(NamedTuple):
     """A routing decision and its dispatch layout: what a recomputation replays."""
 
     experts_TK: Tensor
+    chosen_BE: Tensor | None
+    """How often each sequence chose each expert, where a loss wants to know."""
     plan: Any
 
 
 class MoE(nn.Module):
     """Routed experts, plus a shared expert that sees every token.
 
-    `dispatcher` and `assign` are chosen when the model is built: expert parallelism replaces the
-    first, recomputation replaces the second while it records and replays.
+    `dispatcher`, `whole_sequences` and `assign` are chosen when the model is built: expert
+    parallelism replaces the first; the second sums counts_BE over the ranks that hold parts of the
+    same sequences; recomputation replaces the third while it records and replays.
     """
 
     def __init__(self, dim: int, config: MoEConfig, shared_experts: nn.Module | None) -> None:
@@ -33,15 +36,16 @@ class MoE(nn.Module):
         self.experts = Experts(config.num_experts, dim, config.hidden_dim)
         self.shared_experts = shared_experts
         self.dispatcher: Dispatcher = LocalDispatcher(config.row_alignment)
+        self.whole_sequences: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
         self.assign: Callable[[Tensor], Assignment] = self.decide
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_TD = x_BSD.flatten(0, 1)
         scores = self.router(x_TD)
-        assignment = self.assign(scores.scores_TE)
+        assignment = self.assign(scores.scores_TE.unflatten(0, x_BSD.shape[:2]))
         weights_TK = self.router.weigh(scores.scores_TE, assignment.experts_TK)
         if self.training:
-            loss = self._balance_loss(scores, assignment.experts_TK, x_BSD.shape[0])
+            loss = self._balance_loss(scores, assignment.chosen_BE, x_BSD.shape[0])
             if loss is not None:
                 weights_TK = balance.attach_loss(weights_TK, loss, self.router.balance_loss)
 
@@ -51,19 +55,26 @@ class MoE(nn.Module):
             y_TD = y_TD + self.shared_experts(x_TD)
         return y_TD.view_as(x_BSD)
 
-    def decide(self, scores_TE: Tensor) -> Assignment:
+    def decide(self, scores_BSE: Tensor) -> Assignment:
         """Choose experts, count them (in training), and plan the dispatch."""
-        experts_TK = self.router.choose(scores_TE)
+        experts_TK = self.router.choose(scores_BSE.flatten(0, 1))
         tokens = sort_by_expert(experts_TK, self.config.num_experts)
+        chosen_BE = None
         if self.training:
             self.router.tokens_per_expert += tokens.counts_E
-        return Assignment(experts_TK, self.dispatcher.plan(tokens))
+            if self.config.sequence_aux_loss_weight:
+                experts_BN = experts_TK.view(len(scores_BSE), -1)
+                chosen_BE = balance.counts_per_row(experts_BN, self.config.num_experts)
+                chosen_BE = self.whole_sequences(chosen_BE)
+        return Assignment(experts_TK, chosen_BE, self.dispatcher.plan(tokens))
 
-    def _balance_loss(self, scores: Scores, experts_TK: Tensor, num_rows: int) -> Tensor | None:
+    def _balance_loss(
+        self, scores: Scores, chosen_BE: Tensor | None, num_rows: int
+    ) -> Tensor | None:
         config, terms = self.config, []
         shares_BSE = scores.shares_TE.unflatten(0, (num_rows, -1))
-        if config.sequence_aux_loss_weight:
-            loss = balance.sequence_loss(shares_BSE, experts_TK.unflatten(0, (num_rows, -1)))
+        if chosen_BE is not None:
+            loss = balance.sequence_loss(shares_BSE, chosen_BE)
             terms.append(config.sequence_aux_loss_weight * loss)
         if config.global_aux_loss_weight:
             loss = balance.global_loss(shares_BSE, self.router.previous_load)

@@ -14,7 +14,8 @@ def test_sequence_loss_is_the_papers_times_the_tokens_of_each_sequence():
             frequency = 6 / (2 * 10) * (experts == e).sum().item()
             mean_share = shares[:, e].mean().item()
             expected += 10 * frequency * mean_share
-    loss = balance.sequence_loss(shares_BSE, experts_BSK)
+    chosen_BE = balance.counts_per_row(experts_BSK.flatten(1), shares_BSE.shape[-1])
+    loss = balance.sequence_loss(shares_BSE, chosen_BE)
     torch.testing.assert_close(loss.item(), expected)
 
 

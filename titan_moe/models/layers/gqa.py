@@ -20,10 +20,10 @@ class GQA(nn.Module):
         self.pairing = rope.pairing
         self.scale = config.head_dim**-0.5 * softmax_factor(rope)
         self.core = core
-        self.wq = nn.Linear(dim, config.num_heads * config.head_dim, bias=False)
-        self.wk = nn.Linear(dim, config.num_kv_heads * config.head_dim, bias=False)
-        self.wv = nn.Linear(dim, config.num_kv_heads * config.head_dim, bias=False)
-        self.wo = nn.Linear(config.num_heads * config.head_dim, dim, bias=False)
+        self.wq = nn.Linear(dim, config.num_heads * config.head_dim, bias=config.bias)
+        self.wk = nn.Linear(dim, config.num_kv_heads * config.head_dim, bias=config.bias)
+        self.wv = nn.Linear(dim, config.num_kv_heads * config.head_dim, bias=config.bias)
+        self.wo = nn.Linear(config.num_heads * config.head_dim, dim, bias=config.bias)
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         if config.qk_norm:

@@ -25,14 +25,14 @@ class MLA(nn.Module):
         if config.q_rank is None:
             self.wq = nn.Linear(dim, config.num_heads * qk_dim, bias=False)
         else:
-            self.wq_a = nn.Linear(dim, config.q_rank, bias=False)
+            self.wq_a = nn.Linear(dim, config.q_rank, bias=config.bias)
             self.q_norm = nn.RMSNorm(config.q_rank, eps=norm_eps)
             self.wq_b = nn.Linear(config.q_rank, config.num_heads * qk_dim, bias=False)
-        self.wkv_a = nn.Linear(dim, config.kv_rank + config.rope_dim, bias=False)
+        self.wkv_a = nn.Linear(dim, config.kv_rank + config.rope_dim, bias=config.bias)
         self.kv_norm = nn.RMSNorm(config.kv_rank, eps=norm_eps)
         kv_dim = config.num_heads * (config.nope_dim + config.v_dim)
         self.wkv_b = nn.Linear(config.kv_rank, kv_dim, bias=False)
-        self.wo = nn.Linear(config.num_heads * config.v_dim, dim, bias=False)
+        self.wo = nn.Linear(config.num_heads * config.v_dim, dim, bias=config.bias)
 
     def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
         config = self.config

@@ -3,6 +3,14 @@
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.layers.attention_core import AttentionCore
+from titan_moe.models.tensor_plans import (
+    EMBEDDING_AND_OUTPUT,
+    FEED_FORWARD,
+    GQA,
+    TensorPlan,
+)
+
+TENSOR_PLAN: TensorPlan = {**EMBEDDING_AND_OUTPUT, **GQA, **FEED_FORWARD}
 
 
 def build(config: ModelConfig, core: AttentionCore) -> Decoder:

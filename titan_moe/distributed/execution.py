@@ -1,0 +1,55 @@
+"""How a rank runs its part of the model over a batch of rows: whole, or as stages of a pipeline."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+# (logits, labels_BS) -> this rank's share of the sum of cross-entropies. The ranks that compute one
+# sum together hold disjoint shares of its value, and each starts the backward of the whole sum.
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Microbatch(NamedTuple):
+    """What a rank reads of some rows; S/cp is its part of each sequence."""
+
+    tokens_BS: Tensor
+    """[B, S/cp] token ids."""
+    labels_BS: Tensor
+    """[B, S/cp] the next token of each; IGNORE_INDEX where there is no target."""
+    documents_BS: Tensor
+    """[B, S] the document of every token of the whole rows: masks look beyond the own part."""
+    positions_BS: Tensor
+    """[B, S/cp] position of each own token in its row."""
+
+
+class Execution(Protocol):
+    """Runs forward and backward."""
+
+    def train(self, rows: Microbatch) -> Tensor:
+        """Add the rows' gradients, as plain sums; returns this rank's share of the loss sum."""
+
+    def evaluate(self, rows: Microbatch) -> Tensor:
+        """This rank's share of the loss sum, without gradients."""
+
+
+class WholeModel:
+    """All layers on this rank."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        self._model = model
+        self._loss = loss
+
+    def train(self, rows: Microbatch) -> Tensor:
+        loss = self._forward(rows)
+        loss.backward()
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self, rows: Microbatch) -> Tensor:
+        return self._forward(rows)
+
+    def _forward(self, rows: Microbatch) -> Tensor:
+        logits = self._model(rows.tokens_BS, rows.documents_BS, rows.positions_BS)
+        return self._loss(logits, rows.labels_BS)
