@@ -1,0 +1,217 @@
+"""Attention over rows cut among ranks equals one process's: outputs, and gradients as plain sums.
+
+Errors are the largest differences from one process in float64: of o, dq, dk, dv.
+"""
+
+import inspect
+from itertools import product
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from titan_moe.distributed import block_attention, context_parallel, ring_attention
+from titan_moe.models.layers.attention_core import CausalSdpa, DocumentSdpa
+from titan_moe.verify.ranks import run_ranks
+
+BOUND = 1e-12
+METHODS = ["allgather", "ulysses", "ring"]
+SEQ_LEN = 96
+SCALE = 0.3
+
+
+class Case(NamedTuple):
+    method: str
+    balanced: bool
+    mask_documents: bool
+    shape: str
+    dtype: torch.dtype = torch.float64
+
+
+def _tensors(case: Case, cp_size: int) -> list[Tensor]:
+    """q, k, v of whole rows, and the gradient of the output; strided as attention layers have."""
+    heads, kv_heads, qk_dim, v_dim = {
+        "gqa": (4 * cp_size, cp_size, 8, 8),
+        "one kv head": (3, 1, 8, 8),
+        "mla": (cp_size, cp_size, 12, 8),
+    }[case.shape]
+    generator = torch.Generator().manual_seed(1)
+    sizes = [(heads, qk_dim), (kv_heads, qk_dim), (kv_heads, v_dim), (heads, v_dim)]
+    tensors = (
+        torch.randn(2, SEQ_LEN, *size, generator=generator, dtype=torch.float64) for size in sizes
+    )
+    return [x.to(case.dtype).transpose(1, 2) for x in tensors]
+
+
+def _documents() -> Tensor:
+    """A row of short documents, where most blocks are empty, and one with a long document."""
+    starts = torch.zeros(2, SEQ_LEN, dtype=torch.int64)
+    starts[0, [3, 4, 17, 31, 32, 50, 71, 72, 90]] = 1
+    starts[1, [7, 80]] = 1
+    return starts.cumsum(1)
+
+
+def _plain(case: Case) -> CausalSdpa | DocumentSdpa:
+    return DocumentSdpa() if case.mask_documents else CausalSdpa()
+
+
+def _run(core, tensors: list[Tensor]) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    """Output and gradients of two layers under one mask, of which the second is recomputed."""
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    mask = core.mask(_documents())
+    first = core(q, k, v, mask, SCALE)
+    second = checkpoint(core, q, k, v, mask, SCALE, use_reentrant=False)
+    grads = torch.autograd.grad(0.25 * first + 0.75 * second, [q, k, v], tensors[3])
+    assert torch.equal(first, second)
+    return [first.detach(), *grads]
+
+
+def _core(case: Case) -> context_parallel.Core:
+    return context_parallel.context_parallel_core(
+        _plain(case),
+        group=dist.group.WORLD,
+        method=case.method,
+        balanced=case.balanced,
+        mask_documents=case.mask_documents,
+        device_type="cpu",
+    )
+
+
+def largest_errors(cases: list[Case]) -> list[list[float]]:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    found = []
+    for case in cases:
+        whole = _tensors(case, size)
+        at_S = context_parallel.local_positions(SEQ_LEN, size, rank, balanced=case.balanced)
+        ours = _run(_core(case), [x[:, :, at_S] for x in whole])
+        assert [x.dtype for x in ours] == [case.dtype] * 4
+        oracle = _run(_plain(case), [x.double() for x in whole])
+        differences = [a - b[:, :, at_S] for a, b in zip(ours, oracle, strict=True)]
+        found.append([x.abs().max().item() for x in differences])
+    return found
+
+
+def _check(fn, world_size: int, cases: list[Case]) -> None:  # type: ignore[no-untyped-def]
+    for rank, found in enumerate(run_ranks(fn, world_size, cases)):
+        for case, errors in zip(cases, found, strict=True):
+            assert max(errors) <= BOUND, f"rank {rank}, {case}: o, dq, dk, dv off by {errors}"
+
+
+@pytest.mark.parametrize("cp_size", [2, 3, 4])
+def test_every_method_equals_one_process(cp_size: int) -> None:
+    shapes = ["gqa", "mla", "one kv head"]
+    cases = [Case(*values) for values in product(METHODS, [True, False], [True, False], shapes)]
+    cases = [case for case in cases if (case.method, case.shape) != ("ulysses", "one kv head")]
+    _check(largest_errors, cp_size, cases)
+
+
+def test_eight_ranks_equal_one_process() -> None:
+    _check(largest_errors, 8, [Case(method, True, True, "mla") for method in METHODS])
+
+
+def largest_errors_of_flex(cases: list[Case]) -> list[list[float]]:
+    """CUDA's way, uncompiled. Torch refuses its backward on a CPU, but can do it."""
+    flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    flex_attention._validate_device = lambda *tensors: None  # type: ignore[assignment]
+    context_parallel.choose_blocks = lambda *, mask_documents, device_type: (  # type: ignore[assignment]
+        block_attention.FlexBlocks(mask_documents=mask_documents, compiled=False)
+    )
+    return largest_errors(cases)
+
+
+def test_flex_blocks_equal_one_process() -> None:
+    methods = ["allgather", "ring"]
+    cases = [Case(*values) for values in product(methods, [True], [True], ["gqa", "mla"])]
+    cases += [Case(method, False, False, "gqa") for method in methods]
+    _check(largest_errors_of_flex, 2, cases)
+
+
+def test_bfloat16_errs_about_as_much_as_one_process() -> None:
+    cases = [Case(method, True, True, "gqa", torch.bfloat16) for method in METHODS]
+    whole = _tensors(cases[0], 4)
+    plain, oracle = (_run(DocumentSdpa(), x) for x in (whole, [x.double() for x in whole]))
+    plain_errors = [(a - b).abs().max().item() for a, b in zip(plain, oracle, strict=True)]
+    for found in run_ranks(largest_errors, 4, cases):
+        for case, errors in zip(cases, found, strict=True):
+            for error, plain_error in zip(errors, plain_errors, strict=True):
+                assert error <= 1.5 * plain_error, (case.method, errors, plain_errors)
+
+
+class Bug(NamedTuple):
+    """A line of production code made wrong, the case that must show it, and in which tensor."""
+
+    module: ModuleType
+    right: str
+    wrong: str
+    method: str
+    shown_by: int
+
+
+OUT, DQ, DK, DV = range(4)
+BUGS = {
+    "mask by local positions": Bug(
+        context_parallel,
+        "blocks(documents_BS, queries_S, torch.arange(seq_len))",
+        "blocks(documents_BS, torch.arange(len(queries_S)), torch.arange(seq_len))",
+        "allgather",
+        OUT,
+    ),
+    "reduce-scatter dropped": Bug(
+        context_parallel,
+        "reduce_scatter_rows(torch.cat(parts, -1), [1] * size, ctx.group)[0]",
+        "torch.cat(parts, -1)[ctx.group.rank()]",
+        "allgather",
+        DK,
+    ),
+    "gradients cut in another order": Bug(
+        context_parallel,
+        "cut_row(grad, size, balanced=ctx.balanced)",
+        "cut_row(grad, size, balanced=False)",
+        "allgather",
+        DV,
+    ),
+    "heads' rows not in order": Bug(
+        context_parallel,
+        "[join_row(x, balanced=self._balanced) for x in parts]",
+        "[join_row(x, balanced=False) for x in parts]",
+        "ulysses",
+        OUT,
+    ),
+    "ring runs the other way than its masks": Bug(
+        context_parallel, "(rank - step) % size", "(rank + step) % size", "ring", OUT
+    ),
+    "last hop home forgotten": Bug(
+        ring_attention, "travelling.wait().to(", "(travelling.wait(), grad_held)[1].to(", "ring", DK
+    ),
+    "what travelled not added": Bug(
+        ring_attention, "grad_held += travelling.wait()", "travelling.wait()", "ring", DV
+    ),
+    "blocks merged without the old ones' weight": Bug(
+        ring_attention, "out.mul_((lse - total).exp()[..., None])", "out", "ring", OUT
+    ),
+    "softmax's backward without its mean": Bug(
+        block_attention, ".sub_(delta[..., None]).mul_(weights)", ".mul_(weights)", "ring", DQ
+    ),
+}
+
+
+def errors_with(name: str) -> list[list[float]]:
+    bug = BUGS[name]
+    source = inspect.getsource(bug.module)
+    assert source.count(bug.right) == 1, f"planted bug {name!r} does not fit the code any more"
+    exec(source.replace(bug.right, bug.wrong), bug.module.__dict__)
+    for module in (ring_attention, context_parallel):
+        if bug.module is not module and bug.module is not context_parallel:
+            exec(inspect.getsource(module), module.__dict__)
+    return largest_errors([Case(bug.method, True, True, "gqa")])
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_caught(name: str) -> None:
+    worst = max(errors[BUGS[name].shown_by] for (errors,) in run_ranks(errors_with, 3, name))
+    assert worst > 1e-3

@@ -1,0 +1,84 @@
+"""Which positions a context-parallel rank holds, and how the work falls on ranks."""
+
+import pytest
+import torch
+
+from titan_moe.distributed.block_attention import ExplicitBlocks
+from titan_moe.distributed.context_parallel import cut_row, join_row, local_positions
+
+LAYOUTS = [(cp_size, balanced) for cp_size in (1, 2, 3, 8) for balanced in (True, False)]
+
+
+def test_positions_of_two_balanced_and_consecutive_ranks() -> None:
+    assert local_positions(8, 2, 0, balanced=True).tolist() == [0, 1, 6, 7]
+    assert local_positions(8, 2, 1, balanced=True).tolist() == [2, 3, 4, 5]
+    assert local_positions(8, 2, 1, balanced=False).tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("cp_size", "balanced"), LAYOUTS)
+def test_every_position_is_held_once_and_positions_ascend(cp_size: int, balanced: bool) -> None:
+    parts = [local_positions(48, cp_size, rank, balanced=balanced) for rank in range(cp_size)]
+    assert sorted(torch.cat(parts).tolist()) == list(range(48))
+    assert all(len(part) == 48 // cp_size and (part.diff() > 0).all() for part in parts)
+
+
+@pytest.mark.parametrize(("cp_size", "balanced"), LAYOUTS)
+def test_rows_are_cut_and_joined_by_these_positions(cp_size: int, balanced: bool) -> None:
+    row = torch.arange(2 * 3 * 48 * 5).view(2, 3, 48, 5)
+    parts = cut_row(row, cp_size, balanced=balanced)
+    for rank, part in enumerate(parts):
+        at_S = local_positions(48, cp_size, rank, balanced=balanced)
+        assert torch.equal(part, row[:, :, at_S])
+    assert torch.equal(join_row(parts, balanced=balanced), row)
+
+
+def _pairs(seq_len: int, cp_size: int, *, balanced: bool, documents_BS: torch.Tensor) -> list[int]:
+    """How many (query, key) pairs each rank's blocks hold, masked out or not."""
+    attention = ExplicitBlocks(mask_documents=True)
+    positions = [local_positions(seq_len, cp_size, r, balanced=balanced) for r in range(cp_size)]
+    return [
+        sum(
+            block.mask.shape[-2] * block.mask.shape[-1]
+            for keys_S in positions
+            for block in attention.blocks(documents_BS, queries_S, keys_S)
+        )
+        for queries_S in positions
+    ]
+
+
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+def test_ranks_do_the_same_work_when_balanced(cp_size: int) -> None:
+    documents_BS = torch.zeros(1, 64, dtype=torch.int64)
+    chunk = 64 // (2 * cp_size)
+    balanced = _pairs(64, cp_size, balanced=True, documents_BS=documents_BS)
+    assert balanced == [(2 * cp_size + 1) * chunk**2] * cp_size
+    consecutive = _pairs(64, cp_size, balanced=False, documents_BS=documents_BS)
+    assert consecutive == [(4 * rank + 3) * chunk**2 for rank in range(cp_size)]
+
+
+@pytest.mark.parametrize("mask_documents", [True, False])
+@pytest.mark.parametrize("balanced", [True, False])
+def test_blocks_hold_every_visible_pair_once(balanced: bool, mask_documents: bool) -> None:
+    documents_BS = torch.tensor([[0] * 5 + [1] * 19, [0] * 17 + [1] * 7])
+    whole = torch.ones(2, 24, 24, dtype=torch.bool).tril()
+    if mask_documents:
+        whole &= documents_BS[:, :, None] == documents_BS[:, None]
+    attention = ExplicitBlocks(mask_documents=mask_documents)
+    positions = [local_positions(24, 3, rank, balanced=balanced) for rank in range(3)]
+    found = torch.zeros(2, 24, 24, dtype=torch.int64)
+    for queries_S in positions:
+        for keys_S in positions:
+            for queries, keys, mask in attention.blocks(documents_BS, queries_S, keys_S):
+                visible = torch.ones(1, dtype=torch.int64) if mask is None else mask[:, 0].long()
+                found[:, queries_S[queries, None], keys_S[keys]] += visible
+    assert torch.equal(found, whole.long())
+
+
+def test_a_query_without_keys_gets_nothing_and_no_nan() -> None:
+    q, k, v = (torch.randn(1, 2, 3, 4, dtype=torch.float64) for _ in range(3))
+    mask = torch.tensor([[0, 0, 0], [1, 0, 0], [1, 1, 1]]).bool()[None, None]
+    o, lse = ExplicitBlocks(mask_documents=True).forward(q, k, v, mask, 0.5)
+    assert (o[:, :, 0] == 0).all() and (lse[:, :, 0] == float("-inf")).all()
+    assert torch.allclose(o[:, :, 1], v[:, :, 0], rtol=1e-14)
+    scores = 0.5 * q[:, :, 2:] @ k.mT
+    assert torch.allclose(lse[:, :, 2:], scores.logsumexp(-1), rtol=1e-14)
