@@ -1,0 +1,95 @@
+"""Tensors against their reference, and what a wrong ratio of norms says about the mistake."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Tolerance(NamedTuple):
+    """What counts as equal."""
+
+    bound: float
+    """Largest relative error of a rank's part of a tensor."""
+    floor: float
+    """A part weaker than this share of its whole tensor (an expert's: of that expert's) is measured
+    as if it had that share: what is left there is the rounding of larger numbers."""
+
+
+TOLERANCES = {"float64": Tolerance(1e-9, 1e-6), "float32": Tolerance(1e-5, 1.0)}
+
+
+class Difference(NamedTuple):
+    """How far one rank's part of one tensor is from the reference's, after one step."""
+
+    step: int
+    rank: int
+    quantity: str
+    """"gradient", "parameter", "exp_avg", ... or a number of the whole step, such as "loss"."""
+    name: str
+    """The parameter's or layer's name; an expert's weight ends in its number: w1[3]."""
+    error: float
+    """||ours - reference|| / max(||reference||, floor * ||whole reference||)."""
+    ratio: float
+    """||ours|| / ||reference||."""
+
+    def line(self, axes: Mapping[str, int]) -> str:
+        """For a person: where, how much, and what the ratio gives away."""
+        shown = f"step {self.step}, rank {self.rank}: {self.quantity} {self.name}".rstrip()
+        told = fingerprint(self.ratio, axes)
+        return f"{shown}: off by {self.error:.1e}, norm {self.ratio:.6g} of the reference's{told}"
+
+
+class Pair(NamedTuple):
+    """A part as held, as it should be, and the norm of the whole that it is a part of."""
+
+    name: str
+    ours: Tensor
+    theirs: Tensor
+    whole: float
+
+
+def differences(
+    step: int, rank: int, quantity: str, pairs: Iterable[Pair], *, floor: float
+) -> list[Difference]:
+    """One for each pair; a part of another shape is infinitely far off, and so is one with NaN."""
+    fitting, found = [], []
+    for pair in pairs:
+        if pair.ours.shape == pair.theirs.shape:
+            fitting.append(pair)
+        else:
+            found.append(Difference(step, rank, quantity, pair.name, torch.inf, torch.nan))
+    if not fitting:
+        return found
+    ours = [pair.ours.double() for pair in fitting]
+    theirs = [pair.theirs.double() for pair in fitting]
+    distance = torch.stack(torch._foreach_norm(torch._foreach_sub(ours, theirs)))
+    our_norm = torch.stack(torch._foreach_norm(ours))
+    their_norm = torch.stack(torch._foreach_norm(theirs))
+    floors = floor * torch.tensor([pair.whole for pair in fitting], dtype=torch.float64)
+    # What should be nothing must be nothing: 0 / 0 counts as equal.
+    error = torch.where(distance == 0, 0.0, distance / torch.maximum(their_norm, floors))
+    ratio = torch.where(our_norm == their_norm, 1.0, our_norm / their_norm)
+    error = error.nan_to_num(nan=torch.inf)
+    numbers = zip(fitting, error.tolist(), ratio.tolist(), strict=True)
+    return found + [Difference(step, rank, quantity, p.name, e, r) for p, e, r in numbers]
+
+
+def fingerprint(ratio: float, axes: Mapping[str, int]) -> str:
+    """The reduction that is missing or done twice, where a ratio is exactly an axis' size or 2."""
+    for number, told in (
+        (ratio, "reduced twice, or summed where it is whole"),
+        (1 / ratio if ratio else 0.0, "not reduced, or averaged"),
+    ):
+        hits = [axis for axis, size in axes.items() if size > 1 and _is(number, size)]
+        if hits or _is(number, 2):
+            size = round(number)
+            shown = size if number is ratio else f"1/{size}"
+            over = f" over {' or '.join(hits)}" if hits else ""
+            return f": exactly {shown}, the fingerprint of a sum {told}{over}"
+    return ""
+
+
+def _is(number: float, size: int) -> bool:
+    return abs(number - size) < 1e-6 * size

@@ -1,0 +1,216 @@
+"""Layouts by arithmetic: which exist, how one is written on a command line, and as a config.
+
+No torch here, and no mesh of titan_moe.distributed: the gate must not learn from what it judges.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from math import prod
+from typing import Any
+
+from titan_moe.config.errors import ConfigError
+
+DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXES = (*DENSE_AXES, "ep", "etp")
+
+V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
+"""Rank r holds stages r and 2 pp - 1 - r; with the others it holds r, r + pp, r + 2 pp, ..."""
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "schedule": (
+        "1F1B",
+        "Interleaved1F1B",
+        "GPipe",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        *V_SCHEDULES,
+    ),
+    "recompute": ("none", "full", "2", "op"),
+    "cp_method": ("allgather", "ulysses", "ring"),
+    "cp_balancer": ("headtail", "none"),
+    "reshard": ("default", "always", "never"),
+}
+"""What a layout may vary besides its degrees; `recompute=2` is every second layer."""
+SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SCHEDULES)
+SEQ_LEN = 48
+"""Tokens of the gate's rows: 2 cp and cp x tp divide it up to 8 ranks, and at 3 and 6."""
+_ONE_STAGE_A_RANK = ("1F1B", "GPipe")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of every axis, and the options that rotate over layouts."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    schedule: str = "1F1B"
+    recompute: str = "none"
+    cp_method: str = "allgather"
+    cp_balancer: str = "headtail"
+    reshard: str = "default"
+
+    def size(self, axis: str) -> int:
+        return int(getattr(self, axis))
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.size(axis) for axis in DENSE_AXES)
+
+    @property
+    def edp(self) -> int:
+        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different rows."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages over all ranks; 1 without a pipeline."""
+        if self.pp == 1:
+            return 1
+        return self.pp * (1 if self.schedule in _ONE_STAGE_A_RANK else 2)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes of more than one rank."""
+        return tuple(axis for axis in AXES if self.size(axis) > 1)
+
+    def has(self, option: str) -> bool:
+        """Whether an option makes a difference here."""
+        if option == "schedule":
+            return self.pp > 1
+        return self.cp > 1 or option not in ("cp_method", "cp_balancer")
+
+    def __str__(self) -> str:
+        """What `parse` reads back: axes above 1 and the options that matter."""
+        degrees = [f"{axis}={self.size(axis)}" for axis in self.axes] or ["dp_shard=1"]
+        options = [f"{option}={getattr(self, option)}" for option in OPTIONS if self.has(option)]
+        return ",".join([*degrees, *options])
+
+
+def legal_layouts(world_size: int, *, powers_of_two: bool = True) -> list[Layout]:
+    """Every way to lay `world_size` ranks out, with the default options."""
+    degrees = [d for d in _divisors(world_size) if not powers_of_two or d & (d - 1) == 0]
+    found = []
+    for dense in product(degrees, repeat=len(DENSE_AXES)):
+        if prod(dense) != world_size:
+            continue
+        block = prod(dense[2:])
+        for ep, etp in product(degrees, repeat=2):
+            if block % (ep * etp) == 0:
+                sizes = dict(zip(AXES, (*dense, ep, etp), strict=True))
+                found.append(Layout(**sizes))  # type: ignore[arg-type]
+    return found
+
+
+def parse(text: str) -> Layout:
+    """A layout as written by a user: "dp_shard=2,tp=2,ep=4,recompute=full".
+
+    Raises ConfigError with a line for a word that is no axis, no option or no value of one.
+    """
+    known = {field.name for field in fields(Layout)}
+    values: dict[str, Any] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        key, _, value = word.partition("=")
+        if key not in known:
+            raise ConfigError([f"{text!r}: {key!r} is unknown: choose {', '.join(sorted(known))}"])
+        if key in OPTIONS:
+            if value not in OPTIONS[key]:
+                raise ConfigError([f"{text!r}: {key}={value}: choose {', '.join(OPTIONS[key])}"])
+            values[key] = value
+        elif value.isdecimal() and int(value) > 0:
+            values[key] = int(value)
+        else:
+            raise ConfigError([f"{text!r}: {key}={value} must be a positive number"])
+    layout = Layout(**values)
+    block = layout.dp_shard * layout.cp * layout.tp
+    if block % (layout.ep * layout.etp):
+        raise ConfigError(
+            [
+                f"{text!r}: ep {layout.ep} x etp {layout.etp} must divide dp_shard "
+                f"{layout.dp_shard} x cp {layout.cp} x tp {layout.tp} = {block}"
+            ]
+        )
+    return layout
+
+
+def depth(layout: Layout) -> int:
+    """Layers of the model that a layout is proven on: the fewest that fill its stages."""
+    return max(3, layout.num_stages)
+
+
+def stages(layout: Layout) -> list[list[str]]:
+    """The modules of each pipeline stage; one layer each, and the last takes what is left."""
+    if layout.pp == 1:
+        return []
+    parts = [[f"layers.{stage}"] for stage in range(layout.num_stages)]
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += [f"layers.{layer}" for layer in range(layout.num_stages, depth(layout))]
+    parts[-1] += ["norm", "output"]
+    return parts
+
+
+def num_rows(layout: Layout) -> int:
+    """Rows of a global batch: 16, or the fewest above it that give each rank two microbatches."""
+    step = 2 * layout.data_ranks
+    return -(-16 // step) * step
+
+
+def overrides(layout: Layout) -> dict[str, dict[str, Any]]:
+    """The layout as tables of a JobConfig.
+
+    A data rank takes its rows as two microbatches; under a pipeline as two runs of the schedule
+    where its rows suffice for that, with as few microbatches as the schedule allows, of more rows.
+    """
+    rows = num_rows(layout) // layout.data_ranks
+    local_batch, microbatch = rows // 2, 1
+    if layout.pp > 1:
+        fewest = layout.num_stages
+        runs = 2 if rows >= 2 * fewest else 1
+        local_batch = max(rows // runs, fewest)
+        microbatch = local_batch // fewest
+    recompute: dict[str, Any] = {"mode": layout.recompute}
+    if layout.recompute not in ("none", "full"):
+        recompute = {"mode": "selective", "selective_ac_option": layout.recompute}
+    return {
+        "parallelism": {
+            "pipeline_parallel_degree": layout.pp,
+            "data_parallel_replicate_degree": layout.dp_replicate,
+            "data_parallel_shard_degree": layout.dp_shard,
+            "context_parallel_degree": layout.cp,
+            "tensor_parallel_degree": layout.tp,
+            "expert_parallel_degree": layout.ep,
+            "expert_tensor_parallel_degree": layout.etp,
+            "fsdp_reshard_after_forward": layout.reshard,
+            "pipeline_parallel_schedule": layout.schedule,
+            "pipeline_parallel_microbatch_size": microbatch,
+            # Named only where the layers leave a choice: production's own split is tried as well.
+            "module_fqns_per_model_part": (
+                stages(layout) if 1 < layout.num_stages < depth(layout) else None
+            ),
+            "context_parallel_rotate_method": layout.cp_method,
+            "context_parallel_load_balancer": layout.cp_balancer,
+        },
+        "activation_checkpoint": recompute,
+        "training": {
+            "local_batch_size": local_batch,
+            "global_batch_size": num_rows(layout),
+            "seq_len": SEQ_LEN,
+        },
+    }
+
+
+def with_options(layout: Layout, **options: str) -> Layout:
+    """The layout with some options fixed; those that make no difference to it are left alone."""
+    return replace(layout, **{key: value for key, value in options.items() if layout.has(key)})  # type: ignore[arg-type]
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (d for d in range(1, number + 1) if number % d == 0)

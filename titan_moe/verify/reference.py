@@ -1,0 +1,264 @@
+"""The training step written a second time, for one plain process.
+
+What every layout is compared with. It shares with production the plain modules and their
+dimensions, and nothing else: cross-entropy, divisor, auxiliary losses, clipping, AdamW, expert bias
+and counts are spelled out here from their papers, one row at a time.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from titan_moe.config.sections import Optimizer, Training
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.decoder import Decoder
+from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.router import Router, Scores
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The global batch of one step: all rows, whole. labels_BS is IGNORED where nothing is to be
+    predicted; documents_BS numbers the documents of each row."""
+
+    tokens_BS: Tensor
+    labels_BS: Tensor
+    documents_BS: Tensor
+
+
+@dataclass
+class Step:
+    """All that a step leaves behind; tensors by the name of their parameter or layer."""
+
+    loss: float
+    grad_norm: float
+    balance_loss: float
+    num_targets: int
+    gradients: dict[str, Tensor]
+    """Of the mean loss, before clipping."""
+    parameters: dict[str, Tensor]
+    exp_avg: dict[str, Tensor]
+    exp_avg_sq: dict[str, Tensor]
+    counts: dict[str, Tensor]
+    expert_bias: dict[str, Tensor]
+    previous_load: dict[str, Tensor]
+
+
+def without_balance_losses(config: ModelConfig) -> ModelConfig:
+    """Dimensions for the reference's modules: it adds the losses itself, and pads no rows."""
+    if config.moe is None:
+        return config
+    plain = replace(
+        config.moe,
+        sequence_aux_loss_weight=0.0,
+        global_aux_loss_weight=0.0,
+        z_loss_weight=0.0,
+        row_alignment=1,
+    )
+    return replace(config, moe=plain)
+
+
+class Reference:
+    """A plain model with its optimizer state.
+
+    Args:
+        model: of `without_balance_losses(config)`; takes the type of `weights`.
+        config: the dimensions and weights of losses to train with.
+        weights: every parameter's first value.
+        buffers: `expert_bias` and `previous_load` of each router by full name.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: ModelConfig,
+        *,
+        weights: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        optimizer: Optimizer,
+        training: Training,
+    ) -> None:
+        assert optimizer.name == "AdamW", "the reference knows AdamW alone"
+        self.model, self.config = model, config
+        self.optimizer, self.training = optimizer, training
+        self.parameters = dict(model.named_parameters())
+        assert self.parameters.keys() == weights.keys()
+        for name, parameter in self.parameters.items():
+            parameter.data = weights[name].clone()
+        self.routers: dict[str, Router] = {
+            name: layer.router for name, layer in model.moe_layers().items()
+        }
+        for name, router in self.routers.items():
+            router.expert_bias.copy_(buffers[f"{name}.moe.router.expert_bias"])
+            router.previous_load.copy_(buffers[f"{name}.moe.router.previous_load"])
+        self.exp_avg = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.exp_avg_sq = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.num_steps = 0
+
+    def step(self, rows: Rows, lr: float) -> Step:
+        """Train on a global batch."""
+        num_targets = int((rows.labels_BS != IGNORED).sum())
+        loss, balance, counts = self._gradients(rows, num_targets)
+        gradients = {name: p.grad.clone() for name, p in self.parameters.items()}  # type: ignore[union-attr]
+        norm = self._norm(gradients)
+        clip = min(1.0, self.training.max_norm / norm)
+        for name, counts_E in counts.items():
+            self._balance(self.routers[name], counts_E)
+        self.num_steps += 1
+        for name in self.parameters:
+            self._adamw(name, gradients[name] * clip, lr)
+        return Step(
+            loss=loss,
+            grad_norm=norm,
+            balance_loss=balance,
+            num_targets=num_targets,
+            gradients=gradients,
+            parameters={name: p.detach().clone() for name, p in self.parameters.items()},
+            exp_avg=_cloned(self.exp_avg),
+            exp_avg_sq=_cloned(self.exp_avg_sq),
+            counts=counts,
+            expert_bias={name: r.expert_bias.clone() for name, r in self.routers.items()},
+            previous_load={name: r.previous_load.clone() for name, r in self.routers.items()},
+        )
+
+    def _gradients(self, rows: Rows, num_targets: int) -> tuple[float, float, dict[str, Tensor]]:
+        """Mean cross-entropy, mean auxiliary loss, counts by layer; gradients in .grad."""
+        self.model.zero_grad(set_to_none=False)
+        for parameter in self.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        loss = balance = 0.0
+        counts = {
+            name: torch.zeros(router.config.num_experts, dtype=torch.int64)
+            for name, router in self.routers.items()
+        }
+        for row in range(len(rows.tokens_BS)):
+            tokens, labels, documents = (
+                each[row : row + 1] for each in (rows.tokens_BS, rows.labels_BS, rows.documents_BS)
+            )
+            positions = torch.arange(tokens.shape[1])[None]
+            with captured_scores(self.routers) as scores:
+                logits = self.model(tokens, documents, positions)
+            entropy = cross_entropy_sum(logits[0], labels[0])
+            extra = torch.zeros((), dtype=entropy.dtype)
+            for name, router in self.routers.items():
+                experts_TK = chosen_experts(scores[name].logits_TE, router)
+                chosen_E = experts_TK.flatten().bincount(minlength=router.config.num_experts)
+                counts[name] += chosen_E
+                extra = extra + balance_loss(
+                    scores[name].logits_TE, chosen_E, router.previous_load, self._moe
+                )
+            ((entropy + extra) / num_targets).backward()
+            loss += entropy.item()
+            balance += extra.item()
+        for name, router in self.routers.items():
+            assert torch.equal(router.tokens_per_expert, counts[name]), f"{name} chose otherwise"
+            router.tokens_per_expert.zero_()
+        return loss / num_targets, balance / num_targets, counts
+
+    @property
+    def _moe(self) -> MoEConfig:
+        assert self.config.moe is not None
+        return self.config.moe
+
+    def _norm(self, gradients: Mapping[str, Tensor]) -> float:
+        if self.training.norm_type == "inf":
+            return max(gradient.abs().max().item() for gradient in gradients.values())
+        return (
+            sum(gradient.double().square().sum().item() for gradient in gradients.values()) ** 0.5
+        )
+
+    def _balance(self, router: Router, counts_E: Tensor) -> None:
+        """The sign rule of arXiv 2408.15664, algorithm 1, and the load to remember."""
+        excess_E = counts_E.double() - counts_E.double().mean()
+        router.expert_bias -= self._moe.bias_update_speed * excess_E.sign().float()
+        router.previous_load.copy_(counts_E.double() / counts_E.sum())
+
+    @torch.no_grad()
+    def _adamw(self, name: str, gradient: Tensor, lr: float) -> None:
+        """arXiv 1711.05101, algorithm 2; matrices decay, vectors and biases do not."""
+        config, parameter = self.optimizer, self.parameters[name]
+        if parameter.ndim > 1 and not name.endswith("bias"):
+            parameter -= lr * config.weight_decay * parameter
+        m, v = self.exp_avg[name], self.exp_avg_sq[name]
+        m.copy_(config.beta1 * m + (1 - config.beta1) * gradient)
+        v.copy_(config.beta2 * v + (1 - config.beta2) * gradient**2)
+        m_hat = m / (1 - config.beta1**self.num_steps)
+        v_hat = v / (1 - config.beta2**self.num_steps)
+        parameter -= lr * m_hat / (v_hat.sqrt() + config.eps)
+
+
+def cross_entropy_sum(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
+    """Sum of -log p(label) over the positions that have one."""
+    kept = (labels_S != IGNORED).nonzero()[:, 0]
+    logits_SV = logits_SV[kept]
+    return (logits_SV.logsumexp(-1) - logits_SV[range(len(kept)), labels_S[kept]]).sum()
+
+
+def chosen_experts(logits_TE: Tensor, router: Router) -> Tensor:
+    """The top k by score plus bias, of the best groups where groups limit the choice."""
+    config = router.config
+    scores_TE = logits_TE.detach()
+    scores_TE = scores_TE.sigmoid() if config.score == "sigmoid" else scores_TE.softmax(-1)
+    scores_TE = scores_TE + router.expert_bias
+    if config.num_groups > 1:
+        by_group = scores_TE.view(len(scores_TE), config.num_groups, -1)
+        strength = by_group.sort(-1, descending=True).values[..., : config.group_score_top].sum(-1)
+        rank = strength.argsort(-1, descending=True).argsort(-1)
+        scores_TE = by_group.where(rank[..., None] < config.top_groups, -torch.inf).flatten(1)
+    return scores_TE.sort(-1, descending=True).indices[:, : config.top_k]
+
+
+def balance_loss(
+    logits_SE: Tensor, chosen_E: Tensor, previous_load_E: Tensor, config: MoEConfig
+) -> Tensor:
+    """The weighted auxiliary losses of one sequence in one layer, summed over its tokens.
+
+    Sequence-wise: arXiv 2412.19437, equations 17 to 20, times S. Global: the same with the load
+    of the step before. z: arXiv 2202.08906, equation 5.
+    """
+    num_tokens, num_experts = logits_SE.shape
+    if config.score == "sigmoid":
+        affinity_SE = logits_SE.sigmoid()
+        share_SE = affinity_SE / affinity_SE.sum(-1, keepdim=True)
+    else:
+        share_SE = logits_SE.softmax(-1)
+    frequency_E = num_experts * chosen_E.to(share_SE.dtype) / (config.top_k * num_tokens)
+    mean_share_E = share_SE.mean(0)
+    sequence = (frequency_E * mean_share_E).sum() * num_tokens
+    global_ = num_experts * (previous_load_E.to(share_SE.dtype) * mean_share_E).sum() * num_tokens
+    z = (logits_SE.exp().sum(-1).log() ** 2).sum()
+    return (
+        config.sequence_aux_loss_weight * sequence
+        + config.global_aux_loss_weight * global_
+        + config.z_loss_weight * z
+    )
+
+
+@contextmanager
+def captured_scores(routers: Mapping[str, Router]) -> Iterator[dict[str, Scores]]:
+    """What each router returns in a forward, by the name of its layer."""
+    taken: dict[str, Scores] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda module, args, scores: taken.__setitem__(name, scores)
+
+    handles = [router.register_forward_hook(keep(name)) for name, router in routers.items()]
+    try:
+        yield taken
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def train(reference: Reference, batches: Sequence[Rows], rates: Sequence[float]) -> list[Step]:
+    """One step for each batch."""
+    return [reference.step(rows, lr) for rows, lr in zip(batches, rates, strict=True)]
+
+
+def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
