@@ -69,6 +69,62 @@ def eight_ranks_started_with_two(folder: Path) -> Bad:
     return Bad(_CONFIG, words, {"parallelism__data_parallel_shard_degree": 8}, {"NGPU": 2})
 
 
+def heads_that_do_not_divide(folder: Path) -> Bad:
+    words = ["tensor_parallel_degree=3 must divide num_heads=4", "choose 1, 2 or 4"]
+    overrides = {"parallelism__tensor_parallel_degree": 3, "training__seq_len": 33}
+    return Bad(_CONFIG, words, overrides, {"NGPU": 3})
+
+
+def sequence_that_does_not_divide(folder: Path) -> Bad:
+    words = ["training.seq_len=32 must be a multiple of 6", "choose 30 or 36"]
+    return Bad(_CONFIG, words, {"parallelism__context_parallel_degree": 3}, {"NGPU": 3})
+
+
+def heads_too_few_for_ulysses(folder: Path) -> Bad:
+    words = ["num_heads 4 / tp 2 = 2", "choose 1 or 2", "allgather or ring"]
+    overrides = {
+        "parallelism__context_parallel_degree": 4,
+        "parallelism__tensor_parallel_degree": 2,
+        "parallelism__context_parallel_rotate_method": "ulysses",
+    }
+    return Bad(_CONFIG, words, overrides, {"NGPU": 8})
+
+
+def more_stages_than_layers(folder: Path) -> Bad:
+    words = ["pipeline_parallel_degree=8 with 1F1B makes 8 stages of 4 layers", "at most 4"]
+    return Bad(_CONFIG, words, {"parallelism__pipeline_parallel_degree": 8}, {"NGPU": 8})
+
+
+def too_few_microbatches(folder: Path) -> Bad:
+    words = ["2 microbatches", "1F1B wants at least as many", "choose local_batch_size 4"]
+    return Bad(_CONFIG, words, {"parallelism__pipeline_parallel_degree": 4}, {"NGPU": 4})
+
+
+def recompute_with_a_split_backward(folder: Path) -> Bad:
+    words = ["activation_checkpoint.mode=full", "ZBVZeroBubble", "mode=none", "Interleaved1F1B"]
+    overrides = {
+        "parallelism__pipeline_parallel_degree": 2,
+        "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble",
+        "activation_checkpoint__mode": "full",
+    }
+    return Bad(_CONFIG, words, overrides, {"NGPU": 2})
+
+
+def stages_that_miss_a_layer(folder: Path) -> Bad:
+    parts = '[["tok_embeddings","layers.0","layers.1"],["layers.2","norm","output"]]'
+    words = ["module_fqns_per_model_part names 'layers.3' 0 times: add it"]
+    overrides = {
+        "parallelism__pipeline_parallel_degree": 2,
+        "parallelism__module_fqns_per_model_part": parts,
+    }
+    return Bad(_CONFIG, words, overrides, {"NGPU": 2})
+
+
+def rotation_of_torchtitan(folder: Path) -> Bad:
+    words = ["context_parallel_rotate_method", '"alltoall"', "'ring'"]
+    return Bad(_CONFIG, words, {"parallelism__context_parallel_rotate_method": "alltoall"})
+
+
 def no_rank_to_log(folder: Path) -> Bad:
     return Bad(_CONFIG, ["LOG_RANK=first", "0 or 0,1"], variables={"LOG_RANK": "first"})
 
@@ -168,6 +224,14 @@ CASES: list[Case] = [
     no_such_flavor,
     degree_that_does_not_divide,
     eight_ranks_started_with_two,
+    heads_that_do_not_divide,
+    sequence_that_does_not_divide,
+    heads_too_few_for_ulysses,
+    more_stages_than_layers,
+    too_few_microbatches,
+    recompute_with_a_split_backward,
+    stages_that_miss_a_layer,
+    rotation_of_torchtitan,
     no_rank_to_log,
     no_number_of_ranks,
     missing_config_file,

@@ -66,6 +66,11 @@ class MLAConfig:
     bias: bool = False
     """The down-projections and the output projection have a bias: `attention_bias`."""
 
+    @property
+    def num_kv_heads(self) -> int:
+        """Each head has keys and values of its own, made from the shared latent."""
+        return self.num_heads
+
 
 @dataclass(frozen=True)
 class ModelConfig:

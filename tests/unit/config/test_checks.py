@@ -10,18 +10,28 @@ from titan_moe.config.resolve import resolve
 
 
 @dataclass(frozen=True)
+class _Heads:
+    num_heads: int = 16
+    num_kv_heads: int = 8
+
+
+@dataclass(frozen=True)
 class _Experts:
     num_experts: int = 8
     top_k: int = 2
     hidden_dim: int = 256
+    num_shared_experts: int = 1
 
 
 @dataclass(frozen=True)
 class _Shape:
-    vocab_size: int = 259
+    vocab_size: int = 272
     max_seq_len: int = 4096
     num_layers: int = 4
     dim: int = 64
+    attention: _Heads = _Heads()
+    hidden_dim: int = 512
+    num_dense_layers: int = 1
     moe: _Experts | None = _Experts()
 
 
@@ -72,14 +82,6 @@ RULES = [
     ),
     ("--validation.steps -2", 1, "validation.steps=-2 must be -1 or at least 1"),
     (
-        "--parallelism.tensor_parallel_degree 2",
-        2,
-        "parallelism.tensor_parallel_degree=2 is not available yet: this version trains with "
-        "FSDP2, HSDP, expert and expert tensor parallelism; choose 1",
-    ),
-    ("--parallelism.context_parallel_degree 2", 2, "context_parallel_degree=2 is not available"),
-    ("--parallelism.pipeline_parallel_degree 2", 2, "pipeline_parallel_degree=2 is not available"),
-    (
         "--parallelism.expert_tensor_parallel_degree 3",
         3,
         "parallelism.expert_tensor_parallel_degree=3 must divide the experts' hidden_dim=256: "
@@ -105,14 +107,10 @@ RULES = [
         "training.dtype=bfloat16: choose training.dtype=float32",
     ),
     (
-        "--activation_checkpoint.selective_ac_option op",
-        1,
-        "activation_checkpoint.selective_ac_option='op' must be a positive integer N",
-    ),
-    (
         "--activation_checkpoint.selective_ac_option 0",
         1,
-        "activation_checkpoint.selective_ac_option='0' must be a positive integer N",
+        "activation_checkpoint.selective_ac_option='0' must be a positive integer N, to recompute "
+        "every N-th layer, or 'op'",
     ),
     (
         "--profiling.enable_profiling --profiling.profile_freq 3",
@@ -126,6 +124,144 @@ RULES = [
     ),
     ("--checkpoint.initial_load_path x", 1, "checkpoint.initial_load_path=x has no effect without"),
 ]
+
+
+# "tp 3" stands for --parallelism.tensor_parallel_degree 3; the run has as many ranks as it takes.
+PARALLEL_RULES = [
+    (
+        "tp 3 --training.seq_len 96",
+        "parallelism.tensor_parallel_degree=3 must divide num_heads=16, num_kv_heads=8, "
+        "vocab_size=272, hidden_dim=512 and the shared experts' hidden_dim=256 of deepseek_v3 "
+        "debugmodel: choose 1, 2, 4 or 8",
+    ),
+    (
+        "tp 16",
+        "parallelism.tensor_parallel_degree=16 must divide num_kv_heads=8 of deepseek_v3 "
+        "debugmodel: choose 1, 2, 4 or 8",
+    ),
+    (
+        "cp 2 --training.seq_len 102",
+        "training.seq_len=102 must be a multiple of 4, since context_parallel_degree=2 cuts it in "
+        "2 x cp: choose 100 or 104, or parallelism.context_parallel_load_balancer=none",
+    ),
+    (
+        "cp 2 --training.seq_len 101",
+        "training.seq_len=101 must be a multiple of 4, since context_parallel_degree=2 cuts it in "
+        "2 x cp: choose 100 or 104",
+    ),
+    (
+        "cp 4 --parallelism.context_parallel_load_balancer none --training.seq_len 4094",
+        "training.seq_len=4094 must be a multiple of 4, since context_parallel_degree=4: choose "
+        "4092 or 4096",
+    ),
+    (
+        "tp 4 --training.seq_len 4095",
+        "training.seq_len=4095 must be a multiple of 4, since tensor_parallel_degree=4: choose "
+        "4092 or 4096",
+    ),
+    (
+        "tp 4 cp 2 --training.seq_len 4 --validation.seq_len 8",
+        "training.seq_len=4 must be a multiple of 8, since context_parallel_degree=2 cuts it in 2 "
+        "x cp and tensor_parallel_degree=4: choose 8",
+    ),
+    ("cp 2 --validation.seq_len 66", "validation.seq_len=66 must be a multiple of 4"),
+    (
+        "cp 16 --parallelism.context_parallel_rotate_method ulysses",
+        "parallelism.context_parallel_degree=16 with context_parallel_rotate_method=ulysses must "
+        "divide num_kv_heads 8 / tp 1 = 8: choose 1, 2, 4 or 8, or "
+        "context_parallel_rotate_method=allgather or ring",
+    ),
+    (
+        "cp 8 tp 4 --parallelism.context_parallel_rotate_method ulysses",
+        "must divide num_heads 16 / tp 4 = 4 and num_kv_heads 8 / tp 4 = 2: choose 1 or 2, or",
+    ),
+    ("pp 8", "parallelism.pipeline_parallel_degree=8 with 1F1B makes 8 stages of 4 layers"),
+    (
+        "pp 4 --training.local_batch_size 2",
+        "training.local_batch_size=2 makes 2 microbatches of pipeline_parallel_microbatch_size=1: "
+        "pipeline_parallel_schedule=1F1B wants at least as many microbatches as its 4 stages",
+    ),
+    (
+        "pp 2 --parallelism.pipeline_parallel_microbatch_size 3",
+        "training.local_batch_size=8 must be a multiple of "
+        "parallelism.pipeline_parallel_microbatch_size=3",
+    ),
+    (
+        "pp 2 --parallelism.pipeline_parallel_microbatch_size 4 --validation.enable "
+        "--validation.local_batch_size 6",
+        "validation.local_batch_size=6 must be a multiple of "
+        "parallelism.pipeline_parallel_microbatch_size=4: choose 4 or 8",
+    ),
+    (
+        "pp 2 --parallelism.pipeline_parallel_schedule ZBVZeroBubble "
+        "--activation_checkpoint.mode full",
+        "activation_checkpoint.mode=full with pipeline_parallel_schedule=ZBVZeroBubble, which "
+        "splits the backward, would recompute layers several times: choose "
+        "activation_checkpoint.mode=none, or one of 1F1B, Interleaved1F1B, GPipe, LoopedBFS",
+    ),
+    (
+        'pp 2 --parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0","layers.1"],'
+        '["layers.2","norm","output"]]',
+        "parallelism.module_fqns_per_model_part names 'layers.3' 0 times: add it",
+    ),
+    (
+        'pp 2 --parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0","layers.1"],'
+        '["layers.2","layers.3","norm","output"]] '
+        "--parallelism.pipeline_parallel_layers_per_stage 2",
+        "parallelism.pipeline_parallel_layers_per_stage=2 has no effect beside "
+        "module_fqns_per_model_part: leave one of them out",
+    ),
+]
+LEGAL_LAYOUTS = [
+    "tp 8",
+    "cp 8",
+    "pp 4",
+    "cp 2 tp 4 --training.seq_len 8",
+    "cp 4 tp 2 --parallelism.context_parallel_rotate_method ulysses",
+    "cp 3 --parallelism.context_parallel_rotate_method ring --training.seq_len 6",
+    "pp 2 cp 2 tp 2 ep 4",
+    "pp 2 --parallelism.pipeline_parallel_schedule ZBVZeroBubble --activation_checkpoint.mode none",
+    "pp 2 --validation.local_batch_size 3 --validation.enable",
+    "pp 2 --parallelism.pipeline_parallel_microbatch_size 2 --validation.local_batch_size 3",
+    "tp 2 --activation_checkpoint.selective_ac_option op",
+    "tp 4 cp 4 pp 4",
+]
+_AXES = {
+    "pp": "pipeline_parallel",
+    "cp": "context_parallel",
+    "tp": "tensor_parallel",
+    "ep": "expert_parallel",
+}
+
+
+def _layout(words: str) -> tuple[str, int]:
+    """The command line of a layout, and its ranks."""
+    ranks = 1
+    arguments = words.split()
+    for place in range(len(arguments) - 1):
+        if (axis := arguments[place]) in _AXES:
+            arguments[place] = f"--parallelism.{_AXES[axis]}_degree"
+            ranks *= int(arguments[place + 1]) if axis != "ep" else 1
+    return " ".join(arguments), ranks
+
+
+@pytest.mark.parametrize(("layout", "words"), PARALLEL_RULES)
+def test_an_illegal_layout_is_one_line(layout: str, words: str) -> None:
+    (line,) = _check(*_layout(layout))
+    assert words in line and "\n" not in line
+
+
+@pytest.mark.parametrize("layout", LEGAL_LAYOUTS)
+def test_a_legal_layout_is_silent(layout: str) -> None:
+    assert _check(*_layout(layout)) == []
+
+
+def test_tensor_parallelism_need_not_divide_what_is_not_there() -> None:
+    """A model of MoE layers alone has no dense hidden dim, and may have no shared experts."""
+    experts = _Experts(num_shared_experts=0, hidden_dim=7)
+    model = _Shape(hidden_dim=7, num_dense_layers=0, moe=experts)
+    job = load_job(["--parallelism.tensor_parallel_degree", "8"])
+    assert check(job, model, 8, num_gpus=0) == []
 
 
 @pytest.mark.parametrize(("arguments", "ranks", "words"), RULES)
@@ -178,9 +314,9 @@ def test_a_dense_model_has_no_expert_settings() -> None:
 
 def test_a_tokenizer_must_fit_the_vocabulary() -> None:
     job = load_job(["--model.tokenizer_path", "big"])
-    assert check_vocabulary(job, _Shape(), 259) == []
-    (line,) = check_vocabulary(job, _Shape(), 260)
-    assert "model.tokenizer_path=big" in line and "260" in line and "vocab_size=259" in line
+    assert check_vocabulary(job, _Shape(), 272) == []
+    (line,) = check_vocabulary(job, _Shape(), 273)
+    assert "model.tokenizer_path=big" in line and "273" in line and "vocab_size=272" in line
 
 
 def test_the_global_batch_is_pinned_for_the_ranks_of_the_run() -> None:

@@ -2,8 +2,14 @@
 
 import pytest
 
-from titan_moe.config.load import known_keys
-from titan_moe.config.migration import REPLACEMENTS, replacement, unknown_key
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.load import known_keys, load_job
+from titan_moe.config.migration import (
+    REPLACEMENTS,
+    VALUE_REPLACEMENTS,
+    replacement,
+    unknown_key,
+)
 
 # The keys of the released package torchtitan 0.2.2, table by table.
 TORCHTITAN_KEYS = {
@@ -104,3 +110,11 @@ def test_the_nearest_key_is_named(misspelt: str, right: str) -> None:
 def test_a_key_like_no_other_names_none() -> None:
     line = unknown_key("zzz.qqq", "3", known_keys(), source="command line")
     assert "did you mean" not in line and "--help" in line
+
+
+@pytest.mark.parametrize(("key", "value"), VALUE_REPLACEMENTS)
+def test_a_value_of_torchtitan_has_a_remedy(key: str, value: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_job([f"--{key}", value])
+    (line,) = error.value.lines
+    assert f'{key} = "{value}"' in line and line.endswith(VALUE_REPLACEMENTS[key, value])

@@ -1,0 +1,96 @@
+"""What the checks look at: a configuration, a model's dimensions and a number of ranks."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from titan_moe.config.job import JobConfig
+from titan_moe.config.resolve import shard_degree
+
+
+class Attention(Protocol):
+    """The heads of a model."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+
+
+class Experts(Protocol):
+    """The routed and shared experts of a model."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def hidden_dim(self) -> int: ...
+    @property
+    def num_shared_experts(self) -> int: ...
+
+
+class ModelShape(Protocol):
+    """What the rules read of a model's dimensions."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_seq_len(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def attention(self) -> Attention: ...
+    @property
+    def hidden_dim(self) -> int: ...
+    @property
+    def num_dense_layers(self) -> int: ...
+    @property
+    def moe(self) -> Experts | None: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """One configuration on one machine."""
+
+    job: JobConfig
+    model: ModelShape
+    world_size: int
+    num_gpus: int
+
+    @property
+    def flavor(self) -> str:
+        return flavor(self.job)
+
+    @property
+    def shard(self) -> int | None:
+        """The size of dp_shard; None where the degrees do not fit the ranks."""
+        return shard_degree(self.job.parallelism, self.world_size)
+
+    @property
+    def data_ranks(self) -> int | None:
+        """Ranks that read different rows."""
+        return self.shard and self.job.parallelism.data_parallel_replicate_degree * self.shard
+
+
+def flavor(job: JobConfig) -> str:
+    """How messages name the model."""
+    return f"{job.model.name} {job.model.flavor}"
+
+
+def divisors(number: int) -> str:
+    """All of them, as words."""
+    return either([n for n in range(1, number + 1) if number % n == 0])
+
+
+def neighbours(number: int, step: int, limit: int) -> str:
+    """The multiples of `step` just below and above `number`, none above `limit` >= step."""
+    below = min(number, limit) // step * step
+    return either([n for n in (below, below + step) if step <= n <= limit])
+
+
+def either(choices: list[int]) -> str:
+    """1, 2 or 4."""
+    *others, last = (str(choice) for choice in choices)
+    return f"{', '.join(others)} or {last}" if others else last
