@@ -1,0 +1,404 @@
+"""Pipelines of every schedule give the gradients of one plain process, in float64.
+
+Compared: every parameter's gradient as a sum over two schedule runs, auxiliary losses, tokens per
+expert, the loss, and an evaluation of other shapes. The reference is a plain module and a loop.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from titan_moe.config.pipeline import SCHEDULES, module_names, split_parts, stages_of_rank
+from titan_moe.config.sections import ActivationCheckpoint
+from titan_moe.distributed.execution import Microbatch
+from titan_moe.verify.ranks import run_ranks
+
+from .test_layouts import make_job, tiny
+
+SEQ_LEN, ROWS, BOUND = 16, 32, 1e-9
+JOB = make_job("deepseek_v3", training={"seq_len": SEQ_LEN})
+LAYERS = 8
+
+
+def model_dims():
+    from titan_moe.build import resolve_model
+
+    return resolve_model(replace(tiny(JOB), num_layers=LAYERS), JOB)
+
+
+def rows_of(step: int, seq_len: int = SEQ_LEN) -> Microbatch:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 96, (ROWS, seq_len + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    for row in range(ROWS):
+        labels[row, : 2 * row % 11] = -100
+    ends = torch.randint(3, seq_len, (ROWS, 1), generator=generator)
+    documents = (torch.arange(seq_len) >= ends).int()
+    positions = torch.arange(seq_len).expand(ROWS, seq_len)
+    return Microbatch(tokens[:, :-1].contiguous(), labels, documents, positions)
+
+
+def cut(rows: Microbatch, start: int, end: int) -> Microbatch:
+    return Microbatch(*(tensor[start:end] for tensor in rows))
+
+
+def cross_entropy(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def new_model():
+    from titan_moe.models.layers.attention_core import DocumentSdpa
+    from titan_moe.models.registry import build_model
+
+    with torch.device("meta"):
+        model = build_model(JOB.model.name, model_dims(), DocumentSdpa())
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
+    return model
+
+
+def fill(model):
+    from titan_moe.distributed.initial_weights import fill_initial_weights
+    from titan_moe.models.decoder import initial_std, move_off_meta
+
+    config = model_dims()
+    move_off_meta(model, torch.device("cpu"), parameter_device=torch.device("cpu"))
+    fill_initial_weights(model, 0, lambda name: initial_std(name, config))
+    return model
+
+
+def observed(model) -> dict:
+    """Gradients, counts and auxiliary losses of a step; clears them."""
+    record = {}
+    for name, parameter in model.named_parameters():
+        record[f"gradient {name}"] = whole(parameter.grad)
+        parameter.grad = None
+    for name, moe in model.moe_layers().items():
+        record[f"counts {name}"] = moe.router.tokens_per_expert.clone()
+        record[f"balance loss {name}"] = moe.router.balance_loss.clone()
+        moe.router.tokens_per_expert.zero_()
+        moe.router.balance_loss.zero_()
+    return record
+
+
+def whole(tensor):
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+EVALUATED = 12  # Rows, of another length than in training.
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[int, list[dict]]:
+    """By number of rows: what two steps and the evaluation after each observe."""
+    torch.set_num_threads(1)
+    model = fill(new_model())
+    found = {}
+    for num_rows in (8, 16, 32):
+        found[num_rows] = []
+        for step in range(2):
+            rows = cut(rows_of(step), 0, num_rows)
+            loss = cross_entropy(
+                model(rows.tokens_BS, rows.documents_BS, rows.positions_BS), rows.labels_BS
+            )
+            loss.backward()
+            record = observed(model) | {"loss": loss.detach()}
+            model.eval()
+            rows = cut(rows_of(step + 7, 20), 0, EVALUATED)
+            with torch.no_grad():
+                logits = model(rows.tokens_BS, rows.documents_BS, rows.positions_BS)
+                record["evaluated"] = cross_entropy(logits, rows.labels_BS)
+            model.train()
+            found[num_rows].append(record)
+    return found
+
+
+def build_parts(case: dict, meshes) -> list:
+    from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
+    from titan_moe.distributed.expert_parallel import apply_expert_parallel
+    from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
+    from titan_moe.distributed.pipeline_parallel import keep_only, module_weights, stage_units
+
+    schedule, ranks = SCHEDULES[case["schedule"]], meshes.dims.pp
+    stages = ranks * case.get("per_rank", 1 if schedule.placement == "single" else 2)
+    split = split_parts(module_weights(new_model()), stages)
+    parts = []
+    for stage in stages_of_rank(schedule, meshes.group("pp").rank(), ranks, stages):
+        part = keep_only(new_model(), split[stage])
+        apply_expert_parallel(list(part.moe_layers().values()), meshes)
+        if case.get("recompute"):
+            apply_activation_checkpoint(dict(part.layers), ActivationCheckpoint(mode="full"))
+        if case.get("fsdp", True):
+            reshard = case.get("reshard", "never")
+            policy = ShardingPolicy(
+                torch.float64,
+                torch.float64,
+                reshard_after_forward=reshard != "never",
+                reshard_last=reshard == "always",
+                cpu_offload=False,
+            )
+            apply_fsdp(part, stage_units(part), meshes, policy)
+        parts.append(fill(part))
+    return parts
+
+
+def run_pipeline(case: dict, planted: str | None = None) -> list[dict]:
+    """This rank's stages over two steps of `runs` schedule runs; gradients come back whole."""
+    import torch.distributed as dist
+
+    from titan_moe.distributed.meshes import build_meshes
+    from titan_moe.distributed.parallel_dims import ParallelDims
+    from titan_moe.distributed.pipeline_parallel import Activations, Pipeline
+
+    plant(planted)
+    dims = ParallelDims(dist.get_world_size(), **case["degrees"])
+    meshes = build_meshes(dims, "cpu")
+    parts = build_parts(case, meshes)
+    reduced, forwards = count_reductions(parts), count_forwards(parts)
+    pipeline = Pipeline(
+        parts,
+        cross_entropy,
+        meshes=meshes,
+        schedule=case["schedule"],
+        microbatch_size=case.get("microbatch_size", 1),
+        activations=Activations(64, 96, torch.float64),
+        device=torch.device("cpu"),
+    )
+    data_ranks, data_rank = dims.size("batch"), dims.coordinate(dist.get_rank(), "batch")
+    records = []
+    for step in range(2):
+        rows, own = rows_of(step), case["rows"] // data_ranks
+        in_run = own // case.get("runs", 2)
+        firsts = range(own * data_rank, own * (data_rank + 1), in_run)
+        record = {"loss": sum(pipeline.train(cut(rows, first, first + in_run)) for first in firsts)}
+        record |= {"forwards": dict(forwards), "reduced": dict(reduced)}
+        forwards.clear()
+        reduced.clear()
+        for part in parts:
+            record |= observed(part)
+            part.eval()
+        rows, own = rows_of(step + 7, 20), EVALUATED // data_ranks
+        rows = cut(rows, own * data_rank, own * (data_rank + 1))
+        # Twice, in batches of other sizes than training's.
+        record["evaluated"] = pipeline.evaluate(cut(rows, 0, own // 2))
+        record["evaluated"] += pipeline.evaluate(cut(rows, own // 2, own))
+        for part in parts:
+            part.train()
+            assert all(parameter.grad is None for parameter in part.parameters())
+        forwards.clear()
+        records.append(record)
+    return records
+
+
+def count_forwards(parts: list) -> Counter:
+    """How often each block's attention ran."""
+    counts: Counter = Counter()
+    for name, block in chain.from_iterable(part.layers.items() for part in parts):
+
+        def count(*args: object, name: str = name) -> None:
+            counts[name] += 1
+
+        block.attention.register_forward_hook(count)
+    return counts
+
+
+def count_reductions(parts: list) -> Counter:
+    """How often FSDP reduced each parameter's gradient."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
+
+    counts: Counter = Counter()
+    reduce = module.foreach_reduce
+    names = {id(inner): name for part in parts for name, inner in part.named_modules()}
+
+    def counted(params, *args, **kwargs):
+        for info in (param._module_info for param in params):
+            counts[f"{names[id(info.module)]}.{info.param_name}"] += 1
+        return reduce(params, *args, **kwargs)
+
+    module.foreach_reduce = counted
+    return counts
+
+
+def plant(bug: str | None) -> None:
+    """Break one line of production code in this process."""
+    from titan_moe.distributed import pipeline_parallel as module
+
+    kind_of = module.get_schedule_class
+    if bug == "gradients scaled":
+        # The wrong default of torch, which `scale_grads=False` turns off.
+        def scaling(name):
+            def build(*args, scale_grads, **kwargs):
+                return kind_of(name)(*args, scale_grads=True, **kwargs)
+
+            return type(name, (kind_of(name),), {"__new__": lambda cls, *a, **k: build(*a, **k)})
+
+        module.get_schedule_class = scaling
+    elif bug == "parameters freed after the forward":
+        module._keep_gathered = lambda parts: None
+    elif bug == "auxiliary loss added in the forward":
+        from titan_moe.moe import balance
+
+        attach = balance.attach_loss
+
+        def twice(x, loss, total):
+            total += loss.detach()
+            return attach(x, loss, total)
+
+        balance.attach_loss = twice
+    elif bug == "positions of the first rows for all":
+        step = module.Pipeline._run
+
+        def first_rows(self, run, rows):
+            return step(self, run, rows._replace(documents_BS=rows.documents_BS.flip(0)))
+
+        module.Pipeline._run = first_rows
+    elif bug is not None:
+        raise AssertionError(bug)
+
+
+def wrong(results: list[list[dict]], reference: list[dict], dims: dict) -> list[str]:
+    """What differs from the reference by more than the bound, anywhere."""
+    found = []
+    for step, wanted in enumerate(reference):
+        records = [result[step] for result in results]
+        for key, value in wanted.items():
+            ours = [record[key] for record in records if key in record]
+            if key.startswith(("counts", "balance", "loss", "evaluated")):
+                ours = [torch.stack([tensor.double() for tensor in ours]).sum(0)]
+            if not ours:
+                found.append(f"{step} {key} is nowhere")
+            for tensor in ours:  # Each rank's own; replicas must not differ.
+                error = (tensor.double() - value.double()).norm().item()
+                if not error <= BOUND * max(value.double().norm().item(), 1e-12):
+                    found.append(f"{step} {key}")
+    return found
+
+
+def check(references, case: dict) -> list[list[dict]]:
+    world_size = 1
+    for degree in ("pp", "dp_shard", "dp_replicate"):
+        world_size *= case["degrees"].get(degree, 1)
+    results = run_ranks(run_pipeline, world_size, case)
+    assert wrong(results, references[case["rows"]], case["degrees"]) == []
+    if case.get("fsdp", True):
+        check_reductions(results, case.get("runs", 2))
+    return results
+
+
+def check_reductions(results: list[list[dict]], runs: int) -> None:
+    names = [name for name, _ in new_model().named_parameters()]
+    for step in range(2):
+        reduced: dict[str, int] = {}
+        for result in results:
+            reduced |= result[step]["reduced"]
+        assert reduced == dict.fromkeys(names, runs)
+
+
+LAYOUTS = [
+    {"degrees": {"pp": 2, "dp_shard": 1}, "rows": 16},
+    {"degrees": {"pp": 4, "dp_shard": 1}, "rows": 16},
+    {"degrees": {"pp": 2, "dp_shard": 2}, "rows": 32},
+    {"degrees": {"pp": 2, "dp_shard": 2, "ep": 2}, "rows": 32},
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(layout["degrees"]))
+def test_a_pipeline_has_the_gradients_of_one_process(references, layout: dict, schedule: str):
+    check(references, {**layout, "schedule": schedule})
+
+
+OTHERS = [
+    {"degrees": {"pp": 2, "dp_shard": 2, "dp_replicate": 2, "ep": 2}, "schedule": "1F1B"},
+    {"degrees": {"pp": 2, "dp_replicate": 2, "dp_shard": 1}, "schedule": "ZBVZeroBubble"},
+    {"degrees": {"pp": 2, "dp_shard": 2, "etp": 2}, "schedule": "DualPipeV"},
+    {"degrees": {"pp": 4, "dp_shard": 2, "ep": 2}, "schedule": "Interleaved1F1B"},
+    {"degrees": {"pp": 2, "dp_shard": 2}, "schedule": "1F1B", "microbatch_size": 2},
+    {"degrees": {"pp": 2, "dp_shard": 2}, "schedule": "InterleavedZeroBubble", "per_rank": 4},
+    {"degrees": {"pp": 8, "dp_shard": 1}, "schedule": "LoopedBFS", "per_rank": 1},
+    {"degrees": {"pp": 8, "dp_shard": 1}, "schedule": "InterleavedZeroBubble", "per_rank": 1},
+    {"degrees": {"pp": 3, "dp_shard": 1}, "schedule": "Interleaved1F1B", "runs": 4},
+    {"degrees": {"pp": 2, "dp_shard": 1}, "schedule": "ZBVZeroBubble", "fsdp": False},
+    *(
+        {"degrees": {"pp": 2, "dp_shard": 2, "ep": 2}, "schedule": name, "reshard": "always"}
+        for name in SCHEDULES
+    ),
+]
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+def test_other_layouts_too(references, case: dict):
+    check(references, {"rows": 32 if case["degrees"].get("pp") != 3 else 8, **case})
+
+
+NON_SPLIT = [name for name, schedule in SCHEDULES.items() if not schedule.splits_backward]
+
+
+@pytest.mark.parametrize("recompute, times", [(False, 1), (True, 2)])
+@pytest.mark.parametrize("schedule", NON_SPLIT)
+def test_recompute_runs_each_block_twice(references, schedule: str, recompute: bool, times: int):
+    case = {**LAYOUTS[0], "schedule": schedule, "recompute": recompute}
+    results = check(references, case)
+    for step in range(2):
+        forwards: dict[str, int] = {}
+        for result in results:
+            forwards |= result[step]["forwards"]
+        assert forwards == {str(layer): 16 * times for layer in range(LAYERS)}
+
+
+def test_split_backward_with_recompute_runs_blocks_too_often(references):
+    """Why the configuration refuses it."""
+    case = {**LAYOUTS[0], "schedule": "ZBVZeroBubble", "recompute": True}
+    results = run_ranks(run_pipeline, 2, case)
+    assert max(max(result[0]["forwards"].values()) for result in results) > 2 * 16
+
+
+@pytest.mark.parametrize(
+    "bug, schedule, shown_by, not_by",
+    [
+        ("gradients scaled", "1F1B", "0 gradient layers.2.moe.experts.w1", "0 loss"),
+        ("gradients scaled", "DualPipeV", "1 gradient output.weight", "0 loss"),
+        (
+            "parameters freed after the forward",
+            "ZBVZeroBubble",
+            "0 gradient layers.3.attention.wo.weight",
+            "0 loss",
+        ),
+        (
+            "auxiliary loss added in the forward",
+            "InterleavedZeroBubble",
+            "0 balance loss layers.2",
+            "0 gradient norm.weight",
+        ),
+        ("positions of the first rows for all", "GPipe", "0 loss", "0 counts layers.0"),
+    ],
+)
+def test_the_comparison_finds_planted_bugs(references, bug, schedule, shown_by, not_by):
+    case = {**LAYOUTS[3], "schedule": schedule, "reshard": "always"}
+    try:
+        results = run_ranks(run_pipeline, 4, case, bug)
+    except Exception as error:
+        raise AssertionError(str(error)) from error
+    found = wrong(results, references[case["rows"]], case["degrees"])
+    assert shown_by in found
+    assert not_by not in found
+
+
+def test_a_stage_keeps_names_and_drops_the_rest():
+    from titan_moe.distributed.pipeline_parallel import keep_only, module_weights, stage_units
+
+    names = [name for name, _ in new_model().named_parameters()]
+    parts = split_parts(module_weights(new_model()), 4)
+    assert [name for part in parts for name in part] == module_names(LAYERS)
+    stages = [keep_only(new_model(), part) for part in parts]
+    assert [name for stage in stages for name, _ in stage.named_parameters()] == names
+    assert len(stage_units(stages[0])) == len(stages[0].layers) + 1
+    assert len(stage_units(stages[1])) == len(stages[1].layers)
+    with pytest.raises(AssertionError, match=r"layers\.9"):
+        keep_only(new_model(), ["layers.9"])

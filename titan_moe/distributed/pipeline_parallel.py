@@ -1,0 +1,224 @@
+"""Pipeline parallelism: a rank holds one or more stages of the model and runs torch's schedules.
+
+A stage is a model whose other parts were taken out. Between stages travels the residual stream
+[rows, S / (cp tp), D]; what a stage needs beside it (documents, positions) every rank of a pipeline
+reads itself, as all of them read the same rows.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from titan_moe.config.pipeline import SCHEDULES, stages_of_rank
+from titan_moe.distributed.execution import Loss, Microbatch
+from titan_moe.distributed.meshes import Meshes
+from titan_moe.moe.layer import MoE
+
+_ENDS = ("tok_embeddings", "norm", "output")
+# Forwards only, with a placement's stages; these take any number of microbatches.
+_EVALUATION = {"single": "GPipe", "loop": "LoopedBFS", "v": "ZBVZeroBubble"}
+
+
+def keep_only(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """Turn a whole decoder into the stage of these modules, in place; returns it.
+
+    What is missing at an end becomes the identity, so that the decoder's forward stays as it is and
+    takes the stream where the embedding is missing. Layers keep their numbers. Rotations stay.
+
+    Args:
+        names: of `config.pipeline.module_names`.
+    """
+    layers = model.get_submodule("layers")
+    assert isinstance(layers, nn.ModuleDict)
+    known = {*_ENDS, *(f"layers.{layer}" for layer in layers)}
+    assert set(names) <= known, f"no such modules: {sorted(set(names) - known)}"
+    for end in _ENDS:
+        if end not in names:
+            setattr(model, end, nn.Identity())
+    for layer in list(layers):
+        if f"layers.{layer}" not in names:
+            del layers[layer]
+    return model
+
+
+def stage_units(part: nn.Module) -> list[nn.Module]:
+    """A stage's FSDP units in forward order; a final norm stays with the root."""
+    ends = [part.get_submodule(name) for name in ("tok_embeddings", "output")]
+    layers = list(part.get_submodule("layers").children())
+    units = [ends[0], *layers, ends[1]]
+    return [unit for unit in units if not isinstance(unit, nn.Identity)]
+
+
+def module_weights(model: nn.Module) -> dict[str, float]:
+    """What each of `config.pipeline.module_names` costs: the parameters that a token is multiplied
+    with.
+
+    Of routed experts only top_k count, and nothing of the embedding: a lookup multiplies nothing.
+    """
+    layers = model.get_submodule("layers")
+    weights = {"tok_embeddings": 0.0}
+    for name, block in layers.named_children():
+        unused = 0.0
+        for moe in (module for module in block.modules() if isinstance(module, MoE)):
+            resting = 1 - moe.config.top_k / moe.config.num_experts
+            unused += resting * _num_parameters(moe.experts)
+        weights[f"layers.{name}"] = _num_parameters(block) - unused
+    for name in ("norm", "output"):
+        weights[name] = float(_num_parameters(model.get_submodule(name)))
+    return weights
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class Activations(NamedTuple):
+    """Shape and type of what a rank's stages hand on."""
+
+    dim: int
+    """D of the stream."""
+    num_logits: int
+    """Logits per token on a rank of the last stage: the vocabulary, or its part under TP."""
+    dtype: torch.dtype
+
+
+class Pipeline:
+    """Runs this rank's stages over the microbatches of one schedule run; an Execution.
+
+    A run is `rows / microbatch_size` microbatches. Gradients are plain sums; FSDP reduces them once
+    at the end of a run, so a step of several runs reduces several times, and still sums. The loss
+    stands on the ranks of the last stage; elsewhere it is 0.
+
+    Args:
+        parts: this rank's stages, ascending.
+        loss: of the last stage's logits.
+        schedule: a name of `config.pipeline.SCHEDULES`.
+        microbatch_size: rows of one microbatch.
+    """
+
+    def __init__(
+        self,
+        parts: list[nn.Module],
+        loss: Loss,
+        *,
+        meshes: Meshes,
+        schedule: str,
+        microbatch_size: int,
+        activations: Activations,
+        device: torch.device,
+    ) -> None:
+        self._parts = parts
+        self._loss = loss
+        self._group = meshes.group("pp")
+        self._tp = meshes.dims.tp
+        self._schedule = SCHEDULES[schedule]
+        self._microbatch_size = microbatch_size
+        self._activations = activations
+        self._device = device
+        ranks, rank = self._group.size(), self._group.rank()
+        self._num_stages = ranks * len(parts)
+        self._stages = stages_of_rank(self._schedule, rank, ranks, self._num_stages)
+        self._training: dict[torch.Size, Any] = {}
+        self._evaluation: dict[torch.Size, Any] = {}
+        if self._schedule.splits_backward:
+            _keep_gathered(parts)
+
+    def train(self, rows: Microbatch) -> Tensor:
+        shape = rows.tokens_BS.shape
+        if shape not in self._training:
+            self._training[shape] = self._build(self._schedule.name, shape, self._microbatch_size)
+        return self._run(self._training[shape].step, rows)
+
+    @torch.no_grad()
+    def evaluate(self, rows: Microbatch) -> Tensor:
+        shape = rows.tokens_BS.shape
+        if shape not in self._evaluation:
+            # Stages of its own: torch would exchange shapes and allocate anew at every change
+            # between training and evaluation. One shape is kept: its buffers hold every microbatch.
+            size = self._microbatch_size if shape[0] % self._microbatch_size == 0 else 1
+            name = _EVALUATION[self._schedule.placement]
+            self._evaluation = {shape: self._build(name, shape, size)}
+        return self._run(self._evaluation[shape].eval, rows)
+
+    def _run(self, step: Any, rows: Microbatch) -> Tensor:
+        losses: list[Tensor] = []
+        step(
+            *([rows.tokens_BS] if 0 in self._stages else []),
+            target=rows.labels_BS if self._num_stages - 1 in self._stages else None,
+            losses=losses,
+            return_outputs=False,
+            documents_BS=rows.documents_BS,
+            positions_BS=rows.positions_BS,
+        )
+        if losses:
+            return torch.stack(losses).detach().sum()
+        dtype = torch.promote_types(self._activations.dtype, torch.float32)
+        return torch.zeros((), dtype=dtype, device=self._device)
+
+    def _build(self, name: str, shape: torch.Size, microbatch_size: int) -> Any:
+        """A schedule of torch for rows of this shape; collective over the pipeline when it runs."""
+        stages = [
+            self._build_stage(index, part, microbatch_size, shape[1])
+            for index, part in zip(self._stages, self._parts, strict=True)
+        ]
+        kind = get_schedule_class(name)
+        multi = issubclass(kind, PipelineScheduleMulti)
+        return kind(
+            stages if multi else stages[0],
+            n_microbatches=shape[0] // microbatch_size,
+            loss_fn=self._loss,
+            # The sum over targets is divided once per step, by whoever knows their number.
+            scale_grads=False,
+        )
+
+    def _build_stage(self, index: int, part: nn.Module, rows: int, seq_len: int) -> "_Stage":
+        """With shapes given, torch neither runs the model to learn them nor sends pickles."""
+        dim, num_logits, dtype = self._activations
+        tokens = torch.empty(rows, seq_len, dtype=torch.int64, device="meta")
+        like = {"dtype": dtype, "device": "meta", "requires_grad": True}
+        stream = torch.empty(rows, seq_len // self._tp, dim, **like)  # type: ignore[call-overload]
+        logits = torch.empty(rows, seq_len, num_logits, **like)  # type: ignore[call-overload]
+        return _Stage(
+            part,
+            index,
+            self._num_stages,
+            self._device,
+            input_args=tokens if index == 0 else stream,
+            output_args=logits if index == self._num_stages - 1 else stream,
+            group=self._group,
+        )
+
+
+def _keep_gathered(parts: list[nn.Module]) -> None:
+    """Let no forward free the parameters that a weight's backward asks for.
+
+    A split backward looks parameters up in the module: while sharded ones stand there, torch 2.13
+    finds no path to them and leaves their gradients out, silently. The schedule itself gathers and
+    frees whole stages.
+    """
+    for part in parts:
+        if isinstance(part, FSDPModule):
+            part.set_reshard_after_forward(False)
+
+
+class _Stage(PipelineStage):
+    """A stage that can be evaluated: torch 2.13's keeps all logits, and on the rank where a V turns
+    its backward steps, empty in an evaluation, want a gradient."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.is_last and not self.has_backward:
+            self.fwd_cache[fwd_chunk_id] = ((), [])
+        return output
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
