@@ -71,7 +71,7 @@ def differences(
     # What should be nothing must be nothing: 0 / 0 counts as equal.
     error = torch.where(distance == 0, 0.0, distance / torch.maximum(their_norm, floors))
     ratio = torch.where(our_norm == their_norm, 1.0, our_norm / their_norm)
-    error = error.nan_to_num(nan=torch.inf)
+    error = torch.where(error.isnan(), torch.inf, error)
     numbers = zip(fitting, error.tolist(), ratio.tolist(), strict=True)
     return found + [Difference(step, rank, quantity, p.name, e, r) for p, e, r in numbers]
 

@@ -41,6 +41,8 @@ class Result:
     worst_tensor: str = ""
     lines: list[str] = field(default_factory=list)
     """Why it did not pass: each names step, rank, tensor and ratio of norms."""
+    traceback: str = ""
+    """Of the first rank that died, if one did."""
 
     @property
     def passed(self) -> bool:
@@ -88,7 +90,7 @@ class Gate:
                 problems = _judge(result, layout, verdicts)
             except RankError as error:
                 *_, last = str(error).strip().splitlines()
-                problems = [last, str(error)]
+                problems, result.traceback = [last], str(error)
         result.lines = [f"{layout}: {line}" for line in problems]
         result.status = "failed" if problems else "passed"
         result.seconds = round(time.perf_counter() - started, 2)

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -104,11 +104,8 @@ class Holding:
         self.rank = dist.get_rank()
         self.floor = task.tolerance.floor
         self.shards = Shards(task.layout, tensor_dims(task.job.model.name), stages(task.layout))
-        models: list[Any] = [sharded.model]
-        self.parameters = {n: p for model in models for n, p in model.named_parameters()}
-        self.moe_layers: dict[str, MoE] = {
-            name: layer for model in models for name, layer in model.moe_layers().items()
-        }
+        self.parameters = dict(sharded.named_parameters())
+        self.moe_layers: dict[str, MoE] = sharded.moe_layers()
         held = {name for name in case.weights if self.shards.holds(self.rank, name)}
         self.problems = [
             f"rank {self.rank}: {name} is {'missing' if name in held else 'not its own'}"
@@ -204,9 +201,7 @@ def _train(
 ) -> Iterable[tuple[StepResult, Snapshot]]:
     job, layout, parameters = task.job, task.layout, holding.parameters
     optimizer = build_optimizer(job.optimizer, parameters.items())
-    step_fn = TrainStep(
-        sharded.model, sharded.meshes, optimizer, job.training, device=torch.device("cpu")
-    )
+    step_fn = TrainStep(sharded, optimizer, job.training, device=torch.device("cpu"))
     given: dict[str, Tensor] = {}
 
     def keep(*_: object) -> None:

@@ -5,7 +5,8 @@ dimensions, and nothing else: cross-entropy, divisor, auxiliary losses, clipping
 and counts are spelled out here from their papers, one row at a time.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -168,14 +169,12 @@ class Reference:
     def _norm(self, gradients: Mapping[str, Tensor]) -> float:
         if self.training.norm_type == "inf":
             return max(gradient.abs().max().item() for gradient in gradients.values())
-        return (
-            sum(gradient.double().square().sum().item() for gradient in gradients.values()) ** 0.5
-        )
+        return math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
 
     def _balance(self, router: Router, counts_E: Tensor) -> None:
         """The sign rule of arXiv 2408.15664, algorithm 1, and the load to remember."""
         excess_E = counts_E.double() - counts_E.double().mean()
-        router.expert_bias -= self._moe.bias_update_speed * excess_E.sign().float()
+        router.expert_bias.sub_(self._moe.bias_update_speed * excess_E.sign().float())
         router.previous_load.copy_(counts_E.double() / counts_E.sum())
 
     @torch.no_grad()
@@ -183,13 +182,13 @@ class Reference:
         """arXiv 1711.05101, algorithm 2; matrices decay, vectors and biases do not."""
         config, parameter = self.optimizer, self.parameters[name]
         if parameter.ndim > 1 and not name.endswith("bias"):
-            parameter -= lr * config.weight_decay * parameter
+            parameter.mul_(1 - lr * config.weight_decay)
         m, v = self.exp_avg[name], self.exp_avg_sq[name]
         m.copy_(config.beta1 * m + (1 - config.beta1) * gradient)
         v.copy_(config.beta2 * v + (1 - config.beta2) * gradient**2)
         m_hat = m / (1 - config.beta1**self.num_steps)
         v_hat = v / (1 - config.beta2**self.num_steps)
-        parameter -= lr * m_hat / (v_hat.sqrt() + config.eps)
+        parameter.sub_(lr * m_hat / (v_hat.sqrt() + config.eps))
 
 
 def cross_entropy_sum(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
@@ -253,11 +252,6 @@ def captured_scores(routers: Mapping[str, Router]) -> Iterator[dict[str, Scores]
     finally:
         for handle in handles:
             handle.remove()
-
-
-def train(reference: Reference, batches: Sequence[Rows], rates: Sequence[float]) -> list[Step]:
-    """One step for each batch."""
-    return [reference.step(rows, lr) for rows, lr in zip(batches, rates, strict=True)]
 
 
 def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

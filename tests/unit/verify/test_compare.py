@@ -1,0 +1,71 @@
+"""Comparison: what is equal, what is not, and what a ratio gives away."""
+
+import math
+
+import pytest
+import torch
+
+from titan_moe.verify.compare import TOLERANCES, Difference, Pair, differences, fingerprint
+
+AXES = {"pp": 1, "tp": 2, "ep": 4}
+
+
+def difference(ours, theirs, whole=1.0, floor=1e-6) -> Difference:
+    tensors = (torch.tensor(values, dtype=torch.float64) for values in (ours, theirs))
+    pair = Pair("w", *tensors, whole)
+    (found,) = differences(0, 3, "gradient", [pair], floor=floor)
+    return found
+
+
+def test_equal_tensors_are_at_distance_0():
+    assert difference([1.0, 2.0], [1.0, 2.0]).error == 0
+    assert difference([0.0, 0.0], [0.0, 0.0], whole=0.0).error == 0
+    assert difference([], []).error == 0
+
+
+def test_what_should_be_nothing_must_be_nothing():
+    assert difference([1e-30], [0.0], whole=0.0).error == math.inf
+
+
+def test_errors_are_relative_to_the_part_or_to_a_floor_of_the_whole():
+    assert difference([1.0 + 1e-8], [1.0]).error == pytest.approx(1e-8, rel=1e-4)
+    assert difference([2e-12], [1e-12]).error == pytest.approx(1e-6)
+    assert difference([2e-3], [1e-3], floor=1.0).error == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("ours", [[math.nan, 1.0], [math.inf, 1.0], [1.0, 1.0, 1.0]])
+def test_nan_and_other_shapes_are_infinitely_far(ours):
+    assert difference(ours, [1.0, 1.0]).error == math.inf
+
+
+@pytest.mark.parametrize(
+    "ratio, told",
+    [
+        (
+            2.0,
+            "exactly 2, the fingerprint of a sum reduced twice, or summed where it is whole over "
+            "tp",
+        ),
+        (0.5, "exactly 1/2, the fingerprint of a sum not reduced, or averaged over tp"),
+        (4.0, "over ep"),
+        (0.25, "exactly 1/4"),
+        (1.0, ""),
+        (1.9, ""),
+        (0.0, ""),
+        (math.nan, ""),
+    ],
+)
+def test_fingerprints(ratio: float, told: str):
+    found = fingerprint(ratio, AXES)
+    assert told in found if told else found == ""
+
+
+def test_a_line_names_step_rank_tensor_and_ratio():
+    line = difference([2.0], [1.0]).line(AXES)
+    assert line.startswith("step 0, rank 3: gradient w: off by 1.0e+00, norm 2 of")
+    assert "over tp" in line
+
+
+def test_the_bounds_are_those_of_the_contract():
+    assert TOLERANCES["float64"].bound == 1e-9
+    assert TOLERANCES["float32"].bound == 1e-5

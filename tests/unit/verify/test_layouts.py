@@ -1,0 +1,114 @@
+"""Which layouts exist, how they are written, and how options rotate over them."""
+
+from itertools import combinations
+
+import pytest
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.verify.layouts import (
+    AXES,
+    OPTIONS,
+    SEQ_LEN,
+    SPLIT_BACKWARD,
+    depth,
+    legal_layouts,
+    num_rows,
+    overrides,
+    parse,
+    stages,
+)
+from titan_moe.verify.rotation import pairs, rotated, sample
+
+
+@pytest.mark.parametrize(
+    "world_size, count",
+    [(1, 1), (2, 11), (4, 57), (8, 203), (16, 574), (32, 1386), (64, 2982)],
+)
+def test_every_legal_layout_is_listed_once(world_size: int, count: int):
+    layouts = legal_layouts(world_size)
+    assert len(layouts) == len(set(layouts)) == count
+    for layout in layouts:
+        assert layout.world_size == world_size
+        block = layout.dp_shard * layout.cp * layout.tp
+        assert layout.edp * layout.ep * layout.etp == block
+
+
+def test_worlds_that_are_no_power_of_two():
+    assert legal_layouts(3) == []
+    found = legal_layouts(6, powers_of_two=False)
+    assert any(layout.dp_shard == 3 and layout.dp_replicate == 2 for layout in found)
+
+
+def test_a_layout_is_read_back_as_written():
+    for layout in rotated(legal_layouts(8)):
+        assert parse(str(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("dp=2", "'dp' is unknown"),
+        ("tp=two", "tp=two must be a positive number"),
+        ("tp=0", "tp=0 must be a positive number"),
+        ("schedule=Fast", "choose 1F1B"),
+        ("dp_shard=2,ep=4", "ep 4 x etp 1 must divide dp_shard 2 x cp 1 x tp 1 = 2"),
+    ],
+)
+def test_what_is_no_layout_gets_one_line(text: str, words: str):
+    with pytest.raises(ConfigError) as error:
+        parse(text)
+    (line,) = error.value.lines
+    assert words in line
+
+
+def test_each_value_meets_each_axis():
+    layouts = rotated(legal_layouts(8))
+    for option, values in OPTIONS.items():
+        for value in values:
+            for axis in AXES:
+                assert any(
+                    layout.size(axis) > 1
+                    and layout.has(option)
+                    and getattr(layout, option) == value
+                    for layout in layouts
+                ), f"{option}={value} never meets {axis}"
+
+
+def test_split_backwards_come_without_recompute():
+    for layout in rotated(legal_layouts(8)):
+        assert layout.pp == 1 or layout.schedule not in SPLIT_BACKWARD or layout.recompute == "none"
+
+
+def test_fixed_options_stay_and_refused_values_are_passed_over():
+    layouts = rotated(
+        legal_layouts(4),
+        fixed={"recompute": "full"},
+        legal=lambda layout: layout.cp_method != "ring",
+    )
+    assert {layout.recompute for layout in layouts} == {"full"}
+    assert {layout.cp_method for layout in layouts if layout.cp > 1} == {"allgather", "ulysses"}
+    assert not {layout.schedule for layout in layouts if layout.pp > 1} & set(SPLIT_BACKWARD)
+
+
+@pytest.mark.parametrize("count", [20, 30])
+def test_a_sample_covers_each_pair_of_axes(count: int):
+    layouts = sample(legal_layouts(8), count, seed=1)
+    assert len(layouts) == count and layouts == sample(legal_layouts(8), count, seed=1)
+    assert layouts != sample(legal_layouts(8), count, seed=2)
+    met = set().union(*(pairs(layout) for layout in layouts))
+    assert met == set(combinations(AXES, 2))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
+def test_every_layout_gets_microbatches_and_layers_that_fit(world_size: int):
+    for layout in rotated(legal_layouts(world_size, powers_of_two=False)):
+        training = overrides(layout)["training"]
+        own, local = num_rows(layout) // layout.data_ranks, training["local_batch_size"]
+        size = overrides(layout)["parallelism"]["pipeline_parallel_microbatch_size"]
+        assert num_rows(layout) % layout.data_ranks == own % local == local % size == 0
+        assert own // size >= 2
+        assert SEQ_LEN % (2 * layout.cp) == SEQ_LEN % (layout.cp * layout.tp) == 0
+        names = [name for stage in stages(layout) for name in stage]
+        layers = [f"layers.{layer}" for layer in range(depth(layout))]
+        assert names in ([], ["tok_embeddings", *layers, "norm", "output"])
+        assert len(stages(layout)) in (0, layout.num_stages)

@@ -1,0 +1,82 @@
+"""Results: kept, resumed, and shown."""
+
+from dataclasses import replace
+from html.parser import HTMLParser
+
+from titan_moe.config.job import JobConfig
+from titan_moe.verify.gate import Result
+from titan_moe.verify.layouts import parse
+from titan_moe.verify.page import page
+from titan_moe.verify.sweep import RESULTS_FILE, code_fingerprint, summary, sweep
+
+TASKS = [(parse(text), "float64") for text in ("dp_shard=1", "dp_shard=2", "tp=2,etp=2")]
+
+
+class FakeGate:
+    def __init__(self, failing: set[str] = frozenset()) -> None:
+        self.job = JobConfig()
+        self.failing = failing
+        self.asked: list[str] = []
+
+    def verify(self, layout, *, dtype: str) -> Result:
+        self.asked.append(str(layout))
+        status = "failed" if str(layout) in self.failing else "passed"
+        lines = [f"{layout}: gradient <w>"] if status == "failed" else []
+        return Result(str(layout), dtype, status, 1.5, 100, len(lines), 1e-13, "loss", lines)
+
+
+def run(gate, folder) -> list[Result]:
+    seen: list[Result] = []
+    results = sweep(gate, TASKS, folder, seen=seen.append)
+    assert seen == results
+    return results
+
+
+def test_a_sweep_goes_on_where_it_stopped(tmp_path):
+    first = FakeGate()
+    sweep(first, TASKS[:2], tmp_path, seen=lambda result: None)
+    with (tmp_path / RESULTS_FILE).open("a") as file:
+        file.write('{"layout": "cut o')
+    second = FakeGate()
+    assert [result.layout for result in run(second, tmp_path)] == [str(task[0]) for task in TASKS]
+    assert second.asked == [str(TASKS[2][0])]
+
+
+def test_failures_and_other_code_are_tried_again(tmp_path):
+    failing = str(TASKS[1][0])
+    run(FakeGate({failing}), tmp_path)
+    again = FakeGate()
+    assert all(result.passed for result in run(again, tmp_path))
+    assert again.asked == [failing]
+    path = tmp_path / RESULTS_FILE
+    path.write_text(path.read_text().replace(code_fingerprint(again.job), "other"))
+    anew = FakeGate()
+    run(anew, tmp_path)
+    assert len(anew.asked) == 3
+
+
+def test_the_fingerprint_follows_the_configuration():
+    job = JobConfig()
+    other = job.model_copy(update={"debug": job.debug.model_copy(update={"seed": 1})})
+    assert code_fingerprint(job) == code_fingerprint(job) != code_fingerprint(other)
+
+
+def test_summary_and_page(tmp_path):
+    results = run(FakeGate({str(TASKS[1][0])}), tmp_path)
+    results[2] = replace(results[2], worst=1e-11, worst_tensor="gradient norm.weight")
+    facts = summary(results)
+    assert (facts["passed"], facts["failed"], facts["refused"]) == (2, 1, 0)
+    assert facts["worst_tensor"] == "gradient norm.weight" and facts["tensors_compared"] == 300
+    html = page("Layouts", results, facts)
+    assert "2 of 3 layouts pass." in html and "gradient &lt;w&gt;" in html
+    assert "http" not in html and "src=" not in html
+
+    class Rows(HTMLParser):
+        rows = 0
+
+        def handle_starttag(self, tag, attrs):
+            self.rows += tag == "tbody"
+
+    rows = Rows()
+    rows.feed(html)
+    assert rows.rows == 3
