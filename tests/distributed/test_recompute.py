@@ -1,0 +1,162 @@
+"""Recompute in every mode gives the gradients of no recompute, and does again only what it says."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_moe.config.sections import ActivationCheckpoint
+from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
+from titan_moe.models.registry import model_config
+from titan_moe.verify.ranks import run_ranks
+
+ROWS, SEQ_LEN, LAYERS = 4, 32, 3
+PRODUCTS = {"aten.mm", "aten.addmm", "aten._grouped_mm"}
+ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+ALL_TO_ALL = "_c10d_functional.all_to_all_single"
+MODES = {"none": ("none", "2"), "every second": ("selective", "2"), "op": ("selective", "op")}
+MODES["full"] = ("full", "2")
+
+
+def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> dict:
+    """Gradients, counted tokens, and what ran in the forward and in the backward."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from titan_moe.distributed import activation_checkpoint
+    from titan_moe.distributed.expert_parallel import apply_expert_parallel
+    from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
+    from titan_moe.distributed.initial_weights import fill_initial_weights
+    from titan_moe.distributed.meshes import build_meshes
+    from titan_moe.distributed.parallel_dims import ParallelDims
+    from titan_moe.models.decoder import Decoder, initial_std, move_off_meta
+    from titan_moe.models.layers.attention_core import DocumentSdpa
+
+    class Count(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: Counter[str] = Counter()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls[str(func).rpartition(".")[0]] += 1
+            return func(*args, **(kwargs or {}))
+
+    if planted is not None:
+        plant(planted)
+    config = replace(model_config(family, "gate"), num_layers=LAYERS)
+    assert config.moe is not None
+    config = replace(config, moe=replace(config.moe, row_alignment=16))
+    if family == "qwen3":  # As many kv heads as heads: then the CPU has a fused attention.
+        attention = replace(config.attention, num_kv_heads=config.attention.num_heads)
+        config = replace(config, attention=attention)
+    meshes = build_meshes(ParallelDims(world_size=dist.get_world_size(), ep=ep), "cpu")
+    with torch.device("meta"):
+        model = Decoder(config, DocumentSdpa()).double()
+    apply_expert_parallel(list(model.moe_layers().values()), meshes)
+    chosen, option = MODES[mode]
+    section = ActivationCheckpoint(mode=chosen, selective_ac_option=option)
+    activation_checkpoint.apply_activation_checkpoint(dict(model.layers.items()), section)
+    policy = ShardingPolicy(
+        compute_dtype=torch.float64,
+        reduce_dtype=torch.float64,
+        reshard_after_forward=True,
+        reshard_last=True,
+        cpu_offload=False,
+    )
+    apply_fsdp(model, [model.tok_embeddings, *model.layers.values(), model.output], meshes, policy)
+    move_off_meta(model, torch.device("cpu"), parameter_device=torch.device("cpu"))
+    fill_initial_weights(model, 0, lambda name: initial_std(name, config))
+
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(0, config.vocab_size, (ROWS, SEQ_LEN), generator=generator)
+    documents = (torch.arange(SEQ_LEN) >= torch.tensor([[5], [9], [20], [31]])).int()
+    forward, backward = Count(), Count()
+    with forward:
+        logits = model(tokens, documents, torch.arange(SEQ_LEN).expand_as(tokens))
+        loss = logits.square().sum()
+    with backward:
+        loss.backward()
+    return {
+        "grads": {name: p.grad.full_tensor() for name, p in model.named_parameters()},
+        "counts": [moe.router.tokens_per_expert for moe in model.moe_layers().values()],
+        "forward": forward.calls,
+        "backward": backward.calls,
+    }
+
+
+def plant(bug: str) -> None:
+    from titan_moe.distributed import activation_checkpoint
+
+    if bug == "routed again":
+        activation_checkpoint._replaying = activation_checkpoint._recording
+    elif bug == "rows of other tokens handed back":
+        hand_back = activation_checkpoint._HandBack.__torch_dispatch__
+
+        def shifted(self, func, types, args=(), kwargs=None):
+            if str(func).startswith(ALL_TO_ALL):
+                self.kept[func][0] = self.kept[func][0].roll(1, 0)
+            return hand_back(self, func, types, args, kwargs)
+
+        activation_checkpoint._HandBack.__torch_dispatch__ = shifted
+    elif bug == "nothing kept":
+        activation_checkpoint._KEPT.clear()
+
+
+def distance(result: dict, reference: dict) -> float:
+    """The largest relative difference of a gradient."""
+    return max(
+        ((grad - reference["grads"][name]).norm() / reference["grads"][name].norm()).item()
+        for name, grad in result["grads"].items()
+    )
+
+
+def products(calls: Counter) -> int:
+    return sum(calls[name] for name in PRODUCTS)
+
+
+@pytest.mark.parametrize(("family", "ep"), [("deepseek_v3", 2), ("deepseek_v3", 1), ("qwen3", 2)])
+def test_recompute_changes_no_gradient_and_counts_no_token_twice(family: str, ep: int):
+    reference, *_ = run_ranks(train_once, 2, family, "none", ep)
+    for mode in ("full", "every second", "op"):
+        result, *_ = run_ranks(train_once, 2, family, mode, ep)
+        assert distance(result, reference) <= 1e-12, mode
+        for counts, expected in zip(result["counts"], reference["counts"], strict=True):
+            assert torch.equal(counts, expected), mode
+            assert counts.sum() == ROWS * SEQ_LEN * 2
+
+
+def test_recompute_by_operation_neither_multiplies_nor_communicates_again():
+    none, full, op = (
+        run_ranks(train_once, 2, "qwen3", mode, 2)[0] for mode in ("none", "full", "op")
+    )
+    # The output layer is in no block.
+    again = products(none["forward"]) - 1
+    assert products(full["backward"]) == products(none["backward"]) + again
+    assert products(op["backward"]) == products(none["backward"])
+    for name in (ATTENTION, ALL_TO_ALL):
+        assert full["backward"][name] == none["backward"][name] + none["forward"][name]
+        assert op["backward"][name] == none["backward"][name]
+    assert none["forward"][ALL_TO_ALL] == 3 * LAYERS
+    assert none["forward"][ATTENTION] == LAYERS
+    # The rest is computed again: norms, rotations, activations.
+    assert op["backward"]["aten.silu"] == full["backward"]["aten.silu"] > 0
+
+
+def test_planted_bugs_are_seen():
+    reference, *_ = run_ranks(train_once, 2, "deepseek_v3", "op", 2)
+    again, *_ = run_ranks(train_once, 2, "deepseek_v3", "op", 2, "routed again")
+    for counts, expected in zip(again["counts"], reference["counts"], strict=True):
+        assert torch.equal(counts, 2 * expected)
+    mixed, *_ = run_ranks(train_once, 2, "deepseek_v3", "op", 2, "rows of other tokens handed back")
+    assert distance(mixed, reference) > 1e-3
+    forgetful, *_ = run_ranks(train_once, 2, "deepseek_v3", "op", 2, "nothing kept")
+    assert forgetful["backward"][ALL_TO_ALL] > reference["backward"][ALL_TO_ALL]
+
+
+def test_every_nth_layer_is_one_of_the_whole_model():
+    """A pipeline stage that holds layers 3 to 6 recomputes 4 and 6 of every second."""
+    section = ActivationCheckpoint(mode="selective", selective_ac_option="2")
+    blocks = {str(number): torch.nn.Identity() for number in range(3, 7)}
+    apply_activation_checkpoint(blocks, section)
+    assert [number for number, block in blocks.items() if "forward" in vars(block)] == ["4", "6"]
