@@ -1,0 +1,154 @@
+"""Context parallelism's three methods against one process, and how even the work is, as tables.
+
+    python scripts/bench/context_parallel.py                  # 2 gloo ranks on this machine
+    python scripts/bench/context_parallel.py --ranks 4 --seq-len 4096 --repeats 20
+
+Times are of one attention core, forward and backward in float32 on the CPU, medians over rounds in
+which the variants take turns. Processor time, of the busiest rank, leaves out what other programs
+take; "of ideal" compares it with the plain core's divided by the number of ranks.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_moe.distributed.context_parallel import context_parallel_core, local_positions
+from titan_moe.models.layers.attention_core import CausalSdpa, DocumentSdpa
+from titan_moe.verify.ranks import run_ranks
+
+HEADS, KV_HEADS, HEAD_DIM = 16, 4, 64
+METHODS = ["allgather", "ulysses", "ring"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args()
+    ranks, seq_len = arguments.ranks, arguments.seq_len
+
+    print(f"{ranks} ranks, {seq_len} tokens, {HEADS} heads, {KV_HEADS} kv heads of {HEAD_DIM}")
+    print_row("mask", "method", "balance", "wall ms", "processor ms", "of ideal")
+    for mask_documents in (True, False):
+        per_rank = run_ranks(
+            times, ranks, mask_documents, seq_len, arguments.repeats, timeout_s=600
+        )
+        mask = "documents" if mask_documents else "causal"
+        plain = per_rank[0]["plain", ""][1]
+        for variant, (wall, _) in per_rank[0].items():
+            busiest = max(found[variant][1] for found in per_rank)
+            ideal = plain if variant == ("plain", "") else plain / ranks
+            print_row(
+                mask,
+                *variant,
+                f"{wall * 1e3:.0f}",
+                f"{busiest * 1e3:.0f}",
+                f"{busiest / ideal:.2f}",
+            )
+
+    print("\nwork of the busiest rank over the mean, in visible (query, key) pairs of one row")
+    print_row("ranks", "mask", "head-tail", "consecutive")
+    for size in (2, 4, 8, 16):
+        for mask_documents in (True, False):
+            cells = [
+                f"{mean_unevenness(seq_len, size, mask_documents, balanced=value):.2f}"
+                for value in (True, False)
+            ]
+            print_row(size, "documents" if mask_documents else "causal", *cells)
+
+
+def times(
+    mask_documents: bool, seq_len: int, repeats: int
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """Median seconds of each variant on this rank: wall clock, processor. Plain runs on rank 0."""
+    plain = DocumentSdpa() if mask_documents else CausalSdpa()
+    size, rank = dist.get_world_size(), dist.get_rank()
+    runs = {("plain", ""): _run_of(plain, torch.arange(seq_len if rank == 0 else 1), seq_len)}
+    for method in METHODS:
+        for balanced in (True, False):
+            core = context_parallel_core(
+                plain,
+                group=dist.group.WORLD,  # type: ignore[arg-type]
+                method=method,
+                balanced=balanced,
+                mask_documents=mask_documents,
+                device_type="cpu",
+            )
+            at_S = local_positions(seq_len, size, rank, balanced=balanced)
+            runs[method, "head-tail" if balanced else "none"] = _run_of(core, at_S, seq_len)
+    if rank:
+        runs["plain", ""] = lambda: None
+    seconds: dict[tuple[str, str], list[tuple[float, float]]] = {name: [] for name in runs}
+    for _ in range(repeats + 1):
+        for name, run in runs.items():
+            dist.barrier()
+            wall, processor = time.perf_counter(), time.process_time()
+            run()
+            seconds[name].append((time.perf_counter() - wall, time.process_time() - processor))
+    return {
+        name: (
+            statistics.median(w for w, _ in taken[1:]),
+            statistics.median(p for _, p in taken[1:]),
+        )
+        for name, taken in seconds.items()
+    }
+
+
+def _run_of(core, at_S: Tensor, seq_len: int) -> Callable[[], None]:  # type: ignore[no-untyped-def]
+    """Forward and backward of the core over the tokens at these positions."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, len(at_S), heads, HEAD_DIM, generator=generator)
+        .transpose(1, 2)
+        .requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    mask = core.mask(_documents(seq_len)) if len(at_S) > 1 else None
+
+    def run() -> None:
+        o = core(q, k, v, mask, HEAD_DIM**-0.5)
+        torch.autograd.grad(o, [q, k, v], torch.ones_like(o))
+
+    return run
+
+
+def _documents(seq_len: int, seed: int = 0) -> Tensor:
+    """Documents of a quarter row in the mean, some far longer than others."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(1, seq_len, generator=generator) < 4 / seq_len).long().cumsum(1)
+
+
+def mean_unevenness(seq_len: int, cp_size: int, mask_documents: bool, *, balanced: bool) -> float:
+    """Over rows with different documents."""
+    past = torch.arange(1, seq_len + 1)
+    if not mask_documents:
+        return unevenness(past, cp_size, balanced=balanced)
+    rows = (_documents(seq_len, seed)[0] for seed in range(100))
+    visible = [past - torch.searchsorted(documents, documents) for documents in rows]
+    return statistics.mean(unevenness(x, cp_size, balanced=balanced) for x in visible)
+
+
+def unevenness(visible_S: Tensor, cp_size: int, *, balanced: bool) -> float:
+    """The busiest rank's visible keys, summed over its queries, over the ranks' mean."""
+    seq_len = len(visible_S)
+    pairs = [
+        int(visible_S[local_positions(seq_len, cp_size, rank, balanced=balanced)].sum())
+        for rank in range(cp_size)
+    ]
+    return max(pairs) * cp_size / sum(pairs)
+
+
+def print_row(*cells: object) -> None:
+    print("".join(f"{cell!s:>13}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()
