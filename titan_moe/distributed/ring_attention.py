@@ -114,6 +114,8 @@ def _add_block_gradients(
 
 class _OnTheWay(NamedTuple):
     works: list[Any]
+    leaving: Tensor
+    """Kept until it is sent: its memory must not be given to another tensor before."""
     arriving: Tensor
 
     def wait(self) -> Tensor:
@@ -123,11 +125,11 @@ class _OnTheWay(NamedTuple):
 
 
 def _pass_on(x: Tensor, group: ProcessGroup) -> _OnTheWay:
-    """Start to send `x` to the next rank, and to receive the previous one's. `x` must stay."""
+    """Start to send `x` to the next rank, and to receive the previous one's. `x` must not change."""
     rank, size = group.rank(), group.size()
     arriving = torch.empty_like(x)
     operations = [
         dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size),
         dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % size),
     ]
-    return _OnTheWay(dist.batch_isend_irecv(operations), arriving)
+    return _OnTheWay(dist.batch_isend_irecv(operations), x, arriving)
