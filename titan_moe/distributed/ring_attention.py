@@ -125,7 +125,7 @@ class _OnTheWay(NamedTuple):
 
 
 def _pass_on(x: Tensor, group: ProcessGroup) -> _OnTheWay:
-    """Start to send `x` to the next rank, and to receive the previous one's. `x` must not change."""
+    """Send `x`, which must not change, to the next rank while the previous one's comes in."""
     rank, size = group.rank(), group.size()
     arriving = torch.empty_like(x)
     operations = [
