@@ -3,11 +3,12 @@
 The recomputation replays the routing of the forward pass: it asks no router again (rounding could
 send a token elsewhere), counts no token again, and waits for no split sizes again.
 
-Recomputing by operation keeps every matrix product, every fused attention and the result of every
-collective that moves rows or adds partial sums, and runs only the cheap rest again. All products
-are kept, not every second one: which ones are kept would otherwise depend on how many experts a
-rank holds, and the point is that the backward neither multiplies nor communicates anew. Whoever
-wants less memory recomputes whole layers.
+Recomputing by operation keeps attention with all it does (its kernel, its collectives under context
+parallelism), every matrix product, and the result of every collective that moves rows or adds
+partial sums; only the cheap rest runs again. All products are kept, not every second one: which
+ones are kept would otherwise depend on how many experts a rank holds, and the point is that the
+backward neither multiplies nor communicates anew. Whoever wants less memory recomputes whole
+layers.
 """
 
 from collections import defaultdict, deque
@@ -17,26 +18,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from titan_moe.config.sections import ActivationCheckpoint
 from titan_moe.moe.layer import Assignment, MoE
 
-# Not bmm: only unfused attention calls it, and its scores are as large as S x S. Not all-gathers:
-# what they return is as large as all ranks' parts together, and FSDP's are parameters.
+# Not all-gathers: what they return is as large as all ranks' parts together, and FSDP's are
+# parameters.
 _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._grouped_mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.all_to_all_single.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops._c10d_functional.all_reduce.default,
 }
 
 Contexts = tuple[AbstractContextManager, AbstractContextManager]
@@ -64,11 +60,12 @@ def apply_activation_checkpoint(
 def _recomputed(block: nn.Module, by_operation: bool) -> Callable[..., Tensor]:
     compute = block.forward
     moe_layers = [module for module in block.modules() if isinstance(module, MoE)]
+    attentions = [module for module in block.modules() if hasattr(module, "core")]
 
     def contexts() -> Contexts:
         taken: list[Assignment] = []
         routing = _recording(moe_layers, taken), _replaying(moe_layers, taken)
-        return _both(routing, _kept_results()) if by_operation else routing
+        return _both(routing, _kept_results(attentions)) if by_operation else routing
 
     def forward(*args: object) -> Tensor:
         # No random numbers are drawn inside a block, so there is no generator state to keep.
@@ -128,19 +125,24 @@ def _both(first: Contexts, second: Contexts) -> Contexts:
     return _entered(first[0], second[0]), _entered(first[1], second[1])
 
 
-def _kept_results() -> Contexts:
+def _kept_results(attentions: list[Any]) -> Contexts:
     """torch's own pair of this kind (create_selective_checkpoint_contexts) refuses a recomputation
     that runs any operation which the forward did not, as FSDP does when it gathers again."""
     kept: dict[Any, deque] = defaultdict(deque)
-    return _Keep(kept), _HandBack(kept)
+    keep, hand_back = _Keep(kept), _HandBack(kept)
+    return (
+        _entered(keep, _attending(attentions, keep.attention)),
+        _entered(hand_back, _attending(attentions, hand_back.attention)),
+    )
 
 
 class _Keep(TorchDispatchMode):
-    """Keeps the results of the operations in `_KEPT`, in the order of their calls."""
+    """Keeps attention, and the results of the operations in `_KEPT` in the order of their calls."""
 
     def __init__(self, kept: dict[Any, deque]) -> None:
         super().__init__()
         self.kept = kept
+        self.inside_attention = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -148,10 +150,23 @@ class _Keep(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
-        if func in _KEPT:
+        if func in _KEPT and not self.inside_attention:
             # Detached: autograd is about to give the result itself a history that would hold us.
-            self.kept[func].append(tree_map_only(Tensor, Tensor.detach, result))
+            self.kept[func].append(result.detach())
         return result
+
+    def attention(self, core: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`core`, whose backward finds what it saved, instead of asking for a recomputation."""
+
+        def attend(*args: Any) -> Tensor:
+            self.inside_attention = True
+            with saved_tensors_hooks(Tensor.detach, lambda saved: saved):
+                o_BHSC = core(*args)
+            self.inside_attention = False
+            self.kept["attention"].append(o_BHSC.detach())
+            return o_BHSC
+
+        return attend
 
 
 class _HandBack(_Keep):
@@ -161,3 +176,21 @@ class _HandBack(_Keep):
         if func in _KEPT:
             return self.kept[func].popleft()
         return func(*args, **(kwargs or {}))
+
+    def attention(self, core: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The kept output. It needs a gradient, so that what follows saves what it saved before."""
+        return lambda *args: self.kept["attention"].popleft().requires_grad_()
+
+
+@contextmanager
+def _attending(
+    attentions: list[Any], make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+) -> Iterator[None]:
+    cores = [attention.core for attention in attentions]
+    for attention, core in zip(attentions, cores, strict=True):
+        attention.core = make(core)
+    try:
+        yield
+    finally:
+        for attention, core in zip(attentions, cores, strict=True):
+            attention.core = core
