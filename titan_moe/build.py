@@ -1,31 +1,70 @@
 """From a resolved config to a sharded model: the only file that knows both models and
 distributed."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+from torch import Tensor, nn
 
 from titan_moe.config.job import JobConfig
-from titan_moe.config.sections import Parallelism, Training
+from titan_moe.config.pipeline import SCHEDULES, model_parts, stages_of_rank
+from titan_moe.config.sections import Parallelism
+from titan_moe.data.batch import IGNORE_INDEX
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
-from titan_moe.distributed.expert_parallel import apply_expert_parallel
+from titan_moe.distributed.context_parallel import context_parallel_core, local_positions
+from titan_moe.distributed.cross_entropy import CrossEntropy, VocabParallelCrossEntropy
+from titan_moe.distributed.execution import Execution, Loss, WholeModel
+from titan_moe.distributed.expert_parallel import apply_expert_parallel, join_sequences
 from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
 from titan_moe.distributed.initial_weights import fill_initial_weights
 from titan_moe.distributed.meshes import Meshes, build_meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
+from titan_moe.distributed.pipeline_parallel import Activations, Pipeline, keep_only, stage_units
+from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder, initial_std, move_off_meta
-from titan_moe.models.layers.attention_core import choose_core
-from titan_moe.models.registry import build_model
+from titan_moe.models.layers.attention_core import AttentionCore, choose_core
+from titan_moe.models.registry import build_model, tensor_plan
+from titan_moe.models.weights import part_weights
+from titan_moe.moe.layer import MoE
 
 
 @dataclass(frozen=True)
 class ShardedModel:
     """A model laid out over the ranks, ready to train."""
 
-    model: Decoder
+    parts: list[Decoder]
+    """What this rank holds: the model, or its stages of a pipeline in their order."""
     config: ModelConfig
     meshes: Meshes
+    execution: Execution
+    positions: Callable[[int], Tensor]
+    """Sequence length -> the positions of each row that this rank reads."""
+    shared_by_tp: list[nn.Parameter]
+    """Parameters whose gradients are still to be summed over `tp`."""
+    sizes: dict[str, int]
+    """Elements of every parameter of the whole model, on whichever rank."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, under their names in the whole model."""
+        for part in self.parts:
+            yield from part.named_parameters()
+
+    def moe_layers(self) -> dict[str, MoE]:
+        """This rank's MoE layers by the name of their block."""
+        return {name: moe for part in self.parts for name, moe in part.moe_layers().items()}
+
+    def train(self, mode: bool) -> None:
+        """Switch all parts between training and evaluation."""
+        for part in self.parts:
+            part.train(mode)
+
+    def all_moe_layers(self) -> list[str]:
+        """The names of the whole model's MoE layers, in order."""
+        layers = range(self.config.num_layers)
+        return [f"layers.{layer}" for layer in layers if self.config.is_moe_layer(layer)]
 
 
 def parallel_dims(parallelism: Parallelism, world_size: int) -> ParallelDims:
@@ -58,42 +97,131 @@ def build_sharded_model(
     # 1. The two views of the world.
     meshes = build_meshes(parallel_dims(job.parallelism, world_size), device.type)
 
-    # 2. The plain model, without memory.
+    # 2. The plain model, without memory, and the stages of it that this rank holds.
     config = resolve_model(config, job)
-    core = choose_core(mask_documents=job.training.mask_documents, device_type=device.type)
+    plain = _plain_model(job, config, _attention_core(job, meshes, device))
+    sizes = {name: parameter.numel() for name, parameter in plain.named_parameters()}
+    parts = _stages(plain, job, config, meshes)
+
+    partial_over_tp = set()
+    for part in parts:
+        # 3. Experts to their ranks, before anything else looks at parameters; then heads and
+        # hidden dims, and losses that ask for whole sequences.
+        moe_layers = list(part.moe_layers().values())
+        apply_expert_parallel(moe_layers, meshes)
+        partial_over_tp |= apply_tensor_parallel(part, tensor_plan(job.model.name), meshes)
+        join_sequences(moe_layers, meshes)
+
+        # 4. Recomputation inside FSDP's hooks, so that a recomputed block finds its gathered
+        # parameters.
+        apply_activation_checkpoint(dict(part.layers.items()), job.activation_checkpoint)
+
+        # 5. Data parallelism over all of it.
+        apply_fsdp(part, stage_units(part), meshes, _sharding_policy(job))
+
+        # 6. Memory and first values, the same bits in every layout.
+        offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
+        move_off_meta(part, device, parameter_device=offloaded)
+        fill_initial_weights(part, job.debug.seed, lambda name: initial_std(name, config))
+
+    named = {name: p for part in parts for name, p in part.named_parameters()}
+    return ShardedModel(
+        parts,
+        config,
+        meshes,
+        # 7. Who runs it: all layers at once, or a pipeline's schedule.
+        execution=_execution(parts, job, config, meshes, device),
+        positions=_positions(job.parallelism, meshes),
+        shared_by_tp=[named[name] for name in named if name in partial_over_tp],
+        sizes=sizes,
+    )
+
+
+def _plain_model(job: JobConfig, config: ModelConfig, core: AttentionCore) -> Decoder:
     with torch.device("meta"):
         model = build_model(job.model.name, config, core)
     for parameter in model.parameters():  # Buffers keep their own types: a bias of 1e-3 steps.
         parameter.data = parameter.data.to(_dtype(job.training.dtype))
-
-    # 3. Experts to their ranks, before anything else looks at parameters.
-    apply_expert_parallel(list(model.moe_layers().values()), meshes)
-
-    # 4. Recomputation inside FSDP's hooks, so that a recomputed block finds its gathered
-    # parameters.
-    apply_activation_checkpoint(dict(model.layers.items()), job.activation_checkpoint)
-
-    # 5. Data parallelism over all of it.
-    units = [model.tok_embeddings, *model.layers.values(), model.output]
-    apply_fsdp(model, units, meshes, _sharding_policy(job.training, job.parallelism))
-
-    # 6. Memory and first values, the same bits in every layout.
-    offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
-    move_off_meta(model, device, parameter_device=offloaded)
-    fill_initial_weights(model, job.debug.seed, lambda name: initial_std(name, config))
-    return ShardedModel(model, config, meshes)
+    return model
 
 
-def _sharding_policy(training: Training, parallelism: Parallelism) -> ShardingPolicy:
-    everything_wide = training.dtype == "float64"
-    reshard = parallelism.fsdp_reshard_after_forward
+def _attention_core(job: JobConfig, meshes: Meshes, device: torch.device) -> AttentionCore:
+    masked = job.training.mask_documents
+    plain = choose_core(mask_documents=masked, device_type=device.type)
+    if meshes.dims.cp == 1:
+        return plain
+    return context_parallel_core(
+        plain,
+        group=meshes.group("cp"),
+        method=job.parallelism.context_parallel_rotate_method,
+        balanced=_is_balanced(job.parallelism),
+        mask_documents=masked,
+        device_type=device.type,
+    )
+
+
+def _positions(parallelism: Parallelism, meshes: Meshes) -> Callable[[int], Tensor]:
+    dims = meshes.dims
+    return partial(
+        local_positions,
+        cp_size=dims.cp,
+        cp_rank=dims.coordinate(meshes.rank, "cp"),
+        balanced=dims.cp > 1 and _is_balanced(parallelism),
+    )
+
+
+def _is_balanced(parallelism: Parallelism) -> bool:
+    return parallelism.context_parallel_load_balancer == "headtail"
+
+
+def _stages(plain: Decoder, job: JobConfig, config: ModelConfig, meshes: Meshes) -> list[Decoder]:
+    dims, parallelism = meshes.dims, job.parallelism
+    if dims.pp == 1:
+        return [plain]
+    names = model_parts(parallelism, part_weights(config, job.training.seq_len), config.num_layers)
+    schedule = SCHEDULES[parallelism.pipeline_parallel_schedule]
+    own = stages_of_rank(schedule, dims.coordinate(meshes.rank, "pp"), dims.pp, len(names))
+    core = plain.core
+    return [keep_only(_plain_model(job, config, core), names[stage]) for stage in own]
+
+
+def _execution(
+    parts: list[Decoder], job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
+) -> Execution:
+    dims = meshes.dims
+    loss: Loss = CrossEntropy(IGNORE_INDEX)
+    if dims.tp > 1:
+        loss = VocabParallelCrossEntropy(meshes.group("tp"), IGNORE_INDEX)
+    if dims.pp == 1:
+        return WholeModel(parts[0], loss)
+    return Pipeline(
+        list(parts),
+        loss,
+        meshes=meshes,
+        schedule=job.parallelism.pipeline_parallel_schedule,
+        microbatch_size=job.parallelism.pipeline_parallel_microbatch_size,
+        activations=Activations(config.dim, config.vocab_size // dims.tp, _compute_dtype(job)),
+        device=device,
+    )
+
+
+def _sharding_policy(job: JobConfig) -> ShardingPolicy:
+    training, reshard = job.training, job.parallelism.fsdp_reshard_after_forward
+    wide = training.dtype == "float64"
+    # A pipeline would gather the parameters anew for every microbatch.
+    freed_by_default = job.parallelism.pipeline_parallel_degree == 1
     return ShardingPolicy(
-        compute_dtype=_dtype("float64" if everything_wide else training.mixed_precision_param),
-        reduce_dtype=_dtype("float64" if everything_wide else training.mixed_precision_reduce),
-        reshard_after_forward=reshard != "never",
+        compute_dtype=_compute_dtype(job),
+        reduce_dtype=_dtype("float64" if wide else training.mixed_precision_reduce),
+        reshard_after_forward=reshard == "always" or (reshard == "default" and freed_by_default),
         reshard_last=reshard == "always",
         cpu_offload=training.enable_cpu_offload,
     )
+
+
+def _compute_dtype(job: JobConfig) -> torch.dtype:
+    training = job.training
+    return _dtype("float64" if training.dtype == "float64" else training.mixed_precision_param)
 
 
 def _dtype(name: str) -> torch.dtype:

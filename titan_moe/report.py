@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from titan_moe.build import ShardedModel
 from titan_moe.config.job import JobConfig
 from titan_moe.metrics.expert_load import expert_load
 from titan_moe.metrics.memory import memory_metrics
@@ -13,7 +14,6 @@ from titan_moe.metrics.phases import Phases
 from titan_moe.metrics.sinks import Sink, build_sinks
 from titan_moe.metrics.throughput import Throughput, flops_per_token
 from titan_moe.models.config import GQAConfig, ModelConfig
-from titan_moe.models.decoder import Decoder
 from titan_moe.runtime.device import peak_flops
 from titan_moe.runtime.process import Process
 from titan_moe.train_step import StepResult
@@ -23,16 +23,18 @@ class Report:
     """Collects each step's figures and hands the logged ones to the sinks of the main rank."""
 
     def __init__(
-        self, job: JobConfig, model: Decoder, process: Process, *, resume_step: int
+        self, job: JobConfig, sharded: ShardedModel, process: Process, *, resume_step: int
     ) -> None:
         self.phases = Phases()
         self._process = process
         self._log_freq = job.metrics.log_freq
         self._steps = job.training.steps
         self._folder = Path(job.job.dump_folder)
-        self._layers = [int(name.removeprefix("layers.")) for name in model.moe_layers()]
+        self._layers = [int(name.removeprefix("layers.")) for name in sharded.all_moe_layers()]
         self._throughput = Throughput(
-            flops_per_token=model_flops_per_token(model, job.training.seq_len),
+            flops_per_token=model_flops_per_token(
+                sharded.config, sharded.sizes, job.training.seq_len
+            ),
             num_devices=process.world_size,
             peak_tflops=_peak_tflops(job, process.device),
         )
@@ -99,12 +101,14 @@ class Report:
             plot_curves(self._folder / "metrics.jsonl", self._folder / "curves.png")
 
 
-def model_flops_per_token(model: Decoder, seq_len: int) -> float:
-    """Forward and backward FLOPs of one token: of its top_k experts, not of all."""
-    config = model.config
-    params = {name: parameter.numel() for name, parameter in model.named_parameters()}
+def model_flops_per_token(config: ModelConfig, sizes: dict[str, int], seq_len: int) -> float:
+    """Forward and backward FLOPs of one token: of its top_k experts, not of all.
+
+    Args:
+        sizes: elements of every parameter of the whole model.
+    """
     matmul = 0.0
-    for name, count in params.items():
+    for name, count in sizes.items():
         if ".experts." in name and config.moe is not None:
             matmul += count * config.moe.top_k / config.moe.num_experts
         elif not name.startswith("tok_embeddings"):

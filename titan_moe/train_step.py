@@ -9,15 +9,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
+from titan_moe.build import ShardedModel
 from titan_moe.config.sections import Training
 from titan_moe.data.batch import IGNORE_INDEX, Batch
-from titan_moe.distributed import grad_norm
-from titan_moe.distributed.meshes import Meshes
-from titan_moe.models.decoder import Decoder
+from titan_moe.distributed import grad_norm, tensor_parallel
+from titan_moe.distributed.execution import Microbatch
 from titan_moe.optim.expert_bias import take_counts, update_routers
 
 
@@ -45,20 +44,23 @@ class TrainStep:
 
     def __init__(
         self,
-        model: Decoder,
-        meshes: Meshes,
+        sharded: ShardedModel,
         optimizer: Optimizer,
         training: Training,
         *,
         device: torch.device,
     ) -> None:
-        self._model = model
+        dims = sharded.meshes.dims
+        self._sharded = sharded
         self._optimizer = optimizer
         self._max_norm = training.max_norm
         self._use_max = training.norm_type == "inf"
-        self._parameters = list(model.parameters())
-        self._moe_layers = list(model.moe_layers().values())
-        self._ranks_per_stage = meshes.dims.world_size // meshes.dims.pp
+        self._parameters = [parameter for _, parameter in sharded.named_parameters()]
+        self._moe_layers = sharded.moe_layers()
+        self._all_moe_layers = sharded.all_moe_layers()
+        moe = sharded.config.moe
+        self._num_experts = moe.num_experts if moe is not None else 0
+        self._ranks_per_stage = dims.world_size // dims.pp
         self._device = device
 
     def __call__(self, batches: list[Batch]) -> StepResult:
@@ -79,7 +81,7 @@ class TrainStep:
         clip = grad_norm.clip_factor(result.grad_norm, self._max_norm)
         grad_norm.scale_grads(self._parameters, clip / result.num_targets)
         if result.counts_LE is not None:
-            update_routers(self._moe_layers, result.counts_LE)
+            update_routers(self._moe_layers, self._all_moe_layers, result.counts_LE)
         self._optimizer.step()
 
     def discard(self) -> None:
@@ -90,16 +92,23 @@ class TrainStep:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         num_targets = 0
         for batch in batches:
-            loss = batch_loss(self._model, batch, self._device)
-            loss.backward()
-            loss_sum += loss.detach()
-            num_targets += int((batch.labels_BS != IGNORE_INDEX).sum())
-        counts_LE = take_counts(self._moe_layers) if self._moe_layers else None
+            loss_sum += self._sharded.execution.train(own_rows(batch, self._sharded, self._device))
+            num_targets += own_targets(batch, self._sharded)
+        meshes = self._sharded.meshes
+        tensor_parallel.sum_grads(self._sharded.shared_by_tp, meshes.group("tp"), self._device)
+        counts_LE = None
+        if self._all_moe_layers:
+            counts_LE = take_counts(
+                self._moe_layers,
+                self._all_moe_layers,
+                num_experts=self._num_experts,
+                device=self._device,
+            )
         return self._reduce(loss_sum, num_targets, counts_LE)
 
     def _reduce(self, loss_sum: Tensor, num_targets: int, counts_LE: Tensor | None) -> StepResult:
         squares = grad_norm.sum_of_squares(self._parameters, self._ranks_per_stage)
-        balance = [moe.router.balance_loss for moe in self._moe_layers]
+        balance = [moe.router.balance_loss for moe in self._moe_layers.values()]
         sums = torch.stack(
             [
                 loss_sum,
@@ -132,14 +141,21 @@ class TrainStep:
         return largest.item()
 
 
-def batch_loss(model: Decoder, batch: Batch, device: torch.device) -> Tensor:
-    """Sum of the cross-entropy over a microbatch's target tokens, in at least float32."""
-    tokens_BS = batch.tokens_BS.to(device, non_blocking=True)
-    positions_BS = torch.arange(tokens_BS.shape[1], device=device).expand_as(tokens_BS)
-    logits_BSV = model(tokens_BS, batch.documents_BS.to(device, non_blocking=True), positions_BS)
-    return F.cross_entropy(
-        logits_BSV.flatten(0, 1).to(torch.promote_types(logits_BSV.dtype, torch.float32)),
-        batch.labels_BS.to(device, non_blocking=True).flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction="sum",
+def own_rows(batch: Batch, sharded: ShardedModel, device: torch.device) -> Microbatch:
+    """What this rank reads of whole rows: its part of each sequence, and all documents."""
+    positions_S = sharded.positions(batch.tokens_BS.shape[1])
+    return Microbatch(
+        tokens_BS=batch.tokens_BS[:, positions_S].to(device, non_blocking=True),
+        labels_BS=batch.labels_BS[:, positions_S].to(device, non_blocking=True),
+        documents_BS=batch.documents_BS.to(device, non_blocking=True),
+        positions_BS=positions_S.to(device).expand(len(batch.tokens_BS), -1),
     )
+
+
+def own_targets(batch: Batch, sharded: ShardedModel) -> int:
+    """Target tokens among them; 0 where another rank reads the same tokens and counts them."""
+    dims, rank = sharded.meshes.dims, sharded.meshes.rank
+    if dims.coordinate(rank, "tp") or dims.coordinate(rank, "pp"):
+        return 0
+    positions_S = sharded.positions(batch.labels_BS.shape[1])
+    return int((batch.labels_BS[:, positions_S] != IGNORE_INDEX).sum())

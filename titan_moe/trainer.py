@@ -14,7 +14,7 @@ from titan_moe.config.checks import check_vocabulary
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job import JobConfig
 from titan_moe.config.load import as_toml, save_job
-from titan_moe.data.batch import IGNORE_INDEX, Batch
+from titan_moe.data.batch import Batch
 from titan_moe.data.build import build_loader, build_validation
 from titan_moe.data.loader import merge_states
 from titan_moe.data.tokenizer import load_tokenizer
@@ -30,7 +30,7 @@ from titan_moe.runtime.garbage import GarbageCollector
 from titan_moe.runtime.process import Process, set_timeouts
 from titan_moe.runtime.profiler import profiler
 from titan_moe.runtime.seeds import seed_everything
-from titan_moe.train_step import StepResult, TrainStep, batch_loss
+from titan_moe.train_step import StepResult, TrainStep, own_rows, own_targets
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +60,14 @@ class Trainer:
         sharded = build_sharded_model(
             job, model_config, device=process.device, world_size=process.world_size
         )
-        self.model, self.meshes = sharded.model, sharded.meshes
+        self.sharded, self.meshes = sharded, sharded.meshes
         if process.is_main:
             logger.info("%s: %s", job.job.description, self.folder)
             if job.job.print_config:
                 logger.info("configuration:\n%s", as_toml(job))
-            logger.info(layout_summary(self.model, self.meshes))
-        self.optimizer = build_optimizer(job.optimizer, self.model.named_parameters())
-        self.train_step = TrainStep(
-            self.model, self.meshes, self.optimizer, job.training, device=process.device
-        )
+            logger.info(layout_summary(dict(sharded.named_parameters()), self.meshes))
+        self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+        self.train_step = TrainStep(sharded, self.optimizer, job.training, device=process.device)
         self.checkpointer = _checkpointer(job, sharded, self.optimizer)
         self.progress = Progress()
 
@@ -95,7 +93,7 @@ class Trainer:
         if self.process.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_job(self.job, self.folder / "config.toml")
-        self.report = Report(self.job, self.model, self.process, resume_step=self.progress.step)
+        self.report = Report(self.job, self.sharded, self.process, resume_step=self.progress.step)
         if self.job.lr_scheduler.warmup_steps >= steps:
             warmup = self.job.lr_scheduler.warmup_steps
             logger.warning("the run of %d steps ends inside its warm-up of %d", steps, warmup)
@@ -145,7 +143,7 @@ class Trainer:
         self, step: int, result: StepResult, batches: list[Batch], before: dict[str, Any]
     ) -> None:
         """Nothing has been updated: skip the step, or keep the state before it and stop."""
-        place = describe_nonfinite(self.model, batches, self.process.device)
+        place = describe_nonfinite(self.sharded, batches, self.process.device)
         self.train_step.discard()
         line = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: {place}"
         if self.job.training.on_nonfinite == "skip":
@@ -163,7 +161,7 @@ class Trainer:
     def _open_data(self) -> None:
         job, dims = self.job, self.meshes.dims
         tokenizer = load_tokenizer(job.model.tokenizer_path)
-        if lines := check_vocabulary(job, self.model.config, tokenizer.vocab_size):
+        if lines := check_vocabulary(job, self.sharded.config, tokenizer.vocab_size):
             raise ConfigError(lines)
         rank = dims.coordinate(self.process.rank, "batch")
         num_ranks = dims.size("batch")
@@ -208,11 +206,12 @@ class Trainer:
         """Mean cross-entropy over the held-out target tokens of all ranks."""
         assert self.validation is not None
         sums = torch.zeros(2, dtype=torch.float64, device=self.process.device)
-        self.model.eval()
+        self.sharded.train(False)
         for batch in self.validation:
-            sums[0] += batch_loss(self.model, batch, self.process.device)
-            sums[1] += (batch.labels_BS != IGNORE_INDEX).sum()
-        self.model.train()
+            rows = own_rows(batch, self.sharded, self.process.device)
+            sums[0] += self.sharded.execution.evaluate(rows)
+            sums[1] += own_targets(batch, self.sharded)
+        self.sharded.train(True)
         dist.all_reduce(sums)
         loss, targets = sums.tolist()
         return loss / max(targets, 1.0)
@@ -241,7 +240,7 @@ def _checkpointer(
     return Checkpointer(
         job.checkpoint,
         Path(job.job.dump_folder),
-        model=sharded.model,
+        modules=sharded.parts,
         optimizer=optimizer,
         num_experts=moe.num_experts if moe is not None else 0,
         job_record=job.model_dump(mode="json"),

@@ -69,7 +69,7 @@ def _run(folder, layout, *, seed, dtype="float32"):
     checkpointer = Checkpointer(
         Checkpoint(enable=True),
         folder,
-        model=model,
+        modules=[model],
         optimizer=optimizer,
         num_experts=EXPERTS,
         job_record={},
@@ -98,7 +98,7 @@ def _whole(tensors):
 
 
 def _all_tensors(model, optimizer):
-    return model_tensors(model) | optimizer_tensors(model, optimizer)
+    return model_tensors([model]) | optimizer_tensors([model], optimizer)
 
 
 def _train_and_save(folder, layout, dtypes):

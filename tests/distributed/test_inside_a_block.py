@@ -12,11 +12,11 @@ def watch_blocks(job: JobConfig) -> tuple[list[int], dict[str, str]]:
     """Forwards of each block in one step, and the types that meet in an MoE block."""
     from titan_moe.build import build_sharded_model
     from titan_moe.data.batch import Batch
-    from titan_moe.train_step import batch_loss
+    from titan_moe.train_step import own_rows
 
     device = torch.device("cpu")
     sharded = build_sharded_model(job, tiny(job), device=device, world_size=2)
-    model = sharded.model
+    (model,) = sharded.parts
     calls, types = [0] * len(model.layers), {}
 
     def count(layer: int):
@@ -42,7 +42,7 @@ def watch_blocks(job: JobConfig) -> tuple[list[int], dict[str, str]]:
         lambda router, args, scores: types.update(scores=str(scores.scores_TE.dtype))
     )
     tokens, labels, documents = (x[:1] for x in global_batch(0, 96))
-    batch_loss(model, Batch(tokens, labels, documents, [[]]), device).backward()
+    sharded.execution.train(own_rows(Batch(tokens, labels, documents, [[]]), sharded, device))
     assert tokens.shape[1] == SEQ_LEN
     return calls, types
 

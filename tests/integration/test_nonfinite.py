@@ -18,6 +18,7 @@ def poisoned(job: JobConfig, where: str):
     import torch.distributed as dist
 
     from titan_moe import train_step
+    from titan_moe.distributed.cross_entropy import CrossEntropy
     from titan_moe.moe.experts import Experts
 
     steps = iter(range(1, 100))
@@ -39,15 +40,15 @@ def poisoned(job: JobConfig, where: str):
 
         Experts.forward = broken
     else:
-        loss = train_step.batch_loss
+        loss = CrossEntropy.__call__
 
-        def broken_gradient(model, batch, device):
-            value = loss(model, batch, device)
+        def broken_gradient(self, logits, labels):
+            value = loss(self, logits, labels)
             if bad and now[0] == BAD_STEP and torch.is_grad_enabled():
                 value.register_hook(lambda grad: grad * float("inf"))
             return value
 
-        train_step.batch_loss = broken_gradient
+        CrossEntropy.__call__ = broken_gradient
     train_here(job)
 
 

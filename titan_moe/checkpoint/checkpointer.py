@@ -8,6 +8,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ class Checkpointer:
     Args:
         config: the [checkpoint] table.
         dump_folder: job.dump_folder.
-        model: its state_dict names the tensors; parameters may be DTensors of any mesh.
+        modules: the model, or this rank's parts of it; their state_dicts name the tensors.
+            Parameters may be DTensors of any mesh.
         optimizer: None where there is none to save or load (evaluation, conversion).
         num_experts: routed experts per MoE layer; checked at load.
         job_record: the resolved configuration as JSON, kept in the manifest.
@@ -74,7 +76,7 @@ class Checkpointer:
         config: Checkpoint,
         dump_folder: Path,
         *,
-        model: nn.Module,
+        modules: Sequence[nn.Module],
         optimizer: Optimizer | None,
         num_experts: int,
         job_record: dict[str, Any],
@@ -82,7 +84,7 @@ class Checkpointer:
     ) -> None:
         self._config = config
         self._folder = dump_folder / config.folder
-        self._model = model
+        self._modules = modules
         self._optimizer = optimizer
         self._num_experts = num_experts
         self._job_record = job_record
@@ -189,9 +191,9 @@ class Checkpointer:
         return self._load_train_state(source, excluded)
 
     def _tensors(self, *, with_optimizer: bool) -> dict[str, Tensor]:
-        tensors = model_tensors(self._model)
+        tensors = model_tensors(self._modules)
         if with_optimizer and self._optimizer is not None:
-            tensors |= optimizer_tensors(self._model, self._optimizer)
+            tensors |= optimizer_tensors(self._modules, self._optimizer)
         return tensors
 
     def _set_aside_later(self, step: int) -> None:

@@ -1,5 +1,6 @@
 """The tensors of a checkpoint, by name: `model.<fqn>` and `optimizer.<fqn>.<key>`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,12 +12,15 @@ MODEL = "model."
 OPTIMIZER = "optimizer."
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, detached, sharing memory with the model."""
-    return {MODEL + fqn: tensor.detach() for fqn, tensor in _named_tensors(model).items()}
+def model_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, detached, sharing memory with the modules.
+
+    Several modules are parts of one model (stages of a pipeline) and name no tensor twice.
+    """
+    return {MODEL + fqn: tensor.detach() for fqn, tensor in _named_tensors(modules).items()}
 
 
-def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(modules: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:
     """The optimizer's state, sharing memory with it, named after the model's parameters.
 
     State that does not exist yet (before the first step, or for a parameter that never had a
@@ -25,7 +29,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
     follow from the configuration and the step.
     """
     fqns: dict[Tensor, str] = {}
-    for fqn, tensor in _named_tensors(model).items():
+    for fqn, tensor in _named_tensors(modules).items():
         fqns.setdefault(tensor, fqn)  # A tied parameter goes by its first name.
     result = {}
     for group in optimizer.param_groups:
@@ -37,11 +41,15 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
     return result
 
 
-def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+def _named_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     # state_dict() rather than named_parameters(): FSDP2 hooks it to put back sharded parameters,
     # which a forward without a backward (validation) may have left gathered.
-    named = model.state_dict(keep_vars=True)
-    return {fqn: value for fqn, value in named.items() if isinstance(value, Tensor)}
+    return {
+        fqn: value
+        for module in modules
+        for fqn, value in module.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _zero_state(

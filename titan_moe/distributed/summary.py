@@ -2,6 +2,7 @@
 rule."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -12,15 +13,15 @@ from titan_moe.distributed.parallel_dims import DENSE_AXES, DERIVED_AXES, SPARSE
 GRADIENT_RULE = "gradients: plain sums over target tokens, divided once a step by their number"
 
 
-def layout_summary(model: nn.Module, meshes: Meshes) -> str:
-    """Axes with this rank's groups, parameters by how they are sharded, and the gradient rule."""
+def layout_summary(parameters: Mapping[str, nn.Parameter], meshes: Meshes) -> str:
+    """Axes with this rank's groups, its parameters by how they are cut, and the gradient rule."""
     dims = meshes.dims
     lines = [f"{dims.world_size} ranks in two views, with the groups of rank {meshes.rank}:"]
     for title, axes in (("dense", DENSE_AXES), ("sparse", SPARSE_AXES), ("derived", DERIVED_AXES)):
         cells = [f"{axis}={dims.size(axis)}{_members(meshes, axis)}" for axis in axes]
         lines.append(f"  {title:8}{'  '.join(cells)}")
     lines.append("parameters, as sharded:")
-    for layout, (tensors, elements) in _by_layout(model).items():
+    for layout, (tensors, elements) in _by_layout(parameters).items():
         lines.append(f"  {elements / 1e6:10.3f} M in {tensors:4d} tensors  {layout}")
     lines.append(f"process groups of this rank besides the world: {meshes.groups.num_groups}")
     lines.append(GRADIENT_RULE)
@@ -35,9 +36,9 @@ def _members(meshes: Meshes, axis: str) -> str:
     return f" [{ranks[0]}..{ranks[-1]}" + (f" step {step}]" if step > 1 else "]")
 
 
-def _by_layout(model: nn.Module) -> dict[str, tuple[int, int]]:
+def _by_layout(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
     rows: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         kind = "routed experts" if ".experts." in name else "dense"
         layout = f"{kind}: {_placements(parameter)}"
         tensors, elements = rows[layout]

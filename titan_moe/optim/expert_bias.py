@@ -1,5 +1,7 @@
 """What the MoE layers learn from a step's counts: the routing bias and the load that was."""
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -8,25 +10,41 @@ from titan_moe.moe.balance import updated_bias
 from titan_moe.moe.layer import MoE
 
 
-def take_counts(moe_layers: list[MoE]) -> Tensor:
+def take_counts(
+    moe_layers: Mapping[str, MoE],
+    all_layers: Sequence[str],
+    *,
+    num_experts: int,
+    device: torch.device,
+) -> Tensor:
     """Tokens per expert over the whole world since the last call, and start anew: counts_LE.
 
-    One all-reduce for all layers; collective over all ranks.
+    A row for each of `all_layers`, on whichever rank it is. One all-reduce for all of them;
+    collective over all ranks, those without MoE layers included.
     """
-    counts_LE = torch.stack([moe.router.tokens_per_expert for moe in moe_layers])
-    for moe in moe_layers:
-        moe.router.tokens_per_expert.zero_()
+    counts_LE = torch.zeros(len(all_layers), num_experts, dtype=torch.int64, device=device)
+    for row, name in enumerate(all_layers):
+        if name in moe_layers:
+            counts_E = moe_layers[name].router.tokens_per_expert
+            counts_LE[row] = counts_E
+            counts_E.zero_()
     dist.all_reduce(counts_LE)
     return counts_LE
 
 
 @torch.no_grad()
-def update_routers(moe_layers: list[MoE], counts_LE: Tensor) -> None:
+def update_routers(
+    moe_layers: Mapping[str, MoE], all_layers: Sequence[str], counts_LE: Tensor
+) -> None:
     """Move each layer's routing bias towards an even load, and remember the load.
 
-    Called before the optimizer step, once for all of its microbatches.
+    Called before the optimizer step, once for all of its microbatches. `counts_LE` has a row for
+    each of `all_layers`; those of other ranks are left to them.
     """
-    for moe, counts_E in zip(moe_layers, counts_LE, strict=True):
+    for name, counts_E in zip(all_layers, counts_LE, strict=True):
+        if name not in moe_layers:
+            continue
+        moe = moe_layers[name]
         router = moe.router
         router.previous_load.copy_(counts_E / counts_E.sum())
         if moe.config.bias_update_speed:

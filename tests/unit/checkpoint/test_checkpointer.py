@@ -37,7 +37,7 @@ class _Run:
         self.checkpointer = Checkpointer(
             Checkpoint(**{"enable": True, **config}),
             folder,
-            model=self.model,
+            modules=[self.model],
             optimizer=self.optimizer,
             num_experts=num_experts,
             job_record={"training": {"steps": 3}},

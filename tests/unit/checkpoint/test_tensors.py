@@ -17,7 +17,7 @@ class _Toy(nn.Module):
 
 def test_model_tensors_are_parameters_and_persistent_buffers():
     model = _Toy()
-    named = model_tensors(model)
+    named = model_tensors([model])
     assert set(named) == {
         "model.linear.weight",
         "model.linear.bias",
@@ -33,9 +33,9 @@ def test_wrappers_do_not_change_names():
 
     plain, wrapped = _Toy(), _Toy()
     wrapped.linear = checkpoint_wrapper(wrapped.linear)
-    assert set(model_tensors(wrapped)) == set(model_tensors(plain))
+    assert set(model_tensors([wrapped])) == set(model_tensors([plain]))
     adam = torch.optim.AdamW(wrapped.parameters())
-    assert "optimizer.linear.weight.exp_avg" in optimizer_tensors(wrapped, adam)
+    assert "optimizer.linear.weight.exp_avg" in optimizer_tensors([wrapped], adam)
 
 
 IMPLEMENTATIONS = [{"fused": True}, {"foreach": True}, {"foreach": False}, {"amsgrad": True}]
@@ -48,12 +48,12 @@ def test_created_state_is_torchs_own(optimizer_class, options):
         model = _Toy()
         optimizer = optimizer_class(model.parameters(), lr=0.1, weight_decay=0.1, **options)
         if create:
-            created = optimizer_tensors(model, optimizer)
+            created = optimizer_tensors([model], optimizer)
             assert not any(tensor.any() for tensor in created.values())
         for parameter in model.parameters():
             parameter.grad = parameter.detach() + 1
         optimizer.step()
-        return {**model_tensors(model), **optimizer_tensors(model, optimizer)}
+        return {**model_tensors([model]), **optimizer_tensors([model], optimizer)}
 
     created, own = stepped(True), stepped(False)
     assert created.keys() == own.keys()
@@ -65,4 +65,4 @@ def test_created_state_is_torchs_own(optimizer_class, options):
 def test_unknown_optimizers_are_refused():
     model = _Toy()
     with pytest.raises(TypeError, match="SGD"):
-        optimizer_tensors(model, torch.optim.SGD(model.parameters()))
+        optimizer_tensors([model], torch.optim.SGD(model.parameters()))
