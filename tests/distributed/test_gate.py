@@ -1,0 +1,176 @@
+"""The gradient gate on a sample of layouts, and that it can fail.
+
+Every rank's gradients, parameters, moments, biases and counts against the one-process reference;
+scripts/compare_layouts.py runs the same on every layout.
+"""
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_moe.config.load import load_job
+from titan_moe.verify import on_rank
+from titan_moe.verify.compare import TOLERANCES
+from titan_moe.verify.gate import Gate
+from titan_moe.verify.layouts import AXES, OPTIONS, Layout, depth, legal_layouts, num_rows, parse
+from titan_moe.verify.on_rank import Task, Verdict, verify_on_rank
+from titan_moe.verify.ranks import run_ranks
+from titan_moe.verify.rotation import pairs, rotated, sample
+
+_CONFIGS = Path(__file__).parents[2] / "configs" / "debug"
+
+
+def gate_of(family: str, folder: Path) -> Gate:
+    torch.set_num_threads(1)
+    return Gate(load_job(["--job.config_file", str(_CONFIGS / f"gate_{family}.toml")]), folder)
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory) -> Gate:
+    return gate_of("deepseek_v3", tmp_path_factory.mktemp("deepseek_v3"))
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> Gate:
+    return gate_of("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def cover(worlds: list[int], count: int, seed: int) -> list[str]:
+    """A sample as text, of which the smaller worlds give what they can."""
+    layouts = [layout for world in worlds for layout in legal_layouts(world)]
+    return [str(layout) for layout in rotated(sample(layouts, count, seed))]
+
+
+SAMPLE = cover([2, 4, 8], 30, seed=22)
+UNEVEN = ["dp_shard=3", "dp_shard=3,dp_replicate=2,recompute=2", "dp_shard=3,tp=2,ep=2"]
+
+
+def test_the_sample_covers_each_pair_of_axes_and_each_schedule():
+    layouts = [parse(text) for text in SAMPLE]
+    assert set().union(*(pairs(layout) for layout in layouts)) == set(combinations(AXES, 2))
+    for option, values in OPTIONS.items():
+        assert {getattr(each, option) for each in layouts if each.has(option)} == set(values)
+
+
+@pytest.mark.parametrize("text", SAMPLE)
+def test_a_sampled_layout_trains_the_same_model(deepseek: Gate, text: str):
+    result = deepseek.verify(parse(text))
+    assert result.passed, "\n".join([*result.lines, result.traceback])
+
+
+@pytest.mark.parametrize("text", UNEVEN)
+def test_uneven_shards_train_the_same_model(deepseek: Gate, text: str):
+    result = deepseek.verify(parse(text))
+    assert result.passed, "\n".join([*result.lines, result.traceback])
+
+
+@pytest.mark.parametrize("text", cover([4], 8, seed=3))
+def test_another_family_trains_the_same_model(qwen: Gate, text: str):
+    result = qwen.verify(parse(text))
+    assert result.passed, "\n".join([*result.lines, result.traceback])
+
+
+@pytest.mark.parametrize("family", ["deepseek", "qwen"])
+@pytest.mark.parametrize("text", ["dp_shard=1", "dp_shard=2,cp=2,ep=2,etp=2", "pp=2,tp=2,ep=2"])
+def test_float32_through_grouped_gemms(family: str, text: str, request):
+    gate: Gate = request.getfixturevalue(family)
+    result = gate.verify(parse(text), dtype="float32")
+    assert result.passed, "\n".join([*result.lines, result.traceback])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("text", SAMPLE)
+def test_the_sample_in_float32(deepseek: Gate, text: str):
+    result = deepseek.verify(parse(text), dtype="float32")
+    assert result.passed, "\n".join([*result.lines, result.traceback])
+
+
+def test_an_illegal_layout_gets_one_line(deepseek: Gate):
+    result = deepseek.verify(parse("dp_shard=16,ep=16"))
+    assert result.status == "refused" and len(result.lines) == 1
+    assert "expert_parallel_degree=16 must divide num_experts=8" in result.lines[0]
+
+
+# --- every comparison can fail --------------------------------------------------------------------
+
+
+def spoilt_rank(task: Task, quantity: str, bad_rank: int) -> Verdict:
+    """The gate with one number of one rank's snapshot changed by a billionth and a bit."""
+    snapshot = on_rank._snapshot
+
+    def spoilt(*args):
+        taken = snapshot(*args)
+        if dist.get_rank() == bad_rank:
+            tensors = getattr(taken, quantity)
+            tensors[sorted(tensors)[-1]].mul_(1 + 1e-6)
+        return taken
+
+    on_rank._snapshot = spoilt
+    return verify_on_rank(task)
+
+
+def task_of(gate: Gate, text: str) -> tuple[Layout, Task]:
+    layout = parse(text)
+    job, config = gate._setting(layout, "float64")
+    path, _ = gate._case(layout)
+    return layout, Task(job, config, layout, path, TOLERANCES["float64"])
+
+
+@pytest.mark.parametrize(
+    "quantity, named",
+    [
+        ("gradients", "gradient"),
+        ("parameters", "parameter"),
+        ("exp_avg", "exp_avg"),
+        ("exp_avg_sq", "exp_avg_sq"),
+        ("expert_bias", "expert_bias"),
+        ("previous_load", "previous_load"),
+    ],
+)
+def test_a_replica_that_diverged_is_named(deepseek: Gate, quantity: str, named: str):
+    _, task = task_of(deepseek, "dp_replicate=2")
+    good, bad = run_ranks(spoilt_rank, 2, task, quantity, 1)
+    assert good.num_wrong == 0 and bad.num_wrong > 0
+    assert {difference.quantity for difference in bad.wrong} == {named}
+    assert all(difference.rank == 1 for difference in bad.wrong)
+
+
+def reads_a_tail(task: Task) -> Verdict:
+    """The gate with a dispatcher that adds nothing times the tail to what it brings home."""
+    from titan_moe.moe.dispatch import LocalDispatcher
+
+    combine = LocalDispatcher.combine
+    LocalDispatcher.combine = lambda self, y_RD, plan: combine(self, y_RD, plan) + 0 * y_RD[-1]
+    return verify_on_rank(task)
+
+
+def test_who_reads_a_tail_is_seen(deepseek: Gate):
+    _, task = task_of(deepseek, "dp_shard=1")
+    (verdict,) = run_ranks(reads_a_tail, 1, task)
+    assert verdict.num_wrong > 0
+
+
+def holds_another_shard(task: Task) -> Verdict:
+    """The gate told that the ranks stand the other way round."""
+    from titan_moe.verify.shards import Shards
+
+    coordinate = Shards.coordinate
+    Shards.coordinate = lambda self, rank, axis: coordinate(self, 1 - rank, axis)
+    return verify_on_rank(task)
+
+
+def test_shards_in_another_order_are_seen(deepseek: Gate):
+    _, task = task_of(deepseek, "dp_shard=2")
+    for verdict in run_ranks(holds_another_shard, 2, task):
+        assert any("begins with other values" in problem for problem in verdict.problems)
+
+
+def test_one_reference_for_each_depth(deepseek: Gate):
+    layouts = [parse(text) for text in SAMPLE]
+    for layout in layouts:
+        deepseek._case(layout)
+    keys = {(depth(layout), num_rows(layout)) for layout in layouts}
+    assert keys <= deepseek._cases.keys() and len(keys) < 6
