@@ -6,7 +6,7 @@ reads itself, as all of them read the same rows.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,15 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from titan_moe.config.pipeline import SCHEDULES, stages_of_rank
 from titan_moe.distributed.execution import Loss, Microbatch
 from titan_moe.distributed.meshes import Meshes
-from titan_moe.moe.layer import MoE
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 _ENDS = ("tok_embeddings", "norm", "output")
 # Forwards only, with a placement's stages; these take any number of microbatches.
 _EVALUATION = {"single": "GPipe", "loop": "LoopedBFS", "v": "ZBVZeroBubble"}
 
 
-def keep_only(model: nn.Module, names: Sequence[str]) -> nn.Module:
+def keep_only(model: _Model, names: Sequence[str]) -> _Model:
     """Turn a whole decoder into the stage of these modules, in place; returns it.
 
     What is missing at an end becomes the identity, so that the decoder's forward stays as it is and
@@ -54,29 +55,6 @@ def stage_units(part: nn.Module) -> list[nn.Module]:
     return [unit for unit in units if not isinstance(unit, nn.Identity)]
 
 
-def module_weights(model: nn.Module) -> dict[str, float]:
-    """What each of `config.pipeline.module_names` costs: the parameters that a token is multiplied
-    with.
-
-    Of routed experts only top_k count, and nothing of the embedding: a lookup multiplies nothing.
-    """
-    layers = model.get_submodule("layers")
-    weights = {"tok_embeddings": 0.0}
-    for name, block in layers.named_children():
-        unused = 0.0
-        for moe in (module for module in block.modules() if isinstance(module, MoE)):
-            resting = 1 - moe.config.top_k / moe.config.num_experts
-            unused += resting * _num_parameters(moe.experts)
-        weights[f"layers.{name}"] = _num_parameters(block) - unused
-    for name in ("norm", "output"):
-        weights[name] = float(_num_parameters(model.get_submodule(name)))
-    return weights
-
-
-def _num_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 class Activations(NamedTuple):
     """Shape and type of what a rank's stages hand on."""
 
@@ -103,7 +81,7 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: list[nn.Module],
+        parts: Sequence[nn.Module],
         loss: Loss,
         *,
         meshes: Meshes,
@@ -194,7 +172,7 @@ class Pipeline:
         )
 
 
-def _keep_gathered(parts: list[nn.Module]) -> None:
+def _keep_gathered(parts: Sequence[nn.Module]) -> None:
     """Let no forward free the parameters that a weight's backward asks for.
 
     A split backward looks parameters up in the module: while sharded ones stand there, torch 2.13
