@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from titan_moe.config import pipeline
-from titan_moe.config.shape import Run, divisors, either, neighbours
+from titan_moe.config.shape import Run, divisors, neighbours
 
 
 def _ranks(run: Run) -> list[str]:
@@ -200,19 +200,6 @@ def _pipeline_parts(run: Run) -> list[str]:
     ]
 
 
-def _pipeline_validation(run: Run) -> list[str]:
-    degrees, validation = run.job.parallelism, run.job.validation
-    size = degrees.pipeline_parallel_microbatch_size
-    rows = validation.local_batch_size
-    if degrees.pipeline_parallel_degree == 1 or not validation.enable or rows % size == 0:
-        return []
-    return [
-        f"validation.local_batch_size={rows} must be a multiple of "
-        f"parallelism.pipeline_parallel_microbatch_size={size}: choose "
-        f"{either([n for n in (rows // size * size, (rows // size + 1) * size) if n])}"
-    ]
-
-
 def _split_backward(run: Run) -> list[str]:
     degrees, mode = run.job.parallelism, run.job.activation_checkpoint.mode
     schedule = pipeline.schedule_of(degrees)
@@ -236,7 +223,6 @@ PARALLEL_RULES: list[Callable[[Run], list[str]]] = [
     _ulysses,
     _pipeline,
     _pipeline_parts,
-    _pipeline_validation,
     _split_backward,
     _global_batch,
 ]

@@ -187,12 +187,6 @@ PARALLEL_RULES = [
         "parallelism.pipeline_parallel_microbatch_size=3",
     ),
     (
-        "pp 2 --parallelism.pipeline_parallel_microbatch_size 4 --validation.enable "
-        "--validation.local_batch_size 6",
-        "validation.local_batch_size=6 must be a multiple of "
-        "parallelism.pipeline_parallel_microbatch_size=4: choose 4 or 8",
-    ),
-    (
         "pp 2 --parallelism.pipeline_parallel_schedule ZBVZeroBubble "
         "--activation_checkpoint.mode full",
         "activation_checkpoint.mode=full with pipeline_parallel_schedule=ZBVZeroBubble, which "
@@ -222,7 +216,8 @@ LEGAL_LAYOUTS = [
     "pp 2 cp 2 tp 2 ep 4",
     "pp 2 --parallelism.pipeline_parallel_schedule ZBVZeroBubble --activation_checkpoint.mode none",
     "pp 2 --validation.local_batch_size 3 --validation.enable",
-    "pp 2 --parallelism.pipeline_parallel_microbatch_size 2 --validation.local_batch_size 3",
+    "pp 2 --parallelism.pipeline_parallel_microbatch_size 2 --validation.local_batch_size 3 "
+    "--validation.enable",
     "tp 2 --activation_checkpoint.selective_ac_option op",
     "tp 4 cp 4 pp 4",
 ]
