@@ -88,6 +88,7 @@ class Gate:
             try:
                 verdicts = run_ranks(verify_on_rank, layout.world_size, task)
                 problems = _judge(result, layout, verdicts)
+                problems = problems or _unpoisoned(verdicts, layout, config)
             except RankError as error:
                 *_, last = str(error).strip().splitlines()
                 problems, result.traceback = [last], str(error)
@@ -125,11 +126,22 @@ def _judge(result: Result, layout: Layout, verdicts: list[Verdict]) -> list[str]
     result.worst, result.worst_tensor = worst.error, f"{worst.quantity} {worst.name}".rstrip()
     lines = [line for verdict in verdicts for line in verdict.problems]
     lines += _lines([d for verdict in verdicts for d in verdict.wrong], axes)
-    if not lines and not sum(verdict.tails for verdict in verdicts):
-        lines.append("no row past the experts' last was there to be poisoned")
-    if not lines and not sum(verdict.paddings for verdict in verdicts):
-        lines.append("no padding inside experts' rows was there to be poisoned")
     return lines
+
+
+def _unpoisoned(verdicts: list[Verdict], layout: Layout, config: ModelConfig) -> list[str]:
+    """Kinds of rows that belong to nobody of which there were none."""
+    assert config.moe is not None
+    facts = {
+        # A single expert's rows have a length that is known, and so no tail.
+        "no row past the last expert's was there to be poisoned": layout.ep
+        == config.moe.num_experts
+        or any(verdict.tails for verdict in verdicts),
+        "no padding inside experts' rows was there to be poisoned": any(
+            verdict.paddings for verdict in verdicts
+        ),
+    }
+    return [line for line, holds in facts.items() if not holds]
 
 
 def _lines(wrong: list[Difference], axes: Mapping[str, int]) -> list[str]:
