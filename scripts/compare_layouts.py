@@ -49,6 +49,9 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print_errors(error.lines)
         return 2
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command goes on with what {options.out} holds")
+        return 130
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -87,7 +90,11 @@ def _chosen(options: argparse.Namespace, gate) -> list[Layout]:  # type: ignore[
     fixed = {name: getattr(options, name) for name in OPTIONS if getattr(options, name)}
     if options.layouts:
         return [with_options(parse(text), **fixed) for text in options.layouts]
-    layouts = [layout for size in options.world_size for layout in legal_layouts(size)]
+    layouts = [
+        layout
+        for size in options.world_size
+        for layout in legal_layouts(size, powers_of_two=size & (size - 1) == 0)
+    ]
     if options.sample:
         layouts = sample(layouts, options.sample, options.seed)
     return rotated(layouts, fixed=fixed, legal=lambda layout: not gate.refusal(layout))

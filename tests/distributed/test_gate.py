@@ -4,6 +4,7 @@ Every rank's gradients, parameters, moments, biases and counts against the one-p
 scripts/compare_layouts.py runs the same on every layout.
 """
 
+import json
 from itertools import combinations
 from pathlib import Path
 
@@ -174,3 +175,38 @@ def test_one_reference_for_each_depth(deepseek: Gate):
         deepseek._case(layout)
     keys = {(depth(layout), num_rows(layout)) for layout in layouts}
     assert keys <= deepseek._cases.keys() and len(keys) < 6
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compare_layouts(monkeypatch):
+    monkeypatch.syspath_prepend(_CONFIGS.parents[1] / "scripts")
+    import compare_layouts
+
+    config = str(_CONFIGS / "gate_deepseek_v3.toml")
+    return lambda *argv: compare_layouts.main([config, *map(str, argv)])
+
+
+def test_the_command_line_keeps_results_and_goes_on(compare_layouts, tmp_path: Path, capsys):
+    layouts = ["--layouts", "dp_shard=1", "dp_shard=2,ep=2", "--out", tmp_path]
+    assert compare_layouts(*layouts) == 0
+    assert "2 of 2 pass" in capsys.readouterr().out
+    written = (tmp_path / "results.jsonl").read_text()
+    assert compare_layouts(*layouts) == 0
+    assert (tmp_path / "results.jsonl").read_text() == written, "nothing was run again"
+    assert json.loads((tmp_path / "results.json").read_text())["summary"]["passed"] == 2
+    assert "2 of 2 layouts pass." in (tmp_path / "results.html").read_text()
+
+
+def test_a_refused_layout_is_a_failure_in_one_line(compare_layouts, tmp_path: Path, capsys):
+    assert compare_layouts("--layouts", "ep=16,dp_shard=16", "--out", tmp_path) == 1
+    out = capsys.readouterr().out
+    assert out.count("must divide num_experts=8") == 1 and "Traceback" not in out
+
+
+@pytest.mark.parametrize("layout", ["tp", "tp=x", "warp=9", "ep=3"])
+def test_a_mistyped_layout_is_a_usage_error(compare_layouts, tmp_path: Path, capsys, layout: str):
+    assert compare_layouts("--layouts", layout, "--out", tmp_path) == 2
+    assert "Traceback" not in capsys.readouterr().err

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from titan_moe.config.checks import check
+from titan_moe.config.errors import ConfigError
 from titan_moe.config.job import JobConfig
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
@@ -66,7 +67,14 @@ class Gate:
 
     @cached_property
     def config(self) -> ModelConfig:
-        return model_config(self.job.model.name, self.job.model.flavor)
+        """Raises ConfigError for a model that the gate does not know how to judge."""
+        name, flavor = self.job.model.name, self.job.model.flavor
+        config = model_config(name, flavor)
+        if config.moe is None:
+            raise ConfigError([f"model.flavor={flavor} of {name} has no experts: choose another"])
+        if self.job.optimizer.name != "AdamW":
+            raise ConfigError([f"optimizer.name={self.job.optimizer.name}: choose AdamW"])
+        return config
 
     def refusal(self, layout: Layout) -> str:
         """Why the configuration's checks refuse a layout; nothing if they do not."""
@@ -120,6 +128,7 @@ class Gate:
 def _judge(result: Result, layout: Layout, verdicts: list[Verdict]) -> list[str]:
     """Fill the result in from the ranks' verdicts; the lines of what is wrong."""
     axes = {axis: layout.size(axis) for axis in AXES}
+    axes |= {"edp": layout.edp, "fsdp": layout.dp_shard * layout.cp, "batch": layout.data_ranks}
     worst = max((verdict.worst for verdict in verdicts), key=lambda d: d.error)
     result.num_compared = sum(verdict.num_compared for verdict in verdicts)
     result.num_wrong = sum(verdict.num_wrong for verdict in verdicts)
