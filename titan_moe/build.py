@@ -4,12 +4,13 @@ distributed."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from titan_moe.config.job import JobConfig
-from titan_moe.config.pipeline import SCHEDULES, model_parts, stages_of_rank
+from titan_moe.config.pipeline import model_parts, module_names, schedule_of, stages_of_rank
 from titan_moe.config.sections import Parallelism
 from titan_moe.data.batch import IGNORE_INDEX
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
@@ -46,6 +47,8 @@ class ShardedModel:
     """Parameters whose gradients are still to be summed over `tp`."""
     sizes: dict[str, int]
     """Elements of every parameter of the whole model, on whichever rank."""
+    stages: list[list[str]]
+    """The modules of each stage of the pipeline; of one without a pipeline."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters, under their names in the whole model."""
@@ -97,11 +100,53 @@ def build_sharded_model(
     # 1. The two views of the world.
     meshes = build_meshes(parallel_dims(job.parallelism, world_size), device.type)
 
-    # 2. The plain model, without memory, and the stages of it that this rank holds.
+    # 2 to 5. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job)
+    parts, partial_over_tp, sizes, stages = lay_out(job, config, meshes, device)
+
+    # 6. Memory and first values, the same bits in every layout.
+    offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
+    for part in parts:
+        move_off_meta(part, device, parameter_device=offloaded)
+        fill_initial_weights(part, job.debug.seed, lambda name: initial_std(name, config))
+
+    named = {name: p for part in parts for name, p in part.named_parameters()}
+    return ShardedModel(
+        parts,
+        config,
+        meshes,
+        # 7. Who runs it: all layers at once, or a pipeline's schedule.
+        execution=_execution(parts, job, config, meshes, device),
+        positions=_positions(job.parallelism, meshes),
+        shared_by_tp=[named[name] for name in named if name in partial_over_tp],
+        sizes=sizes,
+        stages=stages,
+    )
+
+
+class Parts(NamedTuple):
+    """What a rank holds of a model, on the meta device."""
+
+    parts: list[Decoder]
+    partial_over_tp: set[str]
+    """Names of parameters whose gradients are still to be summed over `tp`."""
+    sizes: dict[str, int]
+    """Elements of every parameter of the whole model."""
+    stages: list[list[str]]
+    """The modules of each stage of the pipeline; of one without a pipeline."""
+
+
+def lay_out(job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device) -> Parts:
+    """Steps 2 to 5 of `build_sharded_model`: a model cut to this rank's part of it.
+
+    Needs no memory for the model and exchanges nothing, so that a fake world of any size will do.
+    `device` is where the model will run.
+    """
+    # 2. The plain model, without memory, and the stages of it that this rank holds.
     plain = _plain_model(job, config, _attention_core(job, meshes, device))
     sizes = {name: parameter.numel() for name, parameter in plain.named_parameters()}
-    parts = _stages(plain, job, config, meshes)
+    stages = _stages(job, config)
+    parts = _own_parts(plain, stages, job, meshes)
 
     partial_over_tp = set()
     for part in parts:
@@ -118,23 +163,7 @@ def build_sharded_model(
 
         # 5. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, _sharding_policy(job))
-
-        # 6. Memory and first values, the same bits in every layout.
-        offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
-        move_off_meta(part, device, parameter_device=offloaded)
-        fill_initial_weights(part, job.debug.seed, lambda name: initial_std(name, config))
-
-    named = {name: p for part in parts for name, p in part.named_parameters()}
-    return ShardedModel(
-        parts,
-        config,
-        meshes,
-        # 7. Who runs it: all layers at once, or a pipeline's schedule.
-        execution=_execution(parts, job, config, meshes, device),
-        positions=_positions(job.parallelism, meshes),
-        shared_by_tp=[named[name] for name in named if name in partial_over_tp],
-        sizes=sizes,
-    )
+    return Parts(parts, partial_over_tp, sizes, stages)
 
 
 def _plain_model(job: JobConfig, config: ModelConfig, core: AttentionCore) -> Decoder:
@@ -174,15 +203,22 @@ def _is_balanced(parallelism: Parallelism) -> bool:
     return parallelism.context_parallel_load_balancer == "headtail"
 
 
-def _stages(plain: Decoder, job: JobConfig, config: ModelConfig, meshes: Meshes) -> list[Decoder]:
-    dims, parallelism = meshes.dims, job.parallelism
+def _stages(job: JobConfig, config: ModelConfig) -> list[list[str]]:
+    if job.parallelism.pipeline_parallel_degree == 1:
+        return [module_names(config.num_layers)]
+    weights = part_weights(config, job.training.seq_len)
+    return model_parts(job.parallelism, weights, config.num_layers)
+
+
+def _own_parts(
+    plain: Decoder, stages: list[list[str]], job: JobConfig, meshes: Meshes
+) -> list[Decoder]:
+    dims = meshes.dims
     if dims.pp == 1:
         return [plain]
-    names = model_parts(parallelism, part_weights(config, job.training.seq_len), config.num_layers)
-    schedule = SCHEDULES[parallelism.pipeline_parallel_schedule]
-    own = stages_of_rank(schedule, dims.coordinate(meshes.rank, "pp"), dims.pp, len(names))
-    core = plain.core
-    return [keep_only(_plain_model(job, config, core), names[stage]) for stage in own]
+    schedule = schedule_of(job.parallelism)
+    own = stages_of_rank(schedule, dims.coordinate(meshes.rank, "pp"), dims.pp, len(stages))
+    return [keep_only(_plain_model(job, plain.config, plain.core), stages[stage]) for stage in own]
 
 
 def _execution(
