@@ -19,8 +19,9 @@ from titan_moe.data.build import build_loader, build_validation
 from titan_moe.data.loader import merge_states
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.validation import ValidationLoader
-from titan_moe.distributed.summary import layout_summary
+from titan_moe.distributed.summary import layout_summary, pipeline_summary
 from titan_moe.models.config import ModelConfig
+from titan_moe.models.weights import part_weights
 from titan_moe.nonfinite import describe_nonfinite
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import lr_factor, set_lr
@@ -66,6 +67,10 @@ class Trainer:
             if job.job.print_config:
                 logger.info("configuration:\n%s", as_toml(job))
             logger.info(layout_summary(dict(sharded.named_parameters()), self.meshes))
+            if self.meshes.dims.pp > 1:
+                weights = part_weights(sharded.config, job.training.seq_len)
+                rows = job.training.local_batch_size
+                logger.info(pipeline_summary(job.parallelism, sharded.stages, weights, rows))
         self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
         self.train_step = TrainStep(sharded, self.optimizer, job.training, device=process.device)
         self.checkpointer = _checkpointer(job, sharded, self.optimizer)

@@ -59,6 +59,12 @@ def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
     return _ScatterTokens.apply(x, group)
 
 
+def gather_parts(x: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' tensors of one shape, stacked in rank order: [P, *x.shape]. Has no gradient."""
+    parts = _functional.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+    return _functional.wait_tensor(parts).view(group.size(), *x.shape)
+
+
 def _exchange(x_RD: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
     if len(sent) == 1:
         return x_RD
@@ -116,9 +122,7 @@ class _ReduceScatterRows(torch.autograd.Function):
 
 
 def _gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
-    return parts.unflatten(0, (group.size(), -1)).movedim(0, -3).flatten(-3, -2)
+    return gather_parts(x, group).movedim(0, -3).flatten(-3, -2)
 
 
 def _scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -15,13 +15,12 @@ much of the past on every rank. Either way a rank's positions ascend.
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from titan_moe.distributed.block_attention import Block, BlockAttention, choose_blocks
-from titan_moe.distributed.collectives import all_to_all_rows, reduce_scatter_rows
+from titan_moe.distributed.collectives import all_to_all_rows, gather_parts, reduce_scatter_rows
 from titan_moe.distributed.ring_attention import Ring, ring_attention
 
 
@@ -195,11 +194,9 @@ class _GatherKeysValues(torch.autograd.Function):
         ctx: Any, k_BHSC: Tensor, v_BHSC: Tensor, group: ProcessGroup, balanced: bool
     ):
         own = torch.cat([k_BHSC, v_BHSC], -1)
-        everyones = own.new_empty(group.size() * len(own), *own.shape[1:])
-        dist.all_gather_into_tensor(everyones, own, group=group)
         ctx.dims = [k_BHSC.shape[-1], v_BHSC.shape[-1]]
         ctx.group, ctx.balanced = group, balanced
-        parts = everyones.unflatten(0, (group.size(), -1)).split(ctx.dims, -1)
+        parts = gather_parts(own, group).split(ctx.dims, -1)
         return tuple(join_row(x, balanced=balanced) for x in parts)
 
     @staticmethod

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from titan_moe.distributed.collectives import (
     all_gather_rows,
     all_to_all_rows,
+    gather_parts,
     reduce_scatter_rows,
 )
 from titan_moe.distributed.local import cut_parameter
@@ -64,14 +65,28 @@ class AllToAllDispatcher:
         self.num_local = num_local
         self.row_alignment = row_alignment
 
+    def traffic(self, tokens: SortedTokens) -> Tensor:
+        """As the protocol says, for the whole way to the experts, gathering over etp included.
+
+        All etp ranks that hold an expert's slices want its tokens' rows. A row of an expert
+        elsewhere crosses the wire once over ep and etp - 1 times over etp; a row of an own expert,
+        the latter only. A destination rank that a token reaches for several experts counts for as
+        many rows, and for one pair.
+        """
+        sent_P = tokens.counts_E.view(-1, self.num_local).sum(1)
+        destination_TK = torch.searchsorted(sent_P.cumsum(0), tokens.rows_TK, right=True)
+        reached_TP = destination_TK.new_zeros(len(destination_TK), len(sent_P), dtype=torch.bool)
+        reached_TP.scatter_(1, destination_TK, True)
+        rows_2P = torch.stack([sent_P, reached_TP.sum(0)])
+        return self.etp_group.size() * rows_2P.sum(1) - rows_2P[:, self.ep_group.rank()]
+
     def plan(self, tokens: SortedTokens) -> AllToAllPlan:
         sent_PE = tokens.counts_E.view(-1, self.num_local)
         received_PE = torch.empty_like(sent_PE)
         dist.all_to_all_single(received_PE, sent_PE, group=self.ep_group)
         gathered_PE = received_PE
         if (slices := self.etp_group.size()) > 1:
-            gathered_PE = received_PE.repeat(slices, 1)
-            dist.all_gather_into_tensor(gathered_PE, received_PE, group=self.etp_group)
+            gathered_PE = gather_parts(received_PE, self.etp_group).flatten(0, 1)
         gathered_P = gathered_PE.view(slices, -1).sum(1)
         # Host sync, once per layer: collectives of rows want their sizes as Python ints.
         sizes = torch.cat([sent_PE.sum(1), received_PE.sum(1), gathered_P]).tolist()

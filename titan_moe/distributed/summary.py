@@ -2,11 +2,14 @@
 rule."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from titan_moe.config.pipeline import num_microbatches, schedule_of, stages_of_rank
+from titan_moe.config.pipeline_order import bubble_fraction
+from titan_moe.config.sections import Parallelism
 from titan_moe.distributed.meshes import Meshes
 from titan_moe.distributed.parallel_dims import DENSE_AXES, DERIVED_AXES, SPARSE_AXES
 
@@ -25,6 +28,40 @@ def layout_summary(parameters: Mapping[str, nn.Parameter], meshes: Meshes) -> st
         lines.append(f"  {elements / 1e6:10.3f} M in {tensors:4d} tensors  {layout}")
     lines.append(f"process groups of this rank besides the world: {meshes.groups.num_groups}")
     lines.append(GRADIENT_RULE)
+    return "\n".join(lines)
+
+
+def pipeline_summary(
+    parallelism: Parallelism,
+    stages: Sequence[Sequence[str]],
+    weights: Mapping[str, float],
+    rows: int,
+) -> str:
+    """Which modules each stage holds, its share of the work, and the bubble to expect.
+
+    Args:
+        stages: the modules of each stage.
+        weights: the cost of each module.
+        rows: of one run of the schedule.
+    """
+    schedule, ranks = schedule_of(parallelism), parallelism.pipeline_parallel_degree
+    microbatches = num_microbatches(parallelism, rows)
+    costs = [sum(weights[name] for name in names) for names in stages]
+    even = bubble_fraction(schedule.name, ranks, len(stages), microbatches)
+    bubble = bubble_fraction(schedule.name, ranks, len(stages), microbatches, costs)
+    holder = {
+        stage: rank
+        for rank in range(ranks)
+        for stage in stages_of_rank(schedule, rank, ranks, len(stages))
+    }
+    lines = [
+        f"pipeline: {schedule.name}, {microbatches} microbatches, predicted bubble {bubble:.1%} of "
+        f"the time ({even:.1%} if all stages cost the same)"
+    ]
+    for stage, (names, cost) in enumerate(zip(stages, costs, strict=True)):
+        shown = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        share = cost / sum(costs)
+        lines.append(f"  stage {stage} on rank {holder[stage]} of pp  {share:6.1%}  {shown}")
     return "\n".join(lines)
 
 
