@@ -1,0 +1,71 @@
+"""A random configuration that the checks let pass trains the step of one plain process."""
+
+import random
+
+import pytest
+import torch
+
+from tests.random_layouts import draw, ill_formed
+from titan_moe.config.job import JobConfig
+from titan_moe.config.sections import ActivationCheckpoint, Parallelism
+from titan_moe.models.config import ModelConfig
+from titan_moe.verify.ranks import run_ranks
+
+
+def train_twice(job: JobConfig, model: ModelConfig) -> tuple[float, float, float]:
+    """Loss and gradient norm of a step, and the loss of the next one on the same rows."""
+    import torch.distributed as dist
+
+    from titan_moe.build import build_sharded_model
+    from titan_moe.data.batch import Batch
+    from titan_moe.optim.optimizers import build_optimizer
+    from titan_moe.train_step import TrainStep
+
+    device = torch.device("cpu")
+    sharded = build_sharded_model(job, model, device=device, world_size=dist.get_world_size())
+    dims = sharded.meshes.dims
+    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+    step = TrainStep(sharded, optimizer, job.training, device=device)
+    generator = torch.Generator().manual_seed(0)
+    rows = job.training.global_batch_size
+    seq_len, local = job.training.seq_len, job.training.local_batch_size
+    tokens = torch.randint(0, model.vocab_size, (rows, seq_len + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[torch.rand(rows, seq_len, generator=generator) < 0.2] = -100
+    ends = torch.randint(0, seq_len + 1, (rows, 1), generator=generator)
+    documents = (torch.arange(seq_len) >= ends).int()
+    own = rows // dims.size("batch")
+    first = own * dims.coordinate(dist.get_rank(), "batch")
+    batches = [
+        Batch(tokens[r : r + local, :-1], labels[r : r + local], documents[r : r + local], [[]])
+        for r in range(first, first + own, local)
+    ]
+    before, after = step(batches), step(batches)
+    return before.loss, before.grad_norm, after.loss
+
+
+def trains_or_is_refused(seed: int) -> bool:
+    """Whether the configuration of a seed was legal."""
+    drawn = draw(random.Random(seed), wild=0.05)
+    problems = drawn.problems()
+    assert ill_formed(problems) == []
+    if problems:
+        return False
+    job = drawn.resolved()
+    ours = run_ranks(train_twice, drawn.ranks, job, drawn.model)
+    assert len(set(ours)) == 1, "ranks disagree"
+    tables = {"parallelism": Parallelism(), "activation_checkpoint": ActivationCheckpoint()}
+    reference = run_ranks(train_twice, 1, job.model_copy(update=tables), drawn.model)
+    assert ours[0] == pytest.approx(reference[0], rel=1e-9)
+    return True
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_random_configuration_trains_as_one_process_does_or_is_refused(seed: int):
+    trains_or_is_refused(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", range(100, 300, 20))
+def test_many_random_configurations_train_or_are_refused(start: int):
+    assert sum(trains_or_is_refused(seed) for seed in range(start, start + 20)) >= 5
