@@ -265,13 +265,13 @@ def plant(bug: str | None) -> None:
             return attach(x, loss, total)
 
         balance.attach_loss = twice
-    elif bug == "positions of the first rows for all":
+    elif bug == "documents of other rows":
         step = module.Pipeline._run
 
-        def first_rows(self, run, rows):
+        def other_documents(self, run, rows):
             return step(self, run, rows._replace(documents_BS=rows.documents_BS.flip(0)))
 
-        module.Pipeline._run = first_rows
+        module.Pipeline._run = other_documents
     elif bug is not None:
         raise AssertionError(bug)
 
@@ -403,7 +403,7 @@ def test_split_backward_with_recompute_fails():
             "0 balance loss layers.2",
             "0 gradient norm.weight",
         ),
-        ("positions of the first rows for all", "GPipe", "0 loss", "0 counts layers.0"),
+        ("documents of other rows", "GPipe", "0 loss", "0 counts layers.0"),
     ],
 )
 def test_the_comparison_finds_planted_bugs(references, bug, schedule, shown_by, not_by):
