@@ -49,6 +49,6 @@ def test_compiled_attention_is_kept_and_gradients_are_those_of_no_recompute():
     grads, calls = backward("selective", "cuda", core)
     assert calls == layers
     for name, grad in grads.items():
-        torch.testing.assert_close(grad, expected[name], rtol=1e-2, atol=1e-5, msg=name)
+        assert (grad - expected[name]).norm() <= 1e-2 * expected[name].norm(), name
     _, calls = backward("full", "cuda", core)
     assert calls == 2 * layers
