@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import titan_moe
 from titan_moe.config.job import JobConfig
 from titan_moe.verify.gate import Gate, Result
 from titan_moe.verify.layouts import Layout
@@ -17,7 +16,7 @@ RESULTS_FILE = "results.jsonl"
 def code_fingerprint(job: JobConfig) -> str:
     """Changes with the configuration and with every line of the package."""
     digest = hashlib.blake2b(job.model_dump_json().encode(), digest_size=12)
-    root = Path(titan_moe.__file__).parent
+    root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
