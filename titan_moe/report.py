@@ -84,6 +84,8 @@ class Report:
             **phases,
             **memory_metrics(self._process.device),
         }
+        if result.rows_over_bound is not None:
+            values["dispatch/rows_over_bound"] = result.rows_over_bound
         if result.counts_LE is not None and self._sinks:
             values |= expert_load(result.counts_LE, self._layers)
         for sink in self._sinks:

@@ -33,6 +33,9 @@ class StepResult:
     num_targets: int
     counts_LE: Tensor | None
     """Tokens per MoE layer and expert, over the whole world."""
+    rows_over_bound: float | None
+    """Rows that dispatch put on the wire over the fewest that would have done (the distinct pairs
+    of token and destination rank), over all MoE layers; None if nothing had to travel."""
 
     @property
     def finite(self) -> bool:
@@ -109,19 +112,21 @@ class TrainStep:
     def _reduce(self, loss_sum: Tensor, num_targets: int, counts_LE: Tensor | None) -> StepResult:
         squares = grad_norm.sum_of_squares(self._parameters, self._ranks_per_stage)
         balance = [moe.router.balance_loss for moe in self._moe_layers.values()]
+        sent = [moe.rows_sent for moe in self._moe_layers.values()]
         sums = torch.stack(
             [
                 loss_sum,
                 torch.tensor(float(num_targets), dtype=torch.float64, device=self._device),
                 squares.to(self._device),
                 torch.stack(balance).sum() if balance else torch.zeros_like(loss_sum),
+                *(torch.stack(sent).sum(0) if sent else loss_sum.new_zeros(2)).double(),
             ]
         )
-        for total in balance:
+        for total in (*balance, *sent):
             total.zero_()
         dist.all_reduce(sums)
         # Host sync, once per step: whether to update at all is decided on these numbers.
-        loss, targets, norm, balance_loss = sums.tolist()
+        loss, targets, norm, balance_loss, rows_sent, fewest = sums.tolist()
         norm = math.sqrt(norm)
         # A maximum over ranks may drop a NaN; the sum of squares never does.
         if self._use_max and math.isfinite(norm):
@@ -133,6 +138,7 @@ class TrainStep:
             balance_loss=balance_loss / divisor,
             num_targets=int(targets),
             counts_LE=counts_LE,
+            rows_over_bound=rows_sent / fewest if fewest else None,
         )
 
     def _max_of_grads(self) -> float:

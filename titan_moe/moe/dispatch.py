@@ -50,7 +50,11 @@ def sort_by_expert(experts_TK: Tensor, num_experts: int) -> SortedTokens:
 
 
 class Dispatcher(Protocol):
-    """Moves tokens to experts and back. To add one, write these three in a file of its own."""
+    """Moves tokens to experts and back. To add one, write these four in a file of its own."""
+
+    def traffic(self, tokens: SortedTokens) -> Tensor:
+        """Rows that this rank's tokens put on the wire one way, and the fewest that would do: the
+        distinct (token, destination rank) pairs. [2] int64, without a wait for the device."""
 
     def plan(self, tokens: SortedTokens) -> Any:
         """Decide where each of the T*K rows goes."""
@@ -76,6 +80,9 @@ class LocalDispatcher:
 
     def __init__(self, row_alignment: int) -> None:
         self.row_alignment = row_alignment
+
+    def traffic(self, tokens: SortedTokens) -> Tensor:
+        return tokens.counts_E.new_zeros(2)
 
     def plan(self, tokens: SortedTokens) -> LocalPlan:
         num_rows = tokens.slot_N.numel()

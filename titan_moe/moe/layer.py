@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from titan_moe.moe import balance
@@ -27,7 +28,11 @@ class MoE(nn.Module):
     `dispatcher`, `whole_sequences` and `assign` are chosen when the model is built: expert
     parallelism replaces the first; the second sums counts_BE over the ranks that hold parts of the
     same sequences; recomputation replaces the third while it records and replays.
+
+    Buffer: `rows_sent` [2] sums the dispatcher's traffic of this step's tokens.
     """
+
+    rows_sent: Tensor
 
     def __init__(self, dim: int, config: MoEConfig, shared_experts: nn.Module | None) -> None:
         super().__init__()
@@ -38,6 +43,12 @@ class MoE(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher(config.row_alignment)
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
         self.assign: Callable[[Tensor], Assignment] = self.decide
+        self.register_buffer("rows_sent", torch.empty(2, dtype=torch.int64), persistent=False)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
+        """Values of a run that begins; also called after the module leaves the meta device."""
+        self.rows_sent.zero_()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_TD = x_BSD.flatten(0, 1)
@@ -62,6 +73,7 @@ class MoE(nn.Module):
         chosen_BE = None
         if self.training:
             self.router.tokens_per_expert += tokens.counts_E
+            self.rows_sent += self.dispatcher.traffic(tokens)
             if self.config.sequence_aux_loss_weight:
                 experts_BN = experts_TK.view(len(scores_BSE), -1)
                 chosen_BE = balance.counts_per_row(experts_BN, self.config.num_experts)

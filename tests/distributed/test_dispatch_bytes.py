@@ -1,0 +1,365 @@
+"""What MoE layers put on the wire is what the routing requires, byte by byte and rank by rank.
+
+Every collective on a group that carries tokens is seen from below Python's functions, while a layer
+runs forward or backward. The arithmetic beside it knows only how one process routes the same rows:
+counts, rows and routing weights on the way to the experts, rows on the way back, the same rows
+again in the backward, and nothing more.
+"""
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from titan_moe.config.job import JobConfig
+from titan_moe.config.load import load_job
+from titan_moe.distributed.parallel_dims import ParallelDims
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.registry import model_config
+from titan_moe.verify.case import make_rows
+from titan_moe.verify.layouts import AXES, SEQ_LEN, Layout, num_rows, overrides, parse, stages
+from titan_moe.verify.on_rank import own_batches
+from titan_moe.verify.ranks import run_ranks
+
+BYTES = 8  # Of a float64 and of an int64.
+TOP_K, LAYERS, ROWS = 4, 3, 16
+# Qwen3 has no shared experts, whose traffic over tp is none of dispatch's.
+CONFIG = "configs/debug/gate_qwen3.toml"
+LAYOUTS = [
+    "dp_shard=2,ep=2",
+    "dp_shard=2,tp=2,ep=2",
+    "tp=2,etp=2",
+    "dp_shard=2,cp=2,tp=2,ep=8",
+    "dp_shard=2,cp=2,tp=2,ep=2,etp=4",
+    *(
+        pytest.param(layout, marks=pytest.mark.full)
+        for layout in (
+            "dp_shard=4,etp=4",
+            "dp_replicate=2,dp_shard=2,tp=2,ep=2,etp=2",
+            "pp=2,dp_shard=2,tp=2,ep=4",
+        )
+    ),
+]
+
+
+class Seen(NamedTuple):
+    """What one rank did."""
+
+    sent: Counter
+    """(phase, ranks of the group) -> bytes that left this rank."""
+    passed: int
+    """Bytes given to all-to-alls, those for this rank itself included."""
+    rows_sent: Tensor
+    rows_over_bound: float | None
+    experts: dict[str, list[Tensor]]
+    """Each layer's decisions in the order they were made: experts_TK."""
+
+
+class Wire:
+    """Counts bytes between the borders of MoE layers."""
+
+    def __init__(self, groups: dict[str, tuple[int, ...]]) -> None:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        wire = self
+        self.phase: str | None = None
+        self.sent: Counter = Counter()
+        self.passed = 0
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                if wire.phase and func.namespace in ("c10d", "_c10d_functional"):
+                    wire.see(func.__name__.partition(".")[0], func, args)
+                return func(*args, **(kwargs or {}))
+
+        self.mode = Mode()
+        self.groups = groups
+
+    def see(self, name: str, func: Any, args: tuple) -> None:
+        given = dict(zip([a.name for a in func._schema.arguments], args, strict=False))
+        group = given.get("group_name") or given.get("process_group")
+        if isinstance(group, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(group).group_name
+        group = getattr(group, "group_name", group)
+        if group not in self.groups:  # FSDP's, or no collective but a wait.
+            return
+        members = self.groups[group]
+        own = members.index(dist.get_rank())
+        if name in ("alltoall_base_", "all_to_all_single"):
+            tensor = given["input"]
+            sizes = given.get("input_split_sizes") or [len(tensor) // len(members)] * len(members)
+            rows = sum(sizes) - sizes[own]
+            leaving = rows * tensor[:1].nbytes if rows else 0
+            self.passed += tensor.nbytes
+        else:  # An all-gather is part of the plan; whatever else there is makes the sum wrong.
+            tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+            leaving = (len(members) - 1) * min(x.nbytes for x in tensors)
+        self.sent[self.phase, members] += leaving
+
+    def around(self, forward: Any) -> Any:
+        """A layer's forward with its borders marked, for both directions."""
+
+        def marked(x: Tensor) -> Tensor:
+            y = forward(_Border.apply(x, self, "forward", None))
+            return _Border.apply(y, self, None, "backward")
+
+        return marked
+
+
+class _Border(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, wire, before, after):
+        ctx.wire, ctx.after = wire, after
+        wire.phase = before
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.wire.phase = ctx.after
+        return grad, None, None, None
+
+
+@dataclass
+class Task:
+    job: JobConfig
+    config: ModelConfig
+    layout: Layout
+    planted: str | None = None
+
+
+def train_on_rank(task: Task) -> Seen:
+    from titan_moe.build import build_sharded_model
+    from titan_moe.optim.optimizers import build_optimizer
+    from titan_moe.train_step import TrainStep, own_rows
+
+    job, layout, cpu = task.job, task.layout, torch.device("cpu")
+    sharded = build_sharded_model(job, task.config, device=cpu, world_size=layout.world_size)
+    meshes, rank = sharded.meshes, dist.get_rank()
+    axes = [axis for axis in ("cp", "tp", "sequence", "ep", "etp") if meshes.dims.size(axis) > 1]
+    wire = Wire({meshes.group(a).group_name: meshes.dims.group_of(rank, a) for a in axes})
+    experts: dict[str, list[Tensor]] = {}
+    for name, moe in sharded.moe_layers().items():
+        moe.forward = wire.around(moe.forward)
+        plant(moe, task.planted, meshes)
+        experts[name] = []
+        moe.router.choose = _kept(moe.router.choose, experts[name])
+    rows = make_rows(num_rows(layout), SEQ_LEN, task.config.vocab_size, seed=1)
+    place = meshes.dims.coordinate(rank, "batch")
+    batches = own_batches(rows, job.training.local_batch_size, place, layout.data_ranks)
+    with wire.mode if task.job.activation_checkpoint.mode == "none" else nullcontext():
+        for batch in batches:
+            sharded.execution.train(own_rows(batch, sharded, cpu))
+    sent, passed = wire.sent.copy(), wire.passed
+    decided = {name: list(chosen) for name, chosen in experts.items()}
+    sharded.train(False)
+    sharded.execution.evaluate(own_rows(batches[0], sharded, cpu))
+    sharded.train(True)
+    layers = sharded.moe_layers().values()
+    rows_sent = torch.stack([moe.rows_sent for moe in layers]).sum(0).clone()
+    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+    result = TrainStep(sharded, optimizer, job.training, device=cpu)(batches)
+    assert not any(moe.rows_sent.any() for moe in layers)
+    return Seen(sent, passed, rows_sent, result.rows_over_bound, decided)
+
+
+def _kept(choose: Any, taken: list[Tensor]) -> Any:
+    def choose_and_keep(scores_TE: Tensor) -> Tensor:
+        taken.append(choose(scores_TE))
+        return taken[-1]
+
+    return choose_and_keep
+
+
+def plant(moe: Any, bug: str | None, meshes: Any) -> None:
+    if bug == "every tp rank dispatches all tokens":
+        from titan_moe.distributed.collectives import gather_tokens
+
+        forward, group = moe.forward, meshes.group("tp")
+
+        def of_all_tokens(x: Tensor) -> Tensor:
+            y = forward(gather_tokens(x, group))
+            return y.chunk(group.size(), -2)[dist.get_rank(group)]
+
+        moe.forward = of_all_tokens
+    elif bug == "rows are sent twice":
+        dispatch = moe.dispatcher.dispatch
+
+        def twice(x_TD: Tensor, weights_TK: Tensor, plan: Any) -> Any:
+            first = dispatch(x_TD, weights_TK, plan)
+            again = dispatch(x_TD, weights_TK, plan)
+            return first._replace(x_RD=(first.x_RD + again.x_RD) / 2)
+
+        moe.dispatcher.dispatch = twice
+    elif bug == "counted in recomputation":
+        from titan_moe.distributed import activation_checkpoint
+
+        activation_checkpoint._replaying = activation_checkpoint._recording
+
+
+def make_task(layout: str, planted: str | None = None) -> Task:
+    parsed = parse(layout)
+    tables = load_job(["--job.config_file", CONFIG]).model_dump()
+    for table, values in overrides(parsed).items():
+        tables[table] |= values
+    # Whole sequences' counts are the loss's to sum, not dispatch's.
+    tables["moe"] |= {"sequence_aux_loss_weight": 0.0}
+    config = model_config("qwen3", "gate")
+    assert config.moe is not None
+    moe = replace(config.moe, top_k=TOP_K)
+    config = replace(config, num_layers=LAYERS, moe=moe)
+    return Task(JobConfig.model_validate(tables), config, parsed, planted)
+
+
+def run(layout: str, planted: str | None = None) -> list[Seen]:
+    task = make_task(layout, planted)
+    return run_ranks(train_on_rank, task.layout.world_size, task)
+
+
+@cache
+def routing() -> dict[str, Tensor]:
+    """How one process routes: each layer's experts of every row and position, [B, S, K]."""
+    (seen,) = run("dp_shard=1")
+    assert not seen.sent and seen.rows_over_bound is None
+    return {
+        name: torch.cat([chosen.view(-1, SEQ_LEN, TOP_K) for chosen in decisions])
+        for name, decisions in seen.experts.items()
+    }
+
+
+def degrees(layout: Layout) -> ParallelDims:
+    return ParallelDims(layout.world_size, **{axis: layout.size(axis) for axis in AXES})
+
+
+def destinations(layout: Layout, rank: int) -> Tensor:
+    """Where the tokens of a rank's layers must go: the ep coordinates of each token's experts."""
+    dims = degrees(layout)
+    per_rank = ROWS // dims.size("batch")
+    first = dims.coordinate(rank, "batch") * per_rank
+    chunks = torch.arange(SEQ_LEN).chunk(2 * dims.cp)
+    cp = dims.coordinate(rank, "cp")
+    # Head-tail balance; without cp the two halves are the whole row.
+    positions = torch.cat([chunks[cp], chunks[2 * dims.cp - 1 - cp]])
+    positions = positions.chunk(dims.tp)[dims.coordinate(rank, "tp")]
+    own = stages(layout)[dims.coordinate(rank, "pp")] if dims.pp > 1 else routing()
+    layers = [routing()[name] for name in own if name.startswith("layers.")]
+    chosen = [layer[first : first + per_rank, positions].flatten(0, 1) for layer in layers]
+    return torch.cat(chosen) // (8 // dims.ep)
+
+
+def expected(layout: Layout, rank: int, dim: int, num_decisions: int) -> Counter:
+    """Bytes that leave a rank, by arithmetic."""
+    dims = degrees(layout)
+    ep, etp = (dims.group_of(rank, axis) for axis in ("ep", "etp"))
+
+    def rows(source: int) -> Tensor:
+        return torch.bincount(destinations(layout, source).flatten(), minlength=dims.ep)
+
+    def arrived(at: int) -> Tensor:
+        """Rows that each rank of its ep group sends to it."""
+        own = dims.coordinate(at, "ep")
+        return torch.stack([rows(source)[own] for source in dims.group_of(at, "ep")])
+
+    own = dims.coordinate(rank, "ep")
+    sent = int(rows(rank).sum() - rows(rank)[own])
+    returned = int(arrived(rank).sum() - arrived(rank)[own])
+    gathered = (len(etp) - 1) * int(arrived(rank).sum())
+    reduced = sum(int(arrived(other).sum()) for other in etp if other != rank)
+    there, back, counts = (dim + 1) * BYTES, dim * BYTES, num_decisions * BYTES
+    found: Counter = Counter()
+    found["forward", ep] += counts * (8 - 8 // dims.ep) + sent * there + returned * back
+    found["backward", ep] += sent * back + returned * there
+    found["forward", etp] += counts * 8 * (len(etp) - 1) + gathered * there + reduced * back
+    found["backward", etp] += gathered * back + reduced * there
+    return +found
+
+
+def problems(layout: str, seen: list[Seen]) -> list[str]:
+    parsed, dim = parse(layout), make_task(layout).config.dim
+    lines = []
+    for rank, one in enumerate(seen):
+        num_decisions = sum(len(chosen) for chosen in one.experts.values())
+        wanted = expected(parsed, rank, dim, num_decisions)
+        if one.sent != wanted:
+            lines.append(f"rank {rank}: {dict(one.sent)}, by the routing {dict(wanted)}")
+    return lines
+
+
+def traffic(layout: str) -> Tensor:
+    """Rows on the wire and distinct (token, destination rank) pairs, token by token."""
+    parsed = parse(layout)
+    dims = degrees(parsed)
+    rows = pairs = 0
+    for rank in range(dims.world_size):
+        here = dims.coordinate(rank, "ep"), dims.coordinate(rank, "etp")
+        for places in destinations(parsed, rank).tolist():
+            copies = [(place, slice_) for place in places for slice_ in range(dims.etp)]
+            rows += sum(copy != here for copy in copies)
+            pairs += len(set(copies) - {here})
+    return torch.tensor([rows, pairs])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_travels_is_what_the_routing_requires(layout: str):
+    seen = run(layout)
+    assert problems(layout, seen) == []
+    rows, fewest = traffic(layout).tolist()
+    assert sum(one.rows_sent for one in seen).tolist() == [rows, fewest]
+    for one in seen:
+        assert one.rows_over_bound == pytest.approx(rows / fewest, rel=1e-12)
+    assert rows > fewest or layout.endswith("ep=8")  # One expert a rank: nothing to save.
+
+
+def test_no_more_travels_with_tp():
+    totals = {}
+    for layout in ("dp_shard=4,ep=4", "dp_shard=2,tp=2,ep=4", "tp=4,ep=4"):
+        seen = run(layout)
+        assert problems(layout, seen) == []
+        decisions = sum(len(chosen) for one in seen for chosen in one.experts.values())
+        totals[layout] = sum(one.passed for one in seen) - decisions * 8 * BYTES
+    num_rows = ROWS * SEQ_LEN * TOP_K * LAYERS
+    dim = make_task("dp_shard=1").config.dim
+    assert set(totals.values()) == {2 * num_rows * (2 * dim + 1) * BYTES}
+
+
+def test_recomputation_and_validation_are_not_counted():
+    layout = "dp_shard=2,tp=2,ep=2"
+    seen = run(f"{layout},recompute=full")
+    assert sum(one.rows_sent for one in seen).tolist() == traffic(layout).tolist()
+    again = run(f"{layout},recompute=full", "counted in recomputation")
+    assert sum(one.rows_sent for one in again).tolist() == (2 * traffic(layout)).tolist()
+
+
+def test_rows_and_pairs_of_a_few_tokens():
+    from titan_moe.distributed.expert_parallel import AllToAllDispatcher
+    from titan_moe.moe.dispatch import sort_by_expert
+
+    class Group:
+        def __init__(self, rank: int, size: int) -> None:
+            self.rank, self.size = (lambda: rank), (lambda: size)
+
+    def count(experts_TK: list[list[int]], rank: int, etp: int = 1) -> list[int]:
+        groups = Group(rank, 2), Group(0, etp)
+        dispatcher = AllToAllDispatcher(*groups, num_local=4, row_alignment=1)
+        return dispatcher.traffic(sort_by_expert(torch.tensor(experts_TK), 8)).tolist()
+
+    # All of a token's experts on one other rank: K rows where one would do.
+    assert count([[0, 1, 2, 3], [3, 2, 1, 0]], rank=1) == [8, 2]
+    assert count([[0, 1, 2, 3], [3, 2, 1, 0]], rank=0) == [0, 0]
+    assert count([[0, 4], [5, 1]], rank=0) == [2, 2]
+    # The other slices of own experts are elsewhere: 2 ranks x 2 tokens x 2 rows, less the own.
+    assert count([[0, 4], [5, 1]], rank=0, etp=2) == [6, 6]
+    assert count([[4, 5], [6, 7]], rank=0, etp=2) == [8, 4]
+    assert count([[0, 1], [2, 3]], rank=0, etp=2) == [4, 2]
+
+
+@pytest.mark.parametrize("bug", ["every tp rank dispatches all tokens", "rows are sent twice"])
+def test_a_planted_bug_is_seen(bug: str):
+    layout = "dp_shard=2,tp=2,ep=2"
+    assert len(problems(layout, run(layout, bug))) == 4
