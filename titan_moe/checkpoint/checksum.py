@@ -12,9 +12,8 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titan_moe.distributed.local import local_part, local_slices
 from titan_moe.runtime.errors import RunError
 
 # Elements looked at together. On a CPU the few int64 temporaries then stay in the cache; a GPU
@@ -45,9 +44,12 @@ def checksums(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
     held = torch.zeros_like(sums)
     for row, name in enumerate(names):
         if name in tensors:
-            local, offset = _local_box(tensors[name])
+            local = local_part(tensors[name].detach())
+            box = local_slices(tensors[name])
+            lengths = tuple(part.stop - part.start for part in box)
+            assert lengths == tuple(local.shape), f"{name}: shard of {local.shape}, not {lengths}"
             held[row] = local.numel()
-            sums[row] = _sum_box(local, offset, _strides(shapes[name]))
+            sums[row] = _sum_box(local, [part.start for part in box], _strides(shapes[name]))
 
     # Per tensor, how many ranks' sums have bit 0, bit 1, ... set. With c replicas of every shard
     # each of these counts is c times what one replica gives: exact to divide, and a remainder
@@ -66,19 +68,6 @@ def checksums(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
     return {
         name: f"{value % 2**_BITS:016x}" for name, value in zip(names, result.tolist(), strict=True)
     }
-
-
-def _local_box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a tensor, and its offset in the global one."""
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor, (0,) * tensor.ndim
-    local = tensor.to_local()
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    assert tuple(local.shape) == tuple(shape), f"shard of shape {local.shape}, not {shape}"
-    return local, tuple(offset)
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

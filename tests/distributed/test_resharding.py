@@ -1,0 +1,269 @@
+"""A checkpoint of any layout goes on in any other: the same bits by name, the same global batches,
+the same curve."""
+
+from collections.abc import Callable
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+from tests.distributed.resharding import (
+    LEG,
+    Run,
+    differences,
+    go_on,
+    make_job,
+    run,
+    waste,
+    whole,
+)
+from titan_moe.distributed.local import local_part
+from titan_moe.models.registry import model_config
+from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.process import Process
+from titan_moe.trainer import Trainer
+from titan_moe.verify.case import at_depth
+from titan_moe.verify.layouts import AXES, Layout, depth, parse
+from titan_moe.verify.ranks import RankError, run_ranks
+
+_V3, _QWEN = "deepseek_v3", "qwen3"
+
+# (family, before, after); the chain 8 -> 2 -> 6 below makes two more.
+SHORT = [
+    (_V3, "dp_shard=8", "dp_shard=8,ep=8"),
+    (_V3, "dp_shard=2,cp=2,tp=2,ep=8", "dp_replicate=2,dp_shard=4"),
+    (_V3, "dp_shard=2,tp=2", "cp=2,tp=2,etp=4,cp_method=ulysses"),
+    (_V3, "dp_shard=4", "pp=4,schedule=ZBVZeroBubble"),
+    (_V3, "pp=4,schedule=1F1B", "tp=2,dp_shard=2,ep=2,etp=2"),
+    (_QWEN, "dp_shard=3,tp=2,ep=2", "dp_shard=8"),
+]
+LONG = [
+    (_V3, "dp_shard=4,etp=4", "dp_shard=2,cp=2"),
+    (_V3, "pp=4,dp_shard=2,ep=2,schedule=1F1B", "dp_shard=4,tp=2"),
+    (_V3, "pp=4,schedule=ZBVZeroBubble", "pp=4,schedule=Interleaved1F1B"),
+    (_V3, "pp=4,schedule=DualPipeV", "tp=4,etp=4"),
+    (_V3, "pp=2,tp=2,ep=2,schedule=DualPipeV", "pp=2,dp_shard=3,schedule=GPipe"),
+    (_V3, "pp=2,tp=2,dp_replicate=2,schedule=LoopedBFS", "cp=8,etp=2"),
+    (_V3, "tp=8,ep=8", "dp_shard=8,ep=2,etp=4"),
+    (_V3, "dp_shard=6,etp=2", "dp_shard=4,cp=2,ep=4"),
+    (_V3, "dp_shard=1", "pp=2,dp_shard=2,tp=2,ep=4,schedule=InterleavedZeroBubble"),
+    (_QWEN, "dp_shard=8,ep=8", "pp=4,tp=2,schedule=LoopedBFS"),
+    (_QWEN, "pp=4,tp=2,schedule=Interleaved1F1B", "dp_replicate=2,cp=2,tp=2,etp=4"),
+    (_QWEN, "dp_shard=3,cp=2,etp=2", "pp=2,cp=2,tp=2,cp_method=ring"),
+]
+CHAIN = ["pp=2,dp_shard=2,tp=2,ep=2,schedule=Interleaved1F1B", "cp=2,ep=2", "dp_shard=3,tp=2,etp=2"]
+
+Undisturbed = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """(family, layout, depth, steps) -> the run that never stopped; each is made once."""
+    runs: dict[tuple[Any, ...], Run] = {}
+
+    def get(family: str, layout: Layout, num_layers: int, steps: int = 2 * LEG) -> Run:
+        key = (family, layout, num_layers, steps)
+        if key not in runs:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            runs[key] = run(family, layout, folder, steps=steps, depth=num_layers)
+            assert not waste(runs[key].checkpoint(LEG))
+        return runs[key]
+
+    return get
+
+
+def test_the_pairs_change_every_axis_in_both_directions():
+    pairs = [(parse(before), parse(after)) for _, before, after in SHORT + LONG]
+    chain = [parse(text) for text in CHAIN]
+    pairs += pairwise(chain)
+    assert len(pairs) == 20
+    changes = {(axis, b.size(axis), a.size(axis)) for b, a in pairs for axis in AXES}
+    for axis, most in [("ep", 8), ("etp", 4), ("pp", 4)]:
+        assert {(axis, 1, most), (axis, most, 1)} <= changes
+    for axis in AXES:
+        assert any(axis == name and before < after for name, before, after in changes)
+        assert any(axis == name and before > after for name, before, after in changes)
+    assert any(b.pp == a.pp == 4 and b.schedule != a.schedule for b, a in pairs)
+    assert [layout.world_size for layout in chain] == [8, 2, 6]
+
+
+@pytest.mark.parametrize(
+    "family, before, after", [*SHORT, *(pytest.param(*p, marks=pytest.mark.full) for p in LONG)]
+)
+def test_a_run_goes_on_in_another_layout(
+    tmp_path: Path, undisturbed: Undisturbed, family: str, before: str, after: str
+):
+    source, target = parse(before), parse(after)
+    num_layers = max(depth(source), depth(target))
+    reference = undisturbed(family, source, num_layers)
+    ours = go_on(family, reference, LEG, target, tmp_path, depth=num_layers)
+    assert problems(reference, ours, reference, LEG) == []
+
+
+def test_from_eight_ranks_to_two_to_six(tmp_path: Path, undisturbed: Undisturbed):
+    layouts = [parse(text) for text in CHAIN]
+    num_layers = max(map(depth, layouts))
+    reference = undisturbed(_V3, layouts[0], num_layers, 3 * LEG)
+    two = go_on(_V3, reference, LEG, layouts[1], tmp_path / "two", depth=num_layers)
+    assert problems(reference, two, reference, LEG) == []
+    six = go_on(_V3, two, 2 * LEG, layouts[2], tmp_path / "six", depth=num_layers)
+    assert problems(two, six, reference, 2 * LEG) == []
+
+
+def problems(source: Run, ours: Run, reference: Run, step: int) -> list[str]:
+    """Why `ours` is not `source` gone on with after `step`, as `reference` went on."""
+    lines = [line for ran in (source, ours) for rank in ran.ranks for line in rank.odd_slices]
+    saved = whole([rank.saved[step] for rank in source.ranks])
+    for name in differences(saved, whole([rank.loaded for rank in ours.ranks])):
+        lines.append(f"{name} is not what was saved")
+    if ours.manifest(step).checksums != source.manifest(step).checksums:
+        lines.append("saved again, the checksums are others")
+    if ours.data_position(step)["rows"] != source.data_position(step)["rows"]:
+        lines.append("saved again, the data position is another")
+    lines += waste(ours.checkpoint(step))
+    curve, expected = ours.curve(), reference.curve()
+    for later in range(step + 1, step + LEG + 1):
+        if ours.global_batch(later) != reference.global_batch(later):
+            lines.append(f"step {later} has another global batch")
+        if curve[later] != pytest.approx(expected[later], rel=1e-9):
+            lines.append(f"step {later} gives {curve[later]}, not {expected[later]}")
+    return lines
+
+
+@pytest.mark.parametrize("tp, shards", [(1, 5), (2, 3), (2, 8), (3, 6), (4, 4), (8, 7)])
+def test_strided_shards_lie_where_arithmetic_puts_them(tp: int, shards: int):
+    """Cut by tp first, then by data parallelism unevenly; torch's own numbers feed DCP and us."""
+    for size in range(tp, 40, tp):
+        own = size // tp
+        rows = -(-own // shards)
+        begins: dict[int, set[int]] = {}
+        for shard, rank in product(range(shards), range(tp)):
+            first, end = (min(edge * rows, own) for edge in (shard, shard + 1))
+            (length,), (begin,) = _compute_local_shape_and_global_offset(
+                (size,), (shards, tp), [shard, rank], [_StridedShard(0, split_factor=tp), Shard(0)]
+            )
+            assert length == end - first
+            assert length == 0 or begin == rank * own + first
+            begins.setdefault(begin, set()).add(length)
+        # DCP keeps one piece per beginning: an empty one must not stand for a full one.
+        assert all(len(lengths) == 1 for lengths in begins.values())
+
+
+# --- the test can fail ----------------------------------------------------------------------------
+
+
+def _shift_strided_shards() -> None:
+    """Strided shards are said to lie one shard further, at loading and for the checksums alike:
+    production's own check sees nothing."""
+    from torch.distributed.checkpoint import planner_helpers
+
+    from titan_moe.checkpoint import checksum
+
+    place = planner_helpers.compute_local_shape_and_global_offset
+    slices = checksum.local_slices
+
+    def shifted(shape, mesh, placements):
+        sizes, offsets = place(shape, mesh, placements)
+        for placement in placements:
+            if isinstance(placement, _StridedShard):
+                at = list(offsets)
+                at[placement.dim] = (at[placement.dim] + sizes[placement.dim]) % shape[
+                    placement.dim
+                ]
+                offsets = tuple(at)
+        return sizes, offsets
+
+    def shifted_slices(tensor):
+        if not hasattr(tensor, "placements"):
+            return slices(tensor)
+        sizes, offsets = shifted(tensor.shape, tensor.device_mesh, tensor.placements)
+        return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+
+    planner_helpers.compute_local_shape_and_global_offset = shifted
+    checksum.local_slices = shifted_slices
+
+
+def _first_stage_only() -> None:
+    """The optimizer's state of a rank's further stages is neither saved nor loaded."""
+    from titan_moe.checkpoint import checkpointer
+
+    everything = checkpointer.optimizer_tensors
+    checkpointer.optimizer_tensors = lambda modules, optimizer: {
+        name: tensor
+        for name, tensor in everything(modules, optimizer).items()
+        if any(f"optimizer.{fqn}." in name for fqn, _ in modules[0].named_parameters())
+    }
+
+
+def _begin_data_anew() -> None:
+    from titan_moe.data.loader import Loader
+
+    Loader.load_state_dict = lambda *_: None
+
+
+def test_a_shifted_strided_shard_is_noticed(tmp_path: Path, undisturbed: Undisturbed):
+    source, target = parse("dp_shard=2"), parse("dp_shard=2,tp=2")
+    reference = undisturbed(_V3, source, 3)
+    plant = _shift_strided_shards
+    ours = go_on(_V3, reference, LEG, target, tmp_path, depth=3, plant=plant)
+    lines = problems(reference, ours, reference, LEG)
+    for kind in ("parameter", "exp_avg", "exp_avg_sq"):
+        assert f"{kind} output.weight is not what was saved" in lines
+    assert not any("norm.weight is not" in line for line in lines), "it has no strided shards"
+    assert not any("checksums" in line for line in lines), "production's check cannot see it"
+
+
+def test_missing_optimizer_state_of_a_stage_is_noticed(tmp_path: Path):
+    layout, plant = parse("pp=2,schedule=Interleaved1F1B"), _first_stage_only
+    source = run(_V3, layout, tmp_path / "a", steps=2 * LEG, depth=4, plant=plant)
+    ours = go_on(_V3, source, LEG, layout, tmp_path / "b", depth=4, plant=plant)
+    lines = problems(source, ours, source, LEG)
+    assert "exp_avg output.weight is not what was saved" in lines
+    assert "exp_avg tok_embeddings.weight is not what was saved" not in lines
+    assert not any(line.startswith("parameter") for line in lines)
+    assert any(line.startswith("step 4 gives") for line in lines)
+
+
+def test_missing_optimizer_state_does_not_fit_another_layout(tmp_path: Path):
+    layout = parse("pp=2,schedule=Interleaved1F1B")
+    source = run(_V3, layout, tmp_path / "a", steps=LEG, depth=4, plant=_first_stage_only)
+    with pytest.raises(RankError, match=r"it lacks optimizer\.layers"):
+        go_on(_V3, source, LEG, parse("dp_shard=2"), tmp_path / "b", depth=4)
+
+
+def test_data_that_begins_anew_is_noticed(tmp_path: Path, undisturbed: Undisturbed):
+    reference = undisturbed(_V3, parse("dp_shard=2"), 3)
+    target = parse("dp_shard=1")
+    ours = go_on(_V3, reference, LEG, target, tmp_path, depth=3, plant=_begin_data_anew)
+    lines = problems(reference, ours, reference, LEG)
+    assert "step 3 has another global batch" in lines
+    assert not any("not what was saved" in line for line in lines)
+
+
+def _save_with_a_drifted_norm(job, config) -> tuple[str, bool]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    process = Process(rank=rank, world_size=world_size, device=torch.device("cpu"))
+    trainer = Trainer(job, config, process)
+    if rank == 1:
+        norm = dict(trainer.sharded.named_parameters())["layers.1.attention_norm.weight"]
+        with torch.no_grad():
+            local_part(norm)[0] += 1e-15
+    try:
+        trainer.checkpointer.save(1, {"step": 1})
+    except RunError as error:
+        return str(error), trainer.checkpointer.folder.exists()
+    return "", True
+
+
+def test_a_norm_that_drifted_between_tp_ranks_is_refused(tmp_path: Path):
+    layout = parse("dp_shard=2,tp=2")
+    job = make_job(_V3, layout, tmp_path, steps=1)
+    config = at_depth(model_config(_V3, "gate"), 3)
+    for line, written in run_ranks(_save_with_a_drifted_norm, 4, job, config):
+        assert line.endswith("should be replicas: model.layers.1.attention_norm.weight")
+        assert not written
