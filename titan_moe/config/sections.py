@@ -195,7 +195,8 @@ class Parallelism(Section):
     data_parallel_shard_degree: int = -1
     """Ranks that shard parameters (FSDP2); -1: the rest."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after the forward; 'default' does, but for the output layer."""
+    """Free gathered parameters after the forward; 'default' does, but for the output layer, and not
+    in a pipeline, which would gather them for every microbatch."""
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that split attention heads, hidden dims and the vocabulary, and between layers the
     sequence."""
@@ -218,9 +219,9 @@ class Parallelism(Section):
         "ZBVZeroBubble",
         "DualPipeV",
     ] = "1F1B"
-    """Order of the forwards and backwards. 1F1B and GPipe have one stage a rank, the others at
-    least two; InterleavedZeroBubble, ZBVZeroBubble and DualPipeV split the backward and exclude
-    recompute."""
+    """Order of the forwards and backwards. 1F1B and GPipe have one stage a rank, ZBVZeroBubble and
+    DualPipeV two, the others two unless layers_per_stage says otherwise; InterleavedZeroBubble,
+    ZBVZeroBubble and DualPipeV split the backward and exclude recompute."""
     pipeline_parallel_microbatch_size: PositiveInt = 1
     """Rows of one microbatch of the schedule; training.local_batch_size is a multiple."""
     pipeline_parallel_layers_per_stage: PositiveInt | None = None
