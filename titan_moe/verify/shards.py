@@ -14,8 +14,8 @@ from titan_moe.verify.layouts import DENSE_AXES, V_SCHEDULES, Layout
 
 Box = tuple[slice, ...]
 """Where a part lies in the whole tensor."""
-_HIDDEN_DIM = {"w1": 1, "w3": 1, "w2": 2}
-_SPARSE_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
+HIDDEN_DIM = {"w1": 1, "w3": 1, "w2": 2}
+SPARSE_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Shards:
         layout = self.layout
         sizes = {each: layout.size(each) for each in (*DENSE_AXES, "ep", "etp")}
         sizes["edp"] = layout.edp
-        view = DENSE_AXES if axis in DENSE_AXES else _SPARSE_AXES
+        view = DENSE_AXES if axis in DENSE_AXES else SPARSE_AXES
         inner = prod(sizes[each] for each in view[view.index(axis) + 1 :])
         return rank // inner % sizes[axis]
 
@@ -64,17 +64,20 @@ class Shards:
         if ".experts." in name:
             parts = self._expert_part(rank, name.rsplit(".", 1)[1], whole)
             return _chunk_one_dim(parts, self.layout.edp, self.coordinate(rank, "edp"))
-        dim = next((d for p, d in self.tensor_dims.items() if fnmatchcase(name, p)), None)
-        if dim is not None:
+        if (dim := self.tensor_dim(name)) is not None:
             whole[dim] = _even(whole[dim], self.layout.tp, self.coordinate(rank, "tp"))
         shards = self.layout.dp_shard * self.layout.cp
         place = self.coordinate(rank, "dp_shard") * self.layout.cp + self.coordinate(rank, "cp")
         return _chunk_one_dim(whole, shards, place)
 
+    def tensor_dim(self, name: str) -> int | None:
+        """The dim of a parameter, other than routed experts', that tp cuts; None if none."""
+        return next((d for p, d in self.tensor_dims.items() if fnmatchcase(name, p)), None)
+
     def _expert_part(
         self, rank: int, weight: str, parts: list[tuple[int, int]]
     ) -> list[tuple[int, int]]:
-        hidden = _HIDDEN_DIM.get(weight)
+        hidden = HIDDEN_DIM.get(weight)
         parts = list(parts)
         parts[0] = _even(parts[0], self.layout.ep, self.coordinate(rank, "ep"))
         if hidden is not None:

@@ -1,0 +1,68 @@
+"""Check the shards, meshes and process groups of layouts too large to run here.
+
+    python scripts/check_shards.py                          all of 16, 32 and 64 ranks
+    python scripts/check_shards.py --world-size 128 --sample 50 --seed 1
+
+By arithmetic, on all ranks: each parameter's shards cover it exactly as often as they should, none
+is empty that need not be, and process groups are the fewest. In a fake world, on two ranks of each
+layout: the model is laid out as in training, without memory, and what comes of it compared with
+that arithmetic. Results go to a JSON file. Exit code 1 if any layout does not pass.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+_MOST_LINES = 20
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--world-size", type=int, nargs="+", default=[16, 32, 64], help="default: 16 32 64"
+    )
+    parser.add_argument("--sample", type=int, metavar="N", help="N layouts of each world size")
+    parser.add_argument("--seed", type=int, default=1, help="of the sample")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count(), help="processes; default: %(default)s"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/shards.json"), help="default: %(default)s"
+    )
+    return _check(parser.parse_args(argv))
+
+
+def _check(options: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from titan_moe.verify.past_eight import as_json, check_layouts, chosen
+
+    started = time.perf_counter()
+    layouts = chosen(options.world_size, sample_size=options.sample, seed=options.seed)
+    with tqdm(total=len(layouts), unit="layout", dynamic_ncols=True) as bar:
+        outcomes = check_layouts(layouts, num_workers=options.workers, seen=bar.update)
+    results = as_json(outcomes, time.perf_counter() - started)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    lines = [f"{each.layout}: {line}" for each in outcomes for line in each.problems]
+    for line in lines[:_MOST_LINES]:
+        print(line)
+    if len(lines) > _MOST_LINES:
+        print(f"and {len(lines) - _MOST_LINES} more lines in {options.out}")
+    facts = results["summary"]
+    print(
+        f"{facts['passed']} of {facts['layouts']} layouts pass: {facts['parameters_compared']:,} "
+        f"parameters compared on {facts['ranks']:,} ranks, at most "
+        f"{facts['most_groups_of_a_rank']} process groups on any; {facts['seconds']:.0f} s; "
+        f"{options.out}"
+    )
+    return 0 if facts["passed"] == facts["layouts"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
