@@ -21,6 +21,7 @@ from titan_moe.config.checks import check
 from titan_moe.config.job import JobConfig
 from titan_moe.config.load import load_job
 from titan_moe.distributed.local import local_part, local_slices
+from titan_moe.metrics import curves
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.runtime.process import Process
@@ -139,17 +140,18 @@ def run(
     *,
     steps: int,
     depth: int,
+    save_last: bool = False,
     plant: Callable[[], None] | None = None,
 ) -> Run:
     """Train to `steps` on a model of `depth` layers; goes on from the folder's last checkpoint.
 
-    `plant` runs on every rank before anything else.
+    `plant` runs on every rank before anything else. The end is saved only for those who go on.
     """
     job = make_job(family, layout, folder, steps=steps)
     config = at_depth(model_config(family, "gate"), depth)
     problems = check(job, config, layout.world_size, num_gpus=0)
     assert not problems, f"{layout}: {problems}"
-    ranks = run_ranks(train_watched, layout.world_size, job, config, layout, plant)
+    ranks = run_ranks(train_watched, layout.world_size, job, config, layout, save_last, plant)
     return Run(layout, folder, ranks)
 
 
@@ -161,9 +163,14 @@ def go_on(family: str, source: Run, step: int, layout: Layout, folder: Path, **h
 
 
 def train_watched(
-    job: JobConfig, config: ModelConfig, layout: Layout, plant: Callable[[], None] | None
+    job: JobConfig,
+    config: ModelConfig,
+    layout: Layout,
+    save_last: bool,
+    plant: Callable[[], None] | None,
 ) -> Watched:
     """On every rank: train as titan_moe.train does; what was loaded is saved again at once."""
+    curves.plot_curves = lambda *_: None  # A second of a run's few.
     if plant is not None:
         plant()
     process = Process(
@@ -175,8 +182,9 @@ def train_watched(
     resume, save = trainer._resume, trainer.checkpointer.save
 
     def save_and_keep(step: int, state: dict[str, Any], *, last: bool = False) -> None:
-        watched.saved[step] = _pieces(trainer, shards)
-        save(step, state, last=last)
+        if save_last or not last:
+            watched.saved[step] = _pieces(trainer, shards)
+            save(step, state, last=last)
 
     def resume_and_save_again() -> None:
         resume()

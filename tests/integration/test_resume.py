@@ -147,6 +147,26 @@ def test_a_killed_rank_costs_steps_but_changes_nothing(
     assert_same_run(tmp_path, undisturbed)
 
 
+# Ranks, and how they are laid out.
+SEEDED = [
+    (1, {}),
+    (2, {}),
+    (2, {"expert_parallel_degree": 2}),
+    (4, {"expert_parallel_degree": 2}),
+    (2, {"tensor_parallel_degree": 2, "expert_tensor_parallel_degree": 2}),
+    (4, {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "expert_parallel_degree": 4}),
+    (2, {"pipeline_parallel_degree": 2}),
+    (
+        4,
+        {
+            "pipeline_parallel_degree": 2,
+            "context_parallel_degree": 2,
+            "pipeline_parallel_schedule": "ZBVZeroBubble",
+        },
+    ),
+]
+
+
 def test_every_layout_starts_from_one_seed_checkpoint_and_sees_the_same_data(tmp_path: Path):
     seed = make_job(
         tmp_path / "seed",
@@ -157,13 +177,13 @@ def test_every_layout_starts_from_one_seed_checkpoint_and_sees_the_same_data(tmp
     run_ranks(train_here, 1, seed)
     initial = str(tmp_path / "seed/checkpoint/step-0")
     losses = []
-    for world_size, ep in [(1, 1), (2, 1), (2, 2), (4, 2)]:
-        folder = tmp_path / f"{world_size}-{ep}"
+    for number, (world_size, layout) in enumerate(SEEDED):
+        folder = tmp_path / str(number)
         job = make_job(
             folder,
             steps=3,
             training={"dtype": "float64"},
-            parallelism={"expert_parallel_degree": ep},
+            parallelism=layout,
             checkpoint={"enable": True, "initial_load_path": initial},
         )
         run_ranks(train_here, world_size, job)
