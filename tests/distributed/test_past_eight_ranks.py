@@ -106,7 +106,7 @@ def _with_bug(plant: Callable[[], Any], layout: Layout, rank: int) -> Finding:
 
 _ALL_AXES = "pp=2,dp_replicate=2,dp_shard=2,cp=2,tp=4,ep=4,etp=2"
 _BUGS = {
-    _tp_outside_cp: (_ALL_AXES, "tp coordinate", "dp_shard=8,cp=2,ep=4"),
+    _tp_outside_cp: (_ALL_AXES, "tp coordinate", "pp=2,dp_shard=8,ep=4"),
     _ep_inside_etp: (_ALL_AXES, "ep coordinate", "dp_shard=4,tp=4,ep=4"),
     _fsdp_cuts_the_last_dim: (_ALL_AXES, "wkv_a.weight has", "tp=16,ep=16"),
     _fsdp_leaves_ranks_empty: ("dp_shard=16,etp=2", "experts.w1 has", "tp=16,ep=16"),

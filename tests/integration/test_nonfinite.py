@@ -52,15 +52,21 @@ def poisoned(job: JobConfig, where: str):
     train_here(job)
 
 
+EP2, PP2 = {"expert_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
+
+
 @pytest.mark.parametrize(
-    "where, place",
+    "where, place, parallelism",
     [
-        ("forward", "output of layers.1.moe.experts on rank 1"),
-        ("gradient", "gradient of output.weight"),
+        ("forward", "output of layers.1.moe.experts on rank 1", EP2),
+        ("gradient", "gradient of output.weight", EP2),
+        ("forward", "output of layers.2.moe.experts on rank 1", PP2),
     ],
 )
-def test_a_run_stops_with_the_state_before_the_bad_step(tmp_path: Path, where: str, place: str):
-    job = make_job(tmp_path, parallelism={"expert_parallel_degree": 2})
+def test_a_run_stops_with_the_state_before_the_bad_step(
+    tmp_path: Path, where: str, place: str, parallelism: dict[str, int]
+):
+    job = make_job(tmp_path, parallelism=parallelism)
     with pytest.raises(RankError) as failure:
         run_ranks(poisoned, 2, job, where)
     message = str(failure.value)
@@ -73,7 +79,7 @@ def test_a_run_stops_with_the_state_before_the_bad_step(tmp_path: Path, where: s
     # Going on from there without the fault is the run that never had it.
     run_ranks(train_here, 2, job)
     healthy = tmp_path / "healthy"
-    run_ranks(train_here, 2, make_job(healthy, parallelism={"expert_parallel_degree": 2}))
+    run_ranks(train_here, 2, make_job(healthy, parallelism=parallelism))
     assert figures(tmp_path) == figures(healthy)
     assert checksums(tmp_path) == checksums(healthy)
 

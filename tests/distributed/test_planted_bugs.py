@@ -1,0 +1,85 @@
+"""The gradient gate finds mistakes of one line, names the tensor, and blames nothing else."""
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.planted_bugs import BUGS, Bug, plant
+from tests.distributed.test_gate import SAMPLE, gate_of
+from titan_moe.verify import gate as gate_module
+from titan_moe.verify import on_rank
+from titan_moe.verify.compare import Difference
+from titan_moe.verify.gate import Gate, Result
+from titan_moe.verify.layouts import AXES, OPTIONS, Layout, parse
+from titan_moe.verify.on_rank import Task, Verdict, verify_on_rank
+from titan_moe.verify.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory) -> Gate:
+    return gate_of("deepseek_v3", tmp_path_factory.mktemp("planted"))
+
+
+def with_bug(bug: Bug, task: Task) -> Verdict:
+    """The gate's rank, wrong in one line; tells all differences."""
+    plant(bug)
+    on_rank._MOST_SHOWN = 10**6
+    return verify_on_rank(task)
+
+
+def judge(
+    gate: Gate, bug: Bug, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Result, list[Difference]]:
+    """What the gate says of a layout trained with a bug, and all that it found."""
+    found: list[Difference] = []
+
+    def run_with_bug(fn: object, world_size: int, task: Task) -> list[Verdict]:
+        verdicts = run_ranks(with_bug, world_size, bug, task)
+        found.extend(difference for verdict in verdicts for difference in verdict.wrong)
+        return [replace(v, wrong=v.wrong[: on_rank._MOST_SHOWN]) for v in verdicts]
+
+    monkeypatch.setattr(gate_module, "run_ranks", run_with_bug)
+    return gate.verify(parse(layout)), found
+
+
+def caught(gate: Gate, bug: Bug, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, found = judge(gate, bug, layout, monkeypatch)
+    said = "\n".join([*result.lines, result.traceback])
+    assert result.status == "failed" and result.num_wrong, said
+    for pattern in bug.named:
+        assert any(fnmatchcase(line, f"*: {pattern}") for line in result.lines), (pattern, said)
+    first = {f"{d.quantity} {d.name}" for d in found if d.step == 0}
+    for pattern in bug.spared:
+        blamed = [each for each in first if fnmatchcase(each, pattern)]
+        assert not blamed, (pattern, blamed, said)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_caught(gate: Gate, name: str, monkeypatch):
+    caught(gate, BUGS[name], BUGS[name].caught_on, monkeypatch)
+
+
+@pytest.mark.parametrize("name", [name for name, bug in BUGS.items() if bug.harmless_on])
+def test_a_layout_without_its_axis_passes(gate: Gate, name: str, monkeypatch):
+    result, _ = judge(gate, BUGS[name], BUGS[name].harmless_on, monkeypatch)
+    assert result.passed, "\n".join([*result.lines, result.traceback])
+
+
+def holds(sampled: Layout, layout: Layout) -> bool:
+    """Whether a layout is a sampled one with fewer ranks, and fewer axes."""
+    return all(sampled.size(axis) >= layout.size(axis) for axis in AXES) and all(
+        getattr(sampled, option) == getattr(layout, option)
+        for option in OPTIONS
+        if layout.has(option)
+    )
+
+
+def in_the_sample(bug: Bug) -> list[str]:
+    return [text for text in SAMPLE if holds(parse(text), parse(bug.caught_on))]
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_the_sample_has_what_a_bug_shows_on(name: str):
+    assert in_the_sample(BUGS[name])
