@@ -5,6 +5,7 @@ Torch's fake process groups exchange nothing, and the model stays on the meta de
 64 ranks costs milliseconds and no memory.
 """
 
+import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,7 @@ class Finding(NamedTuple):
     """Compared, over all families."""
     num_groups: int
     problems: list[str]
+    cpu_seconds: float = 0.0
 
 
 def check_ranks(layouts: Sequence[Layout], rank: int) -> list[Finding]:
@@ -52,7 +54,12 @@ def check_ranks(layouts: Sequence[Layout], rank: int) -> list[Finding]:
     """
     assert len({layout.world_size for layout in layouts}) <= 1
     torch.set_num_threads(1)
-    return [_in_fake_world(layout, rank) for layout in layouts]
+    findings = []
+    for layout in layouts:
+        started = time.process_time()
+        found = _in_fake_world(layout, rank)
+        findings.append(found._replace(cpu_seconds=time.process_time() - started))
+    return findings
 
 
 def _in_fake_world(layout: Layout, rank: int) -> Finding:

@@ -30,6 +30,8 @@ class Outcome:
     """Compared on those ranks."""
     num_groups: int = 0
     """Process groups of each rank, the world's own not counted."""
+    cpu_seconds: float = 0.0
+    """In fake worlds."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -89,6 +91,7 @@ def summary(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
         },
         "most_groups_of_a_rank": max((outcome.num_groups for outcome in outcomes), default=0),
         "seconds": round(seconds, 1),
+        "cpu_seconds_in_fake_worlds": round(sum(o.cpu_seconds for o in outcomes), 1),
     }
 
 
@@ -126,5 +129,6 @@ def _tasks(layouts: Sequence[Layout]) -> Iterator[tuple[list[int], int]]:
 
 def _add(outcome: Outcome, finding: Finding) -> None:
     outcome.num_parameters += finding.num_parameters
+    outcome.cpu_seconds += finding.cpu_seconds
     outcome.num_groups = max(outcome.num_groups, finding.num_groups)
     outcome.problems += finding.problems
