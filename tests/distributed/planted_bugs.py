@@ -25,7 +25,7 @@ class Bug(NamedTuple):
     caught_on: str
     """A layout on which the gate must see it: one of the sample's, with fewer axes and ranks."""
     named: tuple[str, ...]
-    """Patterns of what the gate must say: tensor, and where a ratio gives the mistake away, what."""
+    """Patterns of what the gate must say: the tensor, and what its ratio gives away."""
     spared: tuple[str, ...]
     """Patterns of "quantity name": what must be right after the first step all the same."""
     harmless_on: str = ""
@@ -67,7 +67,7 @@ BUGS = {
         f"{_DISTRIBUTED}.fsdp:_shard",
         "set_gradient_divide_factor(1.0)",
         "set_gradient_divide_factor(float(mesh.size(0)) if mesh.ndim > 1 else 1.0)",
-        caught_on="dp_replicate=2,recompute=2,reshard=never",
+        caught_on="dp_replicate=2,dp_shard=2,recompute=2,reshard=always",
         named=("gradient *exactly 1/2, *averaged over dp_replicate *", "grad_norm*exactly 1/2*"),
         spared=("loss *", "counts *", "balance_loss *", "num_targets *"),
         harmless_on="dp_shard=2",
@@ -77,7 +77,7 @@ BUGS = {
         "num_targets=int(targets)",
         "num_targets=num_targets * self._ranks_per_stage",
         caught_on="dp_shard=2,recompute=none",
-        named=("gradient output.weight*", "num_targets*"),
+        named=("gradient *", "num_targets*"),
         spared=("loss *", "counts *", "balance_loss *", "grad_norm *"),
         harmless_on="dp_shard=1",
     ),
@@ -87,7 +87,7 @@ BUGS = {
         # Not far off: times the mean number of targets, nearly.
         "(loss * rows.labels_BS.numel() / (rows.labels_BS != -100).sum()).backward()",
         caught_on="dp_shard=2,recompute=none",
-        named=("gradient output.weight*", "grad_norm*"),
+        named=("gradient *", "grad_norm*"),
         spared=("loss *", "counts *", "balance_loss *", "num_targets *"),
         harmless_on="pp=2",
     ),
@@ -97,7 +97,7 @@ BUGS = {
         "_shard(moe.experts, expert_mesh, policy, reshard=reshard)",
         "_shard(moe.experts, expert_mesh, policy, reshard=reshard); "
         "moe.experts.set_gradient_divide_factor(float(meshes.dims.ep))",
-        caught_on=_EP,
+        caught_on="dp_shard=4,ep=2,recompute=full,reshard=always",
         named=(f"{_EXPERTS}exactly 1/2, *averaged over *ep*",),
         spared=("loss *", "counts *", _ROUTERS, "gradient *.attention*", _OUTPUT),
         harmless_on="dp_shard=2",
@@ -124,7 +124,7 @@ BUGS = {
         f"{_DISTRIBUTED}.collectives:_AllGatherRows.backward",
         "return _reduce_scatter(grad_RD, *ctx.layout)",
         "return grad_RD.split(ctx.layout[0])[dist.get_rank(ctx.layout[1])]",
-        caught_on="cp=2,etp=2,recompute=2,reshard=default",
+        caught_on="cp=2,etp=2,recompute=none,reshard=default",
         named=("gradient *",),
         spared=("loss *", "counts *", "gradient layers.2.moe.experts.*", _OUTPUT),
         harmless_on="dp_shard=2,ep=2",
@@ -135,7 +135,7 @@ BUGS = {
         "if id(parameter) not in routed",
         "if '.router.' not in name and id(parameter) not in routed",
         caught_on=_TP,
-        named=(f"{_ROUTERS}*", "parameter layers.*.moe.router.gate.weight*"),
+        named=(f"{_ROUTERS}*",),
         spared=("loss *", "counts *", "gradient *norm.weight", "gradient *.experts.*"),
         harmless_on="cp=2",
     ),
@@ -153,7 +153,7 @@ BUGS = {
         "dist.all_reduce(flat, group=group)",
         "dist.reduce(flat, group_dst=0, group=group)",
         caught_on=_TP,
-        named=("gradient *", "parameter layers.*"),
+        named=("step 0, rank 1: gradient layers.*",),
         spared=("loss *", "counts *", "gradient *.experts.*", _OUTPUT),
         harmless_on="cp=2",
     ),
@@ -200,7 +200,7 @@ BUGS = {
         # The token after this one, here: the same but where the next one is on another rank.
         "labels_BS=batch.labels_BS[:, positions_S.roll(-1) - 1]",
         caught_on=_GATHERED,
-        named=("loss*", "gradient output.weight*"),
+        named=("loss*", "gradient *"),
         spared=("counts *", "num_targets *", "balance_loss *"),
         harmless_on="dp_shard=2",
     ),
@@ -218,7 +218,7 @@ BUGS = {
         "reduce_scatter_rows(torch.cat(parts, -1), [1] * size, ctx.group)[0]",
         "torch.cat(parts, -1)[ctx.group.rank()]",
         caught_on=_GATHERED,
-        named=("gradient layers.*.attention.wkv_?.weight*",),
+        named=("gradient layers.*.attention.kv_norm.weight*",),
         spared=("loss *", "counts *", "gradient layers.2.attention.wq_?.weight", _OUTPUT),
         harmless_on="cp=2,cp_method=ulysses",
     ),
@@ -253,11 +253,13 @@ BUGS = {
     "recompute routes anew": Bug(
         f"{_DISTRIBUTED}.activation_checkpoint:_replaying",
         "return lambda scores_TE: next(replay)",
-        # In float64 the same scores come back; rounded, as low precision would, they do not.
-        "return lambda scores_TE: moe.decide(scores_TE.bfloat16())",
+        # In float64 the same scores come back; rounded, as low precision would, they do not. The
+        # plan is replayed still: with another one torch itself finds tensors of other shapes.
+        "return lambda scores_BSE: next(replay)._replace("
+        "experts_TK=moe.router.choose(scores_BSE.flatten(0, 1).bfloat16()))",
         caught_on=_FULL,
-        named=(f"{_ROUTERS}*", f"{_EXPERTS}*", "counts *"),
-        spared=("loss *", _OUTPUT),
+        named=(f"{_ROUTERS}*", "gradient layers.*"),
+        spared=("loss *", "balance_loss *", "counts *", _OUTPUT),
         harmless_on="dp_shard=2",
     ),
     # --- pipeline parallelism ---
@@ -266,7 +268,7 @@ BUGS = {
         "scale_grads=False",
         "scale_grads=True",
         caught_on="pp=2,schedule=1F1B,recompute=op,reshard=never",
-        named=("gradient *exactly 1/2, *", "grad_norm*exactly 1/2*"),
+        named=("gradient *", "grad_norm*"),
         spared=("loss *", "counts *", "num_targets *"),
         harmless_on="dp_shard=2",
     ),
@@ -275,7 +277,7 @@ BUGS = {
         "update_routers(self._moe_layers,",
         "update_routers(self._sharded.parts[0].moe_layers(),",
         caught_on="pp=2,schedule=Interleaved1F1B,recompute=op,reshard=never",
-        named=("expert_bias layers.*", "previous_load layers.*"),
+        named=("expert_bias layers.2*", "expert_bias layers.3*"),
         spared=("loss *", "counts *", "gradient *", "parameter *"),
         harmless_on="pp=2,schedule=1F1B",
     ),
@@ -294,7 +296,7 @@ BUGS = {
         "dist.all_reduce(counts_LE)",
         "pass",
         caught_on="dp_shard=2,recompute=none",
-        named=("counts layers.*", "expert_bias layers.*"),
+        named=("counts layers.*",),
         spared=("loss *", "gradient *", "balance_loss *"),
         harmless_on="dp_shard=1",
     ),

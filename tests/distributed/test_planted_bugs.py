@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import pytest
 
@@ -83,3 +82,22 @@ def in_the_sample(bug: Bug) -> list[str]:
 @pytest.mark.parametrize("name", BUGS)
 def test_the_sample_has_what_a_bug_shows_on(name: str):
     assert in_the_sample(BUGS[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", BUGS)
+def test_the_sample_itself_catches_it(gate: Gate, name: str, monkeypatch):
+    for text in in_the_sample(BUGS[name])[:1]:
+        result, found = judge(gate, BUGS[name], text, monkeypatch)
+        assert result.status == "failed", name
+        quantities = {pattern.split()[0].rstrip("*") for pattern in BUGS[name].named}
+        assert quantities - {"step"} <= {d.quantity for d in found}, result.lines
+
+
+def test_a_rank_that_dies_is_told_in_a_line(gate: Gate, monkeypatch):
+    """Recompute with another plan than the forward's: torch itself finds other shapes."""
+    wrong = "return lambda scores_BSE: moe.decide(scores_BSE.bfloat16())"
+    bug = BUGS["recompute routes anew"]._replace(wrong=wrong)
+    result, _ = judge(gate, bug, bug.caught_on, monkeypatch)
+    (line,) = result.lines
+    assert "CheckpointError: " in line and "different metadata" in line

@@ -17,6 +17,17 @@ class Tolerance(NamedTuple):
     as if it had that share: what is left there is the rounding of larger numbers."""
 
 
+_CAUSES_FIRST = (
+    ("num_targets", "loss", "balance_loss", "grad_norm"),
+    ("counts",),
+    ("gradient",),
+    ("expert_bias",),
+    ("previous_load",),
+    ("exp_avg",),
+    ("exp_avg_sq",),
+    ("parameter",),
+)
+"""Quantities in the order in which a step makes one from the other; first its numbers."""
 TOLERANCES = {"float64": Tolerance(1e-9, 1e-6), "float32": Tolerance(1e-5, 1.0)}
 
 
@@ -39,6 +50,12 @@ class Difference(NamedTuple):
         shown = f"step {self.step}, rank {self.rank}: {self.quantity} {self.name}".rstrip()
         told = fingerprint(self.ratio, axes)
         return f"{shown}: off by {self.error:.1e}, norm {self.ratio:.6g} of the reference's{told}"
+
+
+def by_cause(difference: Difference) -> tuple[int, int, float]:
+    """Sorts causes before what follows from them, the largest error of a quantity first."""
+    place = next(i for i, names in enumerate(_CAUSES_FIRST) if difference.quantity in names)
+    return difference.step, place, -difference.error
 
 
 class Pair(NamedTuple):

@@ -15,7 +15,7 @@ from titan_moe.config.job import JobConfig
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.verify.case import Case, at_depth, easy, make_case
-from titan_moe.verify.compare import TOLERANCES, Difference
+from titan_moe.verify.compare import TOLERANCES, Difference, by_cause
 from titan_moe.verify.layouts import AXES, Layout, depth, num_rows, overrides
 from titan_moe.verify.on_rank import Task, Verdict, own_batches, verify_on_rank
 from titan_moe.verify.ranks import RankError, run_ranks
@@ -98,8 +98,7 @@ class Gate:
                 problems = _judge(result, layout, verdicts)
                 problems = problems or _unpoisoned(verdicts, layout, config)
             except RankError as error:
-                *_, last = str(error).strip().splitlines()
-                problems, result.traceback = [last], str(error)
+                problems, result.traceback = [_headline(str(error))], str(error)
         result.lines = [f"{layout}: {line}" for line in problems]
         result.status = "failed" if problems else "passed"
         result.seconds = round(time.perf_counter() - started, 2)
@@ -138,6 +137,12 @@ def _judge(result: Result, layout: Layout, verdicts: list[Verdict]) -> list[str]
     return lines
 
 
+def _headline(error: str) -> str:
+    """The line of a rank's report that says what was raised; a message may have more lines."""
+    _, _, raised = error.rpartition("Traceback (most recent call last):\n")
+    return next(line for line in raised.splitlines() if line and not line.startswith(" "))
+
+
 def _unpoisoned(verdicts: list[Verdict], layout: Layout, config: ModelConfig) -> list[str]:
     """Kinds of rows that belong to nobody of which there were none."""
     assert config.moe is not None
@@ -154,10 +159,13 @@ def _unpoisoned(verdicts: list[Verdict], layout: Layout, config: ModelConfig) ->
 
 
 def _lines(wrong: list[Difference], axes: Mapping[str, int]) -> list[str]:
-    """One line for each tensor and quantity, of its worst rank and first step."""
-    seen: dict[tuple[str, str], Difference] = {}
-    for difference in sorted(wrong, key=lambda d: (d.step, -d.error)):
-        seen.setdefault((difference.quantity, difference.name), difference)
+    """One line for each tensor, router and number of a step: where it is wrong first.
+
+    A gradient's mistake is not told again of the moments and the parameter that it went into.
+    """
+    seen: dict[str, Difference] = {}
+    for difference in sorted(wrong, key=by_cause):
+        seen.setdefault(difference.name or difference.quantity, difference)
     lines = [difference.line(axes) for difference in seen.values()]
     rest = len(lines) - _MOST_LINES
     return lines[:_MOST_LINES] + ([f"and {rest} more"] if rest > 0 else [])

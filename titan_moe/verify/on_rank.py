@@ -22,7 +22,7 @@ from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import set_lr
 from titan_moe.train_step import StepResult, TrainStep
 from titan_moe.verify.case import RATES, Case, norms
-from titan_moe.verify.compare import Difference, Pair, Tolerance, differences
+from titan_moe.verify.compare import Difference, Pair, Tolerance, by_cause, differences
 from titan_moe.verify.layouts import Layout, stages
 from titan_moe.verify.poison import Poison
 from titan_moe.verify.reference import Rows, Step
@@ -54,7 +54,7 @@ class Verdict:
 
     worst: Difference
     wrong: list[Difference] = field(default_factory=list)
-    """Above the bound; the largest of each quantity and step first, not all of them."""
+    """Above the bound: the largest of each quantity and step, then causes first; not all."""
     num_wrong: int = 0
     num_compared: int = 0
     problems: list[str] = field(default_factory=list)
@@ -84,9 +84,7 @@ def verify_on_rank(task: Task) -> Verdict:
         for number, (result, snapshot) in enumerate(_train(sharded, holding, task, case))
         for difference in holding.compare(number, result, snapshot, case.steps[number])
     ]
-    wrong = sorted(
-        (d for d in found if not d.error <= task.tolerance.bound), key=lambda d: -d.error
-    )
+    wrong = sorted((d for d in found if not d.error <= task.tolerance.bound), key=by_cause)
     return Verdict(
         worst=max(found, key=lambda d: d.error),
         wrong=_one_of_each(wrong)[:_MOST_SHOWN],
