@@ -16,8 +16,6 @@ import sys
 import time
 from pathlib import Path
 
-_MOST_LINES = 20
-
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
@@ -40,20 +38,21 @@ def main(argv: list[str]) -> int:
 def _check(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from titan_moe.verify.past_eight import as_json, check_layouts, chosen
+    from titan_moe.verify.past_eight import Outcome, as_json, check_layouts, chosen
 
     started = time.perf_counter()
     layouts = chosen(options.world_size, sample_size=options.sample, seed=options.seed)
     with tqdm(total=len(layouts), unit="layout", dynamic_ncols=True) as bar:
-        outcomes = check_layouts(layouts, num_workers=options.workers, seen=bar.update)
+
+        def seen(outcome: Outcome) -> None:
+            bar.update()
+            for line in outcome.problems:
+                tqdm.write(f"{outcome.layout}: {line}")
+
+        outcomes = check_layouts(layouts, num_workers=options.workers, seen=seen)
     results = as_json(outcomes, time.perf_counter() - started)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    lines = [f"{each.layout}: {line}" for each in outcomes for line in each.problems]
-    for line in lines[:_MOST_LINES]:
-        print(line)
-    if len(lines) > _MOST_LINES:
-        print(f"and {len(lines) - _MOST_LINES} more lines in {options.out}")
     facts = results["summary"]
     print(
         f"{facts['passed']} of {facts['layouts']} layouts pass: {facts['parameters_compared']:,} "

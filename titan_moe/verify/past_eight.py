@@ -2,6 +2,7 @@
 what two ranks really make of it."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from titan_moe.verify.subjects import subjects
 from titan_moe.verify.tiling import Tiling, group_problems
 from titan_moe.verify.workers import in_fresh_processes
 
-_LAYOUTS_PER_PROCESS = 24
+_LAYOUTS_PER_PROCESS = 48
 
 
 @dataclass
@@ -51,13 +52,16 @@ def chosen(
 
 
 def check_layouts(
-    layouts: Sequence[Layout], *, num_workers: int, seen: Callable[[int], object] = lambda _: None
+    layouts: Sequence[Layout],
+    *,
+    num_workers: int,
+    seen: Callable[[Outcome], object] = lambda _: None,
 ) -> list[Outcome]:
     """Judge each layout, in this order.
 
     Args:
         num_workers: processes at a time.
-        seen: called with the number of layouts that are done, more or less, since the last call.
+        seen: called with each outcome as soon as it is complete.
     """
     tasks = list(_tasks(layouts))
     outcomes = [Outcome(str(layout), layout.world_size, []) for layout in layouts]
@@ -68,13 +72,14 @@ def check_layouts(
     for outcome, layout in zip(outcomes, layouts, strict=True):
         outcome.problems += _by_arithmetic(tiling, layout)
     calls = [([layouts[place] for place in places], rank) for places, rank in tasks]
-    half = 0
+    pending = Counter(place for places, _ in tasks for place in places)
     for index, findings in in_fresh_processes(check_ranks, calls, num_workers=num_workers):
         places, _ = tasks[index]
         for place, finding in zip(places, findings, strict=True):
             _add(outcomes[place], finding)
-        done, half = divmod(half + len(places), 2)
-        seen(done)
+            pending[place] -= 1
+            if not pending[place]:
+                seen(outcomes[place])
     return outcomes
 
 
