@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.test_layouts import SEQ_LEN, global_batch, make_job, tiny
+from tests.distributed.tiny import SEQ_LEN, global_batch, make_job, tiny
 from titan_moe.config.job import JobConfig
 from titan_moe.verify.ranks import run_ranks
 

@@ -17,7 +17,7 @@ from titan_moe.config.sections import ActivationCheckpoint
 from titan_moe.distributed.execution import Microbatch
 from titan_moe.verify.ranks import RankError, run_ranks
 
-from .test_layouts import make_job, tiny
+from .tiny import make_job, tiny
 
 SEQ_LEN, ROWS, BOUND = 16, 32, 1e-9
 JOB = make_job("deepseek_v3", training={"seq_len": SEQ_LEN})
