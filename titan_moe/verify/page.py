@@ -9,14 +9,15 @@ from titan_moe.verify.layouts import AXES, OPTIONS, Layout, parse
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --bad: #c22; --good: #183; }
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem }
+body { font: 13px/1.4 system-ui, sans-serif; margin: 2rem auto; max-width: 90rem; padding: 0 1rem }
 h1 { font-size: 1.3rem; margin: 0 0 .5rem }
 p { margin: .3rem 0 }
 input { font: inherit; padding: .3rem .5rem; width: 28rem; max-width: 100%; margin: .8rem 0 }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
-th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line) }
-th { position: sticky; top: 0; background: Canvas; cursor: pointer; white-space: nowrap }
-td.n { text-align: right } td.one { opacity: .35 }
+th, td { text-align: left; padding: .2rem .4rem; border-bottom: 1px solid var(--line) }
+th { position: sticky; top: 0; background: Canvas; cursor: pointer; vertical-align: bottom }
+td.n { text-align: right; white-space: nowrap } td.one { opacity: .35 }
+td:last-child { overflow-wrap: anywhere }
 tr.why td { font: 12px/1.5 ui-monospace, monospace; white-space: pre-wrap; color: var(--bad) }
 .passed { color: var(--good) } .failed, .refused { color: var(--bad); font-weight: 600 }
 .wide { overflow-x: auto }
@@ -47,7 +48,7 @@ document.querySelectorAll('th').forEach((head, column) => head.onclick = () => {
 
 def page(title: str, results: Sequence[Result], facts: Mapping[str, Any]) -> str:
     """A table of layouts with a filter, sorted by a click on a column; failures with reasons."""
-    heads = [*AXES, *OPTIONS, "type", "result", "worst error", "in", "tensors", "seconds"]
+    heads = [*AXES, *OPTIONS, "type", "result", "worst error", "tensors", "seconds", "worst tensor"]
     said = f"{facts['passed']} of {facts['layouts']} layouts pass."
     if facts["failed"] or facts["refused"]:
         said += f" {facts['failed']} fail, {facts['refused']} are refused by the checks."
@@ -56,6 +57,7 @@ def page(title: str, results: Sequence[Result], facts: Mapping[str, Any]) -> str
         f"one-process reference; largest relative error {facts['worst_error']:.1e} "
         f"({facts['worst_tensor']} in {facts['worst_layout']}). {facts['seconds']:.0f} s."
     )
+    head = "".join(f"<th>{_breakable(name)}</th>" for name in heads)
     body = "".join(_row(result) for result in results)
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8>"
@@ -65,7 +67,7 @@ def page(title: str, results: Sequence[Result], facts: Mapping[str, Any]) -> str
         f"<input placeholder='filter: failed tp=2 ulysses' aria-label=filter> "
         f"<span id=shown>{len(results)}</span> shown"
         f"<div class=wide><table><thead><tr>"
-        f"{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr></thead>{body}</table></div>"
+        f"{head}</tr></thead>{body}</table></div>"
         f"<script>{_SCRIPT}</script></html>\n"
     )
 
@@ -81,9 +83,9 @@ def _row(result: Result) -> str:
     cells.append(_text(result.dtype))
     cells.append(f"<td class={result.status} data-key={result.status}>{result.status}</td>")
     cells.append(f"<td class=n data-key={result.worst}>{result.worst:.1e}</td>")
-    cells.append(_text(result.worst_tensor))
     cells.append(f"<td class=n data-key={result.num_compared}>{result.num_compared:,}</td>")
     cells.append(f"<td class=n data-key={result.seconds}>{result.seconds:.1f}</td>")
+    cells.append(_text(result.worst_tensor))
     why = ""
     if result.lines:
         lines = escape("\n".join(result.lines))
@@ -95,6 +97,10 @@ def _row(result: Result) -> str:
 
 def _option(layout: Layout, option: str) -> str:
     return str(getattr(layout, option)) if layout.has(option) else ""
+
+
+def _breakable(name: str) -> str:
+    return escape(name).replace("_", "_<wbr>")
 
 
 def _text(text: str) -> str:
