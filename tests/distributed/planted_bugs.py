@@ -312,7 +312,8 @@ BUGS = {
     "global balance loss with this step's load": Bug(
         "titan_moe.moe.layer:MoE._balance_loss",
         "balance.global_loss(shares_BSE, self.router.previous_load)",
-        "balance.global_loss(shares_BSE, self.router.tokens_per_expert.double().softmax(0))",
+        "balance.global_loss(shares_BSE, "
+        "self.router.tokens_per_expert / self.router.tokens_per_expert.sum())",
         caught_on="dp_shard=2,recompute=none",
         named=("balance_loss*", f"{_ROUTERS}*"),
         spared=("loss *", "counts *", _OUTPUT, "gradient layers.2.moe.experts.*"),
