@@ -274,6 +274,7 @@ def plot_band(band: Band, candidates: Sequence[Curve], png: Path) -> None:
     """Draw repeats and candidates as relative distances from the band's middle, and the band."""
     # Imported here: it costs a second at start. Figure without pyplot needs no display.
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(11, 8), layout="constrained")
     (low, high), middle = band.edges(), band.location()
@@ -294,6 +295,7 @@ def plot_band(band: Band, candidates: Sequence[Curve], png: Path) -> None:
         # Linear where float32 ends, so that early and late steps are both seen.
         axes.set_yscale("symlog", linthresh=max(RESOLUTION, float(np.median(edges[1])) / 10))
         axes.yaxis.set_major_formatter("{x:.0e}")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(title=f"{quantity}, relative distance from the repeats' middle", xlabel="step")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

@@ -1,5 +1,6 @@
 """The trainings that a noise band is measured from: the same one, in other orders of summation."""
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ from titan_moe.build import ShardedModel, build_sharded_model
 from titan_moe.config.checks import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job import JobConfig
-from titan_moe.data.batch import Batch
 from titan_moe.data.build import build_loader
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.models.config import ModelConfig
@@ -79,7 +79,7 @@ def train(job: JobConfig, config: ModelConfig, run: Run) -> Curve:
     """Train all steps of the job; loss and gradient norm of each. Raises ConfigError."""
     if lines := refusal(job, config, run):
         raise ConfigError([f"{run}: {line}" for line in lines])
-    task = setting(job, run), config, run
+    task = setting(job, run), config, run, _global_batches(job, run.order)
     results = run_ranks(_train_on_rank, run.layout.world_size, *task, timeout_s=_TIMEOUT_S)
     loss, grad_norm = np.array(results[0]).T
     return Curve(str(run), range(1, job.training.steps + 1), loss, grad_norm)
@@ -113,7 +113,35 @@ def refusal(job: JobConfig, config: ModelConfig, run: Run) -> Sequence[str]:
     return check(setting(job, run), config, run.layout.world_size, num_gpus=0)
 
 
-def _train_on_rank(job: JobConfig, config: ModelConfig, run: Run) -> list[tuple[float, float]]:
+def _global_batches(job: JobConfig, order: int) -> list[tuple[np.ndarray, ...]]:
+    """Tokens, labels and documents of all rows of each step, the rows in the order of that seed.
+
+    Read here and not by each rank, and as arrays, for tensors would travel as file handles.
+    """
+    training = job.training
+    rows = training.global_batch_size
+    loader = build_loader(
+        training.model_copy(update={"local_batch_size": rows}),
+        load_tokenizer(job.model.tokenizer_path),
+        seed=job.debug.seed,
+        rank=0,
+        num_ranks=1,
+        global_batch_size=rows,
+    )
+    shuffle = np.random.default_rng(order).permutation if order else np.arange
+    found = []
+    for _ in range(training.steps):
+        (batch,) = loader.next_step()
+        place_B = shuffle(rows)
+        whole = batch.tokens_BS, batch.labels_BS, batch.documents_BS
+        found.append(tuple(x.numpy()[place_B] for x in whole))
+    loader.close()
+    return found
+
+
+def _train_on_rank(
+    job: JobConfig, config: ModelConfig, run: Run, batches: list[tuple[np.ndarray, ...]]
+) -> list[tuple[float, float]]:
     warnings.simplefilter("ignore", FutureWarning)
     layout, training, cpu = run.layout, job.training, torch.device("cpu")
     sharded = build_sharded_model(job, config, device=cpu, world_size=layout.world_size)
@@ -122,32 +150,12 @@ def _train_on_rank(job: JobConfig, config: ModelConfig, run: Run) -> list[tuple[
     if run.alter is not None:
         run.alter(sharded, step_fn)
     place = sharded.meshes.dims.coordinate(dist.get_rank(), "batch")
-    # Every rank reads all rows, so that their order is one of the whole batch.
-    loader = build_loader(
-        training.model_copy(update={"local_batch_size": training.global_batch_size}),
-        load_tokenizer(job.model.tokenizer_path),
-        seed=job.debug.seed,
-        rank=0,
-        num_ranks=1,
-        global_batch_size=training.global_batch_size,
-    )
     curve = []
-    for step in range(1, training.steps + 1):
-        (batch,) = loader.next_step()
-        rows = _ordered(batch, run.order, step)
+    for step, arrays in enumerate(batches, 1):
+        rows = Rows(*map(torch.from_numpy, arrays))
         set_lr(optimizer, lr_factor(step, job.lr_scheduler, training.steps))
         result = step_fn(own_batches(rows, training.local_batch_size, place, layout.data_ranks))
         curve.append((result.loss, result.grad_norm))
         if not result.finite:
             break
-    loader.close()
-    missing = training.steps - len(curve)
-    return curve + [(float("nan"), float("nan"))] * missing
-
-
-def _ordered(batch: Batch, seed: int, step: int) -> Rows:
-    order = torch.arange(len(batch.tokens_BS))
-    if seed:
-        generator = torch.Generator().manual_seed(1000 * seed + step)
-        order = torch.randperm(len(order), generator=generator)
-    return Rows(batch.tokens_BS[order], batch.labels_BS[order], batch.documents_BS[order])
+    return curve + [(math.nan, math.nan)] * (len(batches) - len(curve))
