@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
@@ -185,7 +186,7 @@ def _keep_gathered(parts: Sequence[nn.Module]) -> None:
 
 
 class _Stage(PipelineStage):
-    """A stage that can be evaluated: torch 2.13's keeps all logits, and on the rank where a V turns
+    """A stage that can be evaluated: torch's keeps all logits, and on the rank where a V turns
     its backward steps, empty in an evaluation, want a gradient."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -193,6 +194,11 @@ class _Stage(PipelineStage):
         if self.is_last and not self.has_backward:
             self.fwd_cache[fwd_chunk_id] = ((), [])
         return output
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Greetings to neighbours, by torch 2.11: gloo cannot send one to the rank itself."""
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
