@@ -35,15 +35,15 @@ _V3, _QWEN = "deepseek_v3", "qwen3"
 
 # (family, before, after); the chain 8 -> 2 -> 6 below makes two more.
 SHORT = [
-    (_V3, "dp_shard=8", "dp_shard=8,ep=8"),
+    (_V3, "dp_shard=4,etp=4", "dp_shard=2,cp=2"),
     (_V3, "dp_shard=2,cp=2,tp=2,ep=8", "dp_replicate=2,dp_shard=4"),
     (_V3, "dp_shard=2,tp=2", "cp=2,tp=2,etp=4,cp_method=ulysses"),
     (_V3, "pp=2,tp=2,ep=2,schedule=DualPipeV", "pp=2,dp_shard=3,schedule=GPipe"),
     (_V3, "pp=4,schedule=1F1B", "tp=2,dp_shard=2,ep=2,etp=2"),
-    (_QWEN, "dp_shard=3,tp=2,ep=2", "dp_shard=8"),
+    (_QWEN, "dp_shard=3,tp=2,ep=2", "dp_shard=4"),
 ]
 LONG = [
-    (_V3, "dp_shard=4,etp=4", "dp_shard=2,cp=2"),
+    (_V3, "dp_shard=8", "dp_shard=8,ep=8"),
     (_V3, "pp=4,dp_shard=2,ep=2,schedule=1F1B", "dp_shard=4,tp=2"),
     (_V3, "pp=4,schedule=ZBVZeroBubble", "pp=4,schedule=Interleaved1F1B"),
     (_V3, "pp=4,schedule=DualPipeV", "tp=4,etp=4"),
