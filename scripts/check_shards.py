@@ -60,7 +60,7 @@ def _check(options: argparse.Namespace) -> int:
         f"{facts['most_groups_of_a_rank']} process groups on any; {facts['seconds']:.0f} s; "
         f"{options.out}"
     )
-    return 0 if facts["passed"] == facts["layouts"] else 1
+    return 0 if 0 < facts["passed"] == facts["layouts"] else 1
 
 
 if __name__ == "__main__":

@@ -34,9 +34,11 @@ def main(argv: list[str]) -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--layouts", nargs="+", metavar="LAYOUT", help='such as "dp_shard=2,ep=2"')
     which.add_argument("--all", action="store_true", help="every legal power-of-two layout")
-    which.add_argument("--sample", type=int, metavar="N", help="N layouts; each pair of axes meets")
+    which.add_argument(
+        "--sample", type=positive, metavar="N", help="N layouts; each pair of axes meets"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
-    parser.add_argument("--world-size", type=int, nargs="+", default=[8], help="default: 8")
+    parser.add_argument("--world-size", type=positive, nargs="+", default=[8], help="default: 8")
     parser.add_argument("--float32", action="store_true", help="repeat each layout in float32")
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/layouts"), help="default: %(default)s"
@@ -52,6 +54,13 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"interrupted; the same command goes on with what {options.out} holds")
         return 130
+
+
+def positive(text: str) -> int:
+    """A number of something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a positive number")
+    return int(text)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -83,7 +92,7 @@ def _compare(options: argparse.Namespace) -> int:
         f"{facts['passed']} of {facts['layouts']} pass, worst error {facts['worst_error']:.1e} "
         f"({facts['worst_tensor']}); {options.out / 'results.html'}"
     )
-    return 0 if facts["passed"] == facts["layouts"] else 1
+    return 0 if 0 < facts["passed"] == facts["layouts"] else 1
 
 
 def _chosen(options: argparse.Namespace, gate) -> list[Layout]:  # type: ignore[no-untyped-def]

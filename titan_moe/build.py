@@ -3,6 +3,7 @@ distributed."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
@@ -98,7 +99,8 @@ def build_sharded_model(
 ) -> ShardedModel:
     """Lay a model out over an initialised world; collective over all ranks."""
     # 1. The two views of the world.
-    meshes = build_meshes(parallel_dims(job.parallelism, world_size), device.type)
+    timeout = timedelta(seconds=job.comm.init_timeout_seconds)
+    meshes = build_meshes(parallel_dims(job.parallelism, world_size), device.type, timeout)
 
     # 2 to 5. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job)
@@ -108,7 +110,9 @@ def build_sharded_model(
     offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
     for part in parts:
         move_off_meta(part, device, parameter_device=offloaded)
-        fill_initial_weights(part, job.debug.seed, lambda name: initial_std(name, config))
+        fill_initial_weights(
+            part, job.debug.seed, lambda name: initial_std(name, config), device=device
+        )
 
     named = {name: p for part in parts for name, p in part.named_parameters()}
     return ShardedModel(

@@ -181,18 +181,19 @@ def _stage_problems(parallelism: Parallelism, num_layers: int) -> list[str]:
             f"parallelism.module_fqns_per_model_part lists {stages} stages: {schedule.name} on "
             f"pipeline_parallel_degree={ranks} ranks wants {wanted}"
         ]
-    if stages > num_layers:
+    size = parallelism.pipeline_parallel_layers_per_stage
+    if stages > num_layers and size is None:
         return [
             f"parallelism.pipeline_parallel_degree={ranks} with {schedule.name} makes {stages} "
             f"stages of {num_layers} layers, each of at least one: choose "
             f"{_fewer_stages(schedule, ranks, num_layers)}"
         ]
-    if fits:
+    if fits and stages <= num_layers:
         return []
-    size = parallelism.pipeline_parallel_layers_per_stage
     return [
-        f"parallelism.pipeline_parallel_layers_per_stage={size} makes {stages} stages: "
-        f"{schedule.name} on pipeline_parallel_degree={ranks} ranks wants {wanted}: choose "
+        f"parallelism.pipeline_parallel_layers_per_stage={size} makes {stages} stages of "
+        f"{num_layers} layers: {schedule.name} on pipeline_parallel_degree={ranks} ranks wants "
+        f"{wanted}, each of at least one layer: choose "
         f"{_stage_sizes(parallelism, num_layers)}"
     ]
 

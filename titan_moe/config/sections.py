@@ -196,7 +196,8 @@ class Parallelism(Section):
     """Ranks that shard parameters (FSDP2); -1: the rest."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after the forward; 'default' does, but for the output layer, and not
-    in a pipeline, which would gather them for every microbatch."""
+    in a pipeline, which would gather them for every microbatch; schedules that split the backward
+    never do."""
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that split attention heads, hidden dims and the vocabulary, and between layers the
     sequence."""
@@ -225,7 +226,8 @@ class Parallelism(Section):
     pipeline_parallel_microbatch_size: PositiveInt = 1
     """Rows of one microbatch of the schedule; training.local_batch_size is a multiple."""
     pipeline_parallel_layers_per_stage: PositiveInt | None = None
-    """Layers of a stage; left out: the schedule's smallest number of stages, of equal weight."""
+    """Sets the number of stages: all layers divided by this, rounded up; they are then of equal
+    weight, so a stage may hold a layer more. Left out: as few stages as the schedule wants."""
     pipeline_parallel_first_stage_less_layers: NonNegativeInt | None = None
     """The embedding counts as this many layers; left out: by its own weight."""
     pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None

@@ -16,29 +16,33 @@ from titan_moe.distributed.local import local_part, local_slices
 
 @torch.no_grad()
 def fill_initial_weights(
-    model: nn.Module, seed: int, std_of: Callable[[str], float | None]
+    model: nn.Module,
+    seed: int,
+    std_of: Callable[[str], float | None],
+    *,
+    device: torch.device | None = None,
 ) -> None:
     """Fill every parameter: ones where `std_of(name)` is None, else normal with that deviation.
 
     Drawn in float32 whatever the parameter's type, so that a float64 run starts from the same
-    values.
+    values; on `device`, wherever the parameter is kept (left out: there).
     """
     for name, parameter in model.named_parameters():
         std = std_of(name)
         if std is None:
             local_part(parameter).fill_(1.0)
         elif ".experts." in name:
-            _fill_experts(parameter, seed, name, std)
+            _fill_experts(parameter, f"{seed}/{name}", std, device or parameter.device)
         else:
-            whole = _draw(parameter.shape, parameter.device, f"{seed}/{name}", std)
+            whole = _draw(parameter.shape, device or parameter.device, f"{seed}/{name}", std)
             local_part(parameter).copy_(whole[local_slices(parameter)])
 
 
-def _fill_experts(parameter: Tensor, seed: int, name: str, std: float) -> None:
+def _fill_experts(parameter: Tensor, key: str, std: float, device: torch.device) -> None:
     experts, *inner = local_slices(parameter)
     local = local_part(parameter)
     for row, expert in enumerate(range(experts.start, experts.stop)):
-        whole = _draw(parameter.shape[1:], parameter.device, f"{seed}/{name}/{expert}", std)
+        whole = _draw(parameter.shape[1:], device, f"{key}/{expert}", std)
         local[row].copy_(whole[tuple(inner)])
 
 

@@ -1,6 +1,7 @@
 """The meshes that shard parameters and route tokens, as torch DeviceMeshes over shared groups."""
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -42,9 +43,10 @@ class Meshes:
         return [dist.group.WORLD, *self.groups.all()]  # type: ignore[list-item]
 
 
-def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
-    """Make the meshes of an initialised world; collective over all ranks."""
-    groups, rank = ProcessGroups(), dist.get_rank()
+def build_meshes(dims: ParallelDims, device_type: str, timeout: timedelta | None = None) -> Meshes:
+    """Make the meshes of an initialised world; collective over all ranks. `timeout`: as in
+    ProcessGroups."""
+    groups, rank = ProcessGroups(timeout), dist.get_rank()
 
     def view(axes: tuple[str, ...]) -> DeviceMesh:
         world = torch.arange(dims.world_size, dtype=torch.int)

@@ -6,6 +6,7 @@ group costs start-up time and NCCL memory. Only ranks of a group take part in ma
 per rank does not grow with the world.
 """
 
+from datetime import timedelta
 from enum import Enum
 
 import torch.distributed as dist
@@ -24,9 +25,11 @@ class ProcessGroups:
     """Makes groups on first use and hands the same one out again for the same ranks and traffic.
 
     Every rank must ask for its groups in the same order of axes: making one waits for its members.
+    `timeout`: longest wait for a collective; left out, the backend's own, not that of the world.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self._timeout = timeout
         self._groups: dict[tuple[tuple[int, ...], Traffic | None], ProcessGroup] = {}
 
     def get(self, ranks: tuple[int, ...], traffic: Traffic) -> ProcessGroup:
@@ -35,7 +38,9 @@ class ProcessGroups:
             return dist.group.WORLD  # type: ignore[return-value]
         key = (ranks, traffic if len(ranks) > 1 else None)
         if key not in self._groups:
-            self._groups[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+            self._groups[key] = dist.new_group(
+                list(ranks), timeout=self._timeout, use_local_synchronization=True
+            )
         return self._groups[key]
 
     def all(self) -> list[ProcessGroup]:

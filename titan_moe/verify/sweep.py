@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from titan_moe.config.job import JobConfig
 from titan_moe.verify.gate import Gate, Result
 from titan_moe.verify.layouts import Layout
@@ -14,8 +16,9 @@ RESULTS_FILE = "results.jsonl"
 
 
 def code_fingerprint(job: JobConfig) -> str:
-    """Changes with the configuration and with every line of the package."""
-    digest = hashlib.blake2b(job.model_dump_json().encode(), digest_size=12)
+    """Changes with the configuration, with every line of the package, and with torch."""
+    said = f"{job.model_dump_json()} torch {torch.__version__}"
+    digest = hashlib.blake2b(said.encode(), digest_size=12)
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())

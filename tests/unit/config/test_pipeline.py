@@ -299,7 +299,12 @@ BAD = [
     (parallelism(8), 4, 8, ["degree=8", "8 stages of 4 layers", "at most 4"]),
     (parallelism(4, "ZBVZeroBubble"), 4, 8, ["8 stages of 4 layers", "at most 2", "1F1B"]),
     (parallelism(4, "LoopedBFS"), 4, 8, ["8 stages", "layers_per_stage=1"]),
-    (parallelism(2, layers_per_stage=1), 4, 8, ["=1 makes 4 stages", "wants 2", "choose 2 (2 s"]),
+    (
+        parallelism(2, layers_per_stage=1),
+        4,
+        8,
+        ["=1 makes 4 stages of 4", "wants 2", "choose 2 (2 s"],
+    ),
     (parallelism(2, "DualPipeV", layers_per_stage=2), 4, 8, ["wants 4", "choose 1 (4 stages)"]),
     (
         parallelism(2, "Interleaved1F1B", layers_per_stage=3),

@@ -52,3 +52,19 @@ def test_one_group_per_list_of_ranks_and_class_of_traffic(world_size: int, degre
     alone = {(rank,)} & (tokens | parameters)
     expected = len(tokens - alone) + len(parameters - alone) + len(alone)
     assert len(calls) == expected
+
+
+def own_timeouts(seconds: float) -> list[float]:
+    from datetime import timedelta
+
+    import torch
+
+    from titan_moe.distributed.meshes import build_meshes
+
+    meshes = build_meshes(ParallelDims(2, tp=2), "cpu", timedelta(seconds=seconds))
+    groups = [meshes.group(axis) for axis in ("tp", "fsdp")]
+    return [group._get_backend(torch.device("cpu")).options._timeout.seconds for group in groups]
+
+
+def test_groups_wait_as_long_as_the_configuration_says():
+    assert run_ranks(own_timeouts, 2, 77) == [[77, 77]] * 2
