@@ -140,6 +140,8 @@ def _start_endless(folder: Path) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # Tests started in the background of a shell inherit that SIGINT is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     metrics = folder / "metrics.jsonl"
     deadline = time.monotonic() + 60
