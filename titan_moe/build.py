@@ -4,7 +4,7 @@ distributed."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -195,12 +195,13 @@ def _attention_core(job: JobConfig, meshes: Meshes, device: torch.device) -> Att
 
 def _positions(parallelism: Parallelism, meshes: Meshes) -> Callable[[int], Tensor]:
     dims = meshes.dims
-    return partial(
+    positions = partial(
         local_positions,
         cp_size=dims.cp,
         cp_rank=dims.coordinate(meshes.rank, "cp"),
         balanced=dims.cp > 1 and _is_balanced(parallelism),
     )
+    return cache(positions)  # Training and validation ask for the same one or two at every batch.
 
 
 def _is_balanced(parallelism: Parallelism) -> bool:
