@@ -16,6 +16,8 @@ class YarnScaling:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 1.0
+    truncate: bool = True
+    """Round the border channels between kept and interpolated ones to whole channels."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,46 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class LocalAttention:
+    """Layers that see the near past alone, between layers that see all of it."""
+
+    kind: Literal["window", "chunk"]
+    """'window': a token sees the last `size` tokens, itself among them (arXiv 2004.05150);
+    'chunk': a row is cut every `size` tokens, and a token sees its own piece (Llama 4)."""
+    size: int
+    global_every: int
+    """Layers global_every - 1, 2 * global_every - 1, ... see all; 0: none does."""
+    global_rotary: bool = True
+    """False: layers that see all have no positions (NoPE, arXiv 2305.19466)."""
+
+
+@dataclass(frozen=True)
+class PositionTemperature:
+    """Sharper attention far into a row, where layers have no positions (arXiv 2501.19399).
+
+    The query at position p is scaled by 1 + scale * log(1 + floor((p + 1) / floor)).
+    """
+
+    scale: float
+    floor: int
+
+
+@dataclass(frozen=True)
 class GQAConfig:
     """Grouped-query attention (arXiv 2305.13245)."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    qk_norm: bool = False
+    qk_norm: Literal["none", "learned", "unweighted"] = "none"
+    """RMS norm of each query and key head: with a weight before the rotation (Qwen3), or without
+    one after it, in layers that rotate (Llama 4)."""
     bias: bool = False
     """All four projections have a bias: Hugging Face's `attention_bias`."""
+    sinks: bool = False
+    """A learned logit per head joins each softmax and takes its share away (gpt-oss)."""
+    temperature: PositionTemperature | None = None
+    """In layers without positions."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +98,8 @@ class MLAConfig:
     v_dim: int
     bias: bool = False
     """The down-projections and the output projection have a bias: `attention_bias`."""
+    norm_eps: float = 1e-6
+    """Of the latents' norms, which the published code leaves at this whatever the model's own."""
 
     @property
     def num_kv_heads(self) -> int:
@@ -86,6 +121,15 @@ class ModelConfig:
     moe: MoEConfig | None
     num_dense_layers: int = 0
     """The first layers whose feed-forward is dense although `moe` is set."""
+    moe_every: int = 1
+    """Of the others, layers moe_every - 1, 2 * moe_every - 1, ... have experts."""
+    local: LocalAttention | None = None
+    tied_embeddings: bool = False
+    """The output layer's weight is the embedding's."""
+    num_mtp_layers: int = 0
+    """Layers that predict further tokens in training (arXiv 2412.19437, section 2.2)."""
+    mtp_loss_weight: float = 0.3
+    """Of the mean of their losses; DeepSeek-V3 trained with 0.3, then 0.1."""
     max_seq_len: int = 4096
     norm_eps: float = 1e-6
     init_std: float = 0.02
@@ -93,4 +137,30 @@ class ModelConfig:
     it by the square root of their number."""
 
     def is_moe_layer(self, layer: int) -> bool:
-        return self.moe is not None and layer >= self.num_dense_layers
+        """Also of a layer beyond the last: the multi-token prediction's are built like it."""
+        layer = min(layer, self.num_layers - 1)
+        interleaved = (layer + 1) % self.moe_every == 0
+        return self.moe is not None and layer >= self.num_dense_layers and interleaved
+
+    def local_in(self, layer: int) -> LocalAttention | None:
+        """How far a layer sees; None: the whole past."""
+        local = self.local
+        if local is None or (local.global_every and (layer + 1) % local.global_every == 0):
+            return None
+        return local
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer's queries and keys are rotated by their positions."""
+        return self.local is None or self.local.global_rotary or self.local_in(layer) is not None
+
+
+def tied_weights(config: ModelConfig) -> list[list[str]]:
+    """Groups of parameters that are one parameter of the model, kept as copies; its name first.
+
+    Copies, so that nothing but the step knows of a tie: each is sharded and gathered where it is
+    used, on any pipeline stage, and the step sums their gradients. The price is a second (sharded)
+    embedding with its optimizer state.
+    """
+    copies = ["output.weight"] * config.tied_embeddings
+    copies += ["mtp.tok_embeddings.weight"] * (config.num_mtp_layers > 0)
+    return [["tok_embeddings.weight", *copies]] if copies else []

@@ -22,6 +22,14 @@ class MoEConfig:
     top_groups: int = 1
     group_score_top: int = 1
     """A group's score is the sum of its this many best scores: 1 in DeepSeek-V2, 2 in V3."""
+    router_bias: bool = False
+    """The router's logits have a bias (gpt-oss)."""
+    projection_bias: bool = False
+    """The experts' three projections have biases (gpt-oss)."""
+    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    """silu(gate) * up, or gpt-oss's clamped form of it (`experts.py`)."""
+    weights_scale: Literal["outputs", "inputs"] = "outputs"
+    """What a routing weight multiplies: an expert's output, or the token that goes in (Llama 4)."""
     row_alignment: int = 1
     bias_update_speed: float = 0.0
     sequence_aux_loss_weight: float = 0.0

@@ -71,7 +71,9 @@ def _awkward(ep: int) -> ModelConfig:
         dim=191,
         vocab_size=192,
         max_seq_len=SEQ_LEN,
-        attention=GQAConfig(num_heads=128, num_kv_heads=64, head_dim=24, qk_norm=True, bias=True),
+        attention=GQAConfig(
+            num_heads=128, num_kv_heads=64, head_dim=24, qk_norm="learned", bias=True
+        ),
         moe=replace(config.moe, num_experts=3 * ep, hidden_dim=192),
     )
 

@@ -49,7 +49,7 @@ def test_flex_matches_the_explicit_mask():
     torch.testing.assert_close(ours, oracle, rtol=1e-5, atol=1e-5)
 
 
-GQA = GQAConfig(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True)
+GQA = GQAConfig(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm="learned")
 MLA = MLAConfig(num_heads=2, q_rank=12, kv_rank=8, nope_dim=8, rope_dim=4, v_dim=6)
 
 

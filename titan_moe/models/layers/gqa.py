@@ -26,7 +26,7 @@ class GQA(nn.Module):
         self.wo = nn.Linear(config.num_heads * config.head_dim, dim, bias=config.bias)
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
-        if config.qk_norm:
+        if config.qk_norm == "learned":
             self.q_norm = nn.RMSNorm(config.head_dim, eps=norm_eps)
             self.k_norm = nn.RMSNorm(config.head_dim, eps=norm_eps)
 

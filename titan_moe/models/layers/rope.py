@@ -73,8 +73,10 @@ def _yarn(base_C: Tensor, dim: int, theta: float, scaling: YarnScaling) -> Tenso
         wavelength = scaling.original_max_seq_len / (rotations * 2 * math.pi)
         return dim * math.log(wavelength) / (2 * math.log(theta))
 
-    low = max(math.floor(channel_of(scaling.beta_fast)), 0)
-    high = min(math.ceil(channel_of(scaling.beta_slow)), dim - 1)
+    low, high = channel_of(scaling.beta_fast), channel_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     width = max(high - low, 0.001)
     channel_C = torch.arange(dim // 2, dtype=torch.float64)
     interpolated_C = ((channel_C - low) / width).clamp(0, 1)

@@ -13,7 +13,7 @@ FLAVORS: dict[str, ModelConfig] = {
         num_layers=8,
         hidden_dim=32,
         init_std=0.1,
-        attention=GQAConfig(num_heads=16, num_kv_heads=8, head_dim=8, qk_norm=True, bias=True),
+        attention=GQAConfig(num_heads=16, num_kv_heads=8, head_dim=8, qk_norm="learned", bias=True),
         rope=RopeConfig(10_000.0),
         moe=MoEConfig(
             num_experts=8,
@@ -31,7 +31,7 @@ FLAVORS: dict[str, ModelConfig] = {
         dim=256,
         num_layers=4,
         hidden_dim=512,
-        attention=GQAConfig(num_heads=8, num_kv_heads=4, head_dim=32, qk_norm=True),
+        attention=GQAConfig(num_heads=8, num_kv_heads=4, head_dim=32, qk_norm="learned"),
         rope=RopeConfig(10_000.0),
         moe=MoEConfig(num_experts=8, top_k=2, hidden_dim=512, normalize_top_k=True),
     ),
@@ -40,7 +40,7 @@ FLAVORS: dict[str, ModelConfig] = {
         dim=2048,
         num_layers=48,
         hidden_dim=6144,
-        attention=GQAConfig(num_heads=32, num_kv_heads=4, head_dim=128, qk_norm=True),
+        attention=GQAConfig(num_heads=32, num_kv_heads=4, head_dim=128, qk_norm="learned"),
         rope=RopeConfig(1_000_000.0),
         max_seq_len=40_960,
         moe=MoEConfig(
@@ -56,7 +56,7 @@ FLAVORS: dict[str, ModelConfig] = {
         dim=4096,
         num_layers=94,
         hidden_dim=12_288,
-        attention=GQAConfig(num_heads=64, num_kv_heads=4, head_dim=128, qk_norm=True),
+        attention=GQAConfig(num_heads=64, num_kv_heads=4, head_dim=128, qk_norm="learned"),
         rope=RopeConfig(1_000_000.0),
         max_seq_len=40_960,
         moe=MoEConfig(
