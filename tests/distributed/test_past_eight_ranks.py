@@ -80,7 +80,7 @@ def _tokens_travel_with_parameters() -> Any:
 
 
 def _another_hidden_dim() -> Any:
-    return mock.patch.object(expert_parallel, "_HIDDEN_DIM", {"w1": 1, "w2": 1, "w3": 1})
+    return mock.patch.object(expert_parallel, "_CUT_BY_ETP", {"w1": 1, "w2": 1, "w3": 1})
 
 
 def _the_neighbours_stage() -> Any:

@@ -5,14 +5,13 @@ of those experts' hidden dim. On entry every rank of a (dp_shard x cp x tp) bloc
 its own, so nothing here needs to know how the dense part of the model was cut.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from titan_moe.distributed.collectives import (
     all_gather_rows,
@@ -20,15 +19,16 @@ from titan_moe.distributed.collectives import (
     gather_parts,
     reduce_scatter_rows,
 )
-from titan_moe.distributed.local import cut_parameter
+from titan_moe.distributed.local import cut_parameter, local_part
 from titan_moe.distributed.meshes import Meshes
 from titan_moe.moe.dispatch import ExpertRows, SortedTokens, pad_to_alignment
-from titan_moe.moe.experts import Experts
+from titan_moe.moe.experts import Compute, Experts, ExpertWeights
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.permute import combine_rows, gather_rows
 
-# The hidden dim, which etp cuts, of the stacked weights w1, w3 [E, F, D] and w2 [E, D, F].
-_HIDDEN_DIM = {"w1": 1, "w2": 2, "w3": 1}
+# The dim that etp cuts of each stack: the hidden dim F. Of b2 [E, D], which is added to a sum over F
+# that the ranks share, it is D: each rank adds it to a slice.
+_CUT_BY_ETP = {"w1": 1, "w2": 2, "w3": 1, "b1": 1, "b2": 1, "b3": 1}
 
 
 class AllToAllPlan(NamedTuple):
@@ -162,15 +162,22 @@ def _cut_experts(experts: Experts, meshes: Meshes) -> None:
     """Replace stacked weights, on the meta device, by DTensors of this rank's experts and slice."""
     axes = tuple(axis for axis in ("ep", "etp") if meshes.dims.size(axis) > 1)
     for name, _ in list(experts.named_parameters(recurse=False)):
-        dims = {"ep": 0, "etp": _HIDDEN_DIM[name]}
+        dims = {"ep": 0, "etp": _CUT_BY_ETP[name]}
         cut_parameter(experts, name, meshes.sparse[axes], [dims[axis] for axis in axes])
-    experts.compute = on_local_shards(experts.compute)
+    experts.compute = on_local_shards(experts.compute, meshes.group("etp"))
 
 
-def on_local_shards(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Hand `compute` each weight's local shard instead of the DTensor."""
+def on_local_shards(compute: Compute, etp_group: ProcessGroup) -> Compute:
+    """Hand `compute` each weight's local shard instead of the DTensor; b2 with zeros for the slices
+    of D that other ranks add."""
+    place, slices = etp_group.rank(), etp_group.size()
 
-    def compute_locally(rows: ExpertRows, *weights: DTensor) -> Tensor:
-        return compute(rows, *(weight.to_local() for weight in weights))
+    def compute_locally(rows: ExpertRows, weights: ExpertWeights) -> Tensor:
+        own = ExpertWeights(*(None if w is None else local_part(w) for w in weights))  # type: ignore[arg-type]
+        if own.b2 is not None and slices > 1:
+            width = own.b2.shape[1]
+            around = (place * width, (slices - 1 - place) * width)
+            own = own._replace(b2=F.pad(own.b2, around))
+        return compute(rows, own)
 
     return compute_locally

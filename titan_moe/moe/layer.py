@@ -38,7 +38,7 @@ class MoE(nn.Module):
         super().__init__()
         self.config = config
         self.router = Router(dim, config)
-        self.experts = Experts(config.num_experts, dim, config.hidden_dim)
+        self.experts = Experts(dim, config)
         self.shared_experts = shared_experts
         self.dispatcher: Dispatcher = LocalDispatcher(config.row_alignment)
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE

@@ -36,7 +36,7 @@ class Router(nn.Module):
     def __init__(self, dim: int, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
-        self.gate = nn.Linear(dim, config.num_experts, bias=False)
+        self.gate = nn.Linear(dim, config.num_experts, bias=config.router_bias)
         num_experts = config.num_experts
         self.register_buffer("expert_bias", torch.empty(num_experts, dtype=torch.float32))
         self.register_buffer("previous_load", torch.empty(num_experts, dtype=torch.float32))
@@ -55,7 +55,8 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Scores:
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        logits_TE = F.linear(x_TD.to(dtype), self.gate.weight.to(dtype))
+        bias_E = None if self.gate.bias is None else self.gate.bias.to(dtype)
+        logits_TE = F.linear(x_TD.to(dtype), self.gate.weight.to(dtype), bias_E)
         if self.config.score == "softmax":
             scores_TE = logits_TE.softmax(-1)
             return Scores(logits_TE, scores_TE, scores_TE)

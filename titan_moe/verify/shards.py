@@ -14,7 +14,8 @@ from titan_moe.verify.layouts import DENSE_AXES, V_SCHEDULES, Layout
 
 Box = tuple[slice, ...]
 """Where a part lies in the whole tensor."""
-HIDDEN_DIM = {"w1": 1, "w3": 1, "w2": 2}
+HIDDEN_DIM = {"w1": 1, "w3": 1, "w2": 2, "b1": 1, "b3": 1, "b2": 1}
+"""What etp cuts of a stack: the hidden dim, and of b2 [E, D] the model's."""
 SPARSE_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from titan_moe.models.layers.feed_forward import FeedForward
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch import ExpertRows, LocalDispatcher
+from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
 
 CONFIG = MoEConfig(num_experts=6, top_k=2, hidden_dim=8, normalize_top_k=True)
@@ -29,15 +30,28 @@ def slow_moe(layer: MoE, x_BSD: Tensor) -> Tensor:
     outputs = []
     experts = layer.experts
     for x in x_BSD.flatten(0, 1):
-        scores = (layer.router.gate.weight @ x).softmax(-1)
+        scores = layer.router.gate(x).softmax(-1)
         chosen = (scores + layer.router.expert_bias).topk(layer.config.top_k).indices
         weights = scores[chosen] / scores[chosen].sum() * layer.config.route_scale
         y = layer.shared_experts(x)
         for weight, e in zip(weights, chosen.tolist(), strict=True):
-            hidden = F.silu(experts.w1[e] @ x) * (experts.w3[e] @ x)
-            y = y + weight * (experts.w2[e] @ hidden)
+            if layer.config.weights_scale == "inputs":
+                y = y + slow_expert(experts, e, weight * x)
+            else:
+                y = y + weight * slow_expert(experts, e, x)
         outputs.append(y)
     return torch.stack(outputs).view_as(x_BSD)
+
+
+def slow_expert(experts: Experts, e: int, x: Tensor) -> Tensor:
+    gate, up = experts.w1[e] @ x, experts.w3[e] @ x
+    if experts.b1 is None:
+        return experts.w2[e] @ (F.silu(gate) * up)
+    gate, up = gate + experts.b1[e], up + experts.b3[e]
+    gate = torch.where(gate > 7, 7.0, gate)
+    up = torch.where(up > 7, 7.0, torch.where(up < -7, -7.0, up))
+    hidden = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+    return experts.w2[e] @ hidden + experts.b2[e]
 
 
 def _grads(layer: MoE, x_BSD: Tensor, output: Tensor) -> dict[str, Tensor]:
@@ -50,9 +64,21 @@ def _grads(layer: MoE, x_BSD: Tensor, output: Tensor) -> dict[str, Tensor]:
     return grads | {"x": x_BSD.grad.clone()}
 
 
+BIASED = replace(CONFIG, router_bias=True, projection_bias=True, activation="clamped_swiglu")
+KINDS = {
+    "plain": CONFIG,
+    "weighted inputs": replace(CONFIG, weights_scale="inputs"),
+    "biases": BIASED,
+    "biases, weighted inputs": replace(BIASED, weights_scale="inputs"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("row_alignment", [1, 8, 16, 32, 128])
-def test_layer_matches_the_loop_forward_and_backward(row_alignment: int):
-    layer = _layer(replace(CONFIG, row_alignment=row_alignment))
+def test_layer_matches_the_loop_forward_and_backward(row_alignment: int, kind: str):
+    layer = _layer(replace(KINDS[kind], row_alignment=row_alignment))
+    if layer.experts.b1 is not None:
+        layer.experts.w1.data.mul_(6)  # Some are clamped.
     x_BSD = torch.randn(2, 7, DIM, dtype=torch.float64, requires_grad=True)
     layer.router.expert_bias[2] = -100.0  # Expert 2 gets no token.
     output, expected = layer(x_BSD), slow_moe(layer, x_BSD)
@@ -81,9 +107,10 @@ class _PoisonedTail(LocalDispatcher):
         return ExpertRows(x_RD, torch.where(past, float("nan"), rows.weights_R), rows.offsets_E)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_rows_past_the_last_group_never_reach_a_token_or_a_weight(dtype: torch.dtype):
-    layer = _layer(replace(CONFIG, row_alignment=16), dtype)
+def test_rows_past_the_last_group_never_reach_a_token_or_a_weight(dtype: torch.dtype, kind: str):
+    layer = _layer(replace(KINDS[kind], row_alignment=16), dtype)
     x_BSD = torch.randn(2, 7, DIM, dtype=dtype, requires_grad=True)
     clean = layer(x_BSD)
     clean_grads = _grads(layer, x_BSD, clean)
