@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from titan_moe.distributed.block_attention import ExplicitBlocks, FlexBlocks, Upstream
-from titan_moe.models.layers.attention_core import DocumentFlex, DocumentSdpa
+from titan_moe.models.layers.attention_core import DocumentSdpa, FlexCore
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def test_flex_matches_the_explicit_mask_forward_and_backward():
     documents_BS = torch.randint(0, 2, (2, 512), device="cuda").cumsum(1).int() // 40
     results = []
-    for core in (DocumentSdpa(), DocumentFlex(compiled=True)):
+    for core in (DocumentSdpa(), FlexCore(mask_documents=True, compiled=True)):
         generator = torch.Generator("cuda").manual_seed(0)
         q, k, v = (
             torch.randn(2, heads, 512, 64, device="cuda", generator=generator, requires_grad=True)

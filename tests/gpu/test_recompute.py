@@ -6,7 +6,7 @@ import torch
 from titan_moe.config.sections import ActivationCheckpoint
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.models.decoder import Decoder
-from titan_moe.models.layers.attention_core import AttentionCore, DocumentFlex
+from titan_moe.models.layers.attention_core import AttentionCore, FlexCore
 from titan_moe.models.registry import model_config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -43,7 +43,7 @@ def backward(mode: str, device: str, core: AttentionCore) -> tuple[dict[str, tor
 
 def test_compiled_attention_is_kept_and_gradients_are_those_of_no_recompute():
     layers = model_config("qwen3", "debugmodel_moe").num_layers
-    core = DocumentFlex(compiled=True)
+    core = FlexCore(mask_documents=True, compiled=True)
     expected, calls = backward("none", "cuda", core)
     assert calls == layers
     grads, calls = backward("selective", "cuda", core)

@@ -1,52 +1,136 @@
 """Attention cores and layers against slow loops and against documents one by one."""
 
+from itertools import product
+
 import pytest
 import torch
+from torch.nn.attention import flex_attention
 
-from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig, RopeConfig
+from titan_moe.models.config import GQAConfig, LocalAttention, MLAConfig, ModelConfig, RopeConfig
 from titan_moe.models.decoder import Decoder, initial_std
-from titan_moe.models.layers.attention_core import CausalSdpa, DocumentFlex, DocumentSdpa
+from titan_moe.models.layers.attention_core import (
+    CausalSdpa,
+    DocumentSdpa,
+    FlexCore,
+    choose_core,
+)
 
 DOCUMENTS_BS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 1]], dtype=torch.int32)
 
 
-def slow_attention(q, k, v, documents_BS, scale):
+LOCALS = {
+    "all": None,
+    "window": LocalAttention("window", 3, global_every=0),
+    "window of one": LocalAttention("window", 1, global_every=0),
+    "window beyond the row": LocalAttention("window", 99, global_every=0),
+    "chunk": LocalAttention("chunk", 3, global_every=0),
+}
+
+
+def sees(documents_S, local, query, key) -> bool:
+    """The rule itself, for one pair."""
+    if key > query or documents_S[key] != documents_S[query]:
+        return False
+    if local is None:
+        return True
+    if local.kind == "window":
+        return query - key < local.size
+    return query // local.size == key // local.size
+
+
+def slow_attention(q, k, v, documents_BS, local, scale, sinks):
     """Query by query, head by head."""
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=q.dtype)
     groups = q.shape[1] // k.shape[1]
-    for b in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            for i in range(q.shape[2]):
-                seen = [j for j in range(i + 1) if documents_BS[b, j] == documents_BS[b, i]]
-                scores = torch.stack([q[b, h, i] @ k[b, h // groups, j] * scale for j in seen])
-                weights = scores.softmax(0)
-                out[b, h, i] = sum(
-                    w * v[b, h // groups, j] for w, j in zip(weights, seen, strict=True)
-                )
+    for b, h, i in product(*map(range, q.shape[:3])):
+        seen = [j for j in range(i + 1) if sees(documents_BS[b], local, i, j)]
+        scores = [q[b, h, i] @ k[b, h // groups, j] * scale for j in seen]
+        if sinks is not None:
+            scores.append(sinks[h])
+        weights = torch.stack(scores).softmax(0)[: len(seen)]
+        out[b, h, i] = sum(w * v[b, h // groups, j] for w, j in zip(weights, seen, strict=True))
     return out
 
 
-def _qkv(dtype=torch.float64):
+def _inputs(*, sinks: bool, shape: str = "gqa", dtype=torch.float64) -> list[torch.Tensor]:
+    """q, k, v and perhaps sinks."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16)]
-    return [torch.randn(s, dtype=dtype, generator=generator).requires_grad_() for s in shapes]
+    kv_heads, qk_dim, v_dim = {"gqa": (2, 16, 16), "mla": (4, 12, 8)}[shape]
+    sizes = [(2, 4, 8, qk_dim), (2, kv_heads, 8, qk_dim), (2, kv_heads, 8, v_dim), (4,)]
+    tensors = [torch.randn(size, dtype=dtype, generator=generator) for size in sizes]
+    return [x.requires_grad_() for x in tensors[: 3 + sinks]]
 
 
+def _with_gradients(out: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [out, *torch.autograd.grad((out * torch.arange(8.0)[:, None]).sum(), inputs)]
+
+
+def _attend(core, inputs: list[torch.Tensor], documents_BS, local) -> torch.Tensor:
+    return core(*inputs[:3], core.mask(documents_BS, local), 0.3, *inputs[3:])
+
+
+def _assert_close(ours, oracle, bound: float) -> None:
+    for a, b in zip(ours, oracle, strict=True):
+        torch.testing.assert_close(a, b, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("shape", ["gqa", "mla"])
+@pytest.mark.parametrize("sinks", [True, False])
+@pytest.mark.parametrize("local", LOCALS)
 @pytest.mark.parametrize("masked", [True, False])
-def test_sdpa_cores_match_the_loop_with_grouped_heads(masked: bool):
-    q, k, v = _qkv()
-    core = DocumentSdpa() if masked else CausalSdpa()
+def test_sdpa_cores_match_the_loop(masked: bool, local: str, sinks: bool, shape: str):
+    inputs = _inputs(sinks=sinks, shape=shape)
+    core = choose_core(mask_documents=masked, device_type="cpu", local_or_sinks=True)
     documents = DOCUMENTS_BS if masked else torch.zeros_like(DOCUMENTS_BS)
-    out = core(q, k, v, core.mask(documents), 0.3)
-    torch.testing.assert_close(out, slow_attention(q, k, v, documents, 0.3))
+    q, k, v, *rest = inputs
+    slow = slow_attention(q, k, v, documents, LOCALS[local], 0.3, rest[0] if sinks else None)
+    ours = _attend(core, inputs, DOCUMENTS_BS, LOCALS[local])
+    _assert_close(_with_gradients(ours, inputs), _with_gradients(slow, inputs), 1e-13)
 
 
-def test_flex_matches_the_explicit_mask():
-    """Forward alone: torch has no backward of flex attention on the CPU; tests/gpu has both."""
-    q, k, v = (x.detach() for x in _qkv(torch.float32))
-    cores = (DocumentSdpa(), DocumentFlex(compiled=False))
-    oracle, ours = (core(q, k, v, core.mask(DOCUMENTS_BS), 0.3) for core in cores)
+def test_flex_matches_the_explicit_mask_in_float32():
+    """As torch lets it run on the CPU: uncompiled, forward alone; tests/gpu has the rest."""
+    inputs = [x.detach() for x in _inputs(sinks=True, dtype=torch.float32)]
+    local = LOCALS["window"]
+    cores = DocumentSdpa(), FlexCore(mask_documents=True, compiled=False)
+    oracle, ours = (_attend(core, inputs, DOCUMENTS_BS, local) for core in cores)
     torch.testing.assert_close(ours, oracle, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sinks", [True, False])
+@pytest.mark.parametrize("local", ["all", "window", "chunk"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_flex_matches_the_explicit_mask_with_gradients(
+    masked: bool, local: str, sinks: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Torch refuses flex attention's backward on a CPU, but can do it, in float64 too."""
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    inputs = _inputs(sinks=sinks)
+    plain = choose_core(mask_documents=masked, device_type="cpu", local_or_sinks=True)
+    found = [
+        _with_gradients(_attend(core, inputs, DOCUMENTS_BS, LOCALS[local]), inputs)
+        for core in (plain, FlexCore(mask_documents=masked, compiled=False))
+    ]
+    _assert_close(*found, 1e-13)
+
+
+def test_sinks_of_the_plain_core_need_no_mask():
+    """Where nobody said that there would be sinks; without them the kernel's own causal order."""
+    inputs = _inputs(sinks=True)
+    assert CausalSdpa().mask(DOCUMENTS_BS) is None
+    ours = _attend(CausalSdpa(), inputs, DOCUMENTS_BS, None)
+    whole = _attend(CausalSdpa(), inputs, DOCUMENTS_BS, LOCALS["window beyond the row"])
+    assert torch.equal(ours, whole)
+
+
+def test_a_far_sink_takes_nothing_and_a_near_one_all():
+    q, k, v, _ = _inputs(sinks=True)
+    without = _attend(DocumentSdpa(), [q, k, v], DOCUMENTS_BS, None)
+    sinks_H = torch.tensor([-1e4, 1e4, -1e4, 1e4], dtype=torch.float64)
+    out = _attend(DocumentSdpa(), [q, k, v, sinks_H], DOCUMENTS_BS, None)
+    torch.testing.assert_close(out[:, ::2], without[:, ::2], rtol=1e-14, atol=1e-14)
+    assert (out[:, 1::2] == 0).all()
 
 
 GQA = GQAConfig(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm="learned")

@@ -1,89 +1,100 @@
-"""softmax(q k^T) v under a causal or a causal-within-document mask.
+"""softmax(q k^T) v over the past: a row's, a document's, a window's or a chunk's; with sinks.
 
-A core makes its mask once per microbatch, for all layers, and is chosen when the model is built.
+A core makes its masks once per microbatch, for all layers, and is chosen when the model is built.
 """
 
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from titan_moe.kernels.attention import Flex, Local, first_seen_in_rows, is_seen, sdpa
 
 
 class AttentionCore(Protocol):
     """What an attention layer calls between its projections."""
 
-    def mask(self, documents_BS: Tensor) -> Any:
-        """The mask of a microbatch; documents_BS numbers each row's packed documents from 0."""
+    def mask(self, documents_BS: Tensor, local: Local | None = None) -> Any:
+        """The mask of a microbatch for layers that see as far as `local`; None: the whole past.
+
+        `documents_BS` numbers each row's packed documents from 0. Positions are counted in the row.
+        """
 
     def __call__(
-        self, q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, mask: Any, scale: float
+        self,
+        q_BHSC: Tensor,
+        k_BHSC: Tensor,
+        v_BHSC: Tensor,
+        mask: Any,
+        scale: float,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Attend; keys and values may have fewer heads than queries. Returns o_BHSC."""
+        """Attend; keys and values may have fewer heads than queries. Returns o_BHSC.
+
+        Args:
+            sinks_H: a logit per query head that joins each of its softmaxes and brings no value.
+        """
 
 
 class CausalSdpa:
-    """Plain causal: documents packed into a row see each other."""
+    """Documents packed into a row see each other. Fast where neither windows nor sinks are."""
 
-    def mask(self, documents_BS: Tensor) -> None:
-        return None
+    def mask(self, documents_BS: Tensor, local: Local | None = None) -> Tensor | None:
+        return None if local is None else _explicit(documents_BS, local, mask_documents=False)
 
-    def __call__(self, q_BHSC, k_BHSC, v_BHSC, mask: None, scale: float) -> Tensor:  # type: ignore[no-untyped-def]
-        return F.scaled_dot_product_attention(
-            q_BHSC,
-            k_BHSC,
-            v_BHSC,
-            is_causal=True,
-            scale=scale,
-            enable_gqa=q_BHSC.shape[1] != k_BHSC.shape[1],
-        )
+    def __call__(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor | None, scale: float, sinks_H=None
+    ) -> Tensor:
+        if mask is None and sinks_H is not None:
+            square = q_BHSC.shape[2], k_BHSC.shape[2]
+            mask = torch.ones(square, dtype=torch.bool, device=q_BHSC.device).tril_()
+        return sdpa(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H, is_causal=mask is None)
 
 
 class DocumentSdpa:
     """Causal within each document by an explicit mask [B, 1, S, S]: the CPU's way, the oracle."""
 
-    def mask(self, documents_BS: Tensor) -> Tensor:
-        same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
-        return same_BSS.tril_()[:, None]
+    def mask(self, documents_BS: Tensor, local: Local | None = None) -> Tensor:
+        return _explicit(documents_BS, local, mask_documents=True)
 
-    def __call__(self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor, scale: float) -> Tensor:  # type: ignore[no-untyped-def]
-        return F.scaled_dot_product_attention(
-            q_BHSC,
-            k_BHSC,
-            v_BHSC,
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=q_BHSC.shape[1] != k_BHSC.shape[1],
+    def __call__(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor, scale: float, sinks_H=None
+    ) -> Tensor:
+        return sdpa(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
+
+
+def _explicit(documents_BS: Tensor, local: Local | None, *, mask_documents: bool) -> Tensor:
+    first_BS = first_seen_in_rows(documents_BS, local, mask_documents=mask_documents)
+    positions_S = torch.arange(first_BS.shape[1], device=first_BS.device)
+    return is_seen(positions_S, positions_S, first_BS)[:, None]
+
+
+class FlexCore:
+    """By flex attention, which skips tiles that are masked out."""
+
+    def __init__(self, *, mask_documents: bool, compiled: bool) -> None:
+        self._mask_documents = mask_documents
+        self._flex = Flex(compiled=compiled)
+
+    def mask(self, documents_BS: Tensor, local: Local | None = None) -> Any:
+        return self._flex.row_mask(
+            first_seen_in_rows(documents_BS, local, mask_documents=self._mask_documents)
         )
 
-
-class DocumentFlex:
-    """Causal within each document by flex attention, which skips blocks that are masked out."""
-
-    def __init__(self, *, compiled: bool) -> None:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        self._attend = torch.compile(flex_attention) if compiled else flex_attention
-        self._create = create_block_mask
-
-    def mask(self, documents_BS: Tensor) -> Any:
-        def same_document(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (query >= key) & (documents_BS[b, query] == documents_BS[b, key])
-
-        batch, seq_len = documents_BS.shape
-        return self._create(
-            same_document, batch, None, seq_len, seq_len, device=documents_BS.device.type
-        )
-
-    def __call__(self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float) -> Tensor:  # type: ignore[no-untyped-def]
-        grouped = q_BHSC.shape[1] != k_BHSC.shape[1]
-        return self._attend(
-            q_BHSC, k_BHSC, v_BHSC, block_mask=mask, scale=scale, enable_gqa=grouped
-        )
+    def __call__(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float, sinks_H=None
+    ) -> Tensor:
+        return self._flex.attend(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
 
 
-def choose_core(*, mask_documents: bool, device_type: str) -> AttentionCore:
-    """The fastest core for the device: on CUDA a document mask never costs the fast kernel."""
-    if not mask_documents:
-        return CausalSdpa()
-    return DocumentFlex(compiled=True) if device_type == "cuda" else DocumentSdpa()
+def choose_core(
+    *, mask_documents: bool, device_type: str, local_or_sinks: bool = False
+) -> AttentionCore:
+    """The fastest core for the device: on CUDA a mask never costs the fast kernel.
+
+    Args:
+        local_or_sinks: whether any layer has a window, a chunk or sinks.
+    """
+    if device_type == "cuda" and (mask_documents or local_or_sinks):
+        return FlexCore(mask_documents=mask_documents, compiled=True)
+    return DocumentSdpa() if mask_documents else CausalSdpa()

@@ -1,0 +1,205 @@
+"""Softmax attention where each query sees an interval of keys, and may have a sink.
+
+Causal order, packed documents, windows and chunks all say the same kind of thing: a query sees the
+keys from some first position up to its own. So a mask is that first position for every query; it
+ascends along a row, whence blocks that nobody sees are found at their edges.
+
+A sink is one more logit in a head's softmax that brings no value: it takes a share of the weights
+away (attention sinks: arXiv 2309.17453; a learned one: gpt-oss).
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Local(Protocol):
+    """How far back attention sees."""
+
+    @property
+    def kind(self) -> str:
+        """ "window": the last `size` tokens, the query's own among them; "chunk": rows are cut
+        every `size` tokens, and a query sees its own piece."""
+
+    @property
+    def size(self) -> int: ...
+
+
+def first_seen(positions_S: Tensor, local: Local | None) -> Tensor:
+    """The first position in the row that a query at each of these sees; None: all of the past."""
+    if local is None:
+        return torch.zeros_like(positions_S)
+    if local.kind == "window":
+        return (positions_S - (local.size - 1)).clamp_min(0)
+    assert local.kind == "chunk"
+    return positions_S - positions_S % local.size
+
+
+def first_seen_in_rows(
+    documents_BS: Tensor, local: Local | None, *, mask_documents: bool
+) -> Tensor:
+    """`first_seen` of whole rows: [B, S], or [1, S] where all rows' are the same.
+
+    Args:
+        documents_BS: numbers each row's packed documents; the same number in one run of tokens.
+        mask_documents: whether a query sees its own document only.
+    """
+    positions_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
+    first_1S = first_seen(positions_S, local)[None]
+    if not mask_documents:
+        return first_1S
+    opens_BS = documents_BS.diff(dim=1, prepend=documents_BS[:, :1]) != 0
+    starts_BS = (positions_S * opens_BS).cummax(1).values
+    return torch.maximum(first_1S, starts_BS)
+
+
+def is_seen(queries_S: Tensor, keys_S: Tensor, first_BS: Tensor) -> Tensor:
+    """Which queries see which keys: [B, queries, keys].
+
+    Args:
+        queries_S, keys_S: their positions in the row.
+        first_BS: the first position that each of the queries sees.
+    """
+    return (first_BS[:, :, None] <= keys_S) & (keys_S <= queries_S[:, None])
+
+
+def sdpa(
+    q_BHSC: Tensor,
+    k_BHSC: Tensor,
+    v_BHSC: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks_H: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+) -> Tensor:
+    """torch's fused attention. Keys and values may have fewer heads than queries.
+
+    Args:
+        mask: which keys a query sees, broadcast to [B, H, queries, keys]; None: all.
+        sinks_H: a logit per query head.
+        is_causal: instead of a mask, and of sinks.
+    """
+    v_dim = v_BHSC.shape[-1]
+    if sinks_H is not None:
+        assert not is_causal
+        q_BHSC, k_BHSC, v_BHSC, mask = _with_sink_key(q_BHSC, k_BHSC, v_BHSC, mask, sinks_H / scale)
+    o_BHSC = F.scaled_dot_product_attention(
+        q_BHSC,
+        k_BHSC,
+        v_BHSC,
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=q_BHSC.shape[1] != k_BHSC.shape[1],
+    )
+    return o_BHSC[..., :v_dim]
+
+
+def _with_sink_key(
+    q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, mask: Tensor | None, sinks_H: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """One more key, which alone has a further channel; queries have their head's logit there.
+
+    So any kernel computes sinks and their gradients. Values get a channel too, since fused kernels
+    want as many as keys have.
+    """
+    sinks_1H11 = sinks_H.to(q_BHSC.dtype)[None, :, None, None]
+    q_BHSC = torch.cat([q_BHSC, sinks_1H11.expand(*q_BHSC.shape[:-1], 1)], -1)
+    sink_key = F.pad(torch.zeros_like(k_BHSC[:, :, :1]), (0, 1), value=1.0)
+    k_BHSC = torch.cat([sink_key, F.pad(k_BHSC, (0, 1))], 2)
+    if mask is not None:
+        mask = F.pad(mask, (1, 0), value=True)
+    return q_BHSC, k_BHSC, F.pad(v_BHSC, (0, 1, 1, 0)), mask
+
+
+class Flex:
+    """Flex attention, which skips tiles where no key is seen.
+
+    Compiled, it is CUDA's fast kernel; torch has no backward of it on the CPU.
+    """
+
+    def __init__(self, *, compiled: bool) -> None:
+        from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+        self._attend: Any = torch.compile(flex_attention) if compiled else flex_attention
+        self._create = create_block_mask
+        self._with_lse = AuxRequest(lse=True)
+
+    def row_mask(self, first_BS: Tensor) -> Any:
+        """The mask of whole rows from `first_seen_in_rows`."""
+
+        def in_row(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (first_BS[b, query] <= key) & (key <= query)
+
+        first_S = first_BS[0]
+
+        def in_every_row(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (first_S[query] <= key) & (key <= query)
+
+        return self._mask(in_row, in_every_row, *first_BS.shape, len(first_S), first_BS.device)
+
+    def block_mask(self, queries_S: Tensor, keys_S: Tensor, first_BS: Tensor) -> Any:
+        """The mask of some queries and keys of a row, as in `is_seen`; all on one device.
+
+        Its making holds [B, queries, keys] bools for a moment.
+        """
+
+        def in_row(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            key_at = keys_S[key]
+            return (first_BS[b, query] <= key_at) & (key_at <= queries_S[query])
+
+        first_S = first_BS[0]
+
+        def in_every_row(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            key_at = keys_S[key]
+            return (first_S[query] <= key_at) & (key_at <= queries_S[query])
+
+        return self._mask(in_row, in_every_row, *first_BS.shape, len(keys_S), first_BS.device)
+
+    def _mask(  # type: ignore[no-untyped-def]
+        self, in_row, in_every_row, rows: int, queries: int, keys: int, device: torch.device
+    ) -> Any:
+        if rows == 1:  # Also where a microbatch has but one row.
+            return self._create(in_every_row, None, None, queries, keys, device=device.type)
+        return self._create(in_row, rows, None, queries, keys, device=device.type)
+
+    def attend(
+        self,
+        q_BHSC: Tensor,
+        k_BHSC: Tensor,
+        v_BHSC: Tensor,
+        mask: Any,
+        scale: float,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """o_BHSC, differentiable."""
+        if sinks_H is None:
+            grouped = q_BHSC.shape[1] != k_BHSC.shape[1]
+            return self._attend(
+                q_BHSC, k_BHSC, v_BHSC, block_mask=mask, scale=scale, enable_gqa=grouped
+            )
+        o_BHSC, lse_BHS = self.with_lse(q_BHSC, k_BHSC, v_BHSC, mask, scale)
+        share_BHS = torch.sigmoid(lse_BHS - sinks_H[:, None])
+        # Outside of the compiled kernel, at the price of another pass over the output.
+        return (o_BHSC * share_BHS[..., None]).to(o_BHSC.dtype)
+
+    def with_lse(
+        self, q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, mask: Any, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """o_BHSC and the natural logarithm lse_BHS of the softmax's divisor, differentiable.
+
+        A query that sees no key gets 0 and -inf.
+        """
+        o_BHSC, more = self._attend(
+            q_BHSC,
+            k_BHSC,
+            v_BHSC,
+            block_mask=mask,
+            scale=scale,
+            enable_gqa=q_BHSC.shape[1] != k_BHSC.shape[1],
+            return_aux=self._with_lse,
+        )
+        return o_BHSC, more.lse
