@@ -1,13 +1,14 @@
-"""DeepSeek-V2 and -V3 dimensions, from the config.json that each model is published with.
-
-arXiv 2405.04434 (V2, V2-Lite) and 2412.19437 (V3).
+"""Dimensions of DeepSeek-V2, DeepSeek-V3 and models built like them, from their config.json files:
+deepseek-ai/DeepSeek-V2-Lite, DeepSeek-V2 and DeepSeek-V3 (arXiv 2405.04434 and 2412.19437),
+moonshotai/Moonlight-16B-A3B (arXiv 2502.16982) and moonshotai/Kimi-K2-Base (arXiv 2507.20534).
 """
 
 from titan_moe.models.config import MLAConfig, ModelConfig, RopeConfig, YarnScaling
 from titan_moe.moe.config import MoEConfig
 
 _V3_ROPE = RopeConfig(10_000.0, "neighbours", YarnScaling(40.0, 4096))
-_LITE_ROPE = RopeConfig(
+# Section 3.1.4 of V2's paper: the attention's temperature follows 0.0707 ln(factor) + 1.
+_V2_ROPE = RopeConfig(
     10_000.0, "neighbours", YarnScaling(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)
 )
 
@@ -92,7 +93,7 @@ FLAVORS: dict[str, ModelConfig] = {
         attention=MLAConfig(
             num_heads=16, q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128
         ),
-        rope=_LITE_ROPE,
+        rope=_V2_ROPE,
         init_std=0.006,
         max_seq_len=163_840,
         moe=MoEConfig(
@@ -113,7 +114,7 @@ FLAVORS: dict[str, ModelConfig] = {
         attention=MLAConfig(
             num_heads=128, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128
         ),
-        rope=_V3_ROPE,
+        rope=_V2_ROPE,
         init_std=0.006,
         max_seq_len=163_840,
         moe=MoEConfig(
@@ -154,6 +155,55 @@ FLAVORS: dict[str, ModelConfig] = {
             group_score_top=2,
             bias_update_speed=1e-3,
             sequence_aux_loss_weight=1e-4,
+        ),
+    ),
+    "Moonlight-16B-A3B": ModelConfig(
+        vocab_size=163_840,
+        dim=2048,
+        num_layers=27,
+        num_dense_layers=1,
+        hidden_dim=11_264,
+        attention=MLAConfig(
+            num_heads=16, q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128
+        ),
+        rope=RopeConfig(50_000.0, "neighbours"),
+        max_seq_len=8192,
+        norm_eps=1e-5,
+        moe=MoEConfig(
+            num_experts=64,
+            top_k=6,
+            hidden_dim=1408,
+            num_shared_experts=2,
+            score="sigmoid",
+            normalize_top_k=True,
+            route_scale=2.446,
+            group_score_top=2,
+            bias_update_speed=1e-3,
+            sequence_aux_loss_weight=1e-3,
+        ),
+    ),
+    "Kimi-K2": ModelConfig(
+        vocab_size=163_840,
+        dim=7168,
+        num_layers=61,
+        num_dense_layers=1,
+        hidden_dim=18_432,
+        attention=MLAConfig(
+            num_heads=64, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128
+        ),
+        rope=RopeConfig(50_000.0, "neighbours", YarnScaling(32.0, 4096, beta_fast=1.0)),
+        max_seq_len=131_072,
+        moe=MoEConfig(
+            num_experts=384,
+            top_k=8,
+            hidden_dim=2048,
+            num_shared_experts=1,
+            score="sigmoid",
+            normalize_top_k=True,
+            route_scale=2.827,
+            group_score_top=2,
+            bias_update_speed=1e-3,
+            sequence_aux_loss_weight=1e-3,
         ),
     ),
 }

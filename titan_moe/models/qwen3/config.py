@@ -1,5 +1,5 @@
-"""Qwen3 MoE dimensions, from the config.json that each model is published with (arXiv
-2505.09388)."""
+"""Qwen3 dimensions, dense and MoE, from the config.json that each model is published with:
+Qwen/Qwen3-0.6B-Base and so on (arXiv 2505.09388, tables 1 and 2)."""
 
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
 from titan_moe.moe.config import MoEConfig
@@ -35,6 +35,81 @@ FLAVORS: dict[str, ModelConfig] = {
         rope=RopeConfig(10_000.0),
         moe=MoEConfig(num_experts=8, top_k=2, hidden_dim=512, normalize_top_k=True),
     ),
+    # Dense.
+    "debugmodel": ModelConfig(
+        vocab_size=2048,
+        dim=256,
+        num_layers=8,
+        hidden_dim=512,
+        attention=GQAConfig(num_heads=8, num_kv_heads=4, head_dim=32, qk_norm="learned"),
+        rope=RopeConfig(10_000.0),
+        tied_embeddings=True,
+        moe=None,
+    ),
+    "0.6B": ModelConfig(
+        vocab_size=151_936,
+        dim=1024,
+        num_layers=28,
+        hidden_dim=3072,
+        attention=GQAConfig(num_heads=16, num_kv_heads=8, head_dim=128, qk_norm="learned"),
+        rope=RopeConfig(1_000_000.0),
+        max_seq_len=40_960,
+        tied_embeddings=True,
+        moe=None,
+    ),
+    "1.7B": ModelConfig(
+        vocab_size=151_936,
+        dim=2048,
+        num_layers=28,
+        hidden_dim=6144,
+        attention=GQAConfig(num_heads=16, num_kv_heads=8, head_dim=128, qk_norm="learned"),
+        rope=RopeConfig(1_000_000.0),
+        max_seq_len=40_960,
+        tied_embeddings=True,
+        moe=None,
+    ),
+    "4B": ModelConfig(
+        vocab_size=151_936,
+        dim=2560,
+        num_layers=36,
+        hidden_dim=9728,
+        attention=GQAConfig(num_heads=32, num_kv_heads=8, head_dim=128, qk_norm="learned"),
+        rope=RopeConfig(1_000_000.0),
+        max_seq_len=40_960,
+        tied_embeddings=True,
+        moe=None,
+    ),
+    "8B": ModelConfig(
+        vocab_size=151_936,
+        dim=4096,
+        num_layers=36,
+        hidden_dim=12_288,
+        attention=GQAConfig(num_heads=32, num_kv_heads=8, head_dim=128, qk_norm="learned"),
+        rope=RopeConfig(1_000_000.0),
+        max_seq_len=40_960,
+        moe=None,
+    ),
+    "14B": ModelConfig(
+        vocab_size=151_936,
+        dim=5120,
+        num_layers=40,
+        hidden_dim=17_408,
+        attention=GQAConfig(num_heads=40, num_kv_heads=8, head_dim=128, qk_norm="learned"),
+        rope=RopeConfig(1_000_000.0),
+        max_seq_len=40_960,
+        moe=None,
+    ),
+    "32B": ModelConfig(
+        vocab_size=151_936,
+        dim=5120,
+        num_layers=64,
+        hidden_dim=25_600,
+        attention=GQAConfig(num_heads=64, num_kv_heads=8, head_dim=128, qk_norm="learned"),
+        rope=RopeConfig(1_000_000.0),
+        max_seq_len=40_960,
+        moe=None,
+    ),
+    # With experts.
     "30B-A3B": ModelConfig(
         vocab_size=151_936,
         dim=2048,
