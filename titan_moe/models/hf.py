@@ -1,0 +1,170 @@
+"""Families by Hugging Face's names: config.json, weights' names, and what differs. No torch.
+
+A family brings `hf_config.py` (MODEL_TYPES, from_hf, to_hf) and `hf_keys.py` (keys; COPIES and
+IGNORED if it has any).
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.models.config import ModelConfig, tied_weights
+from titan_moe.models.hf_keys import HFCopies, HFKeys
+from titan_moe.models.registry import FAMILIES
+
+CONFIG = "config.json"
+
+# What a run chooses for its training, or for the length of its rows: the weights fit all the same.
+_OF_TRAINING = {
+    "init_std",
+    "max_seq_len",
+    "num_mtp_layers",
+    "mtp_loss_weight",
+    "moe.row_alignment",
+    "moe.bias_update_speed",
+    "moe.sequence_aux_loss_weight",
+    "moe.global_aux_loss_weight",
+    "moe.z_loss_weight",
+    "moe.force_load_balance",
+}
+_ADAPTER = TypeAdapter(ModelConfig)
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """A model of a family, as Hugging Face sees it."""
+
+    family: str
+    config: ModelConfig
+
+    @property
+    def keys(self) -> HFKeys:
+        """Our names -> the ways in which each may be stored."""
+        return _module(self.family, "hf_keys").keys(self.config)
+
+    @property
+    def copies(self) -> HFCopies:
+        """Their names of copies in multi-token prediction layers -> our names."""
+        copies = getattr(_module(self.family, "hf_keys"), "COPIES", {})
+        return copies if self.config.num_mtp_layers else {}
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Patterns (fnmatch) of their tensors that have no place here."""
+        return getattr(_module(self.family, "hf_keys"), "IGNORED", ())
+
+    @property
+    def first_of_group(self) -> dict[str, str]:
+        """Each copy of a tied weight -> the parameter that it is a copy of."""
+        return {copy: first for first, *others in tied_weights(self.config) for copy in others}
+
+    def settings(self) -> dict[str, Any]:
+        """Its config.json, in the published form.
+
+        Raises ConfigError when the family's published code has no place for something of it.
+        """
+        module = _module(self.family, "hf_config")
+        settings = module.to_hf(self.config)
+        try:
+            lines = differences(self.config, module.from_hf(settings))
+        except ConfigError as error:
+            lines = [line.removeprefix(f"{CONFIG}: ") for line in error.lines]
+        if lines:
+            raise ConfigError(
+                [f"the Hugging Face form of {self.family} has no place for {'; '.join(lines)}"]
+            )
+        return settings
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """config.json of a folder. Raises ConfigError in one line."""
+    path = folder / CONFIG
+    if not folder.is_dir():
+        raise ConfigError([f"{folder} does not exist, or is no folder"])
+    try:
+        settings = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError([f"{folder} has no {CONFIG}: name a Hugging Face folder"]) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"{path} cannot be read: {error}"]) from None
+    if not isinstance(settings, dict):
+        raise ConfigError([f"{path} holds no JSON object"])
+    return settings
+
+
+def model_of(folder: Path) -> HFModel:
+    """Family and dimensions by a folder's config.json. Raises ConfigError in one line each."""
+    settings = read_settings(folder)
+    family = family_of(settings, folder / CONFIG)
+    try:
+        return HFModel(family, _module(family, "hf_config").from_hf(settings))
+    except ConfigError as error:
+        lines = [line.replace(CONFIG, str(folder / CONFIG), 1) for line in error.lines]
+        raise ConfigError(lines) from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError([f"{folder / CONFIG} makes no sense: {error}"]) from None
+
+
+def family_of(settings: dict[str, Any], path: Path) -> str:
+    """The family that a config.json's model_type belongs to. Raises ConfigError for others."""
+    wanted = settings.get("model_type")
+    known = {
+        model_type: family
+        for family in FAMILIES
+        for model_type in _module(family, "hf_config").MODEL_TYPES
+    }
+    if wanted not in known:
+        raise ConfigError(
+            [f"{path}: model_type={wanted!r} is not supported: only {', '.join(sorted(known))}"]
+        )
+    return known[wanted]
+
+
+def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
+    """Dimensions that are not the same, as "dim 256 (there 512)"; training's own do not count."""
+    mine, other = (dict(_flat(asdict(config))) for config in (ours, theirs))
+    unread = set(_OF_TRAINING)
+    if all(map(ours.is_moe_layer, range(ours.num_layers))):
+        unread.add("hidden_dim")
+    if ours.moe is not None and ours.moe.num_groups == 1:
+        unread |= {"moe.group_score_top", "moe.top_groups"}
+    return [
+        f"{key} {mine.get(key)} (there {other.get(key)})"
+        for key in sorted(mine.keys() | other.keys())
+        if key not in unread and mine.get(key) != other.get(key)
+    ]
+
+
+def as_record(config: ModelConfig) -> dict[str, Any]:
+    """A model's dimensions as JSON can hold them."""
+    return asdict(config)
+
+
+def from_record(record: dict[str, Any]) -> ModelConfig:
+    """What `as_record` was made of. Raises ConfigError when it makes no sense."""
+    try:
+        return _ADAPTER.validate_python(record)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            [f"the recorded dimensions make no sense: {key} {first['msg']}"]
+        ) from None
+
+
+def _flat(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in record.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _module(family: str, name: str) -> Any:
+    return import_module(f"titan_moe.models.{family}.{name}")

@@ -1,0 +1,121 @@
+"""Reading and writing the keys that all families' config.json share. No torch.
+
+Two forms are read: that of published models (`rope_theta`, `rope_scaling`), and what transformers 5
+writes (`rope_parameters`). The first is written, which all readers know.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.models.config import Llama3Scaling, RopeConfig, YarnScaling
+
+Settings = Mapping[str, Any]
+
+
+def needed(settings: Settings, key: str) -> Any:
+    """A value without which there is no model. Raises ConfigError where it is missing or null."""
+    if settings.get(key) is None:
+        raise ConfigError([f"config.json: {key} is missing"])
+    return settings[key]
+
+
+def given(settings: Settings, key: str, default: Any) -> Any:
+    """A value, or the default where it is missing or null."""
+    value = settings.get(key)
+    return default if value is None else value
+
+
+def only(settings: Settings, **allowed: tuple[Any, ...]) -> None:
+    """Raises ConfigError for a key with a value other than these; one without a value passes."""
+    lines = [
+        f"config.json: {key}={settings[key]!r} is not supported: only "
+        + " or ".join(map(repr, values))
+        for key, values in allowed.items()
+        if settings.get(key) is not None and settings[key] not in values
+    ]
+    if lines:
+        raise ConfigError(lines)
+
+
+def rope_from_hf(
+    settings: Settings, pairing: Literal["halves", "neighbours"] = "halves", *, latent: bool = False
+) -> RopeConfig:
+    """Rotary positions. Raises ConfigError for a scaling that is not known.
+
+    Args:
+        latent: DeepSeek's attention, whose softmax scale knows YaRN's mscale_all_dim. Elsewhere
+            YaRN as transformers has it: cosines and sines alone are scaled.
+    """
+    parameters = settings.get("rope_parameters")
+    if parameters is None:
+        parameters = {
+            "rope_theta": settings.get("rope_theta"),
+            **(settings.get("rope_scaling") or {}),
+        }
+    theta = float(given(parameters, "rope_theta", given(settings, "rope_theta", 10_000.0)))
+    kind = given(parameters, "rope_type", given(parameters, "type", "default"))
+    if kind == "default":
+        return RopeConfig(theta, pairing)
+    original = given(
+        parameters, "original_max_position_embeddings", settings.get("max_position_embeddings")
+    )
+    if kind == "llama3":
+        scaling: YarnScaling | Llama3Scaling = Llama3Scaling(
+            float(needed(parameters, "factor")),
+            int(original),
+            float(given(parameters, "low_freq_factor", 1.0)),
+            float(given(parameters, "high_freq_factor", 4.0)),
+        )
+    elif kind == "yarn":
+        scaling = _yarn(parameters, int(original), latent=latent)
+    else:
+        raise ConfigError(
+            [f"config.json: rope_type={kind!r} is not supported: only 'yarn' or 'llama3'"]
+        )
+    return RopeConfig(theta, pairing, scaling)
+
+
+def _yarn(parameters: Settings, original: int, *, latent: bool) -> YarnScaling:
+    only(parameters, attention_factor=())
+    both = given(parameters, "mscale", 0) and given(parameters, "mscale_all_dim", 0)
+    if not (both and latent):
+        only(parameters, mscale_all_dim=(0, 0.0))
+    return YarnScaling(
+        float(needed(parameters, "factor")),
+        original,
+        beta_fast=float(given(parameters, "beta_fast", 32.0)),
+        beta_slow=float(given(parameters, "beta_slow", 1.0)),
+        # transformers scales cosines and sines by the plain rule unless both are given.
+        mscale=float(parameters["mscale"]) if both else 1.0,
+        mscale_all_dim=float(given(parameters, "mscale_all_dim", 0.0)) if latent else 0.0,
+        truncate=bool(given(parameters, "truncate", True)),
+    )
+
+
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """The keys rope_theta and rope_scaling."""
+    scaling: dict[str, Any] | None = None
+    match rope.scaling:
+        case YarnScaling() as yarn:
+            scaling = {
+                "type": "yarn",
+                "rope_type": "yarn",
+                "factor": yarn.factor,
+                "original_max_position_embeddings": yarn.original_max_seq_len,
+                "beta_fast": yarn.beta_fast,
+                "beta_slow": yarn.beta_slow,
+            }
+            if yarn.mscale_all_dim:
+                scaling |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
+            if not yarn.truncate:
+                scaling["truncate"] = False
+        case Llama3Scaling() as llama:
+            scaling = {
+                "rope_type": "llama3",
+                "factor": llama.factor,
+                "original_max_position_embeddings": llama.original_max_seq_len,
+                "low_freq_factor": llama.low_freq_factor,
+                "high_freq_factor": llama.high_freq_factor,
+            }
+    return {"rope_theta": rope.theta, "rope_scaling": scaling}
