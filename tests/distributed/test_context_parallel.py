@@ -1,9 +1,11 @@
 """Attention over rows cut among ranks equals one process's: outputs, and gradients as plain sums.
 
-Errors are the largest differences from one process in float64: of o, dq, dk, dv.
+Errors are the largest differences from one process in float64: of o, dq, dk, dv, and of the sinks'
+gradient summed over ranks.
 """
 
 import inspect
+import random
 from itertools import product
 from types import ModuleType
 from typing import NamedTuple
@@ -25,16 +27,25 @@ SEQ_LEN = 96
 SCALE = 0.3
 
 
+class Local(NamedTuple):
+    kind: str
+    size: int
+
+
 class Case(NamedTuple):
     method: str
     balanced: bool
     mask_documents: bool
     shape: str
     dtype: torch.dtype = torch.float64
+    local: Local | None = None
+    sinks: bool = False
+    seq_len: int = SEQ_LEN
 
 
 def _tensors(case: Case, cp_size: int) -> list[Tensor]:
-    """q, k, v of whole rows, and the gradient of the output; strided as attention layers have."""
+    """q, k, v of whole rows, and the gradient of the output, strided as attention layers have; and
+    the sinks of the heads, if any."""
     heads, kv_heads, qk_dim, v_dim = {
         "gqa": (4 * cp_size, cp_size, 8, 8),
         "one kv head": (3, 1, 8, 8),
@@ -43,30 +54,33 @@ def _tensors(case: Case, cp_size: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     sizes = [(heads, qk_dim), (kv_heads, qk_dim), (kv_heads, v_dim), (heads, v_dim)]
     tensors = (
-        torch.randn(2, SEQ_LEN, *size, generator=generator, dtype=torch.float64) for size in sizes
+        torch.randn(2, case.seq_len, *size, generator=generator, dtype=torch.float64)
+        for size in sizes
     )
-    return [x.to(case.dtype).transpose(1, 2) for x in tensors]
+    sinks_H = torch.randn(heads, generator=generator, dtype=torch.float64)
+    return [x.to(case.dtype).transpose(1, 2) for x in tensors] + [sinks_H.to(case.dtype)]
 
 
-def _documents() -> Tensor:
+def _documents(seq_len: int) -> Tensor:
     """A row of short documents, where most blocks are empty, and one with a long document."""
     starts = torch.zeros(2, SEQ_LEN, dtype=torch.int64)
     starts[0, [3, 4, 17, 31, 32, 50, 71, 72, 90]] = 1
     starts[1, [7, 80]] = 1
-    return starts.cumsum(1)
+    return starts[:, :seq_len].cumsum(1)
 
 
 def _plain(case: Case) -> CausalSdpa | DocumentSdpa:
     return DocumentSdpa() if case.mask_documents else CausalSdpa()
 
 
-def _run(core, tensors: list[Tensor]) -> list[Tensor]:  # type: ignore[no-untyped-def]
+def _run(core, case: Case, tensors: list[Tensor]) -> list[Tensor]:  # type: ignore[no-untyped-def]
     """Output and gradients of two layers under one mask, of which the second is recomputed."""
-    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
-    mask = core.mask(_documents())
-    first = core(q, k, v, mask, SCALE)
-    second = checkpoint(core, q, k, v, mask, SCALE, use_reentrant=False)
-    grads = torch.autograd.grad(0.25 * first + 0.75 * second, [q, k, v], tensors[3])
+    q, k, v, sinks_H = (x.detach().requires_grad_() for x in [*tensors[:3], tensors[4]])
+    mask = core.mask(_documents(case.seq_len), case.local)
+    sinks = [sinks_H] if case.sinks else []
+    first = core(q, k, v, mask, SCALE, *sinks)
+    second = checkpoint(core, q, k, v, mask, SCALE, *sinks, use_reentrant=False)
+    grads = torch.autograd.grad(0.25 * first + 0.75 * second, [q, k, v, *sinks], tensors[3])
     assert torch.equal(first, second)
     return [first.detach(), *grads]
 
@@ -87,11 +101,14 @@ def largest_errors(cases: list[Case]) -> list[list[float]]:
     found = []
     for case in cases:
         whole = _tensors(case, size)
-        at_S = context_parallel.local_positions(SEQ_LEN, size, rank, balanced=case.balanced)
-        ours = _run(_core(case), [x[:, :, at_S] for x in whole])
-        assert [x.dtype for x in ours] == [case.dtype] * 4
-        oracle = _run(_plain(case), [x.double() for x in whole])
-        differences = [a - b[:, :, at_S] for a, b in zip(ours, oracle, strict=True)]
+        at_S = context_parallel.local_positions(case.seq_len, size, rank, balanced=case.balanced)
+        ours = _run(_core(case), case, [x[:, :, at_S] for x in whole[:4]] + whole[4:])
+        assert [x.dtype for x in ours] == [case.dtype] * (4 + case.sinks)
+        oracle = _run(_plain(case), case, [x.double() for x in whole])
+        differences = [a - b[:, :, at_S] for a, b in zip(ours[:4], oracle[:4], strict=True)]
+        if case.sinks:
+            dist.all_reduce(ours[4])
+            differences.append(ours[4] - oracle[4])
         found.append([x.abs().max().item() for x in differences])
     return found
 
@@ -99,7 +116,8 @@ def largest_errors(cases: list[Case]) -> list[list[float]]:
 def _check(fn, world_size: int, cases: list[Case]) -> None:  # type: ignore[no-untyped-def]
     for rank, found in enumerate(run_ranks(fn, world_size, cases)):
         for case, errors in zip(cases, found, strict=True):
-            assert max(errors) <= BOUND, f"rank {rank}, {case}: o, dq, dk, dv off by {errors}"
+            names = "o, dq, dk, dv, dsinks"
+            assert max(errors) <= BOUND, f"rank {rank}, {case}: {names} off by {errors}"
 
 
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
@@ -110,8 +128,42 @@ def test_every_method_equals_one_process(cp_size: int) -> None:
     _check(largest_errors, cp_size, cases)
 
 
+LOCALS = [None, Local("window", 1), Local("window", 29), Local("window", 999), Local("chunk", 24)]
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_windows_chunks_and_sinks_equal_one_process(cp_size: int) -> None:
+    cases = [
+        Case(*values, shape="gqa", local=local, sinks=sinks)
+        for *values, local, sinks in product(
+            METHODS, [True, False], [True, False], LOCALS, [True, False]
+        )
+        if local or sinks
+    ]
+    _check(largest_errors, cp_size, cases)
+
+
+def test_windows_chunks_and_sinks_of_random_sizes_equal_one_process() -> None:
+    draw = random.Random(0)
+    cases = [
+        Case(
+            draw.choice(METHODS),
+            balanced=draw.random() < 0.5,
+            mask_documents=draw.random() < 0.5,
+            shape=draw.choice(["gqa", "mla"]),
+            local=Local(draw.choice(["window", "chunk"]), draw.randint(1, SEQ_LEN)),
+            sinks=draw.random() < 0.5,
+            seq_len=6 * draw.randint(1, SEQ_LEN // 6),
+        )
+        for _ in range(60)
+    ]
+    _check(largest_errors, 3, cases)
+
+
 def test_eight_ranks_equal_one_process() -> None:
-    _check(largest_errors, 8, [Case(method, True, True, "mla") for method in METHODS])
+    cases = [Case(method, True, True, "mla") for method in METHODS]
+    cases += [case._replace(local=Local("window", 9), sinks=True) for case in cases]
+    _check(largest_errors, 8, cases)
 
 
 def largest_errors_of_flex(cases: list[Case]) -> list[list[float]]:
@@ -128,13 +180,17 @@ def test_flex_blocks_equal_one_process() -> None:
     methods = ["allgather", "ring"]
     cases = [Case(*values) for values in product(methods, [True], [True], ["gqa", "mla"])]
     cases += [Case(method, False, False, "gqa") for method in methods]
+    cases += [Case(m, True, True, "gqa", local=Local("window", 29), sinks=True) for m in methods]
+    cases += [Case(m, False, False, "gqa", local=Local("chunk", 24), sinks=True) for m in methods]
     _check(largest_errors_of_flex, 2, cases)
 
 
 def test_bfloat16_errs_about_as_much_as_one_process() -> None:
-    cases = [Case(method, True, True, "gqa", torch.bfloat16) for method in METHODS]
+    cases = [Case(method, True, True, "gqa", torch.bfloat16, sinks=True) for method in METHODS]
     whole = _tensors(cases[0], 4)
-    plain, oracle = (_run(DocumentSdpa(), x) for x in (whole, [x.double() for x in whole]))
+    plain, oracle = (
+        _run(DocumentSdpa(), cases[0], x) for x in (whole, [x.double() for x in whole])
+    )
     plain_errors = [(a - b).abs().max().item() for a, b in zip(plain, oracle, strict=True)]
     for found in run_ranks(largest_errors, 4, cases):
         for case, errors in zip(cases, found, strict=True):
@@ -152,12 +208,12 @@ class Bug(NamedTuple):
     shown_by: int
 
 
-OUT, DQ, DK, DV = range(4)
+OUT, DQ, DK, DV, DSINKS = range(5)
 BUGS = {
     "mask by local positions": Bug(
         context_parallel,
-        "blocks(documents_BS, queries_S, torch.arange(seq_len))",
-        "blocks(documents_BS, torch.arange(len(queries_S)), torch.arange(seq_len))",
+        "blocks(documents_BS, queries_S, torch.arange(seq_len), local)",
+        "blocks(documents_BS, torch.arange(len(queries_S)), torch.arange(seq_len), local)",
         "allgather",
         OUT,
     ),
@@ -183,7 +239,29 @@ BUGS = {
         OUT,
     ),
     "ring runs the other way than its masks": Bug(
-        context_parallel, "(rank - step) % size", "(rank + step) % size", "ring", OUT
+        context_parallel, "(rank - distance) % size", "(rank + distance) % size", "ring", OUT
+    ),
+    "other heads' sinks": Bug(
+        context_parallel,
+        "sinks_H.chunk(self._group.size())[self._group.rank()]",
+        "sinks_H.chunk(self._group.size())[self._group.rank() - 1]",
+        "ulysses",
+        OUT,
+    ),
+    "ranks passed by in the masks alone": Bug(
+        ring_attention, "after - before for", "1 for", "ring", OUT
+    ),
+    "sinks out of the backward's softmax": Bug(
+        ring_attention, "lse.copy_(total)", "lse.copy_(total if part.ndim else lse)", "ring", DQ
+    ),
+    "sinks pulled, not pushed": Bug(
+        ring_attention, "return -(weights", "return (weights", "ring", DSINKS
+    ),
+    "keys cut by the row that sees least": Bug(
+        block_attention, "first_BS[:, 0].min()", "first_BS[:, 0].max()", "allgather", OUT
+    ),
+    "queries cut by the first key": Bug(
+        block_attention, "amin(0) <= int(keys_S[-1])", "amin(0) <= int(keys_S[0])", "ring", OUT
     ),
     "last hop home forgotten": Bug(
         ring_attention, "travelling.wait().to(", "(travelling.wait(), grad_held)[1].to(", "ring", DK
@@ -192,7 +270,7 @@ BUGS = {
         ring_attention, "grad_held += travelling.wait()", "travelling.wait()", "ring", DV
     ),
     "blocks merged without the old ones' weight": Bug(
-        ring_attention, "out.mul_((lse - total).exp()[..., None])", "out", "ring", OUT
+        ring_attention, "out.mul_((lse - total).exp()[..., None]).add", "out.add", "ring", OUT
     ),
     "softmax's backward without its mean": Bug(
         block_attention, ".sub_(delta[..., None]).mul_(weights)", ".mul_(weights)", "ring", DQ
@@ -205,13 +283,16 @@ def errors_with(name: str) -> list[list[float]]:
     source = inspect.getsource(bug.module)
     assert source.count(bug.right) == 1, f"planted bug {name!r} does not fit the code any more"
     exec(source.replace(bug.right, bug.wrong), bug.module.__dict__)
-    for module in (ring_attention, context_parallel):
-        if bug.module is not module and bug.module is not context_parallel:
-            exec(inspect.getsource(module), module.__dict__)
-    return largest_errors([Case(bug.method, True, True, "gqa")])
+    modules = [block_attention, ring_attention, context_parallel]
+    for module in modules[modules.index(bug.module) + 1 :]:
+        exec(inspect.getsource(module), module.__dict__)
+    # A window of which the balanced ring passes one rank by.
+    return largest_errors(
+        [Case(bug.method, True, True, "gqa", local=Local("window", 9), sinks=True)]
+    )
 
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught(name: str) -> None:
-    worst = max(errors[BUGS[name].shown_by] for (errors,) in run_ranks(errors_with, 3, name))
+    worst = max(errors[BUGS[name].shown_by] for (errors,) in run_ranks(errors_with, 4, name))
     assert worst > 1e-3

@@ -6,8 +6,9 @@ What context parallelism computes on one rank, between its collectives. Position
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from titan_moe.kernels.attention import Flex, Local, first_seen_in_rows, is_seen, sdpa
 
 
 class Block(NamedTuple):
@@ -26,7 +27,7 @@ class Upstream(NamedTuple):
     grad_BHSC: Tensor
     """The gradient of the output."""
     lse_BHS: Tensor
-    """Of the softmax over all keys of the row."""
+    """Of the softmax over all keys of the row, and the sink if there is one."""
     delta_BHS: Tensor
     """The product of the output with its gradient."""
 
@@ -37,16 +38,25 @@ class Upstream(NamedTuple):
 class BlockAttention(Protocol):
     """How a device attends within a block. Keys and values may have fewer heads than queries."""
 
-    def blocks(self, documents_BS: Tensor, queries_S: Tensor, keys_S: Tensor) -> list[Block]:
-        """Blocks that hold all visible pairs, in the queries' order; none if there are none.
+    def blocks(
+        self, documents_BS: Tensor, queries_S: Tensor, keys_S: Tensor, local: Local | None = None
+    ) -> list[Block]:
+        """Blocks that hold all visible pairs once, in the queries' order.
 
         Args:
             documents_BS: the documents of whole rows.
             queries_S, keys_S: their positions in the row, ascending; on the CPU.
+            local: how far back queries see; None: the whole past.
         """
 
     def attend(
-        self, q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, mask: Any, scale: float
+        self,
+        q_BHSC: Tensor,
+        k_BHSC: Tensor,
+        v_BHSC: Tensor,
+        mask: Any,
+        scale: float,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """o_BHSC, differentiable; every query must see a key."""
 
@@ -67,42 +77,27 @@ class BlockAttention(Protocol):
 class ExplicitBlocks:
     """Masks [B, 1, queries, keys] in memory: any device, any type; the CPU's way.
 
-    Queries are cut in two halves, and keys after the last query of each left out: where positions
-    are head-tail balanced, that is all blocks in the future, half of the work.
+    Queries are cut in two halves, and of the keys of each those left out that are after its last
+    query or before all that it sees: where positions are head-tail balanced, that is all blocks in
+    the future, half of the work. Queries that see none of the keys, at the end, are left out too.
     """
 
     def __init__(self, *, mask_documents: bool) -> None:
         self._mask_documents = mask_documents
 
-    def blocks(self, documents_BS: Tensor, queries_S: Tensor, keys_S: Tensor) -> list[Block]:
-        found = []
+    def blocks(
+        self, documents_BS: Tensor, queries_S: Tensor, keys_S: Tensor, local: Local | None = None
+    ) -> list[Block]:
+        first_BS = first_seen_in_rows(documents_BS, local, mask_documents=self._mask_documents)
         half = len(queries_S) // 2
-        for queries in (slice(0, half), slice(half, len(queries_S))):
-            at_S = queries_S[queries]
-            num_keys = int((keys_S <= at_S[-1]).sum()) if len(at_S) else 0
-            if num_keys:
-                keys = slice(0, num_keys)
-                found.append(Block(queries, keys, self._mask(documents_BS, at_S, keys_S[keys])))
-        return found
+        halves = (0, half), (half, len(queries_S))
+        found = (_block(first_BS, queries_S, keys_S, *ends) for ends in halves)
+        return [block for block in found if block is not None]
 
-    def _mask(self, documents_BS: Tensor, queries_S: Tensor, keys_S: Tensor) -> Tensor | None:
-        all_past = bool(queries_S[0] >= keys_S[-1])
-        if all_past and not self._mask_documents:
-            return None
-        device = documents_BS.device
-        past_SS = (queries_S[:, None] >= keys_S).to(device)
-        if not self._mask_documents:
-            return past_SS[None, None]
-        queries_BS = documents_BS[:, queries_S.to(device)]
-        keys_BS = documents_BS[:, keys_S.to(device)]
-        same_BSS = queries_BS[:, :, None] == keys_BS[:, None, :]
-        return (same_BSS if all_past else same_BSS & past_SS)[:, None]
-
-    def attend(self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor | None, scale: float) -> Tensor:  # type: ignore[no-untyped-def]
-        grouped = q_BHSC.shape[1] != k_BHSC.shape[1]
-        return F.scaled_dot_product_attention(
-            q_BHSC, k_BHSC, v_BHSC, attn_mask=mask, scale=scale, enable_gqa=grouped
-        )
+    def attend(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor | None, scale: float, sinks_H=None
+    ) -> Tensor:
+        return sdpa(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
 
     def forward(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor | None, scale: float
@@ -130,63 +125,29 @@ class ExplicitBlocks:
 
 
 class FlexBlocks:
-    """Flex attention, which skips tiles that are masked out: one block of one size in every step.
-
-    Its making of a mask holds [B, queries, keys] bools for a moment.
-    """
+    """Flex attention, which skips masked tiles by itself: one block of one size in every step."""
 
     def __init__(self, *, mask_documents: bool, compiled: bool) -> None:
-        from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
-
         self._mask_documents = mask_documents
-        self._attend: Any = torch.compile(flex_attention) if compiled else flex_attention
-        self._create = create_block_mask
-        self._with_lse = AuxRequest(lse=True)
+        self._flex = Flex(compiled=compiled)
 
-    def blocks(self, documents_BS: Tensor, queries_S: Tensor, keys_S: Tensor) -> list[Block]:
-        if keys_S[0] > queries_S[-1]:
-            return []
-        batch, device = len(documents_BS), documents_BS.device
-        query_at, key_at = queries_S.to(device), keys_S.to(device)
-        query_documents, key_documents = documents_BS[:, query_at], documents_BS[:, key_at]
-
-        def past(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return query_at[query] >= key_at[key]
-
-        def same_document(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            same = query_documents[b, query] == key_documents[b, key]
-            return same & (query_at[query] >= key_at[key])
-
-        mask = self._create(
-            same_document if self._mask_documents else past,
-            batch if self._mask_documents else None,
-            None,
-            len(queries_S),
-            len(keys_S),
-            device=device.type,
-        )
+    def blocks(
+        self, documents_BS: Tensor, queries_S: Tensor, keys_S: Tensor, local: Local | None = None
+    ) -> list[Block]:
+        first_BS = first_seen_in_rows(documents_BS, local, mask_documents=self._mask_documents)
+        queries_S, keys_S = queries_S.to(first_BS.device), keys_S.to(first_BS.device)
+        mask = self._flex.block_mask(queries_S, keys_S, first_BS[:, queries_S])
         return [Block(slice(None), slice(None), mask)]
 
-    def attend(self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float) -> Tensor:  # type: ignore[no-untyped-def]
-        grouped = q_BHSC.shape[1] != k_BHSC.shape[1]
-        return self._attend(
-            q_BHSC, k_BHSC, v_BHSC, block_mask=mask, scale=scale, enable_gqa=grouped
-        )
+    def attend(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float, sinks_H=None
+    ) -> Tensor:
+        return self._flex.attend(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
 
     def forward(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float
     ) -> tuple[Tensor, Tensor]:
-        grouped = q_BHSC.shape[1] != k_BHSC.shape[1]
-        o_BHSC, more = self._attend(
-            q_BHSC,
-            k_BHSC,
-            v_BHSC,
-            block_mask=mask,
-            scale=scale,
-            enable_gqa=grouped,
-            return_aux=self._with_lse,
-        )
-        return o_BHSC, more.lse
+        return self._flex.with_lse(q_BHSC, k_BHSC, v_BHSC, mask, scale)
 
     def backward(  # type: ignore[no-untyped-def]
         self, upstream: Upstream, k_BHSC, v_BHSC, mask: Any, scale: float
@@ -216,6 +177,30 @@ def choose_blocks(*, mask_documents: bool, device_type: str) -> BlockAttention:
 def accumulation_type(dtype: torch.dtype) -> torch.dtype:
     """The type that sums over blocks are kept in: at least float32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _block(
+    first_BS: Tensor, queries_S: Tensor, keys_S: Tensor, start: int, end: int
+) -> Block | None:
+    """Of the queries from `start` to `end`: those that see keys, and the keys that are seen."""
+    at_S = queries_S[start:end]
+    if not len(at_S):
+        return None
+    first_BS = first_BS[:, at_S.to(first_BS.device)]
+    # First positions ascend, so what nobody sees is at the edges. Reads that wait for a device, if
+    # the documents are on one.
+    keys = slice(int((keys_S < int(first_BS[:, 0].min())).sum()), int((keys_S <= at_S[-1]).sum()))
+    if keys.start >= keys.stop:
+        return None
+    keys_S = keys_S[keys]
+    num_queries = int((first_BS.amin(0) <= int(keys_S[-1])).sum())
+    at_S, first_BS = at_S[:num_queries], first_BS[:, :num_queries]
+    all_seen = at_S[0] >= keys_S[-1] and int(first_BS[:, -1].max()) <= keys_S[0]
+    queries = slice(start, start + num_queries)
+    if all_seen:
+        return Block(queries, keys, None)
+    at_S, keys_S = at_S.to(first_BS.device), keys_S.to(first_BS.device)
+    return Block(queries, keys, is_seen(at_S, keys_S, first_BS)[:, None])
 
 
 def _scores(q: Tensor, k_BHSC: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -6,12 +6,14 @@ Everything but attention works on its own tokens. Attention has one of three cor
     ulysses     each rank gets all tokens of its share of the heads (arXiv 2309.14509) and runs the
                 plain kernel. Heads and kv heads must divide by cp. Fewer bytes than the others
                 where cp is more than 1 + heads / kv heads.
-    ring        keys and values travel (`ring_attention.py`): never a whole row in memory.
+    ring        keys and values travel (`ring_attention.py`): never a whole row in memory. Where
+                attention sees only the near past, no further than they are seen.
 
 Head-tail balance: of 2 * cp chunks, rank r holds chunks r and 2 * cp - 1 - r, which together see as
 much of the past on every rank. Either way a rank's positions ascend.
 """
 
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,16 +23,23 @@ from torch.distributed import ProcessGroup
 
 from titan_moe.distributed.block_attention import Block, BlockAttention, choose_blocks
 from titan_moe.distributed.collectives import all_to_all_rows, gather_parts, reduce_scatter_rows
-from titan_moe.distributed.ring_attention import Ring, ring_attention
+from titan_moe.distributed.ring_attention import Ring, Step, ring_attention
+from titan_moe.kernels.attention import Local, first_seen
 
 
 class Core(Protocol):
-    """What attention layers call: a mask per microbatch, then o_BHSC per layer."""
+    """What attention layers call: masks per microbatch, then o_BHSC per layer."""
 
-    def mask(self, documents_BS: Tensor) -> Any: ...
+    def mask(self, documents_BS: Tensor, local: Local | None = None) -> Any: ...
 
     def __call__(
-        self, q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, mask: Any, scale: float
+        self,
+        q_BHSC: Tensor,
+        k_BHSC: Tensor,
+        v_BHSC: Tensor,
+        mask: Any,
+        scale: float,
+        sinks_H: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -56,9 +65,10 @@ def context_parallel_core(
     """The core for attention layers whose tokens are cut over `group`.
 
     Its `mask` takes the documents of whole rows [B, S], the same on every rank of the group; its
-    calls take this rank's tokens, at `local_positions(S, cp, rank, balanced=balanced)`, and are
-    collective: every rank makes them in the same order. Gradients are plain sums over all queries,
-    each term once. Any S that divides, another in every microbatch if need be.
+    calls take this rank's tokens, at `local_positions(S, cp, rank, balanced=balanced)`, and the
+    sinks of all heads, and are collective: every rank makes them in the same order. Gradients are
+    plain sums over all queries, each term once: those of the sinks are parts, to be summed over the
+    group like those of weights. Any S that divides, another in every microbatch if need be.
 
     Args:
         plain: the one-device core for the same documents; what "ulysses" runs, on whole rows.
@@ -85,18 +95,20 @@ class AllGather:
         self._group = group
         self._balanced = balanced
 
-    def mask(self, documents_BS: Tensor) -> list[Block]:
+    def mask(self, documents_BS: Tensor, local: Local | None = None) -> list[Block]:
         seq_len = documents_BS.shape[1]
         queries_S = local_positions(
             seq_len, self._group.size(), self._group.rank(), balanced=self._balanced
         )
-        return self._attention.blocks(documents_BS, queries_S, torch.arange(seq_len))
+        return self._attention.blocks(documents_BS, queries_S, torch.arange(seq_len), local)
 
-    def __call__(self, q_BHSC, k_BHSC, v_BHSC, mask: list[Block], scale: float) -> Tensor:  # type: ignore[no-untyped-def]
+    def __call__(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: list[Block], scale: float, sinks_H=None
+    ) -> Tensor:
         k, v = _GatherKeysValues.apply(k_BHSC, v_BHSC, self._group, self._balanced)
         parts = [
             self._attention.attend(
-                q_BHSC[:, :, queries], k[:, :, keys], v[:, :, keys], block_mask, scale
+                q_BHSC[:, :, queries], k[:, :, keys], v[:, :, keys], block_mask, scale, sinks_H
             )
             for queries, keys, block_mask in mask
         ]
@@ -111,12 +123,16 @@ class Ulysses:
         self._group = group
         self._balanced = balanced
 
-    def mask(self, documents_BS: Tensor) -> Any:
-        return self._plain.mask(documents_BS)
+    def mask(self, documents_BS: Tensor, local: Local | None = None) -> Any:
+        return self._plain.mask(documents_BS, local)
 
-    def __call__(self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float) -> Tensor:  # type: ignore[no-untyped-def]
+    def __call__(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float, sinks_H=None
+    ) -> Tensor:
+        if sinks_H is not None:
+            sinks_H = sinks_H.chunk(self._group.size())[self._group.rank()]
         q, k, v = self._share_heads(q_BHSC, k_BHSC, v_BHSC)
-        return self._share_tokens(self._plain(q, k, v, mask, scale))
+        return self._share_tokens(self._plain(q, k, v, mask, scale, sinks_H))
 
     def _share_heads(self, *tensors_BHSC: Tensor) -> list[Tensor]:
         """All heads of own tokens -> own heads of all tokens; one exchange for all tensors."""
@@ -145,20 +161,45 @@ class RingAttention:
         self._group = group
         self._balanced = balanced
 
-    def mask(self, documents_BS: Tensor) -> list[list[Block]]:
-        size, rank = self._group.size(), self._group.rank()
-        positions = [
-            local_positions(documents_BS.shape[1], size, source, balanced=self._balanced)
-            for source in range(size)
-        ]
-        return [
-            self._attention.blocks(documents_BS, positions[rank], positions[(rank - step) % size])
-            for step in range(size)
-        ]
+    def mask(self, documents_BS: Tensor, local: Local | None = None) -> list[Step]:
+        seq_len, size, rank = documents_BS.shape[1], self._group.size(), self._group.rank()
+        positions = partial(local_positions, seq_len, size, balanced=self._balanced)
+        seen = seen_ranks(seq_len, size, local, balanced=self._balanced)
+        steps = []
+        for distance in range(size):
+            source = (rank - distance) % size
+            blocks = []
+            if source in seen[rank]:
+                blocks = self._attention.blocks(
+                    documents_BS, positions(rank), positions(source), local
+                )
+            # All ranks pass by the ranks whose keys none of them sees at this distance.
+            if any((other - distance) % size in seen[other] for other in range(size)):
+                steps.append(Step(distance, blocks))
+        return steps
 
-    def __call__(self, q_BHSC, k_BHSC, v_BHSC, mask: list[list[Block]], scale: float) -> Tensor:  # type: ignore[no-untyped-def]
+    def __call__(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: list[Step], scale: float, sinks_H=None
+    ) -> Tensor:
         ring = Ring(self._group, self._attention, mask, scale)
-        return ring_attention(q_BHSC, k_BHSC, v_BHSC, ring)
+        return ring_attention(q_BHSC, k_BHSC, v_BHSC, ring, sinks_H)
+
+
+def seen_ranks(
+    seq_len: int, cp_size: int, local: Local | None, *, balanced: bool
+) -> list[set[int]]:
+    """The ranks that each rank's queries see keys of, whatever the documents."""
+    held = _chunks_of_ranks(cp_size, balanced)
+    num_chunks = cp_size * len(held[0])
+    chunk_len = seq_len // num_chunks
+    starts = torch.arange(num_chunks) * chunk_len
+    # The first query of a chunk sees furthest.
+    first = (first_seen(starts, local) // chunk_len).tolist()
+    rank_of = {chunk: rank for rank, chunks in enumerate(held) for chunk in chunks}
+    return [
+        {rank_of[seen] for chunk in chunks for seen in range(first[chunk], chunk + 1)}
+        for chunks in held
+    ]
 
 
 def join_row(parts_PBHSE: Tensor, *, balanced: bool) -> Tensor:

@@ -1,11 +1,15 @@
 """Attention over a row cut among ranks: keys and values travel around the ring (arXiv 2310.01889).
 
-In step t a rank holds those of the rank t before it, and merges what its queries get from them by
+In each step a rank holds those of a rank before it, and merges what its queries get from them by
 log-sum-exp. No rank ever holds a whole row's keys. The backward goes around once more, and the
-gradients of keys and values travel with them, one hop further, home.
+gradients of keys and values travel with them, and then home. Ranks whose keys nobody sees in a step
+are passed by: under a window, most of the ring.
+
+A sink joins the softmax after the last step, as if its one logit were a block with the value 0.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -22,68 +26,92 @@ from titan_moe.distributed.block_attention import (
 )
 
 
+class Step(NamedTuple):
+    """What a rank does with one rank's keys and values."""
+
+    distance: int
+    """How many ranks before this one they are of; the same on all ranks."""
+    blocks: Sequence[Block]
+    """None where this rank sees none of them."""
+
+
 class Ring(NamedTuple):
     """What a run around the ring does."""
 
     group: ProcessGroup
     attention: BlockAttention
-    blocks: Sequence[Sequence[Block]]
-    """By step; the first must let every query see a key."""
+    steps: Sequence[Step]
+    """By ascending distance; the first, of 0, must let every query see a key."""
     scale: float
 
+    def hops(self) -> list[int]:
+        """How far what a step held goes on, after it; after the last step, home."""
+        distances = [*(step.distance for step in self.steps), self.group.size()]
+        return [after - before for before, after in pairwise(distances)]
 
-def ring_attention(q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, ring: Ring) -> Tensor:
-    """o_BHSC of this rank's queries over all ranks' keys and values; differentiable once."""
-    return _RingAttention.apply(q_BHSC, k_BHSC, v_BHSC, ring)
+
+def ring_attention(
+    q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, ring: Ring, sinks_H: Tensor | None = None
+) -> Tensor:
+    """o_BHSC of this rank's queries over all ranks' keys and values; differentiable once.
+
+    Of the gradient of the sinks, each rank gets its own queries' part.
+    """
+    return _RingAttention.apply(q_BHSC, k_BHSC, v_BHSC, sinks_H, ring)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, ring: Ring) -> Tensor:
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any, q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, sinks_H: Tensor | None, ring: Ring
+    ):
         dims = [k_BHSC.shape[-1], v_BHSC.shape[-1]]
         own = torch.cat([k_BHSC, v_BHSC], -1)
         wide = accumulation_type(q_BHSC.dtype)
         out = q_BHSC.new_zeros(*q_BHSC.shape[:-1], dims[1], dtype=wide)
         lse = out.new_full(out.shape[:-1], float("-inf"))
         held = own
-        for step, blocks in enumerate(ring.blocks):
+        for step, hops in zip(ring.steps, ring.hops(), strict=True):
             # The next ones are under way while these are attended to.
-            arriving = _pass_on(held, ring.group) if step + 1 < len(ring.blocks) else None
+            arriving = _pass_on(held, ring.group, hops) if step is not ring.steps[-1] else None
             k, v = held.split(dims, -1)
-            for queries, keys, mask in blocks:
+            for queries, keys, mask in step.blocks:
                 part = ring.attention.forward(
                     q_BHSC[:, :, queries], k[:, :, keys], v[:, :, keys], mask, ring.scale
                 )
                 _merge(out[:, :, queries], lse[:, :, queries], *part)
             held = arriving.wait() if arriving else held
+        if sinks_H is not None:
+            _merge(out, lse, out.new_zeros(()), sinks_H[:, None].to(wide))
         out = out.to(q_BHSC.dtype)
-        ctx.save_for_backward(q_BHSC, own, out, lse)
+        ctx.save_for_backward(q_BHSC, own, out, lse, sinks_H)
         ctx.ring, ctx.dims = ring, dims
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_BHSC: Tensor):  # type: ignore[override, no-untyped-def]
-        q_BHSC, held, out, lse = ctx.saved_tensors
+        q_BHSC, held, out, lse, sinks_H = ctx.saved_tensors
         ring: Ring = ctx.ring
         delta = (grad_BHSC.to(lse.dtype) * out).sum(-1)
         upstream = Upstream(q_BHSC, grad_BHSC, lse, delta)
         grad_q = torch.zeros_like(q_BHSC, dtype=lse.dtype)
         travelling = None
-        for step, blocks in enumerate(ring.blocks):
-            arriving = _pass_on(held, ring.group) if step + 1 < len(ring.blocks) else None
+        for step, hops in zip(ring.steps, ring.hops(), strict=True):
+            arriving = _pass_on(held, ring.group, hops) if step is not ring.steps[-1] else None
             # Sums travel in at least float32: no rounding at each hop, for more bytes in bfloat16.
             grad_held = torch.zeros_like(held, dtype=lse.dtype)
             _add_block_gradients(
-                grad_q, grad_held, upstream, held.split(ctx.dims, -1), blocks, ring
+                grad_q, grad_held, upstream, held.split(ctx.dims, -1), step.blocks, ring
             )
             if travelling:
                 grad_held += travelling.wait()
-            travelling = _pass_on(grad_held, ring.group)
+            travelling = _pass_on(grad_held, ring.group, hops)
             held = arriving.wait() if arriving else held
         assert travelling
         grad_k, grad_v = travelling.wait().to(held.dtype).split(ctx.dims, -1)
-        return grad_q.to(q_BHSC.dtype), grad_k, grad_v, None
+        grad_sinks = None if sinks_H is None else _gradient_of_sinks(sinks_H, upstream)
+        return grad_q.to(q_BHSC.dtype), grad_k, grad_v, grad_sinks, None
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -112,6 +140,12 @@ def _add_block_gradients(
         grad_v[:, :, keys] += block_v
 
 
+def _gradient_of_sinks(sinks_H: Tensor, upstream: Upstream) -> Tensor:
+    """A logit with the value 0 gets its weight times what the mean value leaves it: -delta."""
+    weights_BHS = (sinks_H[:, None].to(upstream.lse_BHS.dtype) - upstream.lse_BHS).exp()
+    return -(weights_BHS * upstream.delta_BHS).sum((0, 2)).to(sinks_H.dtype)
+
+
 class _OnTheWay(NamedTuple):
     works: list[Any]
     leaving: Tensor
@@ -124,12 +158,14 @@ class _OnTheWay(NamedTuple):
         return self.arriving
 
 
-def _pass_on(x: Tensor, group: ProcessGroup) -> _OnTheWay:
-    """Send `x`, which must not change, to the next rank while the previous one's comes in."""
+def _pass_on(x: Tensor, group: ProcessGroup, hops: int) -> _OnTheWay:
+    """Send `x`, which must not change, `hops` ranks on, while another's comes in from as far."""
     rank, size = group.rank(), group.size()
+    if hops == size:
+        return _OnTheWay([], x, x)
     arriving = torch.empty_like(x)
     operations = [
-        dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size),
-        dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % size),
+        dist.P2POp(dist.isend, x, group=group, group_peer=(rank + hops) % size),
+        dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - hops) % size),
     ]
     return _OnTheWay(dist.batch_isend_irecv(operations), x, arriving)

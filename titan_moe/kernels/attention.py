@@ -139,7 +139,7 @@ class Flex:
         def in_every_row(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (first_S[query] <= key) & (key <= query)
 
-        return self._mask(in_row, in_every_row, *first_BS.shape, len(first_S), first_BS.device)
+        return self._mask(in_row, in_every_row, first_BS, len(first_S))
 
     def block_mask(self, queries_S: Tensor, keys_S: Tensor, first_BS: Tensor) -> Any:
         """The mask of some queries and keys of a row, as in `is_seen`; all on one device.
@@ -157,14 +157,14 @@ class Flex:
             key_at = keys_S[key]
             return (first_S[query] <= key_at) & (key_at <= queries_S[query])
 
-        return self._mask(in_row, in_every_row, *first_BS.shape, len(keys_S), first_BS.device)
+        return self._mask(in_row, in_every_row, first_BS, len(keys_S))
 
-    def _mask(  # type: ignore[no-untyped-def]
-        self, in_row, in_every_row, rows: int, queries: int, keys: int, device: torch.device
-    ) -> Any:
-        if rows == 1:  # Also where a microbatch has but one row.
-            return self._create(in_every_row, None, None, queries, keys, device=device.type)
-        return self._create(in_row, rows, None, queries, keys, device=device.type)
+    def _mask(self, in_row: Any, in_every_row: Any, first_BS: Tensor, num_keys: int) -> Any:
+        num_rows, num_queries = first_BS.shape
+        device = first_BS.device.type
+        if num_rows == 1:
+            return self._create(in_every_row, None, None, num_queries, num_keys, device=device)
+        return self._create(in_row, num_rows, None, num_queries, num_keys, device=device)
 
     def attend(
         self,

@@ -1,11 +1,24 @@
 """Which positions a context-parallel rank holds, and how the work falls on ranks."""
 
+from itertools import product
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from titan_moe.distributed.block_attention import ExplicitBlocks
-from titan_moe.distributed.context_parallel import cut_row, join_row, local_positions
+from titan_moe.distributed.context_parallel import cut_row, join_row, local_positions, seen_ranks
 
+
+class Local(NamedTuple):
+    kind: str
+    size: int
+
+
+LOCALS = [
+    None,
+    *(Local(kind, size) for kind, size in product(["window", "chunk"], [1, 4, 5, 11, 24, 99])),
+]
 LAYOUTS = [(cp_size, balanced) for cp_size in (1, 2, 3, 8) for balanced in (True, False)]
 
 
@@ -38,7 +51,7 @@ def _pairs(seq_len: int, cp_size: int, *, balanced: bool, documents_BS: torch.Te
     positions = [local_positions(seq_len, cp_size, r, balanced=balanced) for r in range(cp_size)]
     return [
         sum(
-            block.mask.shape[-2] * block.mask.shape[-1]
+            len(queries_S[block.queries]) * len(keys_S[block.keys])
             for keys_S in positions
             for block in attention.blocks(documents_BS, queries_S, keys_S)
         )
@@ -56,22 +69,64 @@ def test_ranks_do_the_same_work_when_balanced(cp_size: int) -> None:
     assert consecutive == [(4 * rank + 3) * chunk**2 for rank in range(cp_size)]
 
 
+def _visible(documents_BS: torch.Tensor, local: Local | None) -> torch.Tensor:
+    """Pair by pair: [B, S, S]."""
+    num_rows, seq_len = documents_BS.shape
+    seen = torch.zeros(num_rows, seq_len, seq_len, dtype=torch.int64)
+    for b, query, key in product(range(num_rows), range(seq_len), range(seq_len)):
+        near = True
+        if local:
+            in_window = query - key < local.size
+            in_chunk = query // local.size == key // local.size
+            near = in_window if local.kind == "window" else in_chunk
+        same = documents_BS[b, query] == documents_BS[b, key]
+        seen[b, query, key] = near and key <= query and same
+    return seen
+
+
+@pytest.mark.parametrize("local", LOCALS)
 @pytest.mark.parametrize("mask_documents", [True, False])
 @pytest.mark.parametrize("balanced", [True, False])
-def test_blocks_hold_every_visible_pair_once(balanced: bool, mask_documents: bool) -> None:
+def test_blocks_hold_every_visible_pair_once(
+    balanced: bool, mask_documents: bool, local: Local | None
+) -> None:
     documents_BS = torch.tensor([[0] * 5 + [1] * 19, [0] * 17 + [1] * 7])
-    whole = torch.ones(2, 24, 24, dtype=torch.bool).tril()
-    if mask_documents:
-        whole &= documents_BS[:, :, None] == documents_BS[:, None]
     attention = ExplicitBlocks(mask_documents=mask_documents)
     positions = [local_positions(24, 3, rank, balanced=balanced) for rank in range(3)]
     found = torch.zeros(2, 24, 24, dtype=torch.int64)
-    for queries_S in positions:
-        for keys_S in positions:
-            for queries, keys, mask in attention.blocks(documents_BS, queries_S, keys_S):
-                visible = torch.ones(1, dtype=torch.int64) if mask is None else mask[:, 0].long()
-                found[:, queries_S[queries, None], keys_S[keys]] += visible
-    assert torch.equal(found, whole.long())
+    for queries_S, keys_S in product(positions, positions):
+        for queries, keys, mask in attention.blocks(documents_BS, queries_S, keys_S, local):
+            visible = torch.ones(1, dtype=torch.int64) if mask is None else mask[:, 0].long()
+            found[:, queries_S[queries, None], keys_S[keys]] += visible
+    expected = _visible(documents_BS if mask_documents else torch.zeros(2, 24), local)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_a_narrow_window_leaves_few_pairs_and_a_sight_of_the_neighbours(balanced: bool) -> None:
+    documents_BS = torch.zeros(1, 64, dtype=torch.int64)
+    local = Local("window", 2)
+    positions = [local_positions(64, 4, rank, balanced=balanced) for rank in range(4)]
+    attention = ExplicitBlocks(mask_documents=False)
+    for queries_S, keys_S in product(positions, positions):
+        blocks = attention.blocks(documents_BS, queries_S, keys_S, local)
+        if keys_S is queries_S:
+            continue
+        # At each border that the ranks share, the one key before it and the first query after it.
+        pairs = [(len(queries_S[b.queries]), len(keys_S[b.keys])) for b in blocks]
+        assert pairs in ([], [(1, 1)], [(1, 1), (1, 1)])
+
+
+@pytest.mark.parametrize("local", LOCALS)
+@pytest.mark.parametrize(("cp_size", "balanced"), LAYOUTS)
+def test_the_ranks_whose_keys_are_seen(cp_size: int, balanced: bool, local: Local | None) -> None:
+    visible = _visible(torch.zeros(1, 48), local)[0]
+    positions = [local_positions(48, cp_size, rank, balanced=balanced) for rank in range(cp_size)]
+    expected = [
+        {source for source in range(cp_size) if visible[mine][:, positions[source]].any()}
+        for mine in positions
+    ]
+    assert seen_ranks(48, cp_size, local, balanced=balanced) == expected
 
 
 def test_a_query_without_keys_gets_nothing_and_no_nan() -> None:
