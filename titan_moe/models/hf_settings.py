@@ -4,7 +4,7 @@ Two forms are read: that of published models (`rope_theta`, `rope_scaling`), and
 writes (`rope_parameters`). The first is written, which all readers know.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from titan_moe.config.errors import ConfigError
@@ -119,3 +119,14 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
                 "high_freq_factor": llama.high_freq_factor,
             }
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
+
+
+def period(key: str, layers: Sequence[bool]) -> int:
+    """N where layers N - 1, 2 N - 1, ... are the true ones; 0 where none is.
+
+    Raises ConfigError for layers without such a rule, naming the key that they come from.
+    """
+    every = layers.index(True) + 1 if True in layers else 0
+    if list(layers) == [bool(every) and (layer + 1) % every == 0 for layer in range(len(layers))]:
+        return every
+    raise ConfigError([f"config.json: {key} must repeat with a fixed step: {list(layers)}"])

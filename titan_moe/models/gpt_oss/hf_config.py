@@ -1,0 +1,96 @@
+"""gpt-oss's config.json."""
+
+from typing import Any
+
+from titan_moe.models.config import GQAConfig, LocalAttention, ModelConfig
+from titan_moe.models.hf_settings import (
+    Settings,
+    given,
+    needed,
+    only,
+    period,
+    rope_from_hf,
+    rope_to_hf,
+)
+from titan_moe.moe.config import MoEConfig
+
+MODEL_TYPES = ("gpt_oss",)
+
+
+def from_hf(settings: Settings) -> ModelConfig:
+    """The dimensions of a config.json. Raises ConfigError for what is not supported."""
+    only(settings, hidden_act=("silu",), swiglu_alpha=(1.702,), swiglu_limit=(7.0,))
+    heads, dim = needed(settings, "num_attention_heads"), needed(settings, "hidden_size")
+    hidden_dim = needed(settings, "intermediate_size")
+    return ModelConfig(
+        vocab_size=needed(settings, "vocab_size"),
+        dim=dim,
+        num_layers=needed(settings, "num_hidden_layers"),
+        hidden_dim=hidden_dim,
+        attention=GQAConfig(
+            num_heads=heads,
+            num_kv_heads=given(settings, "num_key_value_heads", heads),
+            head_dim=given(settings, "head_dim", dim // heads),
+            bias=given(settings, "attention_bias", True),
+            sinks=True,
+        ),
+        rope=rope_from_hf(settings),
+        local=_local(settings),
+        moe=MoEConfig(
+            num_experts=needed(settings, "num_local_experts"),
+            top_k=needed(settings, "num_experts_per_tok"),
+            hidden_dim=hidden_dim,
+            normalize_top_k=True,
+            router_bias=True,
+            projection_bias=True,
+            activation="clamped_swiglu",
+        ),
+        tied_embeddings=given(settings, "tie_word_embeddings", False),
+        max_seq_len=given(settings, "max_position_embeddings", 131_072),
+        norm_eps=given(settings, "rms_norm_eps", 1e-5),
+        init_std=given(settings, "initializer_range", 0.02),
+    )
+
+
+def _local(settings: Settings) -> LocalAttention | None:
+    window, num_layers = settings.get("sliding_window"), needed(settings, "num_hidden_layers")
+    alternating = ["sliding_attention", "full_attention"] * num_layers
+    kinds = given(settings, "layer_types", alternating[:num_layers])
+    sees_all = [kind == "full_attention" for kind in kinds]
+    if window is None or all(sees_all):
+        return None
+    return LocalAttention("window", window, global_every=period("layer_types", sees_all))
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """A config.json of these dimensions."""
+    attention, moe = config.attention, config.moe
+    assert isinstance(attention, GQAConfig) and moe is not None
+    local = [config.local_in(layer) is not None for layer in range(config.num_layers)]
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": moe.hidden_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "attention_bias": attention.bias,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "swiglu_limit": 7.0,
+        "max_position_embeddings": config.max_seq_len,
+        "initializer_range": config.init_std,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied_embeddings,
+        "use_cache": True,
+        "sliding_window": None if config.local is None else config.local.size,
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in local],
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "output_router_logits": False,
+        "router_aux_loss_coef": moe.global_aux_loss_weight,
+        **rope_to_hf(config.rope),
+    }
