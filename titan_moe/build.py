@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_moe.config.job import JobConfig
@@ -25,10 +26,11 @@ from titan_moe.distributed.meshes import Meshes, build_meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.distributed.pipeline_parallel import Activations, Pipeline, keep_only, stage_units
 from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
-from titan_moe.models.config import ModelConfig
-from titan_moe.models.decoder import Decoder, initial_std, move_off_meta
+from titan_moe.distributed.ties import Ties, find_ties
+from titan_moe.models.config import ModelConfig, tied_weights
+from titan_moe.models.decoder import Decoder, initial_std, moe_layer_names, move_off_meta
 from titan_moe.models.layers.attention_core import AttentionCore, choose_core
-from titan_moe.models.registry import build_model, tensor_plan
+from titan_moe.models.tensor_plans import DECODER
 from titan_moe.models.weights import part_weights
 from titan_moe.moe.layer import MoE
 
@@ -46,8 +48,10 @@ class ShardedModel:
     """Sequence length -> the positions of each row that this rank reads."""
     shared_by_tp: list[nn.Parameter]
     """Parameters whose gradients are still to be summed over `tp`."""
+    ties: Ties
+    """Copies of parameters whose gradients are still to be summed over them."""
     sizes: dict[str, int]
-    """Elements of every parameter of the whole model, on whichever rank."""
+    """Elements of every parameter of the whole model, on whichever rank; of copies, the first."""
     stages: list[list[str]]
     """The modules of each stage of the pipeline; of one without a pipeline."""
 
@@ -67,8 +71,7 @@ class ShardedModel:
 
     def all_moe_layers(self) -> list[str]:
         """The names of the whole model's MoE layers, in order."""
-        layers = range(self.config.num_layers)
-        return [f"layers.{layer}" for layer in layers if self.config.is_moe_layer(layer)]
+        return moe_layer_names(self.config)
 
 
 def parallel_dims(parallelism: Parallelism, world_size: int) -> ParallelDims:
@@ -86,7 +89,11 @@ def parallel_dims(parallelism: Parallelism, world_size: int) -> ParallelDims:
 
 
 def resolve_model(config: ModelConfig, job: JobConfig) -> ModelConfig:
-    """The flavor's dimensions with the [moe] and [debug] tables' words on them."""
+    """The flavor's dimensions with the [model], [moe], [training] and [debug] tables' words."""
+    if job.model.num_mtp_layers is not None:
+        config = replace(config, num_mtp_layers=job.model.num_mtp_layers)
+    if job.training.mtp_loss_weight is not None:
+        config = replace(config, mtp_loss_weight=job.training.mtp_loss_weight)
     if config.moe is None:
         return config
     named = job.moe.model_dump(exclude_none=True)
@@ -111,7 +118,11 @@ def build_sharded_model(
     for part in parts:
         move_off_meta(part, device, parameter_device=offloaded)
         fill_initial_weights(
-            part, job.debug.seed, lambda name: initial_std(name, config), device=device
+            part,
+            job.debug.seed,
+            lambda name: initial_std(name, config),
+            drawn_as=first_names(config),
+            device=device,
         )
 
     named = {name: p for part in parts for name, p in part.named_parameters()}
@@ -123,9 +134,32 @@ def build_sharded_model(
         execution=_execution(parts, job, config, meshes, device),
         positions=_positions(job.parallelism, meshes),
         shared_by_tp=[named[name] for name in named if name in partial_over_tp],
+        ties=find_ties(tied_weights(config), named, _pipeline_ends(job, meshes, len(stages))),
         sizes=sizes,
         stages=stages,
     )
+
+
+def first_names(config: ModelConfig) -> dict[str, str]:
+    """Of copies of a parameter, the name that it goes by."""
+    return {copy: first for first, *copies in tied_weights(config) for copy in copies}
+
+
+def _pipeline_ends(job: JobConfig, meshes: Meshes, num_stages: int) -> tuple[int, int]:
+    """The ranks, in the world, that hold this pipeline's first and last stage."""
+    ranks = dist.get_process_group_ranks(meshes.group("pp"))
+    schedule = schedule_of(job.parallelism)
+
+    def holder(stage: int) -> int:
+        return next(
+            rank
+            for place, rank in enumerate(ranks)
+            if stage in stages_of_rank(schedule, place, len(ranks), num_stages)
+        )
+
+    if len(ranks) == 1:
+        return ranks[0], ranks[0]
+    return holder(0), holder(num_stages - 1)
 
 
 class Parts(NamedTuple):
@@ -147,8 +181,9 @@ def lay_out(job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.d
     `device` is where the model will run.
     """
     # 2. The plain model, without memory, and the stages of it that this rank holds.
-    plain = _plain_model(job, config, _attention_core(job, meshes, device))
-    sizes = {name: parameter.numel() for name, parameter in plain.named_parameters()}
+    plain = _plain_model(job, config, _attention_core(job, config, meshes, device))
+    copies = first_names(config)
+    sizes = {name: p.numel() for name, p in plain.named_parameters() if name not in copies}
     stages = _stages(job, config)
     parts = _own_parts(plain, stages, job, meshes)
 
@@ -158,29 +193,42 @@ def lay_out(job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.d
         # hidden dims, and losses that ask for whole sequences.
         moe_layers = list(part.moe_layers().values())
         apply_expert_parallel(moe_layers, meshes)
-        partial_over_tp |= apply_tensor_parallel(part, tensor_plan(job.model.name), meshes)
+        partial_over_tp |= apply_tensor_parallel(part, DECODER, meshes)
         join_sequences(moe_layers, meshes)
 
         # 4. Recomputation inside FSDP's hooks, so that a recomputed block finds its gathered
         # parameters.
-        apply_activation_checkpoint(dict(part.layers.items()), job.activation_checkpoint)
+        apply_activation_checkpoint(_numbered_blocks(part), job.activation_checkpoint)
 
         # 5. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, _sharding_policy(job))
     return Parts(parts, partial_over_tp, sizes, stages)
 
 
+def _numbered_blocks(part: Decoder) -> dict[str, nn.Module]:
+    """By their place in the whole model; multi-token prediction's come after all others."""
+    blocks: dict[str, nn.Module] = dict(part.layers.items())
+    if part.mtp is not None:
+        for depth, layer in part.mtp.layers.items():
+            blocks[str(part.config.num_layers + int(depth))] = layer.get_submodule("block")
+    return blocks
+
+
 def _plain_model(job: JobConfig, config: ModelConfig, core: AttentionCore) -> Decoder:
     with torch.device("meta"):
-        model = build_model(job.model.name, config, core)
+        model = Decoder(config, core)
     for parameter in model.parameters():  # Buffers keep their own types: a bias of 1e-3 steps.
         parameter.data = parameter.data.to(_dtype(job.training.dtype))
     return model
 
 
-def _attention_core(job: JobConfig, meshes: Meshes, device: torch.device) -> AttentionCore:
+def _attention_core(
+    job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
+) -> AttentionCore:
     masked = job.training.mask_documents
-    plain = choose_core(mask_documents=masked, device_type=device.type)
+    plain = choose_core(
+        mask_documents=masked, device_type=device.type, local_or_sinks=config.local_or_sinks
+    )
     if meshes.dims.cp == 1:
         return plain
     return context_parallel_core(
@@ -233,6 +281,9 @@ def _execution(
     loss: Loss = CrossEntropy(IGNORE_INDEX)
     if dims.tp > 1:
         loss = VocabParallelCrossEntropy(meshes.group("tp"), IGNORE_INDEX)
+    for part in parts:
+        if part.mtp is not None:
+            part.mtp.loss = loss
     if dims.pp == 1:
         return WholeModel(parts[0], loss)
     return Pipeline(

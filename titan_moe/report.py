@@ -12,8 +12,9 @@ from titan_moe.metrics.expert_load import expert_load
 from titan_moe.metrics.memory import memory_metrics
 from titan_moe.metrics.phases import Phases
 from titan_moe.metrics.sinks import Sink, build_sinks
-from titan_moe.metrics.throughput import Throughput, flops_per_token
-from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.metrics.throughput import Throughput
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.weights import part_weights
 from titan_moe.runtime.device import peak_flops
 from titan_moe.runtime.process import Process
 from titan_moe.train_step import StepResult
@@ -30,11 +31,9 @@ class Report:
         self._log_freq = job.metrics.log_freq
         self._steps = job.training.steps
         self._folder = Path(job.job.dump_folder)
-        self._layers = [int(name.removeprefix("layers.")) for name in sharded.all_moe_layers()]
+        self._layers = [name.removesuffix(".block") for name in sharded.all_moe_layers()]
         self._throughput = Throughput(
-            flops_per_token=model_flops_per_token(
-                sharded.config, sharded.sizes, job.training.seq_len
-            ),
+            flops_per_token=model_flops_per_token(sharded.config, job.training.seq_len),
             num_devices=process.world_size,
             peak_tflops=_peak_tflops(job, process.device),
         )
@@ -84,6 +83,8 @@ class Report:
             **phases,
             **memory_metrics(self._process.device),
         }
+        if result.mtp_loss is not None:
+            values["mtp_loss"] = result.mtp_loss
         if result.rows_over_bound is not None:
             values["dispatch/rows_over_bound"] = result.rows_over_bound
         if result.counts_LE is not None and self._sinks:
@@ -103,34 +104,13 @@ class Report:
             plot_curves(self._folder / "metrics.jsonl", self._folder / "curves.png")
 
 
-def model_flops_per_token(config: ModelConfig, sizes: dict[str, int], seq_len: int) -> float:
-    """Forward and backward FLOPs of one token: of its top_k experts, not of all.
+def model_flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """FLOPs of forward and backward for one token: of its top_k experts, not of all.
 
-    Args:
-        sizes: elements of every parameter of the whole model.
+    A matrix product costs twice its forward again in the backward (arXiv 2204.02311, appendix B);
+    recomputation does not count.
     """
-    matmul = 0.0
-    for name, count in sizes.items():
-        if ".experts." in name and config.moe is not None:
-            matmul += count * config.moe.top_k / config.moe.num_experts
-        elif not name.startswith("tok_embeddings"):
-            matmul += count
-    heads, qk_dim, v_dim = _attention_dims(config)
-    return flops_per_token(
-        matmul_params=int(matmul),
-        seq_len=seq_len,
-        num_layers=config.num_layers,
-        num_heads=heads,
-        qk_head_dim=qk_dim,
-        v_head_dim=v_dim,
-    )
-
-
-def _attention_dims(config: ModelConfig) -> tuple[int, int, int]:
-    attention = config.attention
-    if isinstance(attention, GQAConfig):
-        return attention.num_heads, attention.head_dim, attention.head_dim
-    return attention.num_heads, attention.nope_dim + attention.rope_dim, attention.v_dim
+    return 3 * sum(part_weights(config, seq_len).values())
 
 
 def _peak_tflops(job: JobConfig, device: torch.device) -> float | None:

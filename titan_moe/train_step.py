@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from titan_moe.config.sections import Training
 from titan_moe.data.batch import IGNORE_INDEX, Batch
 from titan_moe.distributed import grad_norm, tensor_parallel
 from titan_moe.distributed.execution import Microbatch
+from titan_moe.distributed.ties import sum_copies
 from titan_moe.optim.expert_bias import take_counts, update_routers
 
 
@@ -30,6 +32,8 @@ class StepResult:
     """Global norm before clipping."""
     balance_loss: float
     """Sum of all layers' weighted auxiliary losses, per target token."""
+    mtp_loss: float | None
+    """Weighted loss of multi-token prediction, per target token; None without it."""
     num_targets: int
     counts_LE: Tensor | None
     """Tokens per MoE layer and expert, over the whole world."""
@@ -59,6 +63,8 @@ class TrainStep:
         self._max_norm = training.max_norm
         self._use_max = training.norm_type == "inf"
         self._parameters = [parameter for _, parameter in sharded.named_parameters()]
+        followers = sharded.ties.followers
+        self._counted = [each for each in self._parameters if each not in followers]
         self._moe_layers = sharded.moe_layers()
         self._all_moe_layers = sharded.all_moe_layers()
         moe = sharded.config.moe
@@ -99,6 +105,7 @@ class TrainStep:
             num_targets += own_targets(batch, self._sharded)
         meshes = self._sharded.meshes
         tensor_parallel.sum_grads(self._sharded.shared_by_tp, meshes.group("tp"), self._device)
+        sum_copies(self._sharded.ties, meshes.group("pp"), self._device)
         counts_LE = None
         if self._all_moe_layers:
             counts_LE = take_counts(
@@ -110,23 +117,25 @@ class TrainStep:
         return self._reduce(loss_sum, num_targets, counts_LE)
 
     def _reduce(self, loss_sum: Tensor, num_targets: int, counts_LE: Tensor | None) -> StepResult:
-        squares = grad_norm.sum_of_squares(self._parameters, self._ranks_per_stage)
+        squares = grad_norm.sum_of_squares(self._counted, self._ranks_per_stage)
         balance = [moe.router.balance_loss for moe in self._moe_layers.values()]
         sent = [moe.rows_sent for moe in self._moe_layers.values()]
+        ahead = [part.mtp.loss_sum for part in self._sharded.parts if part.mtp is not None]
         sums = torch.stack(
             [
                 loss_sum,
                 torch.tensor(float(num_targets), dtype=torch.float64, device=self._device),
                 squares.to(self._device),
                 torch.stack(balance).sum() if balance else torch.zeros_like(loss_sum),
+                ahead[0] if ahead else torch.zeros_like(loss_sum),
                 *(torch.stack(sent).sum(0) if sent else loss_sum.new_zeros(2)).double(),
             ]
         )
-        for total in (*balance, *sent):
+        for total in (*balance, *ahead, *sent):
             total.zero_()
         dist.all_reduce(sums)
         # Host sync, once per step: whether to update at all is decided on these numbers.
-        loss, targets, norm, balance_loss, rows_sent, fewest = sums.tolist()
+        loss, targets, norm, balance_loss, mtp_loss, rows_sent, fewest = sums.tolist()
         norm = math.sqrt(norm)
         # A maximum over ranks may drop a NaN; the sum of squares never does.
         if self._use_max and math.isfinite(norm):
@@ -136,6 +145,7 @@ class TrainStep:
             loss=loss / divisor,
             grad_norm=norm / divisor,
             balance_loss=balance_loss / divisor,
+            mtp_loss=mtp_loss / divisor if self._sharded.config.num_mtp_layers else None,
             num_targets=int(targets),
             counts_LE=counts_LE,
             rows_over_bound=rows_sent / fewest if fewest else None,
@@ -150,12 +160,36 @@ class TrainStep:
 def own_rows(batch: Batch, sharded: ShardedModel, device: torch.device) -> Microbatch:
     """What this rank reads of whole rows: its part of each sequence, and all documents."""
     positions_S = sharded.positions(batch.tokens_BS.shape[1])
-    return Microbatch(
+    rows = Microbatch(
         tokens_BS=batch.tokens_BS[:, positions_S].to(device, non_blocking=True),
         labels_BS=batch.labels_BS[:, positions_S].to(device, non_blocking=True),
         documents_BS=batch.documents_BS.to(device, non_blocking=True),
         positions_BS=positions_S.to(device).expand(len(batch.tokens_BS), -1),
     )
+    depths = sharded.config.num_mtp_layers
+    if not depths:
+        return rows
+    tokens_BKS, labels_BKS = (x_BKS[..., positions_S] for x_BKS in look_ahead(batch, depths))
+    return rows._replace(
+        ahead_tokens_BKS=tokens_BKS.to(device, non_blocking=True),
+        ahead_labels_BKS=labels_BKS.to(device, non_blocking=True),
+    )
+
+
+def look_ahead(batch: Batch, depths: int) -> tuple[Tensor, Tensor]:
+    """For each position the tokens and the labels 1, 2, ..., `depths` positions on, [B, K, S] each.
+
+    There is no label beyond the row, nor beyond the token's own document; the token there is 0, or
+    another document's: what it makes of a position is asked for nothing.
+    """
+    tokens, labels = [], []
+    for depth in range(1, depths + 1):
+        ahead = (0, depth)
+        tokens.append(F.pad(batch.tokens_BS[:, depth:], ahead))
+        label_BS = F.pad(batch.labels_BS[:, depth:], ahead, value=IGNORE_INDEX)
+        document_BS = F.pad(batch.documents_BS[:, depth:], ahead, value=-1)
+        labels.append(label_BS.masked_fill(document_BS != batch.documents_BS, IGNORE_INDEX))
+    return torch.stack(tokens, 1), torch.stack(labels, 1)
 
 
 def own_targets(batch: Batch, sharded: ShardedModel) -> int:

@@ -39,7 +39,7 @@ def rows_of(step: int, seq_len: int = SEQ_LEN) -> Microbatch:
 
 
 def cut(rows: Microbatch, start: int, end: int) -> Microbatch:
-    return Microbatch(*(tensor[start:end] for tensor in rows))
+    return Microbatch(*(tensor[start:end] for tensor in rows if tensor is not None))
 
 
 def cross_entropy(logits, labels):
@@ -47,11 +47,11 @@ def cross_entropy(logits, labels):
 
 
 def new_model():
+    from titan_moe.models.decoder import Decoder
     from titan_moe.models.layers.attention_core import DocumentSdpa
-    from titan_moe.models.registry import build_model
 
     with torch.device("meta"):
-        model = build_model(JOB.model.name, model_dims(), DocumentSdpa())
+        model = Decoder(model_dims(), DocumentSdpa())
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
     return model
@@ -122,7 +122,7 @@ def build_parts(case: dict, meshes) -> list:
     from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
     from titan_moe.distributed.pipeline_parallel import keep_only, stage_units
     from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
-    from titan_moe.models.registry import tensor_plan
+    from titan_moe.models.tensor_plans import DECODER
     from titan_moe.models.weights import part_weights
 
     schedule, ranks = SCHEDULES[case["schedule"]], meshes.dims.pp
@@ -132,7 +132,7 @@ def build_parts(case: dict, meshes) -> list:
     for stage in stages_of_rank(schedule, meshes.group("pp").rank(), ranks, stages):
         part = keep_only(new_model(), split[stage])
         apply_expert_parallel(list(part.moe_layers().values()), meshes)
-        part.partial_over_tp = apply_tensor_parallel(part, tensor_plan(JOB.model.name), meshes)
+        part.partial_over_tp = apply_tensor_parallel(part, DECODER, meshes)
         join_sequences(list(part.moe_layers().values()), meshes)
         if case.get("recompute"):
             apply_activation_checkpoint(dict(part.layers), ActivationCheckpoint(mode="full"))

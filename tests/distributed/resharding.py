@@ -180,7 +180,7 @@ def train_watched(
     )
     trainer = Trainer(job, config, process)
     watched = Watched()
-    shards = Shards(layout, tensor_dims(job.model.name))
+    shards = Shards(layout, tensor_dims())
     resume, save = trainer._resume, trainer.checkpointer.save
 
     def save_and_keep(step: int, state: dict[str, Any], *, last: bool = False) -> None:

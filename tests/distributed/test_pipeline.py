@@ -134,7 +134,7 @@ def test_a_stage_keeps_names_and_drops_the_rest():
     assert [name for part in parts for name in part] == module_names(LAYERS)
     stages = [keep_only(new_model(), part) for part in parts]
     assert [name for stage in stages for name, _ in stage.named_parameters()] == names
-    assert len(stage_units(stages[0])) == len(stages[0].layers) + 1
-    assert len(stage_units(stages[1])) == len(stages[1].layers)
+    assert len(stage_units(stages[0])[0]) == len(stages[0].layers) + 1
+    assert len(stage_units(stages[1])[0]) == len(stages[1].layers)
     with pytest.raises(AssertionError, match=r"layers\.9"):
         keep_only(new_model(), ["layers.9"])

@@ -67,6 +67,8 @@ class Model(Section):
     """Named dimensions of that family."""
     tokenizer_path: str = "bytes"
     """'bytes', a tiktoken BPE file (Llama-3 layout), or a folder that holds a tokenizer.json."""
+    num_mtp_layers: NonNegativeInt | None = None
+    """Layers of multi-token prediction (arXiv 2412.19437, section 2.2); left out: the flavor's."""
 
 
 class Moe(Section):
@@ -167,6 +169,8 @@ class Training(Section):
     """Gradients are scaled down to this norm; inf switches clipping off."""
     norm_type: Literal["2", "inf"] = "2"
     """The norm that is reported and clipped."""
+    mtp_loss_weight: NonNegativeFloat | None = None
+    """Weight of the mean of multi-token prediction's losses; left out: the flavor's."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do when a loss or a gradient is not finite: stop with the last good state, or skip
     the update."""

@@ -22,6 +22,15 @@ class Microbatch(NamedTuple):
     """[B, S] the document of every token of the whole rows: masks look beyond the own part."""
     positions_BS: Tensor
     """[B, S/cp] position of each own token in its row."""
+    ahead_tokens_BKS: Tensor | None = None
+    """[B, K, S/cp] the tokens 1, 2, ..., K positions on, for multi-token prediction."""
+    ahead_labels_BKS: Tensor | None = None
+    """[B, K, S/cp] their next tokens, as `labels_BS`."""
+
+    def beside_tokens(self) -> dict[str, Tensor]:
+        """What a decoder's forward takes besides the token ids."""
+        both = ("tokens_BS", "labels_BS")
+        return {k: v for k, v in self._asdict().items() if k not in both and v is not None}
 
 
 class Execution(Protocol):
@@ -51,5 +60,5 @@ class WholeModel:
         return self._forward(rows)
 
     def _forward(self, rows: Microbatch) -> Tensor:
-        logits = self._model(rows.tokens_BS, rows.documents_BS, rows.positions_BS)
+        logits = self._model(rows.tokens_BS, **rows.beside_tokens())
         return self._loss(logits, rows.labels_BS)

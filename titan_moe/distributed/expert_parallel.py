@@ -26,8 +26,8 @@ from titan_moe.moe.experts import Compute, Experts, ExpertWeights
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.permute import combine_rows, gather_rows
 
-# The dim that etp cuts of each stack: the hidden dim F. Of b2 [E, D], which is added to a sum over F
-# that the ranks share, it is D: each rank adds it to a slice.
+# The dim that etp cuts of each stack: the hidden dim F. Of b2 [E, D], which is added to a sum over
+# F that the ranks share, it is D: each rank adds it to a slice.
 _CUT_BY_ETP = {"w1": 1, "w2": 2, "w3": 1, "b1": 1, "b2": 1, "b3": 1}
 
 

@@ -6,7 +6,7 @@ whose shard axis has one rank.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import nn
@@ -49,24 +49,27 @@ def shard_dim(shape: torch.Size, num_shards: int) -> int:
 
 
 def apply_fsdp(
-    model: nn.Module, units: list[nn.Module], meshes: Meshes, policy: ShardingPolicy
+    model: nn.Module, chains: list[list[nn.Module]], meshes: Meshes, policy: ShardingPolicy
 ) -> None:
     """Shard routed experts over (dp_replicate, edp), the rest over (dp_replicate, fsdp).
 
     Args:
         model: the root; takes what no unit holds.
-        units: modules in forward order; each is gathered as one, its routed experts apart.
+        chains: units in forward order, each gathered as one, its routed experts apart. Within a
+            chain the next unit is gathered ahead; what may be left out is a chain of its own. The
+            backward begins with the last unit of the first chain.
     """
     dense_mesh = _data_mesh(meshes, meshes.dense, "fsdp")
     expert_mesh = _data_mesh(meshes, meshes.sparse, "edp")
-    for unit in units:
-        last = unit is units[-1]
+    for unit in chain.from_iterable(chains):
+        last = unit is chains[0][-1]
         reshard = policy.reshard_last if last else policy.reshard_after_forward
         for moe in _moe_layers(unit):
             _shard(moe.experts, expert_mesh, policy, reshard=reshard)
         _shard(unit, dense_mesh, policy, reshard=reshard)
     _shard(model, dense_mesh, policy, reshard=policy.reshard_last)
-    _prefetch(units)
+    for units in chains:
+        _prefetch(units)
 
 
 def _data_mesh(meshes: Meshes, view: DeviceMesh, shard_axis: str) -> DeviceMesh:

@@ -6,7 +6,8 @@ device type starts from the same bits.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,17 @@ def fill_initial_weights(
     seed: int,
     std_of: Callable[[str], float | None],
     *,
+    drawn_as: Mapping[str, str] = MappingProxyType({}),
     device: torch.device | None = None,
 ) -> None:
     """Fill every parameter: ones where `std_of(name)` is None, else normal with that deviation.
 
     Drawn in float32 whatever the parameter's type, so that a float64 run starts from the same
-    values; on `device`, wherever the parameter is kept (left out: there).
+    values; on `device`, wherever the parameter is kept (left out: there). A name in `drawn_as` gets
+    the values of another one, of the same shape.
     """
-    for name, parameter in model.named_parameters():
+    for own_name, parameter in model.named_parameters():
+        name = drawn_as.get(own_name, own_name)
         std = std_of(name)
         if std is None:
             local_part(parameter).fill_(1.0)

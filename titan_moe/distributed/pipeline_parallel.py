@@ -30,7 +30,8 @@ def keep_only(model: _Model, names: Sequence[str]) -> _Model:
     """Turn a whole decoder into the stage of these modules, in place; returns it.
 
     What is missing at an end becomes the identity, so that the decoder's forward stays as it is and
-    takes the stream where the embedding is missing. Layers keep their numbers. Rotations stay.
+    takes the stream where the embedding is missing. Layers keep their numbers. Rotations stay;
+    multi-token prediction stays with the output layer.
 
     Args:
         names: of `config.pipeline.module_names`.
@@ -45,15 +46,22 @@ def keep_only(model: _Model, names: Sequence[str]) -> _Model:
     for layer in list(layers):
         if f"layers.{layer}" not in names:
             del layers[layer]
+    if "output" not in names:
+        setattr(model, "mtp", None)  # noqa: B010  A module's attribute, to mypy.
     return model
 
 
-def stage_units(part: nn.Module) -> list[nn.Module]:
-    """A stage's FSDP units in forward order; a final norm stays with the root."""
+def stage_units(part: nn.Module) -> list[list[nn.Module]]:
+    """A stage's FSDP units in forward order; a final norm stays with the root.
+
+    In two chains, the second that of multi-token prediction, which an evaluation leaves out.
+    """
     ends = [part.get_submodule(name) for name in ("tok_embeddings", "output")]
     layers = list(part.get_submodule("layers").children())
     units = [ends[0], *layers, ends[1]]
-    return [unit for unit in units if not isinstance(unit, nn.Identity)]
+    main = [unit for unit in units if not isinstance(unit, nn.Identity)]
+    mtp = getattr(part, "mtp", None)
+    return [main] if mtp is None else [main, list(mtp.layers.children())]
 
 
 class Activations(NamedTuple):
@@ -131,8 +139,7 @@ class Pipeline:
             target=rows.labels_BS if self._num_stages - 1 in self._stages else None,
             losses=losses,
             return_outputs=False,
-            documents_BS=rows.documents_BS,
-            positions_BS=rows.positions_BS,
+            **rows.beside_tokens(),
         )
         if losses:
             return torch.stack(losses).detach().sum()

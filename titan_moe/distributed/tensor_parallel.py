@@ -9,6 +9,7 @@ modules by pattern, how they are cut:
                    scattered to parts of the sequence; a bias is whole, added after the sum
     vocab_rows     an Embedding's rows are cut: a token unknown here adds zeros to the sum
     vocab_columns  gather, then colwise: logits are cut by vocabulary
+    heads          a module that returns its weight, a value per head, returns those of own heads
 
 Whatever a plan does not cut, every tp rank holds whole, and uses for a part of the tokens or of the
 heads: its gradient is a part of a sum, which `sum_grads` completes once per step. That rule has no
@@ -148,6 +149,11 @@ def _vocab_columns(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> Callab
     return _gathered(module, mesh, group)
 
 
+def _heads(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> Callable[..., Tensor]:
+    cut_parameter(module, "weight", mesh, [0])
+    return lambda: local_part(module.weight)
+
+
 def _local_bias(module: Any) -> Tensor | None:
     return None if module.bias is None else local_part(module.bias)
 
@@ -158,4 +164,5 @@ _WAYS = {
     "rowwise": _rowwise,
     "vocab_rows": _vocab_rows,
     "vocab_columns": _vocab_columns,
+    "heads": _heads,
 }

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 
-def expert_load(counts_LE: Tensor, layers: Sequence[int]) -> dict[str, float]:
-    """Load figures of each MoE layer, under "moe/layers.<i>/".
+def expert_load(counts_LE: Tensor, layers: Sequence[str]) -> dict[str, float]:
+    """Load figures of each MoE layer, under "moe/<name>/".
 
     - "max_over_mean": rows of the busiest expert over the mean: 1 is even, E is collapse.
     - "cv": coefficient of variation, the standard deviation over the mean.
@@ -19,7 +19,7 @@ def expert_load(counts_LE: Tensor, layers: Sequence[int]) -> dict[str, float]:
 
     Args:
         counts_LE: rows per MoE layer and expert over the whole job. One host sync for all layers.
-        layers: the model's index of each of the L layers.
+        layers: the name of each of the L layers, such as layers.3.
     """
     num_experts = counts_LE.shape[1]
     load_LE = counts_LE.double()
@@ -34,7 +34,7 @@ def expert_load(counts_LE: Tensor, layers: Sequence[int]) -> dict[str, float]:
     }
     rows = torch.stack(list(figures.values()), dim=1).tolist()
     return {
-        f"moe/layers.{layer}/{name}": value
+        f"moe/{layer}/{name}": value
         for layer, row in zip(layers, rows, strict=True)
         for name, value in zip(figures, row, strict=True)
     }

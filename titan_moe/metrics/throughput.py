@@ -3,29 +3,6 @@
 from dataclasses import dataclass
 
 
-def flops_per_token(
-    *,
-    matmul_params: int,
-    seq_len: int,
-    num_layers: int,
-    num_heads: int,
-    qk_head_dim: int,
-    v_head_dim: int,
-) -> float:
-    """FLOPs of forward and backward for one token; recomputation does not count.
-
-    A parameter of a matrix product costs 2 FLOPs forward and 4 backward (arXiv 2204.02311,
-    appendix B). Attention is counted as causal: a token sees (seq_len + 1) / 2 tokens on average,
-    half of what that paper counts.
-
-    Args:
-        matmul_params: parameters that one token is multiplied with: its routed experts, shared
-            experts, router, attention projections and output head, not the embedding's lookup.
-    """
-    attention = num_layers * num_heads * (qk_head_dim + v_head_dim) * (seq_len + 1) / 2
-    return 6.0 * (matmul_params + attention)
-
-
 @dataclass(frozen=True)
 class Throughput:
     """Turns tokens and seconds into metrics."""

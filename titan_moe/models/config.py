@@ -142,6 +142,12 @@ class ModelConfig:
         interleaved = (layer + 1) % self.moe_every == 0
         return self.moe is not None and layer >= self.num_dense_layers and interleaved
 
+    @property
+    def local_or_sinks(self) -> bool:
+        """Whether any layer's attention is more than causal."""
+        sinks = isinstance(self.attention, GQAConfig) and self.attention.sinks
+        return self.local is not None or sinks
+
     def local_in(self, layer: int) -> LocalAttention | None:
         """How far a layer sees; None: the whole past."""
         local = self.local
@@ -162,5 +168,5 @@ def tied_weights(config: ModelConfig) -> list[list[str]]:
     embedding with its optimizer state.
     """
     copies = ["output.weight"] * config.tied_embeddings
-    copies += ["mtp.tok_embeddings.weight"] * (config.num_mtp_layers > 0)
+    copies += [f"mtp.layers.{k}.tok_embeddings.weight" for k in range(config.num_mtp_layers)]
     return [["tok_embeddings.weight", *copies]] if copies else []

@@ -3,6 +3,7 @@
 Parameter names are torchtitan's: `layers.3.moe.experts.w1`, `layers.3.attention.wq.weight`, ...
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,23 +14,23 @@ from titan_moe.models.layers.attention_core import AttentionCore, CausalSdpa
 from titan_moe.models.layers.feed_forward import FeedForward
 from titan_moe.models.layers.gqa import GQA
 from titan_moe.models.layers.mla import MLA
+from titan_moe.models.layers.mtp import MultiTokenPrediction
 from titan_moe.models.layers.rope import Rope, Rotation
 from titan_moe.moe.layer import MoE
 
+_BIASES = ("b1", "b2", "b3")
+
 
 class Block(nn.Module):
-    """Pre-norm attention, then a dense or MoE feed-forward, each added to the stream."""
+    """Pre-norm attention, then a dense or MoE feed-forward, each added to the stream.
+
+    `local` says which of the decoder's masks is the block's.
+    """
 
     def __init__(self, layer: int, config: ModelConfig, core: AttentionCore) -> None:
         super().__init__()
-        attention = GQA if isinstance(config.attention, GQAConfig) else MLA
-        self.attention = attention(
-            config.dim,
-            config.attention,  # type: ignore[arg-type]
-            config.rope,
-            norm_eps=config.norm_eps,
-            core=core,
-        )
+        self.local = config.local_in(layer)
+        self.attention = _attention(layer, config, core)
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.moe: MoE | None = None
@@ -49,6 +50,19 @@ class Block(nn.Module):
         return x_BSD + feed_forward(self.ffn_norm(x_BSD))
 
 
+def _attention(layer: int, config: ModelConfig, core: AttentionCore) -> GQA | MLA:
+    if isinstance(config.attention, GQAConfig):
+        return GQA(
+            config.dim,
+            config.attention,
+            config.rope,
+            norm_eps=config.norm_eps,
+            core=core,
+            rotary=config.rotates(layer),
+        )
+    return MLA(config.dim, config.attention, config.rope, core=core)
+
+
 class Decoder(nn.Module):
     """Token ids to logits."""
 
@@ -60,38 +74,78 @@ class Decoder(nn.Module):
         attention = config.attention
         rope_dim = attention.head_dim if isinstance(attention, GQAConfig) else attention.rope_dim
         self.rope = Rope(rope_dim, config.rope)
+        make_block = partial(Block, config=config, core=self.core)
         # A dict, not a list: a pipeline stage keeps the numbers of the layers that it holds.
         self.layers = nn.ModuleDict(
-            {str(layer): Block(layer, config, self.core) for layer in range(config.num_layers)}
+            {str(layer): make_block(layer) for layer in range(config.num_layers)}
         )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.mtp: MultiTokenPrediction | None = None
+        if config.num_mtp_layers:
+            self.mtp = MultiTokenPrediction(config, make_block)
 
-    def forward(self, tokens_BS: Tensor, documents_BS: Tensor, positions_BS: Tensor) -> Tensor:
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        documents_BS: Tensor,
+        positions_BS: Tensor,
+        ahead_tokens_BKS: Tensor | None = None,
+        ahead_labels_BKS: Tensor | None = None,
+    ) -> Tensor:
         """Logits [B, S, V] in the compute type.
 
         Args:
             tokens_BS: token ids.
             documents_BS: which document of its row each token belongs to, counted from 0.
             positions_BS: each token's position in its row.
+            ahead_tokens_BKS, ahead_labels_BKS: what multi-token prediction trains on: the tokens
+                and labels 1, 2, ..., K positions on. Ignored in evaluation.
         """
         x_BSD = self.tok_embeddings(tokens_BS)
         rotation = self.rope(positions_BS, x_BSD.dtype)
-        mask = self.core.mask(documents_BS)
+        locals_ = dict.fromkeys(block.local for block in self.blocks().values())
+        masks = {local: self.core.mask(documents_BS, local) for local in locals_}
         for block in self.layers.values():
-            x_BSD = block(x_BSD, rotation, mask)
-        return self.output(self.norm(x_BSD))
+            x_BSD = block(x_BSD, rotation, masks[block.local])  # type: ignore[index]
+        x_BSD = self.norm(x_BSD)
+        if self.mtp is None or not self.training:
+            return self.output(x_BSD)
+        assert ahead_tokens_BKS is not None and ahead_labels_BKS is not None
+        ahead_BKS = ahead_tokens_BKS, ahead_labels_BKS
+        return self.mtp(x_BSD, ahead_BKS, rotation, masks, self.output)
+
+    def blocks(self) -> dict[str, Block]:
+        """All blocks, multi-token prediction's last, by name: {"layers.0": Block, ...}."""
+        blocks: dict[str, Any] = {f"layers.{n}": block for n, block in self.layers.items()}
+        if self.mtp is not None:
+            for depth, layer in self.mtp.layers.items():
+                blocks[f"mtp.layers.{depth}.block"] = layer.block
+        return blocks
 
     def moe_layers(self) -> dict[str, MoE]:
         """The MoE layers by the name of their block: {"layers.1": MoE, ...}."""
-        blocks = {f"layers.{name}": block for name, block in self.layers.items()}
-        return {name: block.moe for name, block in blocks.items() if block.moe is not None}  # type: ignore[misc]
+        return {n: block.moe for n, block in self.blocks().items() if block.moe is not None}
+
+
+def moe_layer_names(config: ModelConfig) -> list[str]:
+    """The names of `Decoder.moe_layers`, in order, of the whole model."""
+    layers, mtp = range(config.num_layers), range(config.num_mtp_layers)
+    names = [f"layers.{layer}" for layer in layers if config.is_moe_layer(layer)]
+    beyond = config.is_moe_layer(config.num_layers)
+    return names + [f"mtp.layers.{depth}.block" for depth in mtp if beyond]
+
+
+def is_bias(name: str) -> bool:
+    """Whether a parameter is a bias, of any shape: it starts at zero and does not decay."""
+    last = name.rsplit(".", 1)[-1]
+    return last.endswith("bias") or last in _BIASES
 
 
 def initial_std(name: str, config: ModelConfig) -> float | None:
     """Standard deviation that a parameter is drawn with; None for a norm's weight: ones."""
     parts = name.split(".")
-    if parts[-1] == "bias":
+    if is_bias(name):
         return 0.0
     if any(part.endswith("norm") for part in parts):
         return None

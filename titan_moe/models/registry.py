@@ -1,16 +1,10 @@
-"""Families and flavors by name. Torch is imported only where a model is built."""
+"""Families and flavors by name. No torch."""
 
 from difflib import get_close_matches
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    from titan_moe.models.decoder import Decoder
-    from titan_moe.models.layers.attention_core import AttentionCore
-    from titan_moe.models.tensor_plans import TensorPlan
 
 FAMILIES = ("deepseek_v3", "qwen3")
 
@@ -28,16 +22,6 @@ def model_config(name: str, flavor: str) -> ModelConfig:
     if flavor not in known:
         raise ConfigError([_unknown("model.flavor", flavor, tuple(known))])
     return known[flavor]
-
-
-def build_model(name: str, config: ModelConfig, core: "AttentionCore") -> "Decoder":
-    """The plain single-device model of a family, on the current default device."""
-    return import_module(f"titan_moe.models.{name}.model").build(config, core)
-
-
-def tensor_plan(name: str) -> "TensorPlan":
-    """How a family's modules may be cut over tensor-parallel ranks."""
-    return import_module(f"titan_moe.models.{name}.model").TENSOR_PLAN
 
 
 def _unknown(key: str, value: str, known: tuple[str, ...]) -> str:

@@ -1,45 +1,49 @@
-"""How the shared parts of a decoder may be cut over tensor-parallel ranks, as data.
+"""How a decoder may be cut over tensor-parallel ranks, as data.
 
-Patterns of module names to the ways that distributed/tensor_parallel.py explains. A family's plan,
-in its `model.py`, is the sum of its parts'.
+Patterns of module names to the ways that distributed/tensor_parallel.py explains. What a model does
+not have, no pattern meets: one plan serves all families, multi-token prediction included.
 """
 
 from typing import Literal
 
-TensorPlan = dict[str, Literal["gather", "colwise", "rowwise", "vocab_rows", "vocab_columns"]]
+TensorPlan = dict[
+    str, Literal["gather", "colwise", "rowwise", "vocab_rows", "vocab_columns", "heads"]
+]
 
-EMBEDDING_AND_OUTPUT: TensorPlan = {
-    "tok_embeddings": "vocab_rows",
+_EMBEDDING_AND_OUTPUT: TensorPlan = {
+    "*tok_embeddings": "vocab_rows",
     "output": "vocab_columns",
 }
 
-GQA: TensorPlan = {
-    "layers.*.attention": "gather",
-    "layers.*.attention.wq": "colwise",
-    "layers.*.attention.wk": "colwise",
-    "layers.*.attention.wv": "colwise",
-    "layers.*.attention.wo": "rowwise",
+# MLA's down-projections and their norms see all tokens and feed the heads of every rank: whole.
+_ATTENTION: TensorPlan = {
+    "*.attention": "gather",
+    "*.attention.wq": "colwise",
+    "*.attention.wk": "colwise",
+    "*.attention.wv": "colwise",
+    "*.attention.wq_b": "colwise",
+    "*.attention.wkv_b": "colwise",
+    "*.attention.sinks": "heads",
+    "*.attention.wo": "rowwise",
 }
 
-# The down-projections and their norms see all tokens and feed the heads of every rank: whole.
-MLA: TensorPlan = {
-    "layers.*.attention": "gather",
-    "layers.*.attention.wq": "colwise",
-    "layers.*.attention.wq_b": "colwise",
-    "layers.*.attention.wkv_b": "colwise",
-    "layers.*.attention.wo": "rowwise",
+_FEED_FORWARD: TensorPlan = {
+    "*.feed_forward": "gather",
+    "*.feed_forward.w1": "colwise",
+    "*.feed_forward.w2": "rowwise",
+    "*.feed_forward.w3": "colwise",
 }
 
-FEED_FORWARD: TensorPlan = {
-    "layers.*.feed_forward": "gather",
-    "layers.*.feed_forward.w1": "colwise",
-    "layers.*.feed_forward.w2": "rowwise",
-    "layers.*.feed_forward.w3": "colwise",
+_SHARED_EXPERTS: TensorPlan = {
+    "*.moe.shared_experts": "gather",
+    "*.moe.shared_experts.w1": "colwise",
+    "*.moe.shared_experts.w2": "rowwise",
+    "*.moe.shared_experts.w3": "colwise",
 }
 
-SHARED_EXPERTS: TensorPlan = {
-    "layers.*.moe.shared_experts": "gather",
-    "layers.*.moe.shared_experts.w1": "colwise",
-    "layers.*.moe.shared_experts.w2": "rowwise",
-    "layers.*.moe.shared_experts.w3": "colwise",
+DECODER: TensorPlan = {
+    **_EMBEDDING_AND_OUTPUT,
+    **_ATTENTION,
+    **_FEED_FORWARD,
+    **_SHARED_EXPERTS,
 }

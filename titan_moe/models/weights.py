@@ -1,6 +1,6 @@
 """What each part of a decoder costs to compute, by which a pipeline splits it. No torch."""
 
-from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig
+from titan_moe.models.config import GQAConfig, LocalAttention, MLAConfig, ModelConfig
 from titan_moe.moe.config import MoEConfig
 
 
@@ -11,16 +11,35 @@ def part_weights(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
     "output". A parameter that a token is multiplied with costs 2 FLOPs, routed experts only where
     they are active; attention is counted as causal over `seq_len` tokens.
     """
-    attention = _attention(config.dim, config.attention, seq_len)
     layers = {
-        f"layers.{layer}": attention + _feed_forward(config, layer)
-        for layer in range(config.num_layers)
+        f"layers.{layer}": _layer(config, layer, seq_len) for layer in range(config.num_layers)
     }
-    output = 2.0 * config.dim * config.vocab_size
-    return {"tok_embeddings": 0.0, **layers, "norm": 0.0, "output": output}
+    logits = 2.0 * config.dim * config.vocab_size
+    projection = 2.0 * 2 * config.dim**2
+    ahead = [
+        projection + _layer(config, config.num_layers + depth, seq_len) + logits
+        for depth in range(config.num_mtp_layers)
+    ]
+    return {"tok_embeddings": 0.0, **layers, "norm": 0.0, "output": logits + sum(ahead)}
 
 
-def _attention(dim: int, config: GQAConfig | MLAConfig, seq_len: int) -> float:
+def _layer(config: ModelConfig, layer: int, seq_len: int) -> float:
+    seen = mean_seen(config.local_in(layer), seq_len)
+    return _attention(config.dim, config.attention, seen) + _feed_forward(config, layer)
+
+
+def mean_seen(local: LocalAttention | None, seq_len: int) -> float:
+    """How many tokens of a row of `seq_len` a token sees on average, itself among them."""
+    if local is None:
+        return (seq_len + 1) / 2
+    size = min(local.size, seq_len)
+    if local.kind == "window":
+        return (size * (size + 1) / 2 + (seq_len - size) * size) / seq_len
+    pieces, rest = divmod(seq_len, size)
+    return (pieces * size * (size + 1) / 2 + rest * (rest + 1) / 2) / seq_len
+
+
+def _attention(dim: int, config: GQAConfig | MLAConfig, seen: float) -> float:
     if isinstance(config, GQAConfig):
         qk_dim = v_dim = config.head_dim
         params = 2 * dim * (config.num_heads + config.num_kv_heads) * config.head_dim
@@ -32,8 +51,7 @@ def _attention(dim: int, config: GQAConfig | MLAConfig, seq_len: int) -> float:
             + config.kv_rank * config.num_heads * (config.nope_dim + v_dim)
             + config.num_heads * v_dim * dim
         )
-    # A token sees half of the row on average.
-    scores_and_values = config.num_heads * (qk_dim + v_dim) * (seq_len + 1) / 2
+    scores_and_values = config.num_heads * (qk_dim + v_dim) * seen
     return 2.0 * (params + scores_and_values)
 
 

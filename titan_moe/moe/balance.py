@@ -67,7 +67,7 @@ class _AttachLoss(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x: Tensor, loss: Tensor, total: Tensor) -> Tensor:
         ctx.save_for_backward(loss)
         ctx.total = total  # type: ignore[attr-defined]
-        return x.view_as(x)
+        return x.detach()  # Not a view: FSDP warns of a model that returns one.
 
     @staticmethod
     @once_differentiable

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from titan_moe.config.sections import Optimizer
+from titan_moe.models.decoder import is_bias
 
 _CLASSES: dict[str, type[torch.optim.Adam]] = {
     "AdamW": torch.optim.AdamW,
@@ -50,7 +51,7 @@ def build_optimizer(
 
 def decays(name: str, param: nn.Parameter) -> bool:
     """Weight decay is for matrices: not for norm weights, and not for biases of any shape."""
-    return param.ndim > 1 and not name.endswith("bias")
+    return param.ndim > 1 and not is_bias(name)
 
 
 def _implementation(config: Optimizer, device_types: set[str]) -> dict[str, Any]:

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from titan_moe.build import resolve_model
+from titan_moe.build import first_names, resolve_model
 from titan_moe.config.job import JobConfig
 from titan_moe.distributed.initial_weights import fill_initial_weights
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder, initial_std
 from titan_moe.models.layers.attention_core import choose_core
-from titan_moe.models.registry import build_model
 from titan_moe.verify.reference import IGNORED, Reference, Rows, Step, without_balance_losses
 
 NUM_STEPS = 2
@@ -44,6 +43,7 @@ def make_case(job: JobConfig, config: ModelConfig, num_rows: int) -> Case:
     assert config.moe is not None, "the gate wants a model with experts"
     model = _plain_model(job, config)
     weights = seed_weights(model, job.debug.seed)
+    weights |= {copy: weights[first] for copy, first in first_names(config).items()}
     layers = list(model.moe_layers())
     # Where groups limit the choice, an expert that scores low takes its group with it.
     group_size = config.moe.num_experts // config.moe.num_groups if config.moe.num_groups > 1 else 1
@@ -120,15 +120,17 @@ def easy(case: Case, job: JobConfig, config: ModelConfig) -> list[str]:
     moe = resolve_model(config, job).moe
     assert moe is not None
     layer, idle = case.idle
+    first, *later = case.steps
     zero = {
         f"{name}[{e}]"
         for step in case.steps
         for name, norm in norms(step.gradients).items()
         for e in (norm == 0).nonzero().flatten().tolist()
     }
-    declared = {f"{layer}.moe.experts.{w}[{e}]" for w in ("w1", "w2", "w3") for e in idle}
+    experts = f"{layer}.moe.experts."
+    stacks = [name for name in first.gradients if name.startswith(experts)]
+    declared = {f"{name}[{e}]" for name in stacks for e in idle}
     lengths = [(rows.labels_BS != IGNORED).sum(1) for rows in case.batches]
-    first, *later = case.steps
     facts = {
         "clipping is not active": all(s.grad_norm > job.training.max_norm for s in case.steps),
         "optimizer.weight_decay is 0": job.optimizer.weight_decay > 0,
@@ -169,10 +171,15 @@ def at_depth(config: ModelConfig, num_layers: int) -> ModelConfig:
 
 def _plain_model(job: JobConfig, config: ModelConfig) -> Decoder:
     core = choose_core(mask_documents=job.training.mask_documents, device_type="cpu")
-    return build_model(job.model.name, without_balance_losses(config), core)
+    return Decoder(without_balance_losses(config), core)
 
 
 def _production_weights(job: JobConfig, config: ModelConfig) -> dict[str, Tensor]:
     model = _plain_model(job, config)
-    fill_initial_weights(model, job.debug.seed, lambda name: initial_std(name, config))
+    fill_initial_weights(
+        model,
+        job.debug.seed,
+        lambda name: initial_std(name, config),
+        drawn_as=first_names(config),
+    )
     return {name: p.detach().clone() for name, p in model.named_parameters()}

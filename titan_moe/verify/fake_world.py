@@ -105,7 +105,7 @@ class _Parts:
         }
         self._known_slices: dict[tuple, Box] = {}
         self.partial_over_tp = built.partial_over_tp
-        self.shards = Shards(layout, tensor_dims(job.model.name), subject.stages)
+        self.shards = Shards(layout, tensor_dims(), subject.stages)
         self.shapes = {
             name: shape
             for name, shape in subject.shapes().items()

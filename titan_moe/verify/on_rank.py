@@ -16,7 +16,7 @@ from titan_moe.build import ShardedModel, build_sharded_model
 from titan_moe.config.job import JobConfig
 from titan_moe.data.batch import Batch
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.registry import tensor_plan
+from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.layer import MoE
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import set_lr
@@ -34,6 +34,7 @@ _TENSOR_DIMS = {
     "rowwise": {"weight": 1},
     "vocab_rows": {"weight": 0},
     "vocab_columns": {"weight": 0, "bias": 0},
+    "heads": {"weight": 0},
 }
 
 
@@ -101,7 +102,7 @@ class Holding:
     def __init__(self, sharded: ShardedModel, task: Task, case: Case) -> None:
         self.rank = dist.get_rank()
         self.floor = task.tolerance.floor
-        self.shards = Shards(task.layout, tensor_dims(task.job.model.name), stages(task.layout))
+        self.shards = Shards(task.layout, tensor_dims(), stages(task.layout))
         self.parameters = dict(sharded.named_parameters())
         self.moe_layers: dict[str, MoE] = sharded.moe_layers()
         held = {name for name in case.weights if self.shards.holds(self.rank, name)}
@@ -161,8 +162,8 @@ class Holding:
             for name, counts_E in zip(step.counts, result.counts_LE, strict=True)
         ]
         found += differences(number, self.rank, "counts", pairs, floor=self.floor)
-        for quantity in ("loss", "grad_norm", "balance_loss", "num_targets"):
-            ours_, theirs_ = (torch.tensor(float(getattr(x, quantity))) for x in (result, step))
+        for quantity in ("loss", "grad_norm", "balance_loss", "mtp_loss", "num_targets"):
+            ours_, theirs_ = (torch.tensor(getattr(x, quantity) or 0.0) for x in (result, step))
             pairs = [Pair("", ours_, theirs_, 0.0)]
             found += differences(number, self.rank, quantity, pairs, floor=self.floor)
         return found
@@ -230,11 +231,11 @@ def own_batches(rows: Rows, local_batch_size: int, place: int, data_ranks: int) 
     ]
 
 
-def tensor_dims(family: str) -> dict[str, int]:
-    """The tensor dim that tp cuts, by pattern of parameter names, from a family's plan."""
+def tensor_dims() -> dict[str, int]:
+    """The tensor dim that tp cuts, by pattern of parameter names, from the plan."""
     return {
         f"{module}.{parameter}": dim
-        for module, how in tensor_plan(family).items()
+        for module, how in DECODER.items()
         for parameter, dim in _TENSOR_DIMS.get(how, {}).items()
     }
 

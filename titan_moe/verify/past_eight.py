@@ -110,7 +110,7 @@ def as_json(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
 def _by_arithmetic(tiling: Tiling, layout: Layout) -> list[str]:
     problems = group_problems(layout)
     for family, subject in subjects(layout).items():
-        shards = Shards(layout, tensor_dims(family), subject.stages)
+        shards = Shards(layout, tensor_dims(), subject.stages)
         lines = tiling.problems(shards, subject.shapes())
         problems += [f"all ranks: {family}: {line}" for line in lines]
     return problems

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.sections import Optimizer, Training
-from titan_moe.models.config import ModelConfig
+from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.router import Router, Scores
@@ -39,6 +39,7 @@ class Step:
     loss: float
     grad_norm: float
     balance_loss: float
+    mtp_loss: float | None
     num_targets: int
     gradients: dict[str, Tensor]
     """Of the mean loss, before clipping."""
@@ -70,7 +71,8 @@ class Reference:
     Args:
         model: of `without_balance_losses(config)`; takes the type of `weights`.
         config: the dimensions and weights of losses to train with.
-        weights: every parameter's first value.
+        weights: every parameter's first value. Tied ones, which production keeps as copies, are one
+            parameter here; what a step leaves behind has an entry for each name.
         buffers: `expert_bias` and `previous_load` of each router by full name.
     """
 
@@ -87,8 +89,12 @@ class Reference:
         assert optimizer.name == "AdamW", "the reference knows AdamW alone"
         self.model, self.config = model, config
         self.optimizer, self.training = optimizer, training
+        assert dict(model.named_parameters()).keys() == weights.keys()
+        self.copies = {copy: first for first, *rest in tied_weights(config) for copy in rest}
+        for copy, first in self.copies.items():
+            module, name = copy.rsplit(".", 1)
+            model.get_submodule(module).register_parameter(name, model.get_parameter(first))  # type: ignore[arg-type]
         self.parameters = dict(model.named_parameters())
-        assert self.parameters.keys() == weights.keys()
         for name, parameter in self.parameters.items():
             parameter.data = weights[name].clone()
         self.routers: dict[str, Router] = {
@@ -104,7 +110,7 @@ class Reference:
     def step(self, rows: Rows, lr: float) -> Step:
         """Train on a global batch."""
         num_targets = int((rows.labels_BS != IGNORED).sum())
-        loss, balance, counts = self._gradients(rows, num_targets)
+        loss, balance, mtp, counts = self._gradients(rows, num_targets)
         gradients = {name: p.grad.clone() for name, p in self.parameters.items()}  # type: ignore[union-attr]
         norm = self._norm(gradients)
         clip = min(1.0, self.training.max_norm / norm)
@@ -117,22 +123,30 @@ class Reference:
             loss=loss,
             grad_norm=norm,
             balance_loss=balance,
+            mtp_loss=mtp if self.config.num_mtp_layers else None,
             num_targets=num_targets,
-            gradients=gradients,
-            parameters={name: p.detach().clone() for name, p in self.parameters.items()},
-            exp_avg=_cloned(self.exp_avg),
-            exp_avg_sq=_cloned(self.exp_avg_sq),
+            gradients=self._by_every_name(gradients),
+            parameters=self._by_every_name({n: p.detach() for n, p in self.parameters.items()}),
+            exp_avg=self._by_every_name(self.exp_avg),
+            exp_avg_sq=self._by_every_name(self.exp_avg_sq),
             counts=counts,
             expert_bias={name: r.expert_bias.clone() for name, r in self.routers.items()},
             previous_load={name: r.previous_load.clone() for name, r in self.routers.items()},
         )
 
-    def _gradients(self, rows: Rows, num_targets: int) -> tuple[float, float, dict[str, Tensor]]:
-        """Mean cross-entropy, mean auxiliary loss, counts by layer; gradients in .grad."""
+    def _by_every_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        cloned = {name: tensor.clone() for name, tensor in tensors.items()}
+        return cloned | {copy: cloned[first] for copy, first in self.copies.items()}
+
+    def _gradients(
+        self, rows: Rows, num_targets: int
+    ) -> tuple[float, float, float, dict[str, Tensor]]:
+        """Mean cross-entropy, mean auxiliary loss, mean loss of further tokens, counts by layer;
+        gradients in .grad."""
         self.model.zero_grad(set_to_none=False)
         for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
-        loss = balance = 0.0
+        loss = balance = mtp = 0.0
         counts = {
             name: torch.zeros(router.config.num_experts, dtype=torch.int64)
             for name, router in self.routers.items()
@@ -143,8 +157,9 @@ class Reference:
             )
             positions = torch.arange(tokens.shape[1])[None]
             with captured_scores(self.routers) as scores:
-                logits = self.model(tokens, documents, positions)
+                logits, further = self._logits(tokens, documents, positions)
             entropy = cross_entropy_sum(logits[0], labels[0])
+            ahead = self._further_loss(further, labels[0], documents[0])
             extra = torch.zeros((), dtype=entropy.dtype)
             for name, router in self.routers.items():
                 experts_TK = chosen_experts(scores[name].logits_TE, router)
@@ -153,13 +168,49 @@ class Reference:
                 extra = extra + balance_loss(
                     scores[name].logits_TE, chosen_E, router.previous_load, self._moe
                 )
-            ((entropy + extra) / num_targets).backward()
+            ((entropy + extra + ahead) / num_targets).backward()
             loss += entropy.item()
             balance += extra.item()
+            mtp += ahead.item()
         for name, router in self.routers.items():
             assert torch.equal(router.tokens_per_expert, counts[name]), f"{name} chose otherwise"
             router.tokens_per_expert.zero_()
-        return loss / num_targets, balance / num_targets, counts
+        return loss / num_targets, balance / num_targets, mtp / num_targets, counts
+
+    def _logits(
+        self, tokens_1S: Tensor, documents_1S: Tensor, positions_1S: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Of the decoder [1, S, V], and of each depth of multi-token prediction [K, S, V]."""
+        depths = range(1, self.config.num_mtp_layers + 1)
+        if self.model.mtp is None:
+            return self.model(tokens_1S, documents_1S, positions_1S), torch.empty(0)
+        tokens = [*tokens_1S[0].tolist(), *(0 for _ in depths)]
+        length = tokens_1S.shape[1]
+        ahead_1KS = torch.tensor([[tokens[k : k + length] for k in depths]])
+        further: list[Tensor] = []
+
+        def keep(logits_KSV: Tensor, labels_KS: Tensor) -> Tensor:
+            further.append(logits_KSV)
+            return logits_KSV.new_zeros(())
+
+        self.model.mtp.loss = keep
+        no_labels = torch.full_like(ahead_1KS, IGNORED)
+        logits = self.model(tokens_1S, documents_1S, positions_1S, ahead_1KS, no_labels)
+        return logits, further[0]
+
+    def _further_loss(self, logits_KSV: Tensor, labels_S: Tensor, documents_S: Tensor) -> Tensor:
+        """arXiv 2412.19437, equations 24 and 25, as a sum over tokens: depth k at position i is
+        asked for the label k positions on, if that is in the same document."""
+        total = torch.zeros((), dtype=logits_KSV.dtype)
+        for depth, logits_SV in enumerate(logits_KSV, 1):
+            asked = [
+                i
+                for i in range(len(labels_S) - depth)
+                if documents_S[i] == documents_S[i + depth] and labels_S[i + depth] != IGNORED
+            ]
+            labels = labels_S[[i + depth for i in asked]]
+            total = total + cross_entropy_sum(logits_SV[asked], labels)
+        return self.config.mtp_loss_weight * total / max(self.config.num_mtp_layers, 1)
 
     @property
     def _moe(self) -> MoEConfig:
@@ -181,7 +232,7 @@ class Reference:
     def _adamw(self, name: str, gradient: Tensor, lr: float) -> None:
         """arXiv 1711.05101, algorithm 2; matrices decay, vectors and biases do not."""
         config, parameter = self.optimizer, self.parameters[name]
-        if parameter.ndim > 1 and not name.endswith("bias"):
+        if parameter.ndim > 1 and name.split(".")[-1] not in ("bias", "b1", "b2", "b3"):
             parameter.mul_(1 - lr * config.weight_decay)
         m, v = self.exp_avg[name], self.exp_avg_sq[name]
         m.copy_(config.beta1 * m + (1 - config.beta1) * gradient)
@@ -252,7 +303,3 @@ def captured_scores(routers: Mapping[str, Router]) -> Iterator[dict[str, Scores]
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}

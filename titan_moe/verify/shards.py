@@ -43,13 +43,13 @@ class Shards:
 
     def holds(self, rank: int, name: str) -> bool:
         """Whether a module or parameter of this name is on the rank's pipeline stages."""
-        if not self.stages:
-            return True
-        return any(
-            name == module or name.startswith(f"{module}.")
-            for stage in self.stages_of(rank)
-            for module in self.stages[stage]
-        )
+        return not self.stages or any(self.on_stage(stage, name) for stage in self.stages_of(rank))
+
+    def on_stage(self, stage: int, name: str) -> bool:
+        """Whether it is on this stage; multi-token prediction goes with the output layer."""
+        if name.startswith("mtp."):
+            name = "output"
+        return any(name == each or name.startswith(f"{each}.") for each in self.stages[stage])
 
     def stages_of(self, rank: int) -> list[int]:
         """The numbers of a rank's stages, in the order of the model."""

@@ -12,8 +12,8 @@ from torch import nn
 
 from titan_moe.config.job import JobConfig
 from titan_moe.models.config import GQAConfig, ModelConfig
-from titan_moe.models.layers.attention_core import choose_core
-from titan_moe.models.registry import build_model, model_config
+from titan_moe.models.decoder import Decoder
+from titan_moe.models.registry import model_config
 from titan_moe.verify.layouts import Layout, overrides
 
 SEQ_LEN = 4096
@@ -30,18 +30,21 @@ class Subject:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter of the whole model."""
-        name, config = self.job.model.name, self.config
+        config = self.config
         # Layers of a kind are alike: one of each will do.
-        kinds = _shapes(name, replace(config, num_layers=config.num_dense_layers + 1))
+        kinds: dict[bool, int] = {}
+        for layer in range(config.num_layers):
+            kinds.setdefault(config.is_moe_layer(layer), layer)
+        known = _shapes(replace(config, num_layers=max(kinds.values()) + 1))
         layers = {
-            f"layers.{layer}": f"layers.{min(layer, config.num_dense_layers)}"
+            f"layers.{layer}": f"layers.{kinds[config.is_moe_layer(layer)]}"
             for layer in range(config.num_layers)
         }
-        modules = {"tok_embeddings": "tok_embeddings", **layers, "norm": "norm", "output": "output"}
+        ends = {name: name for name in ("tok_embeddings", "norm", "output", "mtp") if name in known}
         return {
             f"{module}.{parameter}": shape
-            for module, like in modules.items()
-            for parameter, shape in kinds[like].items()
+            for module, like in (layers | ends).items()
+            for parameter, shape in known[like].items()
         }
 
 
@@ -91,10 +94,9 @@ def _subject(family: str, config: ModelConfig, layout: Layout) -> Subject:
 
 
 @cache
-def _shapes(name: str, config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+def _shapes(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
     with torch.device("meta"):
-        core = choose_core(mask_documents=True, device_type="cpu")
-        model = build_model(name, config, core)
+        model = Decoder(config)
     modules: dict[str, nn.Module] = dict(model.named_children())
     layers = modules.pop("layers")
     modules |= {f"layers.{number}": layer for number, layer in layers.named_children()}

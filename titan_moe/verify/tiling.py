@@ -187,8 +187,4 @@ def _owners(shards: Shards) -> tuple[list[tuple[int, ...]], list[str]]:
 def _stages_with(shards: Shards, name: str) -> list[int]:
     if not shards.stages:
         return [0]
-    return [
-        stage
-        for stage, modules in enumerate(shards.stages)
-        if any(name.startswith(f"{module}.") for module in modules)
-    ]
+    return [stage for stage in range(len(shards.stages)) if shards.on_stage(stage, name)]

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
-from titan_moe.models.layers.attention_core import CausalSdpa
-from titan_moe.models.registry import FAMILIES, build_model, flavors, model_config, tensor_plan
+from titan_moe.models.decoder import Decoder
+from titan_moe.models.registry import FAMILIES, flavors, model_config
+from titan_moe.models.tensor_plans import DECODER
 
 
 class NoMeshes:
@@ -26,7 +27,7 @@ class NoMeshes:
 
 def gate_model(family: str = "deepseek_v3"):
     with torch.device("meta"):
-        return build_model(family, model_config(family, "gate"), CausalSdpa())
+        return Decoder(model_config(family, "gate"))
 
 
 @pytest.mark.parametrize(
@@ -49,11 +50,12 @@ def test_an_unknown_way_to_cut_is_refused():
         apply_tensor_parallel(gate_model(), {"output": "diagonal"}, NoMeshes())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_pattern_of_a_familys_plan_names_a_module(family: str):
-    configs = [replace(config, num_dense_layers=1) for config in flavors(family).values()]
+def test_every_pattern_of_the_plan_names_a_module():
+    configs = [config for family in FAMILIES for config in flavors(family).values()]
     with torch.device("meta"):
-        models = [build_model(family, config, CausalSdpa()) for config in configs]
+        models = [Decoder(replace(config, num_layers=4)) for config in configs]
     names = {name for model in models for name, _ in model.named_modules()}
-    for pattern in tensor_plan(family):
+    for pattern in DECODER:
+        if "sinks" in pattern and "gpt_oss" not in FAMILIES:
+            continue
         assert any(fnmatchcase(name, pattern) for name in names), pattern

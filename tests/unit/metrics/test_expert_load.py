@@ -23,12 +23,12 @@ CASES = {
 }
 
 
-def test_every_layer_under_its_own_index():
+def test_every_layer_under_its_own_name():
     counts_LE = torch.tensor([counts for counts, _ in CASES.values()])
-    layers = [1, 3, 4, 10, 11]
+    layers = ["layers.1", "layers.3", "layers.4", "layers.10", "mtp.layers.0"]
     actual = expert_load(counts_LE, layers)
     expected = {
-        f"moe/layers.{layer}/{name}": value
+        f"moe/{layer}/{name}": value
         for layer, (_, figures) in zip(layers, CASES.values(), strict=True)
         for name, value in figures.items()
     }
@@ -38,5 +38,5 @@ def test_every_layer_under_its_own_index():
 
 def test_counts_beyond_float32_stay_exact():
     big = 2**40
-    figures = expert_load(torch.tensor([[big + 1, big - 1]]), [0])
+    figures = expert_load(torch.tensor([[big + 1, big - 1]]), ["layers.0"])
     assert figures["moe/layers.0/max_over_mean"] == 1 + 2**-40

@@ -14,7 +14,7 @@ class MLA(nn.Module):
     """Keys and values from a low-rank latent; all heads share the rotated part of the key."""
 
     def __init__(
-        self, dim: int, config: MLAConfig, rope: RopeConfig, *, norm_eps: float, core: AttentionCore
+        self, dim: int, config: MLAConfig, rope: RopeConfig, *, core: AttentionCore
     ) -> None:
         super().__init__()
         self.config = config
@@ -26,10 +26,10 @@ class MLA(nn.Module):
             self.wq = nn.Linear(dim, config.num_heads * qk_dim, bias=False)
         else:
             self.wq_a = nn.Linear(dim, config.q_rank, bias=config.bias)
-            self.q_norm = nn.RMSNorm(config.q_rank, eps=norm_eps)
+            self.q_norm = nn.RMSNorm(config.q_rank, eps=config.norm_eps)
             self.wq_b = nn.Linear(config.q_rank, config.num_heads * qk_dim, bias=False)
         self.wkv_a = nn.Linear(dim, config.kv_rank + config.rope_dim, bias=config.bias)
-        self.kv_norm = nn.RMSNorm(config.kv_rank, eps=norm_eps)
+        self.kv_norm = nn.RMSNorm(config.kv_rank, eps=config.norm_eps)
         kv_dim = config.num_heads * (config.nope_dim + config.v_dim)
         self.wkv_b = nn.Linear(config.kv_rank, kv_dim, bias=False)
         self.wo = nn.Linear(config.num_heads * config.v_dim, dim, bias=config.bias)

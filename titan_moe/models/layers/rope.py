@@ -10,10 +10,11 @@ from titan_moe.models.config import Llama3Scaling, RopeConfig, YarnScaling
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of each position's angles, shared by all layers."""
+    """Cosines and sines of each position's angles, shared by all layers, and the positions."""
 
     cos_BSC: Tensor
     sin_BSC: Tensor
+    positions_BS: Tensor
 
 
 class Rope(nn.Module):
@@ -39,7 +40,9 @@ class Rope(nn.Module):
         angles_BSC = positions_BS[..., None].double() * self.inverse_frequency
         scale = attention_factor(self.config)
         dtype = torch.promote_types(dtype, torch.float32)
-        return Rotation((angles_BSC.cos() * scale).to(dtype), (angles_BSC.sin() * scale).to(dtype))
+        return Rotation(
+            (angles_BSC.cos() * scale).to(dtype), (angles_BSC.sin() * scale).to(dtype), positions_BS
+        )
 
 
 def rotate(x_BSHC: Tensor, rotation: Rotation, pairing: str) -> Tensor:
