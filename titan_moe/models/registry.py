@@ -6,7 +6,7 @@ from importlib import import_module
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.config import ModelConfig
 
-FAMILIES = ("deepseek_v3", "qwen3")
+FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3")
 
 
 def flavors(name: str) -> dict[str, ModelConfig]:

@@ -46,6 +46,7 @@ FLAVORS: dict[str, ModelConfig] = {
         dim=32,
         num_layers=8,
         num_dense_layers=1,
+        num_mtp_layers=1,
         hidden_dim=32,
         init_std=0.1,
         attention=MLAConfig(

@@ -13,6 +13,7 @@ FLAVORS: dict[str, ModelConfig] = {
         num_layers=8,
         hidden_dim=32,
         init_std=0.1,
+        tied_embeddings=True,
         attention=GQAConfig(num_heads=16, num_kv_heads=8, head_dim=8, qk_norm="learned", bias=True),
         rope=RopeConfig(10_000.0),
         moe=MoEConfig(
