@@ -20,7 +20,7 @@ from titan_moe.config.load import load_job
 from titan_moe.config.resolve import resolve
 from titan_moe.config.sections import Parallelism
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.registry import model_config
+from titan_moe.models.hf import HFModel, export_problems, model_of_job
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import report
 from titan_moe.runtime.launch import Launch, count_gpus, end_on_signals, end_with_parent
@@ -55,8 +55,11 @@ def prepare(
     if job.checkpoint.create_seed_checkpoint:
         # Initial weights are the same in every layout: any number of ranks can write them.
         job = job.model_copy(update={"parallelism": Parallelism()})
-    model = model_config(job.model.name, job.model.flavor)
-    if problems := check(job, model, world_size, num_gpus=count_gpus(environment)):
+    model = model_of_job(job.model)
+    problems = check(job, model, world_size, num_gpus=count_gpus(environment))
+    if job.checkpoint.last_save_in_hf:
+        problems += export_problems(HFModel(job.model.name, model), job.moe.bias_update_speed)
+    if problems:
         raise ConfigError(problems)
     return resolve(job, world_size), model
 

@@ -21,6 +21,7 @@ from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.validation import ValidationLoader
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
 from titan_moe.models.config import ModelConfig
+from titan_moe.models.hf import HFModel
 from titan_moe.models.weights import part_weights
 from titan_moe.nonfinite import describe_nonfinite
 from titan_moe.optim.optimizers import build_optimizer
@@ -250,6 +251,7 @@ def _checkpointer(
         num_experts=moe.num_experts if moe is not None else 0,
         job_record=job.model_dump(mode="json"),
         merge_data=merge_states,
+        model=HFModel(job.model.name, sharded.config),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError
 
 T = TypeVar("T")
@@ -49,6 +50,8 @@ def _attempt(action: Callable[[], T], doing: str) -> tuple[T | None, str | None]
         return action(), None
     except (Exception, CheckpointException) as error:  # The latter is a BaseException only.
         cause = _cause(error)
+        if isinstance(cause, ConfigError):
+            return None, "; ".join(cause.lines)
         return None, str(cause) if isinstance(cause, RunError) else f"{doing}: {_reason(cause)}"
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.agreement import on_every_rank, on_rank_zero
 from titan_moe.checkpoint.checksum import checksums
+from titan_moe.checkpoint.hf.live import load_hf, save_hf
 from titan_moe.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -48,6 +50,7 @@ from titan_moe.checkpoint.train_state import (
     restore_random_state,
 )
 from titan_moe.config.sections import Checkpoint
+from titan_moe.models.hf import HFModel, as_record
 from titan_moe.runtime.errors import RunError
 
 logger = logging.getLogger(__name__)
@@ -69,6 +72,7 @@ class Checkpointer:
         num_experts: routed experts per MoE layer; checked at load.
         job_record: the resolved configuration as JSON, kept in the manifest.
         merge_data: makes one data position of the ranks' own, which may overlap.
+        model: family and dimensions, kept in the manifest; needed for Hugging Face folders.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Checkpointer:
         num_experts: int,
         job_record: dict[str, Any],
         merge_data: MergeData,
+        model: HFModel | None = None,
     ) -> None:
         self._config = config
         self._folder = dump_folder / config.folder
@@ -89,6 +94,7 @@ class Checkpointer:
         self._num_experts = num_experts
         self._job_record = job_record
         self._merge_data = merge_data
+        self._model = model
         self.last_step: int | None = None
         """Step of the checkpoint last loaded or saved in the run's own folder, on every rank."""
 
@@ -106,6 +112,8 @@ class Checkpointer:
         if not (last or first or step % config.interval == 0):
             return False
         self.save(step, state, last=last)
+        if last and config.last_save_in_hf:
+            self.export(step)
         return True
 
     def save(self, step: int, state: dict[str, Any], *, last: bool = False) -> None:
@@ -142,6 +150,8 @@ class Checkpointer:
                 checksums=sums,
                 job=self._job_record,
                 code=code_version(),
+                family=self._model.family if self._model else "",
+                model=as_record(self._model.config) if self._model else {},
             )
             storage.write_json(aside / MANIFEST, manifest.model_dump(mode="json"))
             storage.commit(aside, target)
@@ -159,6 +169,21 @@ class Checkpointer:
         if dist.get_rank() == 0:
             logger.info("saved %s in %.1f s", target, time.perf_counter() - started)
 
+    def export(self, step: int) -> None:
+        """Write the model as a Hugging Face folder beside the checkpoint of `step`; collective.
+
+        Raises RunError when it cannot be written; nothing is left then.
+        """
+        tensors, shapes = self._model_tensors()
+        save_hf(
+            storage.hf_folder(self._folder, step),
+            self._hf_model(),
+            tensors,
+            shapes,
+            dtype=getattr(torch, self._config.export_dtype),
+            job_record=self._job_record,
+        )
+
     def load(self) -> dict[str, Any] | None:
         """Load the run's own checkpoint, else `initial_load_path`; into the tensors, in place.
 
@@ -173,6 +198,8 @@ class Checkpointer:
         doing = f"cannot load a checkpoint from {self._folder}"
         found = on_rank_zero(self._find, doing=doing)
         if found is None:
+            if self._config.enable and self._config.initial_load_in_hf:
+                self._load_hf()
             return None
         source, manifest, model_only = found
         excluded: set[str] = set(self._config.exclude_from_loading)
@@ -195,6 +222,23 @@ class Checkpointer:
         if with_optimizer and self._optimizer is not None:
             tensors |= optimizer_tensors(self._modules, self._optimizer)
         return tensors
+
+    def _load_hf(self) -> None:
+        folder = self._config.initial_load_path or self._job_record["model"]["hf_assets_path"]
+        if MODEL.rstrip(".") not in self._config.exclude_from_loading:
+            load_hf(Path(folder).expanduser(), self._hf_model(), *self._model_tensors())
+
+    def _hf_model(self) -> HFModel:
+        assert self._model is not None, "Hugging Face folders want a family and dimensions"
+        return self._model
+
+    def _model_tensors(self) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
+        """This rank's tensors of the model and the shapes of all ranks', by our names."""
+        tensors = {
+            name.removeprefix(MODEL): tensor
+            for name, tensor in model_tensors(self._modules).items()
+        }
+        return tensors, {name: spec.shape for name, spec in gather_specs(tensors).items()}
 
     def _set_aside_later(self, step: int) -> None:
         for kept in storage.set_aside_later(self._folder, step):
@@ -231,7 +275,7 @@ class Checkpointer:
                     f"job.dump_folder with checkpoint.initial_load_path={own}"
                 )
             return own, manifest, manifest.model_only
-        if config.initial_load_path is None:
+        if config.initial_load_path is None or config.initial_load_in_hf:
             return None
         initial = Path(config.initial_load_path)
         manifest = read_manifest(initial)

@@ -65,9 +65,17 @@ def checksums(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
         found = ", ".join(name for name, bad in zip(names, differ.tolist(), strict=True) if bad)
         raise RunError(f"ranks hold different values of what should be replicas: {found}")
     result = (bit_counts // replicas << positions).sum(dim=1)
-    return {
-        name: f"{value % 2**_BITS:016x}" for name, value in zip(names, result.tolist(), strict=True)
-    }
+    return {name: as_digits(value) for name, value in zip(names, result.tolist(), strict=True)}
+
+
+def box_sum(box: Tensor, origin: Sequence[int], shape: Sequence[int]) -> int:
+    """What a box at `origin` of a tensor of `shape` adds to the tensor's sum."""
+    return int(_sum_box(box, origin, _strides(shape)))
+
+
+def as_digits(total: int) -> str:
+    """The checksum of a tensor whose boxes add up to `total`."""
+    return f"{total % 2**_BITS:016x}"
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -54,6 +54,9 @@ class Manifest(_Record):
     checksums: dict[str, str]
     job: dict[str, Any]
     code: Code
+    family: str = ""
+    model: dict[str, Any] = {}
+    """The model's dimensions (models.hf.as_record); empty in checkpoints before they were kept."""
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -66,7 +69,11 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise RunError(
             f"{folder} is no checkpoint of titan_moe: it has no {MANIFEST}; "
-            "name a step-N folder that titan_moe wrote"
+            + (
+                "a Hugging Face folder is read with checkpoint.initial_load_in_hf=true"
+                if (folder / "config.json").exists()
+                else "name a step-N folder that titan_moe wrote"
+            )
         ) from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]

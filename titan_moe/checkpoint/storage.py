@@ -22,6 +22,11 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
 
 
+def hf_folder(folder: Path, step: int) -> Path:
+    """Where the Hugging Face form of a step's model lies."""
+    return folder / f"step-{step}-hf"
+
+
 def saved_steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in `folder`, ascending."""
     if not folder.is_dir():
@@ -88,10 +93,10 @@ def remove(target: Path) -> None:
     shutil.rmtree(aside)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
     """Write JSON and wait until it is on disk."""
-    with path.open("w") as file:
-        json.dump(value, file)
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=indent)
         file.flush()
         os.fsync(file.fileno())
 

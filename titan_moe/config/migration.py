@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 
 _COMPILE = "torch.compile is not available yet: leave it out"
-_HF_FILES = "checkpoints in Hugging Face layout are not available yet: leave it out"
 _SNAPSHOT = "memory snapshots are not available: use profiling.enable_profiling"
 _WORKERS = "one background thread reads ahead: set training.dataloader.prefetch_factor"
 _BY_LAYER = "what is recomputed is set by activation_checkpoint.mode and selective_ac_option"
@@ -22,7 +21,6 @@ REPLACEMENTS: dict[str, str] = {
     "profiling.enable_memory_snapshot": _SNAPSHOT,
     "profiling.save_memory_snapshot_folder": _SNAPSHOT,
     "metrics.save_for_all_ranks": "metrics are of all ranks, written once: leave it out",
-    "model.hf_assets_path": "the tokenizer alone is read: set model.tokenizer_path",
     "model.converters": "converters (float8, mx) are not available: leave it out",
     "model.print_after_conversion": "converters (float8, mx) are not available: leave it out",
     "optimizer.early_step_in_backward": "the optimizer steps once, after clipping: leave it out",
@@ -41,10 +39,9 @@ REPLACEMENTS: dict[str, str] = {
         "the halves of DualPipeV run one after the other: leave it out"
     ),
     "checkpoint.enable_ft_dataloader_checkpoints": "torchft is not used: leave it out",
-    "checkpoint.initial_load_in_hf": _HF_FILES,
-    "checkpoint.initial_load_in_hf_quantized": _HF_FILES,
-    "checkpoint.last_save_in_hf": _HF_FILES,
-    "checkpoint.export_dtype": "checkpoints keep training.dtype: leave it out",
+    "checkpoint.initial_load_in_hf_quantized": (
+        "quantised weights are recognised by themselves: set checkpoint.initial_load_in_hf alone"
+    ),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": _BY_LAYER,
     "activation_checkpoint.memory_budget": _BY_LAYER,
     "activation_checkpoint.visualize_memory_budget_pareto": _BY_LAYER,

@@ -4,9 +4,17 @@ Names, meanings and (unless the docstring says otherwise) defaults are those of 
 that its users can bring their files. What has no equivalent here is refused by name: migration.py.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
 
 
 class Section(BaseModel):
@@ -64,11 +72,24 @@ class Model(Section):
     name: str = "deepseek_v3"
     """Model family: a folder of titan_moe/models."""
     flavor: str = "debugmodel"
-    """Named dimensions of that family."""
+    """Named dimensions of that family; 'hf': those of hf_assets_path/config.json."""
+    hf_assets_path: str | None = None
+    """A Hugging Face folder of this model: flavor 'hf' takes its dimensions, the tokenizer is read
+    from it unless tokenizer_path says otherwise, and exports take along what is beside its
+    weights."""
     tokenizer_path: str = "bytes"
-    """'bytes', a tiktoken BPE file (Llama-3 layout), or a folder that holds a tokenizer.json."""
+    """'bytes', a tiktoken BPE file (Llama-3 layout), or a folder that holds a tokenizer.json; left
+    out: hf_assets_path if that is set."""
     num_mtp_layers: NonNegativeInt | None = None
     """Layers of multi-token prediction (arXiv 2412.19437, section 2.2); left out: the flavor's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokenizer_of_assets(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "tokenizer_path" in values:
+            return values
+        assets = values.get("hf_assets_path")
+        return values if assets is None else values | {"tokenizer_path": assets}
 
 
 class Moe(Section):
@@ -257,9 +278,17 @@ class Checkpoint(Section):
     interval: PositiveInt = 500
     """Steps from one save to the next; the last step is always saved."""
     initial_load_path: str | None = None
-    """A checkpoint (a step-N folder) to start from when the run has none of its own."""
+    """A checkpoint (a step-N folder) to start from when the run has none of its own; with
+    initial_load_in_hf a Hugging Face folder."""
     initial_load_model_only: bool = True
     """Take only the model from initial_load_path, not optimizer, step and data position."""
+    initial_load_in_hf: bool = False
+    """Start from Hugging Face weights (safetensors; float8 and MXFP4 are recognised and
+    de-quantised): those of initial_load_path, left out: of model.hf_assets_path."""
+    last_save_in_hf: bool = False
+    """After the last save, write the model as a Hugging Face folder too: step-N-hf beside it."""
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    """Type of the weights of last_save_in_hf."""
     last_save_model_only: bool = False
     """The last save holds the model only; such a run cannot be resumed (torchtitan's default is
     true)."""

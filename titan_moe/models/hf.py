@@ -6,7 +6,8 @@ IGNORED if it has any).
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.config.sections import Model
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.hf_keys import HFCopies, HFKeys
-from titan_moe.models.registry import FAMILIES
+from titan_moe.models.registry import FAMILIES, flavors, model_config
 
 CONFIG = "config.json"
 
@@ -34,6 +36,7 @@ _OF_TRAINING = {
     "moe.force_load_balance",
 }
 _ADAPTER = TypeAdapter(ModelConfig)
+_LONGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class HFModel:
     family: str
     config: ModelConfig
 
-    @property
+    @cached_property
     def keys(self) -> HFKeys:
         """Our names -> the ways in which each may be stored."""
         return _module(self.family, "hf_keys").keys(self.config)
@@ -59,7 +62,7 @@ class HFModel:
         """Patterns (fnmatch) of their tensors that have no place here."""
         return getattr(_module(self.family, "hf_keys"), "IGNORED", ())
 
-    @property
+    @cached_property
     def first_of_group(self) -> dict[str, str]:
         """Each copy of a tied weight -> the parameter that it is a copy of."""
         return {copy: first for first, *others in tied_weights(self.config) for copy in others}
@@ -82,6 +85,47 @@ class HFModel:
         return settings
 
 
+def model_of_job(section: Model) -> ModelConfig:
+    """The dimensions that a [model] table asks for. Raises ConfigError."""
+    if section.flavor != "hf":
+        return model_config(section.name, section.flavor)
+    flavors(section.name)  # Refuses a name that is no family.
+    if section.hf_assets_path is None:
+        raise ConfigError(["model.flavor='hf' needs model.hf_assets_path, a Hugging Face folder"])
+    found = model_of(Path(section.hf_assets_path).expanduser())
+    if found.family != section.name:
+        raise ConfigError(
+            [
+                f"model.name={section.name!r}: model.hf_assets_path={section.hf_assets_path} holds "
+                f"a model of the family {found.family!r}: set that"
+            ]
+        )
+    return found.config
+
+
+def export_problems(model: HFModel, bias_update_speed: float | None) -> list[str]:
+    """Why what training makes of a model could not be exported; empty when it could.
+
+    Args:
+        bias_update_speed: the [moe] table's; None: the flavor's own.
+    """
+    try:
+        model.settings()
+    except ConfigError as error:
+        return error.lines
+    moe = model.config.moe
+    if moe is None or any(name.endswith("router.expert_bias") for name in model.keys):
+        return []
+    speed = moe.bias_update_speed if bias_update_speed is None else bias_update_speed
+    if not speed:
+        return []
+    return [
+        f"checkpoint.last_save_in_hf=true: the Hugging Face form of {model.family} with "
+        f"{moe.score} scores has no place for the routing bias that moe.bias_update_speed={speed} "
+        "makes: choose 0"
+    ]
+
+
 def read_settings(folder: Path) -> dict[str, Any]:
     """config.json of a folder. Raises ConfigError in one line."""
     path = folder / CONFIG
@@ -99,16 +143,42 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def model_of(folder: Path) -> HFModel:
-    """Family and dimensions by a folder's config.json. Raises ConfigError in one line each."""
+    """Family and dimensions by a folder's config.json. Raises ConfigError in one line each.
+
+    Multi-token prediction layers count as far as the folder has their weights: config.json may
+    tell of some that were left out.
+    """
     settings = read_settings(folder)
     family = family_of(settings, folder / CONFIG)
     try:
-        return HFModel(family, _module(family, "hf_config").from_hf(settings))
+        config = _module(family, "hf_config").from_hf(settings)
+        return HFModel(family, replace(config, num_mtp_layers=_mtp_layers(folder, config)))
     except ConfigError as error:
         lines = [line.replace(CONFIG, str(folder / CONFIG), 1) for line in error.lines]
         raise ConfigError(lines) from None
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError([f"{folder / CONFIG} makes no sense: {error}"]) from None
+
+
+def _mtp_layers(folder: Path, config: ModelConfig) -> int:
+    """How many of the layers that config.json names have weights; all where no list of them can be
+    read, about which reading them will complain."""
+    names = _tensor_names(folder)
+    layers = range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    have = [any(f"layers.{layer}." in name for name in names) for layer in layers]
+    return sum(have) if names else config.num_mtp_layers
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    try:
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            return list(json.loads(index.read_bytes())["weight_map"])
+        with (folder / "model.safetensors").open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return list(json.loads(file.read(min(length, _LONGEST_HEADER))))
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def family_of(settings: dict[str, Any], path: Path) -> str:

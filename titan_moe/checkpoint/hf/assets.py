@@ -1,0 +1,83 @@
+"""config.json, the tokenizer's files and the like: what lies beside the weights."""
+
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_moe.checkpoint import storage
+from titan_moe.config.errors import ConfigError
+from titan_moe.models.hf import CONFIG, HFModel, family_of, read_settings
+
+HF = "hf"
+"""Where a checkpoint keeps what came along with imported weights."""
+
+_KEPT = ("*.json", "*.model", "*.txt", "*.jinja")
+_LEFT_OUT = ("*.index.json", CONFIG, "LICENSE*", "requirements*.txt")
+# Of an original config.json: what no longer holds.
+_OUTDATED = {
+    "quantization_config",
+    "torch_dtype",
+    "dtype",
+    "auto_map",
+    "rope_parameters",
+    "_name_or_path",
+}
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def asset_folders(checkpoint: Path | None, job_record: Mapping[str, Any]) -> list[Path]:
+    """Where to look for them, the likeliest first: with the checkpoint, then where the job that
+    wrote it had its model and tokenizer from."""
+    model, kept = job_record.get("model", {}), job_record.get("checkpoint", {})
+    named = [
+        model.get("hf_assets_path"),
+        kept.get("initial_load_path"),
+        model.get("tokenizer_path"),
+    ]
+    folders = [] if checkpoint is None else [checkpoint / HF]
+    for name in filter(None, named):
+        folders += [Path(name).expanduser() / HF, Path(name).expanduser()]
+    return [folder for folder in folders if folder.is_dir() and _files(folder)]
+
+
+def copy_assets(source: Path, target: Path) -> None:
+    """Copy config.json and all files that tell of the tokenizer and of generating."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in [*_files(source), *(path for path in [source / CONFIG] if path.is_file())]:
+        shutil.copyfile(path, target / path.name)
+
+
+def write_assets(model: HFModel, folders: Iterable[Path], dtype: torch.dtype, target: Path) -> None:
+    """Give an export its config.json and the files of the first of `folders` that has any.
+
+    Keys of an original config.json of the same kind that dimensions do not tell are kept.
+    """
+    folders = list(folders)
+    for path in _files(folders[0]) if folders else []:
+        shutil.copyfile(path, target / path.name)
+    settings = model.settings() | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    original = next(filter(None, (_original(model, folder) for folder in folders)), {})
+    if original.get("model_type") == settings["model_type"]:
+        extra = {key: value for key, value in original.items() if key not in _OUTDATED}
+    else:
+        extra = {}
+    # Left out, transformers would take its own for the family's first model.
+    tokens = {key: original.get(key) for key in _TOKENS}
+    storage.write_json(target / CONFIG, extra | tokens | settings, indent=2)
+
+
+def _original(model: HFModel, folder: Path) -> dict[str, Any]:
+    try:
+        settings = read_settings(folder)
+        return settings if family_of(settings, folder) == model.family else {}
+    except ConfigError:
+        return {}
+
+
+def _files(folder: Path) -> list[Path]:
+    left_out = {path for pattern in _LEFT_OUT for path in folder.glob(pattern)}
+    found = {path for pattern in _KEPT for path in folder.glob(pattern) if path.is_file()}
+    return sorted(found - left_out)

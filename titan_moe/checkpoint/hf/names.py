@@ -1,0 +1,155 @@
+"""Which tensors of a Hugging Face folder our tensors are, or are to be written as."""
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from titan_moe.checkpoint.hf.folder import HFFolder
+from titan_moe.checkpoint.hf.pieces import Stored
+from titan_moe.models.hf import HFModel, model_of
+from titan_moe.models.hf_keys import HFWeight
+from titan_moe.runtime.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Our names -> the shapes of whole tensors."""
+
+PREVIOUS_LOAD = ".router.previous_load"
+EXPERT_BIAS = ".router.expert_bias"
+
+_LAYER = re.compile(r"^(mtp\.)?layers\.(\d+)\.")
+_LONGEST_LIST = 6
+
+
+class Problems(NamedTuple):
+    """What is wrong with a folder's tensors, by name."""
+
+    missing: list[str]
+    extra: list[str]
+    misshapen: list[str]
+
+    def raise_if_any(self, folder: HFFolder) -> None:
+        """Raises RunError with all kinds in one line."""
+        kinds = (
+            (self.missing, "missing"),
+            (self.extra, "of no use to this model"),
+            (self.misshapen, "of another shape"),
+        )
+        found = [
+            f"{len(names)} {'tensor' if len(names) == 1 else 'tensors'} {kind}: {listed(names)}"
+            for names, kind in kinds
+            if names
+        ]
+        if found:
+            raise RunError(f"{folder.path} does not fit the model: {'; '.join(found)}")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names, shortened."""
+    names = list(names)
+    more = len(names) - _LONGEST_LIST
+    return ", ".join(names[:_LONGEST_LIST]) + (f" and {more} more" if more > 0 else "")
+
+
+def find(model: HFModel, folder: HFFolder, shapes: Shapes) -> dict[str, Stored]:
+    """Where each of our tensors is in a folder; those that are never stored are left out.
+
+    Raises RunError that names every missing, superfluous or misshapen tensor.
+    """
+    problems = Problems([], [], [])
+    found: dict[str, Stored] = {}
+    wanted: set[str] = set()
+    for name, shape in shapes.items():
+        ways = [Stored(name, shape, way) for way in _ways(model, name)]
+        if not ways:
+            continue
+        stored = max(ways, key=lambda way: _share(way, folder))  # The first of equals.
+        found[name] = stored
+        for theirs, wants in stored.tensors().items():
+            wanted.add(theirs)
+            if theirs not in folder.tensors:
+                problems.missing.append(theirs)
+            elif (has := folder.tensors[theirs].shape) != wants:
+                problems.misshapen.append(f"{theirs} {list(has)} (wanted {list(wants)})")
+    unused = [name for name in folder.tensors if name not in wanted]
+    problems.extra.extend(_without_harmless(unused, model, folder))
+    Problems(
+        sorted(set(problems.missing)), sorted(problems.extra), problems.misshapen
+    ).raise_if_any(folder)
+    return found
+
+
+def write_as(model: HFModel, shapes: Shapes) -> dict[str, list[Stored]]:
+    """What each of our tensors is written as: as published, with the copies that are published.
+
+    Raises RunError for a tensor that has no place; the routing's bias and load need none.
+    """
+    targets: dict[str, list[Stored]] = {}
+    for name, shape in shapes.items():
+        if name not in model.first_of_group and (ways := _ways(model, name)):
+            targets[name] = [Stored(name, shape, ways[0])]
+    first = model.config.num_layers
+    for copy, ours in model.copies.items():
+        source = model.first_of_group.get(ours, ours)
+        for layer in range(first, first + model.config.num_mtp_layers):
+            way = HFWeight(copy.replace("{layer}", str(layer)))
+            targets[source].append(Stored(source, shapes[source], way))
+    return targets
+
+
+def has_place(model: HFModel, name: str) -> bool:
+    """Whether the Hugging Face form has a place for a tensor of ours."""
+    pattern, _ = _pattern(model, model.first_of_group.get(name, name))
+    return pattern in model.keys
+
+
+def _ways(model: HFModel, name: str) -> list[HFWeight]:
+    """All ways, with the layer's number; none for what needs no place. Raises RunError."""
+    if name.endswith(PREVIOUS_LOAD):
+        return []
+    pattern, layer = _pattern(model, model.first_of_group.get(name, name))
+    ways = model.keys.get(pattern, ())
+    if not ways and not name.endswith(EXPERT_BIAS):
+        raise RunError(f"{name} has no place in the Hugging Face form of {model.family}")
+    return [replace(way, name=way.name.replace("{layer}", str(layer))) for way in ways]
+
+
+def _pattern(model: HFModel, name: str) -> tuple[str, int]:
+    match = _LAYER.match(name)
+    if match is None:
+        return name, 0
+    mtp, number = match[1] or "", int(match[2])
+    layer = number + (model.config.num_layers if mtp else 0)
+    return f"{mtp}layers.{{layer}}.{name[match.end() :]}", layer
+
+
+def _share(stored: Stored, folder: HFFolder) -> float:
+    tensors = stored.tensors()
+    return sum(name in folder.tensors for name in tensors) / len(tensors)
+
+
+def _without_harmless(names: list[str], model: HFModel, folder: HFFolder) -> list[str]:
+    """Names but for copies, ignored ones, and layers that only multi-token prediction has."""
+    config = model.config
+    theirs = model_of(folder.path).config
+    layers = range(config.num_layers, config.num_layers + theirs.num_mtp_layers)
+    prefixes = {way.name.partition("{layer}")[0] for ways in model.keys.values() for way in ways}
+    own_mtp = range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    harmless = {
+        copy.replace("{layer}", str(layer)) for copy in model.copies for layer in own_mtp
+    } | {way.name for ours in model.first_of_group for way in model.keys.get(ours, ())}
+    rest, ahead = [], 0
+    for name in names:
+        match = re.match(r"(.*?layers\.)(\d+)\.", name)
+        beyond = match is not None and match[1] in prefixes and int(match[2]) in layers
+        if beyond and match is not None and int(match[2]) not in own_mtp:
+            ahead += 1
+        elif name not in harmless and not any(fnmatchcase(name, p) for p in model.ignored):
+            rest.append(name)
+    if ahead:
+        logger.info("%d tensors of multi-token prediction layers are left out", ahead)
+    return rest
