@@ -1,0 +1,113 @@
+"""Boxes of ours in tensors of theirs, against whole tensors taken apart slowly."""
+
+import itertools
+import random
+from math import prod
+
+import numpy as np
+import pytest
+
+from titan_moe.checkpoint.hf.pieces import Stored, cut, lengths, relative, runs, whole
+from titan_moe.models.hf_keys import HFWeight
+
+EXPERTS, ROWS, COLUMNS = 3, 4, 6
+PARTS = ("whole", "first half", "second half", "even", "odd")
+CASES = [
+    (name, shape, HFWeight(theirs, transposed=transposed, part=part))
+    for name, shape, theirs in (
+        ("layers.1.feed_forward.w1.weight", (ROWS, COLUMNS), "w"),
+        ("layers.1.moe.experts.w1", (EXPERTS, ROWS, COLUMNS), "w"),
+        ("layers.1.moe.experts.w1", (EXPERTS, ROWS, COLUMNS), "w.{expert}"),
+        ("layers.1.moe.experts.b1", (EXPERTS, ROWS), "b"),
+        ("layers.1.moe.experts.b1", (EXPERTS, ROWS), "b.{expert}"),
+        ("layers.1.attention.wq.bias", (ROWS,), "b"),
+    )
+    for part in PARTS
+    for transposed in (False, True)
+    if not transposed or len(shape) - ("{expert}" in theirs) - (theirs[0] == "b") >= 2
+]
+
+
+def _slow(theirs, name, way):
+    """All of ours from all of theirs: one expert's tensor, or the stack."""
+    if way.transposed:
+        theirs = np.swapaxes(theirs, -1, -2)
+    is_bias = theirs.ndim - (".experts." in name and "{expert}" not in way.name) == 1
+    axis = theirs.ndim - 1 if is_bias else theirs.ndim - 2
+    size = theirs.shape[axis]
+    rows = {
+        "whole": range(size),
+        "first half": range(size // 2),
+        "second half": range(size // 2, size),
+        "even": range(0, size, 2),
+        "odd": range(1, size, 2),
+    }[way.part]
+    return np.stack([np.take(theirs, row, axis) for row in rows], axis)
+
+
+def _boxes(shape):
+    """The whole, single elements, and random boxes; some are empty."""
+    chance = random.Random(0)
+    yield whole(shape)
+    yield tuple(slice(size - 1, size) for size in shape)
+    for _ in range(12):
+        ends = [sorted(chance.choices(range(size + 1), k=2)) for size in shape]
+        yield tuple(slice(first, last) for first, last in ends)
+
+
+@pytest.mark.parametrize(("name", "shape", "way"), CASES)
+def test_pieces_hold_the_values_of_the_box(name, shape, way):
+    stored = Stored(name, shape, way)
+    count = itertools.count(0, 1000)
+    theirs = {
+        tensor: np.arange(prod(sizes)).reshape(sizes) + next(count)
+        for tensor, sizes in stored.tensors().items()
+    }
+    if "{expert}" in way.name:
+        ours = np.stack([_slow(theirs[way.name.format(expert=e)], name, way) for e in range(3)])
+    else:
+        ours = _slow(theirs[way.name], name, way)
+    assert ours.shape == shape
+    for box in _boxes(shape):
+        found = np.full(lengths(box), -1)
+        times = np.zeros(lengths(box))
+        for piece in stored.pieces(box):
+            values = theirs[piece.tensor][piece.theirs]
+            at = relative(piece.ours, box)
+            found[at] = np.swapaxes(values, -1, -2) if piece.transposed else values
+            times[at] += 1
+        np.testing.assert_array_equal(found, ours[box])
+        assert (times == 1).all()
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 6), (3, 4, 5), ()])
+def test_runs_are_the_box_in_order(shape):
+    tensor = np.arange(prod(shape)).reshape(shape)
+    flat = tensor.reshape(-1)
+    for box in [
+        *_boxes(shape),
+        *(tuple(slice(s.start, s.stop, 2) for s in b) for b in _boxes(shape)),
+    ]:
+        found = list(runs(shape, box))
+        values = [flat[run.offset : run.offset + run.length] for run in found]
+        joined = np.concatenate(values) if values else np.empty(0)
+        np.testing.assert_array_equal(joined, tensor[box].reshape(-1))
+        assert [run.box_offset for run in found] == [
+            sum(before.length for before in found[:number]) for number in range(len(found))
+        ]
+
+
+def test_runs_are_as_long_as_they_can_be():
+    assert [run.length for run in runs((4, 6), (slice(1, 3), slice(0, 6)))] == [12]
+    assert [run.length for run in runs((4, 6), (slice(1, 3), slice(0, 5)))] == [5, 5]
+    assert len(list(runs((8, 4, 6), (slice(0, 8), slice(1, 3), slice(0, 6))))) == 8
+
+
+@pytest.mark.parametrize("largest", [1, 2, 5, 7, 30, 1000])
+def test_cut_covers_a_box_once(largest):
+    for box in _boxes((4, 3, 5)):
+        times = np.zeros((4, 3, 5))
+        for part in cut(box, largest):
+            times[part] += 1
+            assert prod(lengths(part)) <= max(largest, 5)
+        assert (times[box] == 1).all() and times.sum() == prod(lengths(box))

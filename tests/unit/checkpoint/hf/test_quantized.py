@@ -1,0 +1,104 @@
+"""De-quantising, value by value and against transformers."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from titan_moe.checkpoint.hf.folder import HFFolder
+from titan_moe.checkpoint.hf.pieces import whole
+from titan_moe.runtime.errors import RunError
+
+FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def _folder(path, tensors, settings="{}"):
+    (path / "config.json").write_text(settings)
+    save_file(tensors, path / "model.safetensors")
+    return HFFolder(path)
+
+
+def _fp8(path, rows=10, columns=13, block=(4, 5)):
+    weight = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-rows // block[0]), -(-columns // block[1])) + 0.5
+    settings = '{"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 5]}}'
+    tensors = {"w.weight": weight, "w.weight_scale_inv": scales, "norm": torch.ones(3)}
+    return weight, scales, _folder(path, tensors, settings)
+
+
+def test_block_float8(tmp_path):
+    weight, scales, folder = _fp8(tmp_path)
+    slow = torch.empty(10, 13)
+    for row in range(10):
+        for column in range(13):
+            slow[row, column] = weight[row, column].float() * scales[row // 4, column // 5]
+    assert folder.tensors.keys() == {"w.weight", "norm"}
+    assert folder.tensors["w.weight"].dtype == torch.float32
+    for box in (whole((10, 13)), (slice(3, 9), slice(4, 11)), (slice(9, 10), slice(0, 13, 2))):
+        assert torch.equal(folder.read("w.weight", box), slow[box])
+
+
+def _mxfp4(path, experts=2, rows=6, groups=3):
+    blocks = torch.randint(0, 256, (experts, rows, groups, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 140, (experts, rows, groups), dtype=torch.uint8)
+    tensors = {"e.down_proj_blocks": blocks, "e.down_proj_scales": scales}
+    return blocks, scales, _folder(path, tensors)
+
+
+def test_mxfp4(tmp_path):
+    blocks, scales, folder = _mxfp4(tmp_path)
+    slow = torch.empty(2, 6, 96, dtype=torch.bfloat16)
+    for e in range(2):
+        for row in range(6):
+            for column in range(96):
+                byte = int(blocks[e, row, column // 32, column % 32 // 2])
+                nibble = byte >> 4 if column % 2 else byte & 15
+                value = FP4[nibble & 7] * (-1 if nibble & 8 else 1)
+                slow[e, row, column] = value * 2.0 ** (int(scales[e, row, column // 32]) - 127)
+    slow = slow.transpose(1, 2)
+    assert folder.tensors.keys() == {"e.down_proj"}
+    assert folder.tensors["e.down_proj"].shape == (2, 96, 6)
+    boxes = [
+        whole((2, 96, 6)),
+        (slice(1, 2), slice(5, 70), slice(1, 5)),
+        (slice(0, 2), slice(33, 34), slice(1, 6, 2)),
+    ]
+    for box in boxes:
+        found = folder.read("e.down_proj", box)
+        assert found.dtype == torch.bfloat16 and torch.equal(found, slow[box])
+
+
+def test_mxfp4_as_transformers(tmp_path):
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    blocks, scales, folder = _mxfp4(tmp_path, rows=64, groups=4)
+    theirs = mxfp4.convert_moe_packed_tensors(blocks, scales)
+    assert torch.equal(folder.read("e.down_proj", whole((2, 128, 64))), theirs)
+
+
+def test_float8_without_scales(tmp_path):
+    weight = torch.randn(4, 4).to(torch.float8_e4m3fn)
+    with pytest.raises(RunError, match="w is float8 without w_scale_inv"):
+        _folder(tmp_path, {"w": weight})
+
+
+def test_float8_without_block_size(tmp_path):
+    weight = torch.randn(4, 4).to(torch.float8_e4m3fn)
+    with pytest.raises(RunError, match="weight_block_size"):
+        _folder(tmp_path, {"w": weight, "w_scale_inv": torch.ones(1, 1)})
+
+
+def test_scales_that_do_not_fit(tmp_path):
+    weight = torch.randn(10, 13).to(torch.float8_e4m3fn)
+    settings = '{"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 5]}}'
+    with pytest.raises(RunError, match=r"wants \[3, 3\]"):
+        _folder(tmp_path, {"w": weight, "w_scale_inv": torch.ones(3, 2)}, settings)
+
+
+def test_other_quantisation_is_refused(tmp_path):
+    settings = '{"quantization_config": {"quant_method": "gptq"}}'
+    with pytest.raises(RunError, match="quant_method='gptq'"):
+        _folder(tmp_path, {"w": torch.ones(3)}, settings)
+
+
+def test_mxfp4_without_scales(tmp_path):
+    with pytest.raises(RunError, match="without e_scales"):
+        _folder(tmp_path, {"e_blocks": torch.zeros(1, 2, 3, 16, dtype=torch.uint8)})
