@@ -1,0 +1,108 @@
+"""Our models against those of `transformers`, on tiny random weights."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+
+from titan_moe.models.config import ModelConfig
+from titan_moe.verify import parity
+from titan_moe.verify.parity import BOUNDS, compare
+from titan_moe.verify.parity_cases import ParityCase, cases
+from titan_moe.verify.parity_oracle import Oracle, computing_in
+
+_CASES = {str(case): case for case in cases()}
+_TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in BOUNDS}
+
+
+def _check(case: ParityCase, seed: int, dtype: torch.dtype) -> None:
+    difference = compare(case, seed, dtype)
+    assert difference.logits <= BOUNDS[dtype]
+    assert difference.worst_gradient <= (BOUNDS[dtype], "")
+    assert difference.losses <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", _TYPES)
+@pytest.mark.parametrize("name", _CASES)
+def test_logits_gradients_and_losses_are_those_of_transformers(name: str, dtype: str):
+    _check(_CASES[name], 0, _TYPES[dtype])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("dtype", _TYPES)
+@pytest.mark.parametrize("name", _CASES)
+def test_more_seeds(name: str, dtype: str, seed: int):
+    _check(_CASES[name], seed, _TYPES[dtype])
+
+
+@pytest.mark.parametrize("name", [name for name in _CASES if not name.endswith(": plain")])
+def test_an_option_changes_what_theirs_computes(name: str):
+    """An option that does nothing to a model with the plain one's weights tests nothing."""
+    tokens_BS = torch.arange(2 * parity.SEQ_LEN).view(2, -1) % 96
+    logits, weights = [], []
+    for case in (_CASES[name], _CASES[f"{_CASES[name].family}: plain"]):
+        with computing_in(torch.float64), torch.no_grad():
+            oracle = Oracle(case.settings, 0, case.expert_scale)
+            ahead_BKS = torch.stack([tokens_BS, tokens_BS], 1)
+            logits.append(oracle(tokens_BS, ahead_BKS))
+            weights.append({n: t.shape for n, t in oracle.tensors().items()})
+    same = weights[0] == weights[1] and torch.allclose(logits[0][0], logits[1][0])
+    assert not same or len(logits[0]) > 1
+
+
+def _attention(**changes: object) -> Callable[[ModelConfig], ModelConfig]:
+    return lambda config: replace(config, attention=replace(config.attention, **changes))
+
+
+def _moe(**changes: object) -> Callable[[ModelConfig], ModelConfig]:
+    return lambda config: replace(config, moe=replace(config.moe, **changes))
+
+
+def _scaling(**changes: object) -> Callable[[ModelConfig], ModelConfig]:
+    def change(config: ModelConfig) -> ModelConfig:
+        scaling = replace(config.rope.scaling, **changes)
+        return replace(config, rope=replace(config.rope, scaling=scaling))
+
+    return change
+
+
+def _local(**changes: object) -> Callable[[ModelConfig], ModelConfig]:
+    return lambda config: replace(config, local=replace(config.local, **changes))
+
+
+# What of our dimensions may be wrong without a weight's shape telling.
+_MISTAKES = {
+    "norm_eps": ("mixtral: plain", lambda config: replace(config, norm_eps=1e-4)),
+    "window": ("gpt_oss: plain", _local(size=11)),
+    "window in every layer": ("gpt_oss: plain", _local(global_every=0)),
+    "chunk": ("llama4: plain", _local(size=15)),
+    "positions everywhere": ("llama4: plain", _local(global_rotary=True)),
+    "QK norm": ("llama4: plain", _attention(qk_norm="none")),
+    "temperature": ("llama4: plain", _attention(temperature=None)),
+    "weights on outputs": ("llama4: plain", _moe(weights_scale="outputs")),
+    "activation": ("gpt_oss: plain", _moe(activation="swiglu")),
+    "normalised": ("qwen3: plain", _moe(normalize_top_k=False)),
+    "route_scale": ("deepseek_v3: plain", _moe(route_scale=1.0)),
+    "groups": ("deepseek_v3: plain", _moe(num_groups=1, top_groups=1)),
+    "best of a group": ("deepseek_v3: plain", _moe(group_score_top=1)),
+    "mscale": ("deepseek_v2: YaRN, beyond its original length", _scaling(mscale_all_dim=0.0)),
+    "beta_fast": ("gpt_oss: plain", _scaling(beta_fast=4.0)),
+    "truncate": ("gpt_oss: plain", _scaling(truncate=True)),
+    "bands": (
+        "llama4: Llama 3 scaling, beyond its original length",
+        _scaling(high_freq_factor=2.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", _MISTAKES)
+def test_a_wrong_dimension_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch):
+    name, change = _MISTAKES[mistake]
+    right = parity.config_of
+    monkeypatch.setattr(parity, "config_of", lambda settings: change(right(settings)))
+    assert compare(_CASES[name], 0, torch.float32).worst > 10 * BOUNDS[torch.float32]

@@ -1,0 +1,121 @@
+"""The other side of parity: tiny random models of `transformers`, in float32 or float64.
+
+Imported where parity is checked only: `transformers` is a test dependency.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+from transformers.utils.logging import disable_progress_bar
+
+disable_progress_bar()
+
+
+class _Lifted(TorchFunctionMode):
+    """Requests for float32 become requests for float64.
+
+    The models cast norms, scores and angles to float32 whatever their own type: without this a
+    float64 model of theirs is right to seven digits.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        kwargs = {
+            key: torch.float64 if value is torch.float32 else value
+            for key, value in (kwargs or {}).items()
+        }
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def computing_in(dtype: torch.dtype) -> Iterator[None]:
+    """New tensors and explicit casts are of `dtype`: float32 or float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        if dtype == torch.float64:
+            with _Lifted():
+                yield
+        else:
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Oracle(nn.Module):
+    """A model of theirs with its multi-token prediction layers.
+
+    Args:
+        settings: a config.json, `model_type` among it.
+        seed: of the weights: norms around 1, biases around 0, matrices that keep the scale of what
+            they multiply, nothing at its neutral value.
+        expert_scale: a factor on the experts' first matrices, to reach limits of activations.
+    """
+
+    def __init__(self, settings: dict[str, Any], seed: int, expert_scale: float = 1.0) -> None:
+        super().__init__()
+        config = AutoConfig.for_model(**settings)
+        config._experts_implementation = "eager"
+        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        depths = settings.get("num_nextn_predict_layers", 0)
+        self.mtp = MtpModel(self.model, depths) if depths else None
+        self.num_layers = config.num_hidden_layers
+        self.eval()
+        _fill(self.tensors(), seed, expert_scale)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and routing biases by the names that a published folder has for them."""
+        found = dict(self.model.named_parameters())
+        found |= {n: b for n, b in self.model.named_buffers() if n.endswith("correction_bias")}
+        if self.mtp is not None:
+            own = [*self.mtp.layers.named_parameters(), *self.mtp.layers.named_buffers()]
+            found |= {self._mtp_name(name): tensor for name, tensor in own}
+        return found
+
+    def _mtp_name(self, name: str) -> str:
+        depth, rest = name.split(".", 1)
+        rest = rest.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+        return f"model.layers.{self.num_layers + int(depth)}.{rest}"
+
+    def forward(self, tokens_BS: Tensor, ahead_BKS: Tensor | None) -> list[Tensor]:
+        """Logits [B, S, V], then those of each multi-token prediction layer, which reads the tokens
+        k positions on: ahead_BKS."""
+        hidden_BSD = self.model.model(tokens_BS, use_cache=False).last_hidden_state
+        logits = [self.model.lm_head(hidden_BSD)]
+        if self.mtp is None:
+            return logits
+        assert ahead_BKS is not None
+        positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+        for depth in range(self.mtp.num_mtp_layers):
+            hidden_BSD = self.mtp.forward_layer(
+                depth, hidden_BSD, positions_BS, None, input_ids=ahead_BKS[:, depth]
+            )
+            logits.append(self.model.lm_head(hidden_BSD))
+        return logits
+
+
+@torch.no_grad()
+def _fill(tensors: dict[str, Tensor], seed: int, expert_scale: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in tensors.items():
+        # Drawn in float32, so that both types start from the same weights.
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+        if "norm" in name:
+            drawn = 1 + 0.1 * noise
+        elif name.endswith("bias"):
+            drawn = 0.1 * noise
+        elif tensor.ndim == 1 or "embed" in name:
+            drawn = noise
+        else:
+            drawn = noise * min(tensor.shape[-2:]) ** -0.5
+            if "gate_up_proj" in name:
+                drawn = drawn * expert_scale
+        tensor.copy_(drawn.to(tensor.dtype))

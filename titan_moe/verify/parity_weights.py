@@ -1,0 +1,98 @@
+"""Their tensors by our names: `hf_keys` applied in memory, a second time beside checkpoint/hf.
+
+Small models only. Carries gradients over, which no folder holds.
+"""
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.hf_keys import HFWeight
+from titan_moe.models.registry import FAMILIES
+
+
+def family_of(settings: Mapping[str, Any]) -> str:
+    """The family that reads a config.json."""
+    (family,) = (
+        name
+        for name in FAMILIES
+        if settings["model_type"] in _module(name, "hf_config").MODEL_TYPES
+    )
+    return family
+
+
+def config_of(settings: Mapping[str, Any]) -> ModelConfig:
+    """The dimensions of a config.json."""
+    return _module(family_of(settings), "hf_config").from_hf(settings)
+
+
+def from_theirs(
+    tensors: Mapping[str, Tensor], config: ModelConfig, family: str
+) -> dict[str, Tensor]:
+    """Tensors named and laid out as a Hugging Face model has them, as ours; what is absent there is
+    left out here."""
+    found = {}
+    for ours, ways in _ways(config, family):
+        for way in ways:
+            whole = _whole(tensors, way)
+            if whole is not None:
+                found[ours] = _part(whole, way)
+                break
+    return found
+
+
+def _ways(config: ModelConfig, family: str) -> Iterator[tuple[str, list[HFWeight]]]:
+    """Every tensor of every layer, with {layer} filled in on both sides."""
+    for pattern, ways in _module(family, "hf_keys").keys(config).items():
+        if "{layer}" not in pattern:
+            yield pattern, list(ways)
+        elif pattern.startswith("mtp."):
+            for depth in range(config.num_mtp_layers):
+                yield _numbered(pattern, ways, depth, config.num_layers + depth)
+        else:
+            for layer in range(config.num_layers):
+                yield _numbered(pattern, ways, layer, layer)
+
+
+def _numbered(
+    pattern: str, ways: tuple[HFWeight, ...], ours: int, theirs: int
+) -> tuple[str, list[HFWeight]]:
+    filled = [
+        HFWeight(way.name.replace("{layer}", str(theirs)), way.transposed, way.part) for way in ways
+    ]
+    return pattern.replace("{layer}", str(ours)), filled
+
+
+def _whole(tensors: Mapping[str, Tensor], way: HFWeight) -> Tensor | None:
+    if "{expert}" not in way.name:
+        return tensors.get(way.name)
+    stack: list[Tensor] = []
+    while (name := way.name.replace("{expert}", str(len(stack)))) in tensors:
+        stack.append(tensors[name])
+    return torch.stack(stack) if stack else None
+
+
+def _part(tensor: Tensor, way: HFWeight) -> Tensor:
+    if way.transposed:
+        tensor = tensor.transpose(-1, -2)
+    # Of a stack of biases the rows are the last dim, of matrices the one before it.
+    dim = -1 if way.name.endswith("bias") else -2
+    match way.part:
+        case "first half":
+            return tensor.chunk(2, dim)[0]
+        case "second half":
+            return tensor.chunk(2, dim)[1]
+        case "even":
+            return tensor.movedim(dim, 0)[0::2].movedim(0, dim)
+        case "odd":
+            return tensor.movedim(dim, 0)[1::2].movedim(0, dim)
+    return tensor
+
+
+def _module(family: str, name: str) -> ModuleType:
+    return import_module(f"titan_moe.models.{family}.{name}")
