@@ -1,50 +1,91 @@
-"""Flex attention on CUDA, forward and backward, against the explicit mask."""
+"""Flex attention on CUDA, forward and backward, against explicit masks."""
+
+from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
 
 from titan_moe.distributed.block_attention import ExplicitBlocks, FlexBlocks, Upstream
-from titan_moe.models.layers.attention_core import DocumentSdpa, FlexCore
+from titan_moe.models.config import LocalAttention
+from titan_moe.models.layers.attention_core import (
+    AttentionCore,
+    CausalSdpa,
+    DocumentSdpa,
+    FlexCore,
+    choose_core,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-
-def test_flex_matches_the_explicit_mask_forward_and_backward():
-    documents_BS = torch.randint(0, 2, (2, 512), device="cuda").cumsum(1).int() // 40
-    results = []
-    for core in (DocumentSdpa(), FlexCore(mask_documents=True, compiled=True)):
-        generator = torch.Generator("cuda").manual_seed(0)
-        q, k, v = (
-            torch.randn(2, heads, 512, 64, device="cuda", generator=generator, requires_grad=True)
-            for heads in (8, 2, 2)
-        )
-        out = core(q, k, v, core.mask(documents_BS), 0.1)
-        results.append([out, *torch.autograd.grad(out.square().sum(), [q, k, v])])
-    for ours, oracle in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(ours, oracle, rtol=1e-2, atol=1e-2)
+DEVICE = "cuda"
+LOCALS = {
+    "all": None,
+    "window": LocalAttention("window", 100, global_every=0),
+    "narrow window": LocalAttention("window", 3, global_every=0),
+    "chunk": LocalAttention("chunk", 128, global_every=0),
+}
 
 
+def _drawn(*heads: int, seq_len: int = 512) -> list[Tensor]:
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    return [torch.randn(2, h, seq_len, 64, device=DEVICE, generator=generator) for h in heads]
+
+
+def _documents() -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    steps = torch.randint(0, 2, (2, 512), device=DEVICE, generator=generator)
+    return steps.cumsum(1).int() // 40
+
+
+def _results(core: AttentionCore, local: str, *, sinks: bool) -> list[Tensor]:
+    """Output and gradients."""
+    inputs = [x.requires_grad_() for x in _drawn(8, 2, 2)]
+    sinks_H = torch.linspace(-1, 3, 8, device=DEVICE, requires_grad=True)
+    inputs += [sinks_H] * sinks
+    q, k, v, *rest = inputs
+    out = core(q, k, v, core.mask(_documents(), LOCALS[local]), 0.1, *rest)
+    return [out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("local", LOCALS)
+@pytest.mark.parametrize("masked", [True, False])
+def test_flex_matches_the_explicit_mask_forward_and_backward(masked: bool, local: str, sinks: bool):
+    plain = DocumentSdpa() if masked else CausalSdpa()
+    ours = choose_core(mask_documents=masked, device_type="cuda", local_or_sinks=True)
+    assert isinstance(ours, FlexCore)
+    oracle = _results(plain, local, sinks=sinks)
+    for a, b in zip(_results(ours, local, sinks=sinks), oracle, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+def test_a_window_of_another_size_is_not_compiled_anew():
+    """Sizes are in the masks' tensors, not in their code."""
+    core = FlexCore(mask_documents=True, compiled=True)
+    for sinks in (True, False):
+        _results(core, "all", sinks=sinks)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for local, sinks in product(LOCALS, (True, False)):
+            _results(core, local, sinks=sinks)
+
+
+@pytest.mark.parametrize("local", ["all", "window", "narrow window"])
 @pytest.mark.parametrize("keys_of", ["own half", "other half"])
-def test_blocks_by_flex_match_explicit_masks_forward_and_backward(keys_of: str):
+def test_blocks_by_flex_match_explicit_masks_forward_and_backward(keys_of: str, local: str):
     """What a rank of two computes in a step of the ring; some queries see no key of the block."""
-    documents_BS = torch.randint(0, 2, (2, 512), device="cuda").cumsum(1).int() // 40
     first, second = torch.arange(512).chunk(2)
     keys_S = second if keys_of == "own half" else first
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def drawn(heads: int) -> torch.Tensor:
-        return torch.randn(2, heads, 256, 64, device="cuda", generator=generator)
-
-    q, k, v, grad = drawn(8), drawn(2), drawn(2), drawn(8)
+    q, k, v, grad = _drawn(8, 2, 2, 8, seq_len=256)
     results = []
     for blocks in (
         ExplicitBlocks(mask_documents=True),
         FlexBlocks(mask_documents=True, compiled=True),
     ):
-        found = torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), device="cuda")
+        found = torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), device=DEVICE)
         grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        upstream = Upstream(q, grad, torch.full(q.shape[:3], 3.0, device="cuda"), q[..., 0])
-        for queries, keys, mask in blocks.blocks(documents_BS, second, keys_S):
+        upstream = Upstream(q, grad, torch.full(q.shape[:3], 3.0, device=DEVICE), q[..., 0])
+        for queries, keys, mask in blocks.blocks(_documents(), second, keys_S, LOCALS[local]):
             at = k[:, :, keys], v[:, :, keys], mask, 0.1
             parts = blocks.forward(q[:, :, queries], *at)
             for whole, part in zip(found, parts, strict=True):
