@@ -5,7 +5,6 @@ random tokens the logits, the gradient of every weight and the losses of three A
 compared, in float32 or float64. Differences are norms relative to theirs, tensor by tensor.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +12,20 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from titan_moe.checkpoint.hf.folder import HFFolder
+from titan_moe.checkpoint.hf.names import find
+from titan_moe.checkpoint.hf.reading import fill_tensors
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
+from titan_moe.models.hf import HFModel, model_of
 from titan_moe.models.layers.attention_core import choose_core
 from titan_moe.verify.parity_cases import ParityCase
 from titan_moe.verify.parity_margins import watch_margins
 from titan_moe.verify.parity_oracle import Oracle, computing_in
-from titan_moe.verify.parity_weights import config_of, family_of, from_theirs
+from titan_moe.verify.parity_weights import from_theirs
 
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 NUM_STEPS = 3
@@ -84,16 +87,15 @@ def compare(case: ParityCase, seed: int, dtype: torch.dtype) -> Difference:
 
 
 def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> Difference:
-    family = family_of(case.settings)
     with computing_in(dtype):
         oracle = Oracle(case.settings, seed, case.expert_scale)
-        config, model = _ours(oracle, family)
-        rows = _rows(case, seed, config.num_mtp_layers)
-        theirs = _their_side(oracle, config, family, rows)
+        found, model = _ours(oracle)
+        rows = _rows(case, seed, found.config.num_mtp_layers)
+        theirs = _their_side(oracle, found, rows)
     assert all(parameter.dtype == dtype for parameter in model.parameters())
     margins: list[float] = []
     watch_margins(model, margins)
-    ours = _our_side(model, config, rows)
+    ours = _our_side(model, found.config, rows)
     assert theirs.gradients.keys() == ours.gradients.keys()
     return Difference(
         logits=max(map(distance, ours.logits, theirs.logits)),
@@ -103,7 +105,7 @@ def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> Difference:
     )
 
 
-def _ours(oracle: Oracle, family: str) -> tuple[ModelConfig, Decoder]:
+def _ours(oracle: Oracle) -> tuple[HFModel, Decoder]:
     """Our decoder with the weights of their folder, as config.json and tensors describe it."""
     with TemporaryDirectory() as folder:
         if oracle.mtp is None:
@@ -113,23 +115,21 @@ def _ours(oracle: Oracle, family: str) -> tuple[ModelConfig, Decoder]:
             oracle.model.config.save_pretrained(folder)
             tensors = {n: t.detach().contiguous() for n, t in oracle.tensors().items()}
             save_file(tensors, Path(folder, "model.safetensors"))
-        config = config_of(json.loads(Path(folder, "config.json").read_text()))
-        model = Decoder(config, choose_core(mask_documents=True, device_type="cpu"))
-        _load(model, config, family, Path(folder))
-    return config, model
+        found = model_of(Path(folder))
+        model = Decoder(found.config, choose_core(mask_documents=True, device_type="cpu"))
+        _load(model, found, Path(folder))
+    return found, model
 
 
-def _load(model: Decoder, config: ModelConfig, family: str, folder: Path) -> None:
-    tensors = from_theirs(load_file(folder / "model.safetensors"), config, family)
-    for first, *copies in tied_weights(config):
-        tensors |= dict.fromkeys(copies, tensors[first])
-    ours: dict[str, Tensor] = dict(model.named_parameters())
-    biases = {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
-    for name, tensor in tensors.items():
-        target = biases.get(name) if name in biases else ours.pop(name)
-        assert target is not None and target.shape == tensor.shape, name
-        target.data.copy_(tensor)
-    assert not ours, f"no tensor of theirs for {sorted(ours)}"
+def _load(model: Decoder, found: HFModel, folder: Path) -> None:
+    """As production imports, in one process; every parameter must come from somewhere."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    buffers = {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
+    with HFFolder(folder) as opened:
+        shapes = {name: tuple(t.shape) for name, t in (tensors | buffers).items()}
+        stored = find(found, opened, shapes)
+        fill_tensors(tensors | buffers, stored, opened)
+    assert tensors.keys() <= stored.keys(), f"not filled: {tensors.keys() - stored.keys()}"
 
 
 def _rows(case: ParityCase, seed: int, depths: int) -> _Rows:
@@ -145,8 +145,8 @@ def _rows(case: ParityCase, seed: int, depths: int) -> _Rows:
     return _Rows(tokens_BS, labels_BS, torch.stack(ahead, 1), torch.stack(labels, 1))
 
 
-def _their_side(oracle: Oracle, config: ModelConfig, family: str, rows: _Rows) -> _Side:
-    side = _Side([], {}, [])
+def _their_side(oracle: Oracle, found: HFModel, rows: _Rows) -> _Side:
+    side, config = _Side([], {}, []), found.config
     optimizer = _adamw(oracle)
     for step in range(NUM_STEPS):
         logits = oracle(rows.tokens_BS, rows.ahead_tokens_BKS)
@@ -161,9 +161,7 @@ def _their_side(oracle: Oracle, config: ModelConfig, family: str, rows: _Rows) -
         if step == 0:
             side.logits = [each.detach() for each in logits]
             gradients = {n: t.grad for n, t in oracle.tensors().items() if t.grad is not None}
-            side.gradients = {
-                n: g.clone() for n, g in from_theirs(gradients, config, family).items()
-            }
+            side.gradients = from_theirs(gradients, found)
         optimizer.step()
     return side
 

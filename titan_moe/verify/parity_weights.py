@@ -4,51 +4,31 @@ Small models only. Carries gradients over, which no folder holds.
 """
 
 from collections.abc import Iterator, Mapping
-from importlib import import_module
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_moe.models.config import ModelConfig
+from titan_moe.models.hf import HFModel
 from titan_moe.models.hf_keys import HFWeight
-from titan_moe.models.registry import FAMILIES
 
 
-def family_of(settings: Mapping[str, Any]) -> str:
-    """The family that reads a config.json."""
-    (family,) = (
-        name
-        for name in FAMILIES
-        if settings["model_type"] in _module(name, "hf_config").MODEL_TYPES
-    )
-    return family
-
-
-def config_of(settings: Mapping[str, Any]) -> ModelConfig:
-    """The dimensions of a config.json."""
-    return _module(family_of(settings), "hf_config").from_hf(settings)
-
-
-def from_theirs(
-    tensors: Mapping[str, Tensor], config: ModelConfig, family: str
-) -> dict[str, Tensor]:
-    """Tensors named and laid out as a Hugging Face model has them, as ours; what is absent there is
-    left out here."""
+def from_theirs(tensors: Mapping[str, Tensor], model: HFModel) -> dict[str, Tensor]:
+    """Copies of tensors that are named and laid out as a Hugging Face model has them, as ours; what
+    is absent there is left out here."""
     found = {}
-    for ours, ways in _ways(config, family):
+    for ours, ways in _ways(model):
         for way in ways:
             whole = _whole(tensors, way)
             if whole is not None:
-                found[ours] = _part(whole, way)
+                found[ours] = _part(whole, way).clone()
                 break
     return found
 
 
-def _ways(config: ModelConfig, family: str) -> Iterator[tuple[str, list[HFWeight]]]:
+def _ways(model: HFModel) -> Iterator[tuple[str, list[HFWeight]]]:
     """Every tensor of every layer, with {layer} filled in on both sides."""
-    for pattern, ways in _module(family, "hf_keys").keys(config).items():
+    config = model.config
+    for pattern, ways in model.keys.items():
         if "{layer}" not in pattern:
             yield pattern, list(ways)
         elif pattern.startswith("mtp."):
@@ -92,7 +72,3 @@ def _part(tensor: Tensor, way: HFWeight) -> Tensor:
         case "odd":
             return tensor.movedim(dim, 0)[1::2].movedim(0, dim)
     return tensor
-
-
-def _module(family: str, name: str) -> ModuleType:
-    return import_module(f"titan_moe.models.{family}.{name}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ pytest.importorskip("transformers")
 import torch
 
 from titan_moe.models.config import ModelConfig
+from titan_moe.models.hf import HFModel
 from titan_moe.verify import parity
 from titan_moe.verify.parity import BOUNDS, compare
 from titan_moe.verify.parity_cases import ParityCase, cases
@@ -103,6 +105,11 @@ _MISTAKES = {
 @pytest.mark.parametrize("mistake", _MISTAKES)
 def test_a_wrong_dimension_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch):
     name, change = _MISTAKES[mistake]
-    right = parity.config_of
-    monkeypatch.setattr(parity, "config_of", lambda settings: change(right(settings)))
+    right = parity.model_of
+
+    def wrong(folder: Path) -> HFModel:
+        model = right(folder)
+        return replace(model, config=change(model.config))
+
+    monkeypatch.setattr(parity, "model_of", wrong)
     assert compare(_CASES[name], 0, torch.float32).worst > 10 * BOUNDS[torch.float32]
