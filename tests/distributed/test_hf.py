@@ -1,0 +1,71 @@
+"""Hugging Face folders into models in any layout and out again, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.hf_folders import assert_same_bits, make_folder, read_folder, small_model
+from titan_moe.build import build_sharded_model
+from titan_moe.checkpoint.hf.live import load_hf, save_hf
+from titan_moe.checkpoint.manifest import gather_specs
+from titan_moe.checkpoint.tensors import MODEL, model_tensors
+from titan_moe.config.job import JobConfig
+from titan_moe.models.hf import HFModel
+from titan_moe.verify.ranks import run_ranks
+
+FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3")
+LAYOUTS = {
+    "one rank": {},
+    "replicas": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
+    "dp, tp, ep, etp": {
+        "data_parallel_shard_degree": 2,
+        "tensor_parallel_degree": 2,
+        "expert_parallel_degree": 2,
+        "expert_tensor_parallel_degree": 2,
+    },
+    "pp": {"pipeline_parallel_degree": 2},
+}
+RANKS = {"one rank": 1, "replicas": 2, "dp, tp, ep, etp": 4, "pp": 2}
+
+
+def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str) -> None:
+    """Load a folder into a sharded model, and export the model."""
+    parallelism = LAYOUTS[layout]
+    job = JobConfig.model_validate(
+        {
+            "model": {"name": model.family, "flavor": "gate"},
+            "training": {"local_batch_size": 2, "seq_len": 32},
+            "parallelism": parallelism,
+            "activation_checkpoint": {"mode": "none"},
+        }
+    )
+    sharded = build_sharded_model(
+        job, model.config, device=torch.device("cpu"), world_size=RANKS[layout]
+    )
+    tensors = {n.removeprefix(MODEL): t for n, t in model_tensors(sharded.parts).items()}
+    shapes = {name: spec.shape for name, spec in gather_specs(tensors).items()}
+    load_hf(source, model, tensors, shapes)
+    record = {"model": {"hf_assets_path": str(source)}}
+    save_hf(target, model, tensors, shapes, dtype=getattr(torch, dtype), job_record=record)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip_in_every_layout(family, layout, tmp_path):
+    model = small_model(family)
+    wanted = make_folder(tmp_path / "in", model, torch.bfloat16)
+    run_ranks(through, RANKS[layout], model, layout, tmp_path / "in", tmp_path / "out", "bfloat16")
+    assert_same_bits(read_folder(tmp_path / "out"), wanted)
+    assert not list(tmp_path.glob(".*"))
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"eos_token": "<eos>"}'
+
+
+@pytest.mark.parametrize("layout", ["dp, tp, ep, etp", "pp"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3"])
+def test_experts_stored_whole_and_float32(family, layout, tmp_path):
+    model = small_model(family)
+    wanted = make_folder(tmp_path / "in", model, torch.float32, fused=True, num_files=1)
+    assert any("gate_up_proj" in name for name in read_folder(tmp_path / "in"))
+    run_ranks(through, RANKS[layout], model, layout, tmp_path / "in", tmp_path / "out", "float32")
+    assert_same_bits(read_folder(tmp_path / "out"), wanted)

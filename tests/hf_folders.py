@@ -1,0 +1,85 @@
+"""Hugging Face folders of random weights, of any family and in any of the forms that are read."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from titan_moe.checkpoint.hf.names import EXPERT_BIAS, write_as
+from titan_moe.checkpoint.hf.pieces import Stored
+from titan_moe.checkpoint.hf.shapes import model_shapes
+from titan_moe.models.hf import HFModel
+from titan_moe.models.registry import model_config
+
+
+def small_model(family: str, num_layers: int = 4) -> HFModel:
+    """A family's gate flavor, with fewer layers."""
+    return HFModel(family, replace(model_config(family, "gate"), num_layers=num_layers))
+
+
+def make_folder(
+    folder: Path, model: HFModel, dtype: torch.dtype, *, num_files: int = 2, fused: bool = False
+) -> dict[str, Tensor]:
+    """Write a folder and return its tensors in the published form.
+
+    With `fused` the second way of each tensor, where there is one, is the stored one.
+    """
+    torch.manual_seed(0)
+    targets = write_as(model, model_shapes(model.config))
+    published: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
+    for name, ways in targets.items():
+        of_type = torch.float32 if name.endswith(EXPERT_BIAS) else dtype
+        for way in ways:
+            for theirs, shape in way.tensors().items():
+                published.setdefault(theirs, (torch.randn(shape) / 4).to(of_type))
+        for copy in ways[1:]:
+            published[copy.way.name] = published[ways[0].way.name].clone()
+    stored = dict(published)
+    if fused:
+        _fuse(stored, targets)
+    folder.mkdir(parents=True)
+    names = sorted(stored)
+    index = {}
+    for number in range(num_files):
+        file = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+        file = file if num_files > 1 else "model.safetensors"
+        own = {name: stored[name].contiguous() for name in names[number::num_files]}
+        save_file(own, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(own, file)
+    if num_files > 1:
+        text = json.dumps({"metadata": {}, "weight_map": index})
+        (folder / "model.safetensors.index.json").write_text(text)
+    (folder / "config.json").write_text(json.dumps(model.settings() | {"eos_token_id": 1}))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    (folder / "generation_config.json").write_text('{"temperature": 0.5}')
+    return published
+
+
+def _fuse(stored: dict[str, Tensor], targets: dict[str, list[Stored]]) -> None:
+    """Stack experts that are stored one by one, gate and up projections in one tensor."""
+    for name, (way, *_) in targets.items():
+        if not name.endswith(("experts.w1", "experts.w2")):
+            continue
+        ways = [way, targets[name.replace("w1", "w3")][0]] if name.endswith("w1") else [way]
+        stacks = [torch.stack([stored.pop(theirs) for theirs in way.tensors()]) for way in ways]
+        kind = "gate_up_proj" if name.endswith("w1") else "down_proj"
+        stored[way.way.name.partition("{expert}")[0] + kind] = torch.cat(stacks, 1)
+
+
+def read_folder(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, by the reference implementation."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_same_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Same names, types and bits."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].shape == tensor.shape, name
+        assert torch.equal(found[name], tensor), name
