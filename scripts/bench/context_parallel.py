@@ -5,24 +5,48 @@
 
 Times are of one attention core, forward and backward in float32 on the CPU, medians over rounds in
 which the variants take turns. Processor time, of the busiest rank, leaves out what other programs
-take; "of ideal" compares it with the plain core's divided by the number of ranks.
+take; "of ideal" compares it with the plain core's divided by the number of ranks. A window is of a
+sixteenth of the row, within documents; the plain core computes all pairs and masks them out.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.distributed.context_parallel import context_parallel_core, local_positions
-from titan_moe.models.layers.attention_core import CausalSdpa, DocumentSdpa
+from titan_moe.kernels.attention import first_seen_in_rows
+from titan_moe.models.config import LocalAttention
+from titan_moe.models.layers.attention_core import choose_core
 from titan_moe.verify.ranks import run_ranks
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 4, 64
 METHODS = ["allgather", "ulysses", "ring"]
+
+
+class Kind(NamedTuple):
+    """Of attention."""
+
+    name: str
+    documents: bool
+    window: bool = False
+    sinks: bool = False
+
+    def local(self, seq_len: int) -> LocalAttention | None:
+        return LocalAttention("window", seq_len // 16, global_every=0) if self.window else None
+
+
+KINDS = [
+    Kind("documents", documents=True),
+    Kind("causal", documents=False),
+    Kind("window", documents=True, window=True),
+    Kind("with sinks", documents=True, window=True, sinks=True),
+]
 
 
 def main() -> None:
@@ -37,17 +61,14 @@ def main() -> None:
 
     print(f"{ranks} ranks, {seq_len} tokens, {HEADS} heads, {KV_HEADS} kv heads of {HEAD_DIM}")
     print_row("mask", "method", "balance", "wall ms", "processor ms", "of ideal")
-    for mask_documents in (True, False):
-        per_rank = run_ranks(
-            times, ranks, mask_documents, seq_len, arguments.repeats, timeout_s=600
-        )
-        mask = "documents" if mask_documents else "causal"
+    for kind in KINDS:
+        per_rank = run_ranks(times, ranks, kind, seq_len, arguments.repeats, timeout_s=600)
         plain = per_rank[0]["plain", ""][1]
         for variant, (wall, _) in per_rank[0].items():
             busiest = max(found[variant][1] for found in per_rank)
             ideal = plain if variant == ("plain", "") else plain / ranks
             print_row(
-                mask,
+                kind.name,
                 *variant,
                 f"{wall * 1e3:.0f}",
                 f"{busiest * 1e3:.0f}",
@@ -57,21 +78,21 @@ def main() -> None:
     print("\nwork of the busiest rank over the mean, in visible (query, key) pairs of one row")
     print_row("ranks", "mask", "head-tail", "consecutive")
     for size in (2, 4, 8, 16):
-        for mask_documents in (True, False):
-            cells = [
-                f"{mean_unevenness(seq_len, size, mask_documents, balanced=value):.2f}"
-                for value in (True, False)
-            ]
-            print_row(size, "documents" if mask_documents else "causal", *cells)
+        for kind in KINDS:
+            if not kind.sinks:
+                cells = [
+                    f"{mean_unevenness(seq_len, size, kind, balanced=value):.2f}"
+                    for value in (True, False)
+                ]
+                print_row(size, kind.name, *cells)
 
 
-def times(
-    mask_documents: bool, seq_len: int, repeats: int
-) -> dict[tuple[str, str], tuple[float, float]]:
+def times(kind: Kind, seq_len: int, repeats: int) -> dict[tuple[str, str], tuple[float, float]]:
     """Median seconds of each variant on this rank: wall clock, processor. Plain runs on rank 0."""
-    plain = DocumentSdpa() if mask_documents else CausalSdpa()
+    plain = choose_core(mask_documents=kind.documents, device_type="cpu")
     size, rank = dist.get_world_size(), dist.get_rank()
-    runs = {("plain", ""): _run_of(plain, torch.arange(seq_len if rank == 0 else 1), seq_len)}
+    own_S = torch.arange(seq_len if rank == 0 else 1)
+    runs = {("plain", ""): _run_of(plain, kind, own_S, seq_len)}
     for method in METHODS:
         for balanced in (True, False):
             core = context_parallel_core(
@@ -79,11 +100,11 @@ def times(
                 group=dist.group.WORLD,  # type: ignore[arg-type]
                 method=method,
                 balanced=balanced,
-                mask_documents=mask_documents,
+                mask_documents=kind.documents,
                 device_type="cpu",
             )
             at_S = local_positions(seq_len, size, rank, balanced=balanced)
-            runs[method, "head-tail" if balanced else "none"] = _run_of(core, at_S, seq_len)
+            runs[method, "head-tail" if balanced else "none"] = _run_of(core, kind, at_S, seq_len)
     if rank:
         runs["plain", ""] = lambda: None
     seconds: dict[tuple[str, str], list[tuple[float, float]]] = {name: [] for name in runs}
@@ -102,7 +123,7 @@ def times(
     }
 
 
-def _run_of(core, at_S: Tensor, seq_len: int) -> Callable[[], None]:  # type: ignore[no-untyped-def]
+def _run_of(core, kind: Kind, at_S: Tensor, seq_len: int) -> Callable[[], None]:  # type: ignore[no-untyped-def]
     """Forward and backward of the core over the tokens at these positions."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
@@ -111,11 +132,12 @@ def _run_of(core, at_S: Tensor, seq_len: int) -> Callable[[], None]:  # type: ig
         .requires_grad_()
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    mask = core.mask(_documents(seq_len)) if len(at_S) > 1 else None
+    mask = core.mask(_documents(seq_len), kind.local(seq_len)) if len(at_S) > 1 else None
+    sinks = [torch.zeros(HEADS, requires_grad=True)] if kind.sinks else []
 
     def run() -> None:
-        o = core(q, k, v, mask, HEAD_DIM**-0.5)
-        torch.autograd.grad(o, [q, k, v], torch.ones_like(o))
+        o = core(q, k, v, mask, HEAD_DIM**-0.5, *sinks)
+        torch.autograd.grad(o, [q, k, v, *sinks], torch.ones_like(o))
 
     return run
 
@@ -126,14 +148,12 @@ def _documents(seq_len: int, seed: int = 0) -> Tensor:
     return (torch.rand(1, seq_len, generator=generator) < 4 / seq_len).long().cumsum(1)
 
 
-def mean_unevenness(seq_len: int, cp_size: int, mask_documents: bool, *, balanced: bool) -> float:
+def mean_unevenness(seq_len: int, cp_size: int, kind: Kind, *, balanced: bool) -> float:
     """Over rows with different documents."""
-    past = torch.arange(1, seq_len + 1)
-    if not mask_documents:
-        return unevenness(past, cp_size, balanced=balanced)
-    rows = (_documents(seq_len, seed)[0] for seed in range(100))
-    visible = [past - torch.searchsorted(documents, documents) for documents in rows]
-    return statistics.mean(unevenness(x, cp_size, balanced=balanced) for x in visible)
+    documents_BS = torch.cat([_documents(seq_len, seed) for seed in range(100)])
+    first_BS = first_seen_in_rows(documents_BS, kind.local(seq_len), mask_documents=kind.documents)
+    visible_BS = torch.arange(1, seq_len + 1) - first_BS
+    return statistics.mean(unevenness(x, cp_size, balanced=balanced) for x in visible_BS)
 
 
 def unevenness(visible_S: Tensor, cp_size: int, *, balanced: bool) -> float:
