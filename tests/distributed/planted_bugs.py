@@ -31,6 +31,8 @@ class Bug(NamedTuple):
     harmless_on: str = ""
     """A layout without the axis or option, which must pass with the bug. Empty: every layout has
     the mistake, and only a reference that shares no such code can show it."""
+    family: str = "deepseek_v3"
+    """Whose gate model has what goes wrong."""
 
 
 def plant(bug: Bug) -> None:
@@ -56,6 +58,7 @@ def _plain(function: object) -> FunctionType:
 _EXPERTS = "gradient layers.*.moe.experts.w*"
 _ROUTERS = "gradient layers.*.moe.router.gate.weight"
 _OUTPUT = "gradient output.weight"
+_LAST_EXPERTS = "gradient mtp.layers.0.block.moe.experts.*"
 _TP = "tp=2,recompute=none,reshard=default"
 _EP = "dp_shard=2,ep=2,recompute=full,reshard=always"
 _FULL = "dp_shard=2,recompute=full,reshard=always"
@@ -135,7 +138,7 @@ BUGS = {
         "return grad_RD.split(ctx.layout[0])[dist.get_rank(ctx.layout[1])]",
         caught_on="cp=2,etp=2,recompute=none,reshard=default",
         named=("gradient *",),
-        spared=("loss *", "counts *", "gradient layers.2.moe.experts.*", _OUTPUT),
+        spared=("loss *", "counts *", _LAST_EXPERTS, _OUTPUT),
         harmless_on="dp_shard=2,ep=2",
     ),
     # --- tensor parallelism ---
@@ -218,7 +221,7 @@ BUGS = {
         "positions_BS=positions_S.to(device)",
         "positions_BS=torch.arange(len(positions_S)).to(device)",
         caught_on=_GATHERED,
-        named=("loss*", "gradient layers.*.attention.*"),
+        named=("loss*", "gradient *.attention.*"),
         spared=("num_targets *",),
         harmless_on="dp_shard=2",
     ),
@@ -228,13 +231,13 @@ BUGS = {
         "torch.cat(parts, -1)[ctx.group.rank()]",
         caught_on=_GATHERED,
         named=("gradient layers.*.attention.kv_norm.weight*",),
-        spared=("loss *", "counts *", "gradient layers.2.attention.wq_?.weight", _OUTPUT),
+        spared=("loss *", "counts *", "gradient mtp.*.attention.wq_?.weight", _OUTPUT),
         harmless_on="cp=2,cp_method=ulysses",
     ),
     "the ring's last block skipped": Bug(
         f"{_DISTRIBUTED}.context_parallel:RingAttention.mask",
-        "positions[(rank - step) % size])",
-        "positions[(rank - step) % size]) if step + 1 < size else []",
+        "if source in seen[rank]:",
+        "if source in seen[rank] and distance + 1 < size:",
         caught_on="cp=2,cp_method=ring,recompute=none",
         named=("loss*", "gradient layers.*.attention.*"),
         spared=("num_targets *",),
@@ -246,7 +249,7 @@ BUGS = {
         "pass",
         caught_on="tp=2,recompute=none,reshard=default",
         named=(f"{_ROUTERS}*", "balance_loss*"),
-        spared=("loss *", "counts *", "num_targets *", _OUTPUT, "gradient layers.2.*.experts.*"),
+        spared=("loss *", "counts *", "num_targets *", _OUTPUT, _LAST_EXPERTS),
         harmless_on="dp_shard=2",
     ),
     # --- recompute ---
@@ -316,7 +319,7 @@ BUGS = {
         "self.router.tokens_per_expert / self.router.tokens_per_expert.sum())",
         caught_on="dp_shard=2,recompute=none",
         named=("balance_loss*", f"{_ROUTERS}*"),
-        spared=("loss *", "counts *", _OUTPUT, "gradient layers.2.moe.experts.*"),
+        spared=("loss *", "counts *", _OUTPUT, _LAST_EXPERTS),
     ),
     "balance losses not attached": Bug(
         "titan_moe.moe.layer:MoE.forward",
@@ -324,12 +327,12 @@ BUGS = {
         "pass",
         caught_on="dp_shard=2,recompute=none",
         named=("balance_loss*", f"{_ROUTERS}*"),
-        spared=("loss *", "counts *", _OUTPUT, "gradient layers.2.moe.experts.*"),
+        spared=("loss *", "counts *", _OUTPUT, _LAST_EXPERTS),
     ),
     "weight decay on norms": Bug(
         "titan_moe.optim.optimizers:decays",
-        'return param.ndim > 1 and not name.endswith("bias")',
-        'return not name.endswith("bias")',
+        "return param.ndim > 1 and not is_bias(name)",
+        "return not is_bias(name)",
         caught_on="dp_shard=2,recompute=none",
         named=("parameter *norm.weight*",),
         spared=("gradient *", "exp_avg*", "parameter *.bias", "parameter *w?.weight"),

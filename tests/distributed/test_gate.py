@@ -9,10 +9,10 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from titan_moe.config.load import load_job
+from tests.distributed.conftest import CONFIGS, Gates
+from titan_moe.models.registry import FAMILIES
 from titan_moe.verify import on_rank
 from titan_moe.verify.compare import TOLERANCES
 from titan_moe.verify.gate import Gate
@@ -21,22 +21,10 @@ from titan_moe.verify.on_rank import Task, Verdict, verify_on_rank
 from titan_moe.verify.ranks import run_ranks
 from titan_moe.verify.rotation import pairs, rotated, sample
 
-_CONFIGS = Path(__file__).parents[2] / "configs" / "debug"
-
-
-def gate_of(family: str, folder: Path) -> Gate:
-    torch.set_num_threads(1)
-    return Gate(load_job(["--job.config_file", str(_CONFIGS / f"gate_{family}.toml")]), folder)
-
 
 @pytest.fixture(scope="module")
-def deepseek(tmp_path_factory) -> Gate:
-    return gate_of("deepseek_v3", tmp_path_factory.mktemp("deepseek_v3"))
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory) -> Gate:
-    return gate_of("qwen3", tmp_path_factory.mktemp("qwen3"))
+def deepseek(gates: Gates) -> Gate:
+    return gates("deepseek_v3")
 
 
 def cover(worlds: list[int], count: int, seed: int) -> list[str]:
@@ -46,6 +34,7 @@ def cover(worlds: list[int], count: int, seed: int) -> list[str]:
 
 
 SAMPLE = cover([2, 4, 8], 30, seed=22)
+OTHERS = [family for family in FAMILIES if family != "deepseek_v3"]
 UNEVEN = ["dp_shard=3", "dp_shard=3,dp_replicate=2,recompute=2", "dp_shard=3,tp=2,ep=2"]
 
 
@@ -68,17 +57,25 @@ def test_uneven_shards_train_the_same_model(deepseek: Gate, text: str):
     assert result.passed, "\n".join([*result.lines, result.traceback])
 
 
-@pytest.mark.parametrize("text", cover([4], 8, seed=3))
-def test_another_family_trains_the_same_model(qwen: Gate, text: str):
-    result = qwen.verify(parse(text))
+@pytest.mark.parametrize("text", cover([4], 6, seed=3))
+@pytest.mark.parametrize("family", OTHERS)
+def test_another_family_trains_the_same_model(gates: Gates, family: str, text: str):
+    result = gates(family).verify(parse(text))
     assert result.passed, "\n".join([*result.lines, result.traceback])
 
 
-@pytest.mark.parametrize("family", ["deepseek", "qwen"])
+@pytest.mark.full
+@pytest.mark.parametrize("text", SAMPLE)
+@pytest.mark.parametrize("family", OTHERS)
+def test_every_family_trains_the_same_model_in_the_sample(gates: Gates, family: str, text: str):
+    result = gates(family).verify(parse(text))
+    assert result.passed, "\n".join([*result.lines, result.traceback])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("text", ["dp_shard=1", "dp_shard=2,cp=2,ep=2,etp=2", "pp=2,tp=2,ep=2"])
-def test_float32_through_grouped_gemms(family: str, text: str, request):
-    gate: Gate = request.getfixturevalue(family)
-    result = gate.verify(parse(text), dtype="float32")
+def test_float32_through_grouped_gemms(gates: Gates, family: str, text: str):
+    result = gates(family).verify(parse(text), dtype="float32")
     assert result.passed, "\n".join([*result.lines, result.traceback])
 
 
@@ -182,10 +179,10 @@ def test_one_reference_for_each_depth(deepseek: Gate):
 
 @pytest.fixture
 def compare_layouts(monkeypatch):
-    monkeypatch.syspath_prepend(_CONFIGS.parents[1] / "scripts")
+    monkeypatch.syspath_prepend(CONFIGS.parents[1] / "scripts")
     import compare_layouts
 
-    config = str(_CONFIGS / "gate_deepseek_v3.toml")
+    config = str(CONFIGS / "gate_deepseek_v3.toml")
     return lambda *argv: compare_layouts.main([config, *map(str, argv)])
 
 

@@ -6,8 +6,11 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from tests.distributed.planted_bugs import BUGS, Bug, plant
-from tests.distributed.test_gate import SAMPLE, gate_of
+from tests.distributed.conftest import Gates
+from tests.distributed.planted_bugs import BUGS as COMMON_BUGS
+from tests.distributed.planted_bugs import Bug, plant
+from tests.distributed.planted_family_bugs import FAMILY_BUGS
+from tests.distributed.test_gate import SAMPLE
 from titan_moe.verify import gate as gate_module
 from titan_moe.verify import on_rank
 from titan_moe.verify.compare import Difference
@@ -16,10 +19,7 @@ from titan_moe.verify.layouts import AXES, OPTIONS, Layout, parse
 from titan_moe.verify.on_rank import Task, Verdict, verify_on_rank
 from titan_moe.verify.ranks import run_ranks
 
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory) -> Gate:
-    return gate_of("deepseek_v3", tmp_path_factory.mktemp("planted"))
+BUGS = COMMON_BUGS | FAMILY_BUGS
 
 
 def with_bug(bug: Bug, task: Task) -> Verdict:
@@ -44,7 +44,8 @@ def judge(
     return gate.verify(parse(layout)), found
 
 
-def caught(gate: Gate, bug: Bug, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def caught(gates: Gates, bug: Bug, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = gates(bug.family)
     result, found = judge(gate, bug, layout, monkeypatch)
     said = "\n".join([*result.lines, result.traceback])
     assert result.status == "failed" and result.num_wrong, said
@@ -57,13 +58,14 @@ def caught(gate: Gate, bug: Bug, layout: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_a_planted_bug_is_caught(gate: Gate, name: str, monkeypatch):
-    caught(gate, BUGS[name], BUGS[name].caught_on, monkeypatch)
+def test_a_planted_bug_is_caught(gates: Gates, name: str, monkeypatch):
+    caught(gates, BUGS[name], BUGS[name].caught_on, monkeypatch)
 
 
 @pytest.mark.parametrize("name", [name for name, bug in BUGS.items() if bug.harmless_on])
-def test_a_layout_without_its_axis_passes(gate: Gate, name: str, monkeypatch):
-    result, _ = judge(gate, BUGS[name], BUGS[name].harmless_on, monkeypatch)
+def test_a_layout_without_its_axis_passes(gates: Gates, name: str, monkeypatch):
+    bug = BUGS[name]
+    result, _ = judge(gates(bug.family), bug, bug.harmless_on, monkeypatch)
     assert result.passed, "\n".join([*result.lines, result.traceback])
 
 
@@ -87,9 +89,9 @@ def test_the_sample_has_what_a_bug_shows_on(name: str):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", BUGS)
-def test_the_sample_itself_catches_it(gate: Gate, name: str, monkeypatch):
+def test_the_sample_itself_catches_it(gates: Gates, name: str, monkeypatch):
     text, *_ = in_the_sample(BUGS[name])
-    result, found = judge(gate, BUGS[name], text, monkeypatch)
+    result, found = judge(gates(BUGS[name].family), BUGS[name], text, monkeypatch)
     assert result.status == "failed"
     for pattern in BUGS[name].named:
         # Of more ranks, another ratio.
@@ -97,10 +99,10 @@ def test_the_sample_itself_catches_it(gate: Gate, name: str, monkeypatch):
         assert any(fnmatchcase(f"{d.quantity} {d.name}", f"{quantity}*") for d in found), pattern
 
 
-def test_a_rank_that_dies_is_told_in_a_line(gate: Gate, monkeypatch):
+def test_a_rank_that_dies_is_told_in_a_line(gates: Gates, monkeypatch):
     """Recompute with another plan than the forward's: torch itself finds other shapes."""
     wrong = "return lambda scores_BSE: moe.decide(scores_BSE.bfloat16())"
     bug = BUGS["recompute routes anew"]._replace(wrong=wrong)
-    result, _ = judge(gate, bug, bug.caught_on, monkeypatch)
+    result, _ = judge(gates(bug.family), bug, bug.caught_on, monkeypatch)
     (line,) = result.lines
     assert "CheckpointError: " in line and "different metadata" in line

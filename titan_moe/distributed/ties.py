@@ -38,7 +38,10 @@ def find_ties(
         parameters: this rank's.
         ends: ranks, by their numbers in the world, of the pipeline's first and last stage.
     """
-    copies = [[parameters[name] for name in group if name in parameters] for group in groups]
+    copies = [
+        [parameters[n] for n in group if n in parameters and parameters[n].requires_grad]
+        for group in groups
+    ]
     rank = dist.get_rank()
     others = [end for end in ends if end != rank]
     return Ties(
@@ -56,8 +59,10 @@ def sum_copies(ties: Ties, group: ProcessGroup, device: torch.device) -> None:
     Two terms are added, here and there, so both ranks get the same bits.
     """
     for copies in ties.copies:
-        grads = [local_part(copy.grad) for copy in copies if copy.grad is not None]
-        assert len(grads) == len(copies), "a copy of a tied parameter has no gradient"
+        for copy in copies:
+            if copy.grad is None:  # No token came by.
+                copy.grad = torch.zeros_like(copy)
+        grads = [local_part(copy.grad) for copy in copies]  # type: ignore[arg-type]
         total = torch.stack(grads).sum(0)
         if ties.partner is not None:
             total = total + _exchanged(total.to(device), ties.partner, group).to(total.device)

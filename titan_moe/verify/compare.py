@@ -18,7 +18,7 @@ class Tolerance(NamedTuple):
 
 
 _CAUSES_FIRST = (
-    ("num_targets", "loss", "balance_loss", "grad_norm"),
+    ("num_targets", "loss", "balance_loss", "mtp_loss", "grad_norm"),
     ("counts",),
     ("gradient",),
     ("expert_bias",),
