@@ -130,12 +130,13 @@ FLAVORS: dict[str, ModelConfig] = {
             bias_update_speed=1e-3,
         ),
     ),
-    # DeepSeek-V3, without its multi-token-prediction layer.
+    # DeepSeek-V3. The published count leaves out the multi-token prediction layer.
     "671B": ModelConfig(
         vocab_size=129_280,
         dim=7168,
         num_layers=61,
         num_dense_layers=3,
+        num_mtp_layers=1,
         hidden_dim=18_432,
         attention=MLAConfig(
             num_heads=128, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128

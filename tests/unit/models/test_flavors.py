@@ -1,0 +1,87 @@
+"""Dimensions of all flavors: against the published counts, and against what is built."""
+
+import pytest
+import torch
+
+from titan_moe.models.decoder import Decoder
+from titan_moe.models.registry import FAMILIES, flavors, model_config
+from titan_moe.models.sizes import Size, part_sizes, total
+
+# In billions, as the model cards and papers say: total, active per token (None: dense), and whether
+# that last number counts the input embedding, which is looked up and not multiplied.
+PUBLISHED = {
+    ("deepseek_v3", "16B"): (15.7, 2.4, False),
+    ("deepseek_v3", "236B"): (236, 21, True),
+    ("deepseek_v3", "671B"): (671, 37, True),
+    ("deepseek_v3", "Moonlight-16B-A3B"): (15.96, 2.91, True),
+    ("deepseek_v3", "Kimi-K2"): (1040, 32.6, True),
+    # The model cards' tables count the output layer alone as active.
+    ("gpt_oss", "20b"): (20.91, 3.61, False),
+    ("gpt_oss", "120b"): (116.83, 5.13, False),
+    # 109 and 400 with the vision tower, of 0.9.
+    ("llama4", "17bx16e"): (108.1, 17, True),
+    ("llama4", "17bx128e"): (400, 17, True),
+    ("mixtral", "8x7B"): (46.7, 12.9, True),
+    ("mixtral", "8x22B"): (141, 39, True),
+    ("qwen3", "0.6B"): (0.6, None, True),
+    ("qwen3", "1.7B"): (1.7, None, True),
+    ("qwen3", "4B"): (4.0, None, True),
+    ("qwen3", "8B"): (8.2, None, True),
+    ("qwen3", "14B"): (14.8, None, True),
+    ("qwen3", "32B"): (32.8, None, True),
+    ("qwen3", "30B-A3B"): (30.5, 3.3, True),
+    ("qwen3", "235B-A22B"): (235, 22, True),
+}
+# To the last parameter, as counted in torchtitan 0.2.2 for the same dimensions.
+EXACT = {("deepseek_v3", "debugmodel"): 33_014_016, ("qwen3", "debugmodel_moe"): 14_428_672}
+# Published without the embedding: 0.44, 1.4, 3.6 billion (the tables of arXiv 2505.09388's cards).
+WITHOUT_EMBEDDING = {"0.6B": 0.44, "1.7B": 1.4, "4B": 3.6, "8B": 6.95, "14B": 13.2, "32B": 31.2}
+_ALL = [(name, flavor) for name in FAMILIES for flavor in flavors(name)]
+
+
+@pytest.mark.parametrize("name, flavor", PUBLISHED)
+def test_totals_and_active_counts_are_the_published_ones(name: str, flavor: str):
+    config = model_config(name, flavor)
+    published, published_active, with_embedding = PUBLISHED[name, flavor]
+    size = total(config)
+    assert sum(size) / 1e9 == pytest.approx(published, rel=0.015 if published > 1 else 0.05)
+    if published_active is not None:
+        active = size.active(config) - (0 if with_embedding else config.vocab_size * config.dim)
+        assert active / 1e9 == pytest.approx(published_active, rel=0.025)
+
+
+@pytest.mark.parametrize("flavor", WITHOUT_EMBEDDING)
+def test_dense_qwen3_without_its_embeddings_is_as_large_as_published(flavor: str):
+    config = model_config("qwen3", flavor)
+    around = config.vocab_size * config.dim * (1 if config.tied_embeddings else 2)
+    assert (sum(total(config)) - around) / 1e9 == pytest.approx(
+        WITHOUT_EMBEDDING[flavor], rel=0.015
+    )
+
+
+@pytest.mark.parametrize("name, flavor", EXACT)
+def test_debug_models_have_the_dimensions_of_torchtitans(name: str, flavor: str):
+    assert sum(total(model_config(name, flavor))) == EXACT[name, flavor]
+
+
+@pytest.mark.parametrize("name, flavor", _ALL)
+def test_sizes_by_arithmetic_are_those_of_the_model(name: str, flavor: str):
+    config = model_config(name, flavor)
+    with torch.device("meta"):
+        model = Decoder(config)
+    built = dict.fromkeys(part_sizes(config), Size(0))
+    for parameter_name, parameter in model.named_parameters():
+        parts = parameter_name.split(".")
+        part = ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+        routed = ".moe.experts." in parameter_name
+        size = built[part]
+        built[part] = Size(
+            size.dense + parameter.numel() * (not routed), size.routed + parameter.numel() * routed
+        )
+    assert built == part_sizes(config)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_has_a_model_for_the_gate_and_one_to_try(name: str):
+    assert "gate" in flavors(name)
+    assert any(flavor.startswith("debugmodel") for flavor in flavors(name))

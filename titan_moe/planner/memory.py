@@ -1,0 +1,120 @@
+"""What a run keeps in a GPU's memory, by arithmetic. No torch.
+
+An estimate for layouts without a pipeline, and for experts that get equally many tokens. Peaks that
+do not quite meet (the logits', one layer's backward) are added; what CUDA, NCCL and a fragmented
+allocator take, about 5 GiB, is not.
+"""
+
+from dataclasses import astuple, dataclass
+
+from titan_moe.config.sections import ActivationCheckpoint, Parallelism, Training
+from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.sizes import Size, part_sizes
+
+GIB = 2**30
+_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU."""
+
+    stored: float
+    """This rank's shard of weights, gradients and AdamW's two moments."""
+    gathered: float
+    """Of the largest layer and the output layer: weights of two units, and gradients of one before
+    and while they are reduced."""
+    kept: float
+    """What the forward leaves for the backward."""
+    layer: float
+    """The recomputed values of one layer, and their gradients."""
+    logits: float
+    """And what the cross-entropy makes of them."""
+    host: float
+    """Bytes in the host's memory for each GPU, which `stored` has moved to."""
+
+    @property
+    def total(self) -> float:
+        """On the GPU."""
+        return self.stored + self.gathered + self.kept + self.layer + self.logits
+
+    def __str__(self) -> str:
+        """One line, in GiB."""
+        names = ("stored", "gathered", "kept", "one layer", "logits")
+        terms = [f"{n} {b / GIB:.1f}" for n, b in zip(names, astuple(self), strict=False)]
+        host = f"; in the host's memory {self.host / GIB:.1f}" if self.host else ""
+        return f"{' + '.join(terms)} = {self.total / GIB:.1f}{host}"
+
+
+def memory(
+    config: ModelConfig,
+    training: Training,
+    parallelism: Parallelism,
+    recompute: ActivationCheckpoint,
+    world_size: int,
+) -> Memory:
+    """The estimate for one rank. Raises ValueError for a pipeline, and for recompute by operation,
+    which are not counted yet."""
+    if parallelism.pipeline_parallel_degree > 1 or recompute.selective_ac_option == "op":
+        raise ValueError("not counted yet: a pipeline, and selective_ac_option='op'")
+    tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+    shards = world_size // parallelism.data_parallel_replicate_degree
+    wide = _BYTES[training.dtype]
+    compute = _BYTES["float64"] if wide == 8 else _BYTES[training.mixed_precision_param]
+    parts = part_sizes(config)
+    stored = sum(sum(size) for size in parts.values()) * 4 * wide / shards
+
+    def whole(size: Size) -> float:
+        experts = parallelism.expert_parallel_degree * parallelism.expert_tensor_parallel_degree
+        return size.dense / tp + size.routed / experts
+
+    reduced = max(wide, 4)
+    layer = max(whole(size) for name, size in parts.items() if name.startswith("layers."))
+    tokens = training.local_batch_size * training.seq_len / cp
+    values = tokens * _values_per_token(config) / tp * compute
+    logits = tokens * config.vocab_size / tp * (2 * compute + 2 * reduced)
+    offload = training.enable_cpu_offload
+    return Memory(
+        stored=0.0 if offload else stored,
+        gathered=layer * (3 * compute + reduced) + whole(parts["output"]) * (2 * compute + reduced),
+        kept=_kept(config, recompute, tokens * config.dim / tp * compute, values),
+        layer=2 * values,
+        logits=logits * (1 + config.num_mtp_layers),
+        host=stored if offload else 0.0,
+    )
+
+
+def _kept(
+    config: ModelConfig, recompute: ActivationCheckpoint, inputs: float, values: float
+) -> float:
+    """A recomputed layer keeps its input, another one all its values."""
+    num_layers = config.num_layers + config.num_mtp_layers
+    recomputed = {
+        "none": 0,
+        "full": num_layers,
+        "selective": num_layers // int(recompute.selective_ac_option),
+    }[recompute.mode]
+    return recomputed * inputs + (num_layers - recomputed) * values
+
+
+def _values_per_token(config: ModelConfig) -> float:
+    """Elements that one token's forward through the largest layer leaves for the backward."""
+    attention = config.attention
+    if isinstance(attention, GQAConfig):
+        heads = 3 * attention.num_heads + 3 * attention.num_kv_heads
+        own = heads * attention.head_dim
+    else:
+        qk_dim = attention.nope_dim + attention.rope_dim
+        own = attention.num_heads * (3 * qk_dim + attention.nope_dim + 2 * attention.v_dim)
+        own += 2 * (attention.kv_rank + (attention.q_rank or 0))
+    feed_forward = 3.0 * config.hidden_dim if _has_dense_layer(config) else 0.0
+    if moe := config.moe:
+        routed = moe.top_k * (2 * config.dim + 4 * moe.hidden_dim)
+        shared = 3 * moe.num_shared_experts * moe.hidden_dim
+        feed_forward = max(feed_forward, routed + shared)
+    # Both norms' outputs and both sums with the stream.
+    return 4 * config.dim + own + feed_forward
+
+
+def _has_dense_layer(config: ModelConfig) -> bool:
+    return not all(map(config.is_moe_layer, range(config.num_layers)))
