@@ -22,8 +22,9 @@ from tests.distributed.resharding import (
     waste,
     whole,
 )
+from tests.distributed.test_gate import OTHERS, SAMPLE
 from titan_moe.distributed.local import local_part
-from titan_moe.models.registry import model_config
+from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.process import Process
 from titan_moe.trainer import Trainer
@@ -57,6 +58,9 @@ LONG = [
     (_QWEN, "dp_shard=3,cp=2,etp=2", "pp=2,cp=2,tp=2,cp_method=ring"),
 ]
 CHAIN = ["pp=2,dp_shard=2,tp=2,ep=2,schedule=Interleaved1F1B", "cp=2,ep=2", "dp_shard=3,tp=2,etp=2"]
+
+# From each layout of the gate's sample to another one of it: 30 pairs for each family.
+SAMPLED = list(zip(SAMPLE, [*SAMPLE[7:], *SAMPLE[:7]], strict=True))
 
 Undisturbed = Callable[..., Run]
 
@@ -103,6 +107,19 @@ def test_a_run_goes_on_in_another_layout(
     reference = undisturbed(family, source, num_layers)
     ours = go_on(family, reference, LEG, target, tmp_path, depth=num_layers)
     assert problems(reference, ours, reference, LEG) == []
+
+
+@pytest.mark.parametrize(
+    "family, before, after",
+    [
+        *[(family, "tp=2,dp_shard=2,ep=2,etp=2", "pp=2,cp=2,ep=2") for family in OTHERS],
+        *(pytest.param(f, *p, marks=pytest.mark.full) for f in FAMILIES for p in SAMPLED),
+    ],
+)
+def test_every_family_goes_on_in_another_layout(
+    tmp_path: Path, undisturbed: Undisturbed, family: str, before: str, after: str
+):
+    test_a_run_goes_on_in_another_layout(tmp_path, undisturbed, family, before, after)
 
 
 def test_from_eight_ranks_to_two_to_six(tmp_path: Path, undisturbed: Undisturbed):
