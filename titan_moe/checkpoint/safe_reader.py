@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
 )
@@ -71,6 +73,30 @@ class SafeReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+    def chunks(self, prefix: str) -> list[tuple[str, tuple[slice, ...]]]:
+        """The boxes that tensors of such names are stored in, in the order of the files."""
+        found = []
+        for fqn, entry in self._metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            for chunk in entry.chunks if fqn.startswith(prefix) else []:
+                info = self._metadata.storage_data[MetadataIndex(fqn, chunk.offsets)]
+                place = zip(chunk.offsets, chunk.sizes, strict=True)
+                box = tuple(slice(at, at + size) for at, size in place)
+                found.append((info.relative_path, info.offset, fqn, box))
+        return [(fqn, box) for _, _, fqn, box in sorted(found, key=lambda one: one[:2])]
+
+    def read_chunk(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        """One of those boxes. Raises RunError when its file is damaged."""
+        info = self._metadata.storage_data[MetadataIndex(name, [part.start for part in box])]
+        try:
+            with (Path(self.path) / info.relative_path).open("rb") as file:
+                view = self._slice_file(file, info)
+                return torch.load(view, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError):
+            raise RunError(
+                f"checkpoint {self.path}: a tensor file is damaged or not to be trusted"
+            ) from None
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:

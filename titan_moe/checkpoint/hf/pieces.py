@@ -94,6 +94,11 @@ def lengths(box: Box) -> tuple[int, ...]:
     return tuple(len(range(part.start, part.stop, part.step or 1)) for part in box)
 
 
+def key(box: Box) -> tuple[tuple[int, int], ...]:
+    """A box without steps as something to find it by: slices have no hash before Python 3.12."""
+    return tuple((part.start, part.stop) for part in box)
+
+
 def whole(shape: Sequence[int]) -> Box:
     """The box that is all of a tensor."""
     return tuple(slice(0, size) for size in shape)

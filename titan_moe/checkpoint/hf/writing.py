@@ -22,6 +22,7 @@ from titan_moe.checkpoint.agreement import on_every_rank, on_rank_zero
 from titan_moe.checkpoint.hf.folder import INDEX, SINGLE
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, has_place, listed, write_as
 from titan_moe.checkpoint.hf.pieces import Box, Piece, Stored, cut, lengths, relative, runs
+from titan_moe.checkpoint.hf.pieces import key as key_of
 from titan_moe.checkpoint.hf.progress import Progress
 from titan_moe.checkpoint.hf.reading import LARGEST
 from titan_moe.checkpoint.hf.safetensors_file import as_bytes, make_header, write_all
@@ -29,9 +30,6 @@ from titan_moe.models.hf import HFModel
 from titan_moe.runtime.errors import RunError
 
 LARGEST_FILE = 5 * 10**9
-
-Key = tuple[tuple[int, int], ...]
-"""A box without steps, as ranks tell each other."""
 
 
 class Source(Protocol):
@@ -175,8 +173,8 @@ def _own_boxes(
     held: Mapping[str, list[Box]], targets: Mapping[str, list[Stored]]
 ) -> dict[str, list[Box]]:
     """The boxes that this rank is the first to hold; collective."""
-    mine = {name: [_key(box) for box in boxes] for name, boxes in held.items() if name in targets}
-    everyone: list[dict[str, list[Key]]] = [{}] * dist.get_world_size()
+    mine = {name: [key_of(box) for box in boxes] for name, boxes in held.items() if name in targets}
+    everyone: list[dict[str, list[tuple]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     before = {
         (name, key)
@@ -186,14 +184,10 @@ def _own_boxes(
     }
     return {
         name: [
-            box for box in held[name] if (name, _key(box)) not in before and 0 not in lengths(box)
+            box for box in held[name] if (name, key_of(box)) not in before and 0 not in lengths(box)
         ]
         for name in mine
     }
-
-
-def _key(box: Box) -> Key:
-    return tuple((part.start, part.stop) for part in box)
 
 
 def _bytes_of(
@@ -272,7 +266,7 @@ def _together(
         for box in own:
             first = targets[name][0].way
             turns = first.part in ("even", "odd")
-            key = (first.name if turns else name, _key(box))
+            key = (first.name if turns else name, key_of(box))
             groups[key] += [(name, way) for way in targets[name]]
             boxes[key] = box
     for key, group in groups.items():
@@ -293,7 +287,7 @@ def _merged(pieces: list[tuple[Piece, Tensor]]) -> Iterable[tuple[str, Box, Tens
         around = tuple(
             slice(part.start - part.start % (part.step or 1), part.stop) for part in piece.theirs
         )
-        key = (piece.tensor, _key(around))
+        key = (piece.tensor, key_of(around))
         if key not in waiting:
             waiting[key] = piece, values
             continue
