@@ -85,12 +85,19 @@ def _experts(run: Run) -> list[str]:
 
 def _expert_hidden_dim(run: Run) -> list[str]:
     degree, moe = run.job.parallelism.expert_tensor_parallel_degree, run.model.moe
-    if moe is None or moe.hidden_dim % degree == 0:
+    if moe is None:
         return []
-    legal = ", ".join(str(size) for size in (1, 2, 4, 8) if moe.hidden_dim % size == 0)
+    sizes = {"the experts' hidden_dim": moe.hidden_dim}
+    if moe.projection_bias:  # The bias after the second projection is cut like what it is added to.
+        sizes["dim"] = run.model.dim
+    broken = [f"{name}={size}" for name, size in sizes.items() if size % degree]
+    if not broken:
+        return []
+    divisor = math.gcd(*sizes.values())
+    legal = ", ".join(str(size) for size in (1, 2, 4, 8) if divisor % size == 0)
     return [
-        f"parallelism.expert_tensor_parallel_degree={degree} must divide the experts' "
-        f"hidden_dim={moe.hidden_dim}: choose a divisor such as {legal}"
+        f"parallelism.expert_tensor_parallel_degree={degree} must divide {' and '.join(broken)}: "
+        f"choose a divisor such as {legal}"
     ]
 
 
@@ -116,7 +123,7 @@ def _tensor_sizes(run: Run) -> dict[str, int]:
         "num_kv_heads": model.attention.num_kv_heads,
         "vocab_size": model.vocab_size,
     }
-    if model.moe is None or model.num_dense_layers:
+    if not all(map(model.is_moe_layer, range(model.num_layers))):
         sizes["hidden_dim"] = model.hidden_dim
     if model.moe is not None and model.moe.num_shared_experts:
         sizes["the shared experts' hidden_dim"] = (

@@ -21,6 +21,7 @@ class _Experts:
     top_k: int = 2
     hidden_dim: int = 256
     num_shared_experts: int = 1
+    projection_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class _Shape:
     hidden_dim: int = 512
     num_dense_layers: int = 1
     moe: _Experts | None = _Experts()
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.moe is not None and layer >= self.num_dense_layers
 
 
 def _check(arguments: str, ranks: int = 1, gpus: int = 0, moe: bool = True) -> list[str]:
@@ -257,6 +261,14 @@ def test_tensor_parallelism_need_not_divide_what_is_not_there() -> None:
     model = _Shape(hidden_dim=7, num_dense_layers=0, moe=experts)
     job = load_job(["--parallelism.tensor_parallel_degree", "8"])
     assert check(job, model, 8, num_gpus=0) == []
+
+
+def test_expert_biases_want_the_models_dim_to_divide() -> None:
+    experts = _Experts(projection_bias=True)
+    job = load_job(["--parallelism.expert_tensor_parallel_degree", "4"])
+    assert check(job, _Shape(moe=experts), 4, num_gpus=0) == []
+    (line,) = check(job, _Shape(moe=experts, dim=66), 4, num_gpus=0)
+    assert "must divide dim=66: choose a divisor such as 1, 2" in line
 
 
 @pytest.mark.parametrize(("arguments", "ranks", "words"), RULES)

@@ -7,10 +7,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from titan_moe.models.config import LocalAttention
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.layers.attention_core import CausalSdpa
 from titan_moe.models.registry import model_config
-from titan_moe.models.weights import part_weights
+from titan_moe.models.weights import mean_seen, part_weights
 
 _SEQ_LEN = 64
 
@@ -29,7 +30,7 @@ def test_weights_are_the_flops_of_a_token(family: str, low_rank_query: bool) -> 
     positions_BS = torch.arange(_SEQ_LEN)[None]
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # nor the CPU's fused attention.
-        model(tokens_BS, tokens_BS, positions_BS)
+        model.eval()(tokens_BS, tokens_BS, positions_BS)
     counts = counter.get_flop_counts()
     heads = config.attention.num_heads
     v_dim = getattr(config.attention, "v_dim", 8)
@@ -39,4 +40,26 @@ def test_weights_are_the_flops_of_a_token(family: str, low_rank_query: bool) -> 
     for name, weight in weights.items():
         counted = sum(counts.get(f"Decoder.{name}", {}).values()) / _SEQ_LEN
         expected = weight + (unseen if name.startswith("layers.") else 0)
+        if name == "output":  # Multi-token prediction does not run in an evaluation.
+            expected = 2 * config.dim * config.vocab_size
         assert counted == pytest.approx(expected, rel=1e-12), name
+
+
+def test_multi_token_prediction_costs_a_projection_a_layer_and_its_logits():
+    config = model_config("deepseek_v3", "gate")
+    ahead, plain = (part_weights(replace(config, num_mtp_layers=k), _SEQ_LEN) for k in (2, 0))
+    layer, logits = plain["layers.1"], plain["output"]
+    assert ahead == plain | {"output": logits + 2 * (4 * config.dim**2 + layer + logits)}
+
+
+@pytest.mark.parametrize("seq_len", [1, 5, 6, 7, 12, 13, 48])
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+@pytest.mark.parametrize("size", [1, 6, 100])
+def test_how_much_a_token_sees_on_average(seq_len: int, kind: str, size: int):
+    first = [0] * seq_len
+    for i in range(seq_len):
+        first[i] = max(0, i - size + 1) if kind == "window" else i - i % size
+    seen = sum(i - first[i] + 1 for i in range(seq_len)) / seq_len
+    local = LocalAttention(kind, size, global_every=2)
+    assert mean_seen(local, seq_len) == pytest.approx(seen, rel=1e-12)
+    assert mean_seen(None, seq_len) == (seq_len + 1) / 2

@@ -1,0 +1,51 @@
+"""Copies of one parameter: their gradients are summed over all of them, and they stay alike."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titan_moe.distributed.ties import find_ties, sum_copies
+from titan_moe.verify.ranks import run_ranks
+
+GROUPS = [["first", "copy", "ahead"]]
+
+
+def on_rank(names_by_rank: list[list[str]], ends: tuple[int, int]) -> dict[str, torch.Tensor]:
+    names = names_by_rank[dist.get_rank()]
+    parameters = {name: nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)) for name in names}
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for name, parameter in parameters.items():
+        if name != "idle":
+            parameter.grad = torch.randn(3, 2, dtype=torch.float64, generator=generator)
+    before = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    if "copy" in names and dist.get_world_size() == 1:
+        parameters["copy"].grad = None  # As where no token came by.
+        before.pop("copy")
+    ties = find_ties(GROUPS, parameters, ends)
+    sum_copies(ties, dist.group.WORLD, torch.device("cpu"))
+    followers = {name for name, p in parameters.items() if p in ties.followers}
+    assert followers == {"copy", "ahead"} & set(names)
+    after = {name: p.grad for name, p in parameters.items()}
+    return {f"before {n}": g for n, g in before.items()} | {
+        f"after {n}": g for n, g in after.items()
+    }
+
+
+def test_the_two_ends_of_a_pipeline_get_the_same_bits():
+    found = run_ranks(on_rank, 3, [["first", "other"], ["other"], ["copy", "ahead"]], (0, 2))
+    first, middle, last = found
+    tied = ("first", "copy", "ahead")
+    parts = [part[f"before {n}"] for part in found for n in tied if f"before {n}" in part]
+    assert len(parts) == 3
+    torch.testing.assert_close(first["after first"], sum(parts))
+    for copy in ("copy", "ahead"):
+        assert torch.equal(last[f"after {copy}"], first["after first"])
+    for part in (first, middle):
+        assert torch.equal(part["after other"], part["before other"])
+
+
+def test_both_ends_on_one_rank():
+    (found,) = run_ranks(on_rank, 1, [["first", "copy", "other"]], (0, 0))
+    assert torch.equal(found["after first"], found["before first"])
+    assert torch.equal(found["after copy"], found["before first"])
+    assert torch.equal(found["after other"], found["before other"])

@@ -1,0 +1,129 @@
+"""Multi-token prediction against its equations written out, token by token."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from titan_moe.data.batch import IGNORE_INDEX, Batch
+from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig, tied_weights
+from titan_moe.models.decoder import Decoder, moe_layer_names
+from titan_moe.models.layers.attention_core import DocumentSdpa
+from titan_moe.moe.config import MoEConfig
+from titan_moe.train_step import look_ahead
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1, 2]])
+# The next token, but at the end of a document; the row's last label lies beyond the row.
+LABELS = torch.tensor([[1, 4, -100, 5, 9, 2, 6, 7], [3, 5, 8, 9, 7, -100, -100, 4]])
+
+
+def _model(depths: int) -> Decoder:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vocab_size=11,
+        dim=16,
+        num_layers=2,
+        attention=GQAConfig(num_heads=2, num_kv_heads=1, head_dim=8),
+        rope=RopeConfig(100.0),
+        hidden_dim=24,
+        moe=MoEConfig(num_experts=4, top_k=2, hidden_dim=8, normalize_top_k=True),
+        num_dense_layers=1,
+        num_mtp_layers=depths,
+        mtp_loss_weight=0.3,
+    )
+    model = Decoder(config, DocumentSdpa()).double()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.4)
+    for first, *copies in tied_weights(config):
+        for copy in copies:
+            model.get_parameter(copy).data.copy_(model.get_parameter(first).data)
+    return model
+
+
+def _look_ahead(depths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return look_ahead(Batch(TOKENS, LABELS, DOCUMENTS, [[], []]), depths)
+
+
+def test_labels_ahead_stay_in_the_row_and_in_the_document():
+    tokens_BKS, labels_BKS = _look_ahead(2)
+    assert tokens_BKS[0].tolist() == [[1, 4, 1, 5, 9, 2, 6, 0], [4, 1, 5, 9, 2, 6, 0, 0]]
+    no = IGNORE_INDEX
+    assert labels_BKS[0].tolist() == [
+        [4, no, no, 9, 2, 6, 7, no],
+        [no, no, no, 2, 6, 7, no, no],
+    ]
+    assert labels_BKS[1].tolist() == [
+        [5, 8, 9, 7, no, no, no, no],
+        [8, 9, 7, no, no, no, no, no],
+    ]
+
+
+def _slow_losses(model: Decoder, depths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums of cross-entropies of the decoder, and of all depths, arXiv 2412.19437, 21 to 25."""
+    main, further = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for row in range(len(TOKENS)):
+        tokens, documents = TOKENS[row : row + 1], DOCUMENTS[row : row + 1]
+        length = tokens.shape[1]
+        positions = torch.arange(length)[None]
+        stream = model.tok_embeddings(tokens)
+        rotation, mask = model.rope(positions, stream.dtype), model.core.mask(documents)
+        for block in model.layers.values():
+            stream = block(stream, rotation, mask)
+        hidden = model.norm(stream)
+        for i in range(length):
+            if LABELS[row, i] >= 0:
+                main = main - model.output(hidden[0, i]).log_softmax(-1)[LABELS[row, i]]
+        for depth, layer in enumerate(model.mtp.layers.values(), 1):
+            both = []
+            for i in range(length):
+                token = tokens[0, i + depth] if i + depth < length else torch.tensor(0)
+                embedded = layer.tok_embeddings(token)
+                normed = [
+                    F.rms_norm(x, x.shape, module.weight, module.eps)
+                    for x, module in (
+                        (embedded, layer.embedding_norm),
+                        (hidden[0, i], layer.hidden_norm),
+                    )
+                ]
+                both.append(layer.projection.weight @ torch.cat(normed))
+            hidden = layer.norm(layer.block(torch.stack(both)[None], rotation, mask))
+            for i in range(length - depth):
+                label = LABELS[row, i + depth]
+                if documents[0, i] == documents[0, i + depth] and label >= 0:
+                    further = further - model.output(hidden[0, i]).log_softmax(-1)[label]
+    return main, 0.3 / depths * further
+
+
+@pytest.mark.parametrize("depths", [1, 2])
+def test_losses_and_gradients_are_those_of_the_equations(depths: int):
+    model = _model(depths)
+    positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)
+    logits = model(TOKENS, DOCUMENTS, positions, *_look_ahead(depths))
+    main = F.cross_entropy(logits.flatten(0, 1), LABELS.flatten(), reduction="sum")
+    main.backward()
+    ours = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    slow_main, slow_further = _slow_losses(model, depths)
+    (slow_main + slow_further).backward()
+    torch.testing.assert_close(main, slow_main)
+    torch.testing.assert_close(model.mtp.loss_sum, slow_further.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, msg=name)
+
+
+def test_an_evaluation_needs_no_tokens_ahead_and_counts_none():
+    model = _model(1).eval()
+    positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)
+    assert model(TOKENS, DOCUMENTS, positions).shape == (*TOKENS.shape, 11)
+    for moe in model.moe_layers().values():
+        assert not moe.router.tokens_per_expert.any()
+
+
+def test_all_layers_with_experts_are_known_by_name():
+    model = _model(2)
+    assert list(model.moe_layers()) == moe_layer_names(model.config)
+    assert moe_layer_names(model.config) == [
+        "layers.1",
+        "mtp.layers.0.block",
+        "mtp.layers.1.block",
+    ]
