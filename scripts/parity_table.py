@@ -20,8 +20,8 @@ from titan_moe.verify.parity_cases import ParityCase, cases
 
 _TYPES = (torch.float32, torch.float64)
 _HEADER = """\
-| family | option | float32: logits | gradient | losses | float64: logits | gradient | losses |
-|---|---|---|---|---|---|---|---|"""
+| family | option | f32: logits | gradient | losses | export | f64: logits | gradient | losses |
+|---|---|---|---|---|---|---|---|---|"""
 
 
 def main(argv: list[str]) -> int:
@@ -60,11 +60,13 @@ def _markdown(found: dict[ParityCase, dict[torch.dtype, list[Difference]]], num_
 
 
 def _cells(differences: list[Difference], bound: float) -> list[str]:
-    worst = (
+    worst = [
         max(each.logits for each in differences),
         max(each.worst_gradient[0] for each in differences),
         max(each.losses for each in differences),
-    )
+    ]
+    exported = [each.exported for each in differences if each.exported is not None]
+    worst += [max(exported)] if exported else []
     return [f"{value:.1e}" if value <= bound else f"**{value:.1e}**" for value in worst]
 
 
@@ -79,6 +81,7 @@ def _records(found: dict[ParityCase, dict[torch.dtype, list[Difference]]]) -> li
             "gradient": each.worst_gradient[0],
             "gradient_of": each.worst_gradient[1],
             "losses": each.losses,
+            "exported": each.exported,
             "margin": each.margin,
         }
         for case, by_type in found.items()

@@ -2,7 +2,8 @@
 
 One case: a model of theirs is drawn and saved, its folder is read into our plain decoder, and on
 random tokens the logits, the gradient of every weight and the losses of three AdamW steps are
-compared, in float32 or float64. Differences are norms relative to theirs, tensor by tensor.
+compared, in float32 or float64. In float32 the trained model is exported too, and what transformers
+loads of that compared again. Differences are norms relative to theirs, tensor by tensor.
 """
 
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
 from titan_moe.models.layers.attention_core import choose_core
 from titan_moe.verify.parity_cases import ParityCase
+from titan_moe.verify.parity_export import exported_logits
 from titan_moe.verify.parity_margins import watch_margins
 from titan_moe.verify.parity_oracle import Oracle, computing_in
 from titan_moe.verify.parity_weights import from_theirs
@@ -45,6 +47,8 @@ class Difference:
     """By our name; of a tied weight, the sum."""
     losses: float
     """The worst of the steps'."""
+    exported: float | None
+    """Of the logits after the steps, and those of the export; in float32 alone."""
     margin: float
     """The smallest distance between a chosen expert's score and a rejected one's."""
 
@@ -56,7 +60,7 @@ class Difference:
     @property
     def worst(self) -> float:
         """The largest of all differences."""
-        return max(self.logits, self.worst_gradient[0], self.losses)
+        return max(self.logits, self.worst_gradient[0], self.losses, self.exported or 0.0)
 
 
 @dataclass
@@ -101,6 +105,7 @@ def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> Difference:
         logits=max(map(distance, ours.logits, theirs.logits)),
         gradients=_gradient_distances(ours.gradients, theirs.gradients, case),
         losses=max(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True)),
+        exported=_export_distance(model, found, rows) if dtype == torch.float32 else None,
         margin=min(margins, default=float("inf")),
     )
 
@@ -169,14 +174,12 @@ def _their_side(oracle: Oracle, found: HFModel, rows: _Rows) -> _Side:
 def _our_side(model: Decoder, config: ModelConfig, rows: _Rows) -> _Side:
     side = _Side([], {}, [])
     optimizer = _adamw(model)
-    documents_BS = torch.zeros_like(rows.tokens_BS)
-    positions_BS = torch.arange(rows.tokens_BS.shape[1]).expand_as(rows.tokens_BS)
     ahead = (rows.ahead_tokens_BKS, rows.ahead_labels_BKS)
     ahead_logits: list[Tensor] = []
     _watch_ahead(model, ahead_logits)
     model.train()
     for step in range(NUM_STEPS):
-        logits = model(rows.tokens_BS, documents_BS, positions_BS, *ahead)
+        logits = model(rows.tokens_BS, *_one_document(rows), *ahead)
         loss = _cross_entropy(logits, rows.labels_BS)
         side.losses.append(loss.item())
         optimizer.zero_grad()
@@ -187,6 +190,19 @@ def _our_side(model: Decoder, config: ModelConfig, rows: _Rows) -> _Side:
             side.gradients = {name: gradient.clone() for name, gradient in gradients.items()}
         optimizer.step()
     return side
+
+
+@torch.no_grad()
+def _export_distance(model: Decoder, found: HFModel, rows: _Rows) -> float:
+    model.eval()
+    ours = model(rows.tokens_BS, *_one_document(rows))
+    return distance(ours, exported_logits(model, found, rows.tokens_BS))
+
+
+def _one_document(rows: _Rows) -> tuple[Tensor, Tensor]:
+    """documents_BS and positions_BS."""
+    positions_BS = torch.arange(rows.tokens_BS.shape[1]).expand_as(rows.tokens_BS)
+    return torch.zeros_like(rows.tokens_BS), positions_BS
 
 
 def _joined(model: Decoder, config: ModelConfig) -> dict[str, Tensor]:

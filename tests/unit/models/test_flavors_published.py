@@ -249,6 +249,7 @@ def test_a_flavor_goes_out_as_config_json_and_comes_back(name: str, flavor: str)
             "layer_types must repeat",
         ),
         ("gpt_oss", "20b", {"rope_scaling": {"rope_type": "longrope"}}, "rope_type='longrope'"),
+        ("gpt_oss", "20b", {"rope_scaling": None}, "rope_scaling is missing"),
     ],
 )
 def test_what_is_not_supported_is_named(

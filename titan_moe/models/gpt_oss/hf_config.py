@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from titan_moe.models.config import GQAConfig, LocalAttention, ModelConfig
+from titan_moe.config.errors import ConfigError
+from titan_moe.models.config import GQAConfig, LocalAttention, ModelConfig, RopeConfig
 from titan_moe.models.hf_settings import (
     Settings,
     given,
@@ -15,6 +16,8 @@ from titan_moe.models.hf_settings import (
 from titan_moe.moe.config import MoEConfig
 
 MODEL_TYPES = ("gpt_oss",)
+
+_NO_SCALING = {"rope_type": "default"}
 
 
 def from_hf(settings: Settings) -> ModelConfig:
@@ -34,7 +37,7 @@ def from_hf(settings: Settings) -> ModelConfig:
             bias=given(settings, "attention_bias", True),
             sinks=True,
         ),
-        rope=rope_from_hf(settings),
+        rope=_rope(settings),
         local=_local(settings),
         moe=MoEConfig(
             num_experts=needed(settings, "num_local_experts"),
@@ -52,6 +55,15 @@ def from_hf(settings: Settings) -> ModelConfig:
     )
 
 
+def _rope(settings: Settings) -> RopeConfig:
+    # Where nothing is said, transformers takes the published models' YaRN.
+    if settings.get("rope_parameters") is None and settings.get("rope_scaling") is None:
+        raise ConfigError(
+            ["config.json: rope_scaling is missing; none is {'rope_type': 'default'}"]
+        )
+    return rope_from_hf(settings)
+
+
 def _local(settings: Settings) -> LocalAttention | None:
     window, num_layers = settings.get("sliding_window"), needed(settings, "num_hidden_layers")
     alternating = ["sliding_attention", "full_attention"] * num_layers
@@ -67,6 +79,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     attention, moe = config.attention, config.moe
     assert isinstance(attention, GQAConfig) and moe is not None
     local = [config.local_in(layer) is not None for layer in range(config.num_layers)]
+    rope = rope_to_hf(config.rope)
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
@@ -92,5 +105,6 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_experts_per_tok": moe.top_k,
         "output_router_logits": False,
         "router_aux_loss_coef": moe.global_aux_loss_weight,
-        **rope_to_hf(config.rope),
+        **rope,
+        "rope_scaling": rope["rope_scaling"] or _NO_SCALING,
     }
