@@ -13,7 +13,7 @@ from titan_moe.config.load import load_job
 from titan_moe.verify.ranks import run_ranks
 
 BOUND = 1e-10
-MEASURED = ("loss", "grad_norm", "balance_loss", "validation_loss", "moe/", "tokens")
+MEASURED = ("loss", "grad_norm", "balance_loss", "mtp_loss", "validation_loss", "moe/", "tokens")
 DEGREES = {
     "pp": "pipeline_parallel_degree",
     "dp_replicate": "data_parallel_replicate_degree",
@@ -64,6 +64,9 @@ def full(*case: object):
     [
         ("deepseek_v3", 4, {"pp": 2, "tp": 2, "ep": 2}),
         ("deepseek_v3", 8, {"pp": 2, "cp": 2, "ep": 2, "schedule": "ZBVZeroBubble"}),
+        ("gpt_oss", 4, {"cp": 2, "tp": 2, "etp": 2, "cp_method": "ring"}),
+        ("llama4", 4, {"pp": 2, "cp": 2, "ep": 2}),
+        full("mixtral", 4, {"tp": 2, "ep": 4}),
         full("deepseek_v3", 4, {"pp": 4, "schedule": "Interleaved1F1B"}),
         full("qwen3", 4, {"tp": 2, "cp": 2, "etp": 2, "cp_method": "ulysses"}),
         full("qwen3", 4, {"dp_replicate": 2, "cp": 2, "cp_method": "ring"}),
