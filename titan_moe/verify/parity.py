@@ -122,11 +122,11 @@ def _ours(oracle: Oracle) -> tuple[HFModel, Decoder]:
             save_file(tensors, Path(folder, "model.safetensors"))
         found = model_of(Path(folder))
         model = Decoder(found.config, choose_core(mask_documents=True, device_type="cpu"))
-        _load(model, found, Path(folder))
+        load_folder(model, found, Path(folder))
     return found, model
 
 
-def _load(model: Decoder, found: HFModel, folder: Path) -> None:
+def load_folder(model: Decoder, found: HFModel, folder: Path) -> None:
     """As production imports, in one process; every parameter must come from somewhere."""
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     buffers = {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
