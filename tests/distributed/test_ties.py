@@ -1,11 +1,16 @@
 """Copies of one parameter: their gradients are summed over all of them, and they stay alike."""
 
+from pathlib import Path
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.integration.test_resume import make_job, train_here
+from titan_moe.checkpoint.manifest import read_manifest
 from titan_moe.distributed.ties import find_ties, sum_copies
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.verify.ranks import RankError, run_ranks
 
 GROUPS = [["first", "copy", "ahead"]]
 
@@ -49,3 +54,37 @@ def test_both_ends_on_one_rank():
     assert torch.equal(found["after first"], found["before first"])
     assert torch.equal(found["after copy"], found["before first"])
     assert torch.equal(found["after other"], found["before other"])
+
+
+def job_of(folder: Path):
+    return make_job(
+        folder,
+        steps=4,
+        dtype="bfloat16",
+        model={"name": "qwen3", "flavor": "gate"},
+        training={"local_batch_size": 4},
+        parallelism={"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2},
+        checkpoint={"interval": 4},
+    )
+
+
+def train_untied(job) -> None:
+    from titan_moe import train_step
+
+    train_step.sum_copies = lambda *_: None
+    train_here(job)
+
+
+def test_copies_on_two_stages_stay_the_same_bits_in_bfloat16(tmp_path: Path):
+    run_ranks(train_here, 4, job_of(tmp_path))
+    sums = read_manifest(tmp_path / "checkpoint" / "step-4").checksums
+    assert sums["model.output.weight"] == sums["model.tok_embeddings.weight"]
+
+
+def test_copies_that_drifted_are_not_saved(tmp_path: Path):
+    with pytest.raises(RankError) as failed:
+        run_ranks(train_untied, 4, job_of(tmp_path))
+    assert "tok_embeddings.weight and its copies output.weight are no longer the same" in str(
+        failed.value
+    )
+    assert not (tmp_path / "checkpoint" / "step-4").exists()

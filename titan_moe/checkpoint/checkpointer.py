@@ -8,7 +8,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ from titan_moe.checkpoint.train_state import (
     restore_random_state,
 )
 from titan_moe.config.sections import Checkpoint
+from titan_moe.models.config import tied_weights
 from titan_moe.models.hf import HFModel, as_record
 from titan_moe.runtime.errors import RunError
 
@@ -124,7 +125,7 @@ class Checkpointer:
         if so configured, hold the model only.
 
         Raises RunError when it cannot be written; earlier checkpoints are then as they were. Raises
-        RunError before anything is written when replicas of a tensor differ.
+        RunError before anything is written when replicas of a tensor, or copies of one, differ.
         """
         started = time.perf_counter()
         model_only = self._config.create_seed_checkpoint or (
@@ -135,6 +136,7 @@ class Checkpointer:
         tensors = self._tensors(with_optimizer=not model_only)
         specs = gather_specs(tensors)
         sums = checksums(tensors, {name: spec.shape for name, spec in specs.items()})
+        self._check_copies(sums)
         rank_states = [] if model_only else gather_rank_states(state)
 
         def commit() -> None:
@@ -239,6 +241,13 @@ class Checkpointer:
             for name, tensor in model_tensors(self._modules).items()
         }
         return tensors, {name: spec.shape for name, spec in gather_specs(tensors).items()}
+
+    def _check_copies(self, sums: Mapping[str, str]) -> None:
+        """Copies of a tied weight are updated alike; that they still are one is seen here."""
+        for first, *copies in tied_weights(self._model.config) if self._model else []:
+            differ = [name for name in copies if sums[MODEL + name] != sums[MODEL + first]]
+            if differ:
+                raise RunError(f"{first} and its copies {', '.join(differ)} are no longer the same")
 
     def _set_aside_later(self, step: int) -> None:
         for kept in storage.set_aside_later(self._folder, step):
