@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 disable_progress_bar()
+set_verbosity_error()  # It doubts Scout's own rotary scaling, among others.
 
 
 class _Lifted(TorchFunctionMode):
