@@ -33,7 +33,16 @@ def _train(folder: Path, name: str, flavor: str) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    "name, flavor", [("deepseek_v3", "debugmodel"), ("qwen3", "debugmodel_moe")]
+    "name, flavor",
+    [
+        ("deepseek_v3", "debugmodel"),
+        ("deepseek_v3", "gate"),  # With multi-token prediction.
+        ("gpt_oss", "debugmodel"),
+        ("llama4", "debugmodel"),
+        ("mixtral", "debugmodel"),
+        ("qwen3", "debugmodel"),
+        ("qwen3", "debugmodel_moe"),
+    ],
 )
 def test_a_repeat_of_a_deterministic_run_has_the_same_bits(tmp_path: Path, name: str, flavor: str):
     first = _train(tmp_path / "a", name, flavor)
