@@ -30,7 +30,11 @@ def main(argv: list[str]) -> int:
     size = total(config)
     print(f"{sum(size) / 1e9:.1f} G parameters, {size.active(config) / 1e9:.1f} G active")
     sections = (job.training, job.parallelism, job.activation_checkpoint)
-    print("GiB:", memory(config, *sections, world_size=options.ranks))
+    try:
+        print("GiB:", memory(config, *sections, world_size=options.ranks))
+    except ValueError as error:
+        print_errors([str(error)])
+        return 2
     return 0
 
 

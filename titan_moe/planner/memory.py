@@ -55,8 +55,15 @@ def memory(
 ) -> Memory:
     """The estimate for one rank. Raises ValueError for a pipeline, and for recompute by operation,
     which are not counted yet."""
-    if parallelism.pipeline_parallel_degree > 1 or recompute.selective_ac_option == "op":
-        raise ValueError("not counted yet: a pipeline, and selective_ac_option='op'")
+    if parallelism.pipeline_parallel_degree > 1:
+        degree = parallelism.pipeline_parallel_degree
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree={degree}: pipelines are not counted yet: choose 1"
+        )
+    if recompute.mode == "selective" and recompute.selective_ac_option == "op":
+        raise ValueError(
+            "activation_checkpoint.selective_ac_option='op' is not counted yet: choose a number"
+        )
     tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
     shards = world_size // parallelism.data_parallel_replicate_degree
     wide = _BYTES[training.dtype]
