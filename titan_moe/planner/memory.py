@@ -58,7 +58,7 @@ def memory(
     if parallelism.pipeline_parallel_degree > 1:
         degree = parallelism.pipeline_parallel_degree
         raise ValueError(
-            f"parallelism.pipeline_parallel_degree={degree}: pipelines are not counted yet: choose 1"
+            f"parallelism.pipeline_parallel_degree={degree}: not counted yet: choose 1"
         )
     if recompute.mode == "selective" and recompute.selective_ac_option == "op":
         raise ValueError(
