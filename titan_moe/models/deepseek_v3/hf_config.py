@@ -119,8 +119,6 @@ def _experts_to_hf(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
         "scoring_func": moe.score,
         "norm_topk_prob": moe.normalize_top_k,
         "routed_scaling_factor": moe.route_scale,
-        "aux_loss_alpha": moe.sequence_aux_loss_weight,
-        "seq_aux": True,
     }
 
 

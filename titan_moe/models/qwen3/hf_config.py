@@ -89,7 +89,5 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
             "norm_topk_prob": moe.normalize_top_k,
             "decoder_sparse_step": config.moe_every,
             "mlp_only_layers": list(range(config.num_dense_layers)),
-            "output_router_logits": False,
-            "router_aux_loss_coef": moe.global_aux_loss_weight,
         }
     return settings

@@ -1,0 +1,115 @@
+"""Tensors that are missing, superfluous or of another shape are named; harmless ones are not."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.hf_folders import make_folder, read_folder, small_model
+from titan_moe.checkpoint.hf.folder import HFFolder
+from titan_moe.checkpoint.hf.names import find
+from titan_moe.checkpoint.hf.shapes import model_shapes
+from titan_moe.models.hf import HFModel
+from titan_moe.runtime.errors import RunError
+
+
+def _find(folder, model, change):
+    """Change a folder's tensors, and look for the model's."""
+    tensors = read_folder(folder)
+    change(tensors)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
+    with HFFolder(folder) as opened:
+        return find(model, opened, model_shapes(model.config))
+
+
+@pytest.fixture
+def deepseek(tmp_path):
+    model = small_model("deepseek_v3")
+    make_folder(tmp_path / "in", model, torch.bfloat16, num_files=1)
+    return model, tmp_path / "in"
+
+
+def test_all_problems_in_one_line(deepseek):
+    model, folder = deepseek
+
+    def change(tensors):
+        del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+        tensors["model.layers.1.mlp.other.weight"] = torch.ones(3)
+        tensors["model.norm.weight"] = torch.ones(33)
+
+    with pytest.raises(RunError) as raised:
+        _find(folder, model, change)
+    assert str(raised.value) == (
+        f"{folder} does not fit the model: "
+        "1 tensor missing: model.layers.1.mlp.experts.3.up_proj.weight; "
+        "1 tensor of no use to this model: model.layers.1.mlp.other.weight; "
+        "1 tensor of another shape: model.norm.weight [33] (wanted [32])"
+    )
+
+
+def test_long_lists_are_counted(deepseek):
+    model, folder = deepseek
+
+    def change(tensors):
+        for name in [name for name in tensors if ".experts." in name and "layers.2." in name]:
+            del tensors[name]
+
+    with pytest.raises(RunError, match=r"24 tensors missing: .* and 18 more"):
+        _find(folder, model, change)
+
+
+def test_copies_may_be_missing_or_there(deepseek):
+    model, folder = deepseek
+
+    def change(tensors):
+        del tensors["model.layers.4.embed_tokens.weight"]
+        tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+
+    found = _find(folder, model, change)
+    # The copy that multi-token prediction embeds with takes what the embedding takes.
+    assert found["mtp.layers.0.tok_embeddings.weight"].way.name == "model.embed_tokens.weight"
+    assert found["mtp.layers.0.norm.weight"].way.name == "model.layers.4.shared_head.norm.weight"
+
+
+def test_multi_token_prediction_is_left_out_where_it_is_not_trained(deepseek, caplog):
+    model, folder = deepseek
+    without = HFModel(model.family, replace(model.config, num_mtp_layers=0))
+    with caplog.at_level("INFO", logger="titan_moe"):
+        found = _find(folder, without, lambda tensors: None)
+    assert not any("mtp" in name for name in found)
+    assert any("multi-token prediction layers are left out" in line for line in caplog.messages)
+
+
+def test_layers_beyond_the_last_are_superfluous(deepseek):
+    model, folder = deepseek
+    settings = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
+    (folder / "config.json").write_text(json.dumps(settings))
+    without = HFModel(model.family, replace(model.config, num_mtp_layers=0))
+    with pytest.raises(RunError, match=r"of no use to this model: model\.layers\.4\."):
+        _find(folder, without, lambda tensors: None)
+
+
+def test_multi_token_prediction_that_is_not_there_is_missing(deepseek):
+    model, folder = deepseek
+
+    def change(tensors):
+        for name in [name for name in tensors if "layers.4." in name]:
+            del tensors[name]
+
+    with pytest.raises(RunError, match=r"tensors missing: model\.layers\.4\."):
+        _find(folder, model, change)
+
+
+def test_a_tied_output_may_be_there(tmp_path):
+    model = small_model("qwen3")
+    assert model.config.tied_embeddings
+    make_folder(tmp_path / "in", model, torch.bfloat16, num_files=1)
+
+    def change(tensors):
+        assert "lm_head.weight" not in tensors
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    found = _find(tmp_path / "in", model, change)
+    assert found["output.weight"].way.name == "model.embed_tokens.weight"
