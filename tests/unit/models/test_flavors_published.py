@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import HFModel, differences, family_of
@@ -231,7 +232,6 @@ def test_a_flavor_has_the_dimensions_of_the_published_file(name: str, flavor: st
 def test_a_flavor_goes_out_as_config_json_and_comes_back(name: str, flavor: str):
     model = HFModel(name, model_config(name, flavor))
     settings = model.settings()  # Raises where something would be lost.
-    transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(**settings)
     assert config.to_dict()["model_type"] == settings["model_type"]
 

@@ -5,9 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("transformers", minversion="5.23")
-
 import torch
 
 from titan_moe.models.config import ModelConfig

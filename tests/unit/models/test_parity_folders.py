@@ -2,10 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("transformers", minversion="5.23")
-
 import torch
 from transformers import Llama4Config, Llama4ForConditionalGeneration
 
