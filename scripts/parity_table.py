@@ -12,8 +12,12 @@ import sys
 from pathlib import Path
 
 import torch
-import transformers
 from tqdm import tqdm
+
+try:
+    import transformers
+except ImportError:
+    sys.exit("parity_table.py compares with transformers: pip install -e '.[dev]'")
 
 from titan_moe.verify.parity import BOUNDS, Difference, compare
 from titan_moe.verify.parity_cases import ParityCase, cases
