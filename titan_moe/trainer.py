@@ -96,6 +96,7 @@ class Trainer:
                 steps,
             )
             return
+        self.checkpointer.check_export(steps)
         if self.process.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_job(self.job, self.folder / "config.toml")

@@ -25,7 +25,7 @@ from titan_moe.checkpoint.hf.progress import Progress, speed_line
 from titan_moe.checkpoint.hf.reading import read_box_of
 from titan_moe.checkpoint.hf.shapes import model_shapes
 from titan_moe.checkpoint.hf.streamed import Chunk, write_streamed
-from titan_moe.checkpoint.hf.writing import export
+from titan_moe.checkpoint.hf.writing import export, refuse_existing
 from titan_moe.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -81,12 +81,6 @@ def _begin(out: Path) -> Path:
     refuse_existing(out)
     shutil.rmtree(out.with_name(f".{out.name}.writing"), ignore_errors=True)
     return storage.begin(out)
-
-
-def refuse_existing(target: Path) -> None:
-    """Raises RunError when there is anything of that name."""
-    if target.exists():
-        raise RunError(f"{target} exists: name another folder, or remove it")
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:

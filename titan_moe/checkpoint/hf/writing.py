@@ -109,6 +109,12 @@ def export(
     return layout.num_bytes
 
 
+def refuse_existing(target: Path) -> None:
+    """Raises RunError when there is anything of that name."""
+    if target.exists():
+        raise RunError(f"{target} exists: name another folder, or remove it")
+
+
 def plan_files(
     targets: Mapping[str, list[Stored]], dtype: torch.dtype, largest_file: int
 ) -> Layout:
@@ -153,8 +159,7 @@ def _refuse_lost_bias(model: HFModel, source: Source) -> None:
 
 
 def _begin(target: Path, layout: Layout) -> Path:
-    if target.exists():
-        raise RunError(f"{target} exists: name another folder, or remove it")
+    refuse_existing(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     free, needed = shutil.disk_usage(target.parent).free, sum(layout.sizes.values())
     if free < needed:
@@ -324,7 +329,6 @@ def _commit(
         finally:
             os.close(descriptor)
     storage.fsync_folder(aside)
-    if target.exists():
-        raise RunError(f"{target} exists: name another folder, or remove it")
+    refuse_existing(target)
     aside.rename(target)
     storage.fsync_folder(target.parent)
