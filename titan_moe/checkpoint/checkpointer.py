@@ -28,6 +28,7 @@ from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.agreement import on_every_rank, on_rank_zero
 from titan_moe.checkpoint.checksum import checksums
 from titan_moe.checkpoint.hf.live import load_hf, save_hf
+from titan_moe.checkpoint.hf.writing import refuse_existing
 from titan_moe.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -185,6 +186,13 @@ class Checkpointer:
             dtype=getattr(torch, self._config.export_dtype),
             job_record=self._job_record,
         )
+
+    def check_export(self, last_step: int) -> None:
+        """Raises RunError when the export after the last step would find its folder taken: better
+        before training. Collective."""
+        if self._config.enable and self._config.last_save_in_hf:
+            target = storage.hf_folder(self._folder, last_step)
+            on_rank_zero(lambda: refuse_existing(target), doing=f"cannot export to {target}")
 
     def load(self) -> dict[str, Any] | None:
         """Load the run's own checkpoint, else `initial_load_path`; into the tensors, in place.
