@@ -4,11 +4,10 @@ DCP's own writer keeps every tensor that it has written until the end of the fil
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,10 +29,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.utils.serialization import config
 
+from titan_moe.checkpoint.hf.ahead import one_ahead
 from titan_moe.checkpoint.hf.pieces import Box, lengths
-
-T = TypeVar("T")
 
 _LARGEST_FILE = 5 * 10**9
 
@@ -54,9 +53,13 @@ def write_streamed(folder: Path, chunks: Iterable[Chunk], make: Callable[[Chunk]
         make: gives a chunk's values; called in the chunks' order, one chunk ahead of the writing,
             in another thread.
     """
-    save_tensors(
-        {}, storage_writer=_Writer(folder, sync_files=True), planner=_Planner(list(chunks), make)
-    )
+    # The archive's own CRC, at the price of another pass, would say less than the checksums do.
+    with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+        save_tensors(
+            {},
+            storage_writer=_Writer(folder, sync_files=True),
+            planner=_Planner(list(chunks), make),
+        )
 
 
 class _Planner(SavePlanner):
@@ -97,7 +100,7 @@ def _write_item(chunk: Chunk) -> WriteItem:
 class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
-        values = _ahead(lambda item: (item, planner.resolve_data(item)), plan.items)
+        values = one_ahead(lambda item: (item, planner.resolve_data(item)), plan.items)
         number, first = 0, next(values, None)
         while first is not None:
             file = f"{plan.storage_data.prefix}{number}.distcp"
@@ -117,15 +120,3 @@ class _Writer(FileSystemWriter):
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
-
-
-def _ahead(make: Callable[[Any], T], items: Iterable[Any]) -> Iterator[T]:
-    """`make` of each item, in order; the next is made while one is in use."""
-    with ThreadPoolExecutor(1) as pool:
-        coming: list[Any] = []
-        for item in items:
-            coming.append(pool.submit(make, item))
-            if len(coming) == 2:
-                yield coming.pop(0).result()
-        for future in coming:
-            yield future.result()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.agreement import on_every_rank, on_rank_zero
+from titan_moe.checkpoint.hf.ahead import one_ahead
 from titan_moe.checkpoint.hf.folder import INDEX, SINGLE
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, has_place, listed, write_as
 from titan_moe.checkpoint.hf.pieces import Box, Piece, Stored, cut, lengths, relative, runs
@@ -245,13 +246,15 @@ def _write(
                 write_all(descriptors[place.file], part, place.start + run.offset * item)
             advance(len(data))
 
-        for group, box in _together(mine, targets):
-            values = {name: source.read(name, box) for name, _ in group}
+        def read(one: Group) -> tuple[Group, dict[str, Tensor]]:
+            return one, {name: source.read(name, one.box) for name in dict(one.ways)}
+
+        for (ways, box), values in one_ahead(read, _together(mine, targets)):
             for part in cut(box, LARGEST):
                 own = relative(part, box)
                 boxes = [
                     (piece, values[name][own][relative(piece.ours, part)])
-                    for name, way in group
+                    for name, way in ways
                     for piece in way.pieces(part)
                 ]
                 for theirs, at, merged in _merged(boxes):
@@ -260,9 +263,16 @@ def _write(
             os.fsync(descriptor)
 
 
+class Group(NamedTuple):
+    """One box of one or two tensors, and what they are written as."""
+
+    ways: list[tuple[str, Stored]]
+    box: Box
+
+
 def _together(
     mine: Mapping[str, list[Box]], targets: Mapping[str, list[Stored]]
-) -> Iterable[tuple[list[tuple[str, Stored]], Box]]:
+) -> Iterable[Group]:
     """Boxes to write, those that take turns in one tensor of theirs together: written alone, each
     element would be a run of its own. What is read once is written with all its copies."""
     groups: dict[tuple, list[tuple[str, Stored]]] = defaultdict(list)
@@ -274,8 +284,8 @@ def _together(
             key = (first.name if turns else name, key_of(box))
             groups[key] += [(name, way) for way in targets[name]]
             boxes[key] = box
-    for key, group in groups.items():
-        yield group, boxes[key]
+    for key, ways in groups.items():
+        yield Group(ways, boxes[key])
 
 
 def _merged(pieces: list[tuple[Piece, Tensor]]) -> Iterable[tuple[str, Box, Tensor]]:
