@@ -54,14 +54,14 @@ def main(argv: list[str]) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from titan_moe.models.registry import model_config
+    from titan_moe.models.hf import model_of_job
     from titan_moe.verify.layouts import parse
     from titan_moe.verify.noise_band import FEWEST_REPEATS, Band, plot_band, read_curve
     from titan_moe.verify.noise_runs import Run, harmless_runs, refusal, train
 
     job = _job(options, [])
     changed = _job(options, shlex.split(options.changed))
-    config = model_config(job.model.name, job.model.flavor)
+    config = model_of_job(job.model)
     harmless = [(job, run) for run in harmless_runs(job, config, options.repeats)]
     tried = [(changed, Run(parse(text))) for text in options.layouts]
     lines = [f"{run}: {line}" for one, run in tried for line in refusal(one, config, run)]

@@ -89,9 +89,7 @@ def parallel_dims(parallelism: Parallelism, world_size: int) -> ParallelDims:
 
 
 def resolve_model(config: ModelConfig, job: JobConfig) -> ModelConfig:
-    """The flavor's dimensions with the [model], [moe], [training] and [debug] tables' words."""
-    if job.model.num_mtp_layers is not None:
-        config = replace(config, num_mtp_layers=job.model.num_mtp_layers)
+    """The dimensions of `model_of_job` with the [moe], [training] and [debug] tables' words."""
     if job.training.mtp_loss_weight is not None:
         config = replace(config, mtp_loss_weight=job.training.mtp_loss_weight)
     if config.moe is None:

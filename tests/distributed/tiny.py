@@ -7,7 +7,7 @@ from torch import Tensor
 
 from titan_moe.config.job import JobConfig
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.registry import model_config
+from titan_moe.models.hf import model_of_job
 
 ROWS, SEQ_LEN = 24, 32
 COMMON = {
@@ -27,7 +27,7 @@ FAMILIES = {"deepseek_v3": "2M", "qwen3": "debugmodel_moe"}
 
 def tiny(job: JobConfig) -> ModelConfig:
     """A family's debug model, smaller."""
-    config = model_config(job.model.name, job.model.flavor)
+    config = model_of_job(job.model)
     assert config.moe is not None
     moe = replace(config.moe, hidden_dim=48)
     return replace(config, vocab_size=96, dim=64, num_layers=3, hidden_dim=96, moe=moe)

@@ -41,7 +41,7 @@ def train_here(job: JobConfig, *, disturb: bool = False, kill: tuple[str, int] |
     import torch
     import torch.distributed as dist
 
-    from titan_moe.models.registry import model_config
+    from titan_moe.models.hf import model_of_job
     from titan_moe.runtime.process import Process
     from titan_moe.trainer import train
 
@@ -54,7 +54,7 @@ def train_here(job: JobConfig, *, disturb: bool = False, kill: tuple[str, int] |
         _plant_kill(*kill)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     process = Process(rank=rank, world_size=world_size, device=torch.device("cpu"))
-    train(job, model_config(job.model.name, job.model.flavor), process)
+    train(job, model_of_job(job.model), process)
 
 
 def disturbed(job: JobConfig):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from titan_moe.config.checks_parallel import PARALLEL_RULES
 from titan_moe.config.job import JobConfig
+from titan_moe.config.sections import Moe
 from titan_moe.config.shape import ModelShape, Run, flavor
 
 
@@ -52,6 +53,36 @@ def _sequence_length(run: Run) -> list[str]:
         f"{key}={length} exceeds max_seq_len={limit} of {run.flavor}: choose at most {limit}"
         for key, length in lengths.items()
         if length > limit
+    ]
+
+
+def _further_tokens(run: Run) -> list[str]:
+    depths, weight = run.model.num_mtp_layers, run.job.training.mtp_loss_weight
+    if not depths:
+        return [
+            f"training.mtp_loss_weight={weight}: {run.flavor} has no multi-token prediction here; "
+            f"leave it out, or set model.num_mtp_layers"
+        ] * (weight is not None)
+    lengths = {
+        "training.seq_len": run.job.training.seq_len,
+        "validation.seq_len": run.job.validation.seq_len,
+    }
+    return [
+        f"{key}={length} must be more than the {depths} tokens ahead of model.num_mtp_layers: "
+        f"choose at least {depths + 1}, or fewer layers"
+        for key, length in lengths.items()
+        if length is not None and length <= depths
+    ]
+
+
+def _moe_settings(run: Run) -> list[str]:
+    if run.model.moe is not None:
+        return []
+    given, plain = run.job.moe.model_dump(), Moe().model_dump()
+    return [
+        f"moe.{key}={value}: {run.flavor} has no experts; leave it out"
+        for key, value in given.items()
+        if value != plain[key]
     ]
 
 
@@ -142,6 +173,8 @@ _RULES: list[Callable[[Run], list[str]]] = [
     _unlimited_or_positive,
     *PARALLEL_RULES,
     _sequence_length,
+    _further_tokens,
+    _moe_settings,
     _compile,
     _cpu_offload,
     _precision,

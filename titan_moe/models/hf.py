@@ -87,6 +87,13 @@ class HFModel:
 
 def model_of_job(section: Model) -> ModelConfig:
     """The dimensions that a [model] table asks for. Raises ConfigError."""
+    config = _flavor_of_job(section)
+    if section.num_mtp_layers is None:
+        return config
+    return replace(config, num_mtp_layers=section.num_mtp_layers)
+
+
+def _flavor_of_job(section: Model) -> ModelConfig:
     if section.flavor != "hf":
         return model_config(section.name, section.flavor)
     flavors(section.name)  # Refuses a name that is no family.
@@ -113,6 +120,12 @@ def export_problems(model: HFModel, bias_update_speed: float | None) -> list[str
         model.settings()
     except ConfigError as error:
         return error.lines
+    depths = model.config.num_mtp_layers
+    if depths and not any(name.startswith("mtp.") for name in model.keys):
+        return [
+            f"checkpoint.last_save_in_hf=true: the Hugging Face form of {model.family} has no "
+            f"place for model.num_mtp_layers={depths}: choose 0"
+        ]
     moe = model.config.moe
     if moe is None or any(name.endswith("router.expert_bias") for name in model.keys):
         return []

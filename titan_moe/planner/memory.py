@@ -96,11 +96,9 @@ def _kept(
 ) -> float:
     """A recomputed layer keeps its input, another one all its values."""
     num_layers = config.num_layers + config.num_mtp_layers
-    recomputed = {
-        "none": 0,
-        "full": num_layers,
-        "selective": num_layers // int(recompute.selective_ac_option),
-    }[recompute.mode]
+    recomputed = {"none": 0, "full": num_layers}.get(recompute.mode)
+    if recomputed is None:
+        recomputed = num_layers // int(recompute.selective_ac_option)
     return recomputed * inputs + (num_layers - recomputed) * values
 
 

@@ -13,7 +13,7 @@ from titan_moe.config.checks import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job import JobConfig
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.registry import model_config
+from titan_moe.models.hf import model_of_job
 from titan_moe.verify.case import Case, at_depth, easy, make_case
 from titan_moe.verify.compare import TOLERANCES, Difference, by_cause
 from titan_moe.verify.layouts import AXES, Layout, depth, num_rows, overrides
@@ -69,7 +69,7 @@ class Gate:
     def config(self) -> ModelConfig:
         """Raises ConfigError for a model that the gate does not know how to judge."""
         name, flavor = self.job.model.name, self.job.model.flavor
-        config = model_config(name, flavor)
+        config = model_of_job(self.job.model)
         if config.moe is None:
             raise ConfigError([f"model.flavor={flavor} of {name} has no experts: choose another"])
         if self.job.optimizer.name != "AdamW":

@@ -163,9 +163,8 @@ class Holding:
         ]
         found += differences(number, self.rank, "counts", pairs, floor=self.floor)
         for quantity in ("loss", "grad_norm", "balance_loss", "mtp_loss", "num_targets"):
-            ours_, theirs_ = (torch.tensor(getattr(x, quantity) or 0.0) for x in (result, step))
-            pairs = [Pair("", ours_, theirs_, 0.0)]
-            found += differences(number, self.rank, quantity, pairs, floor=self.floor)
+            pair = scalars(getattr(result, quantity), getattr(step, quantity))
+            found += differences(number, self.rank, quantity, [pair], floor=self.floor)
         return found
 
     def _pairs(self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Iterable[Pair]:
@@ -180,6 +179,12 @@ class Holding:
                 continue
             for row, expert in enumerate(range(box[0].start, box[0].stop)):
                 yield Pair(f"{name}[{expert}]", own[row], part[row], whole[expert])
+
+
+def scalars(ours: float | None, theirs: float | None) -> Pair:
+    """A number of the whole step; where there is none, 0. Not rounded: float32 would hide 1e-8."""
+    a, b = (torch.tensor(value or 0.0, dtype=torch.float64) for value in (ours, theirs))
+    return Pair("", a, b, 0.0)
 
 
 class Snapshot(NamedTuple):

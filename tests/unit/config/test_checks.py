@@ -34,6 +34,7 @@ class _Shape:
     hidden_dim: int = 512
     num_dense_layers: int = 1
     moe: _Experts | None = _Experts()
+    num_mtp_layers: int = 0
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.moe is not None and layer >= self.num_dense_layers
@@ -317,6 +318,28 @@ def test_a_dense_model_has_no_expert_settings() -> None:
         "deepseek_v3 debugmodel has no experts" in line for line in lines
     )
     assert _check("", moe=False) == []
+
+
+def test_settings_of_experts_say_that_a_dense_model_has_none() -> None:
+    arguments = "--moe.row_alignment 16 --moe.bias_update_speed 0.1"
+    lines = _check(arguments, moe=False)
+    assert lines == [
+        f"moe.{setting}: deepseek_v3 debugmodel has no experts; leave it out"
+        for setting in ("row_alignment=16", "bias_update_speed=0.1")
+    ]
+    assert _check(arguments) == []
+
+
+def test_multi_token_prediction_wants_rows_longer_than_it_looks_ahead() -> None:
+    model = _Shape(num_mtp_layers=2)
+    job = load_job(["--training.seq_len", "2", "--validation.seq_len", "3"])
+    (line,) = check(job, model, 1, num_gpus=0)
+    assert "training.seq_len=2 must be more than the 2 tokens ahead" in line
+    assert "choose at least 3, or fewer layers" in line
+    job = load_job(["--training.seq_len", "3", "--training.mtp_loss_weight", "0.1"])
+    assert check(job, model, 1, num_gpus=0) == []
+    (line,) = check(job, _Shape(), 1, num_gpus=0)
+    assert "training.mtp_loss_weight=0.1: deepseek_v3 debugmodel has no multi-token" in line
 
 
 def test_a_tokenizer_must_fit_the_vocabulary() -> None:

@@ -261,6 +261,14 @@ def test_a_routing_bias_without_a_place_is_refused_before_training():
     assert export_problems(HFModel("deepseek_v3", model_config("deepseek_v3", "2M")), 0.1) == []
 
 
+def test_multi_token_prediction_without_a_place_is_refused_before_training():
+    section = Model(name="mixtral", flavor="gate", num_mtp_layers=1)
+    (line,) = export_problems(HFModel("mixtral", model_of_job(section)), 0.0)
+    assert "mixtral has no place for model.num_mtp_layers=1: choose 0" in line
+    without = section.model_copy(update={"num_mtp_layers": 0})
+    assert export_problems(HFModel("mixtral", model_of_job(without)), 0.0) == []
+
+
 def test_flavor_hf_takes_the_folders_dimensions(tmp_path):
     _write(tmp_path, QWEN3_DENSE)
     section = Model(name="qwen3", flavor="hf", hf_assets_path=str(tmp_path))

@@ -49,6 +49,12 @@ def test_a_small_model_by_hand():
     assert _estimate("selective").kept == 21 * values * 2 + 21 * 10 * 2
 
 
+def test_the_option_of_another_mode_is_not_read():
+    section = ActivationCheckpoint(mode="full", selective_ac_option="op")
+    training = Training(local_batch_size=3, seq_len=7)
+    assert memory(_DENSE, training, Parallelism(), section, 4) == _estimate("full")
+
+
 def test_offload_moves_what_is_stored():
     on_gpu, offloaded = _estimate(), _estimate(enable_cpu_offload=True)
     assert (offloaded.stored, offloaded.host) == (0, on_gpu.stored)
