@@ -137,7 +137,8 @@ class Checkpointer:
         tensors = self._tensors(with_optimizer=not model_only)
         specs = gather_specs(tensors)
         sums = checksums(tensors, {name: spec.shape for name, spec in specs.items()})
-        self._check_copies(sums)
+        if problems := self._unlike_copies(sums):
+            raise RunError("; ".join(problems))
         rank_states = [] if model_only else gather_rank_states(state)
 
         def commit() -> None:
@@ -250,12 +251,13 @@ class Checkpointer:
         }
         return tensors, {name: spec.shape for name, spec in gather_specs(tensors).items()}
 
-    def _check_copies(self, sums: Mapping[str, str]) -> None:
-        """Copies of a tied weight are updated alike; that they still are one is seen here."""
+    def _unlike_copies(self, sums: Mapping[str, str]) -> list[str]:
+        """Copies of a tied weight begin and are updated alike; that they are one is seen here."""
+        lines = []
         for first, *copies in tied_weights(self._model.config) if self._model else []:
-            differ = [name for name in copies if sums[MODEL + name] != sums[MODEL + first]]
-            if differ:
-                raise RunError(f"{first} and its copies {', '.join(differ)} are no longer the same")
+            if differ := [name for name in copies if sums[MODEL + name] != sums[MODEL + first]]:
+                lines.append(f"{first} and its copies {', '.join(differ)} are not the same")
+        return lines
 
     def _set_aside_later(self, step: int) -> None:
         for kept in storage.set_aside_later(self._folder, step):
@@ -322,6 +324,9 @@ class Checkpointer:
                 f"checkpoint {source} is damaged: wrong checksum of {', '.join(damaged)}; "
                 "an earlier one can be chosen with checkpoint.load_step"
             )
+        # A model that does not tie these weights has parameters of the same names.
+        if MODEL in parts and (problems := self._unlike_copies(found)):
+            raise RunError(f"checkpoint {source} does not fit the model: {'; '.join(problems)}")
 
     def _load_train_state(self, source: Path, excluded: set[str]) -> dict[str, Any]:
         doing = f"cannot load checkpoint {source}"
