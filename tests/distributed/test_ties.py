@@ -105,5 +105,5 @@ def test_a_checkpoint_of_a_model_without_the_tie_is_not_loaded(tmp_path: Path):
     initial = job.checkpoint.model_copy(update={"initial_load_path": str(folder)})
     other = job.job.model_copy(update={"dump_folder": str(tmp_path / "other")})
     job = job.model_copy(update={"checkpoint": initial, "job": other})
-    with pytest.raises(RankError, match="not fit the model: .* are not the same"):
+    with pytest.raises(RankError, match=r"not fit the model: .* are not the same"):
         run_ranks(train_here, 4, job)
