@@ -85,6 +85,9 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _sum_box(box: Tensor, offset: Sequence[int], strides: Sequence[int]) -> Tensor:
     """Sum of bits * weight over a box of the global tensor, as a 0-dim int64 tensor."""
+    if not box.is_cuda and _is_run(box, strides):
+        start = sum(at * stride for at, stride in zip(offset, strides, strict=True))
+        return _sum_run(box.reshape(-1), start)
     limit = _CHUNK_GPU if box.is_cuda else _CHUNK_CPU
     if box.numel() > limit:
         dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
@@ -105,6 +108,37 @@ def _sum_box(box: Tensor, offset: Sequence[int], strides: Sequence[int]) -> Tens
     weight ^= weight >> 32
     weight |= 1
     return weight.mul_(_bits(box)).sum()
+
+
+def _is_run(box: Tensor, strides: Sequence[int]) -> bool:
+    """Whether a box's elements lie one after the other in the flattened global tensor too."""
+    return box.is_contiguous() and all(
+        prod(box.shape[:dim]) <= 1 or strides[dim - 1] == strides[dim] * box.shape[dim]
+        for dim in range(1, box.ndim)
+    )
+
+
+def _sum_run(run: Tensor, start: int) -> Tensor:
+    """`_sum_box` of elements start, start + 1, ... on a CPU, in half the time: the products with
+    the scramble are those of the first chunk, shifted."""
+    first = torch.arange(1, min(len(run), _CHUNK_CPU) + 1) * _SCRAMBLE
+    weights, shifted, bits = (torch.empty_like(first) for _ in range(3))
+    total = torch.zeros((), dtype=torch.int64)
+    for at in range(0, len(run), _CHUNK_CPU):
+        chunk = _bits(run[at : at + _CHUNK_CPU])
+        number = len(chunk)
+        weight, half = weights[:number], shifted[:number]
+        torch.add(first[:number], _signed((start + at) * _SCRAMBLE), out=weight)
+        torch.bitwise_right_shift(weight, 32, out=half)
+        weight.bitwise_xor_(half).bitwise_or_(1)
+        total += torch.dot(weight, bits[:number].copy_(chunk))
+    return total
+
+
+def _signed(number: int) -> int:
+    """A number modulo 2^64 as an int64 holds it."""
+    number %= 2**_BITS
+    return number - 2**_BITS if number >= 2 ** (_BITS - 1) else number
 
 
 def _bits(box: Tensor) -> Tensor:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from titan_moe.checkpoint import checksum
-from titan_moe.checkpoint.checksum import checksums
+from titan_moe.checkpoint.checksum import as_digits, box_sum, checksums
 
 
 def _one(tensor):
@@ -72,3 +72,19 @@ def test_scalars_and_empty_tensors():
 def test_a_written_down_value():
     # Old checkpoints stay verifiable only while this number stays.
     assert _one(torch.arange(10, dtype=torch.float32)) == "4c423b99efd00000"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool], ids=str)
+def test_boxes_add_up_however_they_lie(dtype, monkeypatch):
+    """Boxes that are one run of the tensor take a shorter way to the same number."""
+    tensor = _filled(dtype, (4, 6, 8))
+    whole = _one(tensor)
+    monkeypatch.setattr(checksum, "_CHUNK_CPU", 20)
+    for dim, at in ((0, 1), (1, 2), (2, 5)):
+        size = tensor.shape[dim]
+        for form in (torch.Tensor.contiguous, lambda box: box):
+            total = 0
+            for first, length in ((0, at), (at, size - at)):
+                box = form(tensor.narrow(dim, first, length))
+                total += box_sum(box, [first * (d == dim) for d in range(3)], tensor.shape)
+            assert as_digits(total) == whole

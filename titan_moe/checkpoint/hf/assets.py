@@ -1,5 +1,6 @@
 """config.json, the tokenizer's files and the like: what lies beside the weights."""
 
+import logging
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ from titan_moe.models.hf import CONFIG, HFModel, family_of, read_settings
 
 HF = "hf"
 """Where a checkpoint keeps what came along with imported weights."""
+
+logger = logging.getLogger(__name__)
 
 _KEPT = ("*.json", "*.model", "*.txt", "*.jinja")
 _LEFT_OUT = ("*.index.json", CONFIG, "LICENSE*", "requirements*.txt")
@@ -38,8 +41,9 @@ def asset_folders(checkpoint: Path | None, job_record: Mapping[str, Any]) -> lis
         model.get("tokenizer_path"),
     ]
     folders = [] if checkpoint is None else [checkpoint / HF]
-    for name in filter(None, named):
-        folders += [Path(name).expanduser() / HF, Path(name).expanduser()]
+    for path in (Path(name).expanduser() for name in named if name):
+        place = path.parent if path.name == "tokenizer.json" else path
+        folders += [place / HF, place]
     return [folder for folder in folders if folder.is_dir() and _files(folder)]
 
 
@@ -56,6 +60,8 @@ def write_assets(model: HFModel, folders: Iterable[Path], dtype: torch.dtype, ta
     Keys of an original config.json of the same kind that dimensions do not tell are kept.
     """
     folders = list(folders)
+    if not folders:
+        logger.warning("no tokenizer files are at hand: add them beside config.json")
     for path in _files(folders[0]) if folders else []:
         shutil.copyfile(path, target / path.name)
     settings = model.settings() | {"torch_dtype": str(dtype).removeprefix("torch.")}

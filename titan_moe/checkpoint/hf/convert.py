@@ -25,7 +25,7 @@ from titan_moe.checkpoint.hf.progress import Progress, speed_line
 from titan_moe.checkpoint.hf.reading import read_box_of
 from titan_moe.checkpoint.hf.shapes import model_shapes
 from titan_moe.checkpoint.hf.streamed import Chunk, write_streamed
-from titan_moe.checkpoint.hf.writing import export, refuse_existing
+from titan_moe.checkpoint.hf.writing import export, refuse_existing, refuse_full_disk
 from titan_moe.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -59,7 +59,8 @@ def import_folder(folder: Path, out: Path, dtype: torch.dtype) -> str:
     doing = f"cannot import {folder}"
     model, opened, found = on_every_rank(lambda: _open(folder), doing=doing)
     shapes = model_shapes(model.config)
-    aside = on_rank_zero(lambda: _begin(out), doing=doing)
+    needed = sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
+    aside = on_rank_zero(lambda: _begin(out, needed), doing=doing)
     try:
         with opened:
             sums = _write_chunks(model, opened, found, shapes, aside, dtype)
@@ -77,10 +78,13 @@ def _open(folder: Path) -> tuple[HFModel, HFFolder, dict[str, Stored]]:
     return model, opened, find(model, opened, model_shapes(model.config))
 
 
-def _begin(out: Path) -> Path:
+def _begin(out: Path, needed: int) -> Path:
     refuse_existing(out)
-    shutil.rmtree(out.with_name(f".{out.name}.writing"), ignore_errors=True)
-    return storage.begin(out)
+    refuse_full_disk(out, needed)
+    aside = out.with_name(f".{out.name}.writing")
+    shutil.rmtree(aside, ignore_errors=True)  # Of an import that was killed.
+    aside.mkdir()
+    return aside
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -172,7 +176,6 @@ def export_checkpoint(checkpoint: Path, target: Path, dtype: torch.dtype | None)
     doing = f"cannot export {checkpoint}"
     manifest = on_every_rank(lambda: read_manifest(checkpoint), doing=doing)
     model = on_every_rank(lambda: model_of_manifest(manifest, checkpoint), doing=doing)
-    on_every_rank(model.settings, doing=doing)
     shapes = {
         name.removeprefix(MODEL): spec.shape
         for name, spec in manifest.tensors.items()

@@ -90,6 +90,7 @@ def export(
     is not held whole by the ranks together, or when it cannot be written: nothing is left then.
     """
     doing = f"cannot export to {target}"
+    on_every_rank(model.settings, doing=doing)
     targets = write_as(model, shapes)
     on_every_rank(lambda: _refuse_lost_bias(model, source), doing=doing)
     layout = plan_files(targets, dtype, largest_file)
@@ -114,6 +115,14 @@ def refuse_existing(target: Path) -> None:
     """Raises RunError when there is anything of that name."""
     if target.exists():
         raise RunError(f"{target} exists: name another folder, or remove it")
+
+
+def refuse_full_disk(target: Path, needed: int) -> None:
+    """Make the folder that `target` will be in; raises RunError when its disk has less free."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise RunError(f"{target} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
 
 
 def plan_files(
@@ -161,10 +170,7 @@ def _refuse_lost_bias(model: HFModel, source: Source) -> None:
 
 def _begin(target: Path, layout: Layout) -> Path:
     refuse_existing(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    free, needed = shutil.disk_usage(target.parent).free, sum(layout.sizes.values())
-    if free < needed:
-        raise RunError(f"{target} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
+    refuse_full_disk(target, sum(layout.sizes.values()))
     aside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)  # Of an export that was killed.
     aside.mkdir()
@@ -239,7 +245,10 @@ def _write(
             if place.file not in descriptors:
                 descriptors[place.file] = os.open(folder / place.file, os.O_WRONLY)
                 stack.callback(os.close, descriptors[place.file])
+            finite = place.dtype != torch.float16 or bool(values.isfinite().all())
             values = values.to(place.dtype).cpu().contiguous()
+            if finite and place.dtype == torch.float16 and not values.isfinite().all():
+                raise RunError(f"{theirs} has values that float16 cannot hold: export bfloat16")
             data, item = as_bytes(values), place.dtype.itemsize
             for run in runs(place.shape, box):
                 part = data[run.box_offset * item : (run.box_offset + run.length) * item]
