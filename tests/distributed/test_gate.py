@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.conftest import CONFIGS, Gates
+from titan_moe.config.load import load_job
 from titan_moe.models.registry import FAMILIES
 from titan_moe.verify import on_rank
 from titan_moe.verify.compare import TOLERANCES
@@ -64,6 +65,20 @@ def test_another_family_trains_the_same_model(gates: Gates, family: str, text: s
     assert result.passed, "\n".join([*result.lines, result.traceback])
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["pp=2,cp=2,schedule=ZBVZeroBubble,cp_balancer=headtail,recompute=none", "pp=2,tp=2"],
+)
+def test_two_depths_and_a_tied_output_train_the_same_model(tmp_path: Path, text: str):
+    """Four copies of one embedding, on one rank or on both ends of a pipeline."""
+    path = str(CONFIGS / "gate_qwen3.toml")
+    job = load_job(["--job.config_file", path, "--model.num_mtp_layers", "2"])
+    gate = Gate(job, tmp_path)
+    assert gate.config.num_mtp_layers == 2 and gate.config.tied_embeddings
+    result = gate.verify(parse(text))
+    assert result.passed, "\n".join([*result.lines, result.traceback])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("text", SAMPLE)
 @pytest.mark.parametrize("family", OTHERS)
@@ -96,7 +111,7 @@ def test_an_illegal_layout_gets_one_line(deepseek: Gate):
 
 
 def spoilt_rank(task: Task, quantity: str, bad_rank: int) -> Verdict:
-    """The gate with one number of one rank's snapshot changed by a billionth and a bit."""
+    """The gate with one number of one rank's snapshot changed by a millionth."""
     snapshot = on_rank._snapshot
 
     def spoilt(*args):
