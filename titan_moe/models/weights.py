@@ -1,4 +1,4 @@
-"""What each part of a decoder costs to compute, by which a pipeline splits it. No torch."""
+"""What each part of a decoder costs to compute: pipelines split by it, MFU counts it. No torch."""
 
 from titan_moe.models.config import GQAConfig, LocalAttention, MLAConfig, ModelConfig
 from titan_moe.moe.config import MoEConfig
@@ -9,7 +9,8 @@ def part_weights(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
 
     Keys: "tok_embeddings" and "norm", which multiply no matrices and cost 0, "layers.0", ... and
     "output". A parameter that a token is multiplied with costs 2 FLOPs, routed experts only where
-    they are active; attention is counted as causal over `seq_len` tokens.
+    they are active; attention counts the pairs that causal order over `seq_len` tokens and the
+    layer's window or chunk leave. "output" holds all of multi-token prediction, its stage's work.
     """
     layers = {
         f"layers.{layer}": _layer(config, layer, seq_len) for layer in range(config.num_layers)
