@@ -169,6 +169,7 @@ def _measure(name: str, place: Path) -> dict[str, float]:
     started, busy = time.perf_counter(), time.process_time()
     action()
     seconds = time.perf_counter() - started
+    dist.destroy_process_group()
     # Not getrusage's: that one begins with what the parent had.
     status = Path("/proc/self/status").read_text()
     (peak,) = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")]
