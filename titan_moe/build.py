@@ -50,8 +50,8 @@ class ShardedModel:
     """Parameters whose gradients are still to be summed over `tp`."""
     ties: Ties
     """Copies of parameters whose gradients are still to be summed over them."""
-    sizes: dict[str, int]
-    """Elements of every parameter of the whole model, on whichever rank; of copies, the first."""
+    names: list[str]
+    """Every parameter of the whole model, on whichever rank, in order; of copies, the first."""
     stages: list[list[str]]
     """The modules of each stage of the pipeline; of one without a pipeline."""
 
@@ -109,7 +109,7 @@ def build_sharded_model(
 
     # 2 to 5. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job)
-    parts, partial_over_tp, sizes, stages = lay_out(job, config, meshes, device)
+    parts, partial_over_tp, names, stages = lay_out(job, config, meshes, device)
 
     # 6. Memory and first values, the same bits in every layout.
     offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
@@ -133,7 +133,7 @@ def build_sharded_model(
         positions=_positions(job.parallelism, meshes),
         shared_by_tp=[named[name] for name in named if name in partial_over_tp],
         ties=find_ties(tied_weights(config), named, _pipeline_ends(job, meshes, len(stages))),
-        sizes=sizes,
+        names=names,
         stages=stages,
     )
 
@@ -166,8 +166,8 @@ class Parts(NamedTuple):
     parts: list[Decoder]
     partial_over_tp: set[str]
     """Names of parameters whose gradients are still to be summed over `tp`."""
-    sizes: dict[str, int]
-    """Elements of every parameter of the whole model."""
+    names: list[str]
+    """Every parameter of the whole model."""
     stages: list[list[str]]
     """The modules of each stage of the pipeline; of one without a pipeline."""
 
@@ -181,7 +181,7 @@ def lay_out(job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.d
     # 2. The plain model, without memory, and the stages of it that this rank holds.
     plain = _plain_model(job, config, _attention_core(job, config, meshes, device))
     copies = first_names(config)
-    sizes = {name: p.numel() for name, p in plain.named_parameters() if name not in copies}
+    names = [name for name, _ in plain.named_parameters() if name not in copies]
     stages = _stages(job, config)
     parts = _own_parts(plain, stages, job, meshes)
 
@@ -200,7 +200,7 @@ def lay_out(job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.d
 
         # 5. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, _sharding_policy(job))
-    return Parts(parts, partial_over_tp, sizes, stages)
+    return Parts(parts, partial_over_tp, names, stages)
 
 
 def _numbered_blocks(part: Decoder) -> dict[str, nn.Module]:

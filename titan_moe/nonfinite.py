@@ -37,13 +37,13 @@ def describe_nonfinite(sharded: ShardedModel, batches: list[Batch], device: torc
     everyone: list[list] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, samples)
 
-    if found := _earliest(lambda: _in_tensors(parameters, list(sharded.sizes))):
+    if found := _earliest(lambda: _in_tensors(parameters, sharded.names)):
         return f"first seen in the parameter {found[0].place}"
     if found := _earliest(lambda: _in_forward(sharded, batches, device)):
         (_, place), rank = found
         read = _named(everyone[rank])
         return f"first seen in the output of {place} on rank {rank}, which read {read}"
-    if found := _earliest(lambda: _in_tensors(grads, list(sharded.sizes)[::-1])):
+    if found := _earliest(lambda: _in_tensors(grads, sharded.names[::-1])):
         documents = list(chain(*everyone))
         return f"first seen in the gradient of {found[0].place}; the step read {_named(documents)}"
     return "every tensor is finite by itself: a sum over them overflowed"
@@ -76,9 +76,10 @@ def _in_forward(sharded: ShardedModel, batches: list[Batch], device: torch.devic
     """Runs every batch to its end, so that all ranks meet in all collectives."""
     places: list[Found] = []
     calls = count()
-    whole = list(sharded.sizes)
 
-    def watch(name: str, start: int) -> object:
+    def watch(name: str, part: nn.Module) -> object:
+        start = sharded.names.index(next(part.named_parameters())[0])
+
         def hook(module: nn.Module, args: object, output: object) -> None:
             order = (start, next(calls))
             if isinstance(output, Tensor) and not output.isfinite().all():
@@ -87,7 +88,7 @@ def _in_forward(sharded: ShardedModel, batches: list[Batch], device: torch.devic
         return hook
 
     hooks = [
-        module.register_forward_hook(watch(name, whole.index(next(part.named_parameters())[0])))  # type: ignore[arg-type]
+        module.register_forward_hook(watch(name, part))  # type: ignore[arg-type]
         for part in sharded.parts
         for name, module in part.named_modules()
         if name

@@ -23,7 +23,7 @@ class Ties(NamedTuple):
     copies: list[list[nn.Parameter]]
     """For each tie the copies on this rank."""
     followers: set[nn.Parameter]
-    """Those that some rank counts under another name: not for norms and numbers of parameters."""
+    """Those that some rank counts under another name: norms leave them out."""
     partner: int | None
     """The rank of the pipeline, other than this one, that has copies too."""
 
