@@ -237,7 +237,7 @@ def _module_problems(parallelism: Parallelism, num_layers: int) -> list[str]:
     order = "tok_embeddings, layers.0, layers.1, ..., norm, output"
     found = [
         f"{key} names {name!r}, which is no part of this model: choose from {order}, up to layers."
-        f"{num_layers - 1}" + ("; every stage has the rotations anyway" if name == "rope" else "")
+        f"{num_layers - 1}" + _stays(name)
         for name in dict.fromkeys(listed)
         if name not in wanted
     ]
@@ -254,6 +254,12 @@ def _module_problems(parallelism: Parallelism, num_layers: int) -> list[str]:
         if not any(name.startswith("layers.") for name in part)
     ]
     return found
+
+
+def _stays(name: str) -> str:
+    if name == "rope":
+        return "; every stage has the rotations anyway"
+    return "; it stays with the output layer" if name.split(".")[0] == "mtp" else ""
 
 
 def _microbatch_problems(parallelism: Parallelism, stages: int, local_batch_size: int) -> list[str]:

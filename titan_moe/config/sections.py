@@ -21,7 +21,11 @@ class Section(BaseModel):
     """A frozen table that knows its keys and no others."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
     )
 
 
@@ -186,7 +190,7 @@ class Training(Section):
     """Rows of one optimizer step over all data ranks; -1: local_batch_size times the data ranks."""
     seq_len: PositiveInt = 2048
     """Tokens of one row."""
-    max_norm: float = Field(1.0, gt=0)
+    max_norm: float = Field(1.0, gt=0, allow_inf_nan=True)
     """Gradients are scaled down to this norm; inf switches clipping off."""
     norm_type: Literal["2", "inf"] = "2"
     """The norm that is reported and clipped."""

@@ -98,7 +98,7 @@ def _kept(
     num_layers = config.num_layers + config.num_mtp_layers
     recomputed = {"none": 0, "full": num_layers}.get(recompute.mode)
     if recomputed is None:
-        recomputed = num_layers // int(recompute.selective_ac_option)
+        recomputed = -(-num_layers // int(recompute.selective_ac_option))
     return recomputed * inputs + (num_layers - recomputed) * values
 
 
