@@ -15,13 +15,12 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "debug"
 Gates = Callable[[str], Gate]
 
 
+def gate_of(family: str, folder: Path) -> Gate:
+    torch.set_num_threads(1)
+    return Gate(load_job(["--job.config_file", str(CONFIGS / f"gate_{family}.toml")]), folder)
+
+
 @pytest.fixture(scope="session")
 def gates(tmp_path_factory) -> Gates:
     """Family -> its gate."""
-
-    def gate(family: str) -> Gate:
-        torch.set_num_threads(1)
-        job = load_job(["--job.config_file", str(CONFIGS / f"gate_{family}.toml")])
-        return Gate(job, tmp_path_factory.mktemp(family))
-
-    return cache(gate)
+    return cache(lambda family: gate_of(family, tmp_path_factory.mktemp(family)))

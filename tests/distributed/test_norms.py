@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.test_gate import gate_of
+from tests.distributed.conftest import gate_of
 from tests.distributed.tiny import global_batch, make_job, tiny
 from titan_moe.config.job import JobConfig
 from titan_moe.verify.gate import Gate
