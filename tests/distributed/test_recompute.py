@@ -34,6 +34,7 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
     from titan_moe.distributed.initial_weights import fill_initial_weights
     from titan_moe.distributed.meshes import build_meshes
     from titan_moe.distributed.parallel_dims import ParallelDims
+    from titan_moe.distributed.pipeline_parallel import stage_units
     from titan_moe.models.decoder import Decoder, initial_std, move_off_meta
     from titan_moe.models.layers.attention_core import DocumentSdpa
 
@@ -48,7 +49,7 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
 
     if planted is not None:
         plant(planted)
-    config = replace(model_config(family, "gate"), num_layers=LAYERS)
+    config = replace(model_config(family, "gate"), num_layers=LAYERS, num_mtp_layers=0)
     assert config.moe is not None
     config = replace(config, moe=replace(config.moe, row_alignment=16))
     meshes = build_meshes(ParallelDims(world_size=dist.get_world_size(), ep=ep), "cpu")
@@ -65,7 +66,7 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
         reshard_last=True,
         cpu_offload=False,
     )
-    apply_fsdp(model, [model.tok_embeddings, *model.layers.values(), model.output], meshes, policy)
+    apply_fsdp(model, stage_units(model), meshes, policy)
     move_off_meta(model, torch.device("cpu"), parameter_device=torch.device("cpu"))
     fill_initial_weights(model, 0, lambda name: initial_std(name, config))
 
