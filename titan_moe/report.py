@@ -1,22 +1,29 @@
 """What a run says while it trains: one line, one JSON object and one set of curves for all of
 it."""
 
+import platform
 import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from titan_moe.build import ShardedModel
 from titan_moe.config.job import JobConfig
+from titan_moe.data.loader import Identity
+from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
 from titan_moe.metrics.expert_load import expert_load
+from titan_moe.metrics.jsonl import JsonLines
 from titan_moe.metrics.memory import memory_metrics
 from titan_moe.metrics.phases import Phases
 from titan_moe.metrics.sinks import Sink, build_sinks
 from titan_moe.metrics.throughput import Throughput
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.weights import part_weights
-from titan_moe.runtime.device import peak_flops
+from titan_moe.runtime.device import describe_device, peak_flops
 from titan_moe.runtime.process import Process
+from titan_moe.runtime.revision import code_revision
 from titan_moe.train_step import StepResult
 
 
@@ -38,6 +45,8 @@ class Report:
             peak_tflops=_peak_tflops(job, process.device),
         )
         self._sinks: list[Sink] = []
+        self._details = _details(job, resume_step) if process.is_main else {}
+        self._wants_norms = job.metrics.log_parameter_norms
         if process.is_main:
             self._sinks = build_sinks(
                 job.metrics, self._folder, steps=self._steps, resume_step=resume_step
@@ -49,6 +58,10 @@ class Report:
     def wants(self, step: int) -> bool:
         """Whether a step is logged: the first, the last, and every log_freq-th."""
         return step in (self._first_step, self._steps) or step % self._log_freq == 0
+
+    def wants_norms(self, step: int) -> bool:
+        """Whether the norm of every parameter is to be measured at a step."""
+        return self._wants_norms and self.wants(step)
 
     def step(
         self,
@@ -77,6 +90,7 @@ class Report:
             "lr": max(rates.values()),
             "tokens": tokens,
             "balance_loss": result.balance_loss,
+            "data": result.data,
             **self._throughput.metrics(self._tokens_since, seconds),
             **({} if validation_loss is None else {"validation_loss": validation_loss}),
             **{f"lr/{group}": rate for group, rate in rates.items()},
@@ -91,17 +105,52 @@ class Report:
             values |= expert_load(result.counts_LE, self._layers)
         for sink in self._sinks:
             sink.write(step, values)
+        if (counts := self._details.get("expert_counts")) and result.counts_LE is not None:
+            counts.write(step, dict(zip(self._layers, result.counts_LE.tolist(), strict=True)))
+        if (norms := self._details.get("parameter_norms")) and result.parameter_norms is not None:
+            norms.write(step, result.parameter_norms)
         self._tokens_since, self._last_log = 0, time.perf_counter()
 
     def close(self) -> None:
         """End the sinks and draw the curves; the main rank's job."""
-        for sink in self._sinks:
+        for sink in (*self._sinks, *self._details.values()):
             sink.close()
         if self._sinks:
             # Imported here: matplotlib takes most of a second, and only the end needs it.
             from titan_moe.metrics.curves import plot_curves
 
             plot_curves(self._folder / "metrics.jsonl", self._folder / "curves.png")
+
+
+def run_facts(
+    job: JobConfig, sharded: ShardedModel, process: Process, data: Identity
+) -> dict[str, Any]:
+    """What a run's figures depend on besides its configuration: for run.json."""
+    dims = sharded.meshes.dims
+    return {
+        "code": code_revision(Path(__file__).parent),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **describe_device(process.device),
+        "threads": torch.get_num_threads(),
+        "world_size": process.world_size,
+        "layout": {axis: dims.size(axis) for axis in dict.fromkeys((*DENSE_AXES, *SPARSE_AXES))},
+        "tokens_per_step": job.training.global_batch_size * job.training.seq_len,
+        "data": asdict(data),
+    }
+
+
+def _details(job: JobConfig, resume_step: int) -> dict[str, JsonLines]:
+    wanted = {
+        "expert_counts": job.metrics.log_expert_counts,
+        "parameter_norms": job.metrics.log_parameter_norms,
+    }
+    folder = Path(job.job.dump_folder)
+    return {
+        name: JsonLines(folder / f"{name}.jsonl", resume_step=resume_step)
+        for name, on in wanted.items()
+        if on
+    }
 
 
 def model_flops_per_token(config: ModelConfig, seq_len: int) -> float:

@@ -5,7 +5,7 @@ by the global number of target tokens of the step ends it. No other divisor exis
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from titan_moe.build import ShardedModel
 from titan_moe.config.sections import Training
-from titan_moe.data.batch import IGNORE_INDEX, Batch
+from titan_moe.data.batch import IGNORE_INDEX, Batch, fingerprints
 from titan_moe.distributed import grad_norm, tensor_parallel
 from titan_moe.distributed.execution import Microbatch
 from titan_moe.distributed.ties import sum_copies
@@ -37,6 +37,10 @@ class StepResult:
     num_targets: int
     counts_LE: Tensor | None
     """Tokens per MoE layer and expert, over the whole world."""
+    data: int
+    """Sum of the CRC32 of the global batch's rows: which data the step saw, in any order."""
+    parameter_norms: dict[str, list[float]] | None
+    """Norms of all parameters' gradients before clipping, each expert's apart, if asked for."""
     rows_over_bound: float | None
     """Rows that dispatch put on the wire over the fewest that would have done (the distinct pairs
     of token and destination rank), over all MoE layers; None if nothing had to travel."""
@@ -70,15 +74,18 @@ class TrainStep:
         moe = sharded.config.moe
         self._num_experts = moe.num_experts if moe is not None else 0
         self._ranks_per_stage = dims.world_size // dims.pp
+        self._parameter_norms = grad_norm.ParameterNorms(sharded.names, self._num_experts)
         self._device = device
 
-    def __call__(self, batches: list[Batch]) -> StepResult:
-        """Train on one step's microbatches.
+    def __call__(self, batches: list[Batch], *, parameter_norms: bool = False) -> StepResult:
+        """Train on one step's microbatches, and measure every parameter's norm if asked to.
 
         If the result is not finite, nothing is updated, and the gradients stay for whoever looks
         for the reason; `discard` clears them. A step without a target token updates nothing either.
         """
         result = self._accumulate(batches)
+        if parameter_norms:
+            result = replace(result, parameter_norms=self._norms(result.num_targets))
         if not result.finite:
             return result
         if result.num_targets > 0:
@@ -99,10 +106,11 @@ class TrainStep:
 
     def _accumulate(self, batches: list[Batch]) -> StepResult:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        num_targets = 0
+        num_targets = data = 0
         for batch in batches:
             loss_sum += self._sharded.execution.train(own_rows(batch, self._sharded, self._device))
             num_targets += own_targets(batch, self._sharded)
+            data += own_data(batch, self._sharded)
         meshes = self._sharded.meshes
         tensor_parallel.sum_grads(self._sharded.shared_by_tp, meshes.group("tp"), self._device)
         sum_copies(self._sharded.ties, meshes.group("pp"), self._device)
@@ -114,9 +122,11 @@ class TrainStep:
                 num_experts=self._num_experts,
                 device=self._device,
             )
-        return self._reduce(loss_sum, num_targets, counts_LE)
+        return self._reduce(loss_sum, num_targets, data, counts_LE)
 
-    def _reduce(self, loss_sum: Tensor, num_targets: int, counts_LE: Tensor | None) -> StepResult:
+    def _reduce(
+        self, loss_sum: Tensor, num_targets: int, data: int, counts_LE: Tensor | None
+    ) -> StepResult:
         squares = grad_norm.sum_of_squares(self._counted, self._ranks_per_stage)
         balance = [moe.router.balance_loss for moe in self._moe_layers.values()]
         sent = [moe.rows_sent for moe in self._moe_layers.values()]
@@ -129,13 +139,15 @@ class TrainStep:
                 torch.stack(balance).sum() if balance else torch.zeros_like(loss_sum),
                 ahead[0] if ahead else torch.zeros_like(loss_sum),
                 *(torch.stack(sent).sum(0) if sent else loss_sum.new_zeros(2)).double(),
+                # Exact: sums of 32-bit numbers over two million rows fit into 53 bits.
+                torch.tensor(float(data), dtype=torch.float64, device=self._device),
             ]
         )
         for total in (*balance, *ahead, *sent):
             total.zero_()
         dist.all_reduce(sums)
         # Host sync, once per step: whether to update at all is decided on these numbers.
-        loss, targets, norm, balance_loss, mtp_loss, rows_sent, fewest = sums.tolist()
+        loss, targets, norm, balance_loss, mtp_loss, rows_sent, fewest, seen = sums.tolist()
         norm = math.sqrt(norm)
         # A maximum over ranks may drop a NaN; the sum of squares never does.
         if self._use_max and math.isfinite(norm):
@@ -148,8 +160,17 @@ class TrainStep:
             mtp_loss=mtp_loss / divisor if self._sharded.config.num_mtp_layers else None,
             num_targets=int(targets),
             counts_LE=counts_LE,
+            data=int(seen),
+            parameter_norms=None,
             rows_over_bound=rows_sent / fewest if fewest else None,
         )
+
+    def _norms(self, num_targets: int) -> dict[str, list[float]]:
+        squares = self._parameter_norms.squares(
+            self._sharded.named_parameters(), self._ranks_per_stage
+        ).to(self._device)
+        dist.all_reduce(squares)
+        return self._parameter_norms.by_name(squares, max(num_targets, 1))
 
     def _max_of_grads(self) -> float:
         largest = grad_norm.max_abs(self._parameters).to(self._device)
@@ -199,3 +220,11 @@ def own_targets(batch: Batch, sharded: ShardedModel) -> int:
         return 0
     positions_S = sharded.positions(batch.labels_BS.shape[1])
     return int((batch.labels_BS[:, positions_S] != IGNORE_INDEX).sum())
+
+
+def own_data(batch: Batch, sharded: ShardedModel) -> int:
+    """The sum of the rows' fingerprints; 0 where another rank reads the same rows."""
+    dims, rank = sharded.meshes.dims, sharded.meshes.rank
+    if any(dims.coordinate(rank, axis) for axis in ("tp", "cp", "pp")):
+        return 0
+    return sum(fingerprints(batch))

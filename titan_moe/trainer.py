@@ -1,5 +1,6 @@
 """The loop: what a run is, readable as prose."""
 
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from titan_moe.models.weights import part_weights
 from titan_moe.nonfinite import describe_nonfinite
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import lr_factor, set_lr
-from titan_moe.report import Report
+from titan_moe.report import Report, run_facts
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.garbage import GarbageCollector
 from titan_moe.runtime.process import Process, set_timeouts
@@ -100,6 +101,8 @@ class Trainer:
         if self.process.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_job(self.job, self.folder / "config.toml")
+            facts = run_facts(self.job, self.sharded, self.process, self.loader.identity)
+            (self.folder / "run.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
         self.report = Report(self.job, self.sharded, self.process, resume_step=self.progress.step)
         if self.job.lr_scheduler.warmup_steps >= steps:
             warmup = self.job.lr_scheduler.warmup_steps
@@ -125,7 +128,7 @@ class Trainer:
         factor = lr_factor(step, self.job.lr_scheduler, training.steps)
         set_lr(self.optimizer, factor)
         with phases("step"):
-            result = self.train_step(batches)
+            result = self.train_step(batches, parameter_norms=self.report.wants_norms(step))
         if not result.finite:
             self._handle_nonfinite(step, result, batches, before)
 
@@ -180,6 +183,7 @@ class Trainer:
             rank=rank,
             num_ranks=num_ranks,
             global_batch_size=job.training.global_batch_size,
+            permutation=job.debug.permute_rows,
         )
         self.validation: ValidationLoader | None = None
         if job.validation.enable:

@@ -68,6 +68,11 @@ class Metrics(Section):
     """Plain text even on a terminal."""
     enable_wandb: bool = False
     """Also log to Weights & Biases, when its package is installed."""
+    log_expert_counts: bool = False
+    """Write the rows of every expert at each logged step, to expert_counts.jsonl."""
+    log_parameter_norms: bool = False
+    """Write the norm of every parameter's and expert's gradient at each logged step, to
+    parameter_norms.jsonl."""
 
 
 class Model(Section):
@@ -368,3 +373,15 @@ class Debug(Section):
     """Warn instead of failing where no deterministic kernel exists."""
     moe_force_load_balance: bool = False
     """Spread tokens evenly over experts regardless of the router (benchmarks only)."""
+    permute_rows: NonNegativeInt = 0
+    """Seed of an order of each global batch's rows, so that the ranks and microbatches that add
+    them up change and nothing else does: how much rounding alone may do. 0: as they come."""
+    routing_record: str | None = None
+    """Folder to write every step's chosen experts and their weights to."""
+    routing_record_gb: float = Field(4.0, gt=0)
+    """Size at which each rank stops recording."""
+    routing_replay: str | None = None
+    """Folder of a routing_record whose experts every token goes to, in whatever layout."""
+    capture_step: NonNegativeInt = 0
+    """The step of which to write a summary of every tensor, to capture/ in job.dump_folder, for
+    scripts/localize_difference.py; 0: none."""

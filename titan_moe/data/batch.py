@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import numpy as np
 
@@ -30,6 +32,12 @@ class Batch:
     labels_BS: torch.Tensor
     documents_BS: torch.Tensor
     samples: list[list[str]]
+
+
+def fingerprints(batch: Batch) -> list[int]:
+    """CRC32 of each row's tokens, labels and documents: what a row is known by in any layout."""
+    rows = zip(batch.tokens_BS, batch.labels_BS, batch.documents_BS, strict=True)
+    return [reduce(lambda crc, x_S: crc32(x_S.numpy(), crc), row, 0) for row in rows]
 
 
 def stack_rows(rows: Sequence[PackedRow]) -> Batch:

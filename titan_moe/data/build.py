@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.sections import Training, Validation
@@ -54,14 +57,19 @@ def build_loader(
     rank: int,
     num_ranks: int,
     global_batch_size: int,
+    permutation: int = 0,
 ) -> Loader:
-    """The loader of data rank `rank` of `num_ranks`, which owns a contiguous range of the rows.
+    """The loader of data rank `rank` of `num_ranks`, which owns a contiguous range of the rows: of
+    the rows as they come, or in the order that the seed `permutation` gives them.
 
     ConfigError when a source is missing, unreadable or has fewer documents than there are rows.
     """
     local_rows, rest = divmod(global_batch_size, num_ranks)
     assert rest == 0, "the configuration's own checks let this through"
-    rows = range(rank * local_rows, (rank + 1) * local_rows)
+    order = list(range(global_batch_size))
+    if permutation:
+        order = np.random.default_rng(permutation).permutation(global_batch_size).tolist()
+    rows = order[rank * local_rows : (rank + 1) * local_rows]
     parts = [
         Part(
             _open_feed(
@@ -189,7 +197,7 @@ def _open_feed(
     *,
     split: Split,
     seed: int,
-    rows: range,
+    rows: Sequence[int],
     global_batch_size: int,
     repeat: bool,
 ) -> Feed:

@@ -8,7 +8,7 @@ on (source, seed) alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -123,7 +123,7 @@ class StreamFeed:
         stream: Stream,
         *,
         split: Split,
-        rows: range,
+        rows: Sequence[int],
         global_batch_size: int,
         repeat: bool,
     ) -> None:

@@ -4,14 +4,15 @@ Gradients arrive as plain sums over tokens; one pass divides them by the number 
 clips.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from math import prod
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_moe.distributed.local import local_part
+from titan_moe.distributed.local import local_part, local_slices
 
 
 def local_grads(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -35,6 +36,49 @@ def sum_of_squares(parameters: Iterable[nn.Parameter], ranks_per_stage: int) -> 
     dtype = torch.promote_types(grads[0].dtype, torch.float32)
     squares = torch.stack(torch._foreach_norm(grads, 2, dtype=dtype)).double().square()
     return (squares / torch.tensor(copies, device=squares.device)).sum()
+
+
+class ParameterNorms:
+    """The norm of every parameter's gradient, each expert's apart, over all ranks.
+
+    Args:
+        names: every parameter of the whole model, on whichever rank.
+        num_experts: entries of each stack of experts.
+    """
+
+    def __init__(self, names: Sequence[str], num_experts: int) -> None:
+        lengths = [num_experts if ".experts." in name else 1 for name in names]
+        ends = list(accumulate(lengths))
+        self._places = {
+            name: slice(end - length, end)
+            for name, end, length in zip(names, ends, lengths, strict=True)
+        }
+        self._size = ends[-1]
+
+    def squares(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], ranks_per_stage: int
+    ) -> Tensor:
+        """This rank's share of all squares: a float64 vector to be summed over the world."""
+        found = torch.zeros(self._size, dtype=torch.float64)
+        for name, parameter in parameters:
+            if parameter.grad is None or name not in self._places:
+                continue  # Of copies of a parameter, one is counted.
+            grad = local_part(parameter.grad)
+            dtype = torch.promote_types(grad.dtype, torch.float32)
+            if ".experts." in name:
+                own = local_slices(parameter)[0]
+                norms = torch.linalg.vector_norm(grad.flatten(1), dim=1, dtype=dtype)
+            else:
+                own = slice(0, 1)
+                norms = torch.linalg.vector_norm(grad, dtype=dtype)[None]
+            copies = ranks_per_stage // _num_pieces(parameter)
+            found[self._places[name]][own] = norms.double().square().cpu() / copies
+        return found
+
+    def by_name(self, squares: Tensor, divisor: float) -> dict[str, list[float]]:
+        """Each parameter's norms from the sum over the world: [1], of a stack of experts [E]."""
+        norms = (squares.sqrt() / divisor).tolist()
+        return {name: norms[place] for name, place in self._places.items()}
 
 
 def max_abs(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -1,9 +1,11 @@
-"""metrics.jsonl: one JSON object a logged step, whatever happens to the run in between."""
+"""metrics.jsonl and its kin: one JSON object a logged step, whatever happens to the run in
+between."""
 
 import json
 import logging
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,8 @@ class JsonLines:
                 drop_lines_after(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, step: int, values: dict[str, float]) -> None:
-        finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps({"step": step, **_finite(values)}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -60,6 +61,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a metrics.jsonl, also of one that is being written."""
     parsed = (_parse(line) for line in path.read_bytes().split(b"\n"))
     return [values for values in parsed if values is not None]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return value if math.isfinite(value) else None
 
 
 def _is_after(line: bytes, step: int) -> bool:

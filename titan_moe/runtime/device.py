@@ -39,6 +39,14 @@ def backend_for(device: torch.device) -> str:
     return "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
 
 
+def describe_device(device: torch.device) -> dict[str, str]:
+    """The device's name, and what decides which kernels torch takes on it."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return {"device": torch.cuda.get_device_name(device), "capability": f"{major}.{minor}"}
+    return {"device": "cpu", "capability": torch.backends.cpu.get_cpu_capability()}
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of the device; None where unknown, and always for a CPU."""
     return peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
