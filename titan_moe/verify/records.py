@@ -1,0 +1,141 @@
+"""What a run left behind, as comparisons and reports read it."""
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.metrics.jsonl import read_json_lines
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Array = NDArray[np.float64]
+
+NORM_OF = "norm of "
+LOAD_OF = "load of "
+_SCALARS = ("loss", "grad_norm", "mtp_loss", "validation_loss", "lr")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What one training measured at its logged steps."""
+
+    name: str
+    steps: Sequence[int]
+    scalars: Mapping[str, Array]
+    """"loss", "grad_norm" and what else there is, [S] each; NaN where a step has none. Norms of
+    parameters are "norm of NAME", of one expert "norm of NAME[3]"."""
+    loads: Mapping[str, Array] = field(default_factory=dict)
+    """Rows of each expert by MoE layer, [S, E]."""
+    data: Sequence[int] | None = None
+    """The fingerprint of each step's global batch."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run: its curve, its resolved configuration, and where and with what it ran."""
+
+    name: str
+    curve: Curve
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """run.json: code, torch, device, capability, world_size, layout, tokens_per_step, data; empty
+    for runs that have none."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """config.toml, nested tables; empty for runs that have none."""
+    folder: Path | None = None
+
+
+def read_run(path: Path, *, name: str = "") -> RunRecord:
+    """A run by its folder, its metrics.jsonl, or a folder of TensorBoard events.
+
+    Raises ConfigError where there are no metrics.
+    """
+    folder = path.parent if path.name == "metrics.jsonl" else path
+    name = name or folder.resolve().name
+    if (folder / "metrics.jsonl").is_file():
+        curve = _read_curve(folder, name)
+    elif any(path.rglob("events.out.tfevents*")):
+        curve = _read_tensorboard(path, name)
+    else:
+        raise ConfigError([f"{path}: neither metrics.jsonl nor TensorBoard events are there"])
+    if not len(curve.steps):
+        raise ConfigError([f"{path}: no step is logged"])
+    facts, config = folder / "run.json", folder / "config.toml"
+    return RunRecord(
+        name,
+        curve,
+        json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {},
+        tomllib.loads(config.read_text(encoding="utf-8")) if config.is_file() else {},
+        folder,
+    )
+
+
+def _read_curve(folder: Path, name: str) -> Curve:
+    lines = {line["step"]: line for line in _steps(folder / "metrics.jsonl")}
+    steps = sorted(lines)
+    scalars = {
+        key: np.array([_number(lines[step].get(key)) for step in steps])
+        for key in _SCALARS
+        if any(key in line for line in lines.values())
+    }
+    for key, values in _details(folder / "parameter_norms.jsonl", steps).items():
+        single = values.shape[1] == 1
+        for expert, column in enumerate(values.T):
+            scalars[f"{NORM_OF}{key}" if single else f"{NORM_OF}{key}[{expert}]"] = column
+    data = [line.get("data") for line in map(lines.__getitem__, steps)]
+    loads = _details(folder / "expert_counts.jsonl", steps)
+    return Curve(name, steps, scalars, loads, None if None in data else data)
+
+
+def _details(path: Path, steps: list[int]) -> dict[str, Array]:
+    """Lists of numbers by name, [S, ...]; nothing where some of the steps are missing."""
+    if not path.is_file():
+        return {}
+    lines = {line.pop("step"): line for line in _steps(path)}
+    if any(step not in lines for step in steps):
+        return {}
+    return {
+        key: np.array([[_number(v) for v in lines[step][key]] for step in steps])
+        for key in lines[steps[0]]
+    }
+
+
+def _steps(path: Path) -> list[dict[str, Any]]:
+    return [line for line in read_json_lines(path) if "step" in line]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _read_tensorboard(folder: Path, name: str) -> Curve:
+    # Imported here: it costs a second, and few comparisons read it. Its values are float32.
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    known = events.Tags()["scalars"]
+    series = {
+        key: {event.step: event.value for event in events.Scalars(key)}
+        for key in _SCALARS
+        if key in known
+    }
+    steps = sorted(series.get("loss", {}))
+    return Curve(
+        name,
+        steps,
+        {
+            key: np.array([values.get(step, math.nan) for step in steps])
+            for key, values in series.items()
+        },
+    )
