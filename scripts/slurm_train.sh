@@ -10,10 +10,10 @@ set -euo pipefail
 
 # sbatch runs a copy of this file: the repository is where the job was submitted from.
 cd "$SLURM_SUBMIT_DIR"
-NNODES=$SLURM_JOB_NUM_NODES
+NNODES=${NNODES:-$SLURM_JOB_NUM_NODES}
 read -r head_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 RDZV_ENDPOINT=$head_node:${PORT:-29500}
 export NNODES RDZV_ENDPOINT
 
 # shellcheck disable=SC2016  # SLURM_PROCID is each task's own.
-exec srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_PROCID exec ./run_train.sh "$@"' titan_moe "$@"
+exec srun --nodes "$NNODES" --ntasks "$NNODES" --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_PROCID exec ./run_train.sh "$@"' titan_moe "$@"

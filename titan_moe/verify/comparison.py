@@ -1,9 +1,9 @@
 """Two runs side by side, and the verdict."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_moe.verify.records import RunRecord
 
@@ -37,6 +37,13 @@ class FirstDifference:
     mean_over: int = 1
     """Steps, this one the last, whose mean is what left the band."""
 
+    def line(self) -> str:
+        mean = "" if self.mean_over == 1 else f" (mean of the last {self.mean_over} steps)"
+        return (
+            f"first at step {self.step}, by {self.quantity}{mean}: {self.candidate:.8g} instead of "
+            f"{self.baseline:.8g}"
+        )
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -56,3 +63,37 @@ class Comparison:
     """Routings that went to other experts, if both runs recorded them."""
     replayed: "Comparison | None" = None
     """The same with the candidate made to route as the baseline did."""
+
+    def lines(self) -> list[str]:
+        """For a person: the verdict first."""
+        found = [f"{self.title}: {self.verdict.value}"]
+        if self.first is not None:
+            found.append(self.first.line())
+        if self.judgement is not None and self.band is not None:
+            rate = self.band.false_alarms
+            found.append(
+                f"{self.judgement.statistic:.1f} spreads of {len(self.band.repeats)} harmless runs "
+                f"away, limit {self.judgement.limit:.1f}, stated rate of false alarms {rate:.1g}"
+            )
+        if self.flips is not None:
+            found.append(self.flips.line())
+        if self.replayed is not None:
+            found += self.replayed.lines()
+        return found + [f"CAVEAT: {caveat}" for caveat in self.caveats]
+
+    def as_json(self) -> dict[str, Any]:
+        """The verdict and what it rests on, without the curves."""
+        return {
+            "title": self.title,
+            "verdict": self.verdict.name.lower(),
+            "exit_code": self.verdict.exit_code,
+            "baseline": {"name": self.baseline.name, **self.baseline.facts},
+            "candidate": {"name": self.candidate.name, **self.candidate.facts},
+            "steps": list(self.baseline.curve.steps),
+            "first": None if self.first is None else asdict(self.first),
+            "judgement": None if self.judgement is None else self.judgement.as_json(),
+            "band": None if self.band is None else self.band.as_json(),
+            "flips": None if self.flips is None else self.flips.as_json(),
+            "replayed": None if self.replayed is None else self.replayed.as_json(),
+            "caveats": list(self.caveats),
+        }

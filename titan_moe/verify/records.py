@@ -92,9 +92,9 @@ def _read_curve(folder: Path, name: str) -> Curve:
         single = values.shape[1] == 1
         for expert, column in enumerate(values.T):
             scalars[f"{NORM_OF}{key}" if single else f"{NORM_OF}{key}[{expert}]"] = column
-    data = [line.get("data") for line in map(lines.__getitem__, steps)]
+    data = [lines[step]["data"] for step in steps if "data" in lines[step]]
     loads = _details(folder / "expert_counts.jsonl", steps)
-    return Curve(name, steps, scalars, loads, None if None in data else data)
+    return Curve(name, steps, scalars, loads, data if len(data) == len(steps) else None)
 
 
 def _details(path: Path, steps: list[int]) -> dict[str, Array]:

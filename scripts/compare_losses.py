@@ -1,0 +1,120 @@
+"""Is it still the same training? Two runs side by side, and a verdict.
+
+    python scripts/compare_losses.py CONFIG --baseline revision=main           # my change
+    python scripts/compare_losses.py CONFIG --candidate layout=tp=2,ep=2       # another layout
+    python scripts/compare_losses.py CONFIG --candidate "--optimizer.lr 1e-3"  # any key
+    python scripts/compare_losses.py --baseline outputs/a --candidate outputs/b --noise outputs/c*
+    python scripts/compare_losses.py --baseline tests/goldens/qwen3            # a golden file
+    python scripts/compare_losses.py CONFIG --update-golden tests/goldens/mine --reason "..."
+
+A side is "revision=REV config=FILE ranks=N layout=AXIS=N,... --table.key value ...", each word left
+out as the other options have it; or a finished run's folder (metrics.jsonl, TensorBoard); or a
+golden. Sides are trained by their own run_train.sh from one seed checkpoint. Where their bits
+differ, harmless repeats of the baseline (rows in another order, other layouts) measure how much
+rounding alone may do.
+
+Exit codes: 0 identical bits; 3 inside the noise band; 1 different; 5 not identical, and no repeats
+to judge by; 2 cannot be compared, or no such thing; 4 a side failed; 130 interrupted: the same
+command goes on. The output folder gets report.html, report.png, comparison.json and every run.
+"""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.failure import print_errors
+
+if TYPE_CHECKING:
+    from titan_moe.verify.experiment import Plan
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", nargs="?", type=Path, help="TOML file of both sides")
+    parser.add_argument("--baseline", default="", help="default: the working tree")
+    parser.add_argument("--candidate", default="", help="default: the working tree")
+    parser.add_argument("--steps", type=int, help="default: the configuration's")
+    parser.add_argument("--ranks", type=int, help="default: the GPUs found, else 2")
+    parser.add_argument("--set", default="", help="keys of both sides, as one word")
+    parser.add_argument("--repeats", type=int, default=16, help="of the baseline; default: 16")
+    parser.add_argument(
+        "--harmless", nargs="+", default=[], metavar="LAYOUT", help="layouts of the repeats"
+    )
+    parser.add_argument(
+        "--noise", nargs="+", type=Path, default=[], metavar="RUN", help="finished repeats"
+    )
+    parser.add_argument("--norms", action="store_true", help="compare every parameter's norm")
+    parser.add_argument(
+        "--routing", action="store_true", help="count routings that flip; judge without them too"
+    )
+    parser.add_argument("--out", type=Path, default=Path("outputs/comparison"))
+    parser.add_argument("--update-golden", type=Path, metavar="FOLDER")
+    parser.add_argument("--reason", default="", help="why the golden changes")
+    options = parser.parse_args(argv)
+    try:
+        return _run(options)
+    except (ConfigError, ValueError) as error:
+        print_errors(error.lines if isinstance(error, ConfigError) else [str(error)])
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from the runs that have ended")
+        return 130
+
+
+def _run(options: argparse.Namespace) -> int:
+    from titan_moe.verify.code_trees import remove_worktrees
+    from titan_moe.verify.experiment import compare, update_golden
+    from titan_moe.verify.launching import Launcher, SideError
+    from titan_moe.verify.report_files import write_comparison
+
+    launcher = Launcher(options.out)
+    try:
+        plan = _plan(options)
+        if options.update_golden is not None:
+            path = update_golden(plan, launcher, options.update_golden, options.reason, print)
+            print(f"golden: {path}")
+            return 0
+        comparison = compare(plan, launcher)
+    except SideError as error:
+        print_errors([str(error)])
+        return 4
+    finally:
+        remove_worktrees(options.out / "worktrees")
+    print("\n".join(comparison.lines()))
+    for path in write_comparison(comparison, options.out):
+        print(path)
+    return comparison.verdict.exit_code
+
+
+def _plan(options: argparse.Namespace) -> "Plan":
+    from titan_moe.verify.experiment import Plan, default_ranks
+    from titan_moe.verify.sides import Side, existing, parse_overrides, parse_side
+
+    config = None if options.config is None else existing(options.config, "")
+    common = Side(
+        config=config, ranks=options.ranks, overrides=parse_overrides(shlex.split(options.set))
+    )
+    baseline, candidate = (
+        parse_side(text, common, default_ranks=default_ranks())
+        for text in (options.baseline, options.candidate)
+    )
+    return Plan(
+        title=f"{options.candidate or 'working tree'} against {options.baseline or 'working tree'}",
+        baseline=baseline,
+        candidate=candidate,
+        repeats=options.repeats,
+        steps=options.steps,
+        harmless=options.harmless,
+        noise=options.noise,
+        norms=options.norms,
+        routing=options.routing,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

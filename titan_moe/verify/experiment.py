@@ -1,0 +1,242 @@
+"""A comparison from beginning to end: one seed checkpoint, two sides, their repeats, a verdict."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job import JobConfig
+from titan_moe.runtime.launch import count_gpus
+from titan_moe.train import prepare
+from titan_moe.verify.comparison import Comparison, Verdict
+from titan_moe.verify.goldens import Golden, find_golden, is_golden, save_golden
+from titan_moe.verify.judging import judge
+from titan_moe.verify.launching import Launcher
+from titan_moe.verify.records import RunRecord, read_run
+from titan_moe.verify.repeats import batch_words, harmless_sides
+from titan_moe.verify.sides import Side, Words
+
+Tell = Callable[[str], None]
+"""Takes a line of progress."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be compared, and how closely."""
+
+    title: str
+    baseline: Side
+    candidate: Side
+    repeats: int
+    """Harmless repeats of the baseline; none: only bits are compared."""
+    steps: int | None = None
+    """Left out: as the configuration says."""
+    harmless: Sequence[str] = ()
+    """Layouts of repeats; none: the neighbours of the baseline's own."""
+    noise: Sequence[Path] = ()
+    """Finished runs to take as repeats instead."""
+    norms: bool = False
+    """Compare the norm of every parameter's and expert's gradient too."""
+    routing: bool = False
+    """Record both sides' routings, and train the candidate with the baseline's as well."""
+
+
+def compare(plan: Plan, launcher: Launcher, tell: Tell = print) -> Comparison:
+    """Run what has to be run, and judge.
+
+    Raises ConfigError for what cannot be compared, SideError for a side that failed.
+    """
+    experiment = Experiment(plan, launcher, tell)
+    experiment.check()
+    return experiment.compare()
+
+
+def update_golden(plan: Plan, launcher: Launcher, folder: Path, reason: str, tell: Tell) -> Path:
+    """Run the baseline and its repeats, and write them as a golden."""
+    if not reason.strip():
+        raise ConfigError(["--update-golden needs --reason: why the golden changes"])
+    experiment = Experiment(plan, launcher, tell)
+    experiment.check()
+    run, repeats = experiment.baseline(), experiment.repeats()
+    return save_golden(
+        folder, run, [each.curve for each in repeats], reason=reason, device=this_device()
+    )
+
+
+def this_device() -> torch.device:
+    """What run_train.sh would compute on."""
+    return torch.device("cuda" if count_gpus(os.environ) else "cpu")
+
+
+def default_ranks() -> int:
+    """As run_train.sh chooses: NGPU, the GPUs found, else 2 processes."""
+    named = os.environ.get("NGPU", "")
+    return int(named) if named.isdecimal() else count_gpus(os.environ) or 2
+
+
+class Experiment:
+    """The runs of one plan, each made when it is asked for."""
+
+    def __init__(self, plan: Plan, launcher: Launcher, tell: Tell) -> None:
+        self.launcher, self.tell = launcher, tell
+        self.golden: Golden | None = None
+        path = plan.baseline.path
+        if path is not None and is_golden(path):
+            self.golden = find_golden(path, this_device())
+            if plan.candidate.path is None:
+                plan = self._as_the_golden(plan, self.golden)
+        if plan.candidate.path is not None and is_golden(plan.candidate.path):
+            raise ConfigError(["a golden is a baseline: name it with --baseline"])
+        self.plan = plan
+
+    def check(self) -> None:
+        """Everything wrong with the sides that is known before a run; raises ConfigError."""
+        lines: list[str] = []
+        tokens: set[int] = set()
+        for side in (self.plan.baseline, self.plan.candidate):
+            if side.path is not None:
+                continue
+            try:
+                self.launcher.code(side)
+                job = self._job(side)
+                tokens.add(job.training.global_batch_size * job.training.seq_len)
+                if not side.revision:
+                    words = [*side.file(), *side.arguments(*self._words(side))]
+                    prepare(words, side.world_size, os.environ)
+            except ConfigError as error:
+                lines += [line for line in error.lines if line not in lines]
+        if len(tokens) > 1:
+            lines.append(
+                f"tokens per step: {' and '.join(f'{each:,}' for each in sorted(tokens))}: set "
+                "training.global_batch_size and training.seq_len alike"
+            )
+        if self.plan.repeats and self.plan.baseline.path and not (self.golden or self.plan.noise):
+            self.tell("the baseline is a finished run: without --noise RUN... only bits are judged")
+        if lines:
+            raise ConfigError(lines)
+
+    def compare(self) -> Comparison:
+        """The verdict; repeats are made only if the bits differ."""
+        baseline, candidate = self.baseline(), self.candidate()
+        caveats = [*self._caveats(), *self._unknown_keys()]
+        found = judge(self.plan.title, baseline, candidate, caveats=caveats)
+        if found.verdict is Verdict.UNJUDGED:
+            repeats = [each.curve for each in self.repeats()]
+            found = judge(self.plan.title, baseline, candidate, repeats=repeats, caveats=caveats)
+            if self.plan.routing:
+                found = self._with_routing(found, baseline, repeats)
+        return found
+
+    def baseline(self) -> RunRecord:
+        if self.golden is not None:
+            return self.golden.run
+        return self._run(self.plan.baseline, "baseline", *self._recorded("baseline"))
+
+    def candidate(self) -> RunRecord:
+        return self._run(self.plan.candidate, "candidate", *self._recorded("candidate"))
+
+    def repeats(self) -> list[RunRecord]:
+        """The harmless ones; a golden has its own."""
+        if self.golden is not None:
+            return [RunRecord(curve.name, curve) for curve in self.golden.repeats]
+        if self.plan.noise:
+            return [read_run(path) for path in self.plan.noise]
+        side = self.plan.baseline
+        if side.path is not None or not self.plan.repeats:
+            return []
+        sides = harmless_sides(
+            side,
+            self.plan.repeats,
+            layouts=self.plan.harmless,
+            num_gpus=count_gpus(os.environ),
+        )
+        return [
+            self._run(turn, f"repeats/{number:02d}", *words)
+            for number, (turn, words) in enumerate(sides, 1)
+        ]
+
+    def _run(self, side: Side, name: str, *more: tuple[str, str]) -> RunRecord:
+        if side.path is not None:
+            return read_run(side.path)
+        self.tell(f"{name}: {side.text or 'as it is'}")
+        return self.launcher.run(side, name, *self._words(side), *self._seed, *more)
+
+    def _words(self, side: Side) -> Words:
+        """What every run is told, whatever its side says."""
+        return (
+            *batch_words(side, self._job(side)),
+            *self._steps(),
+            ("metrics.log_freq", "1"),
+            ("metrics.log_expert_counts", "true"),
+            ("metrics.log_parameter_norms", str(self.plan.norms).lower()),
+            ("checkpoint.enable", "false"),
+        )
+
+    def _job(self, side: Side) -> JobConfig:
+        """A side's configuration; where it leaves the global batch open, with the baseline's."""
+        first = self.plan.baseline if self.plan.baseline.path is None else side
+        return side.job(rows=first.job().training.global_batch_size)
+
+    def _steps(self) -> Words:
+        return () if self.plan.steps is None else (("training.steps", str(self.plan.steps)),)
+
+    @cached_property
+    def _seed(self) -> Words:
+        """One seed checkpoint for both sides, unless the configuration names what to start from,
+        or one of them is finished: initial weights are the same bits in any layout anyway."""
+        baseline, candidate = self.plan.baseline, self.plan.candidate
+        if baseline.path is not None or candidate.path is not None:
+            return ()
+        load_only = ("checkpoint.enable", "true"), ("checkpoint.load_only", "true")
+        section = self._job(baseline).checkpoint
+        if section.initial_load_path or section.initial_load_in_hf:
+            return load_only
+        self.tell("seed checkpoint")
+        path = self.launcher.seed(baseline, "seed", *self._words(baseline))
+        return (*load_only, ("checkpoint.initial_load_path", str(path)))
+
+    def _recorded(self, name: str) -> Words:
+        if not self.plan.routing:
+            return ()
+        return (("debug.routing_record", str(self._routing(name))),)
+
+    def _routing(self, name: str) -> Path:
+        return (self.launcher.folder / name / "routing").resolve()
+
+    def _with_routing(
+        self, found: Comparison, baseline: RunRecord, repeats: Sequence
+    ) -> Comparison:
+        from titan_moe.verify.flips import routing_flips
+
+        flips = routing_flips(self._routing("baseline"), self._routing("candidate"))
+        words = ("debug.routing_replay", str(self._routing("baseline")))
+        replayed = self._run(self.plan.candidate, "candidate-replayed", words)
+        title = f"{self.plan.title}, with the baseline's routing"
+        again = judge(title, baseline, replayed, repeats=repeats)
+        return replace(found, flips=flips, replayed=again)
+
+    def _caveats(self) -> list[str]:
+        return [] if self.golden is None else self.golden.caveats(device=this_device())
+
+    def _unknown_keys(self) -> Iterator[str]:
+        """Of revisions that cannot be asked for everything."""
+        for side in (self.plan.baseline, self.plan.candidate):
+            if side.path is None:
+                code = self.launcher.code(side)
+                wanted = {key for key, _ in self._words(side)} | {"debug.permute_rows"}
+                if missing := sorted(wanted - code.keys):
+                    yield f"{code.told} does not know {', '.join(missing)}"
+
+    def _as_the_golden(self, plan: Plan, golden: Golden) -> Plan:
+        """The candidate trains what the golden did, but for its own words."""
+        config = golden.write_config(self.launcher.folder / "golden.toml").resolve()
+        candidate = plan.candidate
+        if candidate.config is not None:
+            raise ConfigError(
+                [f"{golden.path} has its own configuration: leave {candidate.config} out"]
+            )
+        return replace(plan, candidate=replace(candidate, config=config))

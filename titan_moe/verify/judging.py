@@ -1,0 +1,191 @@
+"""From two runs, and what is known of the noise, to a verdict."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.verify.comparison import Comparison, FirstDifference, Verdict
+from titan_moe.verify.noise_band import FEWEST_REPEATS, Band
+from titan_moe.verify.records import LOAD_OF, NORM_OF, Array, Curve, RunRecord
+
+_COMPARED = ("loss", "grad_norm")
+_ENVIRONMENT = ("torch", "device", "capability")
+
+
+def judge(
+    title: str,
+    baseline: RunRecord,
+    candidate: RunRecord,
+    *,
+    repeats: Sequence[Curve] = (),
+    caveats: Sequence[str] = (),
+) -> Comparison:
+    """Compare two runs at the steps that both logged.
+
+    Args:
+        repeats: harmless repeats of the baseline; with the baseline's own they make the band.
+        caveats: what is known already to make the verdict worth less.
+
+    Raises ConfigError for runs that cannot be compared: other data, another number of tokens a
+    step, no step or no quantity in common.
+    """
+    _refuse_other_trainings(baseline, candidate)
+    caveats = [*caveats, *_caveats(baseline, candidate)]
+    steps = _common_steps(baseline.curve, candidate.curve)
+    ours, theirs = on_steps(baseline.curve, steps), on_steps(candidate.curve, steps)
+    verdict, band, judgement = Verdict.IDENTICAL, None, None
+    first = first_other_bits(ours, theirs)
+    if first is not None:
+        verdict = Verdict.UNJUDGED
+    curves = [ours, *(on_steps(repeat, steps) for repeat in repeats)]
+    if len(curves) >= FEWEST_REPEATS:
+        band = Band(curves)
+    if first is not None and band is not None:
+        judgement = band.judge(theirs)
+        verdict = Verdict.INSIDE if judgement.inside else Verdict.DIFFERENT
+        first = None
+        if judgement.first_outside is not None and judgement.quantity is not None:
+            end, window = steps.index(judgement.first_outside) + 1, judgement.mean_over or 1
+            reach = slice(end - window, end)
+            first = FirstDifference(
+                judgement.first_outside,
+                judgement.quantity,
+                float(band.location(judgement.quantity)[reach].mean()),
+                float(band.values(theirs, judgement.quantity)[reach].mean()),
+                window,
+            )
+    return Comparison(
+        title,
+        replace(baseline, curve=ours),
+        replace(candidate, curve=theirs),
+        verdict,
+        first=first,
+        band=band,
+        judgement=judgement,
+        caveats=caveats,
+    )
+
+
+def on_steps(curve: Curve, steps: Sequence[int]) -> Curve:
+    """The curve at some of its steps. Raises ConfigError if it lacks one."""
+    places = {step: place for place, step in enumerate(curve.steps)}
+    if missing := [step for step in steps if step not in places]:
+        raise ConfigError([f"{curve.name}: step {missing[0]} is not logged there"])
+    own = [places[step] for step in steps]
+    return replace(
+        curve,
+        steps=list(steps),
+        scalars={key: values[own] for key, values in curve.scalars.items()},
+        loads={key: values[own] for key, values in curve.loads.items()},
+        data=None if curve.data is None else [curve.data[place] for place in own],
+    )
+
+
+def first_other_bits(ours: Curve, theirs: Curve) -> FirstDifference | None:
+    """The first step at which a number that both have is not the same; of a step, loss first."""
+    found: list[tuple[int, int, FirstDifference]] = []
+
+    def look(order: int, quantity: str, a_S: Array, b_S: Array) -> None:
+        other = np.flatnonzero(~((a_S == b_S) | (np.isnan(a_S) & np.isnan(b_S))))
+        if len(other):
+            at = int(other[0])
+            difference = FirstDifference(ours.steps[at], quantity, float(a_S[at]), float(b_S[at]))
+            found.append((at, order, difference))
+
+    for order, key in enumerate(compared(ours, theirs)):
+        look(order, key, ours.scalars[key], theirs.scalars[key])
+    for order, layer in enumerate(ours.loads.keys() & theirs.loads.keys()):
+        a_SE, b_SE = ours.loads[layer], theirs.loads[layer]
+        if a_SE.shape != b_SE.shape:
+            raise ConfigError(
+                [f"{layer} has {a_SE.shape[1]} experts in one run, {b_SE.shape[1]} in the other"]
+            )
+        moved_S = 0.5 * np.abs(a_SE - b_SE).sum(1) / np.maximum(a_SE.sum(1), 1)
+        look(len(_COMPARED) + order, f"{LOAD_OF}{layer}", np.zeros_like(moved_S), moved_S)
+    return min(found, key=lambda each: each[:2])[2] if found else None
+
+
+def compared(ours: Curve, theirs: Curve) -> list[str]:
+    """The scalars that are compared: loss, grad norm and every parameter's norm, if in both."""
+    both = [key for key in ours.scalars if key in theirs.scalars]
+    return [key for key in both if key in _COMPARED or key.startswith(NORM_OF)]
+
+
+def _common_steps(ours: Curve, theirs: Curve) -> list[int]:
+    common = sorted(set(ours.steps) & set(theirs.steps))
+    if not common:
+        raise ConfigError(
+            [
+                f"{ours.name} and {theirs.name} have no logged step in common: "
+                "run both with metrics.log_freq=1"
+            ]
+        )
+    if "loss" not in ours.scalars or "loss" not in theirs.scalars:
+        raise ConfigError([f"{ours.name} and {theirs.name} have no loss in common"])
+    return common
+
+
+def _refuse_other_trainings(baseline: RunRecord, candidate: RunRecord) -> None:
+    lines = []
+    for key, told in (("tokens_per_step", "tokens per step"),):
+        ours, theirs = baseline.facts.get(key), candidate.facts.get(key)
+        if None not in (ours, theirs) and ours != theirs:
+            lines.append(
+                f"{told}: {baseline.name} has {ours:,}, {candidate.name} {theirs:,}: set "
+                "training.global_batch_size and training.seq_len alike"
+            )
+    ours, theirs = _data(baseline.curve), _data(candidate.curve)
+    other = [step for step in ours if step in theirs and ours[step] != theirs[step]]
+    if other and not lines:
+        lines.append(
+            f"data: {baseline.name} and {candidate.name} trained on different tokens at step "
+            f"{other[0]}: {_sources(baseline)} and {_sources(candidate)}"
+        )
+    if lines:
+        raise ConfigError(lines)
+
+
+def _data(curve: Curve) -> dict[int, int]:
+    return {} if curve.data is None else dict(zip(curve.steps, curve.data, strict=True))
+
+
+def _sources(run: RunRecord) -> str:
+    data = run.facts.get("data")
+    return f"{data['fingerprint']}, seed {data['seed']}" if data else "an unknown source"
+
+
+def _caveats(baseline: RunRecord, candidate: RunRecord) -> list[str]:
+    lines = []
+    ours, theirs = baseline.curve, candidate.curve
+    if set(ours.steps) != set(theirs.steps):
+        common = len(set(ours.steps) & set(theirs.steps))
+        lines.append(
+            f"only {common} steps are in both: {ours.name} logged {len(ours.steps)} up to step "
+            f"{ours.steps[-1]}, {theirs.name} {len(theirs.steps)} up to step {theirs.steps[-1]}"
+        )
+    if ours.data is None or theirs.data is None:
+        unknown = " and ".join(run.name for run in (ours, theirs) if run.data is None)
+        lines.append(f"whether both saw the same data is unknown: {unknown} did not record it")
+    for key in _ENVIRONMENT:
+        a, b = _fact(baseline, key), _fact(candidate, key)
+        if a != b:
+            lines.append(f"{key}: {ours.name} ran on {a}, {theirs.name} on {b}")
+    for kind, mine, other in (
+        ("expert loads", ours.loads, theirs.loads),
+        ("parameter norms", _norms(ours), _norms(theirs)),
+    ):
+        if bool(mine) != bool(other):
+            lacking = theirs.name if mine else ours.name
+            lines.append(f"{kind} are not compared: {lacking} did not record them")
+    return lines
+
+
+def _norms(curve: Curve) -> list[str]:
+    return [key for key in curve.scalars if key.startswith(NORM_OF)]
+
+
+def _fact(run: RunRecord, key: str) -> Any:
+    return run.facts.get(key, "unknown")
