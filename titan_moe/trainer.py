@@ -28,6 +28,7 @@ from titan_moe.nonfinite import describe_nonfinite
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import lr_factor, set_lr
 from titan_moe.report import Report, run_facts
+from titan_moe.routing_trace import RoutingTrace
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.garbage import GarbageCollector
 from titan_moe.runtime.process import Process, set_timeouts
@@ -98,6 +99,9 @@ class Trainer:
             )
             return
         self.checkpointer.check_export(steps)
+        self.routing = RoutingTrace(
+            self.job, self.sharded, self.process, resume_step=self.progress.step
+        )
         if self.process.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_job(self.job, self.folder / "config.toml")
@@ -118,6 +122,7 @@ class Trainer:
                 profile.step()
         self.loader.close()
         self.report.close()
+        self.routing.close()
         self._say_goodbye()
 
     def _step(self, step: int) -> None:
@@ -127,7 +132,7 @@ class Trainer:
             batches = self.loader.next_step()
         factor = lr_factor(step, self.job.lr_scheduler, training.steps)
         set_lr(self.optimizer, factor)
-        with phases("step"):
+        with phases("step"), self.routing.step(step, batches):
             result = self.train_step(batches, parameter_norms=self.report.wants_norms(step))
         if not result.finite:
             self._handle_nonfinite(step, result, batches, before)

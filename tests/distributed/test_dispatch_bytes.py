@@ -149,7 +149,7 @@ def train_on_rank(task: Task) -> Seen:
         moe.forward = wire.around(moe.forward)
         plant(moe, task.planted, meshes)
         experts[name] = []
-        moe.router.choose = _kept(moe.router.choose, experts[name])
+        moe.choose = _kept(moe.choose, experts[name])
     rows = make_rows(num_rows(layout), SEQ_LEN, task.config.vocab_size, seed=1)
     place = meshes.dims.coordinate(rank, "batch")
     batches = own_batches(rows, job.training.local_batch_size, place, layout.data_ranks)

@@ -6,6 +6,7 @@ a room of their own, checks_parallel.py.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 from titan_moe.config.checks_parallel import PARALLEL_RULES
 from titan_moe.config.job import JobConfig
@@ -169,6 +170,42 @@ def _hugging_face(run: Run) -> list[str]:
     return lines
 
 
+def _routing_traces(run: Run) -> list[str]:
+    debug, lines = run.job.debug, []
+    record, replay = debug.routing_record, debug.routing_replay
+    named = {"debug.routing_record": record, "debug.routing_replay": replay}
+    if run.model.moe is None:
+        return [
+            f"{key}={folder}: {run.flavor} has no experts; leave it out"
+            for key, folder in named.items()
+            if folder is not None
+        ]
+    if record is not None and _has_other_files(Path(record)):
+        lines.append(f"debug.routing_record={record} holds other files: choose a new folder")
+    if replay is None:
+        return lines
+    if not (Path(replay) / "record.json").is_file():
+        lines.append(
+            f"debug.routing_replay={replay} has no record.json: name the folder of a "
+            f"debug.routing_record"
+        )
+    if record is not None and Path(record).resolve() == Path(replay).resolve():
+        lines.append(f"debug.routing_record={record} is what is replayed: choose another folder")
+    if debug.moe_force_load_balance:
+        lines.append(
+            "debug.moe_force_load_balance=true and debug.routing_replay both say where tokens go: "
+            "choose one"
+        )
+    return lines
+
+
+def _has_other_files(folder: Path) -> bool:
+    """Whether there is something, and no routing record."""
+    if not folder.is_dir():
+        return folder.exists()
+    return any(folder.iterdir()) and not (folder / "record.json").is_file()
+
+
 _RULES: list[Callable[[Run], list[str]]] = [
     _unlimited_or_positive,
     *PARALLEL_RULES,
@@ -182,4 +219,5 @@ _RULES: list[Callable[[Run], list[str]]] = [
     _profiling,
     _checkpoint_enabled,
     _hugging_face,
+    _routing_traces,
 ]

@@ -25,9 +25,10 @@ class Assignment(NamedTuple):
 class MoE(nn.Module):
     """Routed experts, plus a shared expert that sees every token.
 
-    `dispatcher`, `whole_sequences` and `assign` are chosen when the model is built: expert
-    parallelism replaces the first; the second sums counts_BE over the ranks that hold parts of the
-    same sequences; recomputation replaces the third while it records and replays.
+    `dispatcher`, `whole_sequences`, `choose` and `assign` are chosen when the model is built:
+    expert parallelism replaces the first; the second sums counts_BE over the ranks that hold parts
+    of the same sequences; routing traces replace the third; recomputation replaces the fourth while
+    it records and replays.
 
     Buffer: `rows_sent` [2] sums the dispatcher's traffic of this step's tokens.
     """
@@ -42,6 +43,7 @@ class MoE(nn.Module):
         self.shared_experts = shared_experts
         self.dispatcher: Dispatcher = LocalDispatcher(config.row_alignment)
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
+        self.choose: Callable[[Tensor], Tensor] = self.router.choose
         self.assign: Callable[[Tensor], Assignment] = self.decide
         self.register_buffer("rows_sent", torch.empty(2, dtype=torch.int64), persistent=False)
         self.init_buffers()
@@ -68,7 +70,7 @@ class MoE(nn.Module):
 
     def decide(self, scores_BSE: Tensor) -> Assignment:
         """Choose experts, count them (in training), and plan the dispatch."""
-        experts_TK = self.router.choose(scores_BSE.flatten(0, 1))
+        experts_TK = self.choose(scores_BSE.flatten(0, 1))
         tokens = sort_by_expert(experts_TK, self.config.num_experts)
         chosen_BE = None
         if self.training:

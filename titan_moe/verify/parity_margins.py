@@ -13,7 +13,7 @@ def watch_margins(model: Decoder, margins: list[float]) -> None:
     """Append each routing decision's margin: the distance between the last score chosen and the
     first one rejected, of experts and of their groups, smallest over tokens."""
     for moe in model.moe_layers().values():
-        moe.router.choose = _watched(moe.router, margins)  # type: ignore[assignment, method-assign]
+        moe.choose = _watched(moe.router, margins)
 
 
 def _watched(router: Router, margins: list[float]) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,293 @@
+"""A routing record on disk: the experts that every token of a training went to. No torch.
+
+    record.json                 the MoE layers, experts and experts per token of the model
+    step-12.rank-3-of-8.npz     what rank 3 of 8 routed in step 12: a part
+
+A part has the names of its rows [R, 2], its positions in them [P], and of every MoE layer on its
+rank the experts [R, P, K], best first, and their weights. A token goes by row and position, so that
+a record made in one layout is read in any other. A file gets its name when it is whole, and a step
+counts when it has the parts of all its ranks.
+
+Weights are float32: drift between two runs begins at 1e-7, which float16 would round away. All
+first bytes of the numbers are compressed together, then all second ones: exponents, and the high
+byte of an expert's number, repeat, and mantissas do not.
+"""
+
+import json
+import logging
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+_PART = re.compile(r"step-(\d+)\.rank-(\d+)-of-(\d+)\.npz")
+_HEADER = "record.json"
+_TYPES: Mapping[str, type[np.generic]] = {"experts": np.uint16, "weights": np.float32}
+_UNREADABLE = (OSError, EOFError, ValueError, KeyError, BadZipFile, zstandard.ZstdError)
+
+
+class RowName(NamedTuple):
+    """What a row of a step is known by in any layout and order."""
+
+    fingerprint: int
+    """Its CRC32 (`data.batch.fingerprints`)."""
+    number: int
+    """0, 1, ... among the rows of the step with this fingerprint, in their order."""
+
+
+class Tokens(NamedTuple):
+    """Those that a rank routes in a step: at the same positions in each of its rows."""
+
+    rows: list[RowName]
+    positions: NDArray[np.int64]
+
+
+class Routing(NamedTuple):
+    """What one MoE layer did with them."""
+
+    experts_RPK: NDArray[np.uint16]
+    weights_RPK: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Dims:
+    """What a record and a model that replays it have in common."""
+
+    layers: list[str]
+    num_experts: int
+    top_k: int
+
+
+def name_rows(fingerprints: Iterable[int], before: Iterable[int] = ()) -> list[RowName]:
+    """Number the rows of each fingerprint, of which there may be some `before` these."""
+    seen: dict[int, int] = defaultdict(int)
+    for fingerprint in before:
+        seen[fingerprint] += 1
+    names = []
+    for fingerprint in fingerprints:
+        names.append(RowName(fingerprint, seen[fingerprint]))
+        seen[fingerprint] += 1
+    return names
+
+
+def start_record(folder: Path, dims: Dims, *, after: int) -> None:
+    """Make a record ready for the steps after `after`; one rank's job.
+
+    A run that begins sets an earlier record aside as FOLDER.1, FOLDER.2, ...; one that resumes goes
+    on with it, without the steps that it runs again. Raises ConfigError for a record of another
+    model.
+    """
+    if (folder / _HEADER).is_file():
+        if after == 0:
+            _set_aside(folder)
+        else:
+            Record(folder).check(dims, key="debug.routing_record")
+            _drop_after(folder, after)
+    folder.mkdir(parents=True, exist_ok=True)
+    header = folder / f".{_HEADER}.tmp"
+    header.write_text(json.dumps(asdict(dims)), encoding="utf-8")
+    header.replace(folder / _HEADER)
+
+
+def _set_aside(folder: Path) -> None:
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    shutil.move(folder, target)
+    logger.info("%s was recorded by an earlier run: kept as %s", folder, target.name)
+
+
+def _drop_after(folder: Path, step: int) -> None:
+    for path in folder.iterdir():
+        if (part := _PART.fullmatch(path.name)) and int(part[1]) > step:
+            path.unlink()
+
+
+class RecordWriter:
+    """Writes one rank's parts until they fill `limit_gb`; from then on nothing."""
+
+    def __init__(self, folder: Path, *, rank: int, world_size: int, limit_gb: float) -> None:
+        self._folder = folder
+        self._rank = f"rank-{rank}-of-{world_size}"
+        self._limit_gb = limit_gb
+        self._full = False
+        earlier = folder.glob(f"step-*.rank-{rank}-of-*.npz")
+        self._bytes = sum(path.stat().st_size for path in earlier)
+
+    def write(self, step: int, tokens: Tokens, layers: Mapping[str, Routing]) -> None:
+        """One step's part."""
+        if self._full:
+            return
+        arrays: dict[str, Any] = {"rows": np.array(tokens.rows), "positions": tokens.positions}
+        for name, (experts_RPK, weights_RPK) in layers.items():
+            arrays[f"{name}.experts"] = _pack(experts_RPK)
+            arrays[f"{name}.weights"] = _pack(weights_RPK)
+        path = self._folder / f"step-{step}.{self._rank}.npz"
+        with (aside := path.with_name(f".{path.name}.tmp")).open("wb") as file:
+            np.savez(file, **arrays)
+        self._bytes += aside.stat().st_size
+        if self._bytes <= self._limit_gb * 1e9:
+            aside.replace(path)
+            return
+        self._full = True
+        aside.unlink()
+        logger.warning(
+            "%s records no routing from step %d on: debug.routing_record_gb=%g is reached",
+            self._rank,
+            step,
+            self._limit_gb,
+        )
+
+
+class Record:
+    """A finished record. ConfigError where there is none."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            header = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
+            self.dims = Dims(**header)
+        except (OSError, ValueError, TypeError):
+            raise ConfigError([f"{folder}: there is no routing record ({_HEADER})"]) from None
+        parts: dict[int, dict[tuple[int, int], Path]] = defaultdict(dict)
+        for path in folder.iterdir():
+            if match := _PART.fullmatch(path.name):
+                step, rank, ranks = map(int, match.groups())
+                parts[step][rank, ranks] = path
+        self._parts = {
+            step: [paths[rank] for rank in sorted(paths)]
+            for step, paths in sorted(parts.items())
+            if len(paths) == max(ranks for _, ranks in paths)
+        }
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of which every rank's part is there."""
+        return list(self._parts)
+
+    def step(self, step: int) -> "RecordedStep":
+        return RecordedStep(f"step {step} of {self.folder}", self._parts[step])
+
+    def check(self, dims: Dims, *, key: str) -> None:
+        """ConfigError, of a folder that `key` names, if the record is of another model."""
+        theirs, ours = asdict(self.dims), asdict(dims)
+        lines = [
+            f"{key}={self.folder} is of a model with {name}={theirs[name]}, this one has "
+            f"{ours[name]}: name a record of this model"
+            for name in ours
+            if theirs[name] != ours[name]
+        ]
+        if lines:
+            raise ConfigError(lines)
+
+
+class RecordedStep:
+    """One step of a record: all its ranks' parts. Its methods raise RunError for what is damaged
+    or not there."""
+
+    def __init__(self, name: str, paths: Sequence[Path]) -> None:
+        self._name = name
+        self.parts = [Part(path) for path in paths]
+
+    def experts(self, layer: str, tokens: Tokens) -> NDArray[np.uint16]:
+        """The experts of these tokens [R, P, K], best first."""
+        return self._gather(layer, "experts", tokens)
+
+    def weights(self, layer: str, tokens: Tokens) -> NDArray[np.float32]:
+        """The weights of these tokens' experts [R, P, K]."""
+        return self._gather(layer, "weights", tokens)
+
+    def _gather(self, layer: str, what: str, tokens: Tokens) -> NDArray[Any]:
+        out_RPK: NDArray[Any] | None = None
+        missing_RP = np.ones((len(tokens.rows), len(tokens.positions)), dtype=bool)
+        for part in self.parts:
+            if layer not in part.layers:
+                continue
+            rows = [
+                (i, part.places[row]) for i, row in enumerate(tokens.rows) if row in part.places
+            ]
+            _, ours_P, theirs_P = np.intersect1d(
+                tokens.positions, part.tokens.positions, assume_unique=True, return_indices=True
+            )
+            if not rows or not len(ours_P):
+                continue
+            ours_R, theirs_R = np.array(rows).T
+            found_RPK = part.read(layer, what)
+            if out_RPK is None:
+                out_RPK = np.empty((*missing_RP.shape, found_RPK.shape[-1]), found_RPK.dtype)
+            out_RPK[np.ix_(ours_R, ours_P)] = found_RPK[np.ix_(theirs_R, theirs_P)]
+            missing_RP[np.ix_(ours_R, ours_P)] = False
+        if out_RPK is None or missing_RP.any():
+            row, position = np.argwhere(missing_RP)[0]
+            raise RunError(
+                f"{self._name} has no routing of {layer} for the row "
+                f"{tokens.rows[row].fingerprint:08x} at position {tokens.positions[position]}: the "
+                f"record is of other data"
+            )
+        return out_RPK
+
+
+class Part:
+    """One rank's file of a step; its arrays are read when they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @cached_property
+    def _arrays(self) -> Mapping[str, NDArray[Any]]:
+        with _readable(self._path):
+            return np.load(self._path)
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        with _readable(self._path):
+            rows = [RowName(*row) for row in self._arrays["rows"].tolist()]
+            return Tokens(rows, self._arrays["positions"])
+
+    @cached_property
+    def places(self) -> dict[RowName, int]:
+        """Where each row stands."""
+        return {row: place for place, row in enumerate(self.tokens.rows)}
+
+    @cached_property
+    def layers(self) -> list[str]:
+        return [n.removesuffix(".experts") for n in self._arrays if n.endswith(".experts")]
+
+    def read(self, layer: str, what: str) -> NDArray[Any]:
+        """`experts` or `weights` of a layer, [R, P, K]."""
+        shape = len(self.tokens.rows), len(self.tokens.positions), -1
+        with _readable(self._path):
+            return _unpack(self._arrays[f"{layer}.{what}"], _TYPES[what]).reshape(shape)
+
+
+def _pack(array: NDArray[Any]) -> NDArray[np.uint8]:
+    planes = np.ascontiguousarray(array).view(np.uint8).reshape(-1, array.itemsize).T
+    return np.frombuffer(zstandard.compress(planes.tobytes(), level=1), np.uint8)
+
+
+def _unpack(packed: NDArray[np.uint8], dtype: type[np.generic]) -> NDArray[Any]:
+    planes = np.frombuffer(zstandard.decompress(packed.tobytes()), np.uint8)
+    return np.ascontiguousarray(planes.reshape(np.dtype(dtype).itemsize, -1).T).view(dtype)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise RunError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
