@@ -201,8 +201,13 @@ class RecordedStep:
     or not there."""
 
     def __init__(self, name: str, paths: Sequence[Path]) -> None:
-        self._name = name
+        self.name = name
         self.parts = [Part(path) for path in paths]
+
+    def num_tokens(self, layer: str) -> int:
+        """How many a layer routed."""
+        tokens = [part.tokens for part in self.parts if layer in part.layers]
+        return sum(len(rows) * len(positions) for rows, positions in tokens)
 
     def experts(self, layer: str, tokens: Tokens) -> NDArray[np.uint16]:
         """The experts of these tokens [R, P, K], best first."""
@@ -235,7 +240,7 @@ class RecordedStep:
         if out_RPK is None or missing_RP.any():
             row, position = np.argwhere(missing_RP)[0]
             raise RunError(
-                f"{self._name} has no routing of {layer} for the row "
+                f"{self.name} has no routing of {layer} for the row "
                 f"{tokens.rows[row].fingerprint:08x} at position {tokens.positions[position]}: the "
                 f"record is of other data"
             )
