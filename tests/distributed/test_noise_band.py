@@ -1,17 +1,14 @@
 """Layouts stay inside the band of harmless repeats, and mistakes do not."""
 
-from collections.abc import Callable
-
 import pytest
 
-from titan_moe.build import ShardedModel
 from titan_moe.config.job import JobConfig
 from titan_moe.config.load import load_job
 from titan_moe.models.registry import model_config
-from titan_moe.train_step import TrainStep
 from titan_moe.verify.case import at_depth
 from titan_moe.verify.layouts import parse
 from titan_moe.verify.noise_band import Band
+from titan_moe.verify.noise_mistakes import double_routers, drop_an_expert, enlarge_all
 from titan_moe.verify.noise_runs import Run, harmless_runs, train, with_dtype
 
 CONFIG = at_depth(model_config("deepseek_v3", "gate"), 3)
@@ -29,39 +26,12 @@ def make_job(dtype: str, steps: int, **changes: dict) -> JobConfig:
     return with_dtype(JobConfig.model_validate(tables), dtype)
 
 
-def spoil_grads(step_fn: TrainStep, spoil: Callable[[], None]) -> None:
-    """Spoil a step's gradients when all of its microbatches have been through."""
-    reduce = step_fn._reduce
-
-    def spoil_and_reduce(*args):
-        spoil()
-        return reduce(*args)
-
-    step_fn._reduce = spoil_and_reduce
-
-
-def double_router(sharded: ShardedModel, step_fn: TrainStep) -> None:
-    gates = [moe.router.gate.weight for moe in sharded.moe_layers().values()]
-    spoil_grads(step_fn, lambda: [gate.grad.mul_(2) for gate in gates])
-
-
-def drop_an_expert(sharded: ShardedModel, step_fn: TrainStep) -> None:
-    *_, last = sharded.moe_layers().values()
-    weights = list(last.experts.parameters())
-    spoil_grads(step_fn, lambda: [weight.grad.to_local()[0].zero_() for weight in weights])
-
-
-def enlarge_all(sharded: ShardedModel, step_fn: TrainStep) -> None:
-    grads = [parameter for _, parameter in sharded.named_parameters()]
-    spoil_grads(step_fn, lambda: [parameter.grad.mul_(1.02) for parameter in grads])
-
-
 LARGE = {
     "learning rate 2 % off": ({"optimizer": {"lr": 1.02 * LR}}, None),
     "all gradients 2 % too large": ({}, enlarge_all),
 }
 SMALL = {
-    "router's gradient doubled": ({}, double_router),
+    "router's gradient doubled": ({}, double_routers),
     "an expert's gradient dropped": ({}, drop_an_expert),
     "an auxiliary loss dropped": ({"moe": {"sequence_aux_loss_weight": 0.0}}, None),
 }
@@ -76,7 +46,7 @@ def test_a_layout_is_inside_and_a_doubled_gradient_is_not():
     band = Band([train(job, CONFIG, run) for run in alone])
     judgement = band.judge(train(job, CONFIG, Run(parse("dp_shard=2,ep=2"))))
     assert judgement.inside, judgement.line()
-    judgement = band.judge(train(job, CONFIG, Run(alter=double_router)))
+    judgement = band.judge(train(job, CONFIG, Run(alter=double_routers)))
     assert judgement.first_outside == 1 and judgement.quantity == "grad_norm", judgement.line()
 
 

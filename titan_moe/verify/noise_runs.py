@@ -1,9 +1,9 @@
 """The trainings that a noise band is measured from: the same one, in other orders of summation."""
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +18,10 @@ from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.models.config import ModelConfig
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import lr_factor, set_lr
-from titan_moe.train_step import TrainStep
+from titan_moe.train_step import StepResult, TrainStep
 from titan_moe.verify.layouts import Layout, overrides, parse
-from titan_moe.verify.noise_band import Curve
-from titan_moe.verify.on_rank import own_batches
 from titan_moe.verify.ranks import run_ranks
-from titan_moe.verify.reference import Rows
+from titan_moe.verify.records import LOAD_OF, NORM_OF, Curve
 
 SMALL_LAYOUTS = ("dp_shard=2", "dp_shard=2,ep=2", "tp=2", "cp=2", "tp=2,etp=2", "cp=2,tp=2,ep=4")
 """Proven in float64 by the gate; each adds up in orders of its own."""
@@ -43,7 +41,7 @@ class Run:
 
     layout: Layout = field(default_factory=Layout)
     order: int = 0
-    """Seed of the order of each global batch's rows; 0 leaves them as they come."""
+    """debug.permute_rows: seed of the order of each global batch's rows; 0: as they come."""
     local_batch_size: int | None = None
     """Rows of a microbatch; left out, as the job says, or all rows of the rank if fewer."""
     alter: Callable[[ShardedModel, TrainStep], None] | None = None
@@ -55,34 +53,39 @@ class Run:
         return f"{self.layout}{rows}" + (f",order={self.order}" if self.order else "")
 
 
-def harmless_runs(job: JobConfig, config: ModelConfig, number: int) -> list[Run]:
-    """`number` runs that differ by rounding only.
+def harmless_runs(
+    job: JobConfig, config: ModelConfig, number: int, *, first: int = 1, most_ranks: int = 4
+) -> list[Run]:
+    """`number` runs that differ by rounding only, those with other `first` numbers by other orders.
 
-    They take turns: the rows of a global batch in another order on one rank, in microbatches of
-    another size, and small layouts, these too with their rows in another order. A sum over rows
-    does not depend on their order, nor does any statistic of the step; only its rounding does.
+    They take turns: the rows of a global batch in another order, in microbatches of each size, and
+    in a small layout. A sum over rows does not depend on their order, nor does any statistic of the
+    step; only its rounding does.
     """
     rows = job.training.global_batch_size
     sizes = [rows // pieces for pieces in (1, 2, 4) if rows % pieces == 0]
-    layouts = [x for x in map(parse, SMALL_LAYOUTS) if not refusal(job, config, Run(x))]
+    layouts = [layout for layout in map(parse, SMALL_LAYOUTS) if layout.world_size <= most_ranks]
+    layouts = [layout for layout in layouts if not refusal(job, config, Run(layout))]
     found = []
-    for order in range(1, number + 1):
-        turn, alone = divmod(order - 1, 2)
-        if alone or not layouts:
-            found.append(Run(order=order, local_batch_size=sizes[turn % len(sizes)]))
-        else:
+    for order in range(first, first + number):
+        turn, kind = divmod(order - 1, len(sizes) + 1)
+        if kind == len(sizes) and layouts:
             found.append(Run(layouts[turn % len(layouts)], order))
+        else:
+            found.append(Run(order=order, local_batch_size=sizes[kind % len(sizes)]))
     return found
 
 
-def train(job: JobConfig, config: ModelConfig, run: Run) -> Curve:
-    """Train all steps of the job; loss and gradient norm of each. Raises ConfigError."""
+def train(job: JobConfig, config: ModelConfig, run: Run, *, parameter_norms: bool = False) -> Curve:
+    """Train all steps of the job: loss, gradient norm and rows per expert of each, and every
+    parameter's gradient norm if asked for. Raises ConfigError."""
     if lines := refusal(job, config, run):
         raise ConfigError([f"{run}: {line}" for line in lines])
-    task = setting(job, run), config, run, _global_batches(job, run.order)
-    results = run_ranks(_train_on_rank, run.layout.world_size, *task, timeout_s=_TIMEOUT_S)
-    loss, grad_norm = np.array(results[0]).T
-    return Curve(str(run), range(1, job.training.steps + 1), loss, grad_norm)
+    task = setting(job, run), config, run, parameter_norms
+    layers, results = run_ranks(_train_on_rank, run.layout.world_size, *task, timeout_s=_TIMEOUT_S)[
+        0
+    ]
+    return _curve(str(run), job.training.steps, layers, results)
 
 
 def setting(job: JobConfig, run: Run) -> JobConfig:
@@ -92,6 +95,7 @@ def setting(job: JobConfig, run: Run) -> JobConfig:
     # A pipeline takes all its rows in one run of its schedule.
     local = rows if run.layout.pp > 1 else min(rows, job.training.local_batch_size)
     tables["training"] = {"local_batch_size": run.local_batch_size or local}
+    tables["debug"] = {"permute_rows": run.order}
     tables["parallelism"] |= {
         "module_fqns_per_model_part": None,
         "pipeline_parallel_microbatch_size": 1,
@@ -113,35 +117,10 @@ def refusal(job: JobConfig, config: ModelConfig, run: Run) -> Sequence[str]:
     return check(setting(job, run), config, run.layout.world_size, num_gpus=0)
 
 
-def _global_batches(job: JobConfig, order: int) -> list[tuple[np.ndarray, ...]]:
-    """Tokens, labels and documents of all rows of each step, the rows in the order of that seed.
-
-    Read here and not by each rank, and as arrays, for tensors would travel as file handles.
-    """
-    training = job.training
-    rows = training.global_batch_size
-    loader = build_loader(
-        training.model_copy(update={"local_batch_size": rows}),
-        load_tokenizer(job.model.tokenizer_path),
-        seed=job.debug.seed,
-        rank=0,
-        num_ranks=1,
-        global_batch_size=rows,
-    )
-    shuffle = np.random.default_rng(order).permutation if order else np.arange
-    found = []
-    for _ in range(training.steps):
-        (batch,) = loader.next_step()
-        place_B = shuffle(rows)
-        whole = batch.tokens_BS, batch.labels_BS, batch.documents_BS
-        found.append(tuple(x.numpy()[place_B] for x in whole))
-    loader.close()
-    return found
-
-
 def _train_on_rank(
-    job: JobConfig, config: ModelConfig, run: Run, batches: list[tuple[np.ndarray, ...]]
-) -> list[tuple[float, float]]:
+    job: JobConfig, config: ModelConfig, run: Run, parameter_norms: bool
+) -> tuple[list[str], list[StepResult]]:
+    """The MoE layers' names, and what each step measured up to the first that is not finite."""
     warnings.simplefilter("ignore", FutureWarning)
     layout, training, cpu = run.layout, job.training, torch.device("cpu")
     sharded = build_sharded_model(job, config, device=cpu, world_size=layout.world_size)
@@ -149,13 +128,53 @@ def _train_on_rank(
     step_fn = TrainStep(sharded, optimizer, training, device=cpu)
     if run.alter is not None:
         run.alter(sharded, step_fn)
-    place = sharded.meshes.dims.coordinate(dist.get_rank(), "batch")
-    curve = []
-    for step, arrays in enumerate(batches, 1):
-        rows = Rows(*map(torch.from_numpy, arrays))
+    loader = build_loader(
+        training,
+        load_tokenizer(job.model.tokenizer_path),
+        seed=job.debug.seed,
+        rank=sharded.meshes.dims.coordinate(dist.get_rank(), "batch"),
+        num_ranks=layout.data_ranks,
+        global_batch_size=training.global_batch_size,
+        permutation=job.debug.permute_rows,
+    )
+    results = []
+    for step in range(1, training.steps + 1):
         set_lr(optimizer, lr_factor(step, job.lr_scheduler, training.steps))
-        result = step_fn(own_batches(rows, training.local_batch_size, place, layout.data_ranks))
-        curve.append((result.loss, result.grad_norm))
-        if not result.finite:
+        results.append(step_fn(loader.next_step(), parameter_norms=parameter_norms))
+        if not results[-1].finite:
             break
-    return curve + [(math.nan, math.nan)] * (len(batches) - len(curve))
+    loader.close()
+    return [name.removesuffix(".block") for name in sharded.all_moe_layers()], results
+
+
+def _curve(name: str, num_steps: int, layers: Sequence[str], results: list[StepResult]) -> Curve:
+    """NaN after the last result."""
+    rows = [_measured(layers, result) for result in results]
+    found = {
+        key: np.full((num_steps, *np.shape(value)), np.nan, dtype=np.float64)
+        for key, value in rows[0].items()
+    }
+    for step, row in enumerate(rows):
+        for key, value in row.items():
+            found[key][step] = value
+    loads = {layer: found.pop(LOAD_OF + layer) for layer in layers}
+    data = [result.data for result in results] if len(results) == num_steps else None
+    return Curve(name, range(1, num_steps + 1), found, loads, data)
+
+
+def _measured(layers: Sequence[str], result: StepResult) -> dict[str, Any]:
+    """A step's scalars and loads, under the names that a Curve has for them."""
+    found: dict[str, Any] = {"loss": result.loss, "grad_norm": result.grad_norm}
+    for name, norms in (result.parameter_norms or {}).items():
+        found |= norm_scalars(name, norms)
+    if result.counts_LE is not None:
+        for layer, counts_E in zip(layers, result.counts_LE.tolist(), strict=True):
+            found[LOAD_OF + layer] = counts_E
+    return found
+
+
+def norm_scalars(name: str, norms: Sequence[float]) -> dict[str, float]:
+    """A parameter's norms by their names in a Curve."""
+    if len(norms) == 1:
+        return {NORM_OF + name: norms[0]}
+    return {f"{NORM_OF}{name}[{expert}]": norm for expert, norm in enumerate(norms)}
