@@ -6,21 +6,14 @@ from typing import Any
 
 from titan_moe.verify.gate import Result
 from titan_moe.verify.layouts import AXES, OPTIONS, Layout, parse
+from titan_moe.verify.report_style import document
 
 _STYLE = """
-:root { color-scheme: light dark; --line: #8884; --bad: #c22; --good: #183; }
-body { font: 13px/1.4 system-ui, sans-serif; margin: 2rem auto; max-width: 90rem; padding: 0 1rem }
-h1 { font-size: 1.3rem; margin: 0 0 .5rem }
-p { margin: .3rem 0 }
 input { font: inherit; padding: .3rem .5rem; width: 28rem; max-width: 100%; margin: .8rem 0 }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
-th, td { text-align: left; padding: .2rem .4rem; border-bottom: 1px solid var(--line) }
-th { position: sticky; top: 0; background: Canvas; cursor: pointer; vertical-align: bottom }
-td.n { text-align: right; white-space: nowrap } td.one { opacity: .35 }
+th { position: sticky; top: 0; background: Canvas; cursor: pointer }
+td.one { opacity: .35 }
 td:last-child { overflow-wrap: anywhere }
 tr.why td { font: 12px/1.5 ui-monospace, monospace; white-space: pre-wrap; color: var(--bad) }
-.passed { color: var(--good) } .failed, .refused { color: var(--bad); font-weight: 600 }
-.wide { overflow-x: auto }
 """
 _SCRIPT = """
 const rows = [...document.querySelectorAll('tbody')];
@@ -59,17 +52,14 @@ def page(title: str, results: Sequence[Result], facts: Mapping[str, Any]) -> str
     )
     head = "".join(f"<th>{_breakable(name)}</th>" for name in heads)
     body = "".join(_row(result) for result in results)
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8>"
-        f"<meta name=viewport content='width=device-width'>"
-        f"<title>{escape(title)}</title><style>{_STYLE}</style>"
+    shown = (
         f"<h1>{escape(title)}</h1><p>{escape(said)}</p><p>{escape(measured)}</p>"
         f"<input placeholder='filter: failed tp=2 ulysses' aria-label=filter> "
         f"<span id=shown>{len(results)}</span> shown"
         f"<div class=wide><table><thead><tr>"
         f"{head}</tr></thead>{body}</table></div>"
-        f"<script>{_SCRIPT}</script></html>\n"
     )
+    return document(title, shown, style=_STYLE, script=_SCRIPT)
 
 
 def _row(result: Result) -> str:

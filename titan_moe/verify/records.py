@@ -23,7 +23,8 @@ Array = NDArray[np.float64]
 
 NORM_OF = "norm of "
 LOAD_OF = "load of "
-_SCALARS = ("loss", "grad_norm", "mtp_loss", "validation_loss", "lr")
+_SCALARS = ("loss", "grad_norm", "mtp_loss", "validation_loss", "lr", "tokens_per_second")
+_BUSIEST = "/max_over_mean"
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ def _read_curve(folder: Path, name: str) -> Curve:
     steps = sorted(lines)
     scalars = {
         key: np.array([_number(lines[step].get(key)) for step in steps])
-        for key in _SCALARS
-        if any(key in line for line in lines.values())
+        for key in dict.fromkeys(key for line in lines.values() for key in line)
+        if key in _SCALARS or key.endswith(_BUSIEST)
     }
     for key, values in _details(folder / "parameter_norms.jsonl", steps).items():
         single = values.shape[1] == 1

@@ -1,0 +1,268 @@
+"""A comparison of two runs as one self-contained HTML page."""
+
+from collections.abc import Callable
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from titan_moe.verify.comparison import Comparison, Verdict
+from titan_moe.verify.records import NORM_OF
+from titan_moe.verify.report_charts import (
+    draw_curves,
+    draw_difference,
+    draw_standing,
+    legend,
+    pair_lines,
+    svg,
+)
+from titan_moe.verify.report_data import Deviation, common_steps, deviations, relative_difference
+from titan_moe.verify.report_heat import LOAD, difference_of, ends, grid, heat_of, load_maps, scale
+from titan_moe.verify.report_sections import (
+    configurations,
+    environments,
+    layouts,
+    loud,
+    report,
+    values_table,
+)
+from titan_moe.verify.report_style import folded, paragraph, table
+from titan_moe.verify.report_words import (
+    ABSENT,
+    all_notes,
+    detail,
+    layout_words,
+    number,
+    relative_words,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    Draw = Callable[[Figure], None]
+
+KINDS = {
+    Verdict.IDENTICAL: "right",
+    Verdict.INSIDE: "right",
+    Verdict.DIFFERENT: "wrong",
+    Verdict.UNJUDGED: "open",
+}
+_MOST_ROWS = 30
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """Verdict, curves, expert load, routing, norms, layouts, configuration, environment, band."""
+    pair = comparison.baseline, comparison.candidate
+    sections = [
+        ("curves", "Curves", _curves(comparison)),
+        ("load", "Expert load", _load(comparison)),
+    ]
+    if comparison.flips is not None or comparison.replayed is not None:
+        sections.append(("routing", "Routing", _routing(comparison)))
+    sections += [
+        ("quantities", "What differs most", _quantities(comparison)),
+        ("layouts", "Layouts", layouts(pair)),
+        ("configuration", "Configuration", configurations(pair)),
+        ("environment", "Environment", environments(pair)),
+        ("band", "Noise band", _band(comparison)),
+    ]
+    return report(comparison.title, _top(comparison), sections)
+
+
+def _top(comparison: Comparison) -> str:
+    verdict = comparison.verdict.value
+    baseline, candidate = comparison.baseline, comparison.candidate
+    sides = "; ".join(
+        f"{role} {run.name} ({layout_words(run)}, {len(run.curve.steps)} steps)"
+        for role, run in (("baseline", baseline), ("candidate", candidate))
+    )
+    replayed = ""
+    if comparison.replayed is not None:
+        said = f"With the baseline's routing: {comparison.replayed.verdict.value}."
+        replayed = paragraph(f"{said} {detail(comparison.replayed)}")
+    return (
+        f'<div class="top {KINDS[comparison.verdict]}" id=verdict>'
+        f"<h2>{escape(verdict[0].upper() + verdict[1:])}</h2>"
+        f"{paragraph(detail(comparison))}{replayed}</div>"
+        f"{paragraph(f'Sides: {sides}.')}"
+        f"{loud('Caveats', comparison.caveats)}"
+        f"{loud('What is missing', all_notes((baseline, candidate)))}"
+    )
+
+
+def _curves(comparison: Comparison) -> str:
+    first = comparison.first.step if comparison.first else None
+    found = ""
+    for quantity in ("loss", "grad_norm"):
+        found += _chart(f"{quantity}, both runs", _overlay(comparison, quantity, first))
+        found += _chart(f"{quantity}, difference on a log scale", _difference(comparison, quantity))
+    others = [
+        key
+        for key in comparison.baseline.curve.scalars
+        if key not in ("loss", "grad_norm")
+        and not key.startswith((NORM_OF, "moe/"))
+        and key in comparison.candidate.curve.scalars
+    ]
+    more = "".join(_chart(key, _overlay(comparison, key, first)) for key in others)
+    if more:
+        more = folded(f"More curves: {', '.join(others)}", f"<div class=charts>{more}</div>")
+    return f"<div class=charts>{found}</div>{more}{_values(comparison)}"
+
+
+def _chart(what: str, draw: "Draw", height: float = 3.4) -> str:
+    return f"<div>{svg(what, what, draw, height=height)}</div>"
+
+
+def _overlay(comparison: Comparison, quantity: str, first: int | None) -> "Draw":
+    def draw(figure: "Figure") -> None:
+        lines = pair_lines(comparison, quantity)
+        draw_curves(figure.subplots(), quantity, lines, band=comparison.band, first=first)
+        legend(figure, columns=2)
+
+    return draw
+
+
+def _difference(comparison: Comparison, quantity: str) -> "Draw":
+    def draw(figure: "Figure") -> None:
+        draw_difference(figure.subplots(), quantity, comparison)
+        legend(figure, columns=2)
+
+    return draw
+
+
+def _values(comparison: Comparison) -> str:
+    first, second = comparison.baseline.curve, comparison.candidate.curve
+    common = common_steps(first, second)
+    keys = [k for k in ("loss", "grad_norm") if k in first.scalars and k in second.scalars]
+    heads = ["step"]
+    columns = [[str(step) for step in common.steps]]
+    for key in keys:
+        ours, theirs = first.scalars[key][common.first], second.scalars[key][common.second]
+        heads += [f"{key}, baseline", "candidate", "relative difference"]
+        columns += [[number(v) for v in ours], [number(v) for v in theirs]]
+        columns.append([relative_words(v) for v in relative_difference(ours, theirs)])
+    return values_table(heads, list(zip(*columns, strict=True)))
+
+
+def _load(comparison: Comparison) -> str:
+    baseline, candidate = comparison.baseline, comparison.candidate
+    heats = [heat_of(baseline), heat_of(candidate)]
+    difference = difference_of(baseline, candidate)
+    every = [*difference.busiest.values(), *difference.loads.values()]
+    if every and all((values == 0).all() for values in every):
+        return paragraph("The same in all layers and steps.") + load_maps(heats[:1])
+    return load_maps(heats, difference)
+
+
+def _routing(comparison: Comparison) -> str:
+    found = ""
+    flips = comparison.flips
+    if flips is not None:
+        share_SL = np.asarray(flips.share_SL, dtype=float)
+        top = float(np.nanmax(share_SL)) if share_SL.size else 0.0
+        found += paragraph(flips.line())
+        if top > 0:
+            label = ends(flips.layers)
+            head = "share of chosen experts that differ, layer by layer"
+            found += scale(LOAD, "0", f"{top:.2%}")
+            found += grid([head], [(label, [(flips.steps, share_SL.T, LOAD, top)])])
+        flipped, slots = flips.flipped_SL.sum(0), flips.slots_SL.sum(0)
+        rows = [
+            [layer, f"{flipped[i]:,}", f"{slots[i]:,}", f"{flipped[i] / max(slots[i], 1):.4%}"]
+            for i, layer in enumerate(flips.layers)
+        ]
+        heads = ["layer", "flipped", "of chosen experts", "share"]
+        found += folded(f"{len(rows)} layers", table(heads, rows, numbers=(1, 2, 3)))
+    if comparison.replayed is not None:
+        found += _replayed(comparison.replayed)
+    return found
+
+
+def _replayed(replayed: Comparison) -> str:
+    """What is left when the candidate routes as the baseline did is numeric drift alone."""
+    said = f"With the baseline's routing: {replayed.verdict.value}. {detail(replayed)}"
+    charts = "".join(
+        _chart(f"{quantity}, difference with replayed routing", _difference(replayed, quantity))
+        for quantity in ("loss", "grad_norm")
+    )
+    return f"{paragraph(said)}{loud('Caveats', replayed.caveats)}<div class=charts>{charts}</div>"
+
+
+def _quantities(comparison: Comparison) -> str:
+    """Every quantity at its worst step, the worst first; parameters' norms below in their own."""
+    every = deviations(comparison)
+    if not every:
+        return paragraph("No step, or no quantity, that both runs logged.")
+    norms = [one for one in every if one.quantity.startswith(NORM_OF)]
+    found = paragraph(
+        "Each quantity at the step where it is furthest out. "
+        + (
+            "Reach: distance from the band's middle in half widths of the band, each step alone; "
+            "above 1 is outside."
+            if comparison.band is not None
+            else "Sorted by relative difference, as there is no band."
+        )
+        + " Of a load, the relative difference is the share of rows that went to other experts."
+    )
+    found += _deviations([one for one in every if one not in norms])
+    if norms:
+        return f"{found}<h3>Norms of parameters' gradients</h3>{_deviations(norms)}"
+    return found + paragraph("Norms of parameters were not measured (metrics.log_parameter_norms).")
+
+
+def _deviations(found: list[Deviation]) -> str:
+    heads = [
+        "quantity",
+        "step",
+        "baseline",
+        "candidate",
+        "relative difference",
+        "reach",
+        "steps out",
+    ]
+    rows = [
+        [
+            one.quantity.removeprefix(NORM_OF),
+            str(one.step),
+            number(one.baseline),
+            number(one.candidate),
+            relative_words(one.relative),
+            ABSENT if one.reach is None else f"{one.reach:.3g}",
+            ABSENT if one.steps_outside is None else str(one.steps_outside),
+        ]
+        for one in found
+    ]
+    kinds = ["beyond" if (one.reach or 0) > 1 else "" for one in found]
+    shown = table(heads, rows[:_MOST_ROWS], numbers=range(1, 7), kinds=kinds)
+    if len(rows) > _MOST_ROWS:
+        rest = table(heads, rows[_MOST_ROWS:], numbers=range(1, 7), kinds=kinds[_MOST_ROWS:])
+        shown += folded(f"{len(rows) - _MOST_ROWS} more that differ less", rest)
+    return shown
+
+
+def _band(comparison: Comparison) -> str:
+    band = comparison.band
+    if band is None:
+        return paragraph("There is no band: no harmless repeats were trained.")
+    stated = band.as_json()["false_alarms"]
+    names = ", ".join(repeat.name for repeat in band.repeats)
+    found = paragraph(
+        f"Measured from {len(band.repeats)} harmless repeats of the baseline, over steps "
+        f"{band.steps[0]} to {band.steps[-1]}, in {len(band.quantities)} quantities. A curve's "
+        f"statistic is its largest distance from the repeats' middle in spreads, over all "
+        f"quantities, steps, and means over the last 2, 4, 8, ... steps; outside is above "
+        f"{band.limit:.2f}."
+    )
+    found += paragraph(
+        f"False alarms: a harmless curve is outside in {stated['if_log_normal']:.1%} of cases if "
+        f"the statistic is log-normal, and in at most {stated['at_most']:.1%} whatever it is."
+    )
+
+    def draw(figure: "Figure") -> None:
+        draw_standing(figure.subplots(), comparison)
+        legend(figure)
+
+    if comparison.judgement is not None:
+        chart = _chart("statistics of the repeats and the candidate", draw, height=1.6)
+        found += f"<div class=charts>{chart}</div>"
+    return found + folded("The repeats", paragraph(names))
