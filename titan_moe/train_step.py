@@ -6,6 +6,7 @@ by the global number of target tokens of the step ends it. No other divisor exis
 
 import math
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,19 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
+class Observer(Protocol):
+    """Who looks on while a step is made; changes nothing."""
+
+    def reads(self, batch: Batch, rows: Microbatch) -> None:
+        """Before the forward of these rows, of which this rank has a part."""
+
+    def accumulated(self) -> None:
+        """After all sums of gradients over ranks, before clipping."""
+
+    def updated(self, result: StepResult) -> None:
+        """After the update."""
+
+
 class TrainStep:
     """Forward, backward and update over the microbatches of one step."""
 
@@ -77,19 +91,27 @@ class TrainStep:
         self._parameter_norms = grad_norm.ParameterNorms(sharded.names, self._num_experts)
         self._device = device
 
-    def __call__(self, batches: list[Batch], *, parameter_norms: bool = False) -> StepResult:
+    def __call__(
+        self,
+        batches: list[Batch],
+        *,
+        parameter_norms: bool = False,
+        observer: Observer | None = None,
+    ) -> StepResult:
         """Train on one step's microbatches, and measure every parameter's norm if asked to.
 
         If the result is not finite, nothing is updated, and the gradients stay for whoever looks
         for the reason; `discard` clears them. A step without a target token updates nothing either.
         """
-        result = self._accumulate(batches)
+        result = self._accumulate(batches, observer)
         if parameter_norms:
             result = replace(result, parameter_norms=self._norms(result.num_targets))
         if not result.finite:
             return result
         if result.num_targets > 0:
             self._update(result)
+        if observer is not None:
+            observer.updated(result)
         self.discard()
         return result
 
@@ -104,11 +126,14 @@ class TrainStep:
         """Free all gradients."""
         self._optimizer.zero_grad()
 
-    def _accumulate(self, batches: list[Batch]) -> StepResult:
+    def _accumulate(self, batches: list[Batch], observer: Observer | None) -> StepResult:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         num_targets = data = 0
         for batch in batches:
-            loss_sum += self._sharded.execution.train(own_rows(batch, self._sharded, self._device))
+            rows = own_rows(batch, self._sharded, self._device)
+            if observer is not None:
+                observer.reads(batch, rows)
+            loss_sum += self._sharded.execution.train(rows)
             num_targets += own_targets(batch, self._sharded)
             data += own_data(batch, self._sharded)
         meshes = self._sharded.meshes
@@ -122,6 +147,8 @@ class TrainStep:
                 num_experts=self._num_experts,
                 device=self._device,
             )
+        if observer is not None:
+            observer.accumulated()
         return self._reduce(loss_sum, num_targets, data, counts_LE)
 
     def _reduce(

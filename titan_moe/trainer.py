@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from titan_moe.build import ShardedModel, build_sharded_model
+from titan_moe.capture.step import StepCapture
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.config.checks import check_vocabulary
 from titan_moe.config.errors import ConfigError
@@ -132,8 +133,13 @@ class Trainer:
             batches = self.loader.next_step()
         factor = lr_factor(step, self.job.lr_scheduler, training.steps)
         set_lr(self.optimizer, factor)
+        capture = self._capture(step) if step == self.job.debug.capture_step else None
         with phases("step"), self.routing.step(step, batches):
-            result = self.train_step(batches, parameter_norms=self.report.wants_norms(step))
+            result = self.train_step(
+                batches, parameter_norms=self.report.wants_norms(step), observer=capture
+            )
+        if capture is not None:
+            capture.write(self.folder)
         if not result.finite:
             self._handle_nonfinite(step, result, batches, before)
 
@@ -153,6 +159,12 @@ class Trainer:
         )
         with phases("checkpoint"):
             self.checkpointer.maybe_save(step, self._state(), last=step == training.steps)
+
+    def _capture(self, step: int) -> StepCapture:
+        training = self.job.training
+        wide = training.dtype == "float64"
+        compute_dtype = "float64" if wide else training.mixed_precision_param
+        return StepCapture(self.sharded, self.optimizer, step=step, compute_dtype=compute_dtype)
 
     def _handle_nonfinite(
         self, step: int, result: StepResult, batches: list[Batch], before: dict[str, Any]

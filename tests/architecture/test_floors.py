@@ -27,6 +27,7 @@ _FLOORS = {
     "planner": 3,
     "build": 4,
     "routing_record": 4,
+    "capture": 5,
     "nonfinite": 5,
     "report": 5,
     "routing_trace": 5,

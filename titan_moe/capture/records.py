@@ -1,0 +1,103 @@
+"""What one rank has seen of a step: sketches by place, and the file that they are written to."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Place(NamedTuple):
+    """Where in a step a tensor stands."""
+
+    phase: str
+    """One of PHASES."""
+    module: str
+    """Its name in the model."""
+    tensor: str
+    """Which of its tensors; of a gradient, what it is the gradient of."""
+
+
+PHASES = (
+    "data",
+    "start",
+    "forward",
+    "loss",
+    "backward",
+    "gradient",
+    "norm",
+    "counts",
+    "balance",
+    "moments",
+    "parameters",
+)
+"""In the order in which a step makes one from the other: what it reads; the parameters that it
+starts from; modules' outputs; sums of losses; modules' input gradients; gradients of parameters,
+reduced; the gradient norm; tokens per expert; what routers remember of them; AdamW's moments; the
+parameters that it ends with."""
+
+
+class Kind(NamedTuple):
+    """How a place's values are told apart and put together."""
+
+    keys: str
+    """"tokens": (row, position); "experts": (expert, 0); "tensor": (0, 0); "numbers": (i, 0)."""
+    exact: bool = True
+    """Whether the sums of squares add up: not those of parts of a sum."""
+
+
+TOKENS = Kind("tokens")
+TOKEN_SUMS = Kind("tokens", exact=False)
+EXPERTS = Kind("experts")
+EXPERT_SUMS = Kind("experts", exact=False)
+TENSOR = Kind("tensor")
+NUMBERS = Kind("numbers")
+
+
+class Records:
+    """Sketches by place. Ranks' values of one key and one part are copies; parts add up."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Place, Kind] = {}
+        self._orders: dict[Place, tuple[int, int]] = {}
+        self._chunks: dict[Place, list[dict[str, Tensor]]] = defaultdict(list)
+
+    def add(
+        self,
+        place: Place,
+        kind: Kind,
+        order: tuple[int, int],
+        *,
+        keys: Tensor,
+        part: int,
+        values: Tensor,
+        **beside: Tensor,
+    ) -> None:
+        """Keep a chunk of a place.
+
+        Args:
+            order: the stage of the pipeline, and the place's number in it.
+            keys: [N, 2] int64.
+            part: which part of the whole these values are; those of different parts are added.
+            values: [N, 1 + P] sketches, or [N, 1] numbers.
+            beside: more to keep of each key.
+        """
+        self._kinds[place] = kind
+        self._orders.setdefault(place, order)
+        parts = torch.full((len(keys),), part, dtype=torch.int64)
+        self._chunks[place].append({"keys": keys, "parts": parts, "values": values, **beside})
+
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        """Write all of it; a reader needs torch.load(weights_only=True)."""
+        records = [
+            {
+                "place": list(place),
+                "kind": list(self._kinds[place]),
+                "order": list(self._orders[place]),
+                **{name: torch.cat([c[name].cpu() for c in chunks]) for name in chunks[0]},
+            }
+            for place, chunks in self._chunks.items()
+        ]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"facts": facts, "records": records}, path)
