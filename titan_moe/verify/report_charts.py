@@ -4,7 +4,7 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ import numpy as np
 
 from titan_moe.verify.comparison import Comparison
 from titan_moe.verify.noise_band import Band
-from titan_moe.verify.noise_fit import RESOLUTION
 from titan_moe.verify.records import Array, Curve, RunRecord
 from titan_moe.verify.report_data import common_steps, relative_difference, thinned
 from titan_moe.verify.report_style import PALETTE
@@ -22,10 +21,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, FigureBase
 
 INK, SOFT, GRID, BAD, BAND = (PALETTE[name][0] for name in ("ink", "soft", "grid", "bad", "band"))
+FLOAT32 = float(np.finfo(np.float32).eps)
+"""Losses and norms are added up in it: what is nearer than this is the same."""
 SERIES = [
     PALETTE[name][0] for name in ("one", "two", "three", "four", "five", "six", "seven", "eight")
 ]
-UNITS = {"loss": "nats per token", "grad_norm": "norm of the gradients, before clipping"}
+UNITS = {"loss": "nats per token", "grad_norm": "norm before clipping"}
 _DASHES = ("-", "--", ":", "-.")
 _MOST_REPEATS = 40
 _FEW_POINTS = 12
@@ -93,6 +94,8 @@ def run_lines(runs: Sequence[RunRecord], quantity: str) -> list[Line]:
             run.curve.scalars[quantity],
             SERIES[i % len(SERIES)],
             _DASHES[i // len(SERIES) % len(_DASHES)],
+            # Wide ones below, so that all are seen where they agree.
+            max(1.0, 3.2 - i * 2.2 / max(1, len(runs) - 1)) if len(runs) > 1 else 1.2,
         )
         for i, run in enumerate(runs)
         if quantity in run.curve.scalars
@@ -102,12 +105,9 @@ def run_lines(runs: Sequence[RunRecord], quantity: str) -> list[Line]:
 def pair_lines(comparison: Comparison, quantity: str) -> list[Line]:
     """The baseline wide, the candidate thin above it, so that both are seen where they agree."""
     pair = (comparison.baseline, "-", 2.6), (comparison.candidate, "--", 1.2)
-    roles = zip(("baseline", "candidate"), SERIES, pair, strict=False)
     return [
-        Line(
-            f"{role} {run.name}", run.curve.steps, run.curve.scalars[quantity], color, style, width
-        )
-        for role, color, (run, style, width) in roles
+        Line(run.name, run.curve.steps, run.curve.scalars[quantity], color, style, width)
+        for color, (run, style, width) in zip(SERIES, pair, strict=False)
         if quantity in run.curve.scalars
     ]
 
@@ -126,6 +126,15 @@ def draw_curves(
         low, high = band.edges(quantity)
         axes.fill_between(band.steps, low, high, color=BAND, alpha=0.35, lw=0, label="noise band")
     for line in lines:
+        own = np.isfinite(line.values)
+        if quantity not in UNITS:
+            # Of what is measured now and then, the points are joined.
+            steps = np.asarray(line.steps)[own].tolist()
+            line = replace(line, steps=steps, values=line.values[own])
+        elif not own.all():
+            step = line.steps[int(np.flatnonzero(~own)[0])]
+            name = f"{line.label}: no finite value in step {step}"
+            axes.axvline(step, color=line.color, lw=1.2, ls=":", label=name)
         _draw_line(axes, line)
     known = [v for line in lines for v in line.values[np.isfinite(line.values)]]
     if quantity == "grad_norm" and known and min(known) > 0:
@@ -159,9 +168,12 @@ def draw_difference(axes: "Axes", quantity: str, comparison: Comparison) -> None
         at = np.array(common.steps)[equal]
         label = f"equal bits ({equal.sum()} of {len(found)} steps)"
         axes.plot(at, np.full(len(at), floor), "|", color=SERIES[2], markersize=5, label=label)
-    axes.axhline(RESOLUTION, color=SOFT, lw=0.8, ls=":", label="resolution of float32")
+    axes.axhline(FLOAT32, color=SOFT, lw=0.8, ls=":", label="resolution of float32")
     log_scale(axes)
     axes.set_ylim(bottom=floor / 2)
+    ends = min(first.steps[0], second.steps[0]), max(first.steps[-1], second.steps[-1])
+    if ends[0] < ends[1]:
+        axes.set_xlim(ends[0] - (ends[1] - ends[0]) / 50, ends[1] + (ends[1] - ends[0]) / 50)
     _mark_first(axes, comparison.first.step if comparison.first else None)
 
 
@@ -169,19 +181,19 @@ def draw_standing(axes: "Axes", comparison: Comparison) -> None:
     """The repeats' own statistics, the limit and where the candidate stands, on one line."""
     band, judgement = comparison.band, comparison.judgement
     assert band is not None and judgement is not None
-    title(axes, "largest distance of each curve from the others", "")
+    title(axes, "how far out each curve is", "")
     repeats = np.asarray(band.statistics, dtype=float)
     axes.plot(repeats, np.zeros(len(repeats)), "o", color=SOFT, alpha=0.6, label="harmless repeats")
-    axes.axvline(band.limit, color=INK, lw=1, ls="--", label=f"limit {band.limit:.2f}")
+    axes.axvline(band.limit, color=INK, lw=1, ls="--", label=f"limit {band.limit:.3g}")
     statistic = judgement.statistic
     if np.isfinite(statistic):
         color = SERIES[0] if judgement.inside else SERIES[1]
-        label = f"candidate {statistic:.2f}"
+        label = f"candidate {statistic:.3g}"
         axes.plot([statistic], [0], "D", color=color, markersize=8, label=label)
         if statistic > 10 * band.limit:
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter(_plain)
-    axes.set(xlabel="spreads", yticks=[])
+    axes.set(xlabel="distance over what noise may do", yticks=[])
     axes.spines["left"].set_visible(False)
     axes.grid(False)
 
@@ -210,6 +222,8 @@ def title(axes: "Axes", text: str, unit: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(SOFT)
     axes.tick_params(color=SOFT, labelcolor=INK)
+    axes.tick_params(which="minor", length=0)
+    axes.margins(x=0.02)
 
 
 def message(axes: "Axes", text: str) -> None:
@@ -223,8 +237,10 @@ def log_scale(axes: "Axes") -> None:
 
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    subs = (1.0, 2.0, 5.0) if high < 200 * low else (1.0,)
-    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=8))
+    subs: tuple[float, ...] = (1.0,)
+    if high < 200 * low:
+        subs = (1.0, 2.0, 5.0) if high > 8 * low else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=9))
     axes.yaxis.set_major_formatter(_plain)
     axes.yaxis.set_minor_formatter(NullFormatter())
 
@@ -237,8 +253,8 @@ def _plain(value: float, _: float | None = None) -> str:
 
 
 def _floor(found: Array) -> float:
-    positive = found[found > 0]
-    return float(min(positive.min(), RESOLUTION)) / 3 if len(positive) else RESOLUTION / 3
+    positive = found[(found > 0) & np.isfinite(found)]
+    return float(min(positive.min(), FLOAT32)) / 3 if len(positive) else FLOAT32 / 3
 
 
 def _draw_noise(axes: "Axes", quantity: str, band: Band, candidate: Curve, floor: float) -> None:

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan_moe.verify.comparison import Comparison
-from titan_moe.verify.records import LOAD_OF, Array, Curve
+from titan_moe.verify.noise_fit import norm_logs
+from titan_moe.verify.records import LOAD_OF, NORM_OF, Array, Curve
 
 MOST_POINTS = 1500
 """More points than a chart has pixels make a page heavy and no clearer."""
@@ -34,7 +35,8 @@ class Deviation:
     candidate: float
     """NaN for loads, which are many numbers."""
     relative: float
-    """|candidate - baseline| / |baseline|; of a load, the share of rows at other experts."""
+    """|candidate - baseline| / |baseline|; of a load, the share of rows at other experts. Of a
+    parameter's norm what is far below the total norm counts as that much."""
     reach: float | None
     """Distance from the band's middle in half widths of the band, each step alone; above 1 is
     outside. None without a band."""
@@ -50,11 +52,14 @@ def common_steps(first: Curve, second: Curve) -> Common:
 
 
 def relative_difference(first: Array, second: Array) -> Array:
-    """|second - first| / |first|, 0 where both are equal, NaN where one is not finite."""
+    """|second - first| / |first|, 0 where both are equal, infinite where one of them is not
+    finite, NaN where both are not."""
     with np.errstate(divide="ignore", invalid="ignore"):
         found = np.abs(second - first) / np.abs(first)
     found[first == second] = 0.0
-    found[~(np.isfinite(first) & np.isfinite(second))] = np.nan
+    finite = np.isfinite(first), np.isfinite(second)
+    found[finite[0] ^ finite[1]] = np.inf
+    found[~finite[0] & ~finite[1]] = np.nan
     return found
 
 
@@ -93,12 +98,16 @@ def deviations(comparison: Comparison) -> list[Deviation]:
     if not common.steps:
         return []
     reaches = _reaches(comparison)
+    first_floored, second_floored = _floored_norms(first), _floored_norms(second)
     found = []
     for key in first.scalars:
         if key.startswith(_NOT_COMPARED) or key not in second.scalars:
             continue
         ours, theirs = first.scalars[key][common.first], second.scalars[key][common.second]
-        relative = relative_difference(ours, theirs)
+        relative = relative_difference(
+            first_floored.get(key, first.scalars[key])[common.first],
+            second_floored.get(key, second.scalars[key])[common.second],
+        )
         found.append(_deviation(key, common.steps, (ours, theirs), relative, reaches.get(key)))
     for layer in first.loads:
         ours_SE, theirs_SE = first.loads[layer], second.loads.get(layer)
@@ -136,9 +145,13 @@ def _reaches(comparison: Comparison) -> dict[str, tuple[list[int], Array]]:
     if band is None or list(curve.steps) != list(band.steps):
         return {}
     found = {}
+    floored = _floored_norms(curve)
     for quantity in band.quantities:
         low, high = band.edges(quantity)
-        middle, values = band.location(quantity), band.values(curve, quantity)
+        middle = band.location(quantity)
+        if quantity not in (*curve.scalars, *(LOAD_OF + layer for layer in curve.loads)):
+            continue
+        values = floored.get(quantity, band.values(curve, quantity))
         half = np.where(values > middle, high - middle, middle - low)
         distance = np.abs(values - middle)
         if quantity.startswith(LOAD_OF):
@@ -149,3 +162,13 @@ def _reaches(comparison: Comparison) -> dict[str, tuple[list[int], Array]]:
         reach[distance == 0] = 0.0
         found[quantity] = (list(band.steps), np.nan_to_num(reach, nan=np.inf, posinf=np.inf))
     return found
+
+
+def _floored_norms(curve: Curve) -> dict[str, Array]:
+    """Parameters' norms as the band compares them."""
+    norms = {key: values for key, values in curve.scalars.items() if key.startswith(NORM_OF)}
+    if not norms:
+        return {}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rows = np.exp(norm_logs(np.stack(list(norms.values()))))
+    return dict(zip(norms, rows, strict=True))

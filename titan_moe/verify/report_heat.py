@@ -20,6 +20,8 @@ STYLE = """
 .heat { display: grid; gap: .25rem .8rem; align-items: center; margin: .4rem 0;
   grid-template-columns: max-content repeat(var(--columns), minmax(8rem, 1fr)) }
 .heat b { font-size: 12px; overflow-wrap: anywhere }
+.heat .span { display: flex; flex-direction: column; justify-content: space-between;
+  align-self: stretch }
 .heat small { color: var(--soft); display: block }
 .heat img { width: 100%; display: block; image-rendering: pixelated;
   outline: 1px solid var(--line) }
@@ -111,7 +113,7 @@ def grid(
     the value at the end of the scale) for each column)."""
     cells = ["<span></span>", *(f"<b>{escape(head)}</b>" for head in heads)]
     for label, maps in rows:
-        cells.append(f"<div>{label}</div>")
+        cells.append(label)
         cells += [image(values, colors, top) for _, values, colors, top in maps]
     cells.append("<small>step</small>")
     for steps, *_ in rows[0][1]:
@@ -126,16 +128,21 @@ def grid(
 def ends(names: Sequence[str]) -> str:
     """The label of a map whose rows have these names."""
     if len(names) == 1:
-        return f"<b>{escape(names[0])}</b>"
-    return f"<b>{escape(names[0])}</b><small>to</small><b>{escape(names[-1])}</b>"
+        return f"<div><b>{escape(names[0])}</b></div>"
+    return f"<div class=span><b>{escape(names[0])}</b><b>{escape(names[-1])}</b></div>"
 
 
 def image(values_RS: Array, colors: str, top: float) -> str:
     """Rows from the top, one cell a step (of many, their mean); what is no number is empty."""
     cells = _binned(values_RS)
-    low = -top if colors == DIFFERENCE else 0.0
-    at = (cells - low) / (top - low) * _LEVELS
-    level = np.clip(np.nan_to_num(at, nan=0.0, posinf=_LEVELS), 0, _LEVELS - 1).astype(np.uint8)
+    known = np.nan_to_num(cells, nan=0.0, posinf=top, neginf=-top)
+    if colors == DIFFERENCE:
+        # Whatever differs is seen, however little.
+        half = _LEVELS // 2
+        at = half + np.sign(known) * np.ceil(np.abs(known) / top * half)
+    else:
+        at = known / top * _LEVELS
+    level = np.clip(at, 0, _LEVELS - 1).astype(np.uint8)
     level[np.isnan(cells)] = _LEVELS
     height = int(min(max(10 * len(cells), 36), 256))
     return (
@@ -171,7 +178,8 @@ def _expert_maps(heats: Sequence[Heat], difference: Heat | None) -> str:
             (heat.steps, heat.loads[layer].T if layer in heat.loads else _nothing(heat), kind, end)
             for heat, kind, end in drawn
         ]
-        label = f"<b>{escape(layer)}</b><small>experts 0 to {maps[0][1].shape[0] - 1}</small>"
+        last = maps[0][1].shape[0] - 1
+        label = f"<div><b>{escape(layer)}</b><small>experts 0 to {last}</small></div>"
         rows.append((label, maps))
     scales = scale(LOAD, "0", f"{top:.1f} times the mean")
     if difference is not None:

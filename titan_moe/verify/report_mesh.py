@@ -17,7 +17,8 @@ STYLE = """
 .box > i, .row > i { color: var(--soft); font: 10px system-ui, sans-serif }
 .row { white-space: nowrap } .row > i { margin-right: .2rem }
 .box > i { display: block; white-space: nowrap }
-.across { display: flex; gap: .1rem } .down { display: flex; flex-direction: column; gap: .1rem }
+.across { display: flex; flex-wrap: wrap; gap: .1rem }
+.down { display: flex; flex-direction: column; align-items: flex-start; gap: .1rem }
 .across > .more { align-self: center }
 .rank { display: inline-block; min-width: 1.5rem; padding: .1rem .15rem; margin: .1rem;
   text-align: center; border: 1px solid var(--one); border-radius: 3px; background: Canvas;
@@ -77,8 +78,8 @@ def _boxes(axes: list[tuple[str, int]], first: int, most: int, place: str) -> st
         found.append(f"<span class=more>\N{HORIZONTAL ELLIPSIS} {axis} {size - 1}</span>")
     if not inner:
         return f"<div class=row><i>{axis}</i>{''.join(found)}</div>"
-    # Two inner axes lie side by side; boxes of more stack, so that no row grows too wide.
-    direction = "across" if len(axes) == 2 else "down"
+    # Stages of a pipeline stand below each other; what works on the same layers, side by side.
+    direction = "down" if axis == "pp" else "across"
     return f"<div class={direction}>{''.join(found)}</div>"
 
 

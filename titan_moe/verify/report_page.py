@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from titan_moe.verify.comparison import Comparison, Verdict
-from titan_moe.verify.records import NORM_OF
+from titan_moe.verify.records import LOAD_OF, NORM_OF
 from titan_moe.verify.report_charts import (
     draw_curves,
     draw_difference,
@@ -31,6 +31,7 @@ from titan_moe.verify.report_words import (
     ABSENT,
     all_notes,
     detail,
+    labelled,
     layout_words,
     number,
     relative_words,
@@ -52,6 +53,7 @@ _MOST_ROWS = 30
 
 def comparison_page(comparison: Comparison) -> str:
     """Verdict, curves, expert load, routing, norms, layouts, configuration, environment, band."""
+    comparison = labelled(comparison)
     pair = comparison.baseline, comparison.candidate
     sections = [
         ("curves", "Curves", _curves(comparison)),
@@ -73,9 +75,13 @@ def _top(comparison: Comparison) -> str:
     verdict = comparison.verdict.value
     baseline, candidate = comparison.baseline, comparison.candidate
     sides = "; ".join(
-        f"{role} {run.name} ({layout_words(run)}, {len(run.curve.steps)} steps)"
-        for role, run in (("baseline", baseline), ("candidate", candidate))
+        f"{run.name} ({layout_words(run)}, {len(run.curve.steps)} steps)"
+        for run in (baseline, candidate)
     )
+    missing = all_notes((baseline, candidate))
+    if comparison.judgement is not None and (lacking := comparison.judgement.missing):
+        few = ", ".join(lacking[:3]) + (", ..." if len(lacking) > 3 else "")
+        missing.append(f"judged without {len(lacking)} quantities that the repeats have: {few}")
     replayed = ""
     if comparison.replayed is not None:
         said = f"With the baseline's routing: {comparison.replayed.verdict.value}."
@@ -86,7 +92,7 @@ def _top(comparison: Comparison) -> str:
         f"{paragraph(detail(comparison))}{replayed}</div>"
         f"{paragraph(f'Sides: {sides}.')}"
         f"{loud('Caveats', comparison.caveats)}"
-        f"{loud('What is missing', all_notes((baseline, candidate)))}"
+        f"{loud('What is missing', missing)}"
     )
 
 
@@ -202,7 +208,8 @@ def _quantities(comparison: Comparison) -> str:
             if comparison.band is not None
             else "Sorted by relative difference, as there is no band."
         )
-        + " Of a load, the relative difference is the share of rows that went to other experts."
+        + " Of a load, the relative difference is the share of rows that went to other experts; "
+        "a parameter's norm below 1e-4 of the total norm counts as that much."
     )
     found += _deviations([one for one in every if one not in norms])
     if norms:
@@ -224,8 +231,8 @@ def _deviations(found: list[Deviation]) -> str:
         [
             one.quantity.removeprefix(NORM_OF),
             str(one.step),
-            number(one.baseline),
-            number(one.candidate),
+            ABSENT if one.quantity.startswith(LOAD_OF) else number(one.baseline),
+            ABSENT if one.quantity.startswith(LOAD_OF) else number(one.candidate),
             relative_words(one.relative),
             ABSENT if one.reach is None else f"{one.reach:.3g}",
             ABSENT if one.steps_outside is None else str(one.steps_outside),
@@ -248,14 +255,15 @@ def _band(comparison: Comparison) -> str:
     names = ", ".join(repeat.name for repeat in band.repeats)
     found = paragraph(
         f"Measured from {len(band.repeats)} harmless repeats of the baseline, over steps "
-        f"{band.steps[0]} to {band.steps[-1]}, in {len(band.quantities)} quantities. A curve's "
-        f"statistic is its largest distance from the repeats' middle in spreads, over all "
-        f"quantities, steps, and means over the last 2, 4, 8, ... steps; outside is above "
-        f"{band.limit:.2f}."
+        f"{band.steps[0]} to {band.steps[-1]}, in {len(band.quantities)} quantities. Compared are "
+        "all quantities at every step and as means over the last 2, 4, 8, ... steps, in spreads of "
+        "the repeats. A curve's statistic is its largest distance from their middle over the bound "
+        f"that noise may reach; outside is above {band.limit:.3g}."
     )
     found += paragraph(
-        f"False alarms: a harmless curve is outside in {stated['if_log_normal']:.1%} of cases if "
-        f"the statistic is log-normal, and in at most {stated['at_most']:.1%} whatever it is."
+        f"False alarms: a harmless curve is outside in {100 * stated['if_log_normal']:.2g} % of "
+        f"cases if the statistic is log-normal, and in at most {100 * stated['at_most']:.2g} % "
+        "whatever it is."
     )
 
     def draw(figure: "Figure") -> None:

@@ -24,7 +24,7 @@ from titan_moe.verify.report_charts import (
 )
 from titan_moe.verify.report_heat import DIFFERENCE, LOAD, Heat, difference_of, heat_of, shades
 from titan_moe.verify.report_style import PALETTE
-from titan_moe.verify.report_words import all_notes, detail, layout_words
+from titan_moe.verify.report_words import all_notes, detail, labelled, layout_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,6 +48,7 @@ _MOST_RUNS = 2
 
 def comparison_png(comparison: Comparison, path: Path) -> None:
     """Verdict, loss with the band, relative difference, gradient norm and expert load."""
+    comparison = labelled(comparison)
     first = comparison.first.step if comparison.first else None
     pair = comparison.baseline, comparison.candidate
     lines = [detail(comparison)]
@@ -117,12 +118,13 @@ def _empty(head: str, lines: Sequence[str], color: str) -> tuple["Figure", "SubF
 
 def _draw_load(axes: "Axes", heat: Heat, head: str, colors: str) -> None:
     """Layers from top to bottom, in each its experts, or its busiest one where they are many."""
-    title(axes, head, "")
+    from matplotlib.ticker import MaxNLocator
+
     by_layer = {layer: load_SE.T for layer, load_SE in heat.loads.items()}
-    what = "experts of each layer"
     if not by_layer or sum(map(len, by_layer.values())) > _MOST_ROWS:
         by_layer = {layer: values_S[None] for layer, values_S in heat.busiest.items()}
-        what = "busiest expert of each layer"
+        head = head.replace("expert load", "busiest experts")
+    title(axes, head, "")
     if not by_layer or not len(heat.steps):
         message(axes, "not logged")
         return
@@ -140,12 +142,18 @@ def _draw_load(axes: "Axes", heat: Heat, head: str, colors: str) -> None:
         extent=ends,
         cmap=shades(colors),
     )
+    if colors == DIFFERENCE and not known.any():
+        message(axes, "no difference")
     edges = np.cumsum([0, *map(len, by_layer.values())]) - 0.5
-    if what.startswith("experts"):
+    if len(rows_RS) > len(by_layer):
         axes.hlines(edges[1:-1], *ends[:2], color=SOFT, lw=0.6)
     every = -(-len(by_layer) // 12)
     axes.set_yticks(((edges[1:] + edges[:-1]) / 2)[::every], list(by_layer)[::every], fontsize=7)
     axes.grid(False)
+    if not known.any():
+        return
     bar = axes.figure.colorbar(picture, ax=axes, orientation="horizontal", pad=0.02, aspect=40)
-    bar.set_label(f"{what}: rows over the mean of the layer", fontsize=7)
+    bar.set_label("rows over the layer's mean", fontsize=7)
     bar.ax.tick_params(labelsize=7)
+    bar.ax.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))

@@ -15,7 +15,7 @@ from titan_moe.verify.report_sections import (
     values_table,
 )
 from titan_moe.verify.report_style import folded, paragraph
-from titan_moe.verify.report_words import all_notes, layout_words, number
+from titan_moe.verify.report_words import ABSENT, all_notes, layout_words, number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,5 +80,5 @@ def _values(runs: Sequence[RunRecord]) -> str:
                 continue
             known = dict(zip(run.curve.steps, run.curve.scalars[key], strict=True))
             heads.append(f"{run.name}: {key}")
-            columns.append([number(known.get(step, float("nan"))) for step in steps])
+            columns.append([number(known[step]) if step in known else ABSENT for step in steps])
     return values_table(heads, list(zip(*columns, strict=True)))

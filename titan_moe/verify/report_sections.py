@@ -18,12 +18,13 @@ STYLE = f"""
 .top p {{ font-size: 1.05rem }}
 .loud {{ border: 2px solid var(--warn); padding: .3rem 1rem; margin: .6rem 0 }}
 .loud b {{ color: var(--warn) }} .loud ul {{ margin: .2rem 0; padding-left: 1.2rem }}
-nav a {{ margin-right: 1rem; color: inherit }}
+nav {{ line-height: 2 }} nav a {{ margin-right: 1rem; color: inherit; white-space: nowrap }}
 .charts {{ display: grid; gap: 1rem 1.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(32rem, 100%), 1fr)) }}
-.charts > div {{ overflow-x: auto }} svg.chart {{ width: 100%; min-width: 24rem; height: auto }}
+.charts > div {{ overflow-x: auto; max-width: 46rem }}
+svg.chart {{ width: 100%; min-width: 24rem; height: auto }}
 summary {{ cursor: pointer; padding: .3rem 0; font-weight: 600 }}
-section td {{ overflow-wrap: anywhere }}
+section td {{ overflow-wrap: anywhere }} section td:first-child {{ overflow-wrap: normal }}
 tr.quiet {{ color: var(--soft) }} tr.differs td:first-child {{ font-weight: 600 }}
 tr.differs td:first-child::before {{ content: '\N{NOT EQUAL TO} '; color: var(--bad) }}
 tr.beyond td {{ color: var(--bad) }}
@@ -78,7 +79,7 @@ def configurations(runs: Sequence[RunRecord]) -> str:
     if not rows:
         return found + paragraph("All keys are the same.")
     kinds = ["" if i < num_loud else "quiet" for i in range(len(rows))]
-    said = f"{num_loud} keys differ that may change what is trained, {len(rows) - num_loud} others."
+    said = f"Keys that may change what is trained: {num_loud}; others: {len(rows) - num_loud}."
     return found + paragraph(said) + table(["key", *names(known)], rows, kinds=kinds)
 
 

@@ -111,7 +111,7 @@ def _steps_in_words(run: RunRecord) -> str:
 
 def number(value: float) -> str:
     """With as many digits as float32 tells apart."""
-    return ABSENT if math.isnan(value) else f"{value:.8g}"
+    return f"{value:.8g}"
 
 
 def detail(comparison: Comparison) -> str:
@@ -127,13 +127,26 @@ def detail(comparison: Comparison) -> str:
     if judgement is not None:
         of = f" of {len(comparison.band.repeats)}" if comparison.band is not None else ""
         words.append(
-            f"Largest distance {judgement.statistic:.2f} spreads, limit {judgement.limit:.2f}; "
-            f"{judgement.repeats_as_far}{of} harmless repeats are as far from the others."
+            f"It is {_short(judgement.statistic)} times as far out as noise may be (limit "
+            f"{judgement.limit:.3g}), as are {judgement.repeats_as_far}{of} harmless repeats."
         )
     if comparison.verdict is Verdict.IDENTICAL:
         number_of = len(common_steps(comparison.baseline.curve, comparison.candidate.curve).steps)
         words.append(f"Everything that both logged in {number_of} steps.")
     return " ".join(words)
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value < 1e4 else f"{value:.2g}"
+
+
+def labelled(comparison: Comparison) -> Comparison:
+    """The comparison with each side named by its part in it."""
+    baseline, candidate = (
+        run if run.name == role else replace(run, name=f"{role} {run.name}")
+        for role, run in (("baseline", comparison.baseline), ("candidate", comparison.candidate))
+    )
+    return replace(comparison, baseline=baseline, candidate=candidate)
 
 
 def relative_words(value: float) -> str:
