@@ -40,6 +40,9 @@ _HEADER = "record.json"
 _TYPES: Mapping[str, type[np.generic]] = {"experts": np.uint16, "weights": np.float32}
 _UNREADABLE = (OSError, EOFError, ValueError, KeyError, BadZipFile, zstandard.ZstdError)
 
+_Places = tuple[NDArray[np.intp], ...]
+"""Indices of a [R, P] array."""
+
 
 class RowName(NamedTuple):
     """What a row of a step is known by in any layout and order."""
@@ -181,7 +184,7 @@ class Record:
         return list(self._parts)
 
     def step(self, step: int) -> "RecordedStep":
-        return RecordedStep(f"step {step} of {self.folder}", self._parts[step])
+        return RecordedStep(f"step {step} of {self.folder}", self._parts[step], self.dims)
 
     def check(self, dims: Dims, *, key: str) -> None:
         """ConfigError, of a folder that `key` names, if the record is of another model."""
@@ -200,9 +203,10 @@ class RecordedStep:
     """One step of a record: all its ranks' parts. Its methods raise RunError for what is damaged
     or not there."""
 
-    def __init__(self, name: str, paths: Sequence[Path]) -> None:
+    def __init__(self, name: str, paths: Sequence[Path], dims: Dims) -> None:
         self.name = name
-        self.parts = [Part(path) for path in paths]
+        self.parts = [Part(path, dims) for path in paths]
+        self._dims = dims
 
     def num_tokens(self, layer: str) -> int:
         """How many a layer routed."""
@@ -218,31 +222,19 @@ class RecordedStep:
         return self._gather(layer, "weights", tokens)
 
     def _gather(self, layer: str, what: str, tokens: Tokens) -> NDArray[Any]:
-        out_RPK: NDArray[Any] | None = None
         missing_RP = np.ones((len(tokens.rows), len(tokens.positions)), dtype=bool)
+        out_RPK = np.empty((*missing_RP.shape, self._dims.top_k), _TYPES[what])
         for part in self.parts:
-            if layer not in part.layers:
-                continue
-            rows = [
-                (i, part.places[row]) for i, row in enumerate(tokens.rows) if row in part.places
-            ]
-            _, ours_P, theirs_P = np.intersect1d(
-                tokens.positions, part.tokens.positions, assume_unique=True, return_indices=True
-            )
-            if not rows or not len(ours_P):
-                continue
-            ours_R, theirs_R = np.array(rows).T
-            found_RPK = part.read(layer, what)
-            if out_RPK is None:
-                out_RPK = np.empty((*missing_RP.shape, found_RPK.shape[-1]), found_RPK.dtype)
-            out_RPK[np.ix_(ours_R, ours_P)] = found_RPK[np.ix_(theirs_R, theirs_P)]
-            missing_RP[np.ix_(ours_R, ours_P)] = False
-        if out_RPK is None or missing_RP.any():
+            ours, theirs = part.find(tokens)
+            if layer in part.layers and missing_RP[ours].size:
+                out_RPK[ours] = part.read(layer, what)[theirs]
+                missing_RP[ours] = False
+        if missing_RP.any():
             row, position = np.argwhere(missing_RP)[0]
             raise RunError(
                 f"{self.name} has no routing of {layer} for the row "
-                f"{tokens.rows[row].fingerprint:08x} at position {tokens.positions[position]}: the "
-                f"record is of other data"
+                f"{tokens.rows[row].fingerprint:08x} at position {tokens.positions[position]}: it "
+                f"is of other data"
             )
         return out_RPK
 
@@ -250,8 +242,9 @@ class RecordedStep:
 class Part:
     """One rank's file of a step; its arrays are read when they are asked for."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dims: Dims) -> None:
         self._path = path
+        self._dims = dims
 
     @cached_property
     def _arrays(self) -> Mapping[str, NDArray[Any]]:
@@ -265,19 +258,30 @@ class Part:
             return Tokens(rows, self._arrays["positions"])
 
     @cached_property
-    def places(self) -> dict[RowName, int]:
-        """Where each row stands."""
-        return {row: place for place, row in enumerate(self.tokens.rows)}
-
-    @cached_property
     def layers(self) -> list[str]:
         return [n.removesuffix(".experts") for n in self._arrays if n.endswith(".experts")]
 
+    def find(self, tokens: Tokens) -> tuple[_Places, _Places]:
+        """Where those of the tokens that are here stand among them, and where here."""
+        rows = [(i, self._rows[row]) for i, row in enumerate(tokens.rows) if row in self._rows]
+        ours_R, theirs_R = np.array(rows, dtype=np.int64).reshape(-1, 2).T
+        _, ours_P, theirs_P = np.intersect1d(
+            tokens.positions, self.tokens.positions, assume_unique=True, return_indices=True
+        )
+        return np.ix_(ours_R, ours_P), np.ix_(theirs_R, theirs_P)
+
     def read(self, layer: str, what: str) -> NDArray[Any]:
         """`experts` or `weights` of a layer, [R, P, K]."""
-        shape = len(self.tokens.rows), len(self.tokens.positions), -1
+        shape = len(self.tokens.rows), len(self.tokens.positions), self._dims.top_k
         with _readable(self._path):
-            return _unpack(self._arrays[f"{layer}.{what}"], _TYPES[what]).reshape(shape)
+            array = _unpack(self._arrays[f"{layer}.{what}"], _TYPES[what]).reshape(shape)
+            if what == "experts" and array.max() >= self._dims.num_experts:
+                raise ValueError(f"expert {array.max()} of {self._dims.num_experts} in {layer}")
+            return array
+
+    @cached_property
+    def _rows(self) -> dict[RowName, int]:
+        return {row: place for place, row in enumerate(self.tokens.rows)}
 
 
 def _pack(array: NDArray[Any]) -> NDArray[np.uint8]:

@@ -24,6 +24,7 @@ from titan_moe.checkpoint.agreement import on_rank_zero
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job import JobConfig
 from titan_moe.data.batch import Batch, fingerprints
+from titan_moe.distributed.collectives import gather_parts
 from titan_moe.metrics.jsonl import JsonLines
 from titan_moe.moe.layer import MoE
 from titan_moe.routing_record import (
@@ -87,15 +88,14 @@ class RoutingTrace:
         meshes = self._sharded.meshes
         dims, rank = meshes.dims, meshes.rank
         own = torch.tensor([crc for batch in batches for crc in fingerprints(batch)])
-        own = own.to(self._device)
-        everyone = own.new_empty(dist.get_world_size() * len(own))
-        dist.all_gather_into_tensor(everyone, own)
+        world = dist.group.WORLD
+        assert world is not None
+        everyone = gather_parts(own.to(self._device), world)
         # Of the ranks that read the same rows, the first.
-        readers = everyone.view(-1, len(own))[:: dims.stride("batch")]
-        before = readers[: dims.coordinate(rank, "batch")].flatten().tolist()
+        before = everyone[:: dims.stride("batch")][: dims.coordinate(rank, "batch")]
         positions = self._sharded.positions(batches[0].tokens_BS.shape[1])
         part = positions.chunk(dims.tp)[dims.coordinate(rank, "tp")]
-        return Tokens(name_rows(own.tolist(), before), part.numpy())
+        return Tokens(name_rows(own.tolist(), before.flatten().tolist()), part.numpy())
 
 
 class _Tracer(Protocol):

@@ -1,6 +1,7 @@
 """Rules across tables: every broken one gives its one line."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -318,6 +319,31 @@ def test_a_dense_model_has_no_expert_settings() -> None:
         "deepseek_v3 debugmodel has no experts" in line for line in lines
     )
     assert _check("", moe=False) == []
+
+
+def test_routing_traces(tmp_path: Path) -> None:
+    full, record = tmp_path / "full", tmp_path / "record"
+    for folder, name in ((full, "notes.txt"), (record, "record.json")):
+        folder.mkdir()
+        (folder / name).touch()
+    (line,) = _check(f"--debug.routing_record {full}")
+    assert line == f"debug.routing_record={full} holds other files: choose a new folder"
+    (line,) = _check(f"--debug.routing_record {full}/notes.txt")
+    assert "notes.txt holds other files" in line
+    (line,) = _check(f"--debug.routing_replay {tmp_path}/none")
+    assert "routing_replay" in line and "has no record.json: name the folder of a" in line
+    (line,) = _check(f"--debug.routing_replay {record} --debug.routing_record {full}/../record")
+    assert "is what is replayed: choose another folder" in line
+    (line,) = _check(f"--debug.routing_replay {record} --debug.moe_force_load_balance")
+    assert "both say where tokens go: choose one" in line
+    lines = _check(f"--debug.routing_replay {record} --debug.routing_record new", moe=False)
+    assert [line.partition("=")[0] for line in lines] == [
+        "debug.routing_record",
+        "debug.routing_replay",
+    ]
+    assert all("deepseek_v3 debugmodel has no experts; leave it out" in line for line in lines)
+    assert _check(f"--debug.routing_record {tmp_path}/new --debug.routing_replay {record}") == []
+    assert _check(f"--debug.routing_record {record}") == []
 
 
 def test_settings_of_experts_say_that_a_dense_model_has_none() -> None:

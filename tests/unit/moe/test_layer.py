@@ -162,3 +162,25 @@ def test_auxiliary_losses_are_those_written_out_with_ordinary_autograd():
     for name, parameter in layer.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, msg=name)
     torch.testing.assert_close(ours["x"], x_BSD.grad)
+
+
+def test_a_choice_made_elsewhere_is_weighed_by_the_layers_own_scores() -> None:
+    layer = _layer(CONFIG)
+    x_BSD = torch.randn(2, 3, DIM, dtype=torch.float64)
+    experts_TK = torch.tensor([[5, 0], [1, 2], [3, 4], [0, 1], [2, 5], [4, 3]])
+    layer.choose = lambda scores_TE: experts_TK
+    layer(x_BSD).sum().backward()
+    counts_E = layer.router.tokens_per_expert
+    assert counts_E.tolist() == [2, 2, 2, 2, 2, 2]
+    scores_TE = layer.router.gate(x_BSD.flatten(0, 1)).softmax(-1)
+    expected = []
+    for x, scores, experts in zip(x_BSD.flatten(0, 1), scores_TE, experts_TK, strict=True):
+        weights = scores[experts] / scores[experts].sum()
+        chosen = [slow_expert(layer.experts, e, x) for e in experts.tolist()]
+        expected.append(layer.shared_experts(x) + weights[0] * chosen[0] + weights[1] * chosen[1])
+    grad = layer.router.gate.weight.grad.clone()
+    layer.zero_grad()
+    y_BSD = torch.stack(expected).view_as(x_BSD)
+    torch.testing.assert_close(layer(x_BSD), y_BSD)
+    y_BSD.sum().backward()
+    torch.testing.assert_close(grad, layer.router.gate.weight.grad)

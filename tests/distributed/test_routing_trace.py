@@ -1,0 +1,279 @@
+"""Routings recorded in one layout are followed in any other, token by token."""
+
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.conftest import CONFIGS
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job import JobConfig
+from titan_moe.config.load import load_job
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.hf import model_of_job
+from titan_moe.routing_record import (
+    Dims,
+    Record,
+    RecordWriter,
+    Routing,
+    RowName,
+    Tokens,
+    start_record,
+)
+from titan_moe.verify.case import at_depth, make_rows
+from titan_moe.verify.flips import replay_flips, routing_flips
+from titan_moe.verify.layouts import SEQ_LEN, overrides, parse
+from titan_moe.verify.ranks import RankError, run_ranks
+from titan_moe.verify.reference import Rows
+
+ROWS, STEPS, LAYERS = 16, 2, 4
+LAST = "mtp.layers.0"
+
+
+class Steps(NamedTuple):
+    """What a training measured."""
+
+    losses: list[float]
+    counts_SLE: list[list[list[int]]]
+
+
+def job_of(layout: str, **tables: dict) -> JobConfig:
+    """The gate's job in a layout."""
+    job = load_job(["--job.config_file", str(CONFIGS / "gate_deepseek_v3.toml")])
+    laid_out = overrides(parse(layout))
+    laid_out["training"] |= {"global_batch_size": ROWS, "steps": STEPS}
+    laid_out["parallelism"]["module_fqns_per_model_part"] = None
+    merged = job.model_dump()
+    for table, values in (*laid_out.items(), *tables.items()):
+        merged[table] |= values
+    return JobConfig.model_validate(merged)
+
+
+def model_of(job: JobConfig) -> ModelConfig:
+    return at_depth(model_of_job(job.model), LAYERS)
+
+
+def rows_of(step: int, vocab_size: int, order: int) -> Rows:
+    """Among them the same row three times: on one data rank of two twice, once on the other."""
+    rows = make_rows(ROWS, SEQ_LEN, vocab_size, seed=step)
+    place_B = np.arange(ROWS)
+    place_B[[5, 13]] = 2
+    if order:
+        place_B = np.random.default_rng(order).permutation(place_B)
+    return Rows(*(x_BS[place_B] for x_BS in (rows.tokens_BS, rows.labels_BS, rows.documents_BS)))
+
+
+def train(job: JobConfig, noise: float = 0.0, planted: str = "") -> Steps:
+    """The job's steps, each followed by an evaluation, which no trace may see."""
+    from titan_moe.build import build_sharded_model
+    from titan_moe.optim.optimizers import build_optimizer
+    from titan_moe.routing_trace import RoutingTrace
+    from titan_moe.runtime.process import Process
+    from titan_moe.train_step import TrainStep, own_rows
+    from titan_moe.verify.on_rank import local, own_batches
+
+    cpu, rank, world_size = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
+    sharded = build_sharded_model(job, model_of(job), device=cpu, world_size=world_size)
+    generator = torch.Generator().manual_seed(7)
+    for moe in sharded.moe_layers().values():
+        weight = local(moe.router.gate.weight.data)
+        weight += noise * torch.randn(weight.shape, generator=generator)
+    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+    step_fn = TrainStep(sharded, optimizer, job.training, device=cpu)
+    process = Process(rank=rank, world_size=world_size, device=cpu)
+    routing = RoutingTrace(job, sharded, process, resume_step=0)
+    if planted:
+        plant(routing, planted)
+    dims = sharded.meshes.dims
+    data_ranks, place = dims.size("batch"), dims.coordinate(rank, "batch")
+    losses, counts = [], []
+    for step in range(1, job.training.steps + 1):
+        seed = step + 100 if planted == "other data" else step
+        rows = rows_of(seed, sharded.config.vocab_size, job.debug.permute_rows)
+        batches = own_batches(rows, job.training.local_batch_size, place, data_ranks)
+        with routing.step(step, batches):
+            result = step_fn(batches)
+        losses.append(result.loss)
+        assert result.counts_LE is not None
+        counts.append(result.counts_LE.tolist())
+        sharded.train(False)
+        sharded.execution.evaluate(own_rows(batches[0], sharded, cpu))
+        sharded.train(True)
+    routing.close()
+    return Steps(losses, counts)
+
+
+def plant(routing, mistake: str) -> None:
+    tokens = routing._tokens
+
+    def wrong(batches) -> Tokens:
+        rows, positions = tokens(batches)
+        if mistake == "positions of other tokens":
+            return Tokens(rows, np.roll(positions, 1))
+        return Tokens(rows[::-1] if mistake == "rows in another order" else rows, positions)
+
+    routing._tokens = wrong
+
+
+def run(folder: Path, layout: str, *args: object, replay: Path | None = None, order: int = 0):
+    """Train in `folder`, record to its `record`, and maybe follow another record."""
+    debug = {"routing_record": str(folder / "record"), "permute_rows": order}
+    if replay is not None:
+        debug["routing_replay"] = str(replay)
+    job = job_of(layout, job={"dump_folder": str(folder)}, debug=debug)
+    return run_ranks(train, parse(layout).world_size, job, *args)[0]
+
+
+class Recorded(NamedTuple):
+    record: Path
+    steps: Steps
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory) -> Recorded:
+    folder = tmp_path_factory.mktemp("one")
+    return Recorded(folder / "record", run(folder, "dp_shard=1"))
+
+
+def table(path: Path, step: int, layer: str) -> dict[tuple[RowName, int], tuple]:
+    """(row, position) -> its experts, in their order."""
+    found = {}
+    for part in Record(path).step(step).parts:
+        if layer in part.layers:
+            rows, positions = part.tokens
+            experts_RPK = part.read(layer, "experts").tolist()
+            for row, experts_PK in zip(rows, experts_RPK, strict=True):
+                for position, experts in zip(positions.tolist(), experts_PK, strict=True):
+                    assert (row, position) not in found, "recorded twice"
+                    found[row, position] = tuple(experts)
+    return found
+
+
+CASES = [
+    ("tp=2,ep=2", 0),
+    ("cp=2,recompute=op", 0),
+    ("pp=2,schedule=ZBVZeroBubble", 0),
+    ("dp_shard=2,ep=2,recompute=full", 0),
+    ("dp_shard=1", 3),
+    pytest.param("pp=2,tp=2,schedule=DualPipeV", 0, marks=pytest.mark.full),
+    pytest.param("dp_replicate=2,cp=2,tp=2,ep=2,etp=2", 5, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("layout", "order"), CASES)
+def test_a_record_is_followed_in_any_layout(
+    tmp_path: Path, one_process: Recorded, layout: str, order: int
+):
+    steps = run(tmp_path, layout, replay=one_process.record, order=order)
+    assert steps.losses == pytest.approx(one_process.steps.losses, rel=1e-12)
+    assert steps.counts_SLE == one_process.steps.counts_SLE
+    live = replay_flips(tmp_path)
+    assert live.steps == [1, 2] and live.layers[-1] == LAST and len(live.layers) == LAYERS
+    assert not live.flipped_SL.any()
+    flips = routing_flips(one_process.record, tmp_path / "record")
+    assert not flips.flipped_SL.any() and (flips.drift_SL < 1e-7).all()
+    assert (flips.slots_SL == live.slots_SL).all() and (flips.slots_SL == ROWS * SEQ_LEN * 2).all()
+    for step in (1, 2):
+        for layer in flips.layers:
+            expected = table(one_process.record, step, layer)
+            assert len(expected) == ROWS * SEQ_LEN
+            assert table(tmp_path / "record", step, layer) == expected
+
+
+@pytest.mark.parametrize("mistake", ["positions of other tokens", "rows in another order"])
+def test_a_planted_mistake_is_seen(tmp_path: Path, one_process: Recorded, mistake: str):
+    steps = run(tmp_path, "dp_shard=1", 0.0, mistake, replay=one_process.record)
+    assert (replay_flips(tmp_path).flipped_SL[0] > 50).all()
+    assert steps.losses != pytest.approx(one_process.steps.losses, rel=1e-6)
+
+
+def test_one_altered_token_goes_where_the_record_says(tmp_path: Path, one_process: Recorded):
+    """In the last layer, so that nothing routes by what the token becomes."""
+    (tmp_path / "altered").mkdir()
+    row, position, away, to = alter(one_process.record, tmp_path / "altered")
+    steps = run(tmp_path, "tp=2,ep=2", replay=tmp_path / "altered")
+    moved = np.array(steps.counts_SLE[0]) - one_process.steps.counts_SLE[0]
+    assert moved[-1, away] == -1 and moved[-1, to] == 1 and np.abs(moved).sum() == 2
+    assert replay_flips(tmp_path).flipped_SL[0].tolist() == [0] * (LAYERS - 1) + [1]
+    flips = routing_flips(one_process.record, tmp_path / "record")
+    assert flips.flipped_SL[0].tolist() == [0] * (LAYERS - 1) + [1]
+    assert to in table(tmp_path / "record", 1, LAST)[row, position]
+    # What depths of multi-token prediction do is in no step's loss, but in the next step's weights.
+    assert 1e-9 < abs(steps.losses[1] - one_process.steps.losses[1]) < 1e-2
+
+
+def alter(source: Path, target: Path) -> tuple[RowName, int, int, int]:
+    """Send one token of step 1 to another expert in the last layer; says which, from and to."""
+    record = Record(source)
+    start_record(target, record.dims, after=0)
+    writer = RecordWriter(target, rank=0, world_size=1, limit_gb=1)
+    moved = None
+    for step in record.steps:
+        (part,) = record.step(step).parts
+        layers = {
+            layer: Routing(part.read(layer, "experts").copy(), part.read(layer, "weights"))
+            for layer in part.layers
+        }
+        if moved is None:
+            experts_K = layers[LAST].experts_RPK[6, 11]
+            away = int(experts_K[0])
+            to = next(e for e in range(record.dims.num_experts) if e not in experts_K)
+            experts_K[0] = to
+            moved = part.tokens.rows[6], int(part.tokens.positions[11]), away, to
+        writer.write(step, part.tokens, layers)
+    assert moved is not None
+    return moved
+
+
+def test_a_disturbed_router_flips_and_a_replay_does_not(tmp_path: Path, one_process: Recorded):
+    free, bound = tmp_path / "free", tmp_path / "bound"
+    run(free, "dp_shard=2", 1e-2)
+    flips = routing_flips(one_process.record, free / "record")
+    assert (flips.flipped_SL > 0).all() and (flips.share_SL < 0.5).all()
+    assert (flips.drift_SL > 1e-4).all()
+    run(bound, "dp_shard=2", 1e-2, replay=one_process.record)
+    followed = routing_flips(one_process.record, bound / "record")
+    assert not followed.flipped_SL.any() and (followed.drift_SL > 1e-4).all()
+    assert replay_flips(bound).flipped_SL[0].sum() > 0
+
+
+def refusals(job: JobConfig, replays: list[str]) -> list[str]:
+    """What is said before the first step."""
+    from titan_moe.build import build_sharded_model
+    from titan_moe.routing_trace import RoutingTrace
+    from titan_moe.runtime.process import Process
+
+    cpu, said = torch.device("cpu"), []
+    sharded = build_sharded_model(job, model_of(job), device=cpu, world_size=1)
+    trace = partial(RoutingTrace, sharded=sharded, resume_step=0)
+    for replay in replays:
+        debug = job.debug.model_copy(update={"routing_replay": replay})
+        try:
+            trace(
+                job.model_copy(update={"debug": debug}),
+                process=Process(rank=0, world_size=1, device=cpu),
+            )
+        except ConfigError as error:
+            said += error.lines
+    return said
+
+
+def test_a_record_that_does_not_fit_is_refused(tmp_path: Path, one_process: Recorded):
+    dims = Record(one_process.record).dims
+    start_record(tmp_path / "other", Dims([*dims.layers, "layers.9"], 4, 1), after=0)
+    job = job_of("dp_shard=1", job={"dump_folder": str(tmp_path)}, training={"steps": STEPS + 1})
+    missing, *other = run_ranks(
+        refusals, 1, job, [str(one_process.record), str(tmp_path / "other")]
+    )[0]
+    assert "lacks step 3 of training.steps=3" in missing
+    for line, name in zip(other, ("layers", "num_experts", "top_k"), strict=True):
+        assert f"is of a model with {name}=" in line
+
+
+def test_other_data_is_refused_when_a_row_is_looked_for(tmp_path: Path, one_process: Recorded):
+    with pytest.raises(RankError, match=r"step 1 of .* has no routing of layers.1 for the row"):
+        run(tmp_path, "dp_shard=1", 0.0, "other data", replay=one_process.record)
