@@ -84,9 +84,9 @@ def _keys(folder: Path) -> frozenset[str]:
     )
 
 
-def _git(*words: str, at: Path = REPO, ok: tuple[int, ...] = (0,), index: str = "") -> str:
+def _git(*words: str, at: Path | None = None, ok: tuple[int, ...] = (0,), index: str = "") -> str:
     done = subprocess.run(
-        ["git", "-C", str(at), *words],
+        ["git", "-C", str(at or REPO), *words],
         capture_output=True,
         text=True,
         env=os.environ | ({"GIT_INDEX_FILE": index} if index else {}),

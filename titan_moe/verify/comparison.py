@@ -70,10 +70,10 @@ class Comparison:
         if self.first is not None:
             found.append(self.first.line())
         if self.judgement is not None and self.band is not None:
-            rate = self.band.false_alarms
             found.append(
-                f"{self.judgement.statistic:.1f} spreads of {len(self.band.repeats)} harmless runs "
-                f"away, limit {self.judgement.limit:.1f}, stated rate of false alarms {rate:.1g}"
+                f"{self.judgement.statistic:.2f} of what noise may do, measured by "
+                f"{len(self.band.repeats)} harmless runs (false alarms: "
+                f"{self.band.false_alarms:.0e} as stated in titan_moe/verify/noise_band.py)"
             )
         if self.flips is not None:
             found.append(self.flips.line())

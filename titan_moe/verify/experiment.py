@@ -13,6 +13,7 @@ from titan_moe.config.job import JobConfig
 from titan_moe.runtime.launch import count_gpus
 from titan_moe.train import prepare
 from titan_moe.verify.comparison import Comparison, Verdict
+from titan_moe.verify.flips import routing_flips
 from titan_moe.verify.goldens import Golden, find_golden, is_golden, save_golden
 from titan_moe.verify.judging import judge
 from titan_moe.verify.launching import Launcher
@@ -162,7 +163,7 @@ class Experiment:
     def _run(self, side: Side, name: str, *more: tuple[str, str]) -> RunRecord:
         if side.path is not None:
             return read_run(side.path)
-        self.tell(f"{name}: {side.text or 'as it is'}")
+        self.tell(f"{name}: {side.text or 'working tree'}")
         return self.launcher.run(side, name, *self._words(side), *self._seed, *more)
 
     def _words(self, side: Side) -> Words:
@@ -210,8 +211,6 @@ class Experiment:
     def _with_routing(
         self, found: Comparison, baseline: RunRecord, repeats: Sequence
     ) -> Comparison:
-        from titan_moe.verify.flips import routing_flips
-
         flips = routing_flips(self._routing("baseline"), self._routing("candidate"))
         words = ("debug.routing_replay", str(self._routing("baseline")))
         replayed = self._run(self.plan.candidate, "candidate-replayed", words)

@@ -37,6 +37,9 @@ class Launcher:
     folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of every run besides this process's own."""
+    shared: Path | None = None
+    """A folder in which runs are found again by what they follow from, whoever asks for them;
+    None: each lies in a folder of its name."""
 
     def code(self, side: Side) -> CodeTree:
         """The code that a side runs."""
@@ -59,9 +62,10 @@ class Launcher:
         return self._ensure(side, name, (*more, *switches)) / "checkpoint" / "step-0"
 
     def _ensure(self, side: Side, name: str, more: Words) -> Path:
-        code, folder = self.code(side), (self.folder / name).resolve()
+        code = self.code(side)
         arguments = side.arguments(*((key, value) for key, value in more if key in code.keys))
         mark = _mark(side, code, arguments, self.environment)
+        folder = (self.folder / name if self.shared is None else self.shared / mark[:16]).resolve()
         finished = folder / _FINISHED
         if not (finished.is_file() and json.loads(finished.read_text())["mark"] == mark):
             if folder.exists():

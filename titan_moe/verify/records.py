@@ -65,8 +65,8 @@ def read_run(path: Path, *, name: str = "") -> RunRecord:
     name = name or folder.resolve().name
     if (folder / "metrics.jsonl").is_file():
         curve = _read_curve(folder, name)
-    elif any(path.rglob("events.out.tfevents*")):
-        curve = _read_tensorboard(path, name)
+    elif path.is_dir() and (events := sorted(path.rglob("events.out.tfevents*"))):
+        curve = _read_tensorboard(events[-1].parent, name)
     else:
         raise ConfigError([f"{path}: neither metrics.jsonl nor TensorBoard events are there"])
     if not len(curve.steps):

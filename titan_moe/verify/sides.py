@@ -83,8 +83,13 @@ class Side:
 
     def with_layout(self, layout: Layout) -> "Side":
         """In another layout, of as many ranks as it has."""
+        named = {option for option in _OPTION_KEYS if layout.has(option)}
         return replace(
-            self, layout=layout, ranks=layout.world_size, named=self.named | set(_OPTION_KEYS)
+            self,
+            text=f"{self.text} in layout {layout}".strip(),
+            layout=layout,
+            ranks=layout.world_size,
+            named=self.named | named,
         )
 
     def _layout_words(self) -> Words:
@@ -92,7 +97,7 @@ class Side:
             return ()
         table = layout_tables(self.layout)["parallelism"]
         keys = [key for key in table if key.endswith("_degree")]
-        keys += [key for option in self.named for key in _OPTION_KEYS.get(option, ())]
+        keys += [key for option in sorted(self.named) for key in _OPTION_KEYS.get(option, ())]
         words = {f"parallelism.{key}": str(table[key]) for key in keys}
         if "recompute" in self.named:
             section = layout_tables(self.layout)["activation_checkpoint"]

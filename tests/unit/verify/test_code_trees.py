@@ -1,0 +1,69 @@
+"""The code of a side: this working tree, or a commit in a clean worktree."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.verify import code_trees
+from titan_moe.verify.code_trees import code_tree, remove_worktrees
+
+
+@pytest.fixture
+def repo(tmp_path: Path, monkeypatch) -> Iterator[Path]:
+    """A repository of two commits, the second of which knows a key more."""
+    folder = tmp_path / "repo"
+    (folder / "titan_moe").mkdir(parents=True)
+    (folder / "configs").mkdir()
+    (folder / "run_train.sh").write_text("exit 0\n")
+    git(tmp_path, "init", "-q", str(folder))
+    for keys in (["steps"], ["steps", "lr"]):
+        schema = {
+            "$defs": {"T": {"properties": dict.fromkeys(keys, {})}},
+            "properties": {"training": {"$ref": "#/$defs/T"}},
+        }
+        (folder / "configs" / "schema.json").write_text(json.dumps(schema))
+        (folder / "titan_moe" / "code.py").write_text(f"{len(keys)}\n")
+        git(folder, "add", "-A")
+        git(folder, "commit", "-qm", "x")
+    monkeypatch.setattr(code_trees, "REPO", folder)
+    code_trees._working_tree.cache_clear()
+    yield folder
+    code_trees._working_tree.cache_clear()
+
+
+def git(at: Path, *words: str) -> str:
+    identity = ["-c", "user.name=x", "-c", "user.email=x"]
+    command = ["git", *identity, "-C", str(at), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_revision_is_checked_out_clean(repo: Path, tmp_path: Path):
+    first, second = code_tree("HEAD~1", tmp_path / "w"), code_tree("HEAD", tmp_path / "w")
+    assert first.tree != second.tree and first.folder != second.folder
+    assert (first.folder / "titan_moe" / "code.py").read_text() == "1\n"
+    assert first.keys == {"training.steps"} and second.keys == {"training.steps", "training.lr"}
+    assert code_tree("HEAD", tmp_path / "w") == second, "found again"
+    (second.folder / "titan_moe" / "code.py").write_text("3\n")
+    with pytest.raises(ConfigError, match="files were changed there"):
+        code_tree("HEAD", tmp_path / "w")
+    remove_worktrees(tmp_path / "w")
+    assert not any((tmp_path / "w").iterdir()) and "w/" not in git(repo, "worktree", "list")
+
+
+def test_the_working_tree_s_hash_sees_uncommitted_files(repo: Path, tmp_path: Path):
+    clean = code_tree("", tmp_path)
+    assert clean.tree == code_tree("HEAD", tmp_path / "w").tree and "changed" not in clean.told
+    (repo / "titan_moe" / "new.py").write_text("4\n")
+    code_trees._working_tree.cache_clear()
+    changed = code_tree("", tmp_path)
+    assert changed.tree != clean.tree and "changed" in changed.told
+    assert "new.py" in git(repo, "status", "--porcelain", "--untracked-files=all"), "not staged"
+
+
+def test_an_unknown_revision_is_told(repo: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="revision=nowhere: git knows no such commit"):
+        code_tree("nowhere", tmp_path)
