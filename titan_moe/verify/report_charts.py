@@ -27,6 +27,7 @@ SERIES = [
     PALETTE[name][0] for name in ("one", "two", "three", "four", "five", "six", "seven", "eight")
 ]
 UNITS = {"loss": "nats per token", "grad_norm": "norm before clipping"}
+_TITLES = {"lr": "learning rate", "grad_norm": "gradient norm"}
 _DASHES = ("-", "--", ":", "-.")
 _MOST_REPEATS = 40
 _FEW_POINTS = 12
@@ -121,7 +122,7 @@ def draw_curves(
     first: int | None = None,
 ) -> None:
     """The curves, the noise band behind them, and marks where a curve ends in what is no number."""
-    title(axes, quantity.replace("_", " "), UNITS.get(quantity, ""))
+    title(axes, _TITLES.get(quantity, quantity.replace("_", " ")), UNITS.get(quantity, ""))
     if band is not None and quantity in band.quantities:
         low, high = band.edges(quantity)
         axes.fill_between(band.steps, low, high, color=BAND, alpha=0.35, lw=0, label="noise band")
@@ -147,7 +148,7 @@ def draw_curves(
 def draw_difference(axes: "Axes", quantity: str, comparison: Comparison) -> None:
     """|candidate - baseline| / baseline on a log scale, beside what repeats do to each other and
     what float32 can tell."""
-    title(axes, f"{quantity.replace('_', ' ')}: relative difference", "share of the value")
+    title(axes, f"{_TITLES.get(quantity, quantity)}: relative difference", "share of the value")
     first, second = comparison.baseline.curve, comparison.candidate.curve
     common = common_steps(first, second)
     if not common.steps or quantity not in first.scalars or quantity not in second.scalars:

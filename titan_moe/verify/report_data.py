@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan_moe.verify.comparison import Comparison
-from titan_moe.verify.noise_fit import norm_logs
 from titan_moe.verify.records import LOAD_OF, NORM_OF, Array, Curve
 
 MOST_POINTS = 1500
 """More points than a chart has pixels make a page heavy and no clearer."""
+_LEAST_NORM = 1e-4
 # What follows from the others, or is another on another machine.
 _NOT_COMPARED = ("lr", "moe/", "tokens_per_second")
 
@@ -97,18 +97,21 @@ def deviations(comparison: Comparison) -> list[Deviation]:
     common = common_steps(first, second)
     if not common.steps:
         return []
-    reaches = _reaches(comparison)
-    first_floored, second_floored = _floored_norms(first), _floored_norms(second)
+    band, reaches = comparison.band, {}
+    if band is not None and list(second.steps) == list(band.steps):
+        reaches = band.reaches(second)
+    totals = _total_norm(first), _total_norm(second)
     found = []
     for key in first.scalars:
         if key.startswith(_NOT_COMPARED) or key not in second.scalars:
             continue
         ours, theirs = first.scalars[key][common.first], second.scalars[key][common.second]
         relative = relative_difference(
-            first_floored.get(key, first.scalars[key])[common.first],
-            second_floored.get(key, second.scalars[key])[common.second],
+            _floor(first, key, totals[0])[common.first],
+            _floor(second, key, totals[1])[common.second],
         )
-        found.append(_deviation(key, common.steps, (ours, theirs), relative, reaches.get(key)))
+        reach = None if key not in reaches else reaches[key][common.second]
+        found.append(_deviation(key, common.steps, (ours, theirs), relative, reach))
     for layer in first.loads:
         ours_SE, theirs_SE = first.loads[layer], second.loads.get(layer)
         if theirs_SE is None or theirs_SE.shape[1:] != ours_SE.shape[1:]:
@@ -116,8 +119,9 @@ def deviations(comparison: Comparison) -> list[Deviation]:
         moved = moved_share(ours_SE[common.first], theirs_SE[common.second])
         nothing = np.full(len(moved), np.nan)
         key = LOAD_OF + layer
-        found.append(_deviation(key, common.steps, (nothing, nothing), moved, reaches.get(key)))
-    return sorted(found, key=lambda one: (-(one.reach or 0.0), -one.relative))
+        reach = None if key not in reaches else reaches[key][common.second]
+        found.append(_deviation(key, common.steps, (nothing, nothing), moved, reach))
+    return sorted(found, key=lambda one: (-(one.reach or 0.0), -np.nan_to_num(one.relative)))
 
 
 def _deviation(
@@ -125,50 +129,28 @@ def _deviation(
     steps: list[int],
     values: tuple[Array, Array],
     relative: Array,
-    reach: tuple[list[int], Array] | None,
+    reach: Array | None,
 ) -> Deviation:
     """At the step that is furthest out of the band, or, without one, differs most."""
     measure = np.nan_to_num(relative, nan=-1.0)
     outside, furthest = None, None
     if reach is not None:
-        known = dict(zip(*reach, strict=True))
-        measure = np.array([known.get(step, -1.0) for step in steps])
-        outside, furthest = int((reach[1] > 1).sum()), float(reach[1].max())
+        measure = reach
+        outside, furthest = int((reach > 1).sum()), float(reach.max())
     at = int(measure.argmax())
     ours, theirs = values
     return Deviation(key, steps[at], ours[at], theirs[at], float(relative[at]), furthest, outside)
 
 
-def _reaches(comparison: Comparison) -> dict[str, tuple[list[int], Array]]:
-    """By quantity, the band's steps and the distance from its middle in half widths."""
-    band, curve = comparison.band, comparison.candidate.curve
-    if band is None or list(curve.steps) != list(band.steps):
-        return {}
-    found = {}
-    floored = _floored_norms(curve)
-    for quantity in band.quantities:
-        low, high = band.edges(quantity)
-        middle = band.location(quantity)
-        if quantity not in (*curve.scalars, *(LOAD_OF + layer for layer in curve.loads)):
-            continue
-        values = floored.get(quantity, band.values(curve, quantity))
-        half = np.where(values > middle, high - middle, middle - low)
-        distance = np.abs(values - middle)
-        if quantity.startswith(LOAD_OF):
-            # Nearer to the repeats' mean than the repeats are is no distance.
-            half, distance = high - middle, np.maximum(values - middle, 0.0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            reach = distance / half
-        reach[distance == 0] = 0.0
-        found[quantity] = (list(band.steps), np.nan_to_num(reach, nan=np.inf, posinf=np.inf))
-    return found
+def _floor(curve: Curve, key: str, total_S: Array) -> Array:
+    """A parameter's norm, or any other scalar; far below the total, norms are noise."""
+    values = curve.scalars[key]
+    if not key.startswith(NORM_OF):
+        return values
+    return np.maximum(values, _LEAST_NORM * total_S)
 
 
-def _floored_norms(curve: Curve) -> dict[str, Array]:
-    """Parameters' norms as the band compares them."""
-    norms = {key: values for key, values in curve.scalars.items() if key.startswith(NORM_OF)}
-    if not norms:
-        return {}
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rows = np.exp(norm_logs(np.stack(list(norms.values()))))
-    return dict(zip(norms, rows, strict=True))
+def _total_norm(curve: Curve) -> Array:
+    """Of all parameters whose norms are known, [S]."""
+    squares = [v**2 for key, v in curve.scalars.items() if key.startswith(NORM_OF)]
+    return np.sqrt(np.sum(squares, 0)) if squares else np.zeros(len(curve.steps))

@@ -37,6 +37,8 @@ _LEVELS = 15
 _MOST_COLUMNS = 100
 _MANY_EXPERTS = 256
 """Maps of more experts in all layers are folded, and the candidate's own is left out."""
+_MOST_RUNS = 4
+"""Runs of many experts whose maps are drawn: each is a megabyte."""
 _ORANGE, _BLUE = (213, 94, 0), (0, 114, 178)
 
 
@@ -165,8 +167,8 @@ def _expert_maps(heats: Sequence[Heat], difference: Heat | None) -> str:
     layers = list(dict.fromkeys(layer for heat in heats for layer in heat.loads))
     experts = sum(heats[0].loads[layer].shape[1] for layer in heats[0].loads)
     many = experts > _MANY_EXPERTS
-    if many and difference is not None:
-        heats = heats[:1]
+    if many:
+        heats = heats[: 1 if difference is not None else _MOST_RUNS]
     top = max(2.0, *(_high(load) for heat in heats for load in heat.loads.values()))
     spread = _spread([] if difference is None else difference.loads.values())
     drawn = [(heat, LOAD, top) for heat in heats]

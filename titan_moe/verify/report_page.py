@@ -40,6 +40,8 @@ from titan_moe.verify.report_words import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from titan_moe.verify.flips import Flips
+
     Draw = Callable[[Figure], None]
 
 KINDS = {
@@ -48,7 +50,8 @@ KINDS = {
     Verdict.DIFFERENT: "wrong",
     Verdict.UNJUDGED: "open",
 }
-_MOST_ROWS = 30
+_MOST_ROWS, _MOST_FOLDED = 20, 1000
+"""Rows that are seen, and that are seen on a click."""
 
 
 def comparison_page(comparison: Comparison) -> str:
@@ -161,27 +164,31 @@ def _load(comparison: Comparison) -> str:
 
 
 def _routing(comparison: Comparison) -> str:
-    found = ""
-    flips = comparison.flips
-    if flips is not None:
-        share_SL = np.asarray(flips.share_SL, dtype=float)
-        top = float(np.nanmax(share_SL)) if share_SL.size else 0.0
-        found += paragraph(flips.line())
-        if top > 0:
-            label = ends(flips.layers)
-            head = "share of chosen experts that differ, layer by layer"
-            found += scale(LOAD, "0", f"{top:.2%}")
-            found += grid([head], [(label, [(flips.steps, share_SL.T, LOAD, top)])])
-        flipped, slots = flips.flipped_SL.sum(0), flips.slots_SL.sum(0)
-        rows = [
-            [layer, f"{flipped[i]:,}", f"{slots[i]:,}", f"{flipped[i] / max(slots[i], 1):.4%}"]
-            for i, layer in enumerate(flips.layers)
-        ]
-        heads = ["layer", "flipped", "of chosen experts", "share"]
-        found += folded(f"{len(rows)} layers", table(heads, rows, numbers=(1, 2, 3)))
-    if comparison.replayed is not None:
-        found += _replayed(comparison.replayed)
-    return found
+    flips = "" if comparison.flips is None else _flips(comparison.flips)
+    return flips + (_replayed(comparison.replayed) if comparison.replayed is not None else "")
+
+
+def _flips(flips: "Flips") -> str:
+    """A map of layers over steps, and the sums of each layer."""
+    share_SL = np.asarray(flips.share_SL, dtype=float)
+    found = paragraph(flips.line())
+    top = float(np.nanmax(share_SL, initial=0.0))
+    if top > 0:
+        head = "share of chosen experts that differ, layer by layer"
+        found += scale(LOAD, "0", f"{top:.2%}")
+        found += grid([head], [(ends(flips.layers), [(flips.steps, share_SL.T, LOAD, top)])])
+    flipped, slots = flips.flipped_SL.sum(0), flips.slots_SL.sum(0)
+    rows = [
+        [layer, f"{flipped[i]:,}", f"{slots[i]:,}", f"{flipped[i] / max(slots[i], 1):.4%}"]
+        for i, layer in enumerate(flips.layers)
+    ]
+    heads = ["layer", "flipped", "of chosen experts", "share"]
+    if flips.drift_SL is not None:
+        heads.append("relative difference of the other weights")
+        for i, row in enumerate(rows):
+            row.append(relative_words(float(flips.drift_SL[:, i].mean())))
+    by_layer = table(heads, rows, numbers=range(1, len(heads)))
+    return found + folded(f"Flips by layer: {len(rows)}", by_layer)
 
 
 def _replayed(replayed: Comparison) -> str:
@@ -242,8 +249,11 @@ def _deviations(found: list[Deviation]) -> str:
     kinds = ["beyond" if (one.reach or 0) > 1 else "" for one in found]
     shown = table(heads, rows[:_MOST_ROWS], numbers=range(1, 7), kinds=kinds)
     if len(rows) > _MOST_ROWS:
-        rest = table(heads, rows[_MOST_ROWS:], numbers=range(1, 7), kinds=kinds[_MOST_ROWS:])
-        shown += folded(f"{len(rows) - _MOST_ROWS} more that differ less", rest)
+        below = slice(_MOST_ROWS, _MOST_FOLDED)
+        rest = table(heads, rows[below], numbers=range(1, 7), kinds=kinds[below])
+        more = f"{len(rows) - _MOST_ROWS} more that differ less"
+        more += f", the first {_MOST_FOLDED - _MOST_ROWS}" if len(rows) > _MOST_FOLDED else ""
+        shown += folded(more, rest)
     return shown
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from titan_moe.verify.comparison import Comparison, Verdict
-from titan_moe.verify.records import Curve, RunRecord
+from titan_moe.verify.records import NORM_OF, Curve, RunRecord
 from titan_moe.verify.report_data import common_steps
 
 UNKNOWN = "unknown"
@@ -131,9 +131,18 @@ def detail(comparison: Comparison) -> str:
             f"{judgement.limit:.3g}), as are {judgement.repeats_as_far}{of} harmless repeats."
         )
     if comparison.verdict is Verdict.IDENTICAL:
-        number_of = len(common_steps(comparison.baseline.curve, comparison.candidate.curve).steps)
-        words.append(f"Everything that both logged in {number_of} steps.")
+        words.append(_same(comparison.baseline.curve, comparison.candidate.curve))
     return " ".join(words)
+
+
+def _same(first: Curve, second: Curve) -> str:
+    """What was compared where nothing differs."""
+    norms = sum(key.startswith(NORM_OF) and key in second.scalars for key in first.scalars)
+    loads = sum(layer in second.loads for layer in first.loads)
+    known = [key for key in ("loss", "grad_norm") if key in first.scalars and key in second.scalars]
+    known += [f"norms of {norms} parameters"] if norms else []
+    known += [f"loads of {loads} layers"] if loads else []
+    return f"Compared in {len(common_steps(first, second).steps)} steps: {', '.join(known)}."
 
 
 def _short(value: float) -> str:

@@ -1,0 +1,116 @@
+"""Runs to report on, and a page as its parts."""
+
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from titan_moe.distributed.parallel_dims import ParallelDims
+from titan_moe.verify.records import Curve, RunRecord
+
+_VOID = {"meta", "img", "br", "input"}
+
+
+class Page(HTMLParser):
+    """The text of each section, tables by section, ranks by view, and what a page would load."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[tuple[str, dict[str, str | None]]] = []
+        self.text: dict[str, str] = {"": ""}
+        self.tables: dict[str, list[list[str]]] = {}
+        self.ranks: dict[str, list[int]] = {"dense": [], "sparse": []}
+        self.ids: list[str] = []
+        self.loads: list[str] = []
+        self.images = 0
+        self.feed(html)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        known = dict(attrs)
+        if tag not in _VOID:
+            self.open.append((tag, known))
+        if known.get("id"):
+            self.ids.append(str(known["id"]))
+        for key in ("src", "href", "xlink:href", "srcset", "action"):
+            if known.get(key):
+                self.loads.append(str(known[key]))
+        self.images += tag == "img"
+        if tag == "tr":
+            self.tables.setdefault(self.section, []).append([])
+        if tag in ("td", "th"):
+            self.tables[self.section][-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in _VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open[-1][0] != tag:
+            # Only these may be left open.
+            assert self.open[-1][0] == "p", (self.open, tag)
+            self.open.pop()
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        tags = [tag for tag, _ in self.open]
+        if "style" in tags or "script" in tags:
+            return
+        self.text[self.section] = self.text.get(self.section, "") + data
+        if "td" in tags or "th" in tags:
+            self.tables[self.section][-1][-1] += data
+        classes = [str(known.get("class")) for _, known in self.open]
+        if "rank" in classes:
+            view = next(c.removeprefix("mesh ") for c in classes if c.startswith("mesh "))
+            self.ranks[view].append(int(data))
+
+    @property
+    def section(self) -> str:
+        ids = [str(known.get("id")) for tag, known in self.open if tag == "section"]
+        return ids[-1] if ids else ""
+
+
+def run(
+    name: str,
+    *,
+    seed: int = 0,
+    noise: float = 0.0,
+    steps: Sequence[int] = range(1, 31),
+    layers: int = 2,
+    experts: int = 4,
+    norms: bool = False,
+    facts: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+) -> RunRecord:
+    """Falling curves; runs of one seed differ by their noise alone."""
+    rng, own = np.random.default_rng(seed), np.random.default_rng(crc32(name.encode()))
+    number = len(steps)
+    falling = 3 + 3 * np.exp(-np.arange(number) / 10) + 0.1 * rng.random(number)
+
+    def noisy(values: np.ndarray) -> np.ndarray:
+        return values * np.exp(noise * own.normal(size=values.shape))
+
+    scalars = {"loss": noisy(falling), "grad_norm": noisy(falling / 3)}
+    if norms:
+        scalars |= {f"norm of w{i}": noisy(falling / (i + 1)) for i in range(3)}
+    loads = {
+        f"layers.{layer}": rng.multinomial(64, np.ones(experts) / experts, number).astype(float)
+        for layer in range(1, layers + 1)
+    }
+    return RunRecord(name, Curve(name, list(steps), scalars, loads), facts or {}, config or {})
+
+
+def facts(**degrees: int) -> dict[str, Any]:
+    """run.json of a layout."""
+    world = degrees.pop("world_size")
+    dims = ParallelDims(world_size=world, **degrees)
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "edp", "ep", "etp")
+    return {
+        "torch": "2.13.0",
+        "world_size": world,
+        "layout": {axis: dims.size(axis) for axis in axes},
+    }
