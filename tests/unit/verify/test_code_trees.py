@@ -22,7 +22,7 @@ def repo(tmp_path: Path, monkeypatch) -> Iterator[Path]:
     git(tmp_path, "init", "-q", str(folder))
     for keys in (["steps"], ["steps", "lr"]):
         schema = {
-            "$defs": {"T": {"properties": dict.fromkeys(keys, {})}},
+            "$defs": {"T": {"properties": {key: {} for key in keys}}},
             "properties": {"training": {"$ref": "#/$defs/T"}},
         }
         (folder / "configs" / "schema.json").write_text(json.dumps(schema))
