@@ -98,8 +98,7 @@ class MoEHooks:
         def weighed(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
             weights_TK = weigh(watcher.given(name, "scores", scores_TE), experts_TK)
             self._chosen = experts_TK
-            if not recomputing():
-                watcher.forward(name, "weights", self._by_expert(weights_TK, experts_TK))
+            watcher.forward(name, "weights", self._by_expert(weights_TK, experts_TK))
             return weights_TK
 
         return weighed
@@ -169,8 +168,8 @@ class MoEHooks:
     def _forward(
         self, name: str, tensor: str, x_RF: Tensor, rows: ExpertRows, *, whole: bool
     ) -> None:
-        if not recomputing():
-            self._keep(Place("forward", name, tensor), x_RF, rows, whole=whole)
+        if (phase := self._watcher.phase) is not None:
+            self._keep(Place(phase, name, tensor), x_RF, rows, whole=whole)
 
     def _backward(
         self, name: str, tensor: str, x_R: Tensor, rows: ExpertRows, *, whole: bool

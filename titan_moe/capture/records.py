@@ -24,6 +24,7 @@ PHASES = (
     "start",
     "forward",
     "loss",
+    "recompute",
     "backward",
     "gradient",
     "norm",
@@ -33,9 +34,9 @@ PHASES = (
     "parameters",
 )
 """In the order in which a step makes one from the other: what it reads; the parameters that it
-starts from; modules' outputs; sums of losses; modules' input gradients; gradients of parameters,
-reduced; the gradient norm; tokens per expert; what routers remember of them; AdamW's moments; the
-parameters that it ends with."""
+starts from; modules' outputs; sums of losses; modules' outputs anew, where they are recomputed;
+modules' input gradients; gradients of parameters, reduced; the gradient norm; tokens per expert;
+what routers remember of them; AdamW's moments; the parameters that it ends with."""
 
 
 class Kind(NamedTuple):

@@ -54,7 +54,7 @@ class StepCapture:
         self._parameters("start", "parameter", lambda parameter: parameter)
         self._routers("start")
         for part, stage in zip(sharded.parts, self._stages, strict=True):
-            watcher = Watcher(self._records, stage, self._tokens_of)
+            watcher = Watcher(self._records, stage, self._tokens_of, interleaved=dims.pp > 1)
             self._hooks.enter_context(watched(sharded, part, watcher))
 
     def reads(self, batch: Batch, rows: Microbatch) -> None:

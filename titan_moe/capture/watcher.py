@@ -18,6 +18,8 @@ class Watcher:
     Args:
         stage: which stage of the pipeline; 0 without one.
         microbatch: of the documents that a stage's forward is given, the rows that they are.
+        interleaved: whether other forwards run between one and its backward, so that a
+            recomputation would not be known by its rows.
     """
 
     def __init__(
@@ -25,10 +27,13 @@ class Watcher:
         records: Records,
         stage: int,
         microbatch: Callable[[Tensor], Microbatch],
+        *,
+        interleaved: bool,
     ) -> None:
         self.records = records
         self.stage = stage
         self._find = microbatch
+        self._interleaved = interleaved
         self.now: Microbatch | None = None
         self._numbers: dict[Place, int] = {}
 
@@ -40,12 +45,19 @@ class Watcher:
         """Places are numbered as a forward comes by them."""
         return self.stage, self._numbers.setdefault(place, len(self._numbers))
 
+    @property
+    def phase(self) -> str | None:
+        """Which forward this is; None for one to be passed over."""
+        if not recomputing():
+            return "forward"
+        return None if self._interleaved else "recompute"
+
     def forward(self, module: str, tensor: str, x: Tensor, *, cut: bool = False) -> None:
         """Record a tensor by token."""
-        if recomputing() or not x.is_floating_point():
+        if self.phase is None or not x.is_floating_point():
             return
         assert self.now is not None
-        place = Place("forward", module, tensor)
+        place = Place(self.phase, module, tensor)
         self.keep(place, self.now, x, cut=cut, gradient=False)
 
     def keep(self, place: Place, now: Microbatch, x: Tensor, *, cut: bool, gradient: bool) -> None:
@@ -75,7 +87,7 @@ class Watcher:
 
 
 def recomputing() -> bool:
-    """Whether a backward runs: what a recomputation shows was seen before."""
+    """Whether a backward runs, and so a forward in it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

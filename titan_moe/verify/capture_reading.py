@@ -48,11 +48,6 @@ class Whole:
     beside: Mapping[str, NDArray] = field(default_factory=dict)
     """More of each key."""
 
-    @property
-    def projections(self) -> Array:
-        """What is linear in the tensor: [N, P]."""
-        return self.values if self.values.shape[1] == 1 else self.values[:, 1:]
-
 
 @dataclass(frozen=True)
 class Captured:

@@ -40,6 +40,8 @@ class Difference(NamedTuple):
     """[N, 2], those beyond the bound."""
     norms: tuple[float, float]
     """Over those keys: of the baseline, of the candidate."""
+    distance: float
+    """Over those keys: ||candidate - baseline||, estimated."""
     keys_are: str
     whole: bool
     """Whether that is all keys of the place."""
@@ -53,6 +55,11 @@ class Difference(NamedTuple):
         """Of the candidate's norm to the baseline's."""
         ours, theirs = self.norms[1], self.norms[0]
         return 1.0 if ours == theirs else ours / theirs if theirs else np.inf
+
+    @property
+    def off_by(self) -> float:
+        """The distance over the larger norm."""
+        return self.distance / max(*self.norms, 1e-300)
 
 
 @dataclass(frozen=True)
@@ -130,8 +137,10 @@ def differences(
         (str(each.facts["compute_dtype"]) for each in (baseline, candidate)),
         key=lambda name: BOUNDS[name],
     )
-    weak, found = _WEAK.get(dtype, 1.0), []
+    weak, found = _WEAK.get(dtype, 1.0), _recomputed(candidate, dtype)
     for place, ours in baseline.places.items():
+        if place.phase == "recompute":
+            continue
         bound = _bound(place, dtype)
         if harmless is not None and bound and place in harmless.places:
             error = _compare(ours, harmless.places[place], weak, bound).error
@@ -148,7 +157,19 @@ def differences(
         elif apart is not None:
             difference = difference._replace(ranks=apart.ranks)
         found.append(difference)
-    return found
+    return sorted(found, key=lambda each: PHASES.index(each.place.phase))
+
+
+def _recomputed(candidate: Captured, dtype: str) -> list[Difference]:
+    """What the candidate computed again, against its own forward."""
+    places = [place for place in candidate.places if place.phase == "recompute"]
+    twins = [candidate.places[place._replace(phase="forward")] for place in places]
+    return [
+        _compare(first, candidate.places[place], _WEAK.get(dtype, 1.0), BOUNDS[dtype])._replace(
+            place=place
+        )
+        for place, first in zip(places, twins, strict=True)
+    ]
 
 
 def _bound(place: Place, dtype: str) -> float:
@@ -162,7 +183,8 @@ def _compare(ours: Whole, theirs: Whole, weak: float, bound: float) -> Differenc
     keys, (a, b) = _aligned(ours, theirs)
     exact = ours.exact and theirs.exact
     a_norms, b_norms = _norms(a, exact), _norms(b, exact)
-    errors = _errors(_projections(b) - _projections(a), a_norms, b_norms, weak)
+    far = _far(a, b)
+    errors = _errors(far, a_norms, b_norms, weak)
     wrong = errors > bound
     return Difference(
         place=ours.place,
@@ -170,6 +192,7 @@ def _compare(ours: Whole, theirs: Whole, weak: float, bound: float) -> Differenc
         bound=bound,
         keys=keys[wrong],
         norms=(_total(a_norms[wrong]), _total(b_norms[wrong])),
+        distance=_total(far[wrong]),
         keys_are=ours.keys_are,
         whole=bool(wrong.all()),
     )
@@ -181,9 +204,8 @@ def _apart(whole: Whole, weak: float, bound: float) -> Difference | None:
     if not len(copies.keys):
         return None
     a_norms, b_norms = _norms(copies.first, whole.exact), _norms(copies.other, whole.exact)
-    errors = _errors(
-        _projections(copies.other) - _projections(copies.first), a_norms, b_norms, weak
-    )
+    far = _far(copies.first, copies.other)
+    errors = _errors(far, a_norms, b_norms, weak)
     wrong = errors > bound
     if not wrong.any():
         return None
@@ -194,15 +216,21 @@ def _apart(whole: Whole, weak: float, bound: float) -> Difference | None:
         bound=bound,
         keys=np.unique(copies.keys[wrong], axis=0),
         norms=(_total(a_norms[wrong]), _total(b_norms[wrong])),
+        distance=_total(far[wrong]),
         keys_are=whole.keys_are,
         whole=len(np.unique(copies.keys[wrong], axis=0)) == len(whole.keys),
         ranks=(int(pair[0]), int(pair[1])),
     )
 
 
-def _errors(distance: Array, a_norms: Array, b_norms: Array, weak: float) -> Array:
+def _far(a: Array, b: Array) -> Array:
+    """The distance of each key, by what is linear in the tensors."""
+    first = 0 if a.shape[1] == 1 else 1
+    return np.sqrt(np.square(b[:, first:] - a[:, first:]).mean(1))
+
+
+def _errors(far: Array, a_norms: Array, b_norms: Array, weak: float) -> Array:
     """Of each key: the distance over the larger norm; what is no number is infinitely far."""
-    far = np.sqrt(np.square(distance).mean(1))
     norms = np.maximum(a_norms, b_norms)
     usual = np.sqrt(np.square(norms).mean()) if len(norms) else 0.0
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -216,10 +244,6 @@ def _norms(values: Array, exact: bool) -> Array:
     if exact:
         return np.sqrt(values[:, 0])
     return np.sqrt(np.square(values[:, 1:]).mean(1))
-
-
-def _projections(values: Array) -> Array:
-    return values if values.shape[1] == 1 else values[:, 1:]
 
 
 def _total(norms: Array) -> float:

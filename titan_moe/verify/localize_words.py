@@ -15,6 +15,7 @@ PHASE_WORDS = {
     "start": "parameters at the step's start",
     "forward": "forward",
     "loss": "losses",
+    "recompute": "recomputed in the backward, against the candidate's own forward",
     "backward": "backward",
     "gradient": "gradients of parameters, summed over ranks",
     "norm": "gradient norm",
@@ -78,13 +79,15 @@ def finding_lines(finding: "Finding") -> list[str]:
         lines.append(f"  experts  {finding.experts}")
     if first.ranks is not None:
         lines.append(f"  copies   ranks {first.ranks[0]} and {first.ranks[1]} hold other values")
-    lines.append(
-        f"  norms    {first.norms[0]:.8g} and {first.norms[1]:.8g}, "
-        f"ratio {first.ratio:.8g}{finding.told}"
-    )
-    lines.append(
-        f"  off by   {first.error:.1e} of the norm, where rounding may do {first.bound:.1e}"
-    )
+    if first.place.phase != "data":
+        lines.append(
+            f"  norms    {first.norms[0]:.8g} and {first.norms[1]:.8g}, "
+            f"ratio {first.ratio:.8g}{finding.told}"
+        )
+        lines.append(
+            f"  off by   {first.off_by:.1e} of the norm, {first.error:.1e} at the worst; "
+            f"rounding may do {first.bound:.1e}"
+        )
     if first.missing:
         lines.append("  missing  no gradient came by here")
     if finding.is_tie:
@@ -102,7 +105,9 @@ def finding_lines(finding: "Finding") -> list[str]:
     if finding.followers:
         lines.append("  then:")
         for each in finding.followers[:_MOST_FOLLOWERS]:
-            lines.append(f"    {place_line(each)}: off by {each.error:.1e}, ratio {each.ratio:.6g}")
+            lines.append(
+                f"    {place_line(each)}: off by {each.off_by:.1e}, ratio {each.ratio:.6g}"
+            )
         if (rest := len(finding.followers) - _MOST_FOLLOWERS) > 0:
             lines.append(f"    and {rest} more")
     return lines
