@@ -89,8 +89,9 @@ class Launcher:
             )
             try:
                 exit_code = process.wait()
-            except KeyboardInterrupt:
-                process.wait()  # The terminal's Ctrl-C reached it too.
+            except BaseException:  # An interrupt; a terminal's has reached the run already.
+                process.terminate()
+                process.wait()
                 raise
         if exit_code:
             lines = (folder / "console.log").read_text(errors="replace").splitlines()

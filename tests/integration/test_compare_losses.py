@@ -1,0 +1,97 @@
+"""compare_losses.py on real runs, as a user starts it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launching import REPO
+from titan_moe.verify.experiment import this_device
+from titan_moe.verify.goldens import golden_key
+
+SCRIPT = REPO / "scripts" / "compare_losses.py"
+COMPARE = str(REPO / "configs" / "debug" / "compare.toml")
+TINY = ["--set", "--model.name mixtral --training.steps 3"]
+GOLDENS = sorted(path for path in (REPO / "tests" / "goldens").iterdir() if path.is_dir())
+
+
+def start(*words: str, out: Path) -> subprocess.Popen[str]:
+    variables = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *words, "--out", str(out)],
+        cwd=REPO,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        start_new_session=True,
+    )
+
+
+def compare(*words: str, out: Path) -> tuple[int, str]:
+    process = start(*words, out=out)
+    told, _ = process.communicate(timeout=400)
+    return process.returncode, told
+
+
+def test_my_change_against_the_last_commit(tmp_path: Path):
+    sides = ["--baseline", "revision=HEAD ranks=1", "--candidate", "ranks=1"]
+    code, told = compare(COMPARE, *TINY, *sides, out=tmp_path / "out")
+    assert code in (0, 3), told  # What is not committed yet may round differently.
+    found = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert found["baseline"]["told"].startswith("HEAD (")
+    assert found["candidate"]["told"].startswith("working tree (")
+    for name in ("report.html", "report.png"):
+        assert (tmp_path / "out" / name).stat().st_size > 10_000
+    assert not any((tmp_path / "out" / "worktrees").iterdir())
+
+
+def test_a_side_that_fails(tmp_path: Path):
+    few = tmp_path / "few.txt"
+    few.write_text("three words only\n")
+    data = f"ranks=1 --training.dataset text --training.dataset_path {few}"
+    sides = ["--baseline", "ranks=1", "--candidate", data]
+    code, told = compare(COMPARE, *TINY, *sides, out=tmp_path / "out")
+    assert code == 4, told
+    assert "candidate of working tree" in told and "fewer than the 8 rows" in told
+    assert "Traceback" not in told
+
+
+def test_an_interrupt_and_the_same_command_again(tmp_path: Path):
+    sides = ["--baseline", "ranks=1", "--candidate", "ranks=1 --metrics.enable_tensorboard true"]
+    process = start(COMPARE, *TINY, *sides, out=tmp_path / "out")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("candidate:"):
+            break
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
+    rest = process.stdout.read()
+    assert process.wait(60) == 130 and "the same command goes on" in rest
+    code, told = compare(COMPARE, *TINY, *sides, out=tmp_path / "out")
+    assert code == 0 and "identical bits" in told, told
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.name)
+def test_the_models_train_as_their_goldens(golden: Path, tmp_path: Path):
+    if not (golden / f"{golden_key(this_device())}.json").is_file():
+        pytest.skip(f"no golden of {golden.name} for {golden_key(this_device())}")
+    words = ["--baseline", str(golden), "--candidate", "ranks=1"]
+    code, told = compare(*words, out=tmp_path / "out")
+    assert code in (0, 3), told
+
+
+def test_a_golden_sees_a_learning_rate_two_percent_off(tmp_path: Path):
+    golden = REPO / "tests" / "goldens" / "mixtral"
+    (file,) = list(golden.glob(f"{golden_key(this_device())}.json")) or [
+        sorted(golden.glob("torch-*.json"))[0]
+    ]
+    words = ["--baseline", str(file), "--candidate", "ranks=1 --optimizer.lr 3.06e-3"]
+    code, told = compare(*words, out=tmp_path / "out")
+    assert code == 1 and "different" in told, told
