@@ -20,6 +20,7 @@ command goes on. The output folder gets report.html, report.png, comparison.json
 
 import argparse
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,4 +118,5 @@ def _plan(options: argparse.Namespace) -> "Plan":
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

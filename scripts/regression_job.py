@@ -9,6 +9,7 @@ suite cannot be read; 130 interrupted.
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -66,4 +67,5 @@ def _run(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))
