@@ -16,9 +16,8 @@ byte of an expert's number, repeat, and mantissas do not.
 import json
 import logging
 import re
-import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -111,7 +110,7 @@ def _set_aside(folder: Path) -> None:
     number = 1
     while (target := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
-    shutil.move(folder, target)
+    folder.rename(target)
     logger.info("%s was recorded by an earlier run: kept as %s", folder, target.name)
 
 
@@ -122,19 +121,32 @@ def _drop_after(folder: Path, step: int) -> None:
 
 
 class RecordWriter:
-    """Writes one rank's parts until they fill `limit_gb`; from then on nothing."""
+    """Writes one rank's parts, until a rank's fill `limit_gb`; from then on it is `full`.
 
-    def __init__(self, folder: Path, *, rank: int, world_size: int, limit_gb: float) -> None:
+    `agree` makes of whether this rank's next part fits whether all ranks' do, so that a record ends
+    with a whole step.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        world_size: int,
+        limit_gb: float,
+        agree: Callable[[bool], bool] = bool,
+    ) -> None:
+        self.full = False
         self._folder = folder
         self._rank = f"rank-{rank}-of-{world_size}"
         self._limit_gb = limit_gb
-        self._full = False
+        self._agree = agree
         earlier = folder.glob(f"step-*.rank-{rank}-of-*.npz")
         self._bytes = sum(path.stat().st_size for path in earlier)
 
     def write(self, step: int, tokens: Tokens, layers: Mapping[str, Routing]) -> None:
         """One step's part."""
-        if self._full:
+        if self.full:
             return
         arrays: dict[str, Any] = {"rows": np.array(tokens.rows), "positions": tokens.positions}
         for name, (experts_RPK, weights_RPK) in layers.items():
@@ -144,15 +156,16 @@ class RecordWriter:
         with (aside := path.with_name(f".{path.name}.tmp")).open("wb") as file:
             np.savez(file, **arrays)
         self._bytes += aside.stat().st_size
-        if self._bytes <= self._limit_gb * 1e9:
+        if self._agree(self._bytes <= self._limit_gb * 1e9):
             aside.replace(path)
             return
-        self._full = True
+        self.full = True
         aside.unlink()
         logger.warning(
-            "%s records no routing from step %d on: debug.routing_record_gb=%g is reached",
-            self._rank,
+            "no routings are recorded from step %d on: a rank's part of %s has reached "
+            "debug.routing_record_gb=%g",
             step,
+            self._folder,
             self._limit_gb,
         )
 
@@ -175,7 +188,7 @@ class Record:
         self._parts = {
             step: [paths[rank] for rank in sorted(paths)]
             for step, paths in sorted(parts.items())
-            if len(paths) == max(ranks for _, ranks in paths)
+            if all(ranks == len(paths) for _, ranks in paths)
         }
 
     @property

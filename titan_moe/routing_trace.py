@@ -120,7 +120,9 @@ class _Recording:
             rank=process.rank,
             world_size=process.world_size,
             limit_gb=job.debug.routing_record_gb,
+            agree=self._all_agree,
         )
+        self._device = process.device
         self._taken: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for name, moe in _named(sharded).items():
             self._taken[name] = []
@@ -131,6 +133,8 @@ class _Recording:
             taken.clear()
 
     def end(self, step: int, tokens: Tokens) -> None:
+        if self._writer.full:
+            return
         shape = len(tokens.rows), len(tokens.positions), -1
         layers = {}
         for name, taken in self._taken.items():
@@ -145,6 +149,11 @@ class _Recording:
     def close(self) -> None:
         pass
 
+    def _all_agree(self, agrees: bool) -> bool:
+        against = torch.tensor(not agrees, dtype=torch.int64, device=self._device)
+        dist.all_reduce(against)
+        return against.item() == 0
+
 
 def _kept(moe: MoE, taken: list[tuple[Tensor, Tensor]]) -> Choice:
     choose = moe.choose
@@ -153,7 +162,7 @@ def _kept(moe: MoE, taken: list[tuple[Tensor, Tensor]]) -> Choice:
         experts_TK = choose(scores_TE)
         if moe.training:
             weights_TK = moe.router.weigh(scores_TE.detach(), experts_TK)
-            # As 16 bits, without which a step's choices would weigh more than their weights.
+            # 16 bits: as int64, a step's choices would take more memory than their weights.
             taken.append((experts_TK.to(torch.int16), weights_TK.float()))
         return experts_TK
 

@@ -277,3 +277,16 @@ def test_a_record_that_does_not_fit_is_refused(tmp_path: Path, one_process: Reco
 def test_other_data_is_refused_when_a_row_is_looked_for(tmp_path: Path, one_process: Recorded):
     with pytest.raises(RankError, match=r"step 1 of .* has no routing of layers.1 for the row"):
         run(tmp_path, "dp_shard=1", 0.0, "other data", replay=one_process.record)
+
+
+def test_a_full_record_ends_with_a_whole_step(tmp_path: Path):
+    """Parts of pipeline stages differ in size: the first to be full ends the record for all."""
+    debug = {"routing_record": str(tmp_path / "record")}
+    layout = "pp=2"
+    run_ranks(train, 2, job_of(layout, debug=debug, training={"steps": 1}))
+    smaller, larger = sorted(path.stat().st_size for path in (tmp_path / "record").glob("step*"))
+    assert larger > smaller + 2000
+    debug["routing_record_gb"] = (2 * larger - 1000) / 1e9
+    run_ranks(train, 2, job_of(layout, debug=debug, training={"steps": 3}))
+    names = sorted(path.name for path in (tmp_path / "record").iterdir())
+    assert names == ["record.json", "step-1.rank-0-of-2.npz", "step-1.rank-1-of-2.npz"]

@@ -110,12 +110,29 @@ def test_a_rank_stops_at_the_size_it_is_given(tmp_path: Path, caplog) -> None:
         write(tmp_path / "less", PARTS["one"], steps=4, limit_gb=(total - 1) / 1e9)
     assert Record(tmp_path / "less").steps == [1, 2]
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning.startswith("rank-0-of-1 records no routing from step 3 on: debug.routing_rec")
+    assert warning.startswith("no routings are recorded from step 3 on: a rank's part of ")
+    assert "has reached debug.routing_record_gb=" in warning
     assert not list((tmp_path / "less").glob(".*")), "nothing half written stays"
     # A run that goes on counts what is there.
     writer = RecordWriter(tmp_path / "less", rank=0, world_size=1, limit_gb=2.5 * size / 1e9)
     writer.write(3, tokens_of(*PARTS["one"][0]), whole(3))
     assert Record(tmp_path / "less").steps == [1, 2]
+
+
+def test_ranks_stop_together(tmp_path: Path) -> None:
+    """The step of which one rank's part does not fit is on no rank."""
+    start_record(tmp_path, DIMS, after=0)
+    votes: list[bool] = []
+
+    def agree(fits: bool) -> bool:
+        votes.append(fits)
+        return len(votes) == 1
+
+    writer = RecordWriter(tmp_path, rank=0, world_size=1, limit_gb=1, agree=agree)
+    for step in (1, 2, 3):
+        writer.write(step, tokens_of(*PARTS["one"][0]), whole(step))
+    assert votes == [True, True] and writer.full
+    assert Record(tmp_path).steps == [1]
 
 
 def test_a_run_that_resumes_drops_what_it_runs_again(tmp_path: Path) -> None:
