@@ -115,7 +115,7 @@ def save_golden(
         "data": list(run.curve.data),
         "curve": _as_json(run.curve),
         "repeats": [_as_json(repeat) for repeat in repeats],
-        "band": {"limit": band.limit, "false_alarms": band.as_json()["false_alarms"]},
+        "band": _band(band),
     }
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(_compact(found), encoding="utf-8")
@@ -144,6 +144,17 @@ def _as_json(curve: Curve) -> dict[str, Any]:
         **{key: curve.scalars[key].tolist() for key in _SCALARS},
         "loads": {layer: rows.astype(int).tolist() for layer, rows in curve.loads.items()},
     }
+
+
+def _band(band: Band) -> dict[str, Any]:
+    """For whoever reads the file; `find_golden` makes the band anew from the repeats."""
+    found = band.as_json()
+    edges = {
+        f"{quantity} {end}": found[end][quantity]
+        for quantity in _SCALARS
+        for end in ("low", "high")
+    }
+    return {"limit": band.limit, "false_alarms": found["false_alarms"], **edges}
 
 
 def _curve(found: dict[str, Any], name: str, steps: list[int], data: list[int]) -> Curve:
