@@ -30,7 +30,7 @@ UNITS = {"loss": "nats per token", "grad_norm": "norm before clipping"}
 _TITLES = {"lr": "learning rate", "grad_norm": "gradient norm"}
 _DASHES = ("-", "--", ":", "-.")
 _MOST_REPEATS = 40
-_FEW_POINTS = 12
+_FEW_POINTS, _MANY_POINTS = 12, 300
 _ID = re.compile(r' id="[A-Za-z.0-9]+_[0-9]+"')
 _FONT = re.compile(r"'DejaVu Sans'[^;\"]*")
 _SIZE = re.compile(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>')
@@ -141,7 +141,7 @@ def draw_curves(
     if quantity == "grad_norm" and known and min(known) > 0:
         log_scale(axes)
     if not known:
-        message(axes, "no finite value")
+        message(axes, "no finite value" if lines else "not logged")
     _mark_first(axes, first)
 
 
@@ -281,6 +281,8 @@ def _draw_line(axes: "Axes", line: Line) -> None:
     values = np.where(np.isfinite(line.values), line.values, np.nan)
     few = np.isfinite(values).sum() <= _FEW_POINTS
     steps, shown = thinned(line.steps, values)
+    # Wide lines of many points would cover each other whole.
+    width = line.width if len(steps) <= _MANY_POINTS else min(line.width, 1.4)
     # Legends leave out what starts with an underscore; a run may be named so.
     label = line.label if line.label == "_" else f"\N{ZERO WIDTH SPACE}{line.label}"
     axes.plot(
@@ -288,7 +290,7 @@ def _draw_line(axes: "Axes", line: Line) -> None:
         shown,
         line.style,
         color=line.color,
-        lw=line.width,
+        lw=width,
         label=label,
         marker="o" if few else "",
         markersize=3,

@@ -40,6 +40,7 @@ _WIDTH, _DOTS = 13.0, 100
 _BODY, _LINE = 8.0, 0.24
 """Heights in inches, of the charts and of a line above them."""
 _LETTERS = 150
+_MOST_LINES = 10
 _MOST_ROWS = 300
 """Experts of all layers; above, only the busiest of each layer are drawn."""
 _MOST_RUNS = 2
@@ -100,7 +101,13 @@ def _empty(head: str, lines: Sequence[str], color: str) -> tuple["Figure", "SubF
     from matplotlib.figure import Figure
 
     heads = textwrap.wrap(head, _LETTERS * 3 // 5, max_lines=3)
-    below = [part for line in lines for part in textwrap.wrap(line, _LETTERS)][:8]
+    below = [part for line in lines for part in textwrap.wrap(line, _LETTERS)]
+    if len(below) > _MOST_LINES:
+        left = len(below) - _MOST_LINES + 1
+        below = [
+            *below[: _MOST_LINES - 1],
+            f"\N{HORIZONTAL ELLIPSIS} {left} more lines in the page",
+        ]
     above = _LINE * (1.5 * len(heads) + len(below) + 0.8)
     drawn = Figure(figsize=(_WIDTH, above + _BODY), layout="constrained", facecolor="white")
     parts: Any = drawn.subfigures(2, 1, height_ratios=(above, _BODY))

@@ -34,7 +34,7 @@ tr.beyond td {{ color: var(--bad) }}
 
 def report(title: str, top: str, sections: Sequence[tuple[str, str, str]]) -> str:
     """A page of what stands on top and of (name, title, body) below, with links to each."""
-    links = "".join(f'<a href="#{name}">{escape(head)}</a>' for name, head, _ in sections)
+    links = " ".join(f'<a href="#{name}">{escape(head)}</a>' for name, head, _ in sections)
     body = "".join(section(name, head, content) for name, head, content in sections)
     return document(title, f"<h1>{escape(title)}</h1>{top}<nav>{links}</nav>{body}", style=STYLE)
 

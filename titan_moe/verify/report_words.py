@@ -127,8 +127,8 @@ def detail(comparison: Comparison) -> str:
     if judgement is not None:
         of = f" of {len(comparison.band.repeats)}" if comparison.band is not None else ""
         words.append(
-            f"It is {_short(judgement.statistic)} times as far out as noise may be (limit "
-            f"{judgement.limit:.3g}), as are {judgement.repeats_as_far}{of} harmless repeats."
+            f"Its distance is {_short(judgement.statistic)} times what noise may make it (limit "
+            f"{judgement.limit:.3g}); {judgement.repeats_as_far}{of} harmless repeats are as far."
         )
     if comparison.verdict is Verdict.IDENTICAL:
         words.append(_same(comparison.baseline.curve, comparison.candidate.curve))
