@@ -282,11 +282,15 @@ def test_other_data_is_refused_when_a_row_is_looked_for(tmp_path: Path, one_proc
 def test_a_full_record_ends_with_a_whole_step(tmp_path: Path):
     """Parts of pipeline stages differ in size: the first to be full ends the record for all."""
     debug = {"routing_record": str(tmp_path / "record")}
-    layout = "pp=2"
-    run_ranks(train, 2, job_of(layout, debug=debug, training={"steps": 1}))
+    stages = [
+        ["tok_embeddings", "layers.0", "layers.1"],
+        ["layers.2", "layers.3", "norm", "output"],
+    ]
+    job = partial(job_of, "pp=2", parallelism={"module_fqns_per_model_part": stages})
+    run_ranks(train, 2, job(debug=debug, training={"steps": 1}))
     smaller, larger = sorted(path.stat().st_size for path in (tmp_path / "record").glob("step*"))
     assert larger > smaller + 2000
     debug["routing_record_gb"] = (2 * larger - 1000) / 1e9
-    run_ranks(train, 2, job_of(layout, debug=debug, training={"steps": 3}))
+    run_ranks(train, 2, job(debug=debug, training={"steps": 3}))
     names = sorted(path.name for path in (tmp_path / "record").iterdir())
     assert names == ["record.json", "step-1.rank-0-of-2.npz", "step-1.rank-1-of-2.npz"]
