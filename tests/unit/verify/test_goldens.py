@@ -79,5 +79,5 @@ def test_what_is_no_golden_is_refused(tmp_path: Path, text: str):
 
 def test_a_repeat_is_a_line(tmp_path: Path):
     lines = save(tmp_path / "g").read_text().splitlines()
-    assert sum("grad_norm" in line for line in lines) == 1 + len(repeats())
+    assert sum('"grad_norm":' in line for line in lines) == 1 + len(repeats())
     assert json.loads("\n".join(lines))["format"] == 1
