@@ -98,12 +98,13 @@ class Finding:
 
 
 def locate(
-    baseline: Captured, candidate: Captured, harmless: Captured | None = None
+    baseline: Captured, candidate: Captured, harmless: Sequence[Captured] = ()
 ) -> Finding | None:
     """The first place where two captures differ beyond rounding; None if there is none.
 
     Args:
-        harmless: of the baseline with its rows in another order: what rounding does at each place.
+        harmless: of the baseline with its rows in other orders, in other layouts: what rounding
+            does at each place.
     """
     found = differences(baseline, candidate, harmless)
     wrong = [difference for difference in found if difference.error > difference.bound]
@@ -130,7 +131,7 @@ def locate(
 
 
 def differences(
-    baseline: Captured, candidate: Captured, harmless: Captured | None = None
+    baseline: Captured, candidate: Captured, harmless: Sequence[Captured] = ()
 ) -> list[Difference]:
     """Of every place that both have, in causal order."""
     dtype = max(
@@ -142,9 +143,10 @@ def differences(
         if place.phase == "recompute":
             continue
         bound = _bound(place, dtype)
-        if harmless is not None and bound and place in harmless.places:
-            error = _compare(ours, harmless.places[place], weak, bound).error
-            bound = max(bound, _HARMLESS_FACTOR * error)
+        for other in harmless:
+            if bound and place in other.places:
+                error = _compare(ours, other.places[place], weak, bound).error
+                bound = max(bound, _HARMLESS_FACTOR * error)
         theirs = candidate.places.get(place)
         if theirs is None:
             if place.phase == "backward":
