@@ -96,7 +96,7 @@ def run_lines(runs: Sequence[RunRecord], quantity: str) -> list[Line]:
             SERIES[i % len(SERIES)],
             _DASHES[i // len(SERIES) % len(_DASHES)],
             # Wide ones below, so that all are seen where they agree.
-            max(1.0, 3.2 - i * 2.2 / max(1, len(runs) - 1)) if len(runs) > 1 else 1.2,
+            max(1.0, 2.6 - i * 1.6 / max(1, len(runs) - 1)) if len(runs) > 1 else 1.2,
         )
         for i, run in enumerate(runs)
         if quantity in run.curve.scalars
@@ -140,6 +140,7 @@ def draw_curves(
     known = [v for line in lines for v in line.values[np.isfinite(line.values)]]
     if quantity == "grad_norm" and known and min(known) > 0:
         log_scale(axes)
+    _show_steps(axes, [line.steps for line in lines])
     if not known:
         message(axes, "no finite value" if lines else "not logged")
     _mark_first(axes, first)
@@ -172,9 +173,7 @@ def draw_difference(axes: "Axes", quantity: str, comparison: Comparison) -> None
     axes.axhline(FLOAT32, color=SOFT, lw=0.8, ls=":", label="resolution of float32")
     log_scale(axes)
     axes.set_ylim(bottom=floor / 2)
-    ends = min(first.steps[0], second.steps[0]), max(first.steps[-1], second.steps[-1])
-    if ends[0] < ends[1]:
-        axes.set_xlim(ends[0] - (ends[1] - ends[0]) / 50, ends[1] + (ends[1] - ends[0]) / 50)
+    _show_steps(axes, [first.steps, second.steps])
     _mark_first(axes, comparison.first.step if comparison.first else None)
 
 
@@ -224,11 +223,12 @@ def title(axes: "Axes", text: str, unit: str) -> None:
     axes.spines[["left", "bottom"]].set_color(SOFT)
     axes.tick_params(color=SOFT, labelcolor=INK)
     axes.tick_params(which="minor", length=0)
-    axes.margins(x=0.02)
 
 
 def message(axes: "Axes", text: str) -> None:
     """Words where there is nothing to draw."""
+    if not axes.has_data():
+        axes.set(xticks=[], yticks=[])
     axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes, color=SOFT)
 
 
@@ -295,6 +295,14 @@ def _draw_line(axes: "Axes", line: Line) -> None:
         marker="o" if few else "",
         markersize=3,
     )
+
+
+def _show_steps(axes: "Axes", steps: Sequence[Sequence[int]]) -> None:
+    """The same steps in all charts of the same runs, whatever is drawn of them."""
+    if steps:
+        low, high = min(own[0] for own in steps), max(own[-1] for own in steps)
+        margin = max((high - low) / 50, 0.5)
+        axes.set_xlim(low - margin, high + margin)
 
 
 def _mark_first(axes: "Axes", step: int | None) -> None:

@@ -78,7 +78,7 @@ def _top(comparison: Comparison) -> str:
     verdict = comparison.verdict.value
     baseline, candidate = comparison.baseline, comparison.candidate
     sides = "; ".join(
-        f"{run.name} ({layout_words(run)}, {len(run.curve.steps)} steps)"
+        f"{run.name} ({layout_words(run)}, steps {run.curve.steps[0]} to {run.curve.steps[-1]})"
         for run in (baseline, candidate)
     )
     missing = all_notes((baseline, candidate))

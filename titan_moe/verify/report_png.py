@@ -41,6 +41,7 @@ _BODY, _LINE = 8.0, 0.24
 """Heights in inches, of the charts and of a line above them."""
 _LETTERS = 150
 _MOST_LINES = 10
+_SIGN = "\N{WARNING SIGN}"
 _MOST_ROWS = 300
 """Experts of all layers; above, only the busiest of each layer are drawn."""
 _MOST_RUNS = 2
@@ -55,7 +56,7 @@ def comparison_png(comparison: Comparison, path: Path) -> None:
     lines = [detail(comparison)]
     if comparison.replayed is not None:
         lines.append(f"With the baseline's routing: {comparison.replayed.verdict.value}.")
-    lines += [f"\N{WARNING SIGN} {line}" for line in [*comparison.caveats, *all_notes(pair)]]
+    lines += [f"{_SIGN} {line}" for line in [*comparison.caveats, *all_notes(pair)]]
     with settings(9):
         head = f"{comparison.title}: {comparison.verdict.value}"
         drawn, charts = _empty(head, lines, _COLORS[comparison.verdict])
@@ -77,7 +78,7 @@ def runs_png(runs: Sequence[RunRecord], path: Path) -> None:
     """Loss, gradient norm and learning rate of all runs, and the expert load of the first two."""
     head = ", ".join(f"{run.name} ({layout_words(run)})" for run in runs)
     with settings(9):
-        notes = [f"\N{WARNING SIGN} {line}" for line in all_notes(runs)]
+        notes = [f"{_SIGN} {line}" for line in all_notes(runs)]
         drawn, charts = _empty(head, notes, INK)
         grid = charts.add_gridspec(2, 4)
         for place, quantity in (
@@ -101,13 +102,14 @@ def _empty(head: str, lines: Sequence[str], color: str) -> tuple["Figure", "SubF
     from matplotlib.figure import Figure
 
     heads = textwrap.wrap(head, _LETTERS * 3 // 5, max_lines=3)
-    below = [part for line in lines for part in textwrap.wrap(line, _LETTERS)]
+    below = [
+        (part, PALETTE["warn"][0] if line.startswith(_SIGN) else INK)
+        for line in lines
+        for part in textwrap.wrap(line, _LETTERS)
+    ]
     if len(below) > _MOST_LINES:
-        left = len(below) - _MOST_LINES + 1
-        below = [
-            *below[: _MOST_LINES - 1],
-            f"\N{HORIZONTAL ELLIPSIS} {left} more lines in the page",
-        ]
+        left = f"\N{HORIZONTAL ELLIPSIS} {len(below) - _MOST_LINES + 1} more lines in the page"
+        below = [*below[: _MOST_LINES - 1], (left, INK)]
     above = _LINE * (1.5 * len(heads) + len(below) + 0.8)
     drawn = Figure(figsize=(_WIDTH, above + _BODY), layout="constrained", facecolor="white")
     parts: Any = drawn.subfigures(2, 1, height_ratios=(above, _BODY))
@@ -117,8 +119,8 @@ def _empty(head: str, lines: Sequence[str], color: str) -> tuple["Figure", "SubF
         bold = {"color": color, "fontsize": 16, "fontweight": "bold"}
         top.text(0.01, at, line, va="top", parse_math=False, **bold)
         at -= 1.5 * _LINE / above
-    for line in below:
-        top.text(0.01, at, line, color=INK, fontsize=10.5, va="top", parse_math=False)
+    for line, shade in below:
+        top.text(0.01, at, line, color=shade, fontsize=10.5, va="top", parse_math=False)
         at -= _LINE / above
     return drawn, charts
 
@@ -152,7 +154,7 @@ def _draw_load(axes: "Axes", heat: Heat, head: str, colors: str) -> None:
     if colors == DIFFERENCE and not known.any():
         message(axes, "no difference")
     edges = np.cumsum([0, *map(len, by_layer.values())]) - 0.5
-    if len(rows_RS) > len(by_layer):
+    if len(rows_RS) > len(by_layer) and known.any():
         axes.hlines(edges[1:-1], *ends[:2], color=SOFT, lw=0.6)
     every = -(-len(by_layer) // 12)
     axes.set_yticks(((edges[1:] + edges[:-1]) / 2)[::every], list(by_layer)[::every], fontsize=7)

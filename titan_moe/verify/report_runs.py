@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from titan_moe.verify.records import NORM_OF, RunRecord
 from titan_moe.verify.report_charts import draw_curves, legend, run_lines, svg
 from titan_moe.verify.report_heat import heat_of, load_maps
@@ -42,12 +44,14 @@ def _top(runs: Sequence[RunRecord]) -> str:
 
 def _last(run: RunRecord) -> str:
     """Where a run stands."""
-    known = [
-        f"{key.replace('_', ' ')} {number(float(run.curve.scalars[key][-1]))}"
-        for key in ("loss", "validation_loss", "grad_norm")
-        if key in run.curve.scalars
-    ]
-    return f"{run.name} ({layout_words(run)}): step {run.curve.steps[-1]}, {', '.join(known)}"
+    known = [f"step {run.curve.steps[-1]}"]
+    for key in ("loss", "grad_norm", "validation_loss"):
+        at = np.flatnonzero(np.isfinite(run.curve.scalars.get(key, [])))
+        if len(at):
+            value = f"{key.replace('_', ' ')} {number(float(run.curve.scalars[key][at[-1]]))}"
+            late = at[-1] == len(run.curve.steps) - 1
+            known.append(value if late else f"{value} in step {run.curve.steps[at[-1]]}")
+    return f"{run.name} ({layout_words(run)}): {', '.join(known)}"
 
 
 def _curves(runs: Sequence[RunRecord]) -> str:

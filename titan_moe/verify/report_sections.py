@@ -98,5 +98,5 @@ def names(runs: Sequence[RunRecord]) -> list[str]:
 def values_table(heads: Sequence[str], rows: Sequence[Sequence[str]], most: int = 400) -> str:
     """Folded numbers, one row a step; of many steps every n-th."""
     every = -(-len(rows) // most) if rows else 1
-    said = f"Values: {len(rows)} steps" + (f", every {every}th shown" if every > 1 else "")
+    said = "Values step by step" + (f": every {every}th of {len(rows)}" if every > 1 else "")
     return folded(said, table(heads, rows[::every], numbers=range(len(heads))))
