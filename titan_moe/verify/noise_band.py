@@ -5,21 +5,25 @@ In float32 and bfloat16 two right layouts train different bits, and small differ
 band is not a tolerance that someone chose: it is measured from harmless repeats, trainings that
 differ in nothing but the order in which they add up (debug.permute_rows; noise_runs.py).
 
-Compared are, at every step and as means over the last 2, 4, 8, ... steps, the logarithms of loss,
-gradient norm and each parameter's norm, and each layer's expert load: the share of its rows that
-went to other experts than in the repeats' mean. Noise from step to step averages out, what a
-mistake does to every step does not. At each step and each mean, the repeats give a location and a
-spread. A curve's statistic is its largest distance from the location in spreads, over everything.
-Steps, means and quantities depend on each other, so no table knows what is large; the repeats do.
-Each is measured against the others, as a candidate is, and a candidate is outside if it is
+Compared are the logarithms of loss, gradient norm and each parameter's norm, and each layer's
+expert load: the share of its rows that went to other experts than in the repeats' mean. At each
+step the repeats give a location and a spread. A difference is divided by the spread, and looked at
+alone and as a mean over the last 2, 4, 8, ... steps: noise from step to step averages out, what a
+mistake does to every step does not. Each mean has a spread of its own, again from the repeats.
 
-- further out than every repeat. Whatever the noise is like, that happens to one of the N + 1
-  harmless curves, each as likely: false alarms in at most 1 of N + 1; and
-- beyond the 1 - `false_alarms` prediction bound of a log-normal distribution of the statistic,
-  fitted to the repeats' own. This asks for more than the first, the more the fewer they are, and
-  its rate is as good as that assumption; and
-- beyond what as many normal deviations would reach, independent of each other. This is the least
-  where the repeats have equal bits, as float32 may have over a few steps.
+A curve's statistic is its largest distance in spreads over all steps and means: one for the loss,
+one for the gradient norm, one for all loads, one for all parameters' norms. Steps, means and
+parameters depend on each other, so no table knows what is large; the repeats do. Each is measured
+against the others, as a candidate is, and each of the four statistics gets a bound:
+
+- the 1 - `false_alarms` / 4 prediction bound of a log-normal distribution, fitted to the repeats'
+  own statistics; the fewer the repeats, the further out. Its rate is as good as that assumption;
+- but no less than what as many normal deviations would reach, independent of each other. This is
+  the bound where the repeats have equal bits, as float32 may have over a few steps.
+
+A candidate is outside if one of its statistics is beyond its bound, and further beyond than any
+repeat's is. Whatever the noise is like, being further out than every repeat happens to one of the
+N + 1 harmless curves, each as likely: false alarms in at most 1 of N + 1.
 """
 
 import math
@@ -29,15 +33,16 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from titan_moe.verify.noise_fit import Array, Load, Scalars, norm_logs, shares
+from titan_moe.verify.noise_fit import Array, Index, Loads, Scalars, norm_logs, shares
 from titan_moe.verify.records import LOAD_OF, NORM_OF, Curve
 
 FEWEST_REPEATS = 4
 FALSE_ALARMS = 1e-4
 """Of one comparison; of 300, three in a hundred suites have one."""
-REPEATS = 24
-"""Enough for the bound not to be much wider than it need be; with 8, it is half as wide again."""
+REPEATS = 32
+"""Bounds of white noise are then 6 spreads out, with 16 repeats 8, with 8 repeats 20."""
 _SCALARS = ("loss", "grad_norm")
 
 
@@ -48,9 +53,9 @@ class Judgement:
     name: str
     inside: bool
     statistic: float
-    """Its largest distance, in spreads; 1 if less."""
+    """How far out it is, of what harmless curves may be: the largest distance over its bound."""
     limit: float
-    """The largest distance that is still inside."""
+    """The largest statistic that is still inside: 1, or more where a repeat's own is."""
     repeats_as_far: int
     """Repeats whose own statistic is as large: without any assumption, p = (this + 1) / (N + 1)."""
     first_outside: int | None
@@ -63,7 +68,7 @@ class Judgement:
 
     def line(self) -> str:
         """For a person."""
-        shown = f"{self.name}: {self.statistic:.1f} spreads away, limit {self.limit:.1f}"
+        shown = f"{self.name}: {self.statistic:.2f} of what noise may do"
         if self.inside:
             return f"{shown}: inside"
         steps = "" if self.mean_over == 1 else f" (mean of the last {self.mean_over} steps)"
@@ -102,17 +107,24 @@ class Band:
         """"loss", "grad_norm", "norm of NAME", "load of LAYER", in this order."""
         if not self.quantities:
             raise ValueError("the repeats have no quantity in common that could be compared")
-        self._parts = [(names, self._part(names)) for names in self._groups()]
-        parts = [part for _, part in self._parts]
-        self.statistics = np.maximum(1.0, np.max([part.largest for part in parts], 0)).tolist()
-        """Each repeat's, measured against the others; at least 1, for repeats with equal bits have
-        no distances, and no logarithms of them."""
-        independent = sum(fit.spread.size for part in parts for fit in part.fits)
-        self.limit = max(
-            *self.statistics,
-            prediction_bound(self.statistics, false_alarms),
-            NormalDist().inv_cdf(1 - false_alarms / (2 * independent)),
-        )
+        self._parts = {
+            kind: self._part(kind) for kind in dict.fromkeys(map(_kind, self.quantities))
+        }
+        self.bounds: dict[str, float] = {}
+        """In spreads, by kind of quantity: what a harmless curve reaches as seldom as stated."""
+        own_KN = []
+        rate = false_alarms / len(self._parts)
+        for kind, part in self._parts.items():
+            # At least 1: repeats with equal bits have no distances, and no logarithms of them.
+            own_KN.append(np.maximum(1.0, part.largest))
+            self.bounds[kind] = max(
+                prediction_bound(own_KN[-1].tolist(), rate),
+                NormalDist().inv_cdf(1 - rate / (2 * part.fit.num_compared)),
+            )
+        bounds_K = np.array(list(self.bounds.values()))
+        self.statistics: list[float] = (np.stack(own_KN) / bounds_K[:, None]).max(0).tolist()
+        """Each repeat's, measured against the others."""
+        self.limit = max(1.0, *self.statistics)
 
     def judge(self, candidate: Curve) -> Judgement:
         """Compare a curve that was not among the repeats, in what quantities it has; what is not
@@ -124,52 +136,67 @@ class Band:
         missing = [q for q in self.quantities if not _has(candidate, q)]
         if len(missing) == len(self.quantities):
             raise ValueError(f"{candidate.name} has nothing of {', '.join(self.quantities[:3])}")
-        statistic = 1.0
+        statistic = 0.0
         hits: list[tuple[int, int, float, str]] = []
-        for names, part in self._parts:
+        for kind, part in self._parts.items():
+            names = self._names(kind)
             known = np.array([q not in missing for q in names])[:, None]
-            for window, distance_QS in part.distances(self._compared(candidate, names)):
-                distance_QS = np.where(known, distance_QS, 0.0)
+            for window, distance_QS in part.distances(self._compared(candidate, kind)):
+                distance_QS = np.where(known, distance_QS / self.bounds[kind], 0.0)
                 statistic = max(statistic, float(distance_QS.max()))
                 outside = np.flatnonzero((distance_QS > self.limit).any(0))
                 if len(outside):
                     furthest = int(distance_QS[:, outside[0]].argmax())
                     distance = float(distance_QS[furthest, outside[0]])
                     hits.append((int(outside[0]) + window - 1, window, -distance, names[furthest]))
-        step, window, _, quantity = min(hits) if hits else (None, None, None, None)
+        first = min(hits, default=None)
         return Judgement(
             candidate.name,
-            inside=not hits,
+            inside=first is None,
             statistic=statistic,
             limit=self.limit,
             repeats_as_far=sum(own >= statistic for own in self.statistics),
-            first_outside=None if step is None else self.steps[step],
-            quantity=quantity,
-            mean_over=window,
+            first_outside=None if first is None else self.steps[first[0]],
+            quantity=None if first is None else first[3],
+            mean_over=None if first is None else first[1],
             missing=missing,
         )
+
+    def reaches(self, curve: Curve) -> dict[str, Array]:
+        """How far out the quantities that a curve has are at each step alone, [S] each: above 1 is
+        outside. Raises ValueError for other steps."""
+        self._check_steps(curve)
+        found: dict[str, Array] = {}
+        for kind, part in self._parts.items():
+            _, distance_QS = next(iter(part.distances(self._compared(curve, kind))))
+            reach_QS = distance_QS / (self.bounds[kind] * self.limit)
+            found |= dict(zip(self._names(kind), reach_QS, strict=True))
+        return {q: reach_S for q, reach_S in found.items() if _has(curve, q)}
 
     def values(self, curve: Curve, quantity: str) -> Array:
         """What is compared at each step, [S]: the scalar, or for an expert load the share of rows
         that went to other experts than in the repeats' mean."""
-        _, part = self._find(quantity)
-        if isinstance(part, Load):
-            return part.moved(shares(curve.loads[quantity.removeprefix(LOAD_OF)]))
+        row, part = self._find(quantity)
+        if isinstance(part, Loads):
+            return part.moved(self._compared(curve, "load"))[row]
         return np.asarray(curve.scalars[quantity], dtype=np.float64)
 
     def location(self, quantity: str) -> Array:
         """The middle of the band at each step, [S], in the units of `values`."""
         row, part = self._find(quantity)
-        location = part.fits[0].location[row]
-        return location if isinstance(part, Load) else np.exp(location)
+        if isinstance(part, Loads):
+            return part.fit.middles[0][row] * part.fit.scale[row]
+        return np.exp(part.fit.location[row])
 
     def edges(self, quantity: str) -> tuple[Array, Array]:
         """Of the band at each step: the lowest and the highest values inside, [S] each."""
         row, part = self._find(quantity)
-        location, reach = part.fits[0].location[row], self.limit * part.fits[0].spread[row]
-        if isinstance(part, Load):
-            return np.zeros_like(location), np.minimum(location + reach, 1.0)
-        return np.exp(location - reach), np.exp(location + reach)
+        limit = self.limit * self.bounds[_kind(quantity)]
+        if isinstance(part, Loads):
+            highest = part.fit.middles[0][row] + limit * part.fit.spreads[0][row]
+            return np.zeros_like(highest), np.minimum(highest * part.fit.scale[row], 1.0)
+        reach = limit * part.fit.scale[row]
+        return np.exp(part.fit.location[row] - reach), np.exp(part.fit.location[row] + reach)
 
     def as_json(self) -> dict[str, Any]:
         """What the band was measured from and what it allows, but for parameters' norms."""
@@ -177,6 +204,7 @@ class Band:
         return {
             "repeats": [repeat.name for repeat in self.repeats],
             "statistics": self.statistics,
+            "bounds": self.bounds,
             "limit": self.limit,
             "false_alarms": {
                 "if_log_normal": self.false_alarms,
@@ -188,36 +216,32 @@ class Band:
             "high": {q: high.tolist() for q, (_, high) in edges.items()},
         }
 
-    def _groups(self) -> list[tuple[str, ...]]:
-        """Quantities that are compared in the same way: all scalars, and each layer's load."""
-        scalars = tuple(q for q in self.quantities if not q.startswith(LOAD_OF))
-        loads = [(q,) for q in self.quantities if q.startswith(LOAD_OF)]
-        return [*([scalars] if scalars else []), *loads]
+    def _names(self, kind: str) -> list[str]:
+        return [q for q in self.quantities if _kind(q) == kind]
 
-    def _part(self, names: tuple[str, ...]) -> Scalars | Load:
+    def _part(self, kind: str) -> Scalars | Loads:
         values = []
         for repeat in self.repeats:
             self._check_steps(repeat)
-            values.append(self._compared(repeat, names))
+            values.append(self._compared(repeat, kind))
             if not np.isfinite(values[-1]).all():
-                raise ValueError(f"the repeat {repeat.name} is not finite")
-        if not names[0].startswith(LOAD_OF):
-            return Scalars(np.stack(values))
-        num_rows = float(self.repeats[0].loads[names[0].removeprefix(LOAD_OF)][0].sum())
-        return Load(np.stack(values), num_rows)
+                raise ValueError(f"the repeat {repeat.name}: {kind} is not finite")
+        if kind != "load":
+            return Scalars(np.stack(values), _stacks(self._names(kind))[0])
+        num_rows = max(float(np.max(counts[0].sum())) for counts in self.repeats[0].loads.values())
+        return Loads(np.stack(values), num_rows)
 
-    def _compared(self, curve: Curve, names: tuple[str, ...]) -> Array:
-        """Logarithms [Q, S], or shares [S, E]; 0 for what the curve has not."""
-        if not names[0].startswith(LOAD_OF):
-            return _logs(curve, names)
-        layer = names[0].removeprefix(LOAD_OF)
-        num_experts = self.repeats[0].loads[layer].shape[1]
-        found = np.asarray(curve.loads.get(layer, np.zeros((len(self.steps), num_experts))))
-        if found.shape[1] != num_experts:
-            raise ValueError(
-                f"{curve.name} has {found.shape[1]} experts in {layer}, the band {num_experts}"
-            )
-        return shares(found)
+    def _compared(self, curve: Curve, kind: str) -> Array:
+        """Logarithms [Q, S], or shares [L, E, S]; 0 for what the curve has not."""
+        if kind != "load":
+            return _logs(curve, self._names(kind))
+        layers = [q.removeprefix(LOAD_OF) for q in self._names(kind)]
+        num_experts = self.repeats[0].loads[layers[0]].shape[1]
+        absent = np.zeros((len(self.steps), num_experts))
+        counts = [np.asarray(curve.loads.get(layer, absent)) for layer in layers]
+        if any(counts_SE.shape != absent.shape for counts_SE in counts):
+            raise ValueError(f"{curve.name}: its layers have not all {num_experts} experts")
+        return np.stack([shares(counts_SE).T for counts_SE in counts])
 
     def _check_steps(self, curve: Curve) -> None:
         if list(curve.steps) != self.steps:
@@ -226,12 +250,10 @@ class Band:
                 "be the same"
             )
 
-    def _find(self, quantity: str) -> tuple[int, Scalars | Load]:
-        """Its row, and what holds it. KeyError for what the band has not."""
-        for names, part in self._parts:
-            if quantity in names:
-                return names.index(quantity), part
-        raise KeyError(quantity)
+    def _find(self, quantity: str) -> tuple[int, Scalars | Loads]:
+        """Its row, and what holds it. ValueError for what the band has not."""
+        kind = _kind(quantity)
+        return self._names(kind).index(quantity), self._parts[kind]
 
 
 def quantities_of(curve: Curve) -> list[str]:
@@ -239,6 +261,11 @@ def quantities_of(curve: Curve) -> list[str]:
     norms = [q for q in curve.scalars if q.startswith(NORM_OF)]
     loads = [LOAD_OF + layer for layer in curve.loads]
     return [*(q for q in _SCALARS if q in curve.scalars), *norms, *loads]
+
+
+def _kind(quantity: str) -> str:
+    """ "loss", "grad_norm", "norm" or "load": kinds have bounds of their own."""
+    return quantity.split(" of ")[0]
 
 
 def _has(curve: Curve, quantity: str) -> bool:
@@ -249,15 +276,24 @@ def _has(curve: Curve, quantity: str) -> bool:
 
 def _logs(curve: Curve, names: Sequence[str]) -> Array:
     """[Q, S]; 0 for what the curve has not."""
-    found = {q: curve.scalars[q] for q in _SCALARS if q in names and q in curve.scalars}
-    with np.errstate(divide="ignore", invalid="ignore"):
-        logs = {q: np.log(np.asarray(values, dtype=np.float64)) for q, values in found.items()}
-        norms = [q for q in curve.scalars if q.startswith(NORM_OF)]
-        if norms:
-            rows = norm_logs(np.stack([curve.scalars[q] for q in norms]))
-            logs |= dict(zip(norms, rows, strict=True))
     absent = np.zeros(len(curve.steps))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        if not names[0].startswith(NORM_OF):
+            known = [np.asarray(curve.scalars.get(q, absent + 1), dtype=np.float64) for q in names]
+            return np.log(np.stack(known))
+        norms = [q for q in curve.scalars if q.startswith(NORM_OF)]
+        if not norms:
+            return np.stack([absent for _ in names])
+        rows = norm_logs(np.stack([curve.scalars[q] for q in norms]), *_stacks(norms))
+    logs = dict(zip(norms, rows, strict=True))
     return np.stack([logs.get(q, absent) for q in names])
+
+
+def _stacks(names: Sequence[str]) -> tuple[Index, NDArray[np.bool_]]:
+    """A number for each, the same for experts of one stack, and whether it is alone."""
+    numbers: dict[str, int] = {}
+    kin_Q = np.array([numbers.setdefault(q.split("[")[0], len(numbers)) for q in names])
+    return kin_Q, np.bincount(kin_Q)[kin_Q] == 1
 
 
 def prediction_bound(statistics: Sequence[float], rate: float) -> float:

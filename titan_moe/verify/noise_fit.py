@@ -10,53 +10,88 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-RESOLUTION = float(np.finfo(np.float32).eps)
-"""Losses and norms are added up in float32, whatever the model computes in: equal repeats know no
-more than this of their logarithms. Of a load they know no more than one row."""
+RESOLUTION = 16 * float(np.finfo(np.float32).eps)
+"""Losses and norms are added up in float32, whatever the model computes in, and a candidate may add
+up in more ways than the repeats do: nobody is asked for more than this of their logarithms."""
 NORM_FLOOR = 1e-4
-"""Of the total norm: what a parameter's norm has less is noise, or an expert without rows."""
-_NEIGHBOURS = 2
+"""Of the total norm: what a parameter's norm has less is noise."""
+EXPERT_FLOOR = 0.25
+"""Of the root mean square over a stack's experts: an expert without rows has a norm of 0."""
+_AHEAD, _BEHIND = 16, 2
+"""Steps whose spread a step has at least: what later repeats show may happen at any time, for it
+takes one token that goes to another expert."""
 
 Array = NDArray[np.float64]
+Index = NDArray[np.intp]
 
 
 class Fit(NamedTuple):
-    """Of one window."""
+    """Where repeats lie at each step, and how far the means of their differences lie apart."""
 
-    window: int
     location: Array
-    """[Q, S - window + 1]."""
-    spread: Array
-    """The standard deviation of another curve's distance from the location."""
+    """[Q, S], of loads [L, E, S]."""
+    scale: Array
+    """[Q, S]: what a difference at a step is divided by before means are taken."""
+    middles: list[Array]
+    """By window [Q, S - window + 1]: of loads what noise alone makes; of scalars 0."""
+    spreads: list[Array]
+    """By window [Q, S - window + 1]: the standard deviation of another curve's mean."""
+
+    @property
+    def num_compared(self) -> int:
+        return sum(spread.size for spread in self.spreads)
 
 
 class Scalars:
-    """Q scalars of N repeats, compared by their logarithms: logs_NQS, all of them finite."""
+    """Q positive scalars of N repeats, compared by their logarithms, all of them finite.
 
-    def __init__(self, logs_NQS: Array) -> None:
-        scans = scan(logs_NQS)
-        self.fits = [_fit(window, values) for window, values in scans]
-        self.largest = np.zeros(len(logs_NQS))
+    Args:
+        logs_NQS: the logarithms.
+        kin_Q: scalars with the same number are of a kind, and have much the same spread.
+    """
+
+    def __init__(self, logs_NQS: Array, kin_Q: Index) -> None:
+        self._kin_Q = kin_Q
+        self.fit = self._fit(logs_NQS)
+        self.largest = np.array(
+            [
+                _largest(_scalar_distances(own, self._fit(np.delete(logs_NQS, i, 0))))
+                for i, own in enumerate(logs_NQS)
+            ]
+        )
         """Each repeat's largest distance from the others, in spreads."""
-        for window, values in scans:
-            for i, own in enumerate(values):
-                others = _fit(window, np.delete(values, i, 0))
-                distance = np.abs(own - others.location) / others.spread
-                self.largest[i] = max(self.largest[i], distance.max())
 
     def distances(self, logs_QS: Array) -> list[tuple[int, Array]]:
-        """In spreads, by window: [Q, S - window + 1]; infinite from the first step on that is
-        not finite."""
+        """In spreads, by window: [Q, S - window + 1]; infinite from the first step on that is not
+        finite."""
         logs_QS, broken_QS = _finite(logs_QS)
-        found = []
-        for fit, (window, values) in zip(self.fits, scan(logs_QS), strict=True):
-            distance = np.abs(values - fit.location) / fit.spread
-            found.append((window, np.where(broken_QS[:, window - 1 :], np.inf, distance)))
-        return found
+        return _until(broken_QS, _scalar_distances(logs_QS, self.fit))
+
+    def _fit(self, logs_NQS: Array) -> Fit:
+        # The location is a mean of N, and so are its own errors.
+        wider = math.sqrt(1 + 1 / len(logs_NQS))
+        location_QS = logs_NQS.mean(0)
+        deviation_QS = np.maximum(logs_NQS.std(0, ddof=1), RESOLUTION)
+        scale_QS = _smooth(deviation_QS, self._kin_Q) * wider
+        spreads = [np.ones_like(scale_QS)]
+        means = scan((logs_NQS - location_QS) / scale_QS)
+        least = scan(RESOLUTION / scale_QS)
+        for (_, mean_NQS), (_, least_QS) in zip(means[1:], least[1:], strict=True):
+            deviation_QS = np.maximum(mean_NQS.std(0, ddof=1), least_QS)
+            spreads.append(_smooth(deviation_QS, self._kin_Q) * wider)
+        return Fit(location_QS, scale_QS, [np.zeros(1)] * len(spreads), spreads)
 
 
-class Load:
-    """The shares of a layer's rows that its experts took in N repeats: shares_NSE, all finite.
+def _scalar_distances(logs_QS: Array, fit: Fit) -> list[tuple[int, Array]]:
+    scaled_QS = (logs_QS - fit.location) / fit.scale
+    return [
+        (window, np.abs(mean) / spread)
+        for (window, mean), spread in zip(scan(scaled_QS), fit.spreads, strict=True)
+    ]
+
+
+class Loads:
+    """The shares of L layers' rows that their experts took in N repeats, all of them finite.
 
     Compared is the share of rows that went to other experts than in the repeats' mean, half the sum
     of the differences of all experts. It is never below 0, and noise alone makes it large; so a
@@ -64,41 +99,72 @@ class Load:
     Over several steps the shares are averaged first: what flips to and fro comes to nothing.
 
     Args:
-        num_rows: of all experts in one step.
+        shares_NLES: the shares.
+        num_rows: of one layer in one step; nobody is asked for less than one row.
     """
 
-    def __init__(self, shares_NSE: Array, num_rows: float) -> None:
-        number = len(shares_NSE)
-        self.fits, self.means_SE = [], []
-        self.largest = np.zeros(number)
+    def __init__(self, shares_NLES: Array, num_rows: float) -> None:
+        self._resolution = 1 / num_rows
+        self.fit = self._fit(shares_NLES)
+        self.largest = np.array(
+            [
+                _largest(_load_distances(own, self._fit(np.delete(shares_NLES, i, 0))))
+                for i, own in enumerate(shares_NLES)
+            ]
+        )
         """Each repeat's largest distance from the others, in spreads."""
-        for window, values_NES in scan(shares_NSE.swapaxes(1, 2)):
-            total_ES, resolution = values_NES.sum(0), 1 / (num_rows * window)
-            self.fits.append(_fit_load(window, values_NES, total_ES, resolution))
-            self.means_SE.append(total_ES.T / number)
-            for i, own_ES in enumerate(values_NES):
-                rest_ES = total_ES - own_ES
-                others = _fit_load(window, np.delete(values_NES, i, 0), rest_ES, resolution)
-                moved_S = _moved(own_ES, rest_ES / (number - 1))
-                distance = (moved_S - others.location[0]) / others.spread[0]
-                self.largest[i] = max(self.largest[i], distance.max())
 
-    def moved(self, shares_SE: Array) -> Array:
-        """The share of rows that went to other experts than in the repeats' mean, [S]."""
-        return _moved(shares_SE.T, self.means_SE[0].T)
+    def moved(self, shares_LES: Array) -> Array:
+        """The share of rows that went to other experts than in the repeats' mean, [L, S]."""
+        return _moved(shares_LES - self.fit.location)
 
-    def distances(self, shares_SE: Array) -> list[tuple[int, Array]]:
-        """In spreads, by window: [1, S - window + 1]; infinite from the first step on that is
-        not finite."""
-        shares_ES, broken_ES = _finite(shares_SE.T)
-        broken_S = broken_ES.any(0)
-        found = []
-        for fit, mean_SE, (window, values) in zip(
-            self.fits, self.means_SE, scan(shares_ES), strict=True
-        ):
-            distance = (_moved(values, mean_SE.T) - fit.location) / fit.spread
-            found.append((window, np.where(broken_S[window - 1 :], np.inf, distance)))
-        return found
+    def distances(self, shares_LES: Array) -> list[tuple[int, Array]]:
+        """In spreads, by window: [L, S - window + 1]; infinite from the first step on that is not
+        finite."""
+        known_LES, broken_LES = _finite(shares_LES)
+        broken_LS = np.asarray(broken_LES.any(1))
+        return _until(broken_LS, _load_distances(known_LES, self.fit))
+
+    def _fit(self, shares_NLES: Array) -> Fit:
+        number, num_layers = shares_NLES.shape[:2]
+        kin_L = np.zeros(num_layers, dtype=np.intp)
+        wider = math.sqrt(1 + 1 / number)
+        location_LES = shares_NLES.mean(0)
+        # From the mean of the rest, not of all.
+        off_NLES = (shares_NLES - location_LES) * (number / (number - 1))
+        typical_LS = np.sqrt((_moved(off_NLES) ** 2).mean(0))
+        scale_LS = _smooth(np.maximum(typical_LS, self._resolution), kin_L)
+        middles, spreads = [], []
+        means, least = scan(off_NLES / scale_LS[:, None]), scan(self._resolution / scale_LS)
+        for (window, mean), (_, least_LS) in zip(means, least, strict=True):
+            moved_NLS = _moved(mean)
+            deviation_LS = np.maximum(moved_NLS.std(0, ddof=1), least_LS / window)
+            middles.append(moved_NLS.mean(0))
+            spreads.append(_smooth(deviation_LS, kin_L) * wider)
+        return Fit(location_LES, scale_LS, middles, spreads)
+
+
+def _load_distances(shares_LES: Array, fit: Fit) -> list[tuple[int, Array]]:
+    scaled_LES = (shares_LES - fit.location) / fit.scale[:, None]
+    return [
+        (window, (_moved(mean) - middle) / spread)
+        for (window, mean), middle, spread in zip(
+            scan(scaled_LES), fit.middles, fit.spreads, strict=True
+        )
+    ]
+
+
+def _largest(distances: list[tuple[int, Array]]) -> float:
+    return max(float(distance.max()) for _, distance in distances)
+
+
+def _until(
+    broken: NDArray[np.bool_], distances: list[tuple[int, Array]]
+) -> list[tuple[int, Array]]:
+    return [
+        (window, np.where(broken[:, window - 1 :], np.inf, distance))
+        for window, distance in distances
+    ]
 
 
 def scan(values: Array) -> list[tuple[int, Array]]:
@@ -114,44 +180,40 @@ def shares(counts_SE: Array) -> Array:
     return counts_SE / np.maximum(counts_SE.sum(-1, keepdims=True), 1)
 
 
-def norm_logs(norms_QS: Array) -> Array:
-    """Logarithms of parameters' norms, all of those that a curve has. Far below the total norm they
-    come to an end: an expert without rows has a norm of 0."""
+def norm_logs(norms_QS: Array, stack_Q: Index, alone_Q: NDArray[np.bool_]) -> Array:
+    """Logarithms of parameters' norms, all of those that a curve has. They come to an end far below
+    the total norm, an expert's below its stack's."""
     squares_QS = np.asarray(norms_QS, dtype=np.float64) ** 2
-    return np.log(squares_QS + NORM_FLOOR**2 * squares_QS.sum(0)) / 2
+    floor_QS = np.where(
+        alone_Q[:, None],
+        NORM_FLOOR**2 * squares_QS.sum(0),
+        EXPERT_FLOOR**2 * _kin_means(squares_QS, stack_Q),
+    )
+    floor_QS = np.maximum(floor_QS, np.finfo(np.float64).tiny)
+    return np.log(squares_QS + floor_QS) / 2
 
 
-def _fit(window: int, values_NQS: Array) -> Fit:
-    deviation = np.maximum(values_NQS.std(0, ddof=1), RESOLUTION)
-    # The location is a mean of N, and so are its own errors.
-    spread = _smooth(deviation) * math.sqrt(1 + 1 / len(values_NQS))
-    return Fit(window, values_NQS.mean(0), spread)
-
-
-def _fit_load(window: int, values_NES: Array, total_ES: Array, resolution: float) -> Fit:
-    number = len(values_NES)
-    moved_NS = _moved(values_NES, (total_ES - values_NES) / (number - 1))
-    deviation = np.maximum(moved_NS.std(0, ddof=1), resolution)[None]
-    return Fit(window, moved_NS.mean(0)[None], _smooth(deviation) * math.sqrt(1 + 1 / number))
-
-
-def _moved(shares_ES: Array, mean_ES: Array) -> Array:
+def _moved(off_ES: Array) -> Array:
     """[..., E, S] -> [..., S]."""
-    return np.abs(shares_ES - mean_ES).sum(-2) / 2
+    return np.abs(off_ES).sum(-2) / 2
 
 
-def _smooth(deviation_QS: Array) -> Array:
-    """At least the geometric mean with neighbouring steps: N is small, and a step whose repeats
-    happen to lie close together must not make others look far away."""
-    kernel = np.ones(2 * _NEIGHBOURS + 1)
-    counts = _convolve(np.ones(deviation_QS.shape[-1]), kernel)
-    logs = np.log(deviation_QS)
-    means = np.stack([_convolve(row, kernel) for row in logs]) / counts
-    return np.maximum(deviation_QS, np.exp(means))
+def _smooth(deviation_QS: Array, kin_Q: Index) -> Array:
+    """At least the root mean square over its kin and the steps around, most of them later ones."""
+    squares_QS = _kin_means(deviation_QS**2, kin_Q)
+    sums = np.concatenate([np.zeros((len(squares_QS), 1)), squares_QS.cumsum(-1)], -1)
+    places = np.arange(squares_QS.shape[-1])
+    ends = np.minimum(places + _AHEAD + 1, len(places))
+    starts = np.maximum(places - _BEHIND, 0)
+    around_QS = (sums[:, ends] - sums[:, starts]) / (ends - starts)
+    return np.sqrt(np.maximum(deviation_QS**2, around_QS))
 
 
-def _convolve(row: Array, kernel: Array) -> Array:
-    return np.convolve(row, kernel)[len(kernel) // 2 :][: len(row)]
+def _kin_means(values_QS: Array, kin_Q: Index) -> Array:
+    """For each row the mean of the rows that have its number."""
+    sums = np.zeros((kin_Q.max() + 1, values_QS.shape[-1]))
+    np.add.at(sums, kin_Q, values_QS)
+    return (sums / np.bincount(kin_Q)[:, None])[kin_Q]
 
 
 def _finite(values: Array) -> tuple[Array, NDArray[np.bool_]]:

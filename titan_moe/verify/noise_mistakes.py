@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from titan_moe.build import ShardedModel
@@ -47,17 +48,16 @@ def double_routers(sharded: ShardedModel, step_fn: TrainStep) -> None:
     spoil_grads(step_fn, lambda: [gate.grad.mul_(2) for gate in gates])  # type: ignore
 
 
-def drop_an_expert(sharded: ShardedModel, step_fn: TrainStep) -> None:
-    _scale_expert(sharded, step_fn, 0.0)
-
-
-def halve_an_expert(sharded: ShardedModel, step_fn: TrainStep) -> None:
-    _scale_expert(sharded, step_fn, 0.5)
-
-
-def _scale_expert(sharded: ShardedModel, step_fn: TrainStep, factor: float) -> None:
-    weights = list(_last(sharded).experts.parameters())
-    spoil_grads(step_fn, lambda: [local_part(weight.grad)[0].mul_(factor) for weight in weights])  # type: ignore
+def scale_an_expert(
+    sharded: ShardedModel, step_fn: TrainStep, *, layer: str, expert: int, factor: float
+) -> None:
+    """One process holds all experts."""
+    named = {name.removesuffix(".block"): moe for name, moe in sharded.moe_layers().items()}
+    weights = list(named[layer].experts.parameters())
+    spoil_grads(
+        step_fn,
+        lambda: [local_part(weight.grad)[expert].mul_(factor) for weight in weights],  # type: ignore
+    )
 
 
 def enlarge_all(sharded: ShardedModel, step_fn: TrainStep) -> None:
@@ -79,15 +79,19 @@ def _last(sharded: ShardedModel) -> MoE:
     return last
 
 
+_BUSY = {"layer": "layers.2", "expert": 1}
+_BUSY_HALVED: Alter = partial(scale_an_expert, **_BUSY, factor=0.5)  # type: ignore[arg-type]
+_BUSY_DROPPED: Alter = partial(scale_an_expert, **_BUSY, factor=0.0)  # type: ignore[arg-type]
+
 MISTAKES: Mapping[str, Mistake] = {
     "learning rate 2 % off": Mistake(lr_factor=1.02),
     "shared experts dropped": Mistake(alter=drop_shared_experts),
-    "one expert's gradient halved": Mistake(alter=halve_an_expert),
+    "one expert's gradient halved": Mistake(alter=_BUSY_HALVED),
     "bias update missing": Mistake({"moe": {"bias_update_speed": 0.0}}),
     "learning rate 1 % off": Mistake(lr_factor=1.01),
     "learning rate 0.5 % off": Mistake(lr_factor=1.005),
     "one layer's shared expert dropped": Mistake(alter=drop_a_shared_expert),
-    "one expert's gradient dropped": Mistake(alter=drop_an_expert),
+    "one expert's gradient dropped": Mistake(alter=_BUSY_DROPPED),
     "routers' gradients doubled": Mistake(alter=double_routers),
     "all gradients 1 % too large": Mistake(alter=enlarge_all),
     "sequence-wise auxiliary loss dropped": Mistake({"moe": {"sequence_aux_loss_weight": 0.0}}),

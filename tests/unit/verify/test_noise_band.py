@@ -73,11 +73,11 @@ def test_without_the_repeats_own_limit_there_would_be_more():
     """The rule is what keeps the rate: with a textbook's 3 spreads most curves are outside."""
     rng = np.random.default_rng(0)
     band = Band(curves(white(rng, 12)))
-    band.limit = 3.0
+    band.limit = 3.0 / band.bounds["loss"]
     assert np.mean([not band.judge(curve).inside for curve in curves(white(rng, 40))]) > 0.5
 
 
-@pytest.mark.parametrize(("shift", "least"), [(1e-3, 0.05), (2e-3, 0.8), (3e-3, 0.99)])
+@pytest.mark.parametrize(("shift", "least"), [(1e-3, 0.05), (2e-3, 0.7), (3e-3, 0.99)])
 def test_shifts_of_one_two_and_three_deviations_are_seen(shift: float, least: float):
     assert share_outside(white, 16, shift) >= least
 
@@ -109,7 +109,7 @@ def test_the_band_widens_with_the_noise():
     band = Band(curves(flipping(np.random.default_rng(6), 12)))
     low, high = band.edges("grad_norm")
     width = np.log(high / low)
-    assert width[-1] > 5 * width[0]
+    assert width[-1] > 3 * width[0]
     assert (low < band.location("grad_norm")).all() and (band.location("grad_norm") < high).all()
 
 
@@ -125,7 +125,7 @@ def test_what_is_not_finite_is_outside_from_there_on():
 
 def test_equal_repeats_know_no_more_than_float32():
     band = Band(curves(np.zeros((6, 2, STEPS))))
-    offsets = np.array([0, 1e-8, 1e-5])[:, None, None] * np.ones((1, 2, STEPS))
+    offsets = np.array([0, 1e-6, 1e-4])[:, None, None] * np.ones((1, 2, STEPS))
     assert [band.judge(curve).inside for curve in curves(offsets)] == [True, True, False]
 
 
@@ -133,7 +133,7 @@ def test_what_is_no_band_is_refused():
     good = curves(white(np.random.default_rng(8), 6))
     with pytest.raises(ValueError, match="3 repeats"):
         Band(good[:3])
-    with pytest.raises(ValueError, match="the repeat curve 0 is not finite"):
+    with pytest.raises(ValueError, match="the repeat curve 0: loss is not finite"):
         Band([replace(good[0], scalars={"loss": np.full(STEPS, math.nan)}), *good[1:]])
     with pytest.raises(ValueError, match="has 5 steps, the band 24"):
         Band(good).judge(Curve("short", range(5), {"loss": np.ones(5)}))
