@@ -90,7 +90,7 @@ EXPECTED = {
     ),
     "global balance loss with this step's load": _BALANCE,
     "balance losses not attached": _BALANCE,
-    "weight decay on norms": Expected("parameters", "*norm", "parameter of weight"),
+    "weight decay on norms": Expected("update", "*norm", "update of weight"),
     "a tie not summed between the ends of a pipeline": _TIED,
     "a tie not summed on a rank that has both": _TIED,
     "a tie counted twice in the norm": _NORM,

@@ -31,12 +31,14 @@ PHASES = (
     "counts",
     "balance",
     "moments",
+    "update",
     "parameters",
 )
 """In the order in which a step makes one from the other: what it reads; the parameters that it
 starts from; modules' outputs; sums of losses; modules' outputs anew, where they are recomputed;
 modules' input gradients; gradients of parameters, reduced; the gradient norm; tokens per expert;
-what routers remember of them; AdamW's moments; the parameters that it ends with."""
+what routers remember of them; AdamW's moments; what is added to parameters (the reader's, who
+subtracts); the parameters that it ends with."""
 
 
 class Kind(NamedTuple):

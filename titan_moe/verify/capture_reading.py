@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ class Captured:
     rows: Sequence[int]
     """Fingerprints of the global batch's rows, in the order of the ranks."""
     places: Mapping[Place, Whole]
-    """In the order in which a step makes one from the other."""
+    """In the order in which a step makes one from the other, phase by phase."""
 
 
 def read_capture(folder: Path) -> Captured:
@@ -76,7 +76,10 @@ def read_capture(folder: Path) -> Captured:
         for record in each["records"]:
             held[Place(*record["place"])].append((each["facts"]["rank"], record))
     places = sorted(held, key=lambda place: _order(place, held[place]))
-    return Captured(facts, list(rows), {place: _whole(place, held[place]) for place in places})
+    wholes = {place: _whole(place, held[place]) for place in places}
+    ends = [place for place in places if place.phase == "parameters"]
+    wholes |= {(made := _update(wholes, place)).place: made for place in ends}
+    return Captured(facts, list(rows), wholes)
 
 
 def _order(place: Place, records: Sequence[tuple[int, dict[str, Any]]]) -> tuple[int, int, int]:
@@ -113,6 +116,17 @@ def _whole(place: Place, records: Sequence[tuple[int, dict[str, Any]]]) -> Whole
     np.add.at(sums, group, values[first])
     beside = {name: array[order][starts] for name, array in joined.items()}
     return Whole(place, keys_are, keys[starts], sums, exact, copies, beside)
+
+
+def _update(wholes: Mapping[Place, Whole], end: Place) -> Whole:
+    """What the step added to a parameter: sketches can be subtracted, but for sums of squares."""
+    last = end.tensor.removeprefix("parameter of ")
+    after, before = wholes[end], wholes[Place("start", end.module, last)]
+    keys, ranks, first, other = after.copies
+    none = Copies(keys[:0], ranks[:0], first[:0], other[:0])
+    place = Place("update", end.module, f"update of {last}")
+    values = after.values - before.values
+    return replace(after, place=place, values=values, exact=False, copies=none)
 
 
 def _changes(rows: NDArray) -> NDArray[np.bool_]:

@@ -25,6 +25,10 @@ _WEAK = {"float64": 1e-3}
 """A value weaker than this share of the place's others is measured as if it had that share; in low
 precision, every one is measured by the others."""
 _HARMLESS_FACTOR = 8.0
+_UPDATES = {"float64": 1e-6, "float32": 1e-2, "float16": 0.1, "bfloat16": 0.3}
+"""The same of what AdamW adds: where a gradient is next to nothing, rounding chooses its sign."""
+_STORED = {"float64": 1e-14}
+"""Share of a parameter that its update cannot resolve; 1e-6 where it is kept in float32."""
 _EXACT = {"data": 0.0, "counts": 0.0, "start": 1e-12}
 _EXACT_TENSORS = {"choice": 0.0, "num_targets": 0.0}
 
@@ -143,6 +147,8 @@ def differences(
         if place.phase == "recompute":
             continue
         bound = _bound(place, dtype)
+        if place.phase == "update":
+            bound = max(bound, _STORED.get(dtype, 1e-6) * _size_of_parameter(baseline, ours))
         for other in harmless:
             if bound and place in other.places:
                 error = _compare(ours, other.places[place], weak, bound).error
@@ -162,6 +168,14 @@ def differences(
     return sorted(found, key=lambda each: PHASES.index(each.place.phase))
 
 
+def _size_of_parameter(captured: Captured, update: Whole) -> float:
+    """The norm of a parameter over that of its update."""
+    last = update.place.tensor.removeprefix("update of ")
+    whole = captured.places[Place("start", update.place.module, last)]
+    largest = _norms(update.values, False).max()
+    return float(_norms(whole.values, True).max() / largest) if largest else 0.0
+
+
 def _recomputed(candidate: Captured, dtype: str) -> list[Difference]:
     """What the candidate computed again, against its own forward."""
     places = [place for place in candidate.places if place.phase == "recompute"]
@@ -177,6 +191,8 @@ def _recomputed(candidate: Captured, dtype: str) -> list[Difference]:
 def _bound(place: Place, dtype: str) -> float:
     if place.tensor in _EXACT_TENSORS:
         return _EXACT_TENSORS[place.tensor]
+    if place.phase == "update":
+        return _UPDATES[dtype]
     return _EXACT.get(place.phase, BOUNDS[dtype])
 
 

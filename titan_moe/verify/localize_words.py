@@ -22,6 +22,7 @@ PHASE_WORDS = {
     "counts": "tokens per expert",
     "balance": "what routers keep for the next step",
     "moments": "moments of AdamW",
+    "update": "what the optimizer adds",
     "parameters": "parameters at the step's end",
 }
 

@@ -1,0 +1,155 @@
+"""Captures made by hand: what is put together, what is named, and what is left to rounding."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_moe.capture.records import NUMBERS, TENSOR, TOKENS, Place, Records
+from titan_moe.capture.sketch import sketch_box, sketch_rows
+from titan_moe.config.errors import ConfigError
+from titan_moe.verify.capture_reading import Captured, read_capture
+from titan_moe.verify.localize import locate
+
+ROWS, LENGTH, WIDTH = [11, 12], 6, 5
+OUTPUT = Place("forward", "layers.0.attention.wo", "output")
+NEXT = Place("forward", "layers.0", "output")
+GRADIENT = Place("gradient", "norm", "gradient of weight")
+SCORES = Place("forward", "layers.0.moe.router", "scores")
+CHOICE = Place("forward", "layers.0.moe.router", "choice")
+LAYOUT = {"dp_shard": 1, "cp": 1, "tp": 1}
+
+
+def values() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    tokens = len(ROWS) * LENGTH
+    return {
+        "output": draw(tokens, WIDTH),
+        "next": draw(tokens, WIDTH),
+        "weight": draw(8),
+        "scores": draw(tokens, 4).sigmoid(),
+        "loss": torch.tensor([3.0], dtype=torch.float64),
+    }
+
+
+def keys() -> torch.Tensor:
+    return torch.tensor([[row, position] for row in ROWS for position in range(LENGTH)])
+
+
+def write(
+    folder: Path,
+    ranks: list[dict[str, torch.Tensor]],
+    *,
+    dtype: str = "float64",
+    margin: float = 0.5,
+) -> Captured:
+    """Each rank has its part of the tokens, and a copy of all else."""
+    for rank, held in enumerate(ranks):
+        records = Records()
+        own = torch.arange(len(ROWS) * LENGTH).tensor_split(len(ranks))[rank]
+        for number, (place, name) in enumerate(((OUTPUT, "output"), (NEXT, "next"))):
+            x_NF = sketch_rows(held[name][own])
+            records.add(place, TOKENS, (0, number), keys=keys()[own], part=0, values=x_NF)
+        scores_NE = held["scores"][own]
+        records.add(SCORES, TOKENS, (0, 2), keys=keys()[own], part=0, values=sketch_rows(scores_NE))
+        best_N1 = scores_NE.argmax(1, keepdim=True)
+        hot_NE = torch.zeros_like(scores_NE).scatter_(1, best_N1, 1)
+        records.add(
+            CHOICE,
+            TOKENS,
+            (0, 3),
+            keys=keys()[own],
+            part=0,
+            values=sketch_rows(hot_NE),
+            experts=best_N1,
+            margins=torch.full((len(own),), margin, dtype=torch.float64),
+        )
+        loss = held["loss"][:, None]
+        zero = torch.zeros(1, 2, dtype=torch.int64)
+        records.add(Place("loss", "", "loss"), NUMBERS, (0, 0), keys=zero, part=0, values=loss)
+        weight = sketch_box(held["weight"], (slice(0, 8),))[None]
+        records.add(GRADIENT, TENSOR, (0, 0), keys=zero, part=0, values=weight)
+        facts = {"step": 1, "rank": rank, "world_size": len(ranks), "layout": LAYOUT}
+        facts |= {"layout": LAYOUT | {"dp_shard": len(ranks)}, "compute_dtype": dtype, "rows": ROWS}
+        records.save(folder / f"rank-{rank:05d}.pt", facts)
+    return read_capture(folder)
+
+
+@pytest.fixture
+def baseline(tmp_path: Path) -> Captured:
+    return write(tmp_path / "baseline", [values()])
+
+
+def test_ranks_make_one_whole(baseline: Captured, tmp_path: Path):
+    assert locate(baseline, write(tmp_path / "two", [values()] * 3)) is None
+
+
+def test_the_first_place_its_tokens_and_norms(baseline: Captured, tmp_path: Path):
+    changed = values()
+    changed["output"][8:11] *= 2
+    changed["next"] += 1
+    finding = locate(baseline, write(tmp_path / "two", [changed, changed]))
+    assert finding is not None and finding.place == OUTPUT
+    assert finding.tokens == "row 1 (0000000c): positions 2-4"
+    norm = values()["output"][8:11].norm().item()
+    assert finding.difference.norms == pytest.approx((norm, 2 * norm))
+    assert "exactly 2" in finding.told
+    assert [each.place for each in finding.followers] == [NEXT]
+    said = "\n".join(finding.lines())
+    assert "layers.0.attention.wo, output (forward)" in said and "2 of 4 places" in said
+
+
+def test_what_rounding_does_is_no_difference(baseline: Captured, tmp_path: Path):
+    rounded = values()
+    rounded["output"] *= 1 + 1e-12
+    assert locate(baseline, write(tmp_path / "two", [rounded])) is None
+
+
+def test_a_harmless_run_says_what_rounding_may_do(baseline: Captured, tmp_path: Path):
+    far, further = values(), values()
+    far["output"] *= 1 + 1e-6
+    further["output"] *= 1 + 1e-3
+    harmless = write(tmp_path / "harmless", [far])
+    near = write(tmp_path / "near", [far])
+    assert locate(baseline, near) is not None
+    assert locate(baseline, near, [harmless]) is None
+    assert locate(baseline, write(tmp_path / "further", [further]), [harmless]) is not None
+
+
+def test_copies_that_differ(baseline: Captured, tmp_path: Path):
+    other = values()
+    other["weight"] *= 1.5
+    finding = locate(baseline, write(tmp_path / "two", [values(), other]))
+    assert finding is not None and finding.place == GRADIENT
+    assert finding.difference.ranks == (0, 1)
+    assert "ranks 0 and 1 hold other values" in "\n".join(finding.lines())
+
+
+def test_what_is_no_number_is_found(baseline: Captured, tmp_path: Path):
+    broken = values()
+    broken["next"][3, 2] = torch.nan
+    finding = locate(baseline, write(tmp_path / "two", [broken]))
+    assert finding is not None and finding.place == NEXT
+    assert finding.tokens == "row 0 (0000000b): position 3"
+
+
+@pytest.mark.parametrize(("margin", "is_tie"), [(1e-12, True), (0.5, False)])
+def test_another_choice_is_a_tie_or_a_mistake(tmp_path: Path, margin: float, is_tie: bool):
+    ours, theirs = values(), values()
+    ours["scores"][4, :2] = torch.tensor([0.99, 0.99 - 1e-13], dtype=torch.float64)
+    theirs["scores"][4, :2] = torch.tensor([0.99 - 1e-13, 0.99], dtype=torch.float64)
+    baseline = write(tmp_path / "baseline", [ours], margin=margin)
+    finding = locate(baseline, write(tmp_path / "candidate", [theirs], margin=margin))
+    assert finding is not None and finding.place == CHOICE and finding.is_tie == is_tie
+    assert finding.experts == "1 x 0 -> 1" and finding.tokens == "row 0 (0000000b): position 4"
+    assert ("a tie" in "\n".join(finding.lines())) == is_tie
+
+
+def test_a_missing_rank_and_a_missing_capture(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"debug.capture_step"):
+        read_capture(tmp_path)
+    write(tmp_path, [values()] * 2)
+    (tmp_path / "rank-00001.pt").unlink()
+    with pytest.raises(ConfigError, match="1 files of 2 ranks"):
+        read_capture(tmp_path)
