@@ -1,7 +1,7 @@
 """Run a regression suite: comparisons one after another, one summary page, one exit code.
 
-    python scripts/regression_job.py configs/suites/cpu.toml
-    python scripts/regression_job.py configs/suites/8gpu.toml --print-sbatch
+    python scripts/regression_job.py suites/cpu.toml
+    python scripts/regression_job.py suites/8gpu.toml --print-sbatch
 
 Started again, a suite that was interrupted goes on: what has been trained under the same code and
 configuration is not trained anew. Exit codes: 0 everything as expected; 1 something is not; 2 the
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("suite", type=Path, help="TOML file, such as configs/suites/cpu.toml")
+    parser.add_argument("suite", type=Path, help="TOML file, such as suites/cpu.toml")
     parser.add_argument("--out", type=Path, help="default: outputs/regression_<suite's name>")
     parser.add_argument("--print-sbatch", action="store_true", help="print the Slurm command")
     options = parser.parse_args(argv)

@@ -379,7 +379,7 @@ class Debug(Section):
     routing_record: str | None = None
     """Folder to write every step's chosen experts and their weights to."""
     routing_record_gb: float = Field(4.0, gt=0)
-    """Size at which each rank stops recording."""
+    """Size of a rank's files at which all ranks stop recording."""
     routing_replay: str | None = None
     """Folder of a routing_record whose experts every token goes to, in whatever layout."""
     capture_step: NonNegativeInt = 0

@@ -64,12 +64,7 @@ def build_loader(
 
     ConfigError when a source is missing, unreadable or has fewer documents than there are rows.
     """
-    local_rows, rest = divmod(global_batch_size, num_ranks)
-    assert rest == 0, "the configuration's own checks let this through"
-    order = list(range(global_batch_size))
-    if permutation:
-        order = np.random.default_rng(permutation).permutation(global_batch_size).tolist()
-    rows = order[rank * local_rows : (rank + 1) * local_rows]
+    rows = _own_rows(global_batch_size, rank, num_ranks, permutation)
     parts = [
         Part(
             _open_feed(
@@ -112,6 +107,15 @@ def build_loader(
         local_batch_size=training.local_batch_size,
         prefetch_factor=training.dataloader.prefetch_factor,
     )
+
+
+def _own_rows(global_batch_size: int, rank: int, num_ranks: int, permutation: int) -> list[int]:
+    local_rows, rest = divmod(global_batch_size, num_ranks)
+    assert rest == 0, "the configuration's own checks let this through"
+    order = list(range(global_batch_size))
+    if permutation:
+        order = np.random.default_rng(permutation).permutation(global_batch_size).tolist()
+    return order[rank * local_rows : (rank + 1) * local_rows]
 
 
 def build_validation(
