@@ -18,11 +18,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from titan_moe.config.errors import ConfigError
 from titan_moe.verify.code_trees import CodeTree, code_tree
 from titan_moe.verify.records import RunRecord, read_run
 from titan_moe.verify.sides import Side, Words
 
-_FINISHED = "finished.json"
+_NOTE = "comparison_run.json"
 _LAST_LINES = 12
 
 
@@ -66,15 +67,13 @@ class Launcher:
         arguments = side.arguments(*((key, value) for key, value in more if key in code.keys))
         mark = _mark(side, code, arguments, self.environment)
         folder = (self.folder / name if self.shared is None else self.shared / mark[:16]).resolve()
-        finished = folder / _FINISHED
-        if not (finished.is_file() and json.loads(finished.read_text())["mark"] == mark):
-            if folder.exists():
-                shutil.rmtree(folder)
-            folder.mkdir(parents=True)
-            started = time.perf_counter()
-            self._train(side, code, folder, arguments)
-            told = {"mark": mark, "seconds": round(time.perf_counter() - started, 2)}
-            finished.write_text(json.dumps(told), encoding="utf-8")
+        if _finished(folder, mark):
+            return folder
+        _clear(folder)
+        _note(folder, mark, seconds=None)
+        started = time.perf_counter()
+        self._train(side, code, folder, arguments)
+        _note(folder, mark, seconds=round(time.perf_counter() - started, 2))
         return folder
 
     def _train(self, side: Side, code: CodeTree, folder: Path, arguments: list[str]) -> None:
@@ -113,6 +112,33 @@ def _command(side: Side, folder: Path) -> tuple[list[str], dict[str, str]]:
         used = -(-side.ranks // per_node)
         variables |= {"NGPU": str(side.ranks // used), "NNODES": str(used)}
     return ["bash", str(folder / "scripts" / "slurm_train.sh")], variables
+
+
+def _finished(folder: Path, mark: str) -> bool:
+    """Whether that very run has ended there."""
+    path = folder / _NOTE
+    if not path.is_file():
+        return False
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return bool(found["mark"] == mark and found["seconds"] is not None)
+
+
+def _clear(folder: Path) -> None:
+    """Make the folder, anew if an earlier run of ours lies there; ConfigError if something else
+    does."""
+    if folder.exists():
+        if not (folder / _NOTE).is_file() and any(folder.iterdir()):
+            raise ConfigError(
+                [f"{folder} holds files that are of no comparison: choose another --out"]
+            )
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def _note(folder: Path, mark: str, *, seconds: float | None) -> None:
+    """What the run follows from and, when it has ended, the seconds that it took."""
+    found = {"mark": mark, "seconds": seconds}
+    (folder / _NOTE).write_text(json.dumps(found), encoding="utf-8")
 
 
 def _mark(side: Side, code: CodeTree, arguments: list[str], variables: Mapping[str, str]) -> str:

@@ -124,9 +124,19 @@ def test_an_interrupted_comparison_goes_on(launcher, monkeypatch):
 
 def test_a_run_that_was_cut_off_is_made_anew(launcher):
     compare(plan(), launcher, silent)
-    (launcher.folder / "baseline" / "finished.json").unlink()
+    note = launcher.folder / "baseline" / "comparison_run.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"seconds": None}))
     compare(plan(), launcher, silent)
     assert [run["folder"] for run in calls(launcher)[3:]] == ["baseline"]
+
+
+def test_a_folder_of_something_else_is_left_alone(launcher):
+    precious = launcher.folder / "baseline" / "precious"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("weights")
+    with pytest.raises(ConfigError, match="choose another --out"):
+        compare(plan(), launcher, silent)
+    assert precious.read_text() == "weights"
 
 
 def test_a_side_that_fails_shows_its_last_lines(launcher):
