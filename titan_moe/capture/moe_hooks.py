@@ -67,17 +67,20 @@ class MoEHooks:
             yield
 
     def _choosing(self, choose: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        place = Place("forward", f"{self._name}.router", "choice")
+
         def chosen(scores_TE: Tensor) -> Tensor:
+            self._watcher.order(place)  # Before what is called in it: a routing trace weighs, too.
             experts_TK = choose(scores_TE)
             if not recomputing():
-                self._keep_choice(scores_TE.detach(), experts_TK)
+                self._keep_choice(place, scores_TE.detach(), experts_TK)
             return experts_TK
 
         return chosen
 
     @torch.no_grad()
-    def _keep_choice(self, scores_TE: Tensor, experts_TK: Tensor) -> None:
-        watcher, place = self._watcher, Place("forward", f"{self._name}.router", "choice")
+    def _keep_choice(self, place: Place, scores_TE: Tensor, experts_TK: Tensor) -> None:
+        watcher = self._watcher
         assert watcher.now is not None
         with _disable_current_modes():
             hot_TE = torch.zeros_like(scores_TE).scatter_(1, experts_TK, 1)

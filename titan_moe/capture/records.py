@@ -89,7 +89,9 @@ class Records:
         self._kinds[place] = kind
         self._orders.setdefault(place, order)
         parts = torch.full((len(keys),), part, dtype=torch.int64)
-        self._chunks[place].append({"keys": keys, "parts": parts, "values": values, **beside})
+        chunk = {"keys": keys, "parts": parts, "values": values, **beside}
+        # Off the device at once: all of a step's sketches may be gigabytes.
+        self._chunks[place].append({name: tensor.cpu() for name, tensor in chunk.items()})
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
         """Write all of it; a reader needs torch.load(weights_only=True)."""
@@ -98,7 +100,7 @@ class Records:
                 "place": list(place),
                 "kind": list(self._kinds[place]),
                 "order": list(self._orders[place]),
-                **{name: torch.cat([c[name].cpu() for c in chunks]) for name in chunks[0]},
+                **{name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]},
             }
             for place, chunks in self._chunks.items()
         ]

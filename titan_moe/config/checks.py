@@ -199,6 +199,13 @@ def _routing_traces(run: Run) -> list[str]:
     return lines
 
 
+def _capture(run: Run) -> list[str]:
+    step, steps = run.job.debug.capture_step, run.job.training.steps
+    if step <= steps:
+        return []
+    return [f"debug.capture_step={step} is beyond training.steps={steps}: choose one of its steps"]
+
+
 def _has_other_files(folder: Path) -> bool:
     """Whether there is something, and no routing record."""
     if not folder.is_dir():
@@ -220,4 +227,5 @@ _RULES: list[Callable[[Run], list[str]]] = [
     _checkpoint_enabled,
     _hugging_face,
     _routing_traces,
+    _capture,
 ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from titan_moe.capture.step import FOLDER
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job import JobConfig
+from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.launch import count_gpus
 from titan_moe.verify.capture_reading import Captured, read_capture
 from titan_moe.verify.experiment import Experiment, Plan, Tell
@@ -139,9 +140,10 @@ class Localizer(Experiment):
                 ("checkpoint.interval", str(step - 1)),
                 ("checkpoint.keep_latest_k", "0"),
             )
-        record = ("debug.routing_record", str(self._record_of(step)))
+        if self._routes():
+            words = (*words, ("debug.routing_record", str(self._record_of(step))))
         name = f"step-{step}/baseline"
-        return self._run(self.plan.baseline, name, *self._until(step), record, *words)
+        return self._run(self.plan.baseline, name, *self._until(step), *words)
 
     def _start(self, baseline: RunRecord, step: int) -> Words:
         """How the others come to the baseline's state."""
@@ -192,9 +194,14 @@ class Localizer(Experiment):
         return (self.launcher.folder / f"step-{step}" / "baseline" / "routing").resolve()
 
     def _replay(self, step: int) -> Words:
-        if self._job(self.plan.baseline).debug.moe_force_load_balance:
+        if not self._routes():
             return ()
         return (("debug.routing_replay", str(self._record_of(step))),)
+
+    def _routes(self) -> bool:
+        """Whether there is a routing that could flip."""
+        job = self._job(self.plan.baseline)
+        return model_of_job(job.model).moe is not None and not job.debug.moe_force_load_balance
 
 
 def _read(run: RunRecord) -> Captured:

@@ -346,6 +346,12 @@ def test_routing_traces(tmp_path: Path) -> None:
     assert _check(f"--debug.routing_record {record}") == []
 
 
+def test_a_capture_is_of_a_step_of_the_run() -> None:
+    (line,) = _check("--debug.capture_step 9 --training.steps 8")
+    assert line.startswith("debug.capture_step=9 is beyond training.steps=8")
+    assert _check("--debug.capture_step 8 --training.steps 8") == []
+
+
 def test_settings_of_experts_say_that_a_dense_model_has_none() -> None:
     arguments = "--moe.row_alignment 16 --moe.bias_update_speed 0.1"
     lines = _check(arguments, moe=False)

@@ -1,0 +1,69 @@
+"""localize_difference.py on real runs, as a user starts it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launching import REPO
+
+SCRIPT = REPO / "scripts" / "localize_difference.py"
+COMPARE = str(REPO / "configs" / "debug" / "compare.toml")
+TINY = ["--set", "--model.name mixtral --training.steps 3"]
+
+
+def localize(*words: str, out: Path) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *words, "--out", str(out)],
+        cwd=REPO,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    return done.returncode, done.stdout
+
+
+def test_attention_across_documents_is_named(tmp_path: Path):
+    sides = ["--baseline", "ranks=1", "--candidate", "ranks=1 --training.mask_documents false"]
+    code, told = localize(
+        COMPARE, *TINY, *sides, "--step", "1", "--repeats", "0", out=tmp_path / "out"
+    )
+    assert code == 1, told
+    assert "the runs part at: layers.0.attention.core, output (forward)" in told
+    assert "equal before it: what the step reads; parameters at the step's start" in told
+    (found,) = json.loads((tmp_path / "out" / "finding.json").read_text())
+    assert found["step"] == 1 and found["named"]
+
+
+@pytest.mark.full
+def test_another_learning_rate_is_named_in_the_step_where_it_shows(tmp_path: Path):
+    sides = ["--baseline", "ranks=1", "--candidate", "ranks=2 --optimizer.lr 2.9e-3"]
+    code, told = localize(COMPARE, *TINY, *sides, out=tmp_path / "out")
+    assert code == 1, told
+    assert "first other bits at step 1" in told or "first other bits at step 2" in told
+    assert ", update of weight (what the optimizer adds)" in told and "ratio 0.96666" in told
+
+
+@pytest.mark.full
+def test_a_layout_alone_is_rounding(tmp_path: Path):
+    sides = ["--baseline", "ranks=1", "--candidate", "layout=tp=2"]
+    code, told = localize(COMPARE, *TINY, *sides, "--step", "2", out=tmp_path / "out")
+    assert code == 3 and "step 2: nothing differs beyond rounding" in told, told
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--step", "0"], "--step 0: steps count from 1"),
+        (["--baseline", "revision=nowhere"], "git knows no such commit"),
+        (["--candidate", "tests"], "has no config.toml and run.json"),
+    ],
+)
+def test_what_cannot_be_run_gets_a_line(tmp_path: Path, words: list[str], line: str):
+    code, told = localize(COMPARE, *words, out=tmp_path / "out")
+    assert code == 2 and line in told and "Traceback" not in told
