@@ -1,5 +1,6 @@
 """Two runs side by side, and the verdict."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -10,6 +11,9 @@ from titan_moe.verify.records import RunRecord
 if TYPE_CHECKING:
     from titan_moe.verify.flips import Flips
     from titan_moe.verify.noise_band import Band, Judgement
+
+
+_MAIN = ("loss", "grad_norm")
 
 
 class Verdict(Enum):
@@ -71,9 +75,11 @@ class Comparison:
             found.append(self.first.line())
         if self.judgement is not None and self.band is not None:
             found.append(
-                f"{self.judgement.statistic:.2f} of what noise may do, measured by "
-                f"{len(self.band.repeats)} harmless runs (false alarms: "
-                f"{self.band.false_alarms:.0e} as stated in titan_moe/verify/noise_band.py)"
+                f"{self.judgement.statistic:.2f} of what noise may do, by "
+                f"{len(self.band.repeats)} harmless runs; at the last step it may change "
+                + " and ".join(f"{q} by {_half_width(self.band, q):.1g}" for q in _MAIN)
+                + f"; false alarms: {self.band.false_alarms:.0e} of comparisons, if the statistic "
+                "is log-normal"
             )
         if self.flips is not None:
             found.append(self.flips.line())
@@ -97,3 +103,11 @@ class Comparison:
             "replayed": None if self.replayed is None else self.replayed.as_json(),
             "caveats": list(self.caveats),
         }
+
+
+def _half_width(band: "Band", quantity: str) -> float:
+    """Of the band at its last step, as a share of the value; NaN if it has no such quantity."""
+    if quantity not in band.quantities:
+        return math.nan
+    low, high = band.edges(quantity)
+    return float(math.sqrt(high[-1] / low[-1]) - 1)

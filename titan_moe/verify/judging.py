@@ -12,6 +12,8 @@ from titan_moe.verify.noise_band import FEWEST_REPEATS, Band
 from titan_moe.verify.records import LOAD_OF, NORM_OF, Array, Curve, RunRecord
 
 _COMPARED = ("loss", "grad_norm")
+_ENOUGH = 12
+"""Harmless runs; with 7, the band's bound is several times that of 24, with 12 half as much more."""
 _ENVIRONMENT = ("torch", "device", "capability")
 
 
@@ -43,6 +45,11 @@ def judge(
     curves = [ours, *(on_steps(repeat, steps) for repeat in repeats)]
     if len(curves) >= FEWEST_REPEATS:
         band = Band(curves)
+        if len(curves) < _ENOUGH:
+            caveats.append(
+                f"the band rests on {len(curves)} harmless runs and is wide, as it must be: with "
+                f"{_ENOUGH} or more it sees smaller differences"
+            )
     if first is not None and band is not None:
         judgement = band.judge(theirs)
         verdict = Verdict.INSIDE if judgement.inside else Verdict.DIFFERENT
