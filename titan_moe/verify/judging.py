@@ -13,7 +13,7 @@ from titan_moe.verify.records import LOAD_OF, NORM_OF, Array, Curve, RunRecord
 
 _COMPARED = ("loss", "grad_norm")
 _ENOUGH = 12
-"""Harmless runs; with 7, the band's bound is several times that of 24, with 12 half as much more."""
+"""Harmless runs. The bound of 7 is several times that of 24, of 12 half as much more."""
 _ENVIRONMENT = ("torch", "device", "capability")
 
 
