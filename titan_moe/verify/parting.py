@@ -162,19 +162,21 @@ class Localizer(Experiment):
         )
 
     def _harmless(self, step: int, start: Words) -> list[Captured]:
-        """What rounding does in this step: the baseline in other orders and layouts, but with its
-        routing, as a flip would hide all that comes after it."""
-        sides = harmless_sides(
-            self.plan.baseline,
-            self.plan.repeats,
-            layouts=self.plan.harmless,
-            num_gpus=count_gpus(os.environ),
-        )
+        """What rounding does in this step: the baseline in other orders and layouts, and of low
+        precision in float32 too; with its routing, as a flip would hide all that comes after."""
+        plan, turns = self.plan, []
+        if plan.repeats:
+            gpus = count_gpus(os.environ)
+            turns = harmless_sides(
+                plan.baseline, plan.repeats, layouts=plan.harmless, num_gpus=gpus
+            )
+        if turns and _bound(self._job(plan.baseline)) > BOUNDS["float32"]:
+            turns.append((plan.baseline, (("training.mixed_precision_param", "float32"),)))
         return [
             self._captured(
                 side, f"step-{step}/harmless-{number}", step, *start, *words, *self._replay(step)
             )
-            for number, (side, words) in enumerate(sides, 1)
+            for number, (side, words) in enumerate(turns, 1)
         ]
 
     def _captured(self, side: Side, name: str, step: int, *more: tuple[str, str]) -> Captured:
