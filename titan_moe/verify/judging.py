@@ -14,6 +14,8 @@ from titan_moe.verify.records import LOAD_OF, NORM_OF, Array, Curve, RunRecord
 _COMPARED = ("loss", "grad_norm")
 _ENOUGH = 12
 """Harmless runs. The bound of 7 is several times that of 24, of 12 half as much more."""
+_UNEVEN = 100
+"""Spreads; bounds of repeats that are of one kind are 5 to 30."""
 _ENVIRONMENT = ("torch", "device", "capability")
 
 
@@ -45,11 +47,7 @@ def judge(
     curves = [ours, *(on_steps(repeat, steps) for repeat in repeats)]
     if len(curves) >= FEWEST_REPEATS:
         band = Band(curves)
-        if len(curves) < _ENOUGH:
-            caveats.append(
-                f"the band rests on {len(curves)} harmless runs and is wide, as it must be: with "
-                f"{_ENOUGH} or more it sees smaller differences"
-            )
+        caveats += _weak(band)
     if first is not None and band is not None:
         judgement = band.judge(theirs)
         verdict = Verdict.INSIDE if judgement.inside else Verdict.DIFFERENT
@@ -187,6 +185,22 @@ def _caveats(baseline: RunRecord, candidate: RunRecord) -> list[str]:
         if bool(mine) != bool(other):
             lacking = theirs.name if mine else ours.name
             lines.append(f"{kind} are not compared: {lacking} did not record them")
+    return lines
+
+
+def _weak(band: Band) -> list[str]:
+    """Why the band sees less than it could."""
+    lines, number = [], len(band.repeats)
+    if number < _ENOUGH:
+        lines.append(
+            f"the band rests on {number} harmless runs and is wide, as it must be: with "
+            f"{_ENOUGH} or more it sees smaller differences"
+        )
+    if max(band.bounds.values()) > _UNEVEN:
+        lines.append(
+            "few of the harmless runs lie far from the others (a token that went elsewhere, and "
+            "what came of it), so the band is far too wide: take more --repeats, or fewer --steps"
+        )
     return lines
 
 

@@ -43,6 +43,8 @@ FALSE_ALARMS = 1e-4
 """Of one comparison; of 300, three in a hundred suites have one."""
 REPEATS = 32
 """Bounds of white noise are then 6 spreads out, with 16 repeats 8, with 8 repeats 20."""
+_FARTHEST = 100.0
+"""Of a logarithm: a band that is wider than this is drawn as if it were this wide."""
 _SCALARS = ("loss", "grad_norm")
 
 
@@ -195,7 +197,7 @@ class Band:
         if isinstance(part, Loads):
             highest = part.fit.middles[0][row] + limit * part.fit.spreads[0][row]
             return np.zeros_like(highest), np.minimum(highest * part.fit.scale[row], 1.0)
-        reach = limit * part.fit.scale[row]
+        reach = np.minimum(limit * part.fit.scale[row], _FARTHEST)
         return np.exp(part.fit.location[row] - reach), np.exp(part.fit.location[row] + reach)
 
     def as_json(self) -> dict[str, Any]:
