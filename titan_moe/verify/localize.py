@@ -21,10 +21,13 @@ from titan_moe.verify.localize_words import experts_line, tokens_line
 BOUNDS = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
 """What rounding may do to a value of each compute type, where no harmless run says more: relative
 to the token's, the expert's or the tensor's norm."""
+_CALIBRATED = {"float16": 2e-3, "bfloat16": 1e-2}
+"""The same where a harmless run computed in a wider type, which shows all that rounding does."""
 _WEAK = {"float64": 1e-3}
 """A value weaker than this share of the place's others is measured as if it had that share; in low
 precision, every one is measured by the others."""
-_HARMLESS_FACTOR = 8.0
+_HARMLESS_FACTOR, _OF_NUMBERS = 8.0, 32.0
+"""On what a harmless run differs by; of single numbers, where luck may leave nothing."""
 _UPDATES = {"float64": 1e-6, "float32": 1e-2, "float16": 0.1, "bfloat16": 0.3}
 """The same of what AdamW adds: where a gradient is next to nothing, rounding chooses its sign."""
 _STORED = {"float64": 1e-14}
@@ -143,16 +146,18 @@ def differences(
         key=lambda name: BOUNDS[name],
     )
     weak, found = _WEAK.get(dtype, 1.0), _recomputed(candidate, dtype)
+    calibrated = any(BOUNDS[str(each.facts["compute_dtype"])] < BOUNDS[dtype] for each in harmless)
     for place, ours in baseline.places.items():
         if place.phase == "recompute":
             continue
-        bound = _bound(place, dtype)
+        bound = _bound(place, dtype, calibrated=calibrated)
         if place.phase == "update":
             bound = max(bound, _STORED.get(dtype, 1e-6) * _size_of_parameter(baseline, ours))
         for other in harmless:
             if bound and place in other.places:
                 error = _compare(ours, other.places[place], weak, bound).error
-                bound = max(bound, _HARMLESS_FACTOR * error)
+                factor = _OF_NUMBERS if ours.keys_are == "numbers" else _HARMLESS_FACTOR
+                bound = max(bound, factor * error)
         theirs = candidate.places.get(place)
         if theirs is None:
             if place.phase == "backward":
@@ -188,12 +193,13 @@ def _recomputed(candidate: Captured, dtype: str) -> list[Difference]:
     ]
 
 
-def _bound(place: Place, dtype: str) -> float:
+def _bound(place: Place, dtype: str, *, calibrated: bool) -> float:
     if place.tensor in _EXACT_TENSORS:
         return _EXACT_TENSORS[place.tensor]
     if place.phase == "update":
         return _UPDATES[dtype]
-    return _EXACT.get(place.phase, BOUNDS[dtype])
+    usual = _CALIBRATED.get(dtype, BOUNDS[dtype]) if calibrated else BOUNDS[dtype]
+    return _EXACT.get(place.phase, usual)
 
 
 def _compare(ours: Whole, theirs: Whole, weak: float, bound: float) -> Difference:
