@@ -105,10 +105,11 @@ class Loads:
 
     def __init__(self, shares_NLES: Array, num_rows: float) -> None:
         self._resolution = 1 / num_rows
-        self.fit = self._fit(shares_NLES)
+        everyone = np.arange(len(shares_NLES))
+        self.fit = self._fit(shares_NLES, everyone)
         self.largest = np.array(
             [
-                _largest(_load_distances(own, self._fit(np.delete(shares_NLES, i, 0))))
+                _largest(_load_distances(own, self._fit(shares_NLES, np.delete(everyone, i))))
                 for i, own in enumerate(shares_NLES)
             ]
         )
@@ -125,22 +126,30 @@ class Loads:
         broken_LS = np.asarray(broken_LES.any(1))
         return _until(broken_LS, _load_distances(known_LES, self.fit))
 
-    def _fit(self, shares_NLES: Array) -> Fit:
-        number, num_layers = shares_NLES.shape[:2]
+    def _fit(self, shares_NLES: Array, kept: Index) -> Fit:
+        """Of the repeats that are kept; layer by layer, for all of them at once are large."""
+        number, num_layers = len(kept), shares_NLES.shape[1]
+        location_LES = np.stack([shares_NLES[kept, each].mean(0) for each in range(num_layers)])
+
+        def differences(layer: int) -> Array:
+            # From the mean of the rest, not of all.
+            off_NES = shares_NLES[kept, layer] - location_LES[layer]
+            return off_NES * (number / (number - 1))
+
         kin_L = np.zeros(num_layers, dtype=np.intp)
-        wider = math.sqrt(1 + 1 / number)
-        location_LES = shares_NLES.mean(0)
-        # From the mean of the rest, not of all.
-        off_NLES = (shares_NLES - location_LES) * (number / (number - 1))
-        typical_LS = np.sqrt((_moved(off_NLES) ** 2).mean(0))
-        scale_LS = _smooth(np.maximum(typical_LS, self._resolution), kin_L)
+        typical = [(_moved(differences(each)) ** 2).mean(0) for each in range(num_layers)]
+        scale_LS = _smooth(np.sqrt(np.maximum(typical, self._resolution**2)), kin_L)
+        moved_by_layer = [
+            [_moved(mean) for _, mean in scan(differences(each) / scale_LS[each])]
+            for each in range(num_layers)
+        ]
         middles, spreads = [], []
-        means, least = scan(off_NLES / scale_LS[:, None]), scan(self._resolution / scale_LS)
-        for (window, mean), (_, least_LS) in zip(means, least, strict=True):
-            moved_NLS = _moved(mean)
-            deviation_LS = np.maximum(moved_NLS.std(0, ddof=1), least_LS / window)
-            middles.append(moved_NLS.mean(0))
-            spreads.append(_smooth(deviation_LS, kin_L) * wider)
+        least = scan(self._resolution / scale_LS)
+        for moved, (window, least_LS) in zip(zip(*moved_by_layer, strict=True), least, strict=True):
+            deviation_LS = np.stack([moved_NS.std(0, ddof=1) for moved_NS in moved])
+            deviation_LS = np.maximum(deviation_LS, least_LS / window)
+            middles.append(np.stack([moved_NS.mean(0) for moved_NS in moved]))
+            spreads.append(_smooth(deviation_LS, kin_L) * math.sqrt(1 + 1 / number))
         return Fit(location_LES, scale_LS, middles, spreads)
 
 
