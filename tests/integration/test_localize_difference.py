@@ -23,7 +23,7 @@ def localize(*words: str, out: Path) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
+        timeout=900,
     )
     return done.returncode, done.stdout
 
