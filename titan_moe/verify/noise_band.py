@@ -9,7 +9,10 @@ Compared are the logarithms of loss, gradient norm and each parameter's norm, an
 expert load: the share of its rows that went to other experts than in the repeats' mean. At each
 step the repeats give a location and a spread. A difference is divided by the spread, and looked at
 alone and as a mean over the last 2, 4, 8, ... steps: noise from step to step averages out, what a
-mistake does to every step does not. Each mean has a spread of its own, again from the repeats.
+mistake does to every step does not. Each mean has a spread of its own, again from the repeats. No
+spread is less than a few roundings of float32 or one row, nor than what the steps after it show on
+average: one token that goes to another expert may start at any step what most repeats only do
+later (the sign rule of the routing bias turns one row into many).
 
 A curve's statistic is its largest distance in spreads over all steps and means: one for the loss,
 one for the gradient norm, one for all loads, one for all parameters' norms. Steps, means and
@@ -35,7 +38,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan_moe.verify.noise_fit import Array, Index, Loads, Scalars, norm_logs, shares
+from titan_moe.verify.noise_fit import (
+    NORM_RESOLUTION,
+    RESOLUTION,
+    Array,
+    Index,
+    Loads,
+    Scalars,
+    norm_logs,
+    shares,
+)
 from titan_moe.verify.records import LOAD_OF, NORM_OF, Curve
 
 FEWEST_REPEATS = 4
@@ -229,7 +241,9 @@ class Band:
             if not np.isfinite(values[-1]).all():
                 raise ValueError(f"the repeat {repeat.name}: {kind} is not finite")
         if kind != "load":
-            return Scalars(np.stack(values), _stacks(self._names(kind))[0])
+            kin_Q, _ = _stacks(self._names(kind))
+            resolution = NORM_RESOLUTION if kind == "norm" else RESOLUTION
+            return Scalars(np.stack(values), kin_Q, resolution)
         num_rows = max(float(np.max(counts[0].sum())) for counts in self.repeats[0].loads.values())
         return Loads(np.stack(values), num_rows)
 

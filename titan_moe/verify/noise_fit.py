@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 RESOLUTION = 16 * float(np.finfo(np.float32).eps)
 """Losses and norms are added up in float32, whatever the model computes in, and a candidate may add
 up in more ways than the repeats do: nobody is asked for more than this of their logarithms."""
+NORM_RESOLUTION = 8 * RESOLUTION
+"""One parameter's gradient may be a small difference of large sums."""
 NORM_FLOOR = 1e-4
 """Of the total norm: what a parameter's norm has less is noise."""
 EXPERT_FLOOR = 0.25
@@ -48,10 +50,11 @@ class Scalars:
     Args:
         logs_NQS: the logarithms.
         kin_Q: scalars with the same number are of a kind, and have much the same spread.
+        resolution: no spread is less.
     """
 
-    def __init__(self, logs_NQS: Array, kin_Q: Index) -> None:
-        self._kin_Q = kin_Q
+    def __init__(self, logs_NQS: Array, kin_Q: Index, resolution: float = RESOLUTION) -> None:
+        self._kin_Q, self._resolution = kin_Q, resolution
         self.fit = self._fit(logs_NQS)
         self.largest = np.array(
             [
@@ -71,11 +74,11 @@ class Scalars:
         # The location is a mean of N, and so are its own errors.
         wider = math.sqrt(1 + 1 / len(logs_NQS))
         location_QS = logs_NQS.mean(0)
-        deviation_QS = np.maximum(logs_NQS.std(0, ddof=1), RESOLUTION)
+        deviation_QS = np.maximum(logs_NQS.std(0, ddof=1), self._resolution)
         scale_QS = _smooth(deviation_QS, self._kin_Q) * wider
         spreads = [np.ones_like(scale_QS)]
         means = scan((logs_NQS - location_QS) / scale_QS)
-        least = scan(RESOLUTION / scale_QS)
+        least = scan(self._resolution / scale_QS)
         for (_, mean_NQS), (_, least_QS) in zip(means[1:], least[1:], strict=True):
             deviation_QS = np.maximum(mean_NQS.std(0, ddof=1), least_QS)
             spreads.append(_smooth(deviation_QS, self._kin_Q) * wider)

@@ -60,13 +60,19 @@ def share_outside(noise: Noise, repeats: int, shift: float = 0.0, bands: int = 2
     return outside / (20 * bands)
 
 
-@pytest.mark.parametrize("repeats", [8, 16])
+@pytest.mark.parametrize("repeats", [8, 32])
 @pytest.mark.parametrize("noise", [white, drifting, heavy, flipping])
 def test_harmless_curves_are_outside_as_seldom_as_stated(noise: Noise, repeats: int):
-    share = share_outside(noise, repeats)
-    assert share <= 1 / (repeats + 1)
-    if noise in (white, drifting):
-        assert share <= 0.03  # Stated: 1 %. The 25 bands are of a few repeats each.
+    """Stated: 1e-4. Of 3000 curves against 60 bands 1 of white, drifting or flipping noise was
+    outside, of heavy-tailed noise, which is not log-normal in its maximum, up to 14."""
+    share = share_outside(noise, repeats, bands=10)
+    assert share <= (0.02 if noise is heavy else 0.005)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("noise", [white, drifting, flipping])
+def test_the_rate_is_as_small_as_the_evidence_needs(noise: Noise):
+    assert share_outside(noise, 32, bands=250) <= 5e-4
 
 
 def test_without_the_repeats_own_limit_there_would_be_more():
@@ -144,8 +150,102 @@ def test_quantiles_of_students_t_are_those_of_the_tables(degrees: int, value: fl
     assert student_t(0.01, degrees) == pytest.approx(value, rel=0.02)
 
 
+def load_curves(rng: np.random.Generator, number: int, flips: float = 1.0) -> list[Curve]:
+    """Two layers of 8 experts and 512 rows, of which a few go elsewhere in each curve and step;
+    norms of two experts and of a parameter without a gradient."""
+    found = []
+    for curve in curves(white(rng, number)):
+        counts = np.full((2, STEPS, 8), 64) + np.arange(-4, 4)
+        for layer_SE in counts:
+            for row_E in layer_SE:
+                np.add.at(row_E, rng.integers(0, 8, size=rng.poisson(flips)), 1)
+                np.add.at(row_E, rng.integers(0, 8, size=rng.poisson(flips)), -1)
+        norms = {"w[0]": 0.1, "w[1]": 0.01, "v": 0.2, "k": 0.0}
+        scalars = {
+            f"norm of {name}": size * np.exp(1e-2 * rng.normal(size=STEPS))
+            for name, size in norms.items()
+        }
+        loads = {"layers.1": counts[0], "layers.2": counts[1]}
+        found.append(replace(curve, scalars={**curve.scalars, **scalars}, loads=loads))
+    return found
+
+
+def test_loads_and_norms_are_judged():
+    rng = np.random.default_rng(10)
+    band = Band(load_curves(rng, 16))
+    norms = ("norm of w[0]", "norm of w[1]", "norm of v", "norm of k")
+    loads = ("load of layers.1", "load of layers.2")
+    assert band.quantities == ("loss", "grad_norm", *norms, *loads)
+    assert set(band.bounds) == {"loss", "grad_norm", "norm", "load"}
+    assert all(band.judge(curve).inside for curve in load_curves(rng, 20))
+
+    moved, halved = load_curves(rng, 2)
+    moved.loads["layers.2"][9:, 0] += 20
+    moved.loads["layers.2"][9:, 5] -= 20
+    judgement = band.judge(moved)
+    assert judgement.quantity == "load of layers.2" and judgement.first_outside == 10
+    share = band.values(moved, "load of layers.2")
+    assert share[9:].min() > 18 / 512 > share[:9].max()
+    low, high = band.edges("load of layers.2")
+    assert (low == 0).all() and (band.location("load of layers.2") < high).all()
+    halved.scalars["norm of w[0]"][:] /= 2
+    assert band.judge(halved).quantity == "norm of w[0]"
+
+
+def test_norms_of_zero_are_no_reason_to_fall_outside():
+    """An expert that gets no rows in some repeats, and in none of the candidates."""
+    rng = np.random.default_rng(11)
+    repeats = load_curves(rng, 16)
+    for curve in repeats[::3]:
+        curve.scalars["norm of w[1]"][5::7] = 0.0
+    judgement = Band(repeats).judge(load_curves(rng, 1)[0])
+    assert judgement.inside and math.isfinite(judgement.statistic)
+
+
+def test_one_row_more_than_equal_loads_is_no_difference():
+    rng = np.random.default_rng(12)
+    band = Band(load_curves(rng, 8, flips=0))
+    one, many = load_curves(rng, 2, flips=0)
+    one.loads["layers.1"][8] += np.array([1, -1, 0, 0, 0, 0, 0, 0])
+    many.loads["layers.1"][8] += np.array([20, -20, 0, 0, 0, 0, 0, 0])
+    assert band.judge(one).inside
+    assert band.judge(many).quantity == "load of layers.1"
+
+
+def test_averages_of_loads_forget_what_flips_to_and_fro():
+    """A shift that no step shows beside the flips is seen in the mean."""
+    rng = np.random.default_rng(13)
+    band = Band(load_curves(rng, 24, flips=40))
+    (shifted,) = load_curves(rng, 1, flips=40)
+    for counts_SE in shifted.loads.values():
+        counts_SE[:, 0] += 12
+        counts_SE[:, 1] -= 12
+    judgement = band.judge(shifted)
+    assert judgement.mean_over is not None and judgement.mean_over > 1
+    assert judgement.quantity is not None and judgement.quantity.startswith("load of ")
+
+
+def test_a_candidate_is_judged_in_what_it_has():
+    """TensorBoard knows loss and gradient norm, in float32."""
+    rng = np.random.default_rng(14)
+    band = Band(load_curves(rng, 16))
+    (full,) = load_curves(rng, 1)
+    known = {name: full.scalars[name].astype(np.float32) for name in ("loss", "grad_norm")}
+    judgement = band.judge(replace(full, scalars=known, loads={}))
+    assert judgement.inside and set(judgement.missing) == {*band.quantities} - {*known}
+    known["loss"] = known["loss"] * 1.1
+    assert band.judge(replace(full, scalars=known, loads={})).quantity == "loss"
+    with pytest.raises(ValueError, match="nothing of loss, grad_norm"):
+        band.judge(replace(full, scalars={"lr": known["loss"]}, loads={}))
+    with pytest.raises(ValueError, match="layers have not all 8 experts"):
+        band.judge(replace(full, loads={"layers.1": full.loads["layers.1"][:, :4]}))
+    narrow = Band(load_curves(rng, 8), quantities=["loss"])
+    assert narrow.quantities == ("loss",) and narrow.judge(full).missing == []
+
+
 def test_what_is_written_is_json():
     rng = np.random.default_rng(9)
     band, (outside,) = Band(curves(drifting(rng, 8))), curves(drifting(rng, 1) + 0.1)
     text = json.dumps([band.as_json(), band.judge(outside).as_json()])
+    assert set(json.loads(text)[0]["low"]) == {"loss", "grad_norm"}
     assert json.loads(text)[0]["false_alarms"] == {"if_log_normal": 1e-4, "at_most": 1 / 9}
