@@ -19,33 +19,22 @@ command goes on. The output folder gets report.html, report.png, comparison.json
 """
 
 import argparse
-import shlex
-import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.failure import print_errors
-
-if TYPE_CHECKING:
-    from titan_moe.verify.experiment import Plan
+from titan_moe.verify.arguments import add_side_arguments, answer, read_sides
+from titan_moe.verify.code_trees import remove_worktrees
+from titan_moe.verify.experiment import Plan, compare, update_golden
+from titan_moe.verify.launching import Launcher
+from titan_moe.verify.report_files import write_comparison
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config", nargs="?", type=Path, help="TOML file of both sides")
-    parser.add_argument("--baseline", default="", help="default: the working tree")
-    parser.add_argument("--candidate", default="", help="default: the working tree")
-    parser.add_argument("--steps", type=int, help="default: the configuration's")
-    parser.add_argument("--ranks", type=int, help="default: the GPUs found, else 2")
-    parser.add_argument("--set", default="", help="keys of both sides, as one word")
+    add_side_arguments(parser)
     parser.add_argument("--repeats", type=int, default=16, help="of the baseline; default: 16")
-    parser.add_argument(
-        "--harmless", nargs="+", default=[], metavar="LAYOUT", help="layouts of the repeats"
-    )
     parser.add_argument(
         "--noise", nargs="+", type=Path, default=[], metavar="RUN", help="finished repeats"
     )
@@ -57,22 +46,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--update-golden", type=Path, metavar="FOLDER")
     parser.add_argument("--reason", default="", help="why the golden changes")
     options = parser.parse_args(argv)
-    try:
-        return _run(options)
-    except (ConfigError, ValueError) as error:
-        print_errors(error.lines if isinstance(error, ConfigError) else [str(error)])
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from the runs that have ended")
-        return 130
+    return answer(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> int:
-    from titan_moe.verify.code_trees import remove_worktrees
-    from titan_moe.verify.experiment import compare, update_golden
-    from titan_moe.verify.launching import Launcher, SideError
-    from titan_moe.verify.report_files import write_comparison
-
     launcher = Launcher(options.out)
     try:
         plan = _plan(options)
@@ -81,9 +58,6 @@ def _run(options: argparse.Namespace) -> int:
             print(f"golden: {path}")
             return 0
         comparison = compare(plan, launcher)
-    except SideError as error:
-        print_errors([str(error)])
-        return 4
     finally:
         remove_worktrees(options.out / "worktrees")
     print("\n".join(comparison.lines()))
@@ -92,18 +66,8 @@ def _run(options: argparse.Namespace) -> int:
     return comparison.verdict.exit_code
 
 
-def _plan(options: argparse.Namespace) -> "Plan":
-    from titan_moe.verify.experiment import Plan, default_ranks
-    from titan_moe.verify.sides import Side, existing, parse_overrides, parse_side
-
-    config = None if options.config is None else existing(options.config, "")
-    common = Side(
-        config=config, ranks=options.ranks, overrides=parse_overrides(shlex.split(options.set))
-    )
-    baseline, candidate = (
-        parse_side(text, common, default_ranks=default_ranks())
-        for text in (options.baseline, options.candidate)
-    )
+def _plan(options: argparse.Namespace) -> Plan:
+    baseline, candidate = read_sides(options)
     return Plan(
         title=f"{options.candidate or 'working tree'} against {options.baseline or 'working tree'}",
         baseline=baseline,
@@ -118,5 +82,4 @@ def _plan(options: argparse.Namespace) -> "Plan":
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

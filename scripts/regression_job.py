@@ -9,12 +9,13 @@ suite cannot be read; 130 interrupted.
 """
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
-from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.failure import print_errors
+from titan_moe.verify.arguments import answer
+from titan_moe.verify.code_trees import REPO, remove_worktrees
+from titan_moe.verify.report_suite import suite_page
+from titan_moe.verify.suite import load_suite, plan_of, run_suite, sbatch
 
 
 def main(argv: list[str]) -> int:
@@ -25,21 +26,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="default: outputs/regression_<suite's name>")
     parser.add_argument("--print-sbatch", action="store_true", help="print the Slurm command")
     options = parser.parse_args(argv)
-    try:
-        return _run(options)
-    except ConfigError as error:
-        print_errors(error.lines)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on")
-        return 130
+    return answer(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> int:
-    from titan_moe.verify.code_trees import REPO, remove_worktrees
-    from titan_moe.verify.report_suite import suite_page
-    from titan_moe.verify.suite import load_suite, plan_of, run_suite, sbatch
-
     suite = load_suite(options.suite)
     if options.print_sbatch:
         print(sbatch(suite, options.suite, REPO))
@@ -67,5 +57,4 @@ def _run(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

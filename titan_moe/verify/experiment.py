@@ -52,6 +52,13 @@ def compare(plan: Plan, launcher: Launcher, tell: Tell = print) -> Comparison:
     Raises ConfigError for what cannot be compared, SideError for a side that failed.
     """
     experiment = Experiment(plan, launcher, tell)
+    if replace(plan.baseline, text="") == replace(plan.candidate, text=""):
+        raise ConfigError(
+            [
+                "both sides are the same training: say what differs, such as --baseline "
+                "revision=main or --candidate layout=tp=2"
+            ]
+        )
     experiment.check()
     return experiment.compare()
 

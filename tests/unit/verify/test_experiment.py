@@ -123,10 +123,11 @@ def test_an_interrupted_comparison_goes_on(launcher, monkeypatch):
 
 
 def test_a_run_that_was_cut_off_is_made_anew(launcher):
-    compare(plan(), launcher, silent)
+    main = plan(baseline="revision=main")
+    compare(main, launcher, silent)
     note = launcher.folder / "baseline" / "comparison_run.json"
     note.write_text(json.dumps(json.loads(note.read_text()) | {"seconds": None}))
-    compare(plan(), launcher, silent)
+    compare(main, launcher, silent)
     assert [run["folder"] for run in calls(launcher)[3:]] == ["baseline"]
 
 
@@ -135,7 +136,7 @@ def test_a_folder_of_something_else_is_left_alone(launcher):
     precious.parent.mkdir(parents=True)
     precious.write_text("weights")
     with pytest.raises(ConfigError, match="choose another --out"):
-        compare(plan(), launcher, silent)
+        compare(plan("layout=tp=2"), launcher, silent)
     assert precious.read_text() == "weights"
 
 
@@ -154,6 +155,8 @@ def test_mistakes_are_told_before_anything_runs(launcher):
         compare(plan("--optimizer.lrr 1"), launcher, silent)
     with pytest.raises(ConfigError, match=r"must divide|divisible|multiple|tensor_parallel"):
         compare(plan("layout=tp=3"), launcher, silent)
+    with pytest.raises(ConfigError, match="both sides are the same training"):
+        compare(plan(), launcher, silent)
     assert not calls(launcher)
 
 
