@@ -17,60 +17,42 @@ cannot be run, or no such thing; 4 a side failed; 130 interrupted: the same comm
 
 import argparse
 import json
-import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.failure import print_errors
-
-if TYPE_CHECKING:
-    from titan_moe.verify.experiment import Plan
+from titan_moe.verify.arguments import add_side_arguments, answer, positive, read_sides
+from titan_moe.verify.code_trees import WORKTREES, remove_worktrees
+from titan_moe.verify.experiment import Plan
+from titan_moe.verify.launching import Launcher
+from titan_moe.verify.parting import part
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config", nargs="?", type=Path, help="TOML file of both sides")
-    parser.add_argument("--baseline", default="", help="default: the working tree")
-    parser.add_argument("--candidate", default="", help="default: the working tree")
-    parser.add_argument("--step", nargs="+", type=int, default=[], help="where to look")
-    parser.add_argument("--steps", type=int, help="of the training; default: the configuration's")
-    parser.add_argument("--ranks", type=int, help="default: the GPUs found, else 2")
-    parser.add_argument("--set", default="", help="keys of both sides, as one word")
+    add_side_arguments(parser)
+    parser.add_argument("--step", nargs="+", type=positive, default=[], help="where to look")
     parser.add_argument("--repeats", type=int, default=2, help="harmless captures; default: 2")
-    parser.add_argument(
-        "--harmless", nargs="+", default=[], metavar="LAYOUT", help="layouts of the repeats"
-    )
     parser.add_argument("--out", type=Path, default=Path("outputs/localization"))
     options = parser.parse_args(argv)
-    try:
-        return _run(options)
-    except (ConfigError, ValueError) as error:
-        print_errors(error.lines if isinstance(error, ConfigError) else [str(error)])
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from the runs that have ended")
-        return 130
+    return answer(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> int:
-    from titan_moe.verify.code_trees import remove_worktrees
-    from titan_moe.verify.launching import Launcher, SideError
-    from titan_moe.verify.parting import part
-
-    if any(step < 1 for step in options.step):
-        raise ConfigError([f"--step {min(options.step)}: steps count from 1"])
-    launcher = Launcher(options.out)
+    baseline, candidate = read_sides(options)
+    plan = Plan(
+        title="",
+        baseline=baseline,
+        candidate=candidate,
+        repeats=options.repeats,
+        steps=options.steps,
+        harmless=options.harmless,
+    )
     try:
-        found = part(_plan(options), launcher, options.step)
-    except SideError as error:
-        print_errors([str(error)])
-        return 4
+        found = part(plan, Launcher(options.out), options.step)
     finally:
-        remove_worktrees(options.out / "worktrees")
+        remove_worktrees(options.out / WORKTREES)
     lines = [line for each in found for line in each.lines()] or ["identical bits"]
     print("\n".join(lines))
     options.out.mkdir(parents=True, exist_ok=True)
@@ -79,28 +61,6 @@ def _run(options: argparse.Namespace) -> int:
     if not found:
         return 0
     return 1 if any(each.named for each in found) else 3
-
-
-def _plan(options: argparse.Namespace) -> "Plan":
-    from titan_moe.verify.experiment import Plan, default_ranks
-    from titan_moe.verify.sides import Side, existing, parse_overrides, parse_side
-
-    config = None if options.config is None else existing(options.config, "")
-    common = Side(
-        config=config, ranks=options.ranks, overrides=parse_overrides(shlex.split(options.set))
-    )
-    baseline, candidate = (
-        parse_side(text, common, default_ranks=default_ranks())
-        for text in (options.baseline, options.candidate)
-    )
-    return Plan(
-        title="",
-        baseline=baseline,
-        candidate=candidate,
-        repeats=options.repeats,
-        steps=options.steps,
-        harmless=options.harmless,
-    )
 
 
 if __name__ == "__main__":
