@@ -23,9 +23,8 @@ import sys
 from pathlib import Path
 
 from titan_moe.verify.arguments import add_side_arguments, answer, read_sides
-from titan_moe.verify.code_trees import remove_worktrees
 from titan_moe.verify.experiment import Plan, compare, update_golden
-from titan_moe.verify.launching import Launcher
+from titan_moe.verify.launching import Launcher, workplace
 from titan_moe.verify.report_files import write_comparison
 
 
@@ -50,16 +49,13 @@ def main(argv: list[str]) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    launcher = Launcher(options.out)
-    try:
-        plan = _plan(options)
+    plan, launcher = _plan(options), Launcher(options.out)
+    with workplace(options.out):
         if options.update_golden is not None:
             path = update_golden(plan, launcher, options.update_golden, options.reason, print)
             print(f"golden: {path}")
             return 0
         comparison = compare(plan, launcher)
-    finally:
-        remove_worktrees(options.out / "worktrees")
     print("\n".join(comparison.lines()))
     for path in write_comparison(comparison, options.out):
         print(path)

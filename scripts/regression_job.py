@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 from titan_moe.verify.arguments import answer
-from titan_moe.verify.code_trees import REPO, remove_worktrees
+from titan_moe.verify.code_trees import REPO
+from titan_moe.verify.launching import workplace
 from titan_moe.verify.report_suite import suite_page
 from titan_moe.verify.suite import load_suite, plan_of, run_suite, sbatch
 
@@ -37,9 +38,8 @@ def _run(options: argparse.Namespace) -> int:
     for entry in suite.comparison:
         plan_of(entry)  # Everything misspelt is told before the first run.
     out = options.out or Path("outputs") / f"regression_{options.suite.stem}"
-    out.mkdir(parents=True, exist_ok=True)
     rows = []
-    try:
+    with workplace(out):
         for row in run_suite(suite, out, lambda line: print(f"  {line}", flush=True)):
             rows.append(row)
             mark = "ok" if row.ok else "NOT OK"
@@ -48,9 +48,6 @@ def _run(options: argparse.Namespace) -> int:
                 print(row.detail)
             page = suite_page(suite.description, rows)
             (out / "summary.html").write_text(page, encoding="utf-8")
-    finally:
-        for each in out.glob("*/worktrees"):
-            remove_worktrees(each)
     good = sum(row.ok for row in rows)
     print(f"{good} of {len(suite.comparison)} as expected; {out / 'summary.html'}")
     return 0 if good == len(suite.comparison) else 1

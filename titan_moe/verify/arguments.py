@@ -1,16 +1,20 @@
 """What the command lines of comparisons have in common."""
 
 import argparse
-import shlex
 import signal
+import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import print_errors
 from titan_moe.verify.experiment import default_ranks
 from titan_moe.verify.launching import SideError
-from titan_moe.verify.sides import Side, existing, parse_overrides, parse_side
+from titan_moe.verify.sides import Side, existing, parse_overrides, parse_side, split_words
+
+_OWN_FAULT = 70  # Not 1, which says that two runs differ.
 
 
 def add_side_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +35,7 @@ def read_sides(options: argparse.Namespace) -> tuple[Side, Side]:
     common = Side(
         config=None if options.config is None else existing(options.config, "CONFIG "),
         ranks=options.ranks,
-        overrides=parse_overrides(shlex.split(options.set)),
+        overrides=parse_overrides(split_words(options.set)),
     )
     ranks = default_ranks()
     return (
@@ -50,14 +54,15 @@ def positive(text: str) -> int:
 def answer(run: Callable[[], int]) -> int:
     """Run, and return the exit code; what a user can mend is told in lines.
 
-    2: cannot be run, or no such thing; 4: a side failed; 130: interrupted, or terminated: the runs
-    that have ended are kept.
+    2: cannot be run, or no such thing; 4: a side failed; 70: a fault of ours; 130: interrupted, or
+    terminated: the runs that have ended are kept.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     try:
         return run()
-    except SideError as error:
-        print_errors([str(error)])
+    except (SideError, RunError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 4
     except ConfigError as error:
         print_errors(error.lines)
@@ -68,3 +73,6 @@ def answer(run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from the runs that have ended")
         return 130
+    except Exception:
+        traceback.print_exc()
+        return _OWN_FAULT

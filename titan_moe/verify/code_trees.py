@@ -1,9 +1,8 @@
 """The code that a side runs: this working tree, or a clean worktree of a commit."""
 
+import hashlib
 import json
-import os
 import subprocess
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,10 @@ from pathlib import Path
 from titan_moe.config.errors import ConfigError
 
 REPO = Path(__file__).parents[2]
+WORKTREES = ".comparison_worktrees"
+"""In the output folder; nothing of a user's has this name."""
+_RUNS = ("titan_moe/**/*.py", "scripts/*", "run_train.sh", "configs/schema.json")
+_SHORT = 12
 
 
 @dataclass(frozen=True)
@@ -19,8 +22,7 @@ class CodeTree:
 
     folder: Path
     tree: str
-    """git's hash of the package, what is not committed included; "unversioned" outside a
-    repository."""
+    """A hash of the files that a run is made of, committed or not."""
     told: str
     """For a person: "main (1a2b3c4)", or "working tree (1a2b3c4, changed)"."""
 
@@ -34,41 +36,44 @@ def code_tree(revision: str, worktrees: Path) -> CodeTree:
     """The code of a revision, checked out below `worktrees` if it is not there yet; of "", this
     working tree as it stands. Raises ConfigError for what git does not know."""
     if not revision:
-        return _working_tree()
+        return CodeTree(REPO, _hash(REPO), f"working tree ({_head()})")
     commit = _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", ok=(0, 1, 128))
     if not commit:
         raise ConfigError([f"revision={revision}: git knows no such commit in {REPO}"])
-    folder = worktrees / commit[:12]
-    if not (folder / "run_train.sh").exists():
+    folder = worktrees / commit[:_SHORT]
+    if not folder.exists():
         worktrees.mkdir(parents=True, exist_ok=True)
         _git("worktree", "prune")
         _git("worktree", "add", "--force", "--detach", str(folder.resolve()), commit)
-    if _git("status", "--porcelain", at=folder):
+    if _git("status", "--porcelain", at=folder) or _git("rev-parse", "HEAD", at=folder) != commit:
         raise ConfigError([f"{folder}: files were changed there: remove the folder, and run again"])
-    return CodeTree(folder, _git("rev-parse", f"{commit}:titan_moe"), f"{revision} ({commit[:7]})")
+    if not (folder / "configs" / "schema.json").is_file():
+        raise ConfigError([f"revision={revision} is older than run_train.sh and its schema"])
+    return CodeTree(folder, _hash(folder), f"{revision} ({commit[:7]})")
 
 
 def remove_worktrees(worktrees: Path) -> None:
-    """Take away what `code_tree` has checked out."""
-    for folder in sorted(worktrees.glob("*")):
-        _git("worktree", "remove", "--force", str(folder.resolve()), ok=(0, 128))
+    """Take away what `code_tree` has checked out, unless something was changed there."""
+    for folder in sorted(worktrees.glob("[0-9a-f]" * _SHORT)):
+        _git("worktree", "remove", str(folder.resolve()), ok=(0, 128))
 
 
-@cache
-def _working_tree() -> CodeTree:
+def _head() -> str:
     try:
-        commit = _git("rev-parse", "HEAD")
-    except (OSError, ConfigError):
-        return CodeTree(REPO, "unversioned", "working tree (no git repository)")
-    with tempfile.TemporaryDirectory() as folder:
-        # An index of its own: the user's stays as it is.
-        index = str(Path(folder) / "index")
-        _git("read-tree", "HEAD", index=index)
-        _git("add", "--all", index=index)
-        tree = _git("write-tree", index=index)
-    changed = "" if tree == _git("rev-parse", "HEAD^{tree}") else ", changed"
-    package = _git("rev-parse", f"{tree}:titan_moe")
-    return CodeTree(REPO, package, f"working tree ({commit[:7]}{changed})")
+        changed = ", changed" if _git("status", "--porcelain") else ""
+        return _git("rev-parse", "--short", "HEAD") + changed
+    except ConfigError:
+        return "no git repository"
+
+
+def _hash(folder: Path) -> str:
+    found = hashlib.sha256()
+    for pattern in _RUNS:
+        for path in sorted(folder.glob(pattern)):
+            if path.is_file():
+                found.update(f"{path.relative_to(folder)}\0".encode())
+                found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 @cache
@@ -84,13 +89,13 @@ def _keys(folder: Path) -> frozenset[str]:
     )
 
 
-def _git(*words: str, at: Path | None = None, ok: tuple[int, ...] = (0,), index: str = "") -> str:
-    done = subprocess.run(
-        ["git", "-C", str(at or REPO), *words],
-        capture_output=True,
-        text=True,
-        env=os.environ | ({"GIT_INDEX_FILE": index} if index else {}),
-    )
+def _git(*words: str, at: Path | None = None, ok: tuple[int, ...] = (0,)) -> str:
+    command = ["git", "-C", str(at or REPO), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise ConfigError([f"git cannot be started: {error.strerror}"]) from None
     if done.returncode not in ok:
-        raise ConfigError([f"git {' '.join(words)}: {done.stderr.strip().splitlines()[-1]}"])
+        told = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ConfigError([f"git {' '.join(words)}: {told}"])
     return done.stdout.strip()

@@ -6,21 +6,27 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job import JobConfig
 from titan_moe.runtime.launch import count_gpus
 from titan_moe.train import prepare
 from titan_moe.verify.comparison import Comparison, Verdict
 from titan_moe.verify.flips import routing_flips
-from titan_moe.verify.goldens import Golden, find_golden, is_golden, save_golden
+from titan_moe.verify.goldens import (
+    Golden,
+    find_golden,
+    is_golden,
+    save_golden,
+    this_device,
+)
 from titan_moe.verify.judging import judge
 from titan_moe.verify.launching import Launcher
+from titan_moe.verify.noise_band import FEWEST_REPEATS
 from titan_moe.verify.records import RunRecord, read_run
 from titan_moe.verify.repeats import batch_words, harmless_sides
 from titan_moe.verify.sides import Side, Words
 
+_RECORD, _REPLAY = "debug.routing_record", "debug.routing_replay"
 Tell = Callable[[str], None]
 """Takes a line of progress."""
 
@@ -67,17 +73,14 @@ def update_golden(plan: Plan, launcher: Launcher, folder: Path, reason: str, tel
     """Run the baseline and its repeats, and write them as a golden."""
     if not reason.strip():
         raise ConfigError(["--update-golden needs --reason: why the golden changes"])
+    if plan.baseline.path is not None:
+        raise ConfigError(["--update-golden trains anew: name no finished run and no golden"])
     experiment = Experiment(plan, launcher, tell)
     experiment.check()
     run, repeats = experiment.baseline(), experiment.repeats()
     return save_golden(
         folder, run, [each.curve for each in repeats], reason=reason, device=this_device()
     )
-
-
-def this_device() -> torch.device:
-    """What run_train.sh would compute on."""
-    return torch.device("cuda" if count_gpus(os.environ) else "cpu")
 
 
 def default_ranks() -> int:
@@ -105,18 +108,25 @@ class Experiment:
         """Everything wrong with the sides that is known before a run; raises ConfigError."""
         lines: list[str] = []
         tokens: set[int] = set()
+        steps: set[int] = set()
         for side in (self.plan.baseline, self.plan.candidate):
             if side.path is not None:
                 continue
             try:
                 self.launcher.code(side)
+                if not side.revision:
+                    prepare([*side.file(), *side.arguments()], side.world_size, os.environ)
                 job = self._job(side)
+                steps.add(job.training.steps)
                 tokens.add(job.training.global_batch_size * job.training.seq_len)
                 if not side.revision:
                     words = [*side.file(), *side.arguments(*self._words(side))]
                     prepare(words, side.world_size, os.environ)
             except ConfigError as error:
                 lines += [line for line in error.lines if line not in lines]
+        if len(steps) > 1 and self.plan.steps is None:
+            told = " and ".join(map(str, sorted(steps)))
+            lines.append(f"training.steps: {told}: the learning rate follows it; use --steps")
         if len(tokens) > 1:
             lines.append(
                 f"tokens per step: {' and '.join(f'{each:,}' for each in sorted(tokens))}: set "
@@ -124,8 +134,34 @@ class Experiment:
             )
         if self.plan.repeats and self.plan.baseline.path and not (self.golden or self.plan.noise):
             self.tell("the baseline is a finished run: without --noise RUN... only bits are judged")
+        lines += self._problems()
         if lines:
             raise ConfigError(lines)
+
+    def _problems(self) -> Iterator[str]:
+        """What no side can know alone."""
+        plan, finished = self.plan, self.plan.baseline.path is not None
+        if 0 < plan.repeats < FEWEST_REPEATS:
+            yield f"--repeats {plan.repeats}: 0, or {FEWEST_REPEATS} or more for a band"
+        if plan.repeats < 0:
+            yield f"--repeats {plan.repeats} must not be negative"
+        if plan.routing and (finished or plan.candidate.path is not None):
+            yield "--routing records both sides while they train: name no finished run, no golden"
+        elif plan.routing:
+            for side in (plan.baseline, plan.candidate):
+                code = self.launcher.code(side)
+                if missing := sorted({_RECORD, _REPLAY} - code.keys):
+                    yield f"--routing: {code.told} does not know {', '.join(missing)}"
+        sides = [side.path.resolve() for side in (plan.baseline, plan.candidate) if side.path]
+        for path in plan.noise:
+            if not path.exists():
+                yield f"--noise {path}: there is no such run"
+            elif path.resolve() in sides:
+                yield f"--noise {path} is one of the sides"
+        if len({path.resolve() for path in plan.noise}) < len(plan.noise):
+            yield "--noise names a run twice"
+        if self.golden is not None and plan.steps not in (None, len(self.golden.run.curve.steps)):
+            yield f"--steps {plan.steps}: the golden has {len(self.golden.run.curve.steps)}"
 
     def compare(self) -> Comparison:
         """The verdict; repeats are made only if the bits differ."""
@@ -133,7 +169,7 @@ class Experiment:
         caveats = [*self._caveats(), *self._unknown_keys()]
         found = judge(self.plan.title, baseline, candidate, caveats=caveats)
         if found.verdict is Verdict.UNJUDGED:
-            repeats = [each.curve for each in self.repeats()]
+            repeats = self.repeats()
             found = judge(self.plan.title, baseline, candidate, repeats=repeats, caveats=caveats)
             if self.plan.routing:
                 found = self._with_routing(found, baseline, repeats)
@@ -156,6 +192,10 @@ class Experiment:
         side = self.plan.baseline
         if side.path is not None or not self.plan.repeats:
             return []
+        if "debug.permute_rows" not in self.launcher.code(side).keys:
+            side = replace(side, revision=self.plan.candidate.revision)
+            if "debug.permute_rows" not in self.launcher.code(side).keys:
+                return []
         sides = harmless_sides(
             side,
             self.plan.repeats,
@@ -210,16 +250,16 @@ class Experiment:
     def _recorded(self, name: str) -> Words:
         if not self.plan.routing:
             return ()
-        return (("debug.routing_record", str(self._routing(name))),)
+        return ((_RECORD, str(self._routing(name))),)
 
     def _routing(self, name: str) -> Path:
         return (self.launcher.folder / name / "routing").resolve()
 
     def _with_routing(
-        self, found: Comparison, baseline: RunRecord, repeats: Sequence
+        self, found: Comparison, baseline: RunRecord, repeats: Sequence[RunRecord]
     ) -> Comparison:
         flips = routing_flips(self._routing("baseline"), self._routing("candidate"))
-        words = ("debug.routing_replay", str(self._routing("baseline")))
+        words = (_REPLAY, str(self._routing("baseline")))
         replayed = self._run(self.plan.candidate, "candidate-replayed", words)
         title = f"{self.plan.title}, with the baseline's routing"
         again = judge(title, baseline, replayed, repeats=repeats)
@@ -233,9 +273,11 @@ class Experiment:
         for side in (self.plan.baseline, self.plan.candidate):
             if side.path is None:
                 code = self.launcher.code(side)
-                wanted = {key for key, _ in self._words(side)} | {"debug.permute_rows"}
+                wanted = {key for key, _ in self._words(side)}
                 if missing := sorted(wanted - code.keys):
                     yield f"{code.told} does not know {', '.join(missing)}"
+                if side is self.plan.baseline and "debug.permute_rows" not in code.keys:
+                    yield f"{code.told} cannot be repeated harmlessly: the candidate's code was"
 
     def _as_the_golden(self, plan: Plan, golden: Golden) -> Plan:
         """The candidate trains what the golden did, but for its own words."""

@@ -6,6 +6,7 @@ NAME/torch-2.13-cpu-AVX512.json. Rounding differs between them, so each has curv
 """
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -18,6 +19,7 @@ import torch
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.device import describe_device
+from titan_moe.runtime.launch import count_gpus
 from titan_moe.verify.noise_band import Band
 from titan_moe.verify.records import Curve, RunRecord
 
@@ -49,6 +51,11 @@ class Golden:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(tomli_w.dumps(dict(self.run.config)), encoding="utf-8")
         return path
+
+
+def this_device() -> torch.device:
+    """What run_train.sh would compute on."""
+    return torch.device("cuda" if count_gpus(os.environ) else "cpu")
 
 
 def golden_key(device: torch.device) -> str:
@@ -93,6 +100,12 @@ def save_golden(
         raise ConfigError(["--update-golden needs --reason: why the golden changes"])
     if run.curve.data is None or not run.config:
         raise ConfigError([f"{run.name}: a golden wants a run that recorded its data and config"])
+    ran = run.facts.get("device"), run.facts.get("capability")
+    here = tuple(describe_device(device).values())
+    if ran != here:
+        raise ConfigError(
+            [f"{run.name} ran on {ran[0]} ({ran[1]}): make its golden there, not on {here[0]}"]
+        )
     band = Band([run.curve, *repeats])  # Raises for repeats that make no band.
     path = folder / f"{golden_key(device)}.json"
     history = _read(path).history if path.is_file() else []

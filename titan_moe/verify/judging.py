@@ -1,6 +1,6 @@
 """From two runs, and what is known of the noise, to a verdict."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,12 +8,19 @@ import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.verify.comparison import Comparison, FirstDifference, Verdict
-from titan_moe.verify.noise_band import FEWEST_REPEATS, Band
+from titan_moe.verify.noise_band import FEWEST_REPEATS, Band, quantities_of
 from titan_moe.verify.records import LOAD_OF, NORM_OF, Array, Curve, RunRecord
 
 _COMPARED = ("loss", "grad_norm")
 _ENOUGH = 12
 """Harmless runs. The bound of 7 is several times that of 24, of 12 half as much more."""
+_TOO_WIDE = 0.5
+"""Of the loss, from the band's lower to its upper edge, as a logarithm."""
+_HARMLESS_TABLES = ("job", "metrics", "parallelism", "checkpoint", "profiling", "comm")
+_HARMLESS_KEYS = (
+    *("training.local_batch_size", "debug.permute_rows", "debug.routing_record"),
+    *("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"),
+)
 _UNEVEN = 100
 """Spreads; bounds of repeats that are of one kind are 5 to 30."""
 _ENVIRONMENT = ("torch", "device", "capability")
@@ -24,7 +31,7 @@ def judge(
     baseline: RunRecord,
     candidate: RunRecord,
     *,
-    repeats: Sequence[Curve] = (),
+    repeats: Sequence[RunRecord] = (),
     caveats: Sequence[str] = (),
 ) -> Comparison:
     """Compare two runs at the steps that both logged.
@@ -36,18 +43,22 @@ def judge(
     Raises ConfigError for runs that cannot be compared: other data, another number of tokens a
     step, no step or no quantity in common.
     """
-    _refuse_other_trainings(baseline, candidate)
-    caveats = [*caveats, *_caveats(baseline, candidate)]
+    for other in (candidate, *repeats):
+        _refuse_other_trainings(baseline, other)
+    caveats = [*caveats, *_caveats(baseline, candidate), *_other_repeats(baseline, repeats)]
     steps = _common_steps(baseline.curve, candidate.curve)
     ours, theirs = on_steps(baseline.curve, steps), on_steps(candidate.curve, steps)
     verdict, band, judgement = Verdict.IDENTICAL, None, None
     first = first_other_bits(ours, theirs)
+    _refuse_other_rows(ours, theirs)
     if first is not None:
         verdict = Verdict.UNJUDGED
-    curves = [ours, *(on_steps(repeat, steps) for repeat in repeats)]
+    curves = [ours, *(on_steps(repeat.curve, steps) for repeat in repeats)]
     if len(curves) >= FEWEST_REPEATS:
         band = Band(curves)
         caveats += _weak(band)
+        if first is not None and _is_blind(band, first):
+            band = None
     if first is not None and band is not None:
         judgement = band.judge(theirs)
         verdict = Verdict.INSIDE if judgement.inside else Verdict.DIFFERENT
@@ -119,6 +130,16 @@ def compared(ours: Curve, theirs: Curve) -> list[str]:
     return [key for key in both if key in _COMPARED or key.startswith(NORM_OF)]
 
 
+def _refuse_other_rows(ours: Curve, theirs: Curve) -> None:
+    """Shares of rows say nothing of their number."""
+    for layer in ours.loads.keys() & theirs.loads.keys():
+        a, b = ours.loads[layer][0].sum(), theirs.loads[layer][0].sum()
+        if a != b:
+            raise ConfigError(
+                [f"{layer}: {ours.name} sent {a:,.0f} rows to experts, {theirs.name} {b:,.0f}"]
+            )
+
+
 def _common_steps(ours: Curve, theirs: Curve) -> list[int]:
     common = sorted(set(ours.steps) & set(theirs.steps))
     if not common:
@@ -130,6 +151,8 @@ def _common_steps(ours: Curve, theirs: Curve) -> list[int]:
         )
     if "loss" not in ours.scalars or "loss" not in theirs.scalars:
         raise ConfigError([f"{ours.name} and {theirs.name} have no loss in common"])
+    if not np.isfinite(ours.scalars["loss"]).any():
+        raise ConfigError([f"{ours.name}: no step has a finite loss"])
     return common
 
 
@@ -178,14 +201,49 @@ def _caveats(baseline: RunRecord, candidate: RunRecord) -> list[str]:
         a, b = _fact(baseline, key), _fact(candidate, key)
         if a != b:
             lines.append(f"{key}: {ours.name} ran on {a}, {theirs.name} on {b}")
-    for kind, mine, other in (
-        ("expert loads", ours.loads, theirs.loads),
-        ("parameter norms", _norms(ours), _norms(theirs)),
-    ):
-        if bool(mine) != bool(other):
-            lacking = theirs.name if mine else ours.name
-            lines.append(f"{kind} are not compared: {lacking} did not record them")
+    mine, other = set(quantities_of(ours)), set(quantities_of(theirs))
+    for kind in ("loss", "grad_norm", NORM_OF.strip(), LOAD_OF.strip()):
+        lacking = sorted(q for q in mine ^ other if q.startswith(kind))
+        if lacking:
+            names = {(theirs if q in mine else ours).name for q in lacking}
+            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            lines.append(
+                f"not compared: {lacking[0]}{more}: {' and '.join(names)} did not record it"
+            )
+    broken = ~np.isfinite(ours.scalars["loss"]) if "loss" in ours.scalars else np.zeros(0, bool)
+    if broken.any():
+        step = ours.steps[int(broken.argmax())]
+        lines.append(f"the loss of {ours.name} is not finite from step {step} on")
     return lines
+
+
+def _other_repeats(baseline: RunRecord, repeats: Sequence[RunRecord]) -> list[str]:
+    """Repeats that may be no harmless ones: of another configuration, device or torch."""
+    lines = []
+    for repeat in repeats:
+        keys = sorted(_other_keys(baseline.config, repeat.config)) if repeat.config else []
+        facts = [key for key in _ENVIRONMENT if _fact(baseline, key) != _fact(repeat, key)]
+        if (baseline.config and keys) or (baseline.facts and repeat.facts and facts):
+            lines.append(f"the repeat {repeat.name} differs in {', '.join([*keys, *facts])}")
+    return lines
+
+
+def _other_keys(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
+    """Keys in which two configurations differ that harmless repeats have in common."""
+    for table in ours.keys() | theirs.keys():
+        if table in _HARMLESS_TABLES:
+            continue
+        a, b = ours.get(table, {}), theirs.get(table, {})
+        for key in a.keys() | b.keys():
+            name = f"{table}.{key}"
+            if a.get(key) != b.get(key) and name not in _HARMLESS_KEYS:
+                yield name
+
+
+def _is_blind(band: Band, first: FirstDifference) -> bool:
+    """Whether a verdict by this band would say nothing of the difference."""
+    low, high = band.edges(band.quantities[0])
+    return first.quantity not in band.quantities or bool(np.log(high / low).max() > _TOO_WIDE)
 
 
 def _weak(band: Band) -> list[str]:
@@ -202,10 +260,6 @@ def _weak(band: Band) -> list[str]:
             "what came of it), so the band is far too wide: take more --repeats, or fewer --steps"
         )
     return lines
-
-
-def _norms(curve: Curve) -> list[str]:
-    return [key for key in curve.scalars if key.startswith(NORM_OF)]
 
 
 def _fact(run: RunRecord, key: str) -> Any:

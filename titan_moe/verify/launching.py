@@ -5,26 +5,34 @@ it is, so that an interrupted comparison goes on where it was. On several Slurm 
 allocation) a run is started by scripts/slurm_train.sh instead.
 """
 
+import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify.code_trees import CodeTree, code_tree
+from titan_moe.verify.code_trees import WORKTREES, CodeTree, code_tree, remove_worktrees
+from titan_moe.verify.goldens import golden_key, this_device
 from titan_moe.verify.records import RunRecord, read_run
 from titan_moe.verify.sides import Side, Words
 
 _NOTE = "comparison_run.json"
 _LAST_LINES = 12
+_MOST_FILES = 10_000
+_WRITTEN = ("--debug.routing_record",)
+_VARIABLES = ("OMP_", "MKL_", "CUDA_", "TORCH", "NCCL_", "ATEN_", "CUBLAS_")
+"""Environment variables that may change a run's bits begin so."""
 
 
 class SideError(RuntimeError):
@@ -41,10 +49,15 @@ class Launcher:
     shared: Path | None = None
     """A folder in which runs are found again by what they follow from, whoever asks for them;
     None: each lies in a folder of its name."""
+    _seen: dict[str, str] = field(default_factory=dict)
+    """The hash of each revision's code when it was first asked for."""
 
     def code(self, side: Side) -> CodeTree:
-        """The code that a side runs."""
-        return code_tree(side.revision, self.folder / "worktrees")
+        """The code that a side runs; SideError if it is not what it was at the first time."""
+        code = code_tree(side.revision, self.folder / WORKTREES)
+        if self._seen.setdefault(side.revision, code.tree) != code.tree:
+            raise SideError(f"the code of the {code.told} was changed meanwhile: run again")
+        return code
 
     def run(self, side: Side, name: str, *more: tuple[str, str]) -> RunRecord:
         """Train a side in the folder `name`, unless it has been done.
@@ -55,6 +68,9 @@ class Launcher:
         Raises SideError, or KeyboardInterrupt after the run has ended on the same signal.
         """
         record = read_run(self._ensure(side, name, more), name=name)
+        ranks = record.facts.get("world_size")
+        if None not in (ranks, side.ranks) and ranks != side.ranks:
+            raise SideError(f"{name} ran on {ranks} ranks instead of {side.ranks}")
         return replace(record, facts={**record.facts, "told": self.code(side).told})
 
     def seed(self, side: Side, name: str, *more: tuple[str, str]) -> Path:
@@ -73,6 +89,7 @@ class Launcher:
         _note(folder, mark, seconds=None)
         started = time.perf_counter()
         self._train(side, code, folder, arguments)
+        self.code(side)
         _note(folder, mark, seconds=round(time.perf_counter() - started, 2))
         return folder
 
@@ -101,6 +118,27 @@ class Launcher:
             )
 
 
+@contextmanager
+def workplace(folder: Path) -> Iterator[None]:
+    """Have an output folder for oneself; afterwards no worktree is left in it.
+
+    Raises ConfigError if another comparison runs there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                [f"{folder}: a comparison runs there: choose another --out"]
+            ) from None
+        try:
+            yield
+        finally:
+            for worktrees in (folder / WORKTREES, *folder.glob(f"*/{WORKTREES}")):
+                remove_worktrees(worktrees)
+
+
 def _command(side: Side, folder: Path) -> tuple[list[str], dict[str, str]]:
     ranks = {} if side.ranks is None else {"NGPU": str(side.ranks)}
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
@@ -116,11 +154,16 @@ def _command(side: Side, folder: Path) -> tuple[list[str], dict[str, str]]:
 
 def _finished(folder: Path, mark: str) -> bool:
     """Whether that very run has ended there."""
-    path = folder / _NOTE
-    if not path.is_file():
-        return False
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return bool(found["mark"] == mark and found["seconds"] is not None)
+    found = _noted(folder)
+    return found.get("mark") == mark and found.get("seconds") is not None
+
+
+def _noted(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / _NOTE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _clear(folder: Path) -> None:
@@ -137,13 +180,32 @@ def _clear(folder: Path) -> None:
 
 def _note(folder: Path, mark: str, *, seconds: float | None) -> None:
     """What the run follows from and, when it has ended, the seconds that it took."""
-    found = {"mark": mark, "seconds": seconds}
-    (folder / _NOTE).write_text(json.dumps(found), encoding="utf-8")
+    aside = folder / f".{_NOTE}.tmp"
+    aside.write_text(json.dumps({"mark": mark, "seconds": seconds}), encoding="utf-8")
+    aside.replace(folder / _NOTE)
 
 
 def _mark(side: Side, code: CodeTree, arguments: list[str], variables: Mapping[str, str]) -> str:
     """A hash of all that a run follows from."""
     config = "" if side.config is None else side.config.read_text(encoding="utf-8")
-    versions = code.tree, version("torch")
-    follows: list[Any] = [versions, config, arguments, side.ranks, sorted(variables.items())]
+    machine = golden_key(this_device()), platform.node(), version("torch")
+    pairs = zip(arguments[::2], arguments[1::2], strict=True)
+    named = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(_VARIABLES)}
+    follows: list[Any] = [
+        *(code.tree, machine, config, arguments, side.ranks, named, sorted(variables.items())),
+        [_content(Path(value)) for key, value in pairs if os.sep in value and key not in _WRITTEN],
+    ]
     return hashlib.sha256(json.dumps(follows).encode()).hexdigest()
+
+
+def _content(path: Path) -> Any:
+    """What a path leads to: the run of ours that made it, or its files' sizes and times."""
+    for folder in (path, *path.parents):
+        if noted := _noted(folder):
+            return noted["mark"]
+    if not path.exists():
+        return None
+    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    return [
+        (each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files[:_MOST_FILES]
+    ]

@@ -30,7 +30,9 @@ _PATHS = (
     "model.hf_assets_path",
     "model.tokenizer_path",
     "training.dataset_path",
+    "validation.dataset_path",
     "checkpoint.initial_load_path",
+    "debug.routing_replay",
 )
 _OPTION_KEYS = {
     "schedule": ("pipeline_parallel_schedule",),
@@ -111,7 +113,7 @@ def parse_side(text: str, common: Side, *, default_ranks: int = 1) -> Side:
 
     Raises ConfigError with a line for a word that means nothing.
     """
-    words = shlex.split(text)
+    words = split_words(text)
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     named, overrides = words[:first], words[first:]
     if len(named) == 1 and named[0].partition("=")[0] not in _KEYS:
@@ -142,19 +144,27 @@ def parse_side(text: str, common: Side, *, default_ranks: int = 1) -> Side:
     return side if side.ranks is not None else replace(side, ranks=default_ranks)
 
 
+def split_words(text: str) -> list[str]:
+    """As a shell does; ConfigError for a quote without its end."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError([f"{text!r}: {error}"]) from None
+
+
 def parse_overrides(words: Sequence[str]) -> Words:
     """`--table.key value`, `--table.key=value` and bare switches. Paths become absolute: sides run
     in folders of their own."""
-    pairs: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str | None]] = []
     for word in words:
         if word.startswith("--"):
             key, equals, value = word[2:].partition("=")
-            pairs.append((key, value if equals else ""))
-        elif pairs and not pairs[-1][1]:
+            pairs.append((key, value if equals else None))
+        elif pairs and pairs[-1][1] is None:
             pairs[-1] = (pairs[-1][0], word)
         else:
             raise ConfigError([f"{word!r}: overrides are --table.key value"])
-    return tuple((key, _absolute(key, value or "true")) for key, value in pairs)
+    return tuple((key, _absolute(key, "true" if v is None else v)) for key, v in pairs)
 
 
 def existing(path: Path, what: str) -> Path:

@@ -1,5 +1,6 @@
 """A regression suite: comparisons in a TOML file, run one after another, with one summary."""
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,10 +13,10 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.sections import Section
 from titan_moe.verify.comparison import Verdict
 from titan_moe.verify.experiment import Plan, compare, default_ranks
-from titan_moe.verify.launching import Launcher, SideError
+from titan_moe.verify.launching import Launcher
 from titan_moe.verify.report_files import write_comparison
 from titan_moe.verify.report_suite import SuiteRow
-from titan_moe.verify.sides import Side, existing, parse_overrides, parse_side
+from titan_moe.verify.sides import Side, existing, parse_overrides, parse_side, split_words
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -38,7 +39,7 @@ class Entry(Section):
     """The gate: identical bits; those or inside the noise band; or a difference that must be
     seen, so that the suite can fail."""
     config: Path | None = None
-    """TOML file of both sides, as seen from the repository; none with a golden."""
+    """TOML file of both sides, from where the suite is started; none with a golden."""
     baseline: str = ""
     candidate: str = ""
     overrides: str = ""
@@ -79,6 +80,8 @@ def load_suite(path: Path) -> Suite:
             [f"{path}: {_place(each['loc'])}: {each['msg']}" for each in error.errors()]
         ) from None
     names = [_folder(entry.name) for entry in suite.comparison]
+    if "" in names or "runs" in names:
+        raise ConfigError([f"{path}: a comparison cannot be called '' or 'runs'"])
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError([f"{path}: two comparisons are called {', '.join(twice)}"])
     return suite
@@ -89,7 +92,7 @@ def plan_of(entry: Entry) -> Plan:
     common = Side(
         config=None if entry.config is None else existing(entry.config, "config = "),
         ranks=entry.ranks,
-        overrides=parse_overrides(entry.overrides.split()),
+        overrides=parse_overrides(split_words(entry.overrides)),
     )
     baseline, candidate = (
         parse_side(text, common, default_ranks=default_ranks())
@@ -122,8 +125,10 @@ def run_suite(suite: Suite, folder: Path, tell: Callable[[str], None]) -> Iterat
             write_comparison(found, own)
             verdict, ok = found.verdict.value, found.verdict in _ACCEPTED[entry.expect]
             lines = found.lines()[1:]
-        except (ConfigError, SideError, ValueError) as error:
-            lines = error.lines if isinstance(error, ConfigError) else [str(error)]
+        except ConfigError as error:
+            lines = error.lines
+        except Exception as error:  # Whatever one has, the others are to be run.
+            lines = [f"{type(error).__name__}: {error}"]
         yield SuiteRow(
             name=entry.name,
             expected=entry.expect,
@@ -138,10 +143,12 @@ def run_suite(suite: Suite, folder: Path, tell: Callable[[str], None]) -> Iterat
 def sbatch(suite: Suite, path: Path, repo: Path) -> str:
     """The command that runs a suite in a Slurm allocation."""
     slurm = suite.slurm or Slurm()
-    inside = f"cd {repo} && python scripts/regression_job.py {path.resolve()}"
+    words = ["python", "scripts/regression_job.py", str(path.resolve())]
+    inside = f"cd {shlex.quote(str(repo))} && {shlex.join(words)}"
     return (
         f"sbatch --job-name regression-{path.stem} --nodes {slurm.nodes} --ntasks-per-node 1 "
-        f"--gpus-per-node {slurm.gpus_per_node} --exclusive --time {slurm.time} --wrap '{inside}'"
+        f"--gpus-per-node {slurm.gpus_per_node} --exclusive --time {slurm.time} "
+        f"--wrap {shlex.quote(inside)}"
     )
 
 

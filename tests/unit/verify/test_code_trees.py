@@ -30,9 +30,7 @@ def repo(tmp_path: Path, monkeypatch) -> Iterator[Path]:
         git(folder, "add", "-A")
         git(folder, "commit", "-qm", "x")
     monkeypatch.setattr(code_trees, "REPO", folder)
-    code_trees._working_tree.cache_clear()
     yield folder
-    code_trees._working_tree.cache_clear()
 
 
 def git(at: Path, *words: str) -> str:
@@ -51,6 +49,12 @@ def test_a_revision_is_checked_out_clean(repo: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="files were changed there"):
         code_tree("HEAD", tmp_path / "w")
     remove_worktrees(tmp_path / "w")
+    assert second.folder.exists() and not first.folder.exists(), "what was changed is kept"
+    (second.folder / "titan_moe" / "code.py").write_text("2\n")
+    git(repo, "worktree", "add", "--detach", str(tmp_path / "w" / "mine"))
+    remove_worktrees(tmp_path / "w")
+    assert [each.name for each in (tmp_path / "w").iterdir()] == ["mine"]
+    git(repo, "worktree", "remove", str(tmp_path / "w" / "mine"))
     assert not any((tmp_path / "w").iterdir()) and "w/" not in git(repo, "worktree", "list")
 
 
@@ -58,7 +62,6 @@ def test_the_working_tree_s_hash_sees_uncommitted_files(repo: Path, tmp_path: Pa
     clean = code_tree("", tmp_path)
     assert clean.tree == code_tree("HEAD", tmp_path / "w").tree and "changed" not in clean.told
     (repo / "titan_moe" / "new.py").write_text("4\n")
-    code_trees._working_tree.cache_clear()
     changed = code_tree("", tmp_path)
     assert changed.tree != clean.tree and "changed" in changed.told
     assert "new.py" in git(repo, "status", "--porcelain", "--untracked-files=all"), "not staged"

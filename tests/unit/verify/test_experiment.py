@@ -5,16 +5,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.load import known_keys
+from titan_moe.runtime.device import describe_device
 from titan_moe.verify import experiment as experiment_module
+from titan_moe.verify import launching as launching_module
 from titan_moe.verify.code_trees import CodeTree
 from titan_moe.verify.comparison import Verdict
 from titan_moe.verify.experiment import Experiment, Plan, compare, update_golden
 from titan_moe.verify.launching import Launcher, SideError
 from titan_moe.verify.sides import Side, parse_side
 
+CPU = torch.device("cpu")
 COMPARE = Path(__file__).parents[3] / "configs" / "debug" / "compare.toml"
 COMMON = Side(config=COMPARE, overrides=(("training.steps", "6"),))
 
@@ -40,7 +44,8 @@ for step in range(1, int(keys["training.steps"]) + 1):
     loss = 5 / step * noise * factor
     lines.append({"step": step, "loss": loss, "grad_norm": loss, "data": step})
 folder.joinpath("metrics.jsonl").write_text("\\n".join(map(json.dumps, lines)))
-facts = {"tokens_per_step": 8, "world_size": 1, "torch": "2", "device": "cpu", "capability": "x"}
+facts = {"tokens_per_step": 8, "world_size": int(os.environ["NGPU"]), "torch": "2"}
+facts |= {"device": "cpu", "capability": CAPABILITY}
 folder.joinpath("run.json").write_text(json.dumps(facts))
 folder.joinpath("config.toml").write_text("[model]\\nname = 'deepseek_v3'\\n")
 """
@@ -58,14 +63,16 @@ class StubTree(CodeTree):
     @property
     def keys(self) -> frozenset[str]:
         every = frozenset(known_keys())
-        return every - {"debug.permute_rows"} if self.tree == "old" else every
+        return (
+            every - {"debug.permute_rows", "debug.routing_replay"} if self.tree == "old" else every
+        )
 
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Launcher:
     (tmp_path / "code").mkdir()
     script = tmp_path / "code" / "run_train.sh"
-    script.write_text(STUB)
+    script.write_text(STUB.replace("CAPABILITY", repr(describe_device(CPU)["capability"])))
     script.chmod(0o755)
     return Stubbed(tmp_path / "out")
 
@@ -131,6 +138,34 @@ def test_a_run_that_was_cut_off_is_made_anew(launcher):
     assert [run["folder"] for run in calls(launcher)[3:]] == ["baseline"]
 
 
+def test_what_a_run_follows_from_is_looked_at(launcher, tmp_path: Path):
+    first = plan("--optimizer.lr 3e-3", "--debug.seed 1")
+    compare(first, launcher, silent)
+    compare(plan("--optimizer.lr 3e-3", "--debug.seed 2"), launcher, silent)
+    made = [run["folder"] for run in calls(launcher)]
+    assert made == ["seed", "baseline", "candidate"] * 2, "another seed checkpoint, another run"
+
+
+def test_code_that_changes_meanwhile_is_told(launcher, monkeypatch):
+    trees = iter(["a", "a", "a", "b"] + ["b"] * 50)
+
+    def changing(side: str, *_: object) -> CodeTree:
+        return StubTree(launcher.folder.parent / "code", next(trees), "working tree")
+
+    monkeypatch.setattr(launching_module, "code_tree", changing)
+    plain = Launcher(launcher.folder)
+    with pytest.raises(SideError, match="was changed meanwhile"):
+        compare(plan("layout=tp=2"), plain, silent)
+
+
+def test_too_few_repeats_and_wrong_noise_are_told_before_anything_runs(launcher, tmp_path: Path):
+    with pytest.raises(ConfigError, match="--repeats 3: 0, or 4 or more"):
+        compare(plan("layout=tp=2", repeats=3), launcher, silent)
+    with pytest.raises(ConfigError, match="there is no such run"):
+        compare(plan("layout=tp=2", noise=[tmp_path / "nowhere"]), launcher, silent)
+    assert not calls(launcher)
+
+
 def test_a_folder_of_something_else_is_left_alone(launcher):
     precious = launcher.folder / "baseline" / "precious"
     precious.parent.mkdir(parents=True)
@@ -162,8 +197,9 @@ def test_mistakes_are_told_before_anything_runs(launcher):
 
 def test_an_older_revision_is_not_asked_for_what_it_does_not_know(launcher):
     found = compare(plan("--optimizer.lr 3.1e-3", "revision=old"), launcher, silent)
-    assert any("does not know debug.permute_rows" in line for line in found.caveats)
-    assert not any("debug.permute_rows" in run for run in calls(launcher))
+    assert any("cannot be repeated harmlessly" in line for line in found.caveats)
+    with pytest.raises(ConfigError, match=r"--routing: .* does not know debug\.routing_replay"):
+        compare(plan("layout=tp=2", "revision=old", routing=True), launcher, silent)
     assert found.verdict is Verdict.DIFFERENT
 
 

@@ -9,7 +9,9 @@ import torch
 
 from tests.unit.verify.test_judging import changed, repeats, run
 from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.device import describe_device
 from titan_moe.verify.goldens import find_golden, golden_key, is_golden, save_golden
+from titan_moe.verify.records import Curve
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -20,8 +22,18 @@ CONFIG = {
 
 
 def save(folder: Path, reason: str = "a first one") -> Path:
-    record = replace(run("baseline", world_size=1), config=CONFIG)
-    return save_golden(folder, record, repeats(), reason=reason, device=CPU)
+    record = replace(run("baseline", world_size=1, **describe_device(CPU)), config=CONFIG)
+    return save_golden(folder, record, curves(), reason=reason, device=CPU)
+
+
+def curves() -> list[Curve]:
+    return [each.curve for each in repeats()]
+
+
+def test_another_machine_s_run_makes_no_golden_here(tmp_path: Path):
+    record = replace(run("baseline", device="NVIDIA H100", capability="9.0"), config=CONFIG)
+    with pytest.raises(ConfigError, match="ran on NVIDIA H100"):
+        save_golden(tmp_path, record, curves(), reason="x", device=CPU)
 
 
 def test_what_is_written_is_read(tmp_path: Path):
@@ -33,7 +45,7 @@ def test_what_is_written_is_read(tmp_path: Path):
     assert golden.run.curve.data == record.curve.data
     for key in ("loss", "grad_norm"):
         assert (golden.run.curve.scalars[key] == record.curve.scalars[key]).all()
-        ours, theirs = golden.repeats[3].scalars[key], repeats()[3].scalars[key]
+        ours, theirs = golden.repeats[3].scalars[key], curves()[3].scalars[key]
         assert (ours == theirs).all()
     assert (golden.run.curve.loads["layers.1"] == record.curve.loads["layers.1"]).all()
     assert len(golden.repeats) == len(repeats()) and not golden.caveats(device=CPU)
@@ -58,7 +70,7 @@ def test_no_reason_no_golden(tmp_path: Path):
 def test_a_run_that_did_not_record_its_data_makes_none(tmp_path: Path):
     record = replace(changed(run("baseline"), data=None), config=CONFIG)
     with pytest.raises(ConfigError, match="recorded its data"):
-        save_golden(tmp_path, record, repeats(), reason="x", device=CPU)
+        save_golden(tmp_path, record, curves(), reason="x", device=CPU)
 
 
 def test_another_machines_golden_is_refused_in_a_folder_and_a_caveat_by_name(tmp_path: Path):

@@ -40,8 +40,8 @@ def run(name: str, noise: float = 0.0, seed: int = 0, **facts) -> RunRecord:
     return RunRecord(name, curve, FACTS | facts)
 
 
-def repeats(number: int = 12, noise: float = 1e-4) -> list[Curve]:
-    return [run(f"repeat {i}", noise, seed=i).curve for i in range(1, number + 1)]
+def repeats(number: int = 12, noise: float = 1e-4) -> list[RunRecord]:
+    return [run(f"repeat {i}", noise, seed=i) for i in range(1, number + 1)]
 
 
 def changed(record: RunRecord, **curve) -> RunRecord:
@@ -106,7 +106,7 @@ def test_what_is_unknown_or_missing_is_a_caveat():
     blind = changed(run("b"), data=None, loads={})
     found = judge("blind", run("a"), blind)
     assert any("same data is unknown: b" in line for line in found.caveats)
-    assert any("expert loads are not compared: b" in line for line in found.caveats)
+    assert any("not compared: load of layers.1: b did not" in line for line in found.caveats)
     found = judge("device", run("a"), run("b", device="NVIDIA H100", capability="9.0"))
     assert [line.split(":")[0] for line in found.caveats] == ["device", "capability"]
 
@@ -118,6 +118,52 @@ def test_no_common_step_and_other_experts_are_refused():
     fewer = changed(run("b"), loads={"layers.1": np.ones((20, 3))})
     with pytest.raises(ConfigError, match="4 experts in one run, 3 in the other"):
         judge("fewer", run("a"), fewer)
+
+
+def test_repeats_that_are_none_are_refused_or_told():
+    other = [changed(each, data=[1] * 20) for each in repeats()]
+    with pytest.raises(ConfigError, match="different tokens"):
+        judge("data", run("a"), run("b", 1e-4, seed=99), repeats=other)
+    config = {"optimizer": {"lr": 1.0}, "debug": {"permute_rows": 3}}
+    faster = [replace(each, config=config) for each in repeats()]
+    base = replace(run("a"), config={"optimizer": {"lr": 2.0}, "debug": {"permute_rows": 0}})
+    found = judge("lr", base, run("b", 1e-4, seed=99), repeats=faster)
+    assert "the repeat repeat 1 differs in optimizer.lr" in found.caveats
+
+
+def test_a_band_that_says_nothing_gives_no_verdict():
+    wild = [run(f"repeat {i}", 0.3, seed=i) for i in range(1, 8)]
+    found = judge("wild", run("a"), run("b", 1e-4, seed=99), repeats=wild)
+    assert found.verdict is Verdict.UNJUDGED and found.verdict.exit_code == 5
+    blind = [changed(each, loads={}) for each in repeats()]
+    moved = run("b")
+    moved.curve.loads["layers.1"][4:, :2] += [50, -50]
+    assert judge("blind", run("a"), moved, repeats=blind).verdict is Verdict.UNJUDGED
+
+
+def test_runs_that_are_not_finite_are_not_simply_identical():
+    a, b = run("a"), run("b")
+    for each in (a, b):
+        each.curve.scalars["loss"][4:] = math.nan
+    found = judge("nan", a, b)
+    assert found.verdict is Verdict.IDENTICAL
+    assert "the loss of a is not finite from step 5 on" in found.caveats
+    for each in (a, b):
+        each.curve.scalars["loss"][:] = math.nan
+    with pytest.raises(ConfigError, match="no step has a finite loss"):
+        judge("nan", a, b)
+
+
+def test_renamed_parameters_and_more_rows_do_not_pass_in_silence():
+    renamed = run("b")
+    renamed.curve.scalars["norm of head.weight"] = renamed.curve.scalars.pop(
+        "norm of output.weight"
+    )
+    found = judge("renamed", run("a"), renamed)
+    assert any("not compared: norm of head.weight and 1 more" in line for line in found.caveats)
+    twice = changed(run("b"), loads={"layers.1": 2 * run("b").curve.loads["layers.1"]})
+    with pytest.raises(ConfigError, match="a sent 1,000 rows to experts, b 2,000"):
+        judge("twice", run("a"), twice)
 
 
 def write_run(folder: Path, steps: range, **extra) -> Path:
