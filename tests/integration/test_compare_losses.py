@@ -49,7 +49,7 @@ def test_my_change_against_the_last_commit(tmp_path: Path):
     assert found["candidate"]["told"].startswith("working tree (")
     for name in ("report.html", "report.png"):
         assert (tmp_path / "out" / name).stat().st_size > 10_000
-    assert not any((tmp_path / "out" / "worktrees").iterdir())
+    assert not any((tmp_path / "out" / ".comparison_worktrees").iterdir())
 
 
 def test_a_side_that_fails(tmp_path: Path):
