@@ -1,6 +1,6 @@
 """How often the noise band is wrong: false alarms of harmless runs, and mistakes that it misses.
 
-    python scripts/bench/noise_band.py                     # half an hour or more on one core
+    python scripts/bench/noise_band.py                     # an hour of one core
     python scripts/bench/noise_band.py --runs 40 --dtypes bfloat16
 
 A small DeepSeek-V3 is trained for 50 steps, again and again: harmless repeats that the band is
@@ -268,7 +268,7 @@ def draw_detection(found: Sequence[dict[str, Any]], png: Path) -> None:
         axes.set_yticks(range(len(names)), names if one is found[0] else [])
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(frameon=False, fontsize="small", loc="lower right")
+    figure.axes[0].legend(frameon=False, fontsize="small", loc="center left")
     figure.savefig(png, dpi=120)
 
 
