@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_side_arguments(parser)
-    parser.add_argument("--repeats", type=int, default=16, help="of the baseline; default: 16")
+    parser.add_argument("--repeats", type=int, default=24, help="of the baseline; default: 24")
     parser.add_argument(
         "--noise", nargs="+", type=Path, default=[], metavar="RUN", help="finished repeats"
     )

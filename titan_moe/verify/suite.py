@@ -46,7 +46,7 @@ class Entry(Section):
     """Keys of both sides: "--table.key value ..."."""
     ranks: PositiveInt | None = None
     steps: PositiveInt | None = None
-    repeats: NonNegativeInt = 16
+    repeats: NonNegativeInt = 24
     harmless: tuple[str, ...] = ()
     norms: bool = False
     routing: bool = False
