@@ -21,9 +21,8 @@ import sys
 from pathlib import Path
 
 from titan_moe.verify.arguments import add_side_arguments, answer, positive, read_sides
-from titan_moe.verify.code_trees import WORKTREES, remove_worktrees
 from titan_moe.verify.experiment import Plan
-from titan_moe.verify.launching import Launcher
+from titan_moe.verify.launching import Launcher, workplace
 from titan_moe.verify.parting import part
 
 
@@ -49,13 +48,10 @@ def _run(options: argparse.Namespace) -> int:
         steps=options.steps,
         harmless=options.harmless,
     )
-    try:
+    with workplace(options.out):
         found = part(plan, Launcher(options.out), options.step)
-    finally:
-        remove_worktrees(options.out / WORKTREES)
     lines = [line for each in found for line in each.lines()] or ["identical bits"]
     print("\n".join(lines))
-    options.out.mkdir(parents=True, exist_ok=True)
     told = [{"step": each.step, "named": each.named, "lines": each.lines()} for each in found]
     (options.out / "finding.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
     if not found:

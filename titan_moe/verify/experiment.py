@@ -58,6 +58,8 @@ def compare(plan: Plan, launcher: Launcher, tell: Tell = print) -> Comparison:
     Raises ConfigError for what cannot be compared, SideError for a side that failed.
     """
     experiment = Experiment(plan, launcher, tell)
+    if 0 < plan.repeats < FEWEST_REPEATS:
+        raise ConfigError([f"--repeats {plan.repeats}: 0, or {FEWEST_REPEATS} or more for a band"])
     if replace(plan.baseline, text="") == replace(plan.candidate, text=""):
         raise ConfigError(
             [
@@ -141,8 +143,6 @@ class Experiment:
     def _problems(self) -> Iterator[str]:
         """What no side can know alone."""
         plan, finished = self.plan, self.plan.baseline.path is not None
-        if 0 < plan.repeats < FEWEST_REPEATS:
-            yield f"--repeats {plan.repeats}: 0, or {FEWEST_REPEATS} or more for a band"
         if plan.repeats < 0:
             yield f"--repeats {plan.repeats} must not be negative"
         if plan.routing and (finished or plan.candidate.path is not None):
