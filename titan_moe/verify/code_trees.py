@@ -40,11 +40,11 @@ def code_tree(revision: str, worktrees: Path) -> CodeTree:
     commit = _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", ok=(0, 1, 128))
     if not commit:
         raise ConfigError([f"revision={revision}: git knows no such commit in {REPO}"])
-    folder = worktrees / commit[:_SHORT]
+    folder = (worktrees / commit[:_SHORT]).resolve()  # Runs have it as their working folder.
     if not folder.exists():
         worktrees.mkdir(parents=True, exist_ok=True)
         _git("worktree", "prune")
-        _git("worktree", "add", "--force", "--detach", str(folder.resolve()), commit)
+        _git("worktree", "add", "--force", "--detach", str(folder), commit)
     if _git("status", "--porcelain", at=folder) or _git("rev-parse", "HEAD", at=folder) != commit:
         raise ConfigError([f"{folder}: files were changed there: remove the folder, and run again"])
     if not (folder / "configs" / "schema.json").is_file():

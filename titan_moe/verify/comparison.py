@@ -44,8 +44,8 @@ class FirstDifference:
     def line(self) -> str:
         mean = "" if self.mean_over == 1 else f" (mean of the last {self.mean_over} steps)"
         return (
-            f"first at step {self.step}, by {self.quantity}{mean}: {self.candidate:.8g} instead of "
-            f"{self.baseline:.8g}"
+            f"first at step {self.step}, by {self.quantity}{mean}: {self.baseline:.8g} baseline, "
+            f"{self.candidate:.8g} candidate"
         )
 
 
@@ -75,11 +75,12 @@ class Comparison:
             found.append(self.first.line())
         if self.judgement is not None and self.band is not None:
             found.append(
-                f"{self.judgement.statistic:.2f} of what noise may do, by "
-                f"{len(self.band.repeats)} harmless runs; at the last step it may change "
-                + " and ".join(f"{q} by {_half_width(self.band, q):.1g}" for q in _MAIN)
-                + f"; false alarms: {self.band.false_alarms:.0e} of comparisons, if the statistic "
-                "is log-normal"
+                f"largest distance: {self.judgement.statistic:.2f} of the limit, which "
+                f"{len(self.band.repeats)} harmless runs set; not seen at the last step is a "
+                "relative change "
+                + " or ".join(f"of {q} below {_half_width(self.band, q):.0e}" for q in _MAIN)
+                + f" (one harmless run in {1 / self.band.false_alarms:,.0f} would be called "
+                "different)"
             )
         if self.flips is not None:
             found.append(self.flips.line())

@@ -202,6 +202,7 @@ class Experiment:
             layouts=self.plan.harmless,
             num_gpus=count_gpus(os.environ),
         )
+        self.tell(f"the bits differ: {len(sides)} harmless repeats tell how much rounding may do")
         return [
             self._run(turn, f"repeats/{number:02d}", *words)
             for number, (turn, words) in enumerate(sides, 1)
@@ -210,18 +211,25 @@ class Experiment:
     def _run(self, side: Side, name: str, *more: tuple[str, str]) -> RunRecord:
         if side.path is not None:
             return read_run(side.path)
-        self.tell(f"{name}: {side.text or 'working tree'}")
-        return self.launcher.run(side, name, *self._words(side), *self._seed, *more)
+        words = (*self._words(side), *self._seed, *more)
+        order = " (rows in another order)" if "debug.permute_rows" in dict(words) else ""
+        done = ", done before" if self.launcher.has(side, name, *words) else ""
+        self.tell(f"{name}: {side.text or 'working tree'}{order}{done}")
+        return self.launcher.run(side, name, *words)
 
     def _words(self, side: Side) -> Words:
         """What every run is told, whatever its side says."""
+        job = self._job(side)
+        # What its configuration starts from, it starts from; nothing is saved.
+        loads = bool(job.checkpoint.initial_load_path or job.checkpoint.initial_load_in_hf)
         return (
-            *batch_words(side, self._job(side)),
+            *batch_words(side, job),
             *self._steps(),
             ("metrics.log_freq", "1"),
             ("metrics.log_expert_counts", "true"),
             ("metrics.log_parameter_norms", str(self.plan.norms).lower()),
-            ("checkpoint.enable", "false"),
+            ("checkpoint.enable", str(loads).lower()),
+            ("checkpoint.load_only", str(loads).lower()),
         )
 
     def _job(self, side: Side) -> JobConfig:
@@ -240,9 +248,9 @@ class Experiment:
         if baseline.path is not None or candidate.path is not None:
             return ()
         load_only = ("checkpoint.enable", "true"), ("checkpoint.load_only", "true")
-        section = self._job(baseline).checkpoint
-        if section.initial_load_path or section.initial_load_in_hf:
-            return load_only
+        sections = [self._job(side).checkpoint for side in (baseline, candidate)]
+        if any(each.initial_load_path or each.initial_load_in_hf for each in sections):
+            return ()
         self.tell("seed checkpoint")
         path = self.launcher.seed(baseline, "seed", *self._words(baseline))
         return (*load_only, ("checkpoint.initial_load_path", str(path)))

@@ -73,25 +73,35 @@ class Launcher:
             raise SideError(f"{name} ran on {ranks} ranks instead of {side.ranks}")
         return replace(record, facts={**record.facts, "told": self.code(side).told})
 
+    def has(self, side: Side, name: str, *more: tuple[str, str]) -> bool:
+        """Whether `run` would find that it has been done."""
+        folder, mark, _ = self._place(side, name, more)
+        return _finished(folder, mark)
+
     def seed(self, side: Side, name: str, *more: tuple[str, str]) -> Path:
         """A side's initial weights as a checkpoint, in the folder `name`."""
         switches = ("checkpoint.enable", "true"), ("checkpoint.create_seed_checkpoint", "true")
         return self._ensure(side, name, (*more, *switches)) / "checkpoint" / "step-0"
 
     def _ensure(self, side: Side, name: str, more: Words) -> Path:
-        code = self.code(side)
-        arguments = side.arguments(*((key, value) for key, value in more if key in code.keys))
-        mark = _mark(side, code, arguments, self.environment)
-        folder = (self.folder / name if self.shared is None else self.shared / mark[:16]).resolve()
+        folder, mark, arguments = self._place(side, name, more)
         if _finished(folder, mark):
             return folder
         _clear(folder)
         _note(folder, mark, seconds=None)
         started = time.perf_counter()
-        self._train(side, code, folder, arguments)
+        self._train(side, self.code(side), folder, arguments)
         self.code(side)
         _note(folder, mark, seconds=round(time.perf_counter() - started, 2))
         return folder
+
+    def _place(self, side: Side, name: str, more: Words) -> tuple[Path, str, list[str]]:
+        """Where a run lies or will, its mark, and its command line."""
+        code = self.code(side)
+        arguments = side.arguments(*((key, value) for key, value in more if key in code.keys))
+        mark = _mark(side, code, arguments, self.environment)
+        folder = self.folder / name if self.shared is None else self.shared / mark[:16]
+        return folder.resolve(), mark, arguments
 
     def _train(self, side: Side, code: CodeTree, folder: Path, arguments: list[str]) -> None:
         command, variables = _command(side, code.folder)

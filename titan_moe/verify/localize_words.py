@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from titan_moe.verify.localize import Difference, Finding
 
 _MOST_ROWS, _MOST_FOLLOWERS = 3, 5
+_CLEAR = 10  # Times its bound; nearer, what was first may have been let pass.
 PHASE_WORDS = {
     "data": "what the step reads",
     "start": "parameters at the step's start",
@@ -103,6 +104,11 @@ def finding_lines(finding: "Finding") -> list[str]:
     if finding.equal:
         equal = "; ".join(PHASE_WORDS[phase] for phase in finding.equal)
         lines.append(f"  equal before it: {equal}")
+    if first.error < _CLEAR * first.bound:
+        lines.append(
+            "  close to rounding, so an earlier place may be to blame: look again with "
+            '--set "--training.dtype float64"'
+        )
     if finding.followers:
         lines.append("  then:")
         for each in finding.followers[:_MOST_FOLLOWERS]:

@@ -20,7 +20,7 @@ from titan_moe.verify.experiment import Experiment, Plan, Tell
 from titan_moe.verify.judging import first_other_bits, on_steps
 from titan_moe.verify.launching import Launcher
 from titan_moe.verify.localize import BOUNDS, Finding, locate
-from titan_moe.verify.records import Curve, RunRecord
+from titan_moe.verify.records import Curve, RunRecord, read_run
 from titan_moe.verify.repeats import harmless_sides
 from titan_moe.verify.sides import Side, Words
 
@@ -65,9 +65,12 @@ def part(plan: Plan, launcher: Launcher, steps: Sequence[int], tell: Tell = prin
 
     Raises ConfigError for sides that cannot be run again, SideError for one that failed.
     """
+    finished = plan.baseline.path, plan.candidate.path
     plan = replace(plan, baseline=again(plan.baseline), candidate=again(plan.candidate))
     localizer = Localizer(plan, launcher, tell)
     localizer.check()
+    if not steps:
+        localizer.check_against(*finished)
     found: list[Parting] = []
     for step in steps or localizer.steps():
         found.append(localizer.at(step))
@@ -99,6 +102,21 @@ class Localizer(Experiment):
             if _KEY not in code.keys:
                 remedy = "choose a revision that has captures"
                 raise ConfigError([f"{code.told} does not know {_KEY}: {remedy}"])
+
+    def check_against(self, baseline: Path | None, candidate: Path | None) -> None:
+        """Whether finished runs, trained again by this code, are what they were; ConfigError."""
+        for path, train in ((baseline, self.baseline), (candidate, self.candidate)):
+            if path is None:
+                continue
+            recorded, run = read_run(path).curve, train().curve
+            other = first_other_bits(recorded, on_steps(run, recorded.steps))
+            if other is not None:
+                raise ConfigError(
+                    [
+                        f"{path}: trained again by this code it is another run: {other.line()}; if "
+                        "its code was another, name it: --baseline revision=... --candidate ..."
+                    ]
+                )
 
     def steps(self) -> list[int]:
         """Where the sides' figures part: by a bit, and by more than rounding."""

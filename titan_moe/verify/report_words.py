@@ -128,7 +128,8 @@ def detail(comparison: Comparison) -> str:
         of = f" of {len(comparison.band.repeats)}" if comparison.band is not None else ""
         words.append(
             f"Its distance is {_short(judgement.statistic)} times what noise may make it (limit "
-            f"{judgement.limit:.3g}); {judgement.repeats_as_far}{of} harmless repeats are as far."
+            f"{judgement.limit:.3g}); {judgement.repeats_as_far}{of} harmless runs lie as far out "
+            "or further."
         )
     if comparison.verdict is Verdict.IDENTICAL:
         words.append(_same(comparison.baseline.curve, comparison.candidate.curve))

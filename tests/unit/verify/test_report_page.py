@@ -25,7 +25,12 @@ EIGHT = facts(world_size=8, pp=2, tp=2, ep=2)
 
 def against(candidate: RunRecord, *, repeats: bool = True, **others: object) -> Comparison:
     baseline = run("base", noise=1e-6, norms=True, facts=facts(world_size=1))
-    found = judge("A change", baseline, candidate, repeats=REPEATS if repeats else ())
+    found = judge(
+        "A change",
+        baseline,
+        candidate,
+        repeats=[RunRecord(curve.name, curve) for curve in REPEATS] if repeats else (),
+    )
     return replace(found, **others)  # type: ignore[arg-type]
 
 
@@ -46,7 +51,7 @@ def assert_alone(page: Page) -> None:
     "verdict, make, words",
     [
         (Verdict.IDENTICAL, lambda: run("base", noise=1e-6, norms=True), "loads of 2 layers"),
-        (Verdict.INSIDE, lambda: run("other", noise=1e-6, norms=True), "of 9 harmless repeats"),
+        (Verdict.INSIDE, lambda: run("other", noise=1e-6, norms=True), "of 9 harmless runs"),
         (
             Verdict.DIFFERENT,
             lambda: scaled(run("other", noise=1e-6, norms=True), "norm of w1", 1.01, 20),
@@ -84,7 +89,7 @@ def test_without_repeats_and_facts_it_says_what_is_unknown():
     bare = RunRecord("curves only", Curve("c", [1, 2], {"loss": np.array([3.0, 2.0])}))
     page = Page(comparison_page(against(bare, repeats=False)))
     assert "Without repeats nothing says" in page.text[""] or "without repeats" in page.text[""]
-    assert "CAVEAT" not in page.text[""] and "did not record them" in page.text[""]
+    assert "CAVEAT" not in page.text[""] and "did not record it" in page.text[""]
     assert "candidate curves only: no grad_norm was logged" in page.text[""]
     assert "left no run.json and no config.toml" in page.text[""]
     assert "the layout is unknown" in page.text["layouts"]
