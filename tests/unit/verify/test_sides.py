@@ -76,6 +76,12 @@ def test_overrides_are_pairs():
         parse_overrides(["--a.b", "1", "2"])
 
 
+def test_degrees_that_do_not_fit_are_told():
+    side = parse_side("revision=main ranks=3 --parallelism.tensor_parallel_degree 2", COMMON)
+    with pytest.raises(ConfigError, match="do not fit 3 ranks"):
+        side.job()
+
+
 def test_paths_become_absolute(monkeypatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("x")
