@@ -16,4 +16,4 @@ RDZV_ENDPOINT=$head_node:${PORT:-29500}
 export NNODES RDZV_ENDPOINT
 
 # shellcheck disable=SC2016  # SLURM_PROCID is each task's own.
-exec srun --nodes "$NNODES" --ntasks "$NNODES" --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_PROCID exec ./run_train.sh "$@"' titan_moe "$@"
+exec srun --nodes="$NNODES" --ntasks="$NNODES" --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_PROCID exec ./run_train.sh "$@"' titan_moe "$@"

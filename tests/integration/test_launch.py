@@ -63,7 +63,8 @@ def test_slurm_starts_run_train_once_per_node(tmp_path: Path) -> None:
     """On stand-ins for Slurm's commands: srun runs its command once for each of two nodes."""
     programs = {
         "scontrol": 'printf "%s\\n" node7 node8',
-        "srun": 'shift; for SLURM_PROCID in 0 1; do export SLURM_PROCID; "$@"; done',
+        "srun": '[[ "$1 $2" == "--nodes=2 --ntasks=2" ]] && shift 3; '
+        'for SLURM_PROCID in 0 1; do export SLURM_PROCID; "$@"; done',
         "run_train.sh": 'echo "$NNODES $NODE_RANK $RDZV_ENDPOINT $*"',
     }
     for name, script in programs.items():

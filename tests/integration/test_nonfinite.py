@@ -25,9 +25,9 @@ def poisoned(job: JobConfig, where: str):
     step = train_step.TrainStep.__call__
     now = [0]
 
-    def counted(self, batches):
+    def counted(self, batches, **more):
         now[0] = next(steps)
-        return step(self, batches)
+        return step(self, batches, **more)
 
     train_step.TrainStep.__call__ = counted
     bad = dist.get_rank() == 1
