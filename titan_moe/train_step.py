@@ -194,8 +194,8 @@ class TrainStep:
 
     def _norms(self, num_targets: int) -> dict[str, list[float]]:
         squares = self._parameter_norms.squares(
-            self._sharded.named_parameters(), self._ranks_per_stage
-        ).to(self._device)
+            self._sharded.named_parameters(), self._ranks_per_stage, self._device
+        )
         dist.all_reduce(squares)
         return self._parameter_norms.by_name(squares, max(num_targets, 1))
 

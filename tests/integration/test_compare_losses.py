@@ -79,20 +79,21 @@ def test_an_interrupt_and_the_same_command_again(tmp_path: Path):
     assert code == 0 and "identical bits" in told, told
 
 
+def file_of(golden: Path) -> Path:
+    """This machine's; else another's, whose band has room for another order of summation too."""
+    own = golden / f"{golden_key(this_device())}.json"
+    return own if own.is_file() else min(golden.glob("torch-*.json"))
+
+
 @pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.name)
 def test_the_models_train_as_their_goldens(golden: Path, tmp_path: Path):
-    if not (golden / f"{golden_key(this_device())}.json").is_file():
-        pytest.skip(f"no golden of {golden.name} for {golden_key(this_device())}")
-    words = ["--baseline", str(golden), "--candidate", "ranks=1"]
+    words = ["--baseline", str(file_of(golden)), "--candidate", "ranks=1"]
     code, told = compare(*words, out=tmp_path / "out")
     assert code in (0, 3), told
 
 
 def test_a_golden_sees_a_learning_rate_two_percent_off(tmp_path: Path):
     golden = REPO / "tests" / "goldens" / "mixtral"
-    (file,) = list(golden.glob(f"{golden_key(this_device())}.json")) or [
-        sorted(golden.glob("torch-*.json"))[0]
-    ]
-    words = ["--baseline", str(file), "--candidate", "ranks=1 --optimizer.lr 3.06e-3"]
+    words = ["--baseline", str(file_of(golden)), "--candidate", "ranks=1 --optimizer.lr 3.06e-3"]
     code, told = compare(*words, out=tmp_path / "out")
     assert code == 1 and "different" in told, told

@@ -56,10 +56,14 @@ class ParameterNorms:
         self._size = ends[-1]
 
     def squares(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], ranks_per_stage: int
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        ranks_per_stage: int,
+        device: torch.device,
     ) -> Tensor:
-        """This rank's share of all squares: a float64 vector to be summed over the world."""
-        found = torch.zeros(self._size, dtype=torch.float64)
+        """This rank's share of all squares: a float64 vector to be summed over the world. Does not
+        wait for the device."""
+        found = torch.zeros(self._size, dtype=torch.float64, device=device)
         for name, parameter in parameters:
             if parameter.grad is None or name not in self._places:
                 continue  # Of copies of a parameter, one is counted.
@@ -72,7 +76,7 @@ class ParameterNorms:
                 own = slice(0, 1)
                 norms = torch.linalg.vector_norm(grad, dtype=dtype)[None]
             copies = ranks_per_stage // _num_pieces(parameter)
-            found[self._places[name]][own] = norms.double().square().cpu() / copies
+            found[self._places[name]][own] = norms.to(device).double().square() / copies
         return found
 
     def by_name(self, squares: Tensor, divisor: float) -> dict[str, list[float]]:

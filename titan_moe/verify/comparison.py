@@ -22,7 +22,7 @@ class Verdict(Enum):
     IDENTICAL = "identical bits"
     INSIDE = "inside the noise band"
     DIFFERENT = "different"
-    UNJUDGED = "not identical, and without repeats nothing says how much rounding may do"
+    UNJUDGED = "not identical, and nothing says how much rounding may do"
 
     @property
     def exit_code(self) -> int:

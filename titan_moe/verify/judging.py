@@ -58,6 +58,7 @@ def judge(
         band = Band(curves)
         caveats += _weak(band)
         if first is not None and _is_blind(band, first):
+            caveats.append(f"the repeats are no measure of what differs first, {first.quantity}")
             band = None
     if first is not None and band is not None:
         judgement = band.judge(theirs)
@@ -111,16 +112,18 @@ def first_other_bits(ours: Curve, theirs: Curve) -> FirstDifference | None:
             difference = FirstDifference(ours.steps[at], quantity, float(a_S[at]), float(b_S[at]))
             found.append((at, order, difference))
 
-    for order, key in enumerate(compared(ours, theirs)):
+    keys = compared(ours, theirs)
+    for order, key in enumerate(keys):
         look(order, key, ours.scalars[key], theirs.scalars[key])
-    for order, layer in enumerate(ours.loads.keys() & theirs.loads.keys()):
+    layers = [layer for layer in ours.loads if layer in theirs.loads]
+    for order, layer in enumerate(layers, len(keys)):
         a_SE, b_SE = ours.loads[layer], theirs.loads[layer]
         if a_SE.shape != b_SE.shape:
             raise ConfigError(
                 [f"{layer} has {a_SE.shape[1]} experts in one run, {b_SE.shape[1]} in the other"]
             )
         moved_S = 0.5 * np.abs(a_SE - b_SE).sum(1) / np.maximum(a_SE.sum(1), 1)
-        look(len(_COMPARED) + order, f"{LOAD_OF}{layer}", np.zeros_like(moved_S), moved_S)
+        look(order, f"{LOAD_OF}{layer}", np.zeros_like(moved_S), moved_S)
     return min(found, key=lambda each: each[:2])[2] if found else None
 
 
@@ -157,23 +160,23 @@ def _common_steps(ours: Curve, theirs: Curve) -> list[int]:
 
 
 def _refuse_other_trainings(baseline: RunRecord, candidate: RunRecord) -> None:
-    lines = []
-    for key, told in (("tokens_per_step", "tokens per step"),):
-        ours, theirs = baseline.facts.get(key), candidate.facts.get(key)
-        if None not in (ours, theirs) and ours != theirs:
-            lines.append(
-                f"{told}: {baseline.name} has {ours:,}, {candidate.name} {theirs:,}: set "
+    a, b = (run.facts.get("tokens_per_step") for run in (baseline, candidate))
+    if None not in (a, b) and a != b:
+        raise ConfigError(
+            [
+                f"tokens per step: {baseline.name} has {a:,}, {candidate.name} {b:,}: set "
                 "training.global_batch_size and training.seq_len alike"
-            )
+            ]
+        )
     ours, theirs = _data(baseline.curve), _data(candidate.curve)
     other = [step for step in ours if step in theirs and ours[step] != theirs[step]]
-    if other and not lines:
-        lines.append(
-            f"data: {baseline.name} and {candidate.name} trained on different tokens at step "
-            f"{other[0]}: {_sources(baseline)} and {_sources(candidate)}"
+    if other:
+        raise ConfigError(
+            [
+                f"data: {baseline.name} and {candidate.name} trained on different tokens at step "
+                f"{other[0]}: {_sources(baseline)} and {_sources(candidate)}"
+            ]
         )
-    if lines:
-        raise ConfigError(lines)
 
 
 def _data(curve: Curve) -> dict[int, int]:

@@ -260,7 +260,9 @@ def _deviations(found: list[Deviation]) -> str:
 def _band(comparison: Comparison) -> str:
     band = comparison.band
     if band is None:
-        return paragraph("There is no band: no harmless repeats were trained.")
+        return paragraph(
+            "There is no band: no harmless repeats, or none that say anything of what differs."
+        )
     stated = band.as_json()["false_alarms"]
     names = ", ".join(repeat.name for repeat in band.repeats)
     found = paragraph(
