@@ -1,0 +1,47 @@
+"""The norm of every parameter and expert is that of one process, and their squares add up."""
+
+import numpy as np
+import pytest
+
+from tests.distributed.conftest import CONFIGS
+from titan_moe.config.job import JobConfig
+from titan_moe.config.load import load_job
+from titan_moe.models.registry import model_config
+from titan_moe.verify.case import at_depth
+from titan_moe.verify.layouts import parse
+from titan_moe.verify.noise_runs import Run, train
+from titan_moe.verify.records import NORM_OF, Curve
+
+CONFIG = at_depth(model_config("deepseek_v3", "gate"), 3)
+
+
+@pytest.fixture(scope="module")
+def job() -> JobConfig:
+    small = ["steps 2", "global_batch_size 8", "local_batch_size 4", "seq_len 32"]
+    words = [word for key in small for word in f"--training.{key}".split()]
+    return load_job(["--job.config_file", str(CONFIGS / "gate_deepseek_v3.toml"), *words])
+
+
+@pytest.fixture(scope="module")
+def plain(job: JobConfig) -> Curve:
+    return train(job, CONFIG, Run(), parameter_norms=True)
+
+
+def norms(curve: Curve) -> dict[str, np.ndarray]:
+    return {key: curve.scalars[key] for key in curve.scalars if key.startswith(NORM_OF)}
+
+
+def test_squares_add_up_to_the_global_norm(plain: Curve):
+    total = np.sqrt(sum(np.square(values) for values in norms(plain).values()))
+    np.testing.assert_allclose(total, plain.scalars["grad_norm"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "dp_replicate=2,tp=2,etp=2", "pp=2"])
+def test_each_is_that_of_one_process(job: JobConfig, plain: Curve, layout: str):
+    found, expected = (
+        norms(train(job, CONFIG, Run(parse(layout)), parameter_norms=True)),
+        norms(plain),
+    )
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-9, atol=1e-12, err_msg=name)
