@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_moe.config.job import JobConfig
+from titan_moe.config.layout import Parallelism
 from titan_moe.config.pipeline import model_parts, module_names, schedule_of, stages_of_rank
-from titan_moe.config.sections import Parallelism
 from titan_moe.data.batch import IGNORE_INDEX
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.distributed.context_parallel import context_parallel_core, local_positions

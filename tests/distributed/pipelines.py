@@ -8,8 +8,8 @@ from itertools import chain
 import torch
 import torch.nn.functional as F
 
+from titan_moe.config.layout import ActivationCheckpoint
 from titan_moe.config.pipeline import SCHEDULES, split_parts, stages_of_rank
-from titan_moe.config.sections import ActivationCheckpoint
 from titan_moe.distributed.execution import Microbatch
 from titan_moe.verify.ranks import run_ranks
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.random_layouts import draw, ill_formed
 from titan_moe.config.job import JobConfig
-from titan_moe.config.sections import ActivationCheckpoint, Parallelism
+from titan_moe.config.layout import ActivationCheckpoint, Parallelism
 from titan_moe.models.config import ModelConfig
 from titan_moe.verify.ranks import run_ranks
 

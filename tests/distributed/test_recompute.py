@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_moe.config.sections import ActivationCheckpoint
+from titan_moe.config.layout import ActivationCheckpoint
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.models.registry import model_config
 from titan_moe.verify.ranks import run_ranks

@@ -1,23 +1,10 @@
 """JobConfig: the sum of the tables."""
 
-from titan_moe.config.sections import (
-    ActivationCheckpoint,
-    Checkpoint,
-    Comm,
-    Compile,
-    Debug,
-    Job,
-    LRScheduler,
-    Metrics,
-    Model,
-    Moe,
-    Optimizer,
-    Parallelism,
-    Profiling,
-    Section,
-    Training,
-    Validation,
-)
+from titan_moe.config.layout import ActivationCheckpoint, Compile, Parallelism
+from titan_moe.config.observation import Debug, Metrics, Profiling
+from titan_moe.config.optimization import LRScheduler, Optimizer
+from titan_moe.config.section import Section
+from titan_moe.config.sections import Checkpoint, Comm, Job, Model, Moe, Training, Validation
 
 
 class JobConfig(Section):

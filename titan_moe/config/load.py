@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job import JobConfig
 from titan_moe.config.migration import unknown_key, value_replacement
-from titan_moe.config.sections import Section
+from titan_moe.config.section import Section
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -1,7 +1,7 @@
 """Values that follow from the number of ranks."""
 
 from titan_moe.config.job import JobConfig
-from titan_moe.config.sections import Parallelism
+from titan_moe.config.layout import Parallelism
 
 
 def shard_degree(parallelism: Parallelism, world_size: int) -> int | None:

@@ -6,27 +6,9 @@ that its users can bring their files. What has no equivalent here is refused by 
 
 from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-
-class Section(BaseModel):
-    """A frozen table that knows its keys and no others."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        validate_default=True,
-        allow_inf_nan=False,
-    )
+from titan_moe.config.section import Section
 
 
 class Job(Section):
@@ -38,41 +20,6 @@ class Job(Section):
     """Free text, logged at start."""
     print_config: bool = False
     """Print the resolved configuration at start."""
-
-
-class Profiling(Section):
-    """torch.profiler traces."""
-
-    enable_profiling: bool = False
-    """Write a trace every profile_freq steps."""
-    save_traces_folder: str = "profile_traces"
-    """Folder of the traces, inside job.dump_folder."""
-    profile_freq: PositiveInt = 10
-    """Steps from one trace to the next."""
-    profiler_active: PositiveInt = 1
-    """Steps that one trace covers."""
-    profiler_warmup: NonNegativeInt = 3
-    """Steps the profiler runs without recording before each trace."""
-
-
-class Metrics(Section):
-    """What is logged, how often, and where to. metrics.jsonl and the console are always on."""
-
-    log_freq: PositiveInt = 10
-    """Steps from one logged step to the next; the first and the last step are always logged."""
-    enable_tensorboard: bool = False
-    """Also write TensorBoard events."""
-    save_tb_folder: str = "tb"
-    """Folder of the TensorBoard events, inside job.dump_folder."""
-    disable_color_printing: bool = False
-    """Plain text even on a terminal."""
-    enable_wandb: bool = False
-    """Also log to Weights & Biases, when its package is installed."""
-    log_expert_counts: bool = False
-    """Write the rows of every expert at each logged step, to expert_counts.jsonl."""
-    log_parameter_norms: bool = False
-    """Write the norm of every parameter's and expert's gradient at each logged step, to
-    parameter_norms.jsonl."""
 
 
 class Model(Section):
@@ -119,40 +66,6 @@ class Moe(Section):
     """Weight of the router z-loss (arXiv 2202.08906)."""
 
 
-class Optimizer(Section):
-    """The optimizer. Norms and biases take no weight decay."""
-
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """AdamW decays weights directly; Adam adds the decay to the gradient."""
-    lr: NonNegativeFloat = 8e-4
-    """Peak learning rate."""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay of the first moment."""
-    beta2: float = Field(0.95, ge=0, lt=1)
-    """Decay of the second moment."""
-    eps: float = Field(1e-8, gt=0)
-    """Added to the square root of the second moment."""
-    weight_decay: NonNegativeFloat = 0.1
-    """Weight decay per unit of learning rate."""
-    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """How torch runs the update."""
-
-
-class LRScheduler(Section):
-    """Warmup, stable, decay."""
-
-    warmup_steps: NonNegativeInt = 200
-    """Steps of linear warm-up from 0."""
-    total_steps: PositiveInt | None = None
-    """Steps the schedule is laid out over; left out: training.steps."""
-    decay_ratio: float | None = Field(None, ge=0, le=1)
-    """Share of the schedule that decays; left out: everything after the warm-up."""
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
-    """Shape of the decay."""
-    min_lr_factor: float = Field(0.0, ge=0, le=1)
-    """Learning rate at the end, as a factor of the peak."""
-
-
 class Dataset(Section):
     """One part of a blend."""
 
@@ -181,7 +94,7 @@ class Training(Section):
     dataset_path: str | None = None
     """File, folder or glob for json, parquet, text and tokens; a local copy for Hugging Face
     names."""
-    blend: list[Dataset] = []
+    blend: list[Dataset] = Field([])
     """Several datasets with weights, as [[training.blend]] tables; replaces dataset and
     dataset_path."""
     repeat_dataset: bool = False
@@ -219,64 +132,6 @@ class Training(Section):
     dataloader: DataLoader = DataLoader()
 
 
-class Parallelism(Section):
-    """Degrees of the mesh axes. The product pp x dp_replicate x dp_shard x cp x tp is the number
-    of ranks."""
-
-    data_parallel_replicate_degree: PositiveInt = 1
-    """Replicas of the sharded model (HSDP); plain data parallel when it is the only degree above
-    1."""
-    data_parallel_shard_degree: int = -1
-    """Ranks that shard parameters (FSDP2); -1: the rest."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after the forward; 'default' does, but for the output layer, and not
-    in a pipeline, which would gather them for every microbatch; schedules that split the backward
-    never do."""
-    tensor_parallel_degree: PositiveInt = 1
-    """Ranks that split attention heads, hidden dims and the vocabulary, and between layers the
-    sequence."""
-    context_parallel_degree: PositiveInt = 1
-    """Ranks that split the sequence."""
-    context_parallel_rotate_method: Literal["allgather", "ulysses", "ring"] = "allgather"
-    """How attention sees the whole sequence: 'allgather' of keys and values, 'ulysses' (all-to-all
-    over heads), or 'ring' (keys and values pass from rank to rank)."""
-    context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
-    """'headtail': rank r holds pieces r and 2 cp - 1 - r of 2 cp, which evens out causal
-    attention; 'none': consecutive parts."""
-    pipeline_parallel_degree: PositiveInt = 1
-    """Ranks that split the layers."""
-    pipeline_parallel_schedule: Literal[
-        "1F1B",
-        "Interleaved1F1B",
-        "GPipe",
-        "LoopedBFS",
-        "InterleavedZeroBubble",
-        "ZBVZeroBubble",
-        "DualPipeV",
-    ] = "1F1B"
-    """Order of the forwards and backwards. 1F1B and GPipe have one stage a rank, ZBVZeroBubble and
-    DualPipeV two, the others two unless layers_per_stage says otherwise; InterleavedZeroBubble,
-    ZBVZeroBubble and DualPipeV split the backward and exclude recompute."""
-    pipeline_parallel_microbatch_size: PositiveInt = 1
-    """Rows of one microbatch of the schedule; training.local_batch_size is a multiple."""
-    pipeline_parallel_layers_per_stage: PositiveInt | None = None
-    """Sets the number of stages: all layers divided by this, rounded up; they are then of equal
-    weight, so a stage may hold a layer more. Left out: as few stages as the schedule wants."""
-    pipeline_parallel_first_stage_less_layers: NonNegativeInt | None = None
-    """The embedding counts as this many layers; left out: by its own weight."""
-    pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None
-    """Norm and output count as this many layers; left out: by their own weight."""
-    module_fqns_per_model_part: list[list[str]] | None = None
-    """The modules of each stage, in order, such as [["tok_embeddings", "layers.0"], ["layers.1",
-    "norm", "output"]]; left out: split by weight."""
-    expert_parallel_degree: PositiveInt = 1
-    """Ranks that split the experts; taken from dp_shard x cp x tp."""
-    expert_tensor_parallel_degree: PositiveInt = 1
-    """Ranks that split each expert's hidden dim; taken from dp_shard x cp x tp."""
-    expert_parallel_comm_backend: Literal["standard"] = "standard"
-    """How tokens travel: 'standard' is all-to-all over the ep axis."""
-
-
 class Checkpoint(Section):
     """Distributed checkpoints."""
 
@@ -307,7 +162,9 @@ class Checkpoint(Section):
     """Checkpoints kept; 0 keeps all."""
     load_step: int = -1
     """Step to resume from; -1: the latest complete one."""
-    exclude_from_loading: list[Literal["model", "optimizer", "train_state", "dataloader"]] = []
+    exclude_from_loading: list[Literal["model", "optimizer", "train_state", "dataloader"]] = Field(
+        []
+    )
     """Parts of the checkpoint that keep their fresh values."""
     enable_first_step_checkpoint: bool = False
     """Save after step 1 too."""
@@ -315,23 +172,6 @@ class Checkpoint(Section):
     """Write the initial weights as step-0 and stop."""
     load_only: bool = False
     """Load, but never save."""
-
-
-class ActivationCheckpoint(Section):
-    """Recompute activations in the backward instead of keeping them."""
-
-    mode: Literal["none", "full", "selective"] = "selective"
-    """'full': every layer; 'selective': what selective_ac_option says."""
-    selective_ac_option: str = "2"
-    """N: recompute every N-th layer, whole; 'op': recompute every layer but for its matrix
-    products, attention and collectives, whose results are kept."""
-
-
-class Compile(Section):
-    """torch.compile."""
-
-    enable: bool = False
-    """Not available yet: only false is accepted."""
 
 
 class Comm(Section):
@@ -360,28 +200,3 @@ class Validation(Section):
     """Steps from one validation to the next; the last step always validates."""
     steps: int = -1
     """Batches of local_batch_size rows in one validation, over all ranks; -1: all of the data."""
-
-
-class Debug(Section):
-    """Reproducibility and benchmarks."""
-
-    seed: int = 0
-    """Initial weights and data order follow from it alone."""
-    deterministic: bool = False
-    """Deterministic kernels only."""
-    deterministic_warn_only: bool = False
-    """Warn instead of failing where no deterministic kernel exists."""
-    moe_force_load_balance: bool = False
-    """Spread tokens evenly over experts regardless of the router (benchmarks only)."""
-    permute_rows: NonNegativeInt = 0
-    """Seed of an order of each global batch's rows, so that the ranks and microbatches that add
-    them up change and nothing else does: how much rounding alone may do. 0: as they come."""
-    routing_record: str | None = None
-    """Folder to write every step's chosen experts and their weights to."""
-    routing_record_gb: float = Field(4.0, gt=0)
-    """Size of a rank's files at which all ranks stop recording."""
-    routing_replay: str | None = None
-    """Folder of a routing_record whose experts every token goes to, in whatever layout."""
-    capture_step: NonNegativeInt = 0
-    """The step of which to write a summary of every tensor, to capture/ in job.dump_folder, for
-    scripts/localize_difference.py; 0: none."""

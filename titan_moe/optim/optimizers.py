@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_moe.config.sections import Optimizer
+from titan_moe.config.optimization import Optimizer
 from titan_moe.models.decoder import is_bias
 
 _CLASSES: dict[str, type[torch.optim.Adam]] = {

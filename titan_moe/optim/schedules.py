@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from titan_moe.config.sections import LRScheduler
+from titan_moe.config.optimization import LRScheduler
 
 _DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from titan_moe.config.sections import Profiling
+from titan_moe.config.observation import Profiling
 from titan_moe.runtime.log import logger
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.sections import Section
+from titan_moe.config.section import Section
 from titan_moe.verify.comparison import Verdict
 from titan_moe.verify.experiment import Plan, compare, default_ranks
 from titan_moe.verify.launching import Launcher

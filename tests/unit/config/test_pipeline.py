@@ -8,6 +8,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from titan_moe.config.layout import Parallelism
 from titan_moe.config.pipeline import (
     SCHEDULES,
     model_parts,
@@ -19,7 +20,6 @@ from titan_moe.config.pipeline import (
     stages_of_rank,
 )
 from titan_moe.config.pipeline_order import Work, bubble_fraction, pipeline_order
-from titan_moe.config.sections import Parallelism
 
 
 class FakeStage:

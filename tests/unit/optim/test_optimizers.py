@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from titan_moe.config.sections import Optimizer
+from titan_moe.config.optimization import Optimizer
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.verify.ranks import run_ranks
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_moe.config.sections import Comm, Debug, Profiling
+from titan_moe.config.observation import Debug, Profiling
+from titan_moe.config.sections import Comm
 from titan_moe.runtime.device import backend_for, peak_flops_of, pick_device
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.garbage import GarbageCollector
