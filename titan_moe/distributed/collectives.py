@@ -1,6 +1,7 @@
 """Collectives that autograd can pass through: uneven numbers of rows, and parts of sequences."""
 
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,37 @@ from torch.distributed import ProcessGroup
 _functional = torch.ops._c10d_functional
 
 
+class Turns(Protocol):
+    """Lets something else compute while rows travel: called between an exchange's start and its
+    wait."""
+
+    def in_forward(self) -> None: ...
+
+    def in_backward(self) -> None: ...
+
+
+class NoTurns:
+    """Nothing else has a turn."""
+
+    def in_forward(self) -> None:
+        pass
+
+    def in_backward(self) -> None:
+        pass
+
+
+class Exchange(NamedTuple):
+    """An all-to-all of rows: `sent[p]` consecutive ones to each rank p, `received[p]` from it."""
+
+    sent: list[int]
+    received: list[int]
+    group: ProcessGroup
+    turns: Turns = NoTurns()
+
+    def reverse(self) -> "Exchange":
+        return self._replace(sent=self.received, received=self.sent)
+
+
 def all_to_all_rows(
     x_RD: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup
 ) -> Tensor:
@@ -23,7 +55,24 @@ def all_to_all_rows(
     Returns:
         The received rows, in the order of their source ranks.
     """
-    return _AllToAllRows.apply(x_RD, list(sent), list(received), group)
+    exchange = Exchange(list(sent), list(received), group)
+    return wait_rows(start_rows(x_RD, exchange), exchange)
+
+
+def start_rows(x_RD: Tensor, exchange: Exchange) -> Tensor:
+    """Let rows travel; for `wait_rows` alone, which makes the result readable.
+
+    What the program computes between the two runs beside the exchange, on the stream that it would
+    use anyway: NCCL has one of its own, gloo a thread. So does its backward run beside the reverse
+    exchange: autograd takes nodes in the opposite order of their making, `wait_rows`'s backward
+    starts the gradients' way back, and `start_rows`'s waits for it.
+    """
+    return _StartRows.apply(x_RD, exchange)
+
+
+def wait_rows(x_RD: Tensor, exchange: Exchange) -> Tensor:
+    """The received rows of `start_rows`, in the order of their source ranks."""
+    return _WaitRows.apply(x_RD, exchange)
 
 
 def all_gather_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -65,11 +114,20 @@ def gather_parts(x: Tensor, group: ProcessGroup) -> Tensor:
     return _functional.wait_tensor(parts).view(group.size(), *x.shape)
 
 
-def _exchange(x_RD: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+def _start(x_RD: Tensor, exchange: Exchange) -> Tensor:
+    sent, received, group, _ = exchange
     if len(sent) == 1:
         return x_RD
-    out_RD = _functional.all_to_all_single(x_RD.contiguous(), received, sent, group.group_name)
-    return _functional.wait_tensor(out_RD)
+    return _functional.all_to_all_single(x_RD.contiguous(), received, sent, group.group_name)
+
+
+def _wait(x_RD: Tensor, exchange: Exchange) -> Tensor:
+    return x_RD if len(exchange.sent) == 1 else _functional.wait_tensor(x_RD)
+
+
+def _exchange(x_RD: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    exchange = Exchange(sent, received, group)
+    return _wait(_start(x_RD, exchange), exchange)
 
 
 def _all_gather(x_RD: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
@@ -83,18 +141,30 @@ def _reduce_scatter(x_RD: Tensor, sizes: list[int], group: ProcessGroup) -> Tens
     return terms_RD.unflatten(0, (len(sizes), own)).sum(0)
 
 
-class _AllToAllRows(torch.autograd.Function):
+class _StartRows(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, x_RD: Tensor, sent: list[int], received: list[int], group: ProcessGroup
-    ) -> Tensor:
-        ctx.exchange = (received, sent, group)  # type: ignore[attr-defined]
-        return _exchange(x_RD, sent, received, group)
+    def forward(ctx: FunctionCtx, x_RD: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange  # type: ignore[attr-defined]
+        return _start(x_RD, exchange)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
-        return _exchange(grad_RD, *ctx.exchange), None, None, None
+        ctx.exchange.turns.in_backward()
+        return _wait(grad_RD, ctx.exchange), None
+
+
+class _WaitRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_RD: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange  # type: ignore[attr-defined]
+        exchange.turns.in_forward()
+        return _wait(x_RD, exchange)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
+        return _start(grad_RD, ctx.exchange.reverse()), None
 
 
 class _AllGatherRows(torch.autograd.Function):
