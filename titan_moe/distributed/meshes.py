@@ -38,6 +38,10 @@ class Meshes:
         """The process group of an axis, primary or derived."""
         return _group(self.groups, self.dims, self.rank, axis)
 
+    def known_group(self, axis: str) -> ProcessGroup | None:
+        """As `group`, if it was made already."""
+        return self.groups.known(self.dims.group_of(self.rank, axis), _traffic(axis))
+
     def all_groups(self) -> list[ProcessGroup]:
         """Every group of this rank, the world's included."""
         return [dist.group.WORLD, *self.groups.all()]  # type: ignore[list-item]
@@ -63,5 +67,8 @@ def build_meshes(dims: ParallelDims, device_type: str, timeout: timedelta | None
 
 
 def _group(groups: ProcessGroups, dims: ParallelDims, rank: int, axis: str) -> ProcessGroup:
-    traffic = Traffic.TOKENS if axis in _TOKEN_AXES else Traffic.PARAMETERS
-    return groups.get(dims.group_of(rank, axis), traffic)
+    return groups.get(dims.group_of(rank, axis), _traffic(axis))
+
+
+def _traffic(axis: str) -> Traffic:
+    return Traffic.TOKENS if axis in _TOKEN_AXES else Traffic.PARAMETERS

@@ -43,6 +43,12 @@ class ProcessGroups:
             )
         return self._groups[key]
 
+    def known(self, ranks: tuple[int, ...], traffic: Traffic) -> ProcessGroup | None:
+        """As `get`, if somebody has asked for it before; makes nothing."""
+        if len(ranks) == dist.get_world_size() and traffic is Traffic.PARAMETERS:
+            return dist.group.WORLD
+        return self._groups.get((ranks, traffic if len(ranks) > 1 else None))
+
     def all(self) -> list[ProcessGroup]:
         """Every group made so far."""
         return list(self._groups.values())
