@@ -16,6 +16,7 @@ from titan_moe.config.layout import Parallelism
 from titan_moe.config.pipeline import model_parts, module_names, schedule_of, stages_of_rank
 from titan_moe.data.batch import IGNORE_INDEX
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
+from titan_moe.distributed.compile import apply_compile, compile_loss
 from titan_moe.distributed.context_parallel import context_parallel_core, local_positions
 from titan_moe.distributed.cross_entropy import CrossEntropy, VocabParallelCrossEntropy
 from titan_moe.distributed.execution import Execution, Loss, WholeModel
@@ -29,7 +30,7 @@ from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
 from titan_moe.distributed.ties import Ties, find_ties
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder, initial_std, moe_layer_names, move_off_meta
-from titan_moe.models.layers.attention_core import AttentionCore, choose_core
+from titan_moe.models.layers.attention_core import AttentionCore, FlexCore, choose_core
 from titan_moe.models.tensor_plans import DECODER
 from titan_moe.models.weights import part_weights
 from titan_moe.moe.layer import MoE
@@ -194,13 +195,20 @@ def lay_out(job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.d
         partial_over_tp |= apply_tensor_parallel(part, DECODER, meshes)
         join_sequences(moe_layers, meshes)
 
-        # 4. Recomputation inside FSDP's hooks, so that a recomputed block finds its gathered
-        # parameters.
-        apply_activation_checkpoint(_numbered_blocks(part), job.activation_checkpoint)
+        # 4. Compiled blocks inside recomputation, which runs them twice; both inside FSDP's hooks,
+        # so that a recomputed block finds its gathered parameters.
+        blocks = _numbered_blocks(part)
+        apply_compile(blocks.values(), job.compile, eager_attention=_is_eager(part.core, meshes))
+        apply_activation_checkpoint(blocks, job.activation_checkpoint)
 
         # 5. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, _sharding_policy(job))
     return Parts(parts, partial_over_tp, names, stages)
+
+
+def _is_eager(core: AttentionCore, meshes: Meshes) -> bool:
+    """Whether attention is not for tracing: it exchanges tensors, or is compiled already."""
+    return meshes.dims.cp > 1 or isinstance(core, FlexCore)
 
 
 def _numbered_blocks(part: Decoder) -> dict[str, nn.Module]:
@@ -279,6 +287,7 @@ def _execution(
     loss: Loss = CrossEntropy(IGNORE_INDEX)
     if dims.tp > 1:
         loss = VocabParallelCrossEntropy(meshes.group("tp"), IGNORE_INDEX)
+    loss = compile_loss(loss, job.compile)
     for part in parts:
         if part.mtp is not None:
             part.mtp.loss = loss

@@ -45,8 +45,8 @@ def unknown_key(folder: Path) -> Bad:
 
 
 def key_of_torchtitan(folder: Path) -> Bad:
-    words = ["compile.backend = inductor", "not available yet"]
-    return Bad(_CONFIG, words, {"compile__backend": "inductor"})
+    words = ["comm.mode = fake_backend", "not available"]
+    return Bad(_CONFIG, words, {"comm__mode": "fake_backend"})
 
 
 def wrong_type(folder: Path) -> Bad:

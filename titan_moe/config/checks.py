@@ -5,6 +5,7 @@ fit the number of ranks is silent where they do not: `_ranks` says so. Those of 
 a room of their own, checks_parallel.py.
 """
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,9 +89,26 @@ def _moe_settings(run: Run) -> list[str]:
 
 
 def _compile(run: Run) -> list[str]:
-    if not run.job.compile.enable:
+    section, recompute = run.job.compile, run.job.activation_checkpoint
+    if not section.enable:
         return []
-    return ["compile.enable=true is not available yet: choose false"]
+    lines = []
+    if recompute.mode == "selective" and recompute.selective_ac_option == "op":
+        lines.append(
+            "activation_checkpoint.selective_ac_option='op' keeps results of operations that "
+            "compile.enable=true fuses: choose 1, or activation_checkpoint.mode=full or none"
+        )
+    if run.job.debug.capture_step:
+        lines.append(
+            f"debug.capture_step={run.job.debug.capture_step} looks into layers that "
+            "compile.enable=true fuses: choose one"
+        )
+    if section.backend == "inductor" and not run.num_gpus and shutil.which("g++") is None:
+        lines.append(
+            "compile.backend=inductor needs the C++ compiler g++, which was not found: install it, "
+            "or choose compile.enable=false"
+        )
+    return lines
 
 
 def _cpu_offload(run: Run) -> list[str]:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from titan_moe.config.section import Section
 
@@ -76,7 +76,12 @@ class ActivationCheckpoint(Section):
 
 
 class Compile(Section):
-    """torch.compile."""
+    """torch.compile, layer by layer."""
 
     enable: bool = False
-    """Not available yet: only false is accepted."""
+    """Compile what `components` names. The first step takes longer; its compile time is logged."""
+    components: list[Literal["model", "loss"]] = Field(["model", "loss"])
+    """'model': every layer, the experts inside; 'loss': the cross-entropy."""
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    """'inductor' generates kernels, with Triton on a GPU and a C++ compiler on a CPU; the others
+    trace only, to look for mistakes."""

@@ -8,7 +8,6 @@ holds values that have another name here.
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-_COMPILE = "torch.compile is not available yet: leave it out"
 _SNAPSHOT = "memory snapshots are not available: use profiling.enable_profiling"
 _WORKERS = "one background thread reads ahead: set training.dataloader.prefetch_factor"
 _BY_LAYER = "what is recomputed is set by activation_checkpoint.mode and selective_ac_option"
@@ -31,7 +30,9 @@ REPLACEMENTS: dict[str, str] = {
     "parallelism.disable_loss_parallel": (
         "no rank ever holds whole logits: the loss is always computed by vocabulary; leave it out"
     ),
-    "parallelism.enable_async_tensor_parallel": "needs torch.compile, not available: leave it out",
+    "parallelism.enable_async_tensor_parallel": (
+        "asynchronous tensor parallelism has not been seen on hardware: leave it out"
+    ),
     "parallelism.pipeline_parallel_schedule_csv": (
         "custom schedules are not available: set parallelism.pipeline_parallel_schedule"
     ),
@@ -49,8 +50,6 @@ REPLACEMENTS: dict[str, str] = {
     "activation_checkpoint.preserve_rng_state": "layers draw no random numbers: leave it out",
     "activation_checkpoint.determinism_check": "routing is replayed, never redone: leave it out",
     "activation_checkpoint.debug": "leave it out",
-    "compile.components": _COMPILE,
-    "compile.backend": _COMPILE,
     "quantize": "float8 and mx training are not available: leave the table out",
     "comm.trace_buf_size": "set TORCH_NCCL_TRACE_BUFFER_SIZE in the environment",
     "comm.save_traces_folder": "set TORCH_NCCL_DEBUG_INFO_TEMP_FILE in the environment",

@@ -113,18 +113,20 @@ def _gathered(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> Callable[..
 def _colwise(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> Callable[..., Tensor]:
     for name, _ in list(module.named_parameters()):
         cut_parameter(module, name, mesh, [0])
+    product = _product(module)
 
     def forward(x: Tensor) -> Tensor:
-        return F.linear(x, local_part(module.weight), _local_bias(module))
+        return product(x, local_part(module.weight), _local_bias(module))
 
     return forward
 
 
 def _rowwise(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> Callable[..., Tensor]:
     cut_parameter(module, "weight", mesh, [1])
+    product = _product(module)
 
     def forward(x: Tensor) -> Tensor:
-        y = scatter_tokens(F.linear(x, local_part(module.weight)), group)
+        y = scatter_tokens(product(x, local_part(module.weight)), group)
         return y if module.bias is None else y + module.bias
 
     return forward
@@ -152,6 +154,11 @@ def _vocab_columns(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> Callab
 def _heads(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> Callable[..., Tensor]:
     cut_parameter(module, "weight", mesh, [0])
     return lambda: local_part(module.weight)
+
+
+def _product(module: Any) -> Callable[..., Tensor]:
+    """What a Linear multiplies with: low precision sets another `product` before it is cut."""
+    return getattr(module, "product", F.linear)
 
 
 def _local_bias(module: Any) -> Tensor | None:

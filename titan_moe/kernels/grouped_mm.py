@@ -25,6 +25,8 @@ def grouped_mm(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
         w_EFD: one [F, D] matrix per expert, contiguous.
         offsets_E: int32, ascending: where each expert's rows end.
     """
+    if torch.compiler.is_compiling() and not _is_traceable(w_EFD):
+        return torch.ops.titan_moe.grouped_mm(x_RD, w_EFD, offsets_E)
     if has_grouped_gemm(w_EFD):
         y_RF = F.grouped_mm(x_RD, w_EFD.transpose(-2, -1), offs=offsets_E)
         if y_RF.requires_grad:
@@ -40,6 +42,11 @@ def has_grouped_gemm(w_EFD: Tensor) -> bool:
         size * w_EFD.element_size() % _STRIDE_BYTES == 0 for size in w_EFD.shape[-2:]
     )
     return w_EFD.dtype in _GROUPED_DTYPES and rows_are_aligned
+
+
+def _is_traceable(w_EFD: Tensor) -> bool:
+    # torch 2.13 refuses other types in a graph, and loops ask for sizes: grouped_mm_opaque.py.
+    return w_EFD.dtype == torch.bfloat16 and has_grouped_gemm(w_EFD)
 
 
 def grouped_mm_loop(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:

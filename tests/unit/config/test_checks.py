@@ -100,7 +100,17 @@ RULES = [
         "4096",
     ),
     ("--validation.seq_len 8192", 1, "validation.seq_len=8192 exceeds max_seq_len=4096"),
-    ("--compile.enable", 1, "compile.enable=true is not available yet: choose false"),
+    (
+        "--compile.enable --activation_checkpoint.selective_ac_option op",
+        1,
+        "activation_checkpoint.selective_ac_option='op' keeps results of operations that "
+        "compile.enable=true fuses: choose 1, or activation_checkpoint.mode=full or none",
+    ),
+    (
+        "--compile.enable --debug.capture_step 3",
+        1,
+        "debug.capture_step=3 looks into layers that compile.enable=true fuses: choose one",
+    ),
     (
         "--training.enable_cpu_offload",
         1,
@@ -304,7 +314,10 @@ def test_what_fits_is_silent(arguments: str, ranks: int) -> None:
 
 
 def test_everything_broken_is_said_at_once() -> None:
-    lines = _check("--compile.enable --training.seq_len 9999 --validation.seq_len 9999", ranks=1)
+    lines = _check(
+        "--training.enable_cpu_offload --training.seq_len 9999 --validation.seq_len 9999",
+        ranks=1,
+    )
     assert len(lines) == 3
 
 
