@@ -59,7 +59,27 @@ def all_to_all_rows(
     return wait_rows(start_rows(x_RD, exchange), exchange)
 
 
-def start_rows(x_RD: Tensor, exchange: Exchange) -> Tensor:
+class _Flight:
+    """Rows, or later their gradients, on their way."""
+
+    rows: Tensor | None = None
+
+    def land(self) -> Tensor:
+        assert self.rows is not None, "nothing is under way"
+        rows, self.rows = self.rows, None
+        return rows
+
+
+class Travelling(NamedTuple):
+    """Rows that `start_rows` let go, for `wait_rows`."""
+
+    carrier: Tensor
+    """Empty: it links the two in autograd, which would refuse gradients of another number of
+    rows."""
+    flight: _Flight
+
+
+def start_rows(x_RD: Tensor, exchange: Exchange) -> Travelling:
     """Let rows travel; for `wait_rows` alone, which makes the result readable.
 
     What the program computes between the two runs beside the exchange, on the stream that it would
@@ -67,12 +87,13 @@ def start_rows(x_RD: Tensor, exchange: Exchange) -> Tensor:
     exchange: autograd takes nodes in the opposite order of their making, `wait_rows`'s backward
     starts the gradients' way back, and `start_rows`'s waits for it.
     """
-    return _StartRows.apply(x_RD, exchange)
+    flight = _Flight()
+    return Travelling(_StartRows.apply(x_RD, exchange, flight), flight)
 
 
-def wait_rows(x_RD: Tensor, exchange: Exchange) -> Tensor:
-    """The received rows of `start_rows`, in the order of their source ranks."""
-    return _WaitRows.apply(x_RD, exchange)
+def wait_rows(travelling: Travelling, exchange: Exchange) -> Tensor:
+    """The received rows of `start_rows`, in the order of their source ranks; once."""
+    return _WaitRows.apply(travelling.carrier, exchange, travelling.flight)
 
 
 def all_gather_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -143,28 +164,31 @@ def _reduce_scatter(x_RD: Tensor, sizes: list[int], group: ProcessGroup) -> Tens
 
 class _StartRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x_RD: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange  # type: ignore[attr-defined]
-        return _start(x_RD, exchange)
+    def forward(ctx: FunctionCtx, x_RD: Tensor, exchange: Exchange, flight: _Flight) -> Tensor:
+        ctx.exchange, ctx.flight = exchange, flight  # type: ignore[attr-defined]
+        flight.rows = _start(x_RD, exchange)
+        return x_RD.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
+    def backward(ctx, grad: Tensor):  # type: ignore[override, no-untyped-def]
         ctx.exchange.turns.in_backward()
-        return _wait(grad_RD, ctx.exchange), None
+        return _wait(ctx.flight.land(), ctx.exchange), None, None
 
 
 class _WaitRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x_RD: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange  # type: ignore[attr-defined]
+    def forward(ctx: FunctionCtx, carrier: Tensor, exchange: Exchange, flight: _Flight) -> Tensor:
+        ctx.exchange, ctx.flight = exchange, flight  # type: ignore[attr-defined]
         exchange.turns.in_forward()
-        return _wait(x_RD, exchange)
+        rows_RD = _wait(flight.land(), exchange)
+        return rows_RD.detach()  # Who is alone is handed what it gave away, history and all.
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
-        return _start(grad_RD, ctx.exchange.reverse()), None
+        ctx.flight.rows = _start(grad_RD, ctx.exchange.reverse())
+        return grad_RD.new_empty(0), None, None
 
 
 class _AllGatherRows(torch.autograd.Function):
