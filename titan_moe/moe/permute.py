@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from titan_moe.kernels.move_rows import add_rows, copy_rows
+
 
 def gather_rows(x_TD: Tensor, source_R: Tensor, rows_TK: Tensor) -> Tensor:
     """Copy token `source_R[r]` into row r; rows whose source is -1 become zeros.
@@ -37,30 +39,21 @@ def invert(order_N: Tensor) -> Tensor:
     return inverse_N
 
 
-def _gather(x_TD: Tensor, source_R: Tensor, num_real: int) -> Tensor:
-    if source_R.numel() == num_real:
-        return x_TD.index_select(0, source_R)
-    x_RD = x_TD.index_select(0, source_R.clamp_min(0))
-    return x_RD.masked_fill_((source_R < 0)[:, None], 0)
-
-
-def _combine(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
-    num_tokens, top_k = rows_TK.shape
-    y_ND = y_RD.index_select(0, rows_TK.flatten())
-    return y_ND if top_k == 1 else y_ND.view(num_tokens, top_k, -1).sum(1)
+def _copy(x_TD: Tensor, source_R: Tensor, num_real: int) -> Tensor:
+    return copy_rows(x_TD, source_R, is_padded=source_R.numel() != num_real)
 
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x_TD: Tensor, source_R: Tensor, rows_TK: Tensor) -> Tensor:
         ctx.save_for_backward(rows_TK)
-        return _gather(x_TD, source_R, rows_TK.numel())
+        return _copy(x_TD, source_R, rows_TK.numel())
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
         (rows_TK,) = ctx.saved_tensors
-        return _combine(grad_RD, rows_TK), None, None
+        return add_rows(grad_RD, rows_TK), None, None
 
 
 class _CombineRows(torch.autograd.Function):
@@ -68,10 +61,10 @@ class _CombineRows(torch.autograd.Function):
     def forward(ctx: FunctionCtx, y_RD: Tensor, rows_TK: Tensor, source_R: Tensor) -> Tensor:
         ctx.save_for_backward(source_R)
         ctx.num_real = rows_TK.numel()  # type: ignore[attr-defined]
-        return _combine(y_RD, rows_TK)
+        return add_rows(y_RD, rows_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_TD: Tensor):  # type: ignore[override, no-untyped-def]
         (source_R,) = ctx.saved_tensors
-        return _gather(grad_TD, source_R, ctx.num_real), None, None
+        return _copy(grad_TD, source_R, ctx.num_real), None, None
