@@ -82,6 +82,7 @@ class Report:
         self._tokens_since += step_tokens
         if not self.wants(step) and validation_loss is None:
             return
+        assert result.balance_loss is not None and result.data is not None, "not a logged step"
         phases = self.phases.take()
         seconds = time.perf_counter() - self._last_log - phases.get("time/validation", 0.0)
         values = {

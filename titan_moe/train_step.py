@@ -20,29 +20,31 @@ from titan_moe.data.batch import IGNORE_INDEX, Batch, fingerprints
 from titan_moe.distributed import grad_norm, tensor_parallel
 from titan_moe.distributed.execution import Microbatch
 from titan_moe.distributed.ties import sum_copies
-from titan_moe.optim.expert_bias import take_counts, update_routers
+from titan_moe.distributed.totals import added, read, sum_over_world
+from titan_moe.optim.expert_bias import own_counts, update_routers
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step measured, the same on every rank."""
+    """What a step measured, the same on every rank. What nothing but a log asks for is None where
+    the step is not logged."""
 
     loss: float
     """Mean cross-entropy over the step's target tokens, in nats."""
     grad_norm: float
     """Global norm before clipping."""
-    balance_loss: float
-    """Sum of all layers' weighted auxiliary losses, per target token."""
-    mtp_loss: float | None
-    """Weighted loss of multi-token prediction, per target token; None without it."""
     num_targets: int
     counts_LE: Tensor | None
     """Tokens per MoE layer and expert, over the whole world."""
-    data: int
+    balance_loss: float | None = None
+    """Sum of all layers' weighted auxiliary losses, per target token."""
+    mtp_loss: float | None = None
+    """Weighted loss of multi-token prediction, per target token; None without it."""
+    data: int | None = None
     """Sum of the CRC32 of the global batch's rows: which data the step saw, in any order."""
-    parameter_norms: dict[str, list[float]] | None
+    parameter_norms: dict[str, list[float]] | None = None
     """Norms of all parameters' gradients before clipping, each expert's apart, if asked for."""
-    rows_over_bound: float | None
+    rows_over_bound: float | None = None
     """Rows that dispatch put on the wire over the fewest that would have done (the distinct pairs
     of token and destination rank), over all MoE layers; None if nothing had to travel."""
 
@@ -85,6 +87,7 @@ class TrainStep:
         self._counted = [each for each in self._parameters if each not in followers]
         self._moe_layers = sharded.moe_layers()
         self._all_moe_layers = sharded.all_moe_layers()
+        self._mtp = [part.mtp for part in sharded.parts if part.mtp is not None]
         moe = sharded.config.moe
         self._num_experts = moe.num_experts if moe is not None else 0
         self._ranks_per_stage = dims.world_size // dims.pp
@@ -95,17 +98,21 @@ class TrainStep:
         self,
         batches: list[Batch],
         *,
+        logged: bool = True,
         parameter_norms: bool = False,
         observer: Observer | None = None,
     ) -> StepResult:
-        """Train on one step's microbatches, and measure every parameter's norm if asked to.
+        """Train on one step's microbatches.
+
+        Besides the gradients' own sums, a step is one all-reduce and one wait for the device. What
+        only a log wants to know joins that all-reduce if the step is `logged`, and every
+        parameter's norm if asked for.
 
         If the result is not finite, nothing is updated, and the gradients stay for whoever looks
         for the reason; `discard` clears them. A step without a target token updates nothing either.
         """
-        result = self._accumulate(batches, observer)
-        if parameter_norms:
-            result = replace(result, parameter_norms=self._norms(result.num_targets))
+        loss_sum = self._accumulate(batches, observer)
+        result = self._reduce(loss_sum, batches, logged, parameter_norms)
         if not result.finite:
             return result
         if result.num_targets > 0:
@@ -126,78 +133,104 @@ class TrainStep:
         """Free all gradients."""
         self._optimizer.zero_grad()
 
-    def _accumulate(self, batches: list[Batch], observer: Observer | None) -> StepResult:
+    def _accumulate(self, batches: list[Batch], observer: Observer | None) -> Tensor:
+        """All gradients, whole but for the divisor; returns this rank's share of the loss sum."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        num_targets = data = 0
         for batch in batches:
             rows = own_rows(batch, self._sharded, self._device)
             if observer is not None:
                 observer.reads(batch, rows)
             loss_sum += self._sharded.execution.train(rows)
-            num_targets += own_targets(batch, self._sharded)
-            data += own_data(batch, self._sharded)
         meshes = self._sharded.meshes
         tensor_parallel.sum_grads(self._sharded.shared_by_tp, meshes.group("tp"), self._device)
         sum_copies(self._sharded.ties, meshes.group("pp"), self._device)
-        counts_LE = None
+        if observer is not None:
+            observer.accumulated()
+        return loss_sum
+
+    @torch.no_grad()
+    def _reduce(
+        self, loss_sum: Tensor, batches: list[Batch], logged: bool, parameter_norms: bool
+    ) -> StepResult:
+        """What the update needs to know, and in the same all-reduce what a log wants."""
+        squares = grad_norm.sum_of_squares(self._counted, self._ranks_per_stage)
+        terms = {
+            "loss": loss_sum,
+            "num_targets": self._number(sum(own_targets(b, self._sharded) for b in batches)),
+            "squares": squares.to(self._device),
+        }
         if self._all_moe_layers:
-            counts_LE = take_counts(
+            terms["counts_LE"] = own_counts(
                 self._moe_layers,
                 self._all_moe_layers,
                 num_experts=self._num_experts,
                 device=self._device,
             )
-        if observer is not None:
-            observer.accumulated()
-        return self._reduce(loss_sum, num_targets, data, counts_LE)
-
-    def _reduce(
-        self, loss_sum: Tensor, num_targets: int, data: int, counts_LE: Tensor | None
-    ) -> StepResult:
-        squares = grad_norm.sum_of_squares(self._counted, self._ranks_per_stage)
-        balance = [moe.router.balance_loss for moe in self._moe_layers.values()]
-        sent = [moe.rows_sent for moe in self._moe_layers.values()]
-        ahead = [part.mtp.loss_sum for part in self._sharded.parts if part.mtp is not None]
-        sums = torch.stack(
-            [
-                loss_sum,
-                torch.tensor(float(num_targets), dtype=torch.float64, device=self._device),
-                squares.to(self._device),
-                torch.stack(balance).sum() if balance else torch.zeros_like(loss_sum),
-                ahead[0] if ahead else torch.zeros_like(loss_sum),
-                *(torch.stack(sent).sum(0) if sent else loss_sum.new_zeros(2)).double(),
-                # Exact: sums of 32-bit numbers over two million rows fit into 53 bits.
-                torch.tensor(float(data), dtype=torch.float64, device=self._device),
-            ]
-        )
-        for total in (*balance, *ahead, *sent):
-            total.zero_()
-        dist.all_reduce(sums)
+        if logged:
+            terms |= self._logged_terms(batches)
+        if parameter_norms:
+            terms["parameters"] = self._parameter_norms.squares(
+                self._sharded.named_parameters(), self._ranks_per_stage, self._device
+            )
+        sums = sum_over_world(terms)
+        self._start_anew()
         # Host sync, once per step: whether to update at all is decided on these numbers.
-        loss, targets, norm, balance_loss, mtp_loss, rows_sent, fewest, seen = sums.tolist()
-        norm = math.sqrt(norm)
+        return self._result(sums, read(sums))
+
+    def _logged_terms(self, batches: list[Batch]) -> dict[str, Tensor]:
+        """This rank's share of what only a log wants to know: float64 or exact whole numbers."""
+        routers = [moe.router for moe in self._moe_layers.values()]
+        sent = [moe.rows_sent for moe in self._moe_layers.values()]
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        whole = torch.zeros((), dtype=torch.int64, device=self._device)
+        return {
+            "balance_loss": added([router.balance_loss for router in routers], like=zero),
+            "mtp_loss": added([mtp.loss_sum for mtp in self._mtp], like=zero),
+            "rows_sent": added([rows[0] for rows in sent], like=whole),
+            "fewest_rows": added([rows[1] for rows in sent], like=whole),
+            # Exact: sums of 32-bit numbers over two million rows fit into 53 bits.
+            "data": self._number(sum(own_data(batch, self._sharded) for batch in batches)),
+        }
+
+    def _result(self, sums: dict[str, Tensor], numbers: dict[str, float]) -> StepResult:
+        norm = math.sqrt(numbers["squares"])
         # A maximum over ranks may drop a NaN; the sum of squares never does.
         if self._use_max and math.isfinite(norm):
             norm = self._max_of_grads()
-        divisor = max(targets, 1.0)
-        return StepResult(
-            loss=loss / divisor,
+        num_targets = int(numbers["num_targets"])
+        divisor = max(num_targets, 1)
+        result = StepResult(
+            loss=numbers["loss"] / divisor,
             grad_norm=norm / divisor,
-            balance_loss=balance_loss / divisor,
-            mtp_loss=mtp_loss / divisor if self._sharded.config.num_mtp_layers else None,
-            num_targets=int(targets),
-            counts_LE=counts_LE,
-            data=int(seen),
-            parameter_norms=None,
-            rows_over_bound=rows_sent / fewest if fewest else None,
+            num_targets=num_targets,
+            counts_LE=sums["counts_LE"].long() if self._all_moe_layers else None,
+        )
+        if "parameters" in sums:
+            norms = self._parameter_norms.by_name(sums["parameters"], divisor)
+            result = replace(result, parameter_norms=norms)
+        if "data" not in sums:
+            return result
+        fewest = numbers["fewest_rows"]
+        return replace(
+            result,
+            balance_loss=numbers["balance_loss"] / divisor,
+            mtp_loss=numbers["mtp_loss"] / divisor if self._sharded.config.num_mtp_layers else None,
+            data=int(numbers["data"]),
+            rows_over_bound=numbers["rows_sent"] / fewest if fewest else None,
         )
 
-    def _norms(self, num_targets: int) -> dict[str, list[float]]:
-        squares = self._parameter_norms.squares(
-            self._sharded.named_parameters(), self._ranks_per_stage, self._device
-        )
-        dist.all_reduce(squares)
-        return self._parameter_norms.by_name(squares, max(num_targets, 1))
+    def _start_anew(self) -> None:
+        """The layers' own sums, for the next step."""
+        moe_layers = self._moe_layers.values()
+        losses = [moe.router.balance_loss for moe in moe_layers]
+        losses += [mtp.loss_sum for mtp in self._mtp]
+        for sums in (losses, [moe.rows_sent for moe in moe_layers]):
+            if sums:
+                torch._foreach_zero_(sums)
+
+    def _number(self, number: int) -> Tensor:
+        """On the device, without waiting for it, as torch.tensor would."""
+        return torch.full((), number, dtype=torch.float64, device=self._device)
 
     def _max_of_grads(self) -> float:
         largest = grad_norm.max_abs(self._parameters).to(self._device)

@@ -136,7 +136,10 @@ class Trainer:
         capture = self._capture(step) if step == self.job.debug.capture_step else None
         with phases("step"), self.routing.step(step, batches):
             result = self.train_step(
-                batches, parameter_norms=self.report.wants_norms(step), observer=capture
+                batches,
+                logged=self.report.wants(step) or self._validates(step),
+                parameter_norms=self.report.wants_norms(step),
+                observer=capture,
             )
         if capture is not None:
             capture.write(self.folder)
@@ -146,7 +149,7 @@ class Trainer:
         step_tokens = training.global_batch_size * training.seq_len
         self.progress = Progress(step, self.progress.tokens + step_tokens)
         validation_loss = None
-        if self.validation is not None and self._validates(step):
+        if self._validates(step):
             with phases("validation"):
                 validation_loss = self._validate()
         self.report.step(
@@ -227,6 +230,8 @@ class Trainer:
         }
 
     def _validates(self, step: int) -> bool:
+        if self.validation is None:
+            return False
         return step % self.job.validation.freq == 0 or step == self.job.training.steps
 
     @torch.no_grad()

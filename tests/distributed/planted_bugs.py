@@ -86,8 +86,9 @@ BUGS = {
     ),
     "each rank divides by its own targets": Bug(
         "titan_moe.train_step:TrainStep._reduce",
-        "num_targets=int(targets)",
-        "num_targets=num_targets * self._ranks_per_stage",
+        "return self._result(sums, read(sums))",
+        "return replace(self._result(sums, read(sums)), "
+        "num_targets=int(terms['num_targets']) * self._ranks_per_stage)",
         caught_on="dp_shard=2,recompute=none",
         named=("gradient *", "num_targets*"),
         spared=("loss *", "counts *", "balance_loss *", "grad_norm *"),
@@ -124,9 +125,9 @@ BUGS = {
         harmless_on="dp_shard=2",
     ),
     "rows come home off by one shard": Bug(
-        f"{_DISTRIBUTED}.expert_parallel:AllToAllDispatcher.combine",
+        f"{_DISTRIBUTED}.all_to_all_dispatch:AllToAllDispatcher.combine",
         "return combine_rows(y_ND,",
-        "return combine_rows(y_ND.roll(plan.sent[0], 0),",
+        "return combine_rows(y_ND.roll(arrival.sizes.sent[0], 0),",
         caught_on=_EP,
         named=("loss*", "counts layers.2*", "gradient *"),
         spared=("counts layers.1", "num_targets *"),
@@ -304,9 +305,9 @@ BUGS = {
     ),
     # --- everywhere ---
     "routing biases from a rank's own tokens": Bug(
-        "titan_moe.optim.expert_bias:take_counts",
-        "dist.all_reduce(counts_LE)",
-        "pass",
+        "titan_moe.train_step:TrainStep._reduce",
+        "sums = sum_over_world(terms)",
+        "sums = sum_over_world(terms); sums['counts_LE'] = terms['counts_LE'].clone()",
         caught_on="dp_shard=2,recompute=none",
         named=("counts layers.*",),
         spared=("loss *", "gradient *", "balance_loss *"),

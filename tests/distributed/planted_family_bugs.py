@@ -86,8 +86,8 @@ FAMILY_BUGS: dict[str, Bug] = {
     ),
     "routing bias of multi-token prediction not updated": Bug(
         "titan_moe.optim.expert_bias:update_routers",
-        "if name not in moe_layers:",
-        "if name not in moe_layers or name.startswith('mtp'):",
+        "if name in moe_layers]",
+        "if name in moe_layers and not name.startswith('mtp')]",
         caught_on="dp_shard=2,recompute=none",
         named=("expert_bias mtp.layers.0.block*",),
         spared=("loss *", "counts *", "gradient *", "parameter *", "expert_bias layers.*"),

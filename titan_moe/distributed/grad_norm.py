@@ -28,14 +28,21 @@ def sum_of_squares(parameters: Iterable[nn.Parameter], ranks_per_stage: int) -> 
     sum, because each of them adds its square divided by their number.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    grads = local_grads(parameters)
-    if not grads:
+    # By the number of holders: a tensor of those numbers would be a copy to, and a wait for, the
+    # device.
+    by_copies: dict[int, list[Tensor]] = {}
+    for parameter, grad in zip(parameters, local_grads(parameters), strict=True):
+        copies = ranks_per_stage // _num_pieces(parameter)
+        by_copies.setdefault(copies, []).append(grad)
+    if not by_copies:
         return torch.zeros((), dtype=torch.float64)
-    copies = [ranks_per_stage // _num_pieces(parameter) for parameter in parameters]
+    return torch.stack([_squares(grads) / copies for copies, grads in by_copies.items()]).sum()
+
+
+def _squares(grads: list[Tensor]) -> Tensor:
     # bfloat16 gradients would round each piece's norm, differently in every layout.
     dtype = torch.promote_types(grads[0].dtype, torch.float32)
-    squares = torch.stack(torch._foreach_norm(grads, 2, dtype=dtype)).double().square()
-    return (squares / torch.tensor(copies, device=squares.device)).sum()
+    return torch.stack(torch._foreach_norm(grads, 2, dtype=dtype)).double().square().sum()
 
 
 class ParameterNorms:
