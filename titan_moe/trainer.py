@@ -28,6 +28,7 @@ from titan_moe.models.weights import part_weights
 from titan_moe.nonfinite import describe_nonfinite
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import lr_factor, set_lr
+from titan_moe.regions import name_regions
 from titan_moe.report import Report, run_facts
 from titan_moe.routing_trace import RoutingTrace
 from titan_moe.runtime.errors import RunError
@@ -114,6 +115,8 @@ class Trainer:
             logger.warning("the run of %d steps ends inside its warm-up of %d", steps, warmup)
         garbage = GarbageCollector(self.job.training.gc_freq)
         first = self.progress.step + 1
+        if self.job.profiling.enable_profiling:
+            name_regions(self.sharded, train_step=self.train_step, loader=self.loader)
         with profiler(self.job.profiling, self.folder, self.process.rank) as profile:
             for step in range(first, steps + 1):
                 self._step(step)

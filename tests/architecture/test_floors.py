@@ -29,6 +29,7 @@ _FLOORS = {
     "routing_record": 4,
     "capture": 5,
     "nonfinite": 5,
+    "regions": 5,
     "report": 5,
     "routing_trace": 5,
     "train_step": 5,

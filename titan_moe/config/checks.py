@@ -58,6 +58,15 @@ def _sequence_length(run: Run) -> list[str]:
     ]
 
 
+def _memory_snapshot(run: Run) -> list[str]:
+    if not run.job.profiling.enable_memory_snapshot or run.num_gpus:
+        return []
+    return [
+        "profiling.enable_memory_snapshot=true: a snapshot is of CUDA's allocator, and this is a "
+        "CPU run: leave it out"
+    ]
+
+
 def _further_tokens(run: Run) -> list[str]:
     depths, weight = run.model.num_mtp_layers, run.job.training.mtp_loss_weight
     if not depths:
@@ -242,6 +251,7 @@ _RULES: list[Callable[[Run], list[str]]] = [
     _precision,
     _recompute,
     _profiling,
+    _memory_snapshot,
     _checkpoint_enabled,
     _hugging_face,
     _routing_traces,

@@ -8,7 +8,6 @@ holds values that have another name here.
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-_SNAPSHOT = "memory snapshots are not available: use profiling.enable_profiling"
 _WORKERS = "one background thread reads ahead: set training.dataloader.prefetch_factor"
 _BY_LAYER = "what is recomputed is set by activation_checkpoint.mode and selective_ac_option"
 _EXTENSION = "code is not imported from a config: add a folder to titan_moe/models instead"
@@ -17,8 +16,6 @@ REPLACEMENTS: dict[str, str] = {
     "job.config_file": "name the file on the command line: CONFIG_FILE=PATH ./run_train.sh",
     "job.save_config_file": "always saved as config.toml in job.dump_folder: leave it out",
     "job.custom_config_module": _EXTENSION,
-    "profiling.enable_memory_snapshot": _SNAPSHOT,
-    "profiling.save_memory_snapshot_folder": _SNAPSHOT,
     "metrics.save_for_all_ranks": "metrics are of all ranks, written once: leave it out",
     "model.converters": "converters (float8, mx) are not available: leave it out",
     "model.print_after_conversion": "converters (float8, mx) are not available: leave it out",

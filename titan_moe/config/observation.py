@@ -18,6 +18,11 @@ class Profiling(Section):
     """Steps that one trace covers."""
     profiler_warmup: NonNegativeInt = 3
     """Steps the profiler runs without recording before each trace."""
+    enable_memory_snapshot: bool = False
+    """Write what CUDA's allocator holds, and who asked for it, every profile_freq steps and when
+    memory runs out. For https://pytorch.org/memory_viz; refused without a GPU."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the memory snapshots, inside job.dump_folder."""
 
 
 class Metrics(Section):

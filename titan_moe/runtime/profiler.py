@@ -1,14 +1,18 @@
-"""torch.profiler traces, as the profiling table says."""
+"""torch.profiler traces and snapshots of CUDA's memory, as the profiling table says."""
 
+import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from titan_moe.config.observation import Profiling
 from titan_moe.runtime.log import logger
+
+_MOST_EVENTS = 100_000
+"""Allocations that a snapshot remembers, as torchtitan's."""
 
 
 class Steps(Protocol):
@@ -18,17 +22,29 @@ class Steps(Protocol):
         """An optimizer step has ended."""
 
 
-class _Off:
+class _All:
+    def __init__(self, members: list[Any]) -> None:
+        self._members = members
+
     def step(self) -> None:
-        pass
+        for member in self._members:
+            member.step()
 
 
 @contextmanager
 def profiler(profiling: Profiling, folder: Path, rank: int) -> Iterator[Steps]:
-    """Write `step-N/rank-R.json.gz` traces below `folder`; does nothing when profiling is off."""
-    if not profiling.enable_profiling:
-        yield _Off()
-        return
+    """Write `step-N/rank-R.json.gz` traces and `step-N/rank-R.pickle` memory snapshots below
+    `folder`; does nothing where both are off."""
+    with ExitStack() as stack:
+        members: list[Any] = []
+        if profiling.enable_profiling:
+            members.append(stack.enter_context(_traces(profiling, folder, rank)))
+        if profiling.enable_memory_snapshot:
+            members.append(stack.enter_context(_snapshots(profiling, folder, rank)))
+        yield _All(members)
+
+
+def _traces(profiling: Profiling, folder: Path, rank: int) -> torch.profiler.profile:
     recorded = profiling.profiler_warmup + profiling.profiler_active
 
     def save(profile: torch.profiler.profile) -> None:
@@ -40,7 +56,7 @@ def profiler(profiling: Profiling, folder: Path, rank: int) -> Iterator[Steps]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(
+    return torch.profiler.profile(
         activities=activities,
         schedule=torch.profiler.schedule(
             wait=profiling.profile_freq - recorded,
@@ -49,5 +65,37 @@ def profiler(profiling: Profiling, folder: Path, rank: int) -> Iterator[Steps]:
         ),
         on_trace_ready=save,
         record_shapes=True,
-    ) as profile:
-        yield profile
+    )
+
+
+@contextmanager
+def _snapshots(profiling: Profiling, folder: Path, rank: int) -> Iterator["_Snapshots"]:
+    """Every profile_freq steps, and once more if memory runs out."""
+    snapshots = _Snapshots(profiling, folder / profiling.save_memory_snapshot_folder, rank)
+    torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
+    try:
+        yield snapshots
+    except torch.OutOfMemoryError:
+        snapshots.save(f"step-{snapshots.num_steps + 1}-out-of-memory")
+        raise
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+class _Snapshots:
+    def __init__(self, profiling: Profiling, folder: Path, rank: int) -> None:
+        self._freq, self._folder, self._rank = profiling.profile_freq, folder, rank
+        self.num_steps = 0
+        """Of this process: a run that resumes counts its profiles anew."""
+
+    def step(self) -> None:
+        self.num_steps += 1
+        if self.num_steps % self._freq == 0:
+            self.save(f"step-{self.num_steps}")
+
+    def save(self, name: str) -> None:
+        path = self._folder / name
+        path.mkdir(parents=True, exist_ok=True)
+        with (path / f"rank-{self._rank}.pickle").open("wb") as file:
+            pickle.dump(torch.cuda.memory._snapshot(), file)
+        logger.info("memory snapshot: %s", path)

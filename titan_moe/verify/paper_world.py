@@ -74,6 +74,8 @@ def _pretend(func: Any, args: tuple) -> Any:
     name, x = func.__name__.partition(".")[0], args[0]
     if func.namespace == "c10d":
         work = FakeWork().boxed()
+        if name == "recv_":  # A vote on how a pipeline begins, or rows of a stream.
+            x = [received.fill_(1) for received in x if not isinstance(received, FakeTensor)]
         if name == "alltoall_base_" and not isinstance(args[1], FakeTensor):
             x.copy_(args[1])
         alone = ("send", "recv_", "barrier", "alltoall_base_", "allgather_into_tensor_coalesced_")
@@ -97,7 +99,7 @@ def spread_choice(num_experts: int, top_k: int) -> Callable[[Tensor], Tensor]:
     equally many tokens of every `num_experts`.
 
     Sets are random because the ranks that a token reaches are then as many as under a trained
-    router that is balanced; what a dispatcher that sends a token once to a rank sends depends on it.
+    router that is balanced: a dispatcher may send a token once to each of them.
     """
 
     def choose(scores_TE: Tensor) -> Tensor:
