@@ -301,6 +301,7 @@ def _execution(
         microbatch_size=job.parallelism.pipeline_parallel_microbatch_size,
         activations=Activations(config.dim, config.vocab_size // dims.tp, _compute_dtype(job)),
         device=device,
+        overlap=job.parallelism.pipeline_parallel_expert_parallel_overlap,
     )
 
 

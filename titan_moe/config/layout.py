@@ -54,6 +54,10 @@ class Parallelism(Section):
     """The embedding counts as this many layers; left out: by its own weight."""
     pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None
     """Norm and output count as this many layers; left out: by their own weight."""
+    pipeline_parallel_expert_parallel_overlap: bool = True
+    """DualPipeV computes one chunk while another's rows travel over the ep axis; false: a pair's
+    forward runs before its backward. Makes no difference to other schedules, or without experts'
+    ranks."""
     module_fqns_per_model_part: list[list[str]] | None = None
     """The modules of each stage, in order, such as [["tok_embeddings", "layers.0"], ["layers.1",
     "norm", "output"]]; left out: split by weight."""

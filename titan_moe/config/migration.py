@@ -33,9 +33,6 @@ REPLACEMENTS: dict[str, str] = {
     "parallelism.pipeline_parallel_schedule_csv": (
         "custom schedules are not available: set parallelism.pipeline_parallel_schedule"
     ),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": (
-        "the halves of DualPipeV run one after the other: leave it out"
-    ),
     "checkpoint.enable_ft_dataloader_checkpoints": "torchft is not used: leave it out",
     "checkpoint.initial_load_in_hf_quantized": (
         "quantised weights are recognised by themselves: set checkpoint.initial_load_in_hf alone"

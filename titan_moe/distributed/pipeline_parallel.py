@@ -18,6 +18,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from titan_moe.config.pipeline import SCHEDULES, stages_of_rank
 from titan_moe.distributed.execution import Loss, Microbatch
 from titan_moe.distributed.meshes import Meshes
+from titan_moe.distributed.pipeline_overlap import Alternation, overlap_pairs
+from titan_moe.moe.layer import MoE
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -86,6 +88,7 @@ class Pipeline:
         loss: of the last stage's logits.
         schedule: a name of `config.pipeline.SCHEDULES`.
         microbatch_size: rows of one microbatch.
+        overlap: let the pairs of DualPipeV alternate where rows travel over ep.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Pipeline:
         microbatch_size: int,
         activations: Activations,
         device: torch.device,
+        overlap: bool = True,
     ) -> None:
         self._parts = parts
         self._loss = loss
@@ -114,6 +118,11 @@ class Pipeline:
         self._evaluation: dict[torch.Size, Any] = {}
         if self._schedule.splits_backward:
             _keep_gathered(parts)
+        self._alternation: Alternation | None = None
+        if overlap and schedule == "DualPipeV" and meshes.dims.ep > 1:
+            self._alternation = Alternation(device)
+            for moe in _moe_layers(parts):
+                moe.dispatcher.turns = self._alternation  # type: ignore[attr-defined]
 
     def train(self, rows: Microbatch) -> Tensor:
         shape = rows.tokens_BS.shape
@@ -154,13 +163,16 @@ class Pipeline:
         ]
         kind = get_schedule_class(name)
         multi = issubclass(kind, PipelineScheduleMulti)
-        return kind(
+        schedule = kind(
             stages if multi else stages[0],
             n_microbatches=shape[0] // microbatch_size,
             loss_fn=self._loss,
             # The sum over targets is divided once per step, by whoever knows their number.
             scale_grads=False,
         )
+        if self._alternation is not None and name == self._schedule.name:
+            overlap_pairs(schedule, self._alternation)
+        return schedule
 
     def _build_stage(self, index: int, part: nn.Module, rows: int, seq_len: int) -> "_Stage":
         """With shapes given, torch neither runs the model to learn them nor sends pickles."""
@@ -190,6 +202,10 @@ def _keep_gathered(parts: Sequence[nn.Module]) -> None:
     for part in parts:
         if isinstance(part, FSDPModule):
             part.set_reshard_after_forward(False)
+
+
+def _moe_layers(parts: Sequence[nn.Module]) -> list[MoE]:
+    return [module for part in parts for module in part.modules() if isinstance(module, MoE)]
 
 
 class _Stage(PipelineStage):

@@ -1,0 +1,305 @@
+"""What is issued while something travels: shared experts beside rows, one chunk of DualPipeV beside
+another's rows, a unit beside the gathering of the next one's parameters.
+
+Logs of the order in which a process issues its work; how long it takes is no test's matter.
+"""
+
+import threading
+
+import pytest
+import torch
+
+from titan_moe.distributed.pipeline_overlap import Alternation
+from titan_moe.verify.ranks import RankError, run_ranks
+
+from .events import Log
+from .pipelines import plain_training, run_pipeline, wrong
+from .tiny import SEQ_LEN, global_batch, make_job, tiny
+
+CPU = torch.device("cpu")
+
+# --- shared experts beside rows ---
+
+
+def build(tables: dict):
+    import torch.distributed as dist
+
+    from titan_moe.build import build_sharded_model
+
+    job = make_job("deepseek_v3", **tables)
+    return build_sharded_model(job, tiny(job), device=CPU, world_size=dist.get_world_size())
+
+
+def train_once(sharded) -> None:
+    import torch.distributed as dist
+
+    from titan_moe.distributed.execution import Microbatch
+
+    rank = dist.get_rank()
+    tokens, labels, documents = (x[rank : rank + 1] for x in global_batch(0, 96))
+    positions = torch.arange(SEQ_LEN).expand(1, -1)
+    sharded.execution.train(Microbatch(tokens, labels, documents, positions))
+
+
+def log_of_a_step(recompute: str, planted: str) -> list[tuple[str, list[str]]]:
+    """Each exchange of rows (not of weights) by its phase, and what was issued meanwhile."""
+    sharded = build(
+        {
+            "parallelism": {"expert_parallel_degree": 2},
+            "activation_checkpoint": {"mode": recompute},
+        }
+    )
+    log = Log()
+    log.watch_exchanges()
+    for moe in sharded.moe_layers().values():
+        log.mark(moe.shared_experts, "shared experts")
+        if planted:
+            _wait_at_once(moe.dispatcher)
+    train_once(sharded)
+    return [(start.phase, [e.what for e in inside]) for start, inside in log.inside()]
+
+
+def _wait_at_once(dispatcher) -> None:
+    """The serial order: rows have arrived before anything else is begun."""
+    send, receive = dispatcher.send, dispatcher.receive
+    dispatcher.send = lambda x_TD, weights_TK, plan: receive(send(x_TD, weights_TK, plan), plan)
+    dispatcher.receive = lambda sent, plan: sent
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_shared_experts_are_computed_while_rows_travel(recompute: str):
+    for flights in run_ranks(log_of_a_step, 2, recompute, ""):
+        beside = [phase for phase, inside in flights if "shared experts" in inside]
+        # Tokens and their weights, in each of two layers; recomputation counts as the backward.
+        assert beside.count("forward") == 2 * 2
+        assert beside.count("backward") == 2 * 2 * (2 if recompute == "full" else 1)
+
+
+def test_the_log_shows_the_serial_order():
+    for flights in run_ranks(log_of_a_step, 2, "none", "serial"):
+        assert not any("shared experts" in inside for _, inside in flights)
+
+
+# --- the next block's parameters ---
+
+
+def log_of_gathers(prefetch: bool) -> list[str]:
+    """All-gathers of parameters and the beginnings of blocks, in order."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
+
+    from titan_moe.distributed import fsdp
+
+    if not prefetch:
+        fsdp._prefetch = lambda units: None
+    sharded = build({"parallelism": {"fsdp_reshard_after_forward": "always"}})
+    (part,) = sharded.parts
+    log, gather = Log(), group.foreach_all_gather
+    names = {id(module): name for name, module in part.named_modules()}
+
+    def gathered(params, *args, **kwargs):
+        owner = params[0]._module_info.module
+        log.mark_now(f"gather {names[id(owner)]}")
+        return gather(params, *args, **kwargs)
+
+    group.foreach_all_gather = gathered
+    for number, block in part.layers.items():
+        log.mark(block.attention_norm, f"compute {number}")
+        log.mark(block.ffn_norm, f"compute {number}")
+    train_once(sharded)
+    return [f"{event.phase} {event.what}" for event in log.events]
+
+
+def gathered_before(events: list[str], what: str, compute: str) -> bool:
+    """Whether the last gathering of `what` before the end was issued before `compute` began."""
+    first = next(n for n, event in enumerate(events) if event == compute)
+    return any(f"gather {what}" in event for event in events[:first])
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_the_next_blocks_parameters_are_gathered_before_a_block_computes(prefetch: bool):
+    for events in run_ranks(log_of_gathers, 2, prefetch):
+        turn = next(n for n, event in enumerate(events) if event.startswith("backward"))
+        forward, backward = events[:turn], events[turn:]
+        ahead = [
+            gathered_before(forward, f"layers.{next_}.{unit}", f"forward compute {now}")
+            for now, next_ in ((0, 1), (1, 2))
+            for unit in ("attention", "moe.experts")
+        ]
+        # FSDP2 itself goes by the order of the forward where nothing is set.
+        ahead += [
+            gathered_before(backward, f"layers.{next_}.{unit}", f"backward compute {now}")
+            for now, next_ in ((2, 1),)
+            for unit in ("attention", "moe.experts")
+            if prefetch
+        ]
+        assert all(ahead) if prefetch else not any(ahead), events
+
+
+# --- DualPipeV ---
+
+CASE = {
+    "degrees": {"pp": 2, "dp_shard": 2, "ep": 2},
+    "rows": 32,
+    "schedule": "DualPipeV",
+}
+
+
+def log_of_pairs(case: dict, planted: str) -> tuple[list, list]:
+    """What two steps give, and each pair's log: (side, exchange or computation)."""
+    import torch.distributed as dist
+
+    from titan_moe.distributed import pipeline_overlap as overlap
+    from titan_moe.moe.experts import Experts
+
+    log, pairs = Log(), []
+    log.watch_exchanges()
+    run, compute = overlap.Alternation.run, Experts.forward
+
+    def logged_run(self, forward, backward):
+        first = len(log.events)
+        run(self, forward, backward)
+        pairs.append(log.events[first:])
+
+    def marked(self, rows):
+        log.mark_now("experts")
+        return log.seen(compute(self, rows), "experts")
+
+    overlap.Alternation.run, Experts.forward = logged_run, marked
+    if planted == "serial":
+        overlap.Alternation._hand_over = lambda self, side: None
+    elif planted == "a pair's order follows the rank":
+        turn = overlap.Alternation.run
+
+        def by_rank(self, forward, backward):
+            if dist.get_rank() % 2:
+                forward, backward = backward, forward
+            turn(self, forward, backward)
+
+        overlap.Alternation.run = by_rank
+    records = run_pipeline(case)
+    return records, [[(event.phase, event.what) for event in pair] for pair in pairs]
+
+
+def overlapped(pair: list[tuple[str, str]], side: str) -> int:
+    """During how many exchanges of this side the other side's experts computed."""
+    found, flying, others = 0, 0, False
+    for phase, what in pair:
+        if phase == side and what == "start":
+            flying, others = flying + 1, False if flying == 0 else others
+        elif phase == side and what == "wait":
+            flying -= 1
+            found += others and flying == 0
+        elif what == "experts" and phase != side and flying:
+            others = True
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[dict]:
+    return plain_training()[32]
+
+
+def test_a_chunk_computes_while_the_others_rows_travel(reference):
+    results = run_ranks(log_of_pairs, 4, CASE, "")
+    assert wrong([records for records, _ in results], reference) == []
+    logs = [pairs for _, pairs in results]
+    # The ranks of an ep group issue the same collectives in the same order.
+    assert logs[0] == logs[1] and logs[2] == logs[3]
+    for pairs in logs:
+        assert pairs
+        for pair in pairs:
+            assert {phase for phase, _ in pair} == {"forward", "backward"}
+            assert overlapped(pair, "forward") and overlapped(pair, "backward"), pair
+
+
+def test_without_the_option_nothing_alternates(reference):
+    results = run_ranks(log_of_pairs, 4, CASE | {"overlap": False}, "")
+    assert wrong([records for records, _ in results], reference) == []
+    assert not any(pairs for _, pairs in results)
+
+
+def test_halves_that_run_one_after_the_other_are_seen():
+    for _, pairs in run_ranks(log_of_pairs, 4, CASE, "serial"):
+        assert pairs
+        assert not any(overlapped(p, "forward") or overlapped(p, "backward") for p in pairs)
+
+
+# --- taking turns ---
+
+
+def taken_turns(alternation: Alternation, first: int, second: int) -> str:
+    """The order of two halves with these numbers of exchanges: F and B compute."""
+    order: list[str] = []
+
+    def half(name: str, exchanges: int, hand_over) -> None:
+        for _ in range(exchanges):
+            order.append(name)
+            hand_over()
+        order.append(name)
+
+    alternation.run(
+        lambda: half("F", first, alternation.in_forward),
+        lambda: half("B", second, alternation.in_backward),
+    )
+    return "".join(order)
+
+
+def test_turns_alternate_and_the_longer_half_goes_on_alone():
+    alternation = Alternation(CPU)
+    assert taken_turns(alternation, 2, 2) == "FBFBFB"
+    assert taken_turns(alternation, 0, 2) == "FBBB"
+    assert taken_turns(alternation, 3, 1) == "FBFBFF"
+    alternation.in_forward()  # Outside of a pair nobody waits.
+    alternation.in_backward()
+
+
+@pytest.mark.parametrize("failing", ["forward", "backward"])
+def test_a_half_that_fails_ends_the_other(failing: str):
+    alternation, ended = Alternation(CPU), []
+
+    def half(name: str, hand_over) -> None:
+        try:
+            while True:
+                hand_over()
+                if name == failing:
+                    raise ValueError(f"{name} failed")
+        finally:
+            ended.append(name)
+
+    with pytest.raises(ValueError, match=f"{failing} failed"):
+        alternation.run(
+            lambda: half("forward", alternation.in_forward),
+            lambda: half("backward", alternation.in_backward),
+        )
+    assert sorted(ended) == ["backward", "forward"]
+    assert taken_turns(alternation, 1, 1) == "FBFB"
+
+
+def test_the_backward_has_a_thread_of_its_own_and_keeps_it():
+    alternation, threads = Alternation(CPU), []
+    for _ in range(2):
+        alternation.run(
+            lambda: threads.append(threading.get_ident()),
+            lambda: threads.append(threading.get_ident()),
+        )
+    assert threads[0] == threads[2] == threading.get_ident()
+    assert threads[1] == threads[3] != threads[0]
+
+
+def test_an_error_inside_a_chunk_is_the_runs():
+    with pytest.raises(RankError, match="no rows today"):
+        run_ranks(failing_pipeline, 4, CASE)
+
+
+def failing_pipeline(case: dict) -> None:
+    from titan_moe.distributed import collectives
+
+    wait = collectives._wait
+
+    def refuse(x_RD, exchange):
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("no rows today")
+        return wait(x_RD, exchange)
+
+    collectives._wait = refuse
+    run_pipeline(case)
