@@ -1,0 +1,157 @@
+"""permute_indices with gather and combine beside the copy bandwidth, their launches and waits.
+
+    python scripts/bench/gpu_permute.py --json gpu_permute.json
+    python scripts/bench/gpu_permute.py --device cpu      # the same code on toy sizes
+
+A copy moves two bytes for each that it copies; so are gather (rows read and written) and combine
+(rows read, tokens written) counted. Launches are the kernels that a profiler sees. Every piece runs
+once with torch.cuda.set_sync_debug_mode("error"), which raises where the host waits for the device.
+The fastest combine adds atomically, in any order (index_add_); ours in the order of k.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from gpu_common import Goal, describe, finish, is_toy, medians, parse, print_table
+from torch import Tensor
+
+from titan_moe.kernels.move_rows import add_rows, copy_rows
+from titan_moe.kernels.permute_indices import max_padded_rows, permute_indices
+from titan_moe.moe.permute import invert
+
+# (T, K, E, D, row alignment)
+CASES = [
+    (32768, 8, 128, 2048, 1),
+    (24576, 8, 128, 1536, 1),
+    (32768, 4, 64, 4096, 1),
+    (32768, 8, 128, 2048, 16),
+]
+TOY_CASES = [(64, 2, 8, 32, 16)]
+LEAST_BANDWIDTH, MOST_OVER_FASTEST = 0.8, 1.05
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(__doc__, argv)
+    toy, device = is_toy(arguments), arguments.device
+    copy_rate = copy_bandwidth(2**20 if toy else 2**30, arguments.repeats, device)
+    rows = [
+        measure(case, copy_rate, arguments.repeats, device)
+        for case in (TOY_CASES if toy else CASES)
+    ]
+    print(", ".join(f"{key} {value}" for key, value in describe(device).items()))
+    print(f"copy: {copy_rate / 1e9:.0f} GB/s")
+    print_table(list(rows[0]), [list(row.values()) for row in rows])
+    finish(arguments, rows, [goal for row in rows for goal in goals_of(row)])
+
+
+def goals_of(row: dict[str, Any]) -> list[Goal]:
+    name = f"T {row['T']} K {row['K']} D {row['D']} alignment {row['alignment']}"
+    return [
+        Goal(f"{name}, all three of copy", row["of copy"], LEAST_BANDWIDTH),
+        Goal(
+            f"{name}, combine over index_add_",
+            row["over index_add_"],
+            MOST_OVER_FASTEST,
+            at_most=True,
+        ),
+        Goal(f"{name}, launches of the indices", row["index launches"], 1, at_most=True),
+        Goal(f"{name}, host waits", row["host waits"], 0, at_most=True),
+    ]
+
+
+def copy_bandwidth(num_bytes: int, repeats: int, device: str) -> float:
+    """Bytes moved per second by a plain copy."""
+    source = torch.zeros(num_bytes, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    (seconds,) = medians([lambda: target.copy_(source)], repeats, device)
+    return 2 * num_bytes / seconds
+
+
+def measure(
+    case: tuple[int, int, int, int, int], copy_rate: float, repeats: int, device: str
+) -> dict[str, Any]:
+    num_tokens, top_k, num_experts, dim, alignment = case
+    with torch.device(device):
+        x_TD = torch.randn(num_tokens, dim, dtype=torch.bfloat16)
+        experts_TK = torch.rand(num_tokens, num_experts).topk(top_k).indices
+    order_N = experts_TK.flatten().sort(stable=True).indices
+    counts_1E = torch.bincount(experts_TK.flatten(), minlength=num_experts)[None]
+    num_rows = num_tokens * top_k
+    sizes = {
+        "num_rows": num_rows,
+        "row_alignment": alignment,
+        "max_rows": max_padded_rows(num_rows, num_experts, alignment),
+    }
+    maps = permute_indices(counts_1E, **sizes)
+    source_R = torch.where(maps.source_R < 0, -1, (order_N // top_k)[maps.source_R.clamp_min(0)])
+    rows_TK = maps.position_R[invert(order_N)].view(num_tokens, top_k)
+    y_RD = copy_rows(x_TD, source_R, is_padded=True)
+    token_R = source_R.clamp_min(0)
+    total_TD = torch.zeros_like(x_TD)
+
+    pieces: list[Callable[[], object]] = [
+        lambda: permute_indices(counts_1E, **sizes),
+        lambda: copy_rows(x_TD, source_R, is_padded=alignment > 1),
+        lambda: add_rows(y_RD, rows_TK),
+        lambda: total_TD.zero_().index_add_(0, token_R, y_RD),
+    ]
+    indices_s, gather_s, combine_s, atomic_s = medians(pieces, repeats, device)
+    gather_bytes = (num_rows + len(source_R)) * dim * 2
+    combine_bytes = (num_rows + num_tokens) * dim * 2
+    whole = (gather_bytes + combine_bytes) / (indices_s + gather_s + combine_s)
+    return {
+        "T": num_tokens,
+        "K": top_k,
+        "E": num_experts,
+        "D": dim,
+        "alignment": alignment,
+        "indices us": 1e6 * indices_s,
+        "gather us": 1e6 * gather_s,
+        "combine us": 1e6 * combine_s,
+        "gather of copy": gather_bytes / gather_s / copy_rate,
+        "combine of copy": combine_bytes / combine_s / copy_rate,
+        "of copy": whole / copy_rate,
+        "over index_add_": combine_s / atomic_s,
+        "index launches": launches(pieces[0], device),
+        "gather launches": launches(pieces[1], device),
+        "combine launches": launches(pieces[2], device),
+        "host waits": sum(waits(piece, device) for piece in pieces[:3]),
+        "same bits": repeats_bits(y_RD, rows_TK),
+    }
+
+
+def launches(piece: Callable[[], object], device: str) -> int:
+    """Kernels, memory sets and copies that one run starts; on a CPU, operations called."""
+    activity = torch.profiler.ProfilerActivity
+    kinds = [activity.CPU, activity.CUDA] if device == "cuda" else [activity.CPU]
+    with torch.profiler.profile(activities=kinds) as profile:
+        piece()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    wanted = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
+    return sum(event.device_type == wanted for event in profile.events())
+
+
+def waits(piece: Callable[[], object], device: str) -> int:
+    """1 where the host waits for the device."""
+    if device == "cpu":
+        piece()
+        return 0
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        piece()
+    except RuntimeError:
+        return 1
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return 0
+
+
+def repeats_bits(y_RD: Tensor, rows_TK: Tensor) -> bool:
+    first = add_rows(y_RD, rows_TK)
+    return all(torch.equal(first, add_rows(y_RD, rows_TK)) for _ in range(3))
+
+
+if __name__ == "__main__":
+    main()
