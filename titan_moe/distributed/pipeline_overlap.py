@@ -103,14 +103,14 @@ def overlap_pairs(schedule: _PipelineScheduleRuntime, alternation: Alternation) 
     """
     stages = {stage.stage_index: stage for stage in schedule._stages}
 
-    def run_pair(action: Any, context: Any) -> None:
+    def run_pair(action: Any, ctx: Any) -> None:
         forward, backward = action.sub_actions
         for half in (forward, backward):
             schedule._assert_unsharded(stages[half.stage_index])
         _receive(schedule.fwd_recv_ops, forward)
         _receive(schedule.bwd_recv_ops, backward)
         alternation.run(
-            lambda: _forward(schedule, stages, forward, context),
+            lambda: _forward(schedule, stages, forward, ctx),
             lambda: _backward(schedule, stages, backward),
         )
 
