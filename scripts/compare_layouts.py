@@ -3,8 +3,10 @@
     python scripts/compare_layouts.py configs/debug/gate_deepseek_v3.toml --all --world-size 8
     python scripts/compare_layouts.py CONFIG --layouts "dp_shard=2,tp=2,ep=4" "pp=2,cp=2,tp=2,etp=2"
     python scripts/compare_layouts.py CONFIG --sample 20 --seed 1 --float32
+    python scripts/compare_layouts.py CONFIG --all --world-size 4 --optimizer.name Muon
 
-Options that no argument fixes rotate over the layouts. An interrupted run goes on where it stopped:
+Options that no argument fixes rotate over the layouts; other arguments are --table.key value of
+the configuration. An interrupted run goes on where it stopped:
 results.jsonl in the output folder holds what passed with the same code. The folder also gets
 results.json and results.html. Exit code 1 if any layout does not pass.
 """
@@ -45,7 +47,7 @@ def main(argv: list[str]) -> int:
     )
     for option, values in OPTIONS.items():
         parser.add_argument(_FLAGS[option], choices=values, dest=option)
-    options = parser.parse_args(argv)
+    options, options.overrides = parser.parse_known_args(argv)
     try:
         return _compare(options)
     except ConfigError as error:
@@ -69,7 +71,7 @@ def _compare(options: argparse.Namespace) -> int:
     from titan_moe.verify.sweep import summary, sweep
 
     options.out.mkdir(parents=True, exist_ok=True)
-    job = load_job(["--job.config_file", options.config])
+    job = load_job(["--job.config_file", options.config, *options.overrides])
     with tempfile.TemporaryDirectory() as folder:
         gate = Gate(job, Path(folder))
         layouts = _chosen(options, gate)

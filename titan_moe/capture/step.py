@@ -108,7 +108,7 @@ class StepCapture:
                 self._by_expert(place, counts_E, (0, number))
         self._routers("balance")
         state = self._optimizer.state
-        for which in ("exp_avg", "exp_avg_sq"):
+        for which in _moments(self._optimizer):
             self._parameters("moments", which, lambda p, key=which: state[p].get(key))  # type: ignore[misc]
         self._parameters("parameters", "parameter", lambda parameter: parameter)
 
@@ -192,6 +192,12 @@ class StepCapture:
                     part=_number_of(rest),
                     values=values,
                 )
+
+
+def _moments(optimizer: Optimizer) -> list[str]:
+    """The kinds of them. Of what a parameter has none of, zeros are told."""
+    muon = any(group["name"] == "matrices" for group in optimizer.param_groups)
+    return ["exp_avg", "exp_avg_sq", *["momentum_buffer"] * muon]
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint, by name: `model.<fqn>` and `optimizer.<fqn>.<key>`."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,13 @@ from torch.optim.optimizer import _get_scalar_dtype
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
+
+
+@runtime_checkable
+class HasZeroState(Protocol):
+    """An optimizer that knows what its state is before the first update."""
+
+    def zero_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]: ...
 
 
 def model_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
@@ -55,6 +62,8 @@ def _named_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 def _zero_state(
     optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
 ) -> dict[str, Tensor]:
+    if isinstance(optimizer, HasZeroState):
+        return optimizer.zero_state(group, parameter)
     if not isinstance(optimizer, Adam):
         raise TypeError(f"cannot create the initial state of {type(optimizer).__name__}")
     keys = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]

@@ -233,6 +233,27 @@ def _capture(run: Run) -> list[str]:
     return [f"debug.capture_step={step} is beyond training.steps={steps}: choose one of its steps"]
 
 
+def _optimizer(run: Run) -> list[str]:
+    optimizer = run.job.optimizer
+    muon = optimizer.name == "Muon"
+    defaults = type(optimizer)()
+    lines = [
+        f"optimizer.{key}={getattr(optimizer, key)} is Muon's: leave it out, or choose "
+        "optimizer.name=Muon"
+        for key in ("muon_momentum", "muon_steps", "muon_rms")
+        if not muon and getattr(optimizer, key) != getattr(defaults, key)
+    ]
+    if optimizer.state_dtype == "bfloat16":
+        # Half a unit in the last place is up to 1/256: a smaller change is rounded away.
+        lines += [
+            f"optimizer.{key}={getattr(optimizer, key)} changes a moment by less than "
+            "optimizer.state_dtype=bfloat16 can tell: choose 0.99 or less, or float32"
+            for key in ("beta1", "beta2", *["muon_momentum"] * muon)
+            if getattr(optimizer, key) > 0.99
+        ]
+    return lines
+
+
 def _has_other_files(folder: Path) -> bool:
     """Whether there is something, and no routing record."""
     if not folder.is_dir():
@@ -256,4 +277,5 @@ _RULES: list[Callable[[Run], list[str]]] = [
     _hugging_face,
     _routing_traces,
     _capture,
+    _optimizer,
 ]

@@ -10,8 +10,10 @@ from titan_moe.config.section import Section
 class Optimizer(Section):
     """The optimizer. Norms and biases take no weight decay."""
 
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """AdamW decays weights directly; Adam adds the decay to the gradient."""
+    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
+    """AdamW decays weights directly; Adam adds the decay to the gradient; Muon makes the momentum
+    of layers' matrices orthogonal, and is AdamW for embeddings, output, routers, norms and biases.
+    """
     lr: NonNegativeFloat = 8e-4
     """Peak learning rate."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -23,7 +25,16 @@ class Optimizer(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay per unit of learning rate."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """How torch runs the update."""
+    """How torch runs Adam's update."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What moments are kept in. float32: whatever the parameters are kept in (training.dtype);
+    bfloat16: half the memory, each rounded to nearest after an update in the parameters' type."""
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    """Muon's decay of the momentum, which is Nesterov's."""
+    muon_steps: PositiveInt = 5
+    """Newton-Schulz steps, in training.dtype."""
+    muon_rms: float = Field(0.2, gt=0)
+    """Root mean square of an update by Muon in learning rates; 0.2 is about AdamW's."""
 
 
 class LRScheduler(Section):

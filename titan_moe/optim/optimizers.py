@@ -1,4 +1,4 @@
-"""The optimizer: which parameters decay, and how torch runs the update."""
+"""The optimizer: which parameters it updates how, and which decay."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,44 +8,59 @@ from torch import nn
 
 from titan_moe.config.optimization import Optimizer
 from titan_moe.models.decoder import is_bias
+from titan_moe.optim.adam import Adam
+from titan_moe.optim.muon import MATRICES, Muon
 
-_CLASSES: dict[str, type[torch.optim.Adam]] = {
-    "AdamW": torch.optim.AdamW,
-    "Adam": torch.optim.Adam,
-}
 _FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
+# Muon is for what maps hidden states to hidden states, as its author has it: lookup tables, the
+# output layer and the routers' gates, whose rows are single tokens or experts, stay with AdamW.
+_NOT_HIDDEN = {"tok_embeddings", "output", "router"}
 
 
 def build_optimizer(
     config: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """One optimizer over the trainable parameters, in the groups "decay" and "no_decay".
+    """One optimizer over the trainable parameters, in the groups "decay" and "no_decay", and under
+    Muon "matrices" before them.
 
     Each group carries its "name" and its "peak_lr", which set_lr scales. A group without parameters
     is left out. Parameters may be DTensors of different meshes, but no longer on the meta device.
     An implementation of "fused" becomes "foreach" on devices that torch has no fused kernel for.
     """
     trainable = [(name, param) for name, param in named_parameters if param.requires_grad]
-    members: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": []}
+    members: dict[str, list[nn.Parameter]] = {MATRICES: [], "decay": [], "no_decay": []}
     for name, param in trainable:
-        members["decay" if decays(name, param) else "no_decay"].append(param)
-    weight_decay = {"decay": config.weight_decay, "no_decay": 0.0}
+        if config.name == "Muon" and is_hidden_matrix(name, param):
+            members[MATRICES].append(param)
+        else:
+            members["decay" if decays(name, param) else "no_decay"].append(param)
+    weight_decay = {"no_decay": 0.0}
     groups = [
         {
             "name": group,
             "params": params,
             "peak_lr": config.lr,
-            "weight_decay": weight_decay[group],
+            "weight_decay": weight_decay.get(group, config.weight_decay),
         }
         for group, params in members.items()
         if params
     ]
-    return _CLASSES[config.name](
+    adam: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "decoupled": config.name != "Adam",
+        "implementation": _implementation(config, {param.device.type for _, param in trainable}),
+        "state_dtype": torch.bfloat16 if config.state_dtype == "bfloat16" else None,
+    }
+    if config.name != "Muon":
+        return Adam(groups, **adam)
+    return Muon(
         groups,
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        **_implementation(config, {param.device.type for _, param in trainable}),
+        momentum=config.muon_momentum,
+        num_steps=config.muon_steps,
+        rms=config.muon_rms,
+        **adam,
     )
 
 
@@ -54,6 +69,11 @@ def decays(name: str, param: nn.Parameter) -> bool:
     return param.ndim > 1 and not is_bias(name)
 
 
-def _implementation(config: Optimizer, device_types: set[str]) -> dict[str, Any]:
-    fused = config.implementation == "fused" and device_types <= _FUSED_DEVICES
-    return {"fused": fused, "foreach": not fused and config.implementation != "for-loop"}
+def is_hidden_matrix(name: str, param: nn.Parameter) -> bool:
+    """Whether Muon updates a parameter: a layer's weight, or a stack of experts' weights."""
+    return decays(name, param) and not _NOT_HIDDEN & set(name.split("."))
+
+
+def _implementation(config: Optimizer, device_types: set[str]) -> str:
+    no_kernel = config.implementation == "fused" and not device_types <= _FUSED_DEVICES
+    return "foreach" if no_kernel else config.implementation

@@ -25,6 +25,7 @@ _CAUSES_FIRST = (
     ("previous_load",),
     ("exp_avg",),
     ("exp_avg_sq",),
+    ("momentum_buffer",),
     ("parameter",),
 )
 """Quantities in the order in which a step makes one from the other; first its numbers."""

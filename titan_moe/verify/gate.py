@@ -72,8 +72,8 @@ class Gate:
         config = model_of_job(self.job.model)
         if config.moe is None:
             raise ConfigError([f"model.flavor={flavor} of {name} has no experts: choose another"])
-        if self.job.optimizer.name != "AdamW":
-            raise ConfigError([f"optimizer.name={self.job.optimizer.name}: choose AdamW"])
+        if self.job.optimizer.name == "Adam":
+            raise ConfigError(["optimizer.name=Adam: choose AdamW or Muon"])
         return config
 
     def refusal(self, layout: Layout) -> str:

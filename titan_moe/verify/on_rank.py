@@ -147,6 +147,7 @@ class Holding:
             ("parameter", snapshot.parameters, step.parameters),
             ("exp_avg", snapshot.exp_avg, step.exp_avg),
             ("exp_avg_sq", snapshot.exp_avg_sq, step.exp_avg_sq),
+            ("momentum_buffer", snapshot.momentum_buffer, step.momentum_buffer),
         ):
             pairs = list(self._pairs(ours, theirs))
             found += differences(number, self.rank, quantity, pairs, floor=self.floor)
@@ -168,10 +169,13 @@ class Holding:
         return found
 
     def _pairs(self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Iterable[Pair]:
-        """Parts side by side, experts one by one."""
+        """Parts side by side, experts one by one; what the reference has none of is wrong."""
         missing = torch.empty(0)
-        wholes = norms({name: theirs[name] for name in self.boxes})
-        for name, box in self.boxes.items():
+        for name in ours.keys() - theirs.keys():
+            yield Pair(name, ours[name], missing.to(ours[name]), 0.0)
+        boxes = {name: box for name, box in self.boxes.items() if name in theirs}
+        wholes = norms({name: theirs[name] for name in boxes})
+        for name, box in boxes.items():
             part, whole = theirs[name][box], wholes[name].tolist()
             own = ours.get(name, missing)
             if ".experts." not in name or own.shape != part.shape:
@@ -196,6 +200,7 @@ class Snapshot(NamedTuple):
     parameters: dict[str, Tensor]
     exp_avg: dict[str, Tensor]
     exp_avg_sq: dict[str, Tensor]
+    momentum_buffer: dict[str, Tensor]
     expert_bias: dict[str, Tensor]
     previous_load: dict[str, Tensor]
 
@@ -269,6 +274,7 @@ def _snapshot(
         parameters={name: _copy(p) for name, p in holding.parameters.items()},
         exp_avg=moment("exp_avg"),
         exp_avg_sq=moment("exp_avg_sq"),
+        momentum_buffer=moment("momentum_buffer"),
         expert_bias=buffers("expert_bias"),
         previous_load=buffers("previous_load"),
     )

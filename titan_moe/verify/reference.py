@@ -1,8 +1,8 @@
 """The training step written a second time, for one plain process.
 
 What every layout is compared with. It shares with production the plain modules and their
-dimensions, and nothing else: cross-entropy, divisor, auxiliary losses, clipping, AdamW, expert bias
-and counts are spelled out here from their papers, one row at a time.
+dimensions, and nothing else: cross-entropy, divisor, auxiliary losses, clipping, AdamW, Muon,
+expert bias and counts are spelled out here from their papers, one row at a time.
 """
 
 import math
@@ -47,6 +47,8 @@ class Step:
     parameters: dict[str, Tensor]
     exp_avg: dict[str, Tensor]
     exp_avg_sq: dict[str, Tensor]
+    momentum_buffer: dict[str, Tensor]
+    """Of the matrices that Muon updates; those have no other moments."""
     counts: dict[str, Tensor]
     expert_bias: dict[str, Tensor]
     previous_load: dict[str, Tensor]
@@ -87,7 +89,7 @@ class Reference:
         optimizer: Optimizer,
         training: Training,
     ) -> None:
-        assert optimizer.name == "AdamW", "the reference knows AdamW alone"
+        assert optimizer.name in ("AdamW", "Muon"), "the reference knows AdamW and Muon"
         self.model, self.config = model, config
         self.optimizer, self.training = optimizer, training
         assert dict(model.named_parameters()).keys() == weights.keys()
@@ -104,8 +106,10 @@ class Reference:
         for name, router in self.routers.items():
             router.expert_bias.copy_(buffers[f"{name}.moe.router.expert_bias"])
             router.previous_load.copy_(buffers[f"{name}.moe.router.previous_load"])
-        self.exp_avg = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
-        self.exp_avg_sq = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        matrices = {name for name in self.parameters if self._is_for_muon(name)}
+        zeros = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.momentum_buffer = {name: zeros.pop(name) for name in matrices}
+        self.exp_avg, self.exp_avg_sq = zeros, {n: zero.clone() for n, zero in zeros.items()}
         self.num_steps = 0
 
     def step(self, rows: Rows, lr: float) -> Step:
@@ -119,7 +123,8 @@ class Reference:
             self._balance(self.routers[name], counts_E)
         self.num_steps += 1
         for name in self.parameters:
-            self._adamw(name, gradients[name] * clip, lr)
+            update = self._muon if name in self.momentum_buffer else self._adamw
+            update(name, gradients[name] * clip, lr)
         return Step(
             loss=loss,
             grad_norm=norm,
@@ -130,6 +135,7 @@ class Reference:
             parameters=self._by_every_name({n: p.detach() for n, p in self.parameters.items()}),
             exp_avg=self._by_every_name(self.exp_avg),
             exp_avg_sq=self._by_every_name(self.exp_avg_sq),
+            momentum_buffer=self._by_every_name(self.momentum_buffer),
             counts=counts,
             expert_bias={name: r.expert_bias.clone() for name, r in self.routers.items()},
             previous_load={name: r.previous_load.clone() for name, r in self.routers.items()},
@@ -137,7 +143,7 @@ class Reference:
 
     def _by_every_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         cloned = {name: tensor.clone() for name, tensor in tensors.items()}
-        return cloned | {copy: cloned[first] for copy, first in self.copies.items()}
+        return cloned | {c: cloned[first] for c, first in self.copies.items() if first in cloned}
 
     def _gradients(
         self, rows: Rows, num_targets: int
@@ -233,14 +239,58 @@ class Reference:
     def _adamw(self, name: str, gradient: Tensor, lr: float) -> None:
         """arXiv 1711.05101, algorithm 2; matrices decay, vectors and biases do not."""
         config, parameter = self.optimizer, self.parameters[name]
-        if parameter.ndim > 1 and name.split(".")[-1] not in ("bias", "b1", "b2", "b3"):
+        if parameter.ndim > 1 and name.split(".")[-1] not in _BIASES:
             parameter.mul_(1 - lr * config.weight_decay)
-        m, v = self.exp_avg[name], self.exp_avg_sq[name]
-        m.copy_(config.beta1 * m + (1 - config.beta1) * gradient)
-        v.copy_(config.beta2 * v + (1 - config.beta2) * gradient**2)
+        m = config.beta1 * self.exp_avg[name] + (1 - config.beta1) * gradient
+        v = config.beta2 * self.exp_avg_sq[name] + (1 - config.beta2) * gradient**2
         m_hat = m / (1 - config.beta1**self.num_steps)
         v_hat = v / (1 - config.beta2**self.num_steps)
         parameter.sub_(lr * m_hat / (v_hat.sqrt() + config.eps))
+        self.exp_avg[name].copy_(self._kept(m))
+        self.exp_avg_sq[name].copy_(self._kept(v))
+
+    def _is_for_muon(self, name: str) -> bool:
+        """Weights of layers that map hidden states to hidden states."""
+        parts = name.split(".")
+        elsewhere = parts[-1] in _BIASES or {"tok_embeddings", "output", "router"} & set(parts)
+        matrix = self.parameters[name].ndim > 1 and not elsewhere
+        return self.optimizer.name == "Muon" and matrix
+
+    @torch.no_grad()
+    def _muon(self, name: str, gradient: Tensor, lr: float) -> None:
+        """kellerjordan.github.io/posts/muon, with weight decay and scale of arXiv 2502.16982,
+        algorithm 1; each expert by itself."""
+        config, parameter = self.optimizer, self.parameters[name]
+        mu = config.muon_momentum
+        m = mu * self.momentum_buffer[name] + (1 - mu) * gradient
+        nesterov = mu * m + (1 - mu) * gradient
+        for weight, direction in zip(_matrices(parameter), _matrices(nesterov), strict=True):
+            scale = config.muon_rms * math.sqrt(max(weight.shape))
+            update = scale * orthogonal(direction, config.muon_steps)
+            weight.sub_(lr * (update + config.weight_decay * weight))
+        self.momentum_buffer[name].copy_(self._kept(m))
+
+    def _kept(self, moment: Tensor) -> Tensor:
+        """As a state of this type can hold it."""
+        narrow = self.optimizer.state_dtype == "bfloat16"
+        return moment.bfloat16().to(moment.dtype) if narrow else moment
+
+
+_BIASES = ("bias", "b1", "b2", "b3")
+
+
+def _matrices(weight: Tensor) -> list[Tensor]:
+    return [weight] if weight.ndim == 2 else list(weight)
+
+
+def orthogonal(matrix: Tensor, num_steps: int) -> Tensor:
+    """What Muon's Newton-Schulz steps make of a matrix, by its singular values: each step maps s to
+    3.4445 s - 4.7750 s^3 + 2.0315 s^5, after a division of all by the Frobenius norm."""
+    u, singular, vt = torch.linalg.svd(matrix, full_matrices=False)
+    singular = singular / (singular.square().sum().sqrt() + 1e-7)
+    for _ in range(num_steps):
+        singular = 3.4445 * singular - 4.7750 * singular**3 + 2.0315 * singular**5
+    return u @ singular.diag() @ vt
 
 
 def cross_entropy_sum(logits_SV: Tensor, labels_S: Tensor) -> Tensor:

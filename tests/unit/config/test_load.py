@@ -83,7 +83,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         "fault_tolerance.enable = false "
         f"({file}): torchft is not used: restart the run and it resumes from its checkpoint",
         f'moe.row_alignment = "7" ({cli}): must be 1, 8, 16, 32, 64 or 128',
-        f"optimizer.name = \"SGD\" ({file}): must be 'AdamW' or 'Adam'",
+        f"optimizer.name = \"SGD\" ({file}): must be 'AdamW', 'Adam' or 'Muon'",
         f"profiling = 3 ({file}): must be a table: [profiling]",
         f"training.lr = 3 ({cli}): no such key; did you mean optimizer.lr?",
         f"training.seq_len = true ({file}): must be a valid integer",
