@@ -1,0 +1,89 @@
+"""All GPU benchmarks in one call, in under 10 minutes: tables on standard output, JSON in a folder.
+
+    python scripts/bench/gpu_all.py FOLDER
+    python scripts/bench/gpu_all.py FOLDER --device cpu      # toy sizes, to see that it runs
+
+Each part is a process with a limit of its own: one that fails or takes too long costs the others
+nothing. FOLDER/gpu_all.json sums up: each part's figures, its seconds, and all goals. Tests of
+tests/gpu come last, where pytest is installed.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_BENCH = Path(__file__).resolve().parent
+_REPO = _BENCH.parents[1]
+# Script and arguments, and how many seconds it may take on a GPU.
+PARTS: dict[str, tuple[list[str], int]] = {
+    "gpu_permute": (["gpu_permute.py"], 60),
+    "gpu_moe": (["gpu_moe.py"], 90),
+    "gpu_families": (["gpu_families.py"], 90),
+    "gpu_slice_qwen3": (["gpu_slice.py", "--only", "qwen3"], 140),
+    "gpu_slice_deepseek_v3": (["gpu_slice.py", "--only", "deepseek_v3"], 140),
+}
+_TESTS_LIMIT = 60
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument(
+        "--only", metavar="PART", default="", help="parts whose name has this in it"
+    )
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no CUDA device here: --device cpu runs the same code on toy sizes")
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    toy = ["--device", "cpu", "--repeats", "1"] if arguments.device == "cpu" else []
+    summary: dict[str, Any] = {}
+    for name, (command, limit) in PARTS.items():
+        if arguments.only in name:
+            file = arguments.folder / f"{name}.json"
+            script = [str(_BENCH / command[0]), *command[1:], *toy, "--json", str(file)]
+            summary[name] = run(name, [sys.executable, *script], limit) | read(file)
+    if arguments.device == "cuda" and arguments.only in "tests":
+        tests = [sys.executable, "-m", "pytest", "-q", "-x", "tests/gpu/test_kernels.py"]
+        summary["tests"] = run("tests", tests, _TESTS_LIMIT)
+    whole = arguments.folder / "gpu_all.json"
+    whole.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    goals = [goal for part in summary.values() for goal in part.get("goals", [])]
+    missed = [goal["name"] for goal in goals if not goal["met"]]
+    print(f"\n{len(goals) - len(missed)} of {len(goals)} goals met; figures: {whole}")
+    failed = [name for name, part in summary.items() if part["exit code"]]
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def run(name: str, command: list[str], limit: int) -> dict[str, Any]:
+    """One part; its output goes where ours goes."""
+    print(f"\n=== {name} ===", flush=True)
+    started = time.monotonic()
+    path = os.pathsep.join(filter(None, [str(_REPO), os.environ.get("PYTHONPATH", "")]))
+    try:
+        code = subprocess.run(
+            command, cwd=_REPO, env=os.environ | {"PYTHONPATH": path}, timeout=limit
+        ).returncode
+    except subprocess.TimeoutExpired:
+        code = 124
+        print(f"stopped after {limit} s", flush=True)
+    return {"exit code": code, "seconds": round(time.monotonic() - started, 1)}
+
+
+def read(file: Path) -> dict[str, Any]:
+    """What a part wrote; nothing if it did not get so far."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Every family trains on the device, and a repeated deterministic run has the same bits.
+
+    python scripts/bench/gpu_families.py --json gpu_families.json
+    python scripts/bench/gpu_families.py --device cpu
+
+Three steps of each family's debug model in bfloat16, twice from the same seed: losses, gradient
+norms and every parameter after the last step.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from gpu_common import Goal, describe, finish, is_toy, parse, print_table
+from gpu_training import new_training, world_of_one
+
+FAMILIES = [
+    ("deepseek_v3", "debugmodel"),
+    ("deepseek_v3", "gate"),  # With multi-token prediction.
+    ("gpt_oss", "debugmodel"),
+    ("llama4", "debugmodel"),
+    ("mixtral", "debugmodel"),
+    ("qwen3", "debugmodel"),
+    ("qwen3", "debugmodel_moe"),
+]
+TOY_FAMILIES = [("deepseek_v3", "gate")]
+STEPS = 3
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(__doc__, argv)
+    device = (
+        torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
+    )
+    rows = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        with world_of_one(device):
+            for family in TOY_FAMILIES if is_toy(arguments) else FAMILIES:
+                rows.append(measure(family, device))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    print(", ".join(f"{key} {value}" for key, value in describe(arguments.device).items()))
+    heads = ["model", "first loss", "last loss", "same bits", "failed"]
+    print_table(heads, [[row.get(head, "") for head in heads] for row in rows])
+    bits = [Goal(f"{row['model']}, same bits", float(row["same bits"]), 1) for row in rows]
+    falls = [
+        Goal(f"{row['model']}, last loss", row["last loss"], row["first loss"], at_most=True)
+        for row in rows
+        if "last loss" in row
+    ]
+    finish(arguments, rows, bits + falls)
+
+
+def measure(family: tuple[str, str], device: torch.device) -> dict:
+    row = {"model": "/".join(family), "same bits": False}
+    try:
+        first, again = (trained(family, device) for _ in range(2))
+    except Exception as error:
+        return row | {"failed": str(error).strip().splitlines()[0][:120] or repr(error)}
+    losses = first[0]
+    return row | {
+        "same bits": first == again,
+        "first loss": losses[0],
+        "last loss": losses[-1],
+    }
+
+
+def trained(family: tuple[str, str], device: torch.device) -> tuple[list, list, list]:
+    """Losses, norms, and a number of each parameter."""
+    name, flavor = family
+    tables = {
+        "model": {"name": name, "flavor": flavor},
+        "training": {"seq_len": 128, "local_batch_size": 2},
+        "optimizer": {"lr": 1e-3},
+        "parallelism": {"data_parallel_shard_degree": 1},
+        "moe": {"row_alignment": 16},
+        "activation_checkpoint": {"mode": "none"},
+        "debug": {"deterministic": True},
+    }
+    training = new_training(tables, device)
+    results = [training.run() for _ in range(STEPS)]
+    losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
+    return losses, norms, training.checksums()
+
+
+if __name__ == "__main__":
+    main()

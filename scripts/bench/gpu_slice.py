@@ -1,0 +1,164 @@
+"""Training steps of a full-width slice of published models: tokens/s and MFU.
+
+    python scripts/bench/gpu_slice.py --json gpu_slice.json
+    python scripts/bench/gpu_slice.py --only qwen3 --rows 8
+    python scripts/bench/gpu_slice.py --device cpu      # the same code on toy sizes
+
+The first 4 layers of Qwen3-30B-A3B and DeepSeek-V3-16B at full width, with embedding, output layer,
+clipping and a fused AdamW, in bfloat16 over float32 parameters, rows of 4096 random tokens of one
+document each, nothing recomputed. Eager and compiled, with natural routing (a fresh router's on
+random tokens) and with forced balance. MFU counts the FLOPs of titan_moe/models/weights.py, thrice
+for forward and backward, over the device's dense bfloat16 peak; a slice's output layer weighs more
+than in the whole model. A variant that fails is reported with its error and the others go on.
+"""
+
+import argparse
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_common import Goal, describe, finish, is_toy, print_table
+from gpu_training import new_training, world_of_one
+
+from titan_moe.models.weights import part_weights
+from titan_moe.runtime.device import peak_flops
+
+LAYERS, SEQ_LEN, ROWS = 4, 4096, 4
+MODELS = [("qwen3", "30B-A3B"), ("deepseek_v3", "16B")]
+TOY_MODELS = [("qwen3", "debugmodel_moe"), ("deepseek_v3", "2M")]
+WARMUP_STEPS, LEAST_MFU = 4, 0.45
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rows", type=int, default=ROWS, help="rows of a step")
+    parser.add_argument("--repeats", type=int, default=8, help="timed steps of each variant")
+    parser.add_argument("--only", metavar="FAMILY", default="")
+    parser.add_argument("--eager-only", action="store_true")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure")
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no CUDA device here: --device cpu runs the same code on toy sizes")
+    device = (
+        torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
+    )
+    models = [m for m in (TOY_MODELS if is_toy(arguments) else MODELS) if arguments.only in m[0]]
+    with world_of_one(device):
+        rows = [
+            measure(model, compiled, balanced, arguments, device)
+            for model in models
+            for compiled in ((False,) if arguments.eager_only else (False, True))
+            for balanced in (True, False)
+        ]
+    print(", ".join(f"{key} {value}" for key, value in describe(arguments.device).items()))
+    heads = list(dict.fromkeys(key for row in rows for key in row))
+    print_table(heads, [[row.get(head, "") for head in heads] for row in rows])
+    finish(arguments, rows, [goal for row in rows for goal in goals_of(row)])
+
+
+def goals_of(row: dict[str, Any]) -> list[Goal]:
+    if row["routing"] != "balanced":
+        return []
+    name = f"{row['model']} {row['execution']} balanced, MFU"
+    return [Goal(name, row.get("MFU", math.nan), LEAST_MFU)]
+
+
+def measure(
+    model: tuple[str, str],
+    compiled: bool,
+    balanced: bool,
+    arguments: argparse.Namespace,
+    device: torch.device,
+) -> dict[str, Any]:
+    """One variant, built anew; what it needed is freed before the next."""
+    row: dict[str, Any] = {
+        "model": "/".join(model),
+        "execution": "compiled" if compiled else "eager",
+        "routing": "balanced" if balanced else "natural",
+    }
+    try:
+        return row | steps(model, compiled, balanced, arguments, device)
+    except Exception as error:
+        return row | {"failed": str(error).strip().splitlines()[0][:120] or repr(error)}
+    finally:
+        torch.compiler.reset()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def steps(
+    model: tuple[str, str],
+    compiled: bool,
+    balanced: bool,
+    arguments: argparse.Namespace,
+    device: torch.device,
+) -> dict[str, Any]:
+    seq_len = 32 if is_toy(arguments) else SEQ_LEN
+    tables = job_tables(model, arguments.rows, seq_len)
+    # On a CPU the compiled kernels are not what is looked at: tracing is.
+    backend = "aot_eager" if is_toy(arguments) else "inductor"
+    tables["compile"] = {"enable": compiled, "backend": backend}
+    tables["debug"] = {"moe_force_load_balance": balanced}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    training = new_training(tables, device, num_layers=LAYERS)
+    started = time.perf_counter()
+    training.run()
+    first_s = time.perf_counter() - started
+    for _ in range(WARMUP_STEPS - 1):
+        training.run()
+    seconds = []
+    for _ in range(arguments.repeats):
+        started = time.perf_counter()
+        result = training.run()  # Ends with a wait for the device: the loss is read.
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    rate = arguments.rows * seq_len / statistics.median(seconds)
+    flops = 3 * sum(part_weights(training.config, seq_len).values()) * rate
+    figures = {
+        "tokens/s": rate,
+        "TFLOP/s": flops / 1e12,
+        "step ms": 1e3 * statistics.median(seconds),
+        "slowest ms": 1e3 * max(seconds),
+        "first step s": first_s,
+        "loss": result.loss,
+    }
+    if result.counts_LE is not None:
+        counts_LE = result.counts_LE.double()
+        figures["busiest"] = (counts_LE.amax(1) / counts_LE.mean(1)).max().item()
+    if (peak := peak_flops(device)) is not None:
+        figures["MFU"] = flops / peak
+        figures["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    return figures
+
+
+def job_tables(model: tuple[str, str], num_rows: int, seq_len: int) -> dict[str, dict[str, Any]]:
+    name, flavor = model
+    return {
+        "model": {"name": name, "flavor": flavor},
+        "training": {
+            "seq_len": seq_len,
+            "local_batch_size": num_rows,
+            "mask_documents": False,
+            "mixed_precision_param": "bfloat16",
+        },
+        # Small enough that a fresh model's routing stays what it is over the timed steps.
+        "optimizer": {"lr": 1e-6},
+        "parallelism": {"data_parallel_shard_degree": 1},
+        "activation_checkpoint": {"mode": "none"},
+    }
+
+
+if __name__ == "__main__":
+    main()
