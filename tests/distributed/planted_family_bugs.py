@@ -105,8 +105,8 @@ FAMILY_BUGS: dict[str, Bug] = {
     ),
     "expert biases not weighted by the router": Bug(
         "titan_moe.moe.experts:weighted_outputs",
-        "spread_over_rows(weights.b2, rows.offsets_E, len(y_RD)) * weights_R1",
-        "spread_over_rows(weights.b2, rows.offsets_E, len(y_RD)) * weights_R1.detach()",
+        "return _with_bias(y_RD, weights.b2, offsets_E, weights_R1)",
+        "return _with_bias(y_RD, weights.b2, offsets_E, weights_R1.detach())",
         caught_on="dp_shard=2,recompute=none",
         named=("gradient layers.*.moe.router.gate.*",),
         spared=("loss *", "num_targets *"),

@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _STRIDE_BYTES = 16
@@ -57,36 +56,3 @@ def grouped_mm_loop(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     *groups, tail_RD = x_RD.split(sizes)
     parts = [x_rD @ w_FD.T for x_rD, w_FD in zip(groups, w_EFD.unbind(0), strict=True)]
     return torch.cat([*parts, x_RD.new_zeros(len(tail_RD), w_EFD.shape[1])])
-
-
-def spread_over_rows(bias_EF: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
-    """Each row's expert's bias, bias_RF; its gradient is the sum over each expert's rows.
-
-    The backward multiplies with a matrix of zeros and ones, [E, R], instead of adding row by row:
-    the same bits in every repeat, at F * E * R multiplications. As in `grouped_mm`, rows past the
-    last offset belong to nobody.
-    """
-    return _SpreadOverRows.apply(bias_EF, offsets_E, num_rows)
-
-
-class _SpreadOverRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, bias_EF: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
-        ctx.save_for_backward(offsets_E)
-        expert_R = _expert_of_rows(offsets_E, num_rows)
-        return bias_EF.index_select(0, expert_R.clamp_(max=len(offsets_E) - 1))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_RF: Tensor):  # type: ignore[override, no-untyped-def]
-        (offsets_E,) = ctx.saved_tensors
-        num_experts = len(offsets_E)
-        expert_R = _expert_of_rows(offsets_E, len(grad_RF))
-        grad_RF = grad_RF.masked_fill((expert_R == num_experts)[:, None], 0)
-        experts_E1 = torch.arange(num_experts, device=grad_RF.device)[:, None]
-        return (experts_E1 == expert_R).to(grad_RF.dtype) @ grad_RF, None, None
-
-
-def _expert_of_rows(offsets_E: Tensor, num_rows: int) -> Tensor:
-    rows_R = torch.arange(num_rows, dtype=offsets_E.dtype, device=offsets_E.device)
-    return torch.searchsorted(offsets_E, rows_R, right=True)

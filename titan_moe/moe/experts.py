@@ -5,14 +5,18 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_moe.kernels.grouped_mm import grouped_mm, spread_over_rows
+from titan_moe.kernels.grouped_bias import add_bias
+from titan_moe.kernels.grouped_mm import grouped_mm
+from titan_moe.moe.activation import (
+    ACTIVATIONS,
+    Activation,
+    activated_projection,
+    scaled_projections,
+)
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch import ExpertRows
-
-_CLAMP_LIMIT, _CLAMP_ALPHA = 7.0, 1.702
 
 
 class ExpertWeights(NamedTuple):
@@ -26,21 +30,7 @@ class ExpertWeights(NamedTuple):
     b3: Tensor | None = None
 
 
-Activation = Callable[[Tensor, Tensor], Tensor]
 Compute = Callable[[ExpertRows, ExpertWeights], Tensor]
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (arXiv 2002.05202)."""
-    return F.silu(gate) * up
-
-
-def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gpt-oss's: both clamped to 7 (the gate from above only), silu with a slope of 1.702, up + 1
-    (arXiv 2508.10925, section 2.2, and its published reference code)."""
-    gate = gate.clamp(max=_CLAMP_LIMIT)
-    up = up.clamp(-_CLAMP_LIMIT, _CLAMP_LIMIT)
-    return gate * torch.sigmoid(_CLAMP_ALPHA * gate) * (up + 1)
 
 
 def weighted_outputs(rows: ExpertRows, weights: ExpertWeights, activation: Activation) -> Tensor:
@@ -50,22 +40,25 @@ def weighted_outputs(rows: ExpertRows, weights: ExpertWeights, activation: Activ
     arithmetic anyway; the projection is linear, so this is exact. Rows past the last offset are
     neither read nor given a meaning.
     """
-    hidden_RF = activation(*_gate_and_up(rows.x_RD, rows.offsets_E, weights))
-    weights_R1 = rows.weights_R[:, None].to(hidden_RF.dtype)
-    y_RD = grouped_mm(hidden_RF * weights_R1, weights.w2, rows.offsets_E)
-    if weights.b2 is not None:
-        y_RD = y_RD + spread_over_rows(weights.b2, rows.offsets_E, len(y_RD)) * weights_R1
-    return y_RD
+    x_RD, offsets_E = rows.x_RD, rows.offsets_E
+    weights_R1 = rows.weights_R[:, None].to(x_RD.dtype)
+    gate_RF = _with_bias(grouped_mm(x_RD, weights.w1, offsets_E), weights.b1, offsets_E)
+    up_RF = _with_bias(grouped_mm(x_RD, weights.w3, offsets_E), weights.b3, offsets_E)
+    y_RD = activated_projection(gate_RF, up_RF, weights_R1, weights.w2, offsets_E, activation)
+    return _with_bias(y_RD, weights.b2, offsets_E, weights_R1)
 
 
 def weighted_inputs(rows: ExpertRows, weights: ExpertWeights, activation: Activation) -> Tensor:
     """w2 activation(w1 (weight * x) + b1, w3 (weight * x) + b3) + b2 likewise."""
-    x_RD = rows.x_RD * rows.weights_R[:, None].to(rows.x_RD.dtype)
-    hidden_RF = activation(*_gate_and_up(x_RD, rows.offsets_E, weights))
-    return _project(hidden_RF, weights.w2, weights.b2, rows.offsets_E)
+    x_RD, offsets_E = rows.x_RD, rows.offsets_E
+    weights_R1 = rows.weights_R[:, None].to(x_RD.dtype)
+    gate_RF, up_RF = scaled_projections(x_RD, weights_R1, weights.w1, weights.w3, offsets_E)
+    gate_RF = _with_bias(gate_RF, weights.b1, offsets_E)
+    up_RF = _with_bias(up_RF, weights.b3, offsets_E)
+    y_RD = activated_projection(gate_RF, up_RF, None, weights.w2, offsets_E, activation)
+    return _with_bias(y_RD, weights.b2, offsets_E)
 
 
-_ACTIVATIONS: dict[str, Activation] = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu}
 _WAYS = {"outputs": weighted_outputs, "inputs": weighted_inputs}
 
 
@@ -88,7 +81,7 @@ class Experts(nn.Module):
             self.b2 = nn.Parameter(torch.empty(num_experts, dim))
             self.b3 = nn.Parameter(torch.empty(num_experts, hidden_dim))
         self.compute: Compute = partial(
-            _WAYS[config.weights_scale], activation=_ACTIVATIONS[config.activation]
+            _WAYS[config.weights_scale], activation=ACTIVATIONS[config.activation]
         )
 
     def forward(self, rows: ExpertRows) -> Tensor:
@@ -96,11 +89,7 @@ class Experts(nn.Module):
         return self.compute(rows, weights)
 
 
-def _gate_and_up(x_RD: Tensor, offsets_E: Tensor, weights: ExpertWeights) -> tuple[Tensor, Tensor]:
-    gate_RF = _project(x_RD, weights.w1, weights.b1, offsets_E)
-    return gate_RF, _project(x_RD, weights.w3, weights.b3, offsets_E)
-
-
-def _project(x: Tensor, weight: Tensor, bias: Tensor | None, offsets_E: Tensor) -> Tensor:
-    y = grouped_mm(x, weight, offsets_E)
-    return y if bias is None else y + spread_over_rows(bias, offsets_E, len(y))
+def _with_bias(
+    y: Tensor, bias: Tensor | None, offsets_E: Tensor, weights_R1: Tensor | None = None
+) -> Tensor:
+    return y if bias is None else add_bias(y, bias, offsets_E, weights_R1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_moe.kernels.grouped_mm import grouped_mm, has_grouped_gemm, spread_over_rows
+from titan_moe.kernels.grouped_mm import grouped_mm, has_grouped_gemm
 
 SIZES = {
     "even": ([5, 3, 8, 1], 0),
@@ -90,21 +90,3 @@ def test_takes_an_expanded_gradient(dtype):
 )
 def test_has_grouped_gemm(dtype, shape, expected):
     assert has_grouped_gemm(torch.empty(shape, dtype=dtype)) is expected
-
-
-@pytest.mark.parametrize("case", SIZES)
-def test_biases_are_spread_over_rows_and_their_gradient_is_the_sum_over_them(case: str):
-    counts, tail = SIZES[case]
-    bias = torch.randn(len(counts), 5, dtype=torch.float64, requires_grad=True)
-    offsets = torch.tensor(counts).cumsum(0, dtype=torch.int32)
-    rows = spread_over_rows(bias, offsets, sum(counts) + tail)
-    grad = torch.randn_like(rows)
-    grad[sum(counts) :] = torch.nan
-    rows.backward(grad)
-    assert rows.shape == (sum(counts) + tail, 5)
-    experts = [expert for expert, count in enumerate(counts) for _ in range(count)]
-    expected = torch.zeros_like(bias)
-    for row, expert in enumerate(experts):
-        assert torch.equal(rows[row], bias[expert])
-        expected[expert] += grad[row]
-    torch.testing.assert_close(bias.grad, expected)
