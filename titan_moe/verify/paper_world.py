@@ -29,10 +29,11 @@ from torch.utils._pytree import tree_leaves
 from titan_moe.build import ShardedModel, build_sharded_model
 from titan_moe.config.job import JobConfig
 from titan_moe.data.batch import Batch
+from titan_moe.distributed.execution import Microbatch
 from titan_moe.models.config import ModelConfig
 from titan_moe.optim.optimizers import build_optimizer
-from titan_moe.train_step import TrainStep
-from titan_moe.verify.wire import NAMESPACES, Wire, axes_of_groups
+from titan_moe.train_step import StepResult, TrainStep
+from titan_moe.verify.wire import NAMESPACES, Flow, Traffic, Wire, axes_of_groups
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -56,6 +57,12 @@ class PaperWire(Wire):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func is _aten._local_scalar_dense.default and isinstance(tensors[0], FakeTensor):
             return 1.0 if tensors[0].is_floating_point() else 1
+        if func is _aten._pin_memory.default:
+            return tensors[0]
+        # A model that is being laid out; as fake tensors, it would take a minute at 1,024 ranks.
+        on_meta = all(x.is_meta and not isinstance(x, FakeTensor) for x in tensors)
+        if tensors and on_meta and kwargs.get("device") is None:
+            return func(*args, **kwargs)
         if _is_real(func, tensors, kwargs.get("dtype")):
             return func(*args, **kwargs)
         with self._fake:
@@ -150,18 +157,56 @@ class PaperRank:
     def __exit__(self, *error: object) -> None:
         dist.destroy_process_group()
 
-    def step(self, num_microbatches: int = 1) -> None:
-        """Train on microbatches of the job's size; `wire` has counted it afterwards."""
+    def step(self, num_microbatches: int = 1) -> "Counted":
+        """Train on microbatches of the job's size."""
         training = self._job.training
         spread_tokens(self.sharded)
         rows_BS = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
         batch = Batch(rows_BS, rows_BS, rows_BS.int(), [[""]] * len(rows_BS))
+        counted = Counted(self.wire)
+        self.wire.clear()
         with self.wire:
             self.optimizer = build_optimizer(self._job.optimizer, self.sharded.named_parameters())
             train_step = TrainStep(self.sharded, self.optimizer, training, device=_CPU)
             self.wire.groups = axes_of_groups(self.sharded.meshes)
-            train_step([batch] * num_microbatches)
-            self.wire.groups = axes_of_groups(self.sharded.meshes)
+            train_step([batch] * num_microbatches, observer=counted)
+        counted.total = self.wire.traffic()
+        return counted
+
+
+class Counted:
+    """The traffic of a step of one or two microbatches or more; an Observer of a train step."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._before: list[dict[Flow, Traffic]] = []
+        self.total: dict[Flow, Traffic] = {}
+
+    def reads(self, batch: Batch, rows: Microbatch) -> None:
+        self._before.append(self._wire.traffic())
+
+    def accumulated(self) -> None:
+        pass
+
+    def updated(self, result: StepResult) -> None:
+        pass
+
+    def of(self, num_microbatches: int) -> dict[Flow, Traffic]:
+        """What a step of so many microbatches would have sent: what a further one adds, they all
+        do."""
+        further = num_microbatches - len(self._before)
+        if not further:
+            return self.total
+        assert len(self._before) > 1, "what a further microbatch adds has not been seen"
+        first, second = self._before[:2]
+        found = {}
+        for flow, (calls, sent) in self.total.items():
+            before, after = (each.get(flow, Traffic(0, 0.0)) for each in (first, second))
+            found[flow] = Traffic(
+                calls + further * (after.calls - before.calls),
+                sent + further * (after.bytes - before.bytes),
+            )
+        return found
 
 
 def spread_tokens(sharded: ShardedModel) -> None:

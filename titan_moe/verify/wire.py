@@ -39,9 +39,6 @@ class Traffic(NamedTuple):
     calls: int
     bytes: float
 
-    def __add__(self, other: "Traffic") -> "Traffic":  # type: ignore[override]
-        return Traffic(self.calls + other.calls, self.bytes + other.bytes)
-
 
 class Wire(TorchDispatchMode):
     """Counts every collective of the thread that it is entered in, backward included (which a CPU
