@@ -8,6 +8,7 @@ norms and every parameter after the last step.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from gpu_common import Goal, describe, finish, is_toy, parse, print_table
@@ -68,7 +69,7 @@ def measure(family: tuple[str, str], device: torch.device) -> dict:
 def trained(family: tuple[str, str], device: torch.device) -> tuple[list, list, list]:
     """Losses, norms, and a number of each parameter."""
     name, flavor = family
-    tables = {
+    tables: dict[str, dict[str, Any]] = {
         "model": {"name": name, "flavor": flavor},
         "training": {"seq_len": 128, "local_batch_size": 2},
         "optimizer": {"lr": 1e-3},

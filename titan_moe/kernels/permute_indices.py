@@ -52,40 +52,27 @@ def permute_indices(
         row_alignment: each expert's rows are padded to a multiple of this.
         max_rows: rows of the padded buffer, at least the padded rows: see max_padded_rows.
     """
+    sizes = {"num_rows": num_rows, "row_alignment": row_alignment, "max_rows": max_rows}
+    if counts_PE.is_cuda:
+        # Imported here: a CPU run has no Triton and no use for it.
+        from titan_moe.kernels import permute_indices_triton
+
+        return PermuteIndices(*permute_indices_triton.permute_indices(counts_PE, **sizes))
+    return PermuteIndices(*permute_indices_reference(counts_PE, **sizes))
+
+
+def permute_indices_reference(
+    counts_PE: Tensor, *, num_rows: int, row_alignment: int, max_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What PermuteIndices holds, in plain torch, from the arrived rows' side."""
+    # Where each (rank, expert) segment of rows ends within its expert's rows.
     rank_ends_PE = counts_PE.contiguous().cumsum(0)
     counts_E = rank_ends_PE[-1]
     blocks_E = (counts_E + (row_alignment - 1)) // row_alignment
     offsets_E = (blocks_E * row_alignment).cumsum(0, dtype=torch.int32)
-    if counts_PE.is_cuda:
-        # Imported here: a CPU run has no Triton and no use for it.
-        from titan_moe.kernels.permute_indices_triton import fill_indices
-    else:
-        fill_indices = fill_indices_reference
-    source_R, position_R = fill_indices(
-        arrived_ends_PE=counts_PE.flatten().cumsum(0).view_as(rank_ends_PE),
-        rank_ends_PE=rank_ends_PE,
-        offsets_E=offsets_E,
-        num_rows=num_rows,
-        max_rows=max_rows,
-    )
-    return PermuteIndices(source_R, position_R, offsets_E, counts_E)
+    # And where it ends in arrival order.
+    arrived_ends_PE = counts_PE.flatten().cumsum(0).view_as(rank_ends_PE)
 
-
-def fill_indices_reference(
-    *,
-    arrived_ends_PE: Tensor,
-    rank_ends_PE: Tensor,
-    offsets_E: Tensor,
-    num_rows: int,
-    max_rows: int,
-) -> tuple[Tensor, Tensor]:
-    """source_R and position_R in plain torch, from the arrived rows' side.
-
-    Args:
-        arrived_ends_PE: where each (rank, expert) segment of rows ends in arrival order.
-        rank_ends_PE: where each segment ends within its expert's rows.
-        offsets_E, num_rows, max_rows: as in permute_indices.
-    """
     # Rows move as whole segments, each by one shift. Ends serve as well as starts: they differ by
     # the segment's length on both sides.
     expert_starts_E = F.pad(offsets_E[:-1], (1, 0))
@@ -103,4 +90,4 @@ def fill_indices_reference(
 
     source_R = row_R.new_full((max_rows + 1,), -1).scatter_(0, slot_R, row_R)[:max_rows]
     position_R = slot_R.masked_fill_(is_unused_R, -1)
-    return source_R, position_R
+    return source_R, position_R, offsets_E, counts_E

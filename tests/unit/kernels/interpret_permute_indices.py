@@ -9,7 +9,7 @@ from titan_moe.kernels import permute_indices, permute_indices_triton
 def main() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)  # Fills what the kernel forgets to write.
-    permute_indices.fill_indices_reference = permute_indices_triton.fill_indices
+    permute_indices.permute_indices_reference = permute_indices_triton.permute_indices
     num_checks = 0
     for row_alignment in ALIGNMENTS:
         for counts, unused in cases():
