@@ -110,7 +110,7 @@ def log_of_gathers(prefetch: bool) -> list[str]:
 
 
 def gathered_before(events: list[str], what: str, compute: str) -> bool:
-    """Whether the last gathering of `what` before the end was issued before `compute` began."""
+    """Whether `what` was gathered before `compute` began."""
     first = next(n for n, event in enumerate(events) if event == compute)
     return any(f"gather {what}" in event for event in events[:first])
 
@@ -146,8 +146,6 @@ CASE = {
 
 def log_of_pairs(case: dict, planted: str) -> tuple[list, list]:
     """What two steps give, and each pair's log: (side, exchange or computation)."""
-    import torch.distributed as dist
-
     from titan_moe.distributed import pipeline_overlap as overlap
     from titan_moe.moe.experts import Experts
 
@@ -167,15 +165,6 @@ def log_of_pairs(case: dict, planted: str) -> tuple[list, list]:
     overlap.Alternation.run, Experts.forward = logged_run, marked
     if planted == "serial":
         overlap.Alternation._hand_over = lambda self, side: None
-    elif planted == "a pair's order follows the rank":
-        turn = overlap.Alternation.run
-
-        def by_rank(self, forward, backward):
-            if dist.get_rank() % 2:
-                forward, backward = backward, forward
-            turn(self, forward, backward)
-
-        overlap.Alternation.run = by_rank
     records = run_pipeline(case)
     return records, [[(event.phase, event.what) for event in pair] for pair in pairs]
 

@@ -3,8 +3,15 @@
 import pytest
 import torch
 
+from tests.unit.kernels import move_rows_cases
 from tests.unit.kernels.permute_cases import ALIGNMENTS, cases, check
 from tests.unit.kernels.test_grouped_mm import SIZES, check_against_the_slow_loop
+from titan_moe.kernels.move_rows import (
+    add_rows,
+    add_rows_reference,
+    copy_rows,
+    copy_rows_reference,
+)
 from titan_moe.kernels.permute_indices import max_padded_rows, permute_indices
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -39,6 +46,52 @@ def test_permute_indices_never_waits_for_the_device():
         permute_indices(counts_PE, **sizes)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_permute_indices_is_one_launch():
+    counts_PE = torch.tensor([[3, 0, 5], [1, 2, 0]], device="cuda")
+    sizes = {"num_rows": 11, "row_alignment": 16, "max_rows": max_padded_rows(11, 3, 16)}
+    assert len(kernels_of(lambda: permute_indices(counts_PE, **sizes))) == 1
+
+
+def kernels_of(piece) -> list[str]:
+    """What one run of `piece` launches, once it is compiled."""
+    piece()
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        piece()
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    return [event.name for event in profile.events() if event.device_type == on_device]
+
+
+@pytest.mark.parametrize("dtype", move_rows_cases.DTYPES, ids=str)
+def test_rows_are_copied_and_added_as_by_the_slow_loops(dtype):
+    assert move_rows_cases.check(dtype, "cuda") == len(move_rows_cases.SIZES)
+
+
+def test_rows_move_in_one_launch_without_a_wait_and_repeat_their_bits():
+    num_tokens, top_k, dim = 4096, 8, 2048
+    x_TD = torch.randn(num_tokens, dim, dtype=torch.bfloat16, device="cuda")
+    slots = torch.randperm(num_tokens * top_k, device="cuda")
+    source_R = torch.cat([slots // top_k, torch.full((100,), -1, device="cuda")])
+    rows_TK = slots.argsort().view(num_tokens, top_k)
+    y_RD = copy_rows(x_TD, source_R, is_padded=True)
+    assert torch.equal(y_RD, copy_rows_reference(x_TD, source_R))
+    y_RD = torch.randn_like(y_RD)
+    y_TD = add_rows(y_RD, rows_TK)
+    torch.testing.assert_close(y_TD, add_rows_reference(y_RD, rows_TK))
+    for piece in (
+        lambda: copy_rows(x_TD, source_R, is_padded=True),
+        lambda: add_rows(y_RD, rows_TK),
+    ):
+        assert len(kernels_of(piece)) == 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            first, again = piece(), piece()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(first, again)
 
 
 @pytest.mark.parametrize("case", SIZES)

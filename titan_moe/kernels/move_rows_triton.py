@@ -7,6 +7,7 @@ from torch import Tensor
 # Elements of a program's tile: for bf16 64 bytes in flight per thread, in loads of 16 bytes.
 _TILE = 4096
 _MAX_COLUMNS = 1024
+_MAX_ROWS = 512
 
 
 def copy_rows(x_TD: Tensor, source_R: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ def add_rows(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
 def _tile(dim: int, size: int) -> tuple[int, int]:
     """Rows and columns, both powers of two; narrow rows go many at a time."""
     columns = min(triton.next_power_of_2(dim), _MAX_COLUMNS)
-    return size // columns, columns
+    return min(size // columns, _MAX_ROWS), columns
 
 
 @triton.jit(do_not_specialize=["num_rows"])
