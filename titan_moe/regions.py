@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 from torch.profiler import record_function
 
@@ -51,7 +52,7 @@ def name_regions(sharded: ShardedModel, *, train_step: Any, loader: Any) -> None
     """Wrap the functions of each region, once, for the rest of a run.
 
     What a model does not have (a layer without shared experts, a stage without an embedding) is
-    left out. Outside of a recorded step a region costs about two microseconds.
+    left out. Outside of a recorded step a region costs less than a microsecond.
     """
     for part in sharded.parts:
         for moe in part.moe_layers().values():
@@ -90,6 +91,8 @@ def _wrap(owner: Any, name: str, region: str) -> None:
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.autograd._profiler_enabled():
+            return function(*args, **kwargs)
         with record_function(name):
             return function(*args, **kwargs)
 

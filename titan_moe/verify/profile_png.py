@@ -63,6 +63,7 @@ def draw(profiles: Sequence[RankProfile], path: Path, title: str) -> None:
                     ha="center",
                     va="center",
                     fontsize=8,
+                    bbox={"fc": _COLORS[name], "ec": "none", "pad": 1} if name == EXPOSED else None,
                     color="black" if name in (IDLE, "combine", "shared_experts") else "white",
                 )
         left = [before + time for before, time in zip(left, times, strict=True)]

@@ -7,7 +7,7 @@ an all-to-all all but its own part. A receipt is its sender's.
 """
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ class Wire(TorchDispatchMode):
         super().__init__()
         self.groups: dict[str, str] = {}
         """Group name -> its axes, as `axes_of_groups` has them."""
-        self.seen: Counter[Flow] = Counter()
+        self.seen: dict[Flow, float] = defaultdict(float)
         self.calls: Counter[Flow] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -114,7 +114,7 @@ def group_of(given: Mapping[str, Any]) -> dist.ProcessGroup:
     """The group among a collective's arguments, whichever way it is named."""
     group = given.get("process_group", given.get("group_name"))
     if isinstance(group, str):
-        return torch.distributed.distributed_c10d._resolve_process_group(group)
+        return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     if isinstance(group, torch.ScriptObject):
         return dist.ProcessGroup.unbox(group)
     assert isinstance(group, dist.ProcessGroup), f"no group among {sorted(given)}"

@@ -1,0 +1,132 @@
+"""A step on paper sends what a step among gloo's ranks sends, byte by byte."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_moe.config.job import JobConfig
+from titan_moe.config.load import load_job
+from titan_moe.config.resolve import resolve
+from titan_moe.data.batch import Batch
+from titan_moe.models.hf import model_of_job
+from titan_moe.verify.layouts import overrides, parse
+from titan_moe.verify.paper_world import PaperRank, spread_tokens
+from titan_moe.verify.ranks import run_ranks
+from titan_moe.verify.wire import Flow, Traffic, Wire, axes_of_groups
+from titan_moe.verify.workers import in_fresh_processes
+
+MICROBATCHES = 3
+LAYOUTS = [
+    "dp_shard=2,ep=2",
+    "dp_shard=2,tp=2,ep=4,recompute=full",
+    "pp=2,dp_shard=2,ep=2",
+    *(
+        pytest.param(layout, marks=pytest.mark.full)
+        for layout in (
+            "dp_replicate=2,dp_shard=2,ep=2,recompute=op",
+            "cp=2,tp=2,ep=2,etp=2,cp_method=ring",
+            "dp_shard=2,cp=2,ep=4,cp_method=ulysses,reshard=always",
+        )
+    ),
+]
+Sent = dict[Flow, Traffic]
+
+
+def make_job(layout: str) -> JobConfig:
+    parsed = parse(layout)
+    tables = load_job(["--job.config_file", "configs/debug/gate_deepseek_v3.toml"]).model_dump()
+    for table, values in overrides(parsed).items():
+        tables[table] |= values
+    # Every rank's tokens divide by the number of experts: all experts get as many.
+    tables["training"] |= {"seq_len": 64, "local_batch_size": 4, "global_batch_size": -1}
+    return resolve(JobConfig.model_validate(tables), parsed.world_size)
+
+
+def train_on_gloo(job: JobConfig, planted: bool = False) -> Sent:
+    from titan_moe.build import build_sharded_model
+    from titan_moe.optim.optimizers import build_optimizer
+    from titan_moe.train_step import TrainStep
+
+    config, cpu = model_of_job(job.model), torch.device("cpu")
+    sharded = build_sharded_model(job, config, device=cpu, world_size=dist.get_world_size())
+    spread_tokens(sharded)
+    if planted:
+        for moe in sharded.moe_layers().values():
+            combine = moe.dispatcher.combine
+            moe.dispatcher.combine = lambda y, plan, do=combine: (do(y, plan) + do(y, plan)) / 2
+    rows_BS = torch.zeros(job.training.local_batch_size, job.training.seq_len, dtype=torch.int64)
+    batch = Batch(rows_BS, rows_BS, rows_BS.int(), [[""]] * len(rows_BS))
+    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+    train_step = TrainStep(sharded, optimizer, job.training, device=cpu)
+    wire = Wire()
+    with wire:
+        wire.groups = axes_of_groups(sharded.meshes)
+        train_step([batch] * MICROBATCHES)
+    return wire.traffic()
+
+
+def train_on_paper(job: JobConfig, world_size: int, rank: int) -> tuple[Sent, Sent]:
+    """What three microbatches send, and what is said of them after two."""
+    torch.set_num_threads(1)
+    sent = []
+    for run in (MICROBATCHES, 2):
+        with PaperRank(job, model_of_job(job.model), world_size=world_size, rank=rank) as paper:
+            sent.append(paper.step(run).of(MICROBATCHES))
+    return sent[0], sent[1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_paper_counts_what_gloo_sends(layout: str) -> None:
+    job, world_size = make_job(layout), parse(layout).world_size
+    on_gloo = run_ranks(train_on_gloo, world_size, job)
+    for rank in (0, world_size - 1):
+        ((_, (three, after_two)),) = in_fresh_processes(
+            train_on_paper, [(job, world_size, rank)], num_workers=1
+        )
+        assert three == on_gloo[rank]
+        assert after_two == three
+        assert sum(traffic.bytes for traffic in three.values()) > 0
+
+
+def test_rows_that_are_sent_twice_are_seen() -> None:
+    layout = "dp_shard=2,ep=2"
+    first, second = (run_ranks(train_on_gloo, 2, make_job(layout), bug) for bug in (False, True))
+    (ep,) = (flow for flow in first[0] if flow.axis.startswith("ep") and flow.op == "all_to_all")
+    assert second[0][ep].bytes > 1.3 * first[0][ep].bytes
+
+
+def send_known_bytes() -> Sent:
+    world, wire = dist.group.WORLD, Wire()
+    assert world is not None
+    x, name = torch.zeros(12, dtype=torch.float32), world.group_name
+    functional = torch.ops._c10d_functional
+    with wire:
+        wire.groups = {name: "world"}
+        dist.all_reduce(x)
+        dist.all_gather_into_tensor(torch.empty(36), x)
+        dist.reduce_scatter_tensor(torch.empty(4), x)
+        dist.all_to_all_single(torch.empty(12), x)
+        splits = [2, 3, 7] if dist.get_rank() == 0 else [4, 4, 4]
+        received = [[2, 4, 4], [3, 4, 4], [7, 4, 4]][dist.get_rank()]
+        functional.wait_tensor(functional.all_to_all_single(x, received, splits, name))
+        if dist.get_rank() < 2:
+            peer = 1 - dist.get_rank()
+            ops = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, x.clone(), peer)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+        with pytest.raises(NotImplementedError, match="broadcast"):
+            dist.broadcast(x, 0)
+    return wire.traffic()
+
+
+def test_known_exchanges_among_three_ranks() -> None:
+    first, second, third = run_ranks(send_known_bytes, 3)
+    assert first == {
+        Flow("world", "all_gather"): (1, 96.0),
+        Flow("world", "all_reduce"): (1, 64.0),
+        Flow("world", "all_to_all"): (2, 32.0 + 40.0),
+        Flow("world", "reduce_scatter"): (1, 32.0),
+        Flow("world", "send"): (1, 48.0),
+    }
+    assert second[Flow("world", "all_to_all")].bytes == 64.0
+    assert Flow("world", "send") not in third

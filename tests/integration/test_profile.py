@@ -1,0 +1,55 @@
+"""A profile of a run names every region of a step, forward and backward, on every rank."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launching import REPO, run_train
+from titan_moe.regions import REGIONS
+from titan_moe.verify.profile_summary import EXPOSED, IDLE
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_says_where_a_step_goes(tmp_path: Path, ranks: int) -> None:
+    run = run_train(
+        tmp_path,
+        {"NGPU": ranks},
+        parallelism__expert_parallel_degree=ranks,
+        training__steps=3,
+        profiling__enable_profiling="true",
+        profiling__profile_freq=3,
+        profiling__profiler_warmup=1,
+        activation_checkpoint__mode="full",
+    )
+    assert run.returncode == 0, run.stderr
+    step = tmp_path / "profile_traces" / "step-3"
+    shown = subprocess.run(
+        [sys.executable, REPO / "scripts" / "profile_summary.py", step],
+        capture_output=True,
+        text=True,
+    )
+    assert shown.returncode == 0, shown.stderr
+    facts = json.loads((step / "summary.json").read_text())
+    assert facts["ranks"] == list(range(ranks)) and facts["steps"] == 1
+    regions = facts["regions"]
+    assert set(REGIONS) <= set(regions)
+    for region in ("attention", "dispatch", "experts", "combine", "shared_experts"):
+        row = regions[region]
+        assert min(row["forward"], row["recompute"], row["backward"]) > 0, region
+        assert row["backward"] > row["forward"] / 20, region
+    assert regions["loss"]["backward"] > 0
+    # The parts are the whole, and what other ranks are waited for is a part of it.
+    parts = [row["share"] for row in regions.values()] + [facts[EXPOSED]["share"]]
+    assert sum(parts) + facts[IDLE]["share"] == pytest.approx(1, abs=0.02)
+    if ranks > 1:
+        assert "gloo:all_to_all" in facts["collectives"]
+        assert 0 < facts[EXPOSED]["mean"] <= facts["communication"]["mean"]
+
+
+def test_a_memory_snapshot_wants_a_gpu(tmp_path: Path) -> None:
+    run = run_train(tmp_path, profiling__enable_memory_snapshot="true")
+    assert run.returncode == 2
+    assert "profiling.enable_memory_snapshot=true" in run.stderr + run.stdout
