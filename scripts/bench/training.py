@@ -21,13 +21,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 import torch
+from measure import best_rate, matmul_tflops, print_row, spread, torchrun
 from tqdm import tqdm
 
 from titan_moe.metrics.jsonl import read_json_lines
@@ -45,6 +45,7 @@ _DTYPES = ("float32", "bfloat16")
 _LAYOUTS = (("1 rank", 1, 1), ("FSDP 2", 2, 1), ("FSDP 2, EP 2", 2, 2))
 
 _COLUMNS = ("model", "compute", "layout", "tokens/s", "min-max", "peak GiB", "GFLOP/s", "of matmul")
+_WIDTHS = (-23, -9, -13, 9, 16, 9, 9, 10)
 
 
 @dataclass
@@ -142,11 +143,10 @@ def run(row: Row, steps: int) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "bench.toml"
         config.write_text(tomli_w.dumps(job_tables(row, steps, folder)), encoding="utf-8")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         module = ["-m", "titan_moe.train", "--job.config_file", str(config)]
         threads = {"OMP_NUM_THREADS": str(_THREADS // row.num_ranks), "CUDA_VISIBLE_DEVICES": ""}
         finished = subprocess.run(
-            [*torchrun, f"--nproc-per-node={row.num_ranks}", *module],
+            [*torchrun(row.num_ranks), *module],
             cwd=_REPO,
             env=os.environ | threads,
             stdout=subprocess.PIPE,
@@ -179,52 +179,19 @@ def job_tables(row: Row, steps: int, folder: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def matmul_tflops(size: int, dtype: torch.dtype, repeats: int = 5) -> float:
-    """TFLOP/s of a square matrix product in this process: the median of `repeats`."""
-    a, b = torch.randn(2, size, size).to(dtype)
-    seconds = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        a @ b
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(seconds[1:]) / 1e12
-
-
 def print_tables(rows: list[Row], matmul: dict[str, dict[int, list[float]]]) -> None:
     """The machine's rates, then the rows; both on standard output."""
     print(f"torch {torch.__version__}, {_THREADS} of {os.cpu_count()} cores")
     print("\nmatrix product, one process, GFLOP/s (median, slowest-fastest of the rounds)")
     print(f"{'':<10}" + "".join(f"{size:>18}" for size in _MATMUL_SIZES))
     for dtype, rates in matmul.items():
-        cells = [spread(values) for values in rates.values()]
+        cells = [spread([1e3 * value for value in values]) for values in rates.values()]
         print(f"{dtype:<10}" + "".join(f"{cell:>18}" for cell in cells))
 
     print(f"\n{_GLOBAL_BATCH_SIZE} rows of {_SEQ_LEN} tokens a step")
-    print_row(*_COLUMNS)
+    print_row(_WIDTHS, _COLUMNS)
     for row in rows:
-        print_row(*row.cells(best_rate(matmul[row.dtype])))
-
-
-def spread(tflops: list[float]) -> str:
-    """Median, minimum and maximum, as GFLOP/s."""
-    low, middle, high = (
-        f"{1e3 * value:.0f}" for value in (min(tflops), statistics.median(tflops), max(tflops))
-    )
-    return f"{middle} ({low}-{high})"
-
-
-def best_rate(rates: dict[int, list[float]]) -> float:
-    """The rate of the size that is fastest in the median."""
-    return max(statistics.median(values) for values in rates.values())
-
-
-def print_row(*cells: str) -> None:
-    widths = (-23, -9, -13, 9, 16, 9, 9, 10)
-    aligned = (
-        f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}"
-        for cell, width in zip(cells, widths, strict=True)
-    )
-    print(" ".join(aligned))
+        print_row(_WIDTHS, row.cells(best_rate(matmul[row.dtype])))
 
 
 if __name__ == "__main__":

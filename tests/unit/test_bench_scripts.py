@@ -68,9 +68,13 @@ def test_the_clock_finds_its_functions_and_counts_the_outermost() -> None:
     assert set(stopwatch.seconds) == {"outer"}
 
 
-@pytest.mark.parametrize("script", ["training.py", "startup.py"])
+@pytest.mark.parametrize("script", ["training.py", "peer_torchtitan.py", "startup.py"])
 def test_a_pattern_or_option_that_fits_nothing_is_refused(script: str) -> None:
-    options = {"training.py": ["--rows", "no such model"], "startup.py": ["--rounds", "many"]}
+    options = {
+        "training.py": ["--rows", "no such model"],
+        "peer_torchtitan.py": ["--rows", "no such model"],
+        "startup.py": ["--rounds", "many"],
+    }
     command = [sys.executable, str(_BENCH / script), *options[script]]
     refused = subprocess.run(command, capture_output=True, text=True)
     assert refused.returncode == 2

@@ -1,0 +1,322 @@
+"""titan_moe beside torchtitan 0.2.2: the same models on the same text, in turn, on the CPU.
+
+    python scripts/bench/peer_torchtitan.py --rows 'cmp.*1 rank' --rounds 1
+    python scripts/bench/peer_torchtitan.py --json figures.json     # all rows: over an hour
+
+The first run makes torchtitan an environment of its own from the package registry (--venv), and
+writes the data set and the tokenizer that both programs get (peer_data.py). torchtitan trains on
+CPUs with the substitutes of peer_torchtitan_rank.py. 1 thread per rank, no recomputation, 8 rows of
+256 tokens a step, plain causal attention in both.
+
+Both see the same documents through the same tokenizer, with the same end-of-document token. Rows
+differ in their order: titan_moe shuffles documents, torchtitan takes them as they come, by rank.
+Weights are each program's own draw, by its own rule; the first losses, near ln(2048) = 7.6 in both,
+are printed.
+
+In each round a row is: a torchrun job that only imports torch and starts gloo, then one run of each
+program, whose order alternates. Medians over the rounds; tokens/s over all steps from the 6th on.
+Memory is the peak of the largest rank's resident set beyond that of a process with torch alone, and
+counts as flat when it grows by at most 5 % between the 6th and the last step. The share of the
+matmul rate is the model's own FLOPs (forward and backward of active parameters and causal
+attention) against square products in the row's type, with as many threads as the row has.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from measure import best_rate, matmul_tflops, print_row, spread
+from peer_data import write_data
+from peer_runs import (
+    GLOBAL_BATCH_SIZE,
+    PEER,
+    SEQ_LEN,
+    Layout,
+    Model,
+    Observed,
+    Peer,
+    Start,
+    make_environment,
+)
+from tqdm import tqdm
+
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.registry import model_config
+from titan_moe.models.sizes import total
+from titan_moe.report import model_flops_per_token
+
+_FOLDER = Path(__file__).resolve().parents[2] / "outputs/peer_torchtitan"
+_LEFT_OUT = 5  # Steps at the beginning.
+_FLAT = 0.05
+_BEYOND_TORCH = 1.5
+_MATMUL_SIZES = (512, 1024, 2048)
+
+_MODELS = (
+    Model("cmp", "qwen3", "debugmodel_moe", "peer", 14_428_672, 3e-4),
+    Model("ds", "deepseek_v3", "debugmodel", "debugmodel", 33_014_016, 8e-4),
+)
+_LAYOUTS = (Layout("1 rank", 1, 1), Layout("FSDP 2", 2, 1), Layout("FSDP 2, EP 2", 2, 2))
+_DTYPES = ("float32", "bfloat16")
+# How many times torchtitan's tokens/s; in float32 this share of the matmul rate will do as well.
+_TIMES = {"float32": 2.0, "bfloat16": 3.0}
+_SHARE = {"float32": 0.65}
+
+
+@dataclass
+class Row:
+    """One model, type and layout, and what has been measured of it: one value per round."""
+
+    model: Model
+    dtype: str
+    layout: Layout
+    ours: list[Observed] = field(default_factory=list)
+    theirs: list[Observed] = field(default_factory=list)
+    starts: list[Start] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What --rows is matched against."""
+        return f"{self.model.name} {self.dtype} {self.layout.name}"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One program's figures in one row."""
+
+    tokens_per_second: list[float]
+    """Of every step that counts, of all rounds."""
+    first_step: float
+    """Seconds from the launch to the end of step 1."""
+    beyond_torch: float
+    """Of these, what a job that only starts gloo does not take; beyond_fsdp: nor one that also
+    imports what FSDP2 and torch.optim do."""
+    beyond_fsdp: float
+    memory_mib: float
+    growth_mib: float
+    growth: float
+    """growth_mib over the memory at the 6th step, both beyond torch alone."""
+
+    @property
+    def rate(self) -> float:
+        return statistics.median(self.tokens_per_second)
+
+
+def main() -> None:
+    arguments = _arguments()
+    rows = [row for row in all_rows() if re.search(arguments.rows, row.name)]
+    make_environment(arguments.venv)
+    peer = Peer(arguments.folder, arguments.venv, *write_data(arguments.folder / "text"))
+    matmul: dict[str, dict[int, list[float]]] = {}
+    with tqdm(total=arguments.rounds * len(rows), unit="row") as progress:
+        for number in range(arguments.rounds):
+            for row in rows:
+                progress.set_description(row.name)
+                _measure_matmul(row, matmul)
+                run(row, peer, arguments.steps, ours_first=number % 2 == 0)
+                progress.update()
+    print_tables(rows, matmul)
+    if arguments.json:
+        figures = {
+            "torch": torch.__version__,
+            "matmul_tflops": matmul,
+            "rows": [
+                asdict(row) | {"goals": verdicts(row, best_rate(matmul[_matmul_key(row)]))}
+                for row in rows
+            ],
+        }
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=20, help="steps of each run")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each program in each row")
+    parser.add_argument("--rows", metavar="REGEX", default="", help="regular expression")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write every measured value")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=_FOLDER,
+        help="data, tokenizer and runs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--venv", type=Path, help="torchtitan's environment, made if need be (default: FOLDER/venv)"
+    )
+    arguments = parser.parse_args()
+    if arguments.steps <= _LEFT_OUT + 1:
+        parser.error(f"--steps {arguments.steps}: the first {_LEFT_OUT} do not count, give more")
+    if not any(re.search(arguments.rows, row.name) for row in all_rows()):
+        names = "\n  ".join(row.name for row in all_rows())
+        parser.error(f"--rows {arguments.rows!r} matches none of\n  {names}")
+    arguments.folder = arguments.folder.resolve()
+    arguments.venv = (arguments.venv or arguments.folder / "venv").absolute()
+    return arguments
+
+
+def all_rows() -> list[Row]:
+    return [
+        Row(model, dtype, layout) for model in _MODELS for layout in _LAYOUTS for dtype in _DTYPES
+    ]
+
+
+def _matmul_key(row: Row) -> str:
+    return f"{row.dtype}, {row.layout.num_ranks} threads"
+
+
+def _measure_matmul(row: Row, matmul: dict[str, dict[int, list[float]]]) -> None:
+    torch.set_num_threads(row.layout.num_ranks)
+    rates = matmul.setdefault(_matmul_key(row), {size: [] for size in _MATMUL_SIZES})
+    for size, values in rates.items():
+        values.append(matmul_tflops(size, getattr(torch, row.dtype)))
+
+
+def run(row: Row, peer: Peer, steps: int, *, ours_first: bool) -> None:
+    """One round of a row."""
+    job = (row.model, row.dtype, row.layout)
+    row.starts.append(peer.start(row.layout))
+    if ours_first:
+        row.ours.append(peer.ours(*job, steps))
+    row.theirs.append(peer.theirs(*job, steps))
+    if not ours_first:
+        row.ours.append(peer.ours(*job, steps))
+    if problem := different_models(row.model, row.theirs[-1].num_parameters):
+        sys.exit(problem)
+
+
+def different_models(model: Model, theirs: int | None) -> str | None:
+    """Why the two programs' models cannot be compared, if they cannot."""
+    size = total(_config(model))
+    ours = size.dense + size.routed
+    if ours == theirs == model.num_parameters:
+        return None
+    return (
+        f"{model.name}: {ours:,} parameters here and {theirs} in torchtitan, expected "
+        f"{model.num_parameters:,}: these are different models"
+    )
+
+
+def _config(model: Model) -> ModelConfig:
+    return model_config(model.family, model.our_flavor)
+
+
+def figures_of(runs: list[Observed], starts: list[Start]) -> Figures:
+    """The figures of one program's runs; `starts` are of the same rounds."""
+    tokens = GLOBAL_BATCH_SIZE * SEQ_LEN
+    rates = [
+        tokens / (end - begin)
+        for one in runs
+        for begin, end in zip(one.seconds[_LEFT_OUT - 1 :], one.seconds[_LEFT_OUT:], strict=False)
+    ]
+    median = statistics.median
+    bare = median(start.memory_mib for start in starts)
+    early = median(one.resident_mib[_LEFT_OUT] - bare for one in runs)
+    growth = median(one.resident_mib[-1] - one.resident_mib[_LEFT_OUT] for one in runs)
+    both = list(zip(runs, starts, strict=True))
+    return Figures(
+        tokens_per_second=rates,
+        first_step=median(one.seconds[0] for one in runs),
+        beyond_torch=median(one.seconds[0] - start.torch for one, start in both),
+        beyond_fsdp=median(one.seconds[0] - start.fsdp for one, start in both),
+        memory_mib=median(one.peak_mib for one in runs) - bare,
+        growth_mib=growth,
+        growth=growth / early,
+    )
+
+
+def share_of_matmul(row: Row, rate: float, matmul_tflops: float) -> float:
+    """The model's FLOPs at `rate` tokens/s over the machine's rate of products."""
+    return rate * model_flops_per_token(_config(row.model), SEQ_LEN) / 1e12 / matmul_tflops
+
+
+def verdicts(row: Row, matmul_tflops: float) -> dict[str, bool]:
+    """Goal -> whether the row's figures meet it; `matmul_tflops` in its type, on its threads."""
+    ours, theirs = figures_of(row.ours, row.starts), figures_of(row.theirs, row.starts)
+    fast = ours.rate >= _TIMES[row.dtype] * theirs.rate
+    if row.dtype in _SHARE:
+        fast |= share_of_matmul(row, ours.rate, matmul_tflops) >= _SHARE[row.dtype]
+    return {
+        "speed": fast,
+        "memory": ours.memory_mib <= theirs.memory_mib / 2,
+        "flat": ours.growth <= _FLAT,
+        "first sooner": ours.first_step < theirs.first_step,
+        "first own": ours.beyond_torch <= _BEYOND_TORCH,
+    }
+
+
+def print_tables(rows: list[Row], matmul: dict[str, dict[int, list[float]]]) -> None:
+    """The machine's rates, speed, start and memory, and the goals; on standard output."""
+    print(f"{PEER}, torch {torch.__version__}, {os.cpu_count()} cores, 1 thread per rank")
+    print(f"{GLOBAL_BATCH_SIZE} rows of {SEQ_LEN} tokens a step; median (min-max)")
+    print("\nmatrix product, GFLOP/s")
+    widths = (-22, *(18 for _ in _MATMUL_SIZES))
+    print_row(widths, ["", *map(str, _MATMUL_SIZES)])
+    for key, rates in matmul.items():
+        cells = [spread([1e3 * rate for rate in values]) for values in rates.values()]
+        print_row(widths, [key, *cells])
+    both = {
+        row.name: (figures_of(row.ours, row.starts), figures_of(row.theirs, row.starts))
+        for row in rows
+    }
+    _print_speed(rows, both, matmul)
+    _print_memory(rows, both)
+    _print_goals(rows, matmul)
+
+
+_Both = dict[str, tuple[Figures, Figures]]
+
+
+def _print_speed(rows: list[Row], both: _Both, matmul: dict[str, dict[int, list[float]]]) -> None:
+    widths = (-26, 22, 22, 6, 10, 20)
+    print("\ntokens/s")
+    print_row(widths, ["", "titan_moe", "torchtitan", "ratio", "of matmul", "loss of step 1"])
+    for row in rows:
+        ours, theirs = both[row.name]
+        share = share_of_matmul(row, ours.rate, best_rate(matmul[_matmul_key(row)]))
+        cells = [
+            row.name,
+            spread(ours.tokens_per_second),
+            spread(theirs.tokens_per_second),
+            f"{ours.rate / theirs.rate:.2f}",
+            f"{share:.0%}",
+            f"{row.ours[0].losses[0]:.4f}, {row.theirs[0].losses[0]:.4f}",
+        ]
+        print_row(widths, cells)
+
+
+def _print_memory(rows: list[Row], both: _Both) -> None:
+    widths = (-26, 11, 11, 12, 12, 11, 11, 6, 12, 12)
+    print("\nfirst step, s from the launch; memory beyond torch alone, MiB; ours, theirs")
+    heads = ["first", "", "beyond torch", "and fsdp", "memory", "", "ratio", "growth", ""]
+    print_row(widths, ["", *heads])
+    for row in rows:
+        ours, theirs = both[row.name]
+        cells = [
+            *(row.name, f"{ours.first_step:.1f}", f"{theirs.first_step:.1f}"),
+            *(f"{ours.beyond_torch:.1f}", f"{ours.beyond_fsdp:.1f}"),
+            *(f"{ours.memory_mib:,.0f}", f"{theirs.memory_mib:,.0f}"),
+            f"{ours.memory_mib / theirs.memory_mib:.2f}",
+            *(f"{figures.growth_mib:+,.0f} {figures.growth:+.0%}" for figures in (ours, theirs)),
+        ]
+        print_row(widths, cells)
+
+
+def _print_goals(rows: list[Row], matmul: dict[str, dict[int, list[float]]]) -> None:
+    print("\ngoals")
+    for number, row in enumerate(rows):
+        goals = verdicts(row, best_rate(matmul[_matmul_key(row)]))
+        widths = (-26, *(14 for _ in goals))
+        if number == 0:
+            print_row(widths, ["", *goals])
+        print_row(widths, [row.name, *("met" if met else "missed" for met in goals.values())])
+
+
+if __name__ == "__main__":
+    main()
