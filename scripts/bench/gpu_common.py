@@ -30,6 +30,11 @@ class Goal(NamedTuple):
     def met(self) -> bool:
         return self.value <= self.limit if self.at_most else self.value >= self.limit
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which knows no NaN: None stands for what was not measured."""
+        value = self.value if math.isfinite(self.value) else None
+        return {**self._asdict(), "value": value, "met": self.met}
+
     def __str__(self) -> str:
         verdict = "met   " if self.met else "MISSED"
         sign = "<=" if self.at_most else ">="
@@ -61,7 +66,7 @@ def describe(device: str) -> dict[str, Any]:
     facts: dict[str, Any] = {"torch": torch.__version__, "device": "cpu"}
     if device == "cuda":
         facts["device"] = torch.cuda.get_device_name()
-        facts["peak_tflops"] = (peak_flops(torch.device("cuda", 0)) or math.nan) / 1e12
+        facts["peak_tflops"] = (peak_flops(torch.device("cuda", 0)) or 0) / 1e12 or "unknown"
     return facts
 
 
@@ -101,7 +106,7 @@ def timed(variant: Callable[[], object], device: str) -> Clock:
 
 def _flush_cache() -> None:
     """Also keeps the device busy for a moment, so that launches run ahead of it."""
-    torch.empty(128 * 2**20, dtype=torch.int8, device="cuda").zero_()
+    torch.empty(512 * 2**20, dtype=torch.int8, device="cuda").zero_()
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -118,15 +123,19 @@ def _text(cell: object) -> str:
 
 def finish(arguments: argparse.Namespace, rows: Sequence[dict], goals: Sequence[Goal]) -> None:
     """Print the goals, and write all of it if asked to."""
-    toy = is_toy(arguments)
-    print("\ngoals (toy sizes: they mean nothing)" if toy else "\ngoals")
+    print("\ngoals (toy sizes: they mean nothing)" if is_toy(arguments) else "\ngoals")
     for goal in goals:
         print(f"  {goal}")
+    write(arguments, rows, goals)
+
+
+def write(arguments: argparse.Namespace, rows: Sequence[dict], goals: Sequence[Goal]) -> None:
+    """All figures so far, if asked for."""
     if arguments.json:
         figures = {
             **describe(arguments.device),
-            "toy": toy,
+            "toy": is_toy(arguments),
             "rows": list(rows),
-            "goals": [{**goal._asdict(), "met": goal.met} for goal in goals],
+            "goals": [goal.as_dict() for goal in goals],
         }
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

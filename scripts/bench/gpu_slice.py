@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_common import Goal, describe, finish, is_toy, print_table
+from gpu_common import Goal, describe, finish, is_toy, print_table, write
 from gpu_training import new_training, world_of_one
 
 from titan_moe.models.weights import part_weights
@@ -52,13 +52,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
     )
     models = [m for m in (TOY_MODELS if is_toy(arguments) else MODELS) if arguments.only in m[0]]
+    variants = [
+        (model, compiled, balanced)
+        for model in models
+        for compiled in ((False,) if arguments.eager_only else (False, True))
+        for balanced in (True, False)
+    ]
+    rows: list[dict[str, Any]] = []
     with world_of_one(device):
-        rows = [
-            measure(model, compiled, balanced, arguments, device)
-            for model in models
-            for compiled in ((False,) if arguments.eager_only else (False, True))
-            for balanced in (True, False)
-        ]
+        for variant in variants:
+            rows.append(measure(*variant, arguments, device))
+            # Whoever is stopped for taking too long has told what it saw.
+            write(arguments, rows, [goal for row in rows for goal in goals_of(row)])
     print(", ".join(f"{key} {value}" for key, value in describe(arguments.device).items()))
     heads = list(dict.fromkeys(key for row in rows for key in row))
     print_table(heads, [[row.get(head, "") for head in heads] for row in rows])
