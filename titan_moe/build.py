@@ -20,7 +20,11 @@ from titan_moe.distributed.compile import apply_compile, compile_loss
 from titan_moe.distributed.context_parallel import context_parallel_core, local_positions
 from titan_moe.distributed.cross_entropy import CrossEntropy, VocabParallelCrossEntropy
 from titan_moe.distributed.execution import Execution, Loss, WholeModel
-from titan_moe.distributed.expert_parallel import apply_expert_parallel, join_sequences
+from titan_moe.distributed.expert_parallel import (
+    DispatchPolicy,
+    apply_expert_parallel,
+    join_sequences,
+)
 from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
 from titan_moe.distributed.initial_weights import fill_initial_weights
 from titan_moe.distributed.meshes import Meshes, build_meshes
@@ -55,6 +59,21 @@ class ShardedModel:
     """Every parameter of the whole model, on whichever rank, in order; of copies, the first."""
     stages: list[list[str]]
     """The modules of each stage of the pipeline; of one without a pipeline."""
+    stops_on_overflow: bool = False
+    """Whether a step that dropped rows, having no room for them, must not count."""
+
+    def refuses(self, rows_dropped: int) -> bool:
+        """Whether a step (or a validation) that dropped so many rows is none."""
+        return self.stops_on_overflow and rows_dropped > 0
+
+    def take_dropped(self, device: torch.device) -> Tensor:
+        """How many rows this rank's layers have dropped since the last time, [] int64."""
+        dropped = [moe.rows_dropped for moe in self.moe_layers().values()]
+        if not dropped:
+            return torch.zeros((), dtype=torch.int64, device=device)
+        total = torch.stack(dropped).sum()
+        torch._foreach_zero_(dropped)
+        return total
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters, under their names in the whole model."""
@@ -101,16 +120,24 @@ def resolve_model(config: ModelConfig, job: JobConfig) -> ModelConfig:
 
 
 def build_sharded_model(
-    job: JobConfig, config: ModelConfig, *, device: torch.device, world_size: int
+    job: JobConfig,
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    world_size: int,
+    ranks_per_node: int | None = None,
 ) -> ShardedModel:
-    """Lay a model out over an initialised world; collective over all ranks."""
+    """Lay a model out over an initialised world; collective over all ranks.
+
+    `ranks_per_node`: as the launcher says; left out, all ranks are on one node.
+    """
     # 1. The two views of the world.
     timeout = timedelta(seconds=job.comm.init_timeout_seconds)
     meshes = build_meshes(parallel_dims(job.parallelism, world_size), device.type, timeout)
 
     # 2 to 5. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job)
-    parts, partial_over_tp, names, stages = lay_out(job, config, meshes, device)
+    parts, partial_over_tp, names, stages = lay_out(job, config, meshes, device, ranks_per_node)
 
     # 6. Memory and first values, the same bits in every layout.
     offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
@@ -136,6 +163,7 @@ def build_sharded_model(
         ties=find_ties(tied_weights(config), named, _pipeline_ends(job, meshes, len(stages))),
         names=names,
         stages=stages,
+        stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
     )
 
 
@@ -173,7 +201,13 @@ class Parts(NamedTuple):
     """The modules of each stage of the pipeline; of one without a pipeline."""
 
 
-def lay_out(job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device) -> Parts:
+def lay_out(
+    job: JobConfig,
+    config: ModelConfig,
+    meshes: Meshes,
+    device: torch.device,
+    ranks_per_node: int | None = None,
+) -> Parts:
     """Steps 2 to 5 of `build_sharded_model`: a model cut to this rank's part of it.
 
     Needs no memory for the model and exchanges nothing, so that a fake world of any size will do.
@@ -187,11 +221,12 @@ def lay_out(job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.d
     parts = _own_parts(plain, stages, job, meshes)
 
     partial_over_tp = set()
+    dispatch = _dispatch_policy(job.parallelism, ranks_per_node or meshes.dims.world_size)
     for part in parts:
         # 3. Experts to their ranks, before anything else looks at parameters; then heads and
         # hidden dims, and losses that ask for whole sequences.
         moe_layers = list(part.moe_layers().values())
-        apply_expert_parallel(moe_layers, meshes)
+        apply_expert_parallel(moe_layers, meshes, dispatch)
         partial_over_tp |= apply_tensor_parallel(part, DECODER, meshes)
         join_sequences(moe_layers, meshes)
 
@@ -204,6 +239,14 @@ def lay_out(job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.d
         # 5. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, _sharding_policy(job))
     return Parts(parts, partial_over_tp, names, stages)
+
+
+def _dispatch_policy(parallelism: Parallelism, ranks_per_node: int) -> DispatchPolicy:
+    return DispatchPolicy(
+        deduplicated=parallelism.expert_parallel_comm_backend == "deduplicated",
+        capacity_factor=parallelism.expert_parallel_capacity_factor,
+        ranks_per_node=parallelism.expert_parallel_ranks_per_node or ranks_per_node,
+    )
 
 
 def _is_eager(core: AttentionCore, meshes: Meshes) -> bool:

@@ -102,6 +102,8 @@ class Report:
             values["mtp_loss"] = result.mtp_loss
         if result.rows_over_bound is not None:
             values["dispatch/rows_over_bound"] = result.rows_over_bound
+        if result.rows_dropped and result.counts_LE is not None:
+            values["dispatch/dropped"] = result.rows_dropped / result.counts_LE.sum().item()
         if result.counts_LE is not None and self._sinks:
             values |= expert_load(result.counts_LE, self._layers)
         for sink in self._sinks:

@@ -36,6 +36,8 @@ class StepResult:
     num_targets: int
     counts_LE: Tensor | None
     """Tokens per MoE layer and expert, over the whole world."""
+    rows_dropped: int = 0
+    """(token, expert) choices that found no room in a bounded buffer, over all MoE layers."""
     balance_loss: float | None = None
     """Sum of all layers' weighted auxiliary losses, per target token."""
     mtp_loss: float | None = None
@@ -109,11 +111,12 @@ class TrainStep:
         parameter's norm if asked for.
 
         If the result is not finite, nothing is updated, and the gradients stay for whoever looks
-        for the reason; `discard` clears them. A step without a target token updates nothing either.
+        for the reason; `discard` clears them. Nor is anything where the model refuses a step that
+        dropped rows. A step without a target token updates nothing either.
         """
         loss_sum = self._accumulate(batches, observer)
         result = self._reduce(loss_sum, batches, logged, parameter_norms)
-        if not result.finite:
+        if not result.finite or self._sharded.refuses(result.rows_dropped):
             return result
         if result.num_targets > 0:
             self._update(result)
@@ -166,6 +169,7 @@ class TrainStep:
                 num_experts=self._num_experts,
                 device=self._device,
             )
+            terms["rows_dropped"] = self._sharded.take_dropped(self._device)
         if logged:
             terms |= self._logged_terms(batches)
         if parameter_norms:
@@ -204,6 +208,7 @@ class TrainStep:
             grad_norm=norm / divisor,
             num_targets=num_targets,
             counts_LE=sums["counts_LE"].long() if self._all_moe_layers else None,
+            rows_dropped=int(numbers.get("rows_dropped", 0)),
         )
         if "parameters" in sums:
             norms = self._parameter_norms.by_name(sums["parameters"], divisor)

@@ -64,7 +64,11 @@ class Trainer:
         self.process = process
         self.folder = Path(job.job.dump_folder)
         sharded = build_sharded_model(
-            job, model_config, device=process.device, world_size=process.world_size
+            job,
+            model_config,
+            device=process.device,
+            world_size=process.world_size,
+            ranks_per_node=process.local_world_size,
         )
         self.sharded, self.meshes = sharded, sharded.meshes
         if process.is_main:
@@ -148,6 +152,10 @@ class Trainer:
             capture.write(self.folder)
         if not result.finite:
             self._handle_nonfinite(step, result, batches, before)
+        elif self.sharded.refuses(result.rows_dropped):
+            self.train_step.discard()
+            kept = self._keep(step, before)
+            raise RunError(f"step {step}: {overflow_line(self.job, result.rows_dropped)}; {kept}")
 
         step_tokens = training.global_batch_size * training.seq_len
         self.progress = Progress(step, self.progress.tokens + step_tokens)
@@ -182,14 +190,19 @@ class Trainer:
         if self.job.training.on_nonfinite == "skip":
             logger.warning("%s; the update is skipped", line)
             return
-        kept = "no state was kept"
-        if self.job.checkpoint.enable and not self.job.checkpoint.load_only and step > 1:
-            if self.checkpointer.last_step != step - 1:
-                self.checkpointer.save(step - 1, before)
-            kept = f"the state before it is {self.checkpointer.folder}/step-{step - 1}"
+        kept = self._keep(step, before)
         raise RunError(
             f"{line}; {kept} (training.on_nonfinite='skip' would leave the update out and go on)"
         )
+
+    def _keep(self, step: int, before: dict[str, Any]) -> str:
+        """Save the state before a step that updated nothing; says where it is."""
+        checkpoint = self.job.checkpoint
+        if not checkpoint.enable or checkpoint.load_only or step == 1:
+            return "no state was kept"
+        if self.checkpointer.last_step != step - 1:
+            self.checkpointer.save(step - 1, before)
+        return f"the state before it is {self.checkpointer.folder}/step-{step - 1}"
 
     def _open_data(self) -> None:
         job, dims = self.job, self.meshes.dims
@@ -239,17 +252,21 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self) -> float:
-        """Mean cross-entropy over the held-out target tokens of all ranks."""
+        """Mean cross-entropy over the held-out target tokens of all ranks. Raises RunError where
+        buffers between ranks do not suffice and nothing may be left out."""
         assert self.validation is not None
-        sums = torch.zeros(2, dtype=torch.float64, device=self.process.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.process.device)
         self.sharded.train(False)
         for batch in self.validation:
             rows = own_rows(batch, self.sharded, self.process.device)
             sums[0] += self.sharded.execution.evaluate(rows)
             sums[1] += own_targets(batch, self.sharded)
         self.sharded.train(True)
+        sums[2] = self.sharded.take_dropped(self.process.device)
         dist.all_reduce(sums)
-        loss, targets = sums.tolist()
+        loss, targets, dropped = sums.tolist()
+        if self.sharded.refuses(int(dropped)):
+            raise RunError(f"validation: {overflow_line(self.job, int(dropped))}")
         return loss / max(targets, 1.0)
 
     def _say(self, line: str, *values: object) -> None:
@@ -267,6 +284,16 @@ class Trainer:
             return
         longer = 2 * self.job.training.steps
         self._say("next: CONFIG_FILE=%s ./run_train.sh --training.steps %d", config, longer)
+
+
+def overflow_line(job: JobConfig, rows_dropped: int) -> str:
+    """What to tell a user whose bounded buffers do not suffice."""
+    factor = job.parallelism.expert_parallel_capacity_factor
+    return (
+        f"{rows_dropped} choices of an expert by a token found no room between ranks with "
+        f"parallelism.expert_parallel_capacity_factor={factor}: choose a larger one, leave it out "
+        f"for exact sizes, or set parallelism.expert_parallel_overflow=drop"
+    )
 
 
 def _checkpointer(

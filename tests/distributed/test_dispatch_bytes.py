@@ -9,7 +9,7 @@ again in the backward, and nothing more.
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,18 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from tests.distributed.dispatch_arithmetic import BYTES, TOP_K, buffers, degrees, expected
 from titan_moe.config.job import JobConfig
 from titan_moe.config.load import load_job
-from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.verify.case import make_rows
-from titan_moe.verify.layouts import AXES, SEQ_LEN, Layout, num_rows, overrides, parse, stages
+from titan_moe.verify.layouts import SEQ_LEN, Layout, num_rows, overrides, parse, stages
 from titan_moe.verify.on_rank import own_batches
 from titan_moe.verify.ranks import run_ranks
 
-BYTES = 8  # Of a float64 and of an int64.
-TOP_K, LAYERS, ROWS = 4, 3, 16
+LAYERS, ROWS = 3, 16
 # Qwen3 has no shared experts, whose traffic over tp is none of dispatch's.
 CONFIG = "configs/debug/gate_qwen3.toml"
 LAYOUTS = [
@@ -38,12 +37,20 @@ LAYOUTS = [
     "tp=2,etp=2",
     "dp_shard=2,cp=2,tp=2,ep=8",
     "dp_shard=2,cp=2,tp=2,ep=2,etp=4",
+    "dp_shard=2,ep=2,dispatch=deduplicated",
+    "dp_shard=2,tp=2,ep=2,etp=2,dispatch=deduplicated",
+    "dp_shard=2,tp=2,ep=4,dispatch=nodes",
+    "dp_shard=2,tp=2,ep=4,dispatch=bounded",
+    "dp_shard=2,tp=2,ep=2,etp=2,dispatch=bounded",
     *(
         pytest.param(layout, marks=pytest.mark.full)
         for layout in (
             "dp_shard=4,etp=4",
             "dp_replicate=2,dp_shard=2,tp=2,ep=2,etp=2",
             "pp=2,dp_shard=2,tp=2,ep=4",
+            "dp_shard=2,cp=2,tp=2,ep=8,dispatch=deduplicated",
+            "dp_shard=2,cp=2,tp=2,ep=4,etp=2,dispatch=nodes",
+            "tp=2,etp=2,dispatch=deduplicated",
         )
     ),
 ]
@@ -136,6 +143,7 @@ class Task:
 
 def train_on_rank(task: Task) -> Seen:
     from titan_moe.build import build_sharded_model
+    from titan_moe.distributed.ep_nodes import nodes_of
     from titan_moe.optim.optimizers import build_optimizer
     from titan_moe.train_step import TrainStep, own_rows
 
@@ -144,6 +152,8 @@ def train_on_rank(task: Task) -> Seen:
     meshes, rank = sharded.meshes, dist.get_rank()
     axes = [axis for axis in ("cp", "tp", "sequence", "ep", "etp") if meshes.dims.size(axis) > 1]
     wire = Wire({meshes.group(a).group_name: meshes.dims.group_of(rank, a) for a in axes})
+    for group in nodes_of(meshes, 2 * meshes.dims.etp) or ():
+        wire.groups[group.group_name] = tuple(dist.get_process_group_ranks(group))
     experts: dict[str, list[Tensor]] = {}
     for name, moe in sharded.moe_layers().items():
         moe.forward = wire.around(moe.forward)
@@ -189,14 +199,16 @@ def plant(moe: Any, bug: str | None, meshes: Any) -> None:
 
         moe.forward = of_all_tokens
     elif bug == "rows are sent twice":
-        dispatch = moe.dispatcher.dispatch
+        send, receive = moe.dispatcher.send, moe.dispatcher.receive
 
-        def twice(x_TD: Tensor, weights_TK: Tensor, plan: Any) -> Any:
-            first = dispatch(x_TD, weights_TK, plan)
-            again = dispatch(x_TD, weights_TK, plan)
+        def send_twice(x_TD: Tensor, weights_TK: Tensor, plan: Any) -> Any:
+            return send(x_TD, weights_TK, plan), send(x_TD, weights_TK, plan)
+
+        def receive_twice(sent: Any, plan: Any) -> Any:
+            first, again = (receive(once, plan) for once in sent)
             return first._replace(x_RD=(first.x_RD + again.x_RD) / 2)
 
-        moe.dispatcher.dispatch = twice
+        moe.dispatcher.send, moe.dispatcher.receive = send_twice, receive_twice
     elif bug == "counted in recomputation":
         from titan_moe.distributed import activation_checkpoint
 
@@ -233,10 +245,6 @@ def routing() -> dict[str, Tensor]:
     }
 
 
-def degrees(layout: Layout) -> ParallelDims:
-    return ParallelDims(layout.world_size, **{axis: layout.size(axis) for axis in AXES})
-
-
 def destinations(layout: Layout, rank: int) -> Tensor:
     """Where the tokens of a rank's layers must go: the ep coordinates of each token's experts."""
     dims = degrees(layout)
@@ -253,55 +261,43 @@ def destinations(layout: Layout, rank: int) -> Tensor:
     return torch.cat(chosen) // (8 // dims.ep)
 
 
-def expected(layout: Layout, rank: int, dim: int, num_decisions: int) -> Counter:
-    """Bytes that leave a rank, by arithmetic."""
-    dims = degrees(layout)
-    ep, etp = (dims.group_of(rank, axis) for axis in ("ep", "etp"))
-
-    def rows(source: int) -> Tensor:
-        return torch.bincount(destinations(layout, source).flatten(), minlength=dims.ep)
-
-    def arrived(at: int) -> Tensor:
-        """Rows that each rank of its ep group sends to it."""
-        own = dims.coordinate(at, "ep")
-        return torch.stack([rows(source)[own] for source in dims.group_of(at, "ep")])
-
-    own = dims.coordinate(rank, "ep")
-    sent = int(rows(rank).sum() - rows(rank)[own])
-    returned = int(arrived(rank).sum() - arrived(rank)[own])
-    gathered = (len(etp) - 1) * int(arrived(rank).sum())
-    reduced = sum(int(arrived(other).sum()) for other in etp if other != rank)
-    there, back, counts = (dim + 1) * BYTES, dim * BYTES, num_decisions * BYTES
-    found: Counter = Counter()
-    found["forward", ep] += counts * (8 - 8 // dims.ep) + sent * there + returned * back
-    found["backward", ep] += sent * back + returned * there
-    found["forward", etp] += counts * 8 * (len(etp) - 1) + gathered * there + reduced * back
-    found["backward", etp] += gathered * back + reduced * there
-    return +found
+def decisions_of(one: Seen) -> list[int]:
+    """The tokens of each decision that a rank's layers made."""
+    return [len(taken) for chosen in one.experts.values() for taken in chosen]
 
 
 def problems(layout: str, seen: list[Seen]) -> list[str]:
     parsed, dim = parse(layout), make_task(layout).config.dim
     lines = []
     for rank, one in enumerate(seen):
-        num_decisions = sum(len(chosen) for chosen in one.experts.values())
-        wanted = expected(parsed, rank, dim, num_decisions)
+        wanted = expected(parsed, rank, dim, decisions_of(one), partial(destinations, parsed))
         if one.sent != wanted:
             lines.append(f"rank {rank}: {dict(one.sent)}, by the routing {dict(wanted)}")
     return lines
 
 
-def traffic(layout: str) -> Tensor:
-    """Rows on the wire and distinct (token, destination rank) pairs, token by token."""
+def traffic(layout: str, seen: list[Seen]) -> Tensor:
+    """Rows on the wire and distinct (token, destination rank) pairs, token by token; with nodes,
+    rows between nodes and distinct (token, node) pairs."""
     parsed = parse(layout)
     dims = degrees(parsed)
     rows = pairs = 0
+    by_nodes = parsed.dispatch == "nodes" and dims.ep > 2
     for rank in range(dims.world_size):
         here = dims.coordinate(rank, "ep"), dims.coordinate(rank, "etp")
+        if by_nodes:
+            here = here[0] // 2, 0
         for places in destinations(parsed, rank).tolist():
             copies = [(place, slice_) for place in places for slice_ in range(dims.etp)]
+            if by_nodes:
+                copies = [(place // 2, 0) for place in places]
             rows += sum(copy != here for copy in copies)
             pairs += len(set(copies) - {here})
+    if parsed.dispatch in ("deduplicated", "nodes"):
+        rows = pairs
+    if parsed.dispatch == "bounded":
+        each = dims.ep * dims.etp - 1
+        rows = each * sum(sum(buffers(parsed, decisions_of(one))) for one in seen)
     return torch.tensor([rows, pairs])
 
 
@@ -309,11 +305,14 @@ def traffic(layout: str) -> Tensor:
 def test_what_travels_is_what_the_routing_requires(layout: str):
     seen = run(layout)
     assert problems(layout, seen) == []
-    rows, fewest = traffic(layout).tolist()
+    rows, fewest = traffic(layout, seen).tolist()
     assert sum(one.rows_sent for one in seen).tolist() == [rows, fewest]
     for one in seen:
         assert one.rows_over_bound == pytest.approx(rows / fewest, rel=1e-12)
-    assert rows > fewest or layout.endswith("ep=8")  # One expert a rank: nothing to save.
+    if parse(layout).dispatch in ("deduplicated", "nodes"):
+        assert rows == fewest
+    else:
+        assert rows > fewest or layout.endswith("ep=8")  # One expert a rank: nothing to save.
 
 
 def test_no_more_travels_with_tp():
@@ -331,14 +330,14 @@ def test_no_more_travels_with_tp():
 def test_recomputation_and_validation_are_not_counted():
     layout = "dp_shard=2,tp=2,ep=2"
     seen = run(f"{layout},recompute=full")
-    assert sum(one.rows_sent for one in seen).tolist() == traffic(layout).tolist()
+    assert sum(one.rows_sent for one in seen).tolist() == traffic(layout, seen).tolist()
     again = run(f"{layout},recompute=full", "counted in recomputation")
-    assert sum(one.rows_sent for one in again).tolist() == (2 * traffic(layout)).tolist()
+    assert sum(one.rows_sent for one in again).tolist() == (2 * traffic(layout, seen)).tolist()
 
 
 def test_rows_and_pairs_of_a_few_tokens():
-    from titan_moe.distributed.expert_parallel import AllToAllDispatcher
-    from titan_moe.moe.dispatch import sort_by_expert
+    from titan_moe.distributed.all_to_all_dispatch import AllToAllDispatcher
+    from titan_moe.moe.dispatch import count_experts
 
     class Group:
         def __init__(self, rank: int, size: int) -> None:
@@ -347,7 +346,8 @@ def test_rows_and_pairs_of_a_few_tokens():
     def count(experts_TK: list[list[int]], rank: int, etp: int = 1) -> list[int]:
         groups = Group(rank, 2), Group(0, etp)
         dispatcher = AllToAllDispatcher(*groups, num_local=4, row_alignment=1)
-        return dispatcher.traffic(sort_by_expert(torch.tensor(experts_TK), 8)).tolist()
+        chosen_TK = torch.tensor(experts_TK)
+        return dispatcher.traffic(chosen_TK, count_experts(chosen_TK, 8)).tolist()
 
     # All of a token's experts on one other rank: K rows where one would do.
     assert count([[0, 1, 2, 3], [3, 2, 1, 0]], rank=1) == [8, 2]

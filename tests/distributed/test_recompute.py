@@ -140,7 +140,7 @@ def test_recompute_by_operation_neither_multiplies_nor_communicates_again(family
         assert full["backward"][name] == none["backward"][name] + own
         assert op["backward"][name] == none["backward"][name]
     # Not the output layer, and not the last product of a block where it is the last operation.
-    again = products(none["forward"]) - 1 - (LAYERS if family == "deepseek_v3" else 0)
+    again = products(none["forward"]) - 1 - (LAYERS - moe_layers)
     assert products(full["backward"]) == products(none["backward"]) + again
     assert products(op["backward"]) == products(none["backward"])
     # The rest is computed again: norms, rotations, activations.

@@ -58,7 +58,8 @@ class MoEHooks:
             for holder, name, around in (
                 (moe, "choose", self._choosing),
                 (moe.router, "weigh", self._weighing),
-                (moe.dispatcher, "dispatch", self._dispatching),
+                (moe.dispatcher, "send", self._sending),
+                (moe.dispatcher, "receive", self._receiving),
                 (moe.dispatcher, "combine", self._combining),
             ):
                 stack.enter_context(replaced(holder, name, around(getattr(holder, name))))
@@ -112,20 +113,28 @@ class MoEHooks:
         with torch.no_grad(), _disable_current_modes():
             return weights_TK.new_zeros(size).scatter_(1, experts_TK, weights_TK.detach())
 
-    def _dispatching(self, dispatch: Callable[..., ExpertRows]) -> Callable[..., ExpertRows]:
+    def _sending(self, send: Callable[..., Any]) -> Callable[..., Any]:
         name, watcher = f"{self._name}.dispatcher.dispatch", self._watcher
 
-        def dispatched(x_TD: Tensor, weights_TK: Tensor, plan: Any) -> ExpertRows:
+        def sent(x_TD: Tensor, weights_TK: Tensor, plan: Any) -> Any:
             x_TD = watcher.given(name, "tokens", x_TD)
             if weights_TK.requires_grad:
                 weights_TK = weights_TK.view_as(weights_TK)
                 self._weights_backward(name, weights_TK)
-            rows = dispatch(x_TD, weights_TK, plan)
+            return send(x_TD, weights_TK, plan)
+
+        return sent
+
+    def _receiving(self, receive: Callable[..., ExpertRows]) -> Callable[..., ExpertRows]:
+        name = f"{self._name}.dispatcher.dispatch"
+
+        def received(sent: Any, plan: Any) -> ExpertRows:
+            rows = receive(sent, plan)
             self._forward(name, "rows", rows.x_RD, rows, whole=True)
             self._forward(name, "weights", rows.weights_R[:, None], rows, whole=True)
             return rows
 
-        return dispatched
+        return received
 
     def _weights_backward(self, name: str, weights_TK: Tensor) -> None:
         if recomputing():

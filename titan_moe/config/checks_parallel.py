@@ -61,6 +61,41 @@ def _expert_block(run: Run) -> list[str]:
     ]
 
 
+def _dispatch(run: Run) -> list[str]:
+    degrees, plain = run.job.parallelism, type(run.job.parallelism)()
+    factor, backend = degrees.expert_parallel_capacity_factor, degrees.expert_parallel_comm_backend
+    travels = degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree > 1
+    lines = []
+    if factor is not None and backend != plain.expert_parallel_comm_backend:
+        lines.append(
+            f"parallelism.expert_parallel_capacity_factor={factor} bounds the buffers of "
+            f"expert_parallel_comm_backend={plain.expert_parallel_comm_backend} alone, not of "
+            f"{backend}: choose one"
+        )
+    if factor is not None and run.model.moe is not None and not travels:
+        lines.append(
+            f"parallelism.expert_parallel_capacity_factor={factor} has no effect without "
+            f"expert_parallel_degree above 1: leave it out"
+        )
+    if factor is None and degrees.expert_parallel_overflow != plain.expert_parallel_overflow:
+        lines.append(
+            f"parallelism.expert_parallel_overflow={degrees.expert_parallel_overflow} has no "
+            f"effect without expert_parallel_capacity_factor: set it"
+        )
+    ranks = degrees.expert_parallel_ranks_per_node
+    if ranks is not None and backend != "deduplicated":
+        lines.append(
+            f"parallelism.expert_parallel_ranks_per_node={ranks} has no effect without "
+            f"expert_parallel_comm_backend=deduplicated: set it"
+        )
+    if ranks is not None and run.world_size % ranks:
+        lines.append(
+            f"parallelism.expert_parallel_ranks_per_node={ranks} must divide the {run.world_size} "
+            f"ranks of this run: choose {divisors(run.world_size)}"
+        )
+    return lines
+
+
 def _experts(run: Run) -> list[str]:
     degree, moe = run.job.parallelism.expert_parallel_degree, run.model.moe
     slices = run.job.parallelism.expert_tensor_parallel_degree
@@ -68,6 +103,9 @@ def _experts(run: Run) -> list[str]:
         used = {
             f"parallelism.expert_parallel_degree={degree}": degree > 1,
             f"parallelism.expert_tensor_parallel_degree={slices}": slices > 1,
+            "parallelism.expert_parallel_comm_backend=deduplicated": (
+                run.job.parallelism.expert_parallel_comm_backend == "deduplicated"
+            ),
             "debug.moe_force_load_balance=true": run.job.debug.moe_force_load_balance,
         }
         return [
@@ -223,6 +261,7 @@ def _split_backward(run: Run) -> list[str]:
 PARALLEL_RULES: list[Callable[[Run], list[str]]] = [
     _ranks,
     _expert_block,
+    _dispatch,
     _experts,
     _expert_hidden_dim,
     _tensor,

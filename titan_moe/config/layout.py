@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from titan_moe.config.section import Section
 
@@ -65,8 +65,18 @@ class Parallelism(Section):
     """Ranks that split the experts; taken from dp_shard x cp x tp."""
     expert_tensor_parallel_degree: PositiveInt = 1
     """Ranks that split each expert's hidden dim; taken from dp_shard x cp x tp."""
-    expert_parallel_comm_backend: Literal["standard"] = "standard"
-    """How tokens travel: 'standard' is all-to-all over the ep axis."""
+    expert_parallel_comm_backend: Literal["standard", "deduplicated"] = "standard"
+    """How tokens travel over the ep axis: 'standard' sends one row to each expert of a token,
+    'deduplicated' one to each rank, and between nodes one to each node."""
+    expert_parallel_ranks_per_node: PositiveInt | None = None
+    """Ranks of a node, for 'deduplicated'; left out: as many as torchrun started on this one."""
+    expert_parallel_capacity_factor: PositiveFloat | None = None
+    """Rows of the buffer from one rank to another, as a multiple of an even share (tokens x top_k /
+    expert_parallel_degree): the host waits for no sizes. Left out: exact sizes, at one wait a
+    layer."""
+    expert_parallel_overflow: Literal["stop", "drop"] = "stop"
+    """When a buffer of that size does not suffice: 'stop' before the update, or 'drop' a token's
+    least wanted experts and report the share."""
 
 
 class ActivationCheckpoint(Section):

@@ -15,7 +15,8 @@ _COLUMNS = (
     ("GiB", "memory/peak_gib", "{:5.2f}"),
     ("retries", "memory/allocation_retries", "{:.0f}"),
     ("data s", "time/data", "{:5.2f}"),
-    # Last, for it is missing from most lines.
+    # Last, for they are missing from most lines.
+    ("dropped", "dispatch/dropped", "{:.2%}"),
     ("val loss", "validation_loss", "{:8.5f}"),
 )
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch import Dispatcher, LocalDispatcher, sort_by_expert
+from titan_moe.moe.dispatch import Dispatcher, LocalDispatcher, count_experts
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.router import Router, Scores
 
@@ -30,10 +30,12 @@ class MoE(nn.Module):
     of the same sequences; routing traces replace the third; recomputation replaces the fourth while
     it records and replays.
 
-    Buffer: `rows_sent` [2] sums the dispatcher's traffic of this step's tokens.
+    Buffers: `rows_sent` [2] sums the dispatcher's traffic of this step's tokens; `rows_dropped` []
+    the (token, expert) choices that found no room, in training or in validation.
     """
 
     rows_sent: Tensor
+    rows_dropped: Tensor
 
     def __init__(self, dim: int, config: MoEConfig, shared_experts: nn.Module | None) -> None:
         super().__init__()
@@ -46,11 +48,13 @@ class MoE(nn.Module):
         self.choose: Callable[[Tensor], Tensor] = self.router.choose
         self.assign: Callable[[Tensor], Assignment] = self.decide
         self.register_buffer("rows_sent", torch.empty(2, dtype=torch.int64), persistent=False)
+        self.register_buffer("rows_dropped", torch.empty((), dtype=torch.int64), persistent=False)
         self.init_buffers()
 
     def init_buffers(self) -> None:
         """Values of a run that begins; also called after the module leaves the meta device."""
         self.rows_sent.zero_()
+        self.rows_dropped.zero_()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_TD = x_BSD.flatten(0, 1)
@@ -62,25 +66,29 @@ class MoE(nn.Module):
             if loss is not None:
                 weights_TK = balance.attach_loss(weights_TK, loss, self.router.balance_loss)
 
-        rows = self.dispatcher.dispatch(x_TD, weights_TK, assignment.plan)
+        sent = self.dispatcher.send(x_TD, weights_TK, assignment.plan)
+        # While rows travel, here and in the backward.
+        shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
+        rows = self.dispatcher.receive(sent, assignment.plan)
         y_TD = self.dispatcher.combine(self.experts(rows), assignment.plan)
-        if self.shared_experts is not None:
-            y_TD = y_TD + self.shared_experts(x_TD)
-        return y_TD.view_as(x_BSD)
+        return (y_TD if shared_TD is None else y_TD + shared_TD).view_as(x_BSD)
 
     def decide(self, scores_BSE: Tensor) -> Assignment:
         """Choose experts, count them (in training), and plan the dispatch."""
         experts_TK = self.choose(scores_BSE.flatten(0, 1))
-        tokens = sort_by_expert(experts_TK, self.config.num_experts)
+        counts_E = count_experts(experts_TK, self.config.num_experts)
+        plan = self.dispatcher.plan(experts_TK, counts_E)  # First: what it sends is under way.
+        if (dropped := self.dispatcher.dropped(plan)) is not None:
+            self.rows_dropped += dropped
         chosen_BE = None
         if self.training:
-            self.router.tokens_per_expert += tokens.counts_E
-            self.rows_sent += self.dispatcher.traffic(tokens)
+            self.router.tokens_per_expert += counts_E
+            self.rows_sent += self.dispatcher.traffic(experts_TK, counts_E)
             if self.config.sequence_aux_loss_weight:
                 experts_BN = experts_TK.view(len(scores_BSE), -1)
                 chosen_BE = balance.counts_per_row(experts_BN, self.config.num_experts)
                 chosen_BE = self.whole_sequences(chosen_BE)
-        return Assignment(experts_TK, chosen_BE, self.dispatcher.plan(tokens))
+        return Assignment(experts_TK, chosen_BE, plan)
 
     def _balance_loss(
         self, scores: Scores, chosen_BE: Tensor | None, num_rows: int

@@ -29,8 +29,10 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "cp_method": ("allgather", "ulysses", "ring"),
     "cp_balancer": ("headtail", "none"),
     "reshard": ("default", "always", "never"),
+    "dispatch": ("standard", "deduplicated", "nodes", "bounded"),
 }
-"""What a layout may vary besides its degrees; `recompute=2` is every second layer."""
+"""What a layout may vary besides its degrees; `recompute=2` is every second layer,
+`dispatch=nodes` the deduplicating one with two ranks of an ep group on a node."""
 SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SCHEDULES)
 SEQ_LEN = 48
 """Tokens of the gate's rows: 2 cp and cp x tp divide it up to 8 ranks, and at 3 and 6."""
@@ -53,6 +55,7 @@ class Layout:
     cp_method: str = "allgather"
     cp_balancer: str = "headtail"
     reshard: str = "default"
+    dispatch: str = "standard"
 
     def size(self, axis: str) -> int:
         return int(getattr(self, axis))
@@ -86,6 +89,8 @@ class Layout:
         """Whether an option makes a difference here."""
         if option == "schedule":
             return self.pp > 1
+        if option == "dispatch":
+            return self.ep * self.etp > 1
         return self.cp > 1 or option not in ("cp_method", "cp_balancer")
 
     def __str__(self) -> str:
@@ -197,6 +202,7 @@ def overrides(layout: Layout) -> dict[str, dict[str, Any]]:
             ),
             "context_parallel_rotate_method": layout.cp_method,
             "context_parallel_load_balancer": layout.cp_balancer,
+            **_dispatch(layout),
         },
         "activation_checkpoint": recompute,
         "training": {
@@ -205,6 +211,19 @@ def overrides(layout: Layout) -> dict[str, dict[str, Any]]:
             "seq_len": SEQ_LEN,
         },
     }
+
+
+def _dispatch(layout: Layout) -> dict[str, Any]:
+    if layout.dispatch == "standard" or not layout.has("dispatch"):
+        return {}
+    if layout.dispatch == "bounded":
+        # Room for nearly all rows of a rank in each buffer: they never overflow, and are watched.
+        return {"expert_parallel_capacity_factor": 0.97 * layout.ep if layout.ep > 1 else 1.0}
+    keys: dict[str, Any] = {"expert_parallel_comm_backend": "deduplicated"}
+    if layout.dispatch == "nodes":
+        on_node = 2 if layout.ep % 2 == 0 else 1
+        keys["expert_parallel_ranks_per_node"] = on_node * layout.etp
+    return keys
 
 
 def with_options(layout: Layout, **options: str) -> Layout:

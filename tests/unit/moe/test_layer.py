@@ -99,8 +99,8 @@ def test_one_token():
 class _PoisonedTail(LocalDispatcher):
     """Rows that belong to no expert hold NaN, on the way in and on the way back."""
 
-    def dispatch(self, x_TD, weights_TK, plan):
-        rows = super().dispatch(x_TD, weights_TK, plan)
+    def receive(self, sent, plan):
+        rows = super().receive(sent, plan)
         past = torch.arange(len(rows.x_RD)) >= rows.offsets_E[-1]
         assert past.any()
         x_RD = torch.where(past[:, None], float("nan"), rows.x_RD)

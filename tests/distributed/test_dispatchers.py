@@ -1,0 +1,160 @@
+"""Every dispatcher against one expression: each token's experts, weighed and added up.
+
+Outputs and gradients of tokens and of routing weights, with NaN in every row that is nobody's.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_moe.verify.ranks import run_ranks
+
+TOKENS, TOP_K, EXPERTS, DIM = 13, 3, 8, 6
+
+
+class Case(NamedTuple):
+    ep: int
+    etp: int = 1
+    deduplicated: bool = False
+    ranks_per_node: int | None = None
+    capacity_factor: float | None = None
+
+
+class Seen(NamedTuple):
+    error: float
+    rows_sent: int
+    fewest: int
+    dropped: int | None
+    """As the dispatcher says; and missing in the expression."""
+    missing: int
+
+
+CASES = {
+    2: [Case(2), Case(2, deduplicated=True), Case(1, 2, True), Case(2, capacity_factor=9)],
+    4: [
+        Case(4),
+        Case(2, 2),
+        Case(1, 4),
+        Case(4, deduplicated=True),
+        Case(2, 2, True),
+        Case(1, 4, True),
+        Case(2, deduplicated=True),
+        Case(4, deduplicated=True, ranks_per_node=2),
+        Case(4, capacity_factor=9),
+        Case(2, 2, capacity_factor=9),
+        Case(1, 4, capacity_factor=1),
+        Case(4, capacity_factor=2.5),
+    ],
+    8: [
+        Case(8, deduplicated=True),
+        Case(8, deduplicated=True, ranks_per_node=2),
+        Case(8, deduplicated=True, ranks_per_node=4),
+        Case(4, 2, True, ranks_per_node=4),
+    ],
+}
+SMALL = [
+    Case(4, capacity_factor=1),
+    Case(4, capacity_factor=0.3),
+    Case(2, 2, capacity_factor=0.7),
+    Case(1, 4, capacity_factor=0.5),
+]
+
+
+def travel(cases: list[Case]) -> list[Seen]:
+    return [_travel(case) for case in cases]
+
+
+def _travel(case: Case) -> Seen:
+    from titan_moe.distributed.expert_parallel import DispatchPolicy, make_dispatcher
+    from titan_moe.distributed.meshes import build_meshes
+    from titan_moe.distributed.parallel_dims import ParallelDims
+    from titan_moe.moe.config import MoEConfig
+    from titan_moe.moe.dispatch import count_experts
+
+    rank = dist.get_rank()
+    dims = ParallelDims(dist.get_world_size(), ep=case.ep, etp=case.etp)
+    config = MoEConfig(num_experts=EXPERTS, top_k=TOP_K, hidden_dim=8, row_alignment=4)
+    policy = DispatchPolicy(case.deduplicated, case.capacity_factor, case.ranks_per_node)
+    dispatcher = make_dispatcher(config, build_meshes(dims, "cpu"), policy)
+    drawn = torch.Generator().manual_seed(rank)
+    options = {"dtype": torch.float64, "generator": drawn}
+    x_TD = torch.randn(TOKENS, DIM, requires_grad=True, **options)
+    weights_TK = torch.rand(TOKENS, TOP_K, requires_grad=True, **options)
+    grad_TD = torch.randn(TOKENS, DIM, **options)
+    liked_E = torch.tensor([3.0, 2.0, 1.0, 0.0, 0.0, 0.0, -50.0, 0.0])  # One expert idles.
+    experts_TK = (torch.randn(TOKENS, EXPERTS, generator=drawn) + liked_E).topk(TOP_K).indices
+    shared = torch.Generator().manual_seed(99)
+    w_EDD = torch.randn(EXPERTS, DIM, DIM, dtype=torch.float64, generator=shared)
+
+    counts_E = count_experts(experts_TK, EXPERTS)
+    plan = dispatcher.plan(experts_TK, counts_E)
+    rows = dispatcher.receive(dispatcher.send(x_TD, weights_TK, plan), plan)
+    first = dims.coordinate(rank, "ep") * (EXPERTS // case.ep)
+    share = (dims.coordinate(rank, "etp") + 1) / sum(range(1, case.etp + 1))
+    y_TD = dispatcher.combine(_experts(rows, share * w_EDD[first:]), plan)
+    kept_TK = plan.place_TK >= 0 if case.capacity_factor else torch.ones_like(weights_TK).bool()
+    expected_TD = sum(
+        (weights_TK * kept_TK)[:, k, None]
+        * torch.einsum("td,tde->te", x_TD, w_EDD[experts_TK[:, k]])
+        for k in range(TOP_K)
+    )
+    inputs = x_TD, weights_TK
+    ours = (y_TD, *torch.autograd.grad(y_TD, inputs, grad_TD))
+    theirs = (expected_TD, *torch.autograd.grad(expected_TD, inputs, grad_TD))
+    errors = [(a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)]
+    dropped = dispatcher.dropped(plan)
+    return Seen(
+        max(errors),
+        *dispatcher.traffic(experts_TK, counts_E).tolist(),
+        None if dropped is None else dropped.item(),
+        int((~kept_TK).sum()),
+    )
+
+
+def _experts(rows, w_EDD: Tensor) -> Tensor:
+    """Weighted products of each expert's rows; NaN in padding and behind them."""
+    ends = rows.offsets_E.tolist()
+    parts = [
+        rows.x_RD[start:end] @ w_DD * rows.weights_R[start:end, None]
+        for start, end, w_DD in zip([0, *ends], ends, w_EDD, strict=False)
+    ]
+    tail = torch.full_like(rows.x_RD[ends[-1] :], torch.nan)
+    y_RD = torch.cat([*parts, tail])
+    return y_RD.masked_fill((rows.weights_R == 0)[:, None], torch.nan)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+def test_tokens_come_home_with_what_their_experts_made_of_them(world_size: int):
+    for seen in run_ranks(travel, world_size, CASES[world_size]):
+        for case, one in zip(CASES[world_size], seen, strict=True):
+            assert one.error <= 1e-13, (case, one)
+            assert not one.missing or (case.capacity_factor == 2.5 and one.dropped == one.missing)
+            if case.deduplicated:
+                assert one.rows_sent == one.fewest, (case, one)
+            elif case.capacity_factor is None:
+                assert one.rows_sent >= one.fewest, (case, one)
+            assert (one.dropped is None) == (case.capacity_factor != 2.5), (case, one)
+
+
+def test_what_finds_no_room_is_left_out_and_counted():
+    for seen in run_ranks(travel, 4, SMALL):
+        for case, one in zip(SMALL, seen, strict=True):
+            assert one.error <= 1e-13, (case, one)
+            assert one.dropped == one.missing > 0, (case, one)
+
+
+def test_first_choices_come_before_second_ones():
+    from titan_moe.distributed.bounded_dispatch import BoundedDispatcher
+
+    class Group:
+        rank, size = staticmethod(lambda: 0), staticmethod(lambda: 2)
+
+    dispatcher = BoundedDispatcher(
+        Group(), Group(), num_local=4, row_alignment=1, top_k=2, capacity_factor=1.0
+    )
+    rank_TK = torch.tensor([[1, 0], [0, 0], [0, 1], [0, 0]])
+    kept_TK = dispatcher._first_come(rank_TK, torch.tensor([6, 2]), capacity=4)
+    assert kept_TK.tolist() == [[True, True], [True, False], [True, True], [True, False]]
