@@ -62,12 +62,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     with world_of_one(device):
         for variant in variants:
             rows.append(measure(*variant, arguments, device))
+            compare_with_balanced(rows)
             # Whoever is stopped for taking too long has told what it saw.
             write(arguments, rows, [goal for row in rows for goal in goals_of(row)])
     print(", ".join(f"{key} {value}" for key, value in describe(arguments.device).items()))
     heads = list(dict.fromkeys(key for row in rows for key in row))
     print_table(heads, [[row.get(head, "") for head in heads] for row in rows])
     finish(arguments, rows, [goal for row in rows for goal in goals_of(row)])
+
+
+def compare_with_balanced(rows: list[dict[str, Any]]) -> None:
+    """Say how fast natural routing is beside the balanced run before it."""
+    if len(rows) > 1 and rows[-1]["routing"] == "natural":
+        balanced, natural = (row.get("tokens/s") for row in rows[-2:])
+        if balanced and natural:
+            rows[-1]["of balanced"] = natural / balanced
 
 
 def goals_of(row: dict[str, Any]) -> list[Goal]:
