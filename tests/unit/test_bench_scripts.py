@@ -79,3 +79,15 @@ def test_a_pattern_or_option_that_fits_nothing_is_refused(script: str) -> None:
     refused = subprocess.run(command, capture_output=True, text=True)
     assert refused.returncode == 2
     assert options[script][1] in refused.stderr
+
+
+def test_dispatchers_are_summed_over_ranks_and_timed_by_the_slowest() -> None:
+    import dispatch
+
+    ranks = [
+        dispatch.Seen(120.0, 60.0, 100, 50, 0.0, [1.0, 3.0, 2.0]),
+        dispatch.Seen(90.0, 50.0, 50, 50, 0.5, [2.0, 1.0, 1.0]),
+    ]
+    row = dispatch.summary(ranks)
+    assert row["bytes_over_fewest"] == 1.4 and row["between_over_fewest"] == 1.1
+    assert row["ms"] == 2000.0 and row["dropped"] == 0.25

@@ -1,0 +1,216 @@
+"""Dispatchers side by side: bytes on the wire over the fewest that would do, and time.
+
+    python scripts/bench/dispatch.py                            # 2, 4 and 8 gloo ranks here
+    python scripts/bench/dispatch.py --ranks 4 --tokens 4096 --dtype float32 --json out.json
+
+One MoE layer's rows go to their experts and come back, forward and backward, through experts that
+do nothing, so that all time is dispatch's. Routing is skewed: an expert's rows are up to several
+times the mean. "Fewest" is a row for each distinct (token, destination rank) pair, each way, in
+both directions; "rows" is what was sent as whole rows over it, "bytes" all that left the ranks,
+numbers and routing weights included. With nodes (two ranks each), "between" compares what crosses
+nodes with one row for each distinct (token, other node) pair. Times are medians of the slowest
+rank, over rounds in which the dispatchers take turns.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_moe.distributed.ep_nodes import nodes_of
+from titan_moe.distributed.expert_parallel import DispatchPolicy, make_dispatcher
+from titan_moe.distributed.meshes import build_meshes
+from titan_moe.distributed.parallel_dims import ParallelDims
+from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.dispatch import Dispatcher, count_experts
+from titan_moe.verify.ranks import run_ranks
+from titan_moe.verify.wire import Wire
+
+POLICIES = {
+    "standard": DispatchPolicy(),
+    "deduplicated": DispatchPolicy(deduplicated=True),
+    "by node": DispatchPolicy(deduplicated=True, ranks_per_node=2),
+    "bounded 1.25": DispatchPolicy(capacity_factor=1.25),
+    "bounded 2": DispatchPolicy(capacity_factor=2.0),
+}
+WIDTHS = (6, -14, 9, 9, 9, 9, 9)
+
+
+class Sizes(NamedTuple):
+    tokens: int
+    dim: int
+    experts: int
+    top_k: int
+    dtype: str
+    repeats: int
+
+
+class Seen(NamedTuple):
+    """Of one dispatcher on one rank."""
+
+    bytes_sent: float
+    """All that left the rank in a forward and a backward."""
+    bytes_between: float
+    """Of it, what left for another node of two ranks, where there are nodes."""
+    fewest: int
+    """Bytes of a row for each pair of token and other rank, two ways in two directions."""
+    fewest_between: int
+    dropped: float
+    """Share of the choices."""
+    seconds: list[float]
+
+
+def main() -> None:
+    arguments = _arguments()
+    sizes = Sizes(
+        arguments.tokens,
+        arguments.dim,
+        arguments.experts,
+        arguments.top_k,
+        arguments.dtype,
+        arguments.repeats,
+    )
+    print(", ".join(f"{name} {value}" for name, value in sizes._asdict().items()))
+    print_row("ranks", "dispatcher", "MB sent", "bytes", "between", "ms", "dropped")
+    rows = []
+    for ranks in arguments.ranks:
+        per_rank = run_ranks(measure, ranks, sizes, timeout_s=600)
+        for name in per_rank[0]:
+            row = summary([found[name] for found in per_rank])
+            rows.append({"ranks": ranks, "dispatcher": name, **row})
+            print_row(
+                str(ranks),
+                name,
+                f"{row['bytes'] / 1e6:.2f}",
+                f"{row['bytes_over_fewest']:.3f}",
+                "" if row["between_over_fewest"] is None else f"{row['between_over_fewest']:.3f}",
+                f"{row['ms']:.1f}",
+                f"{row['dropped']:.1%}" if row["dropped"] else "",
+            )
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"sizes": sizes._asdict(), "rows": rows}, indent=1))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--tokens", type=int, default=1024, help="of each rank")
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def summary(of_ranks: list[Seen]) -> dict[str, Any]:
+    """One dispatcher's figures over all ranks."""
+    total, fewest = sum(s.bytes_sent for s in of_ranks), sum(s.fewest for s in of_ranks)
+    between = sum(s.fewest_between for s in of_ranks)
+    slowest = [max(each) for each in zip(*(s.seconds for s in of_ranks), strict=True)]
+    return {
+        "bytes": total,
+        "bytes_over_fewest": total / fewest,
+        "between_over_fewest": (
+            sum(s.bytes_between for s in of_ranks) / between if between else None
+        ),
+        "ms": statistics.median(slowest) * 1e3,
+        "dropped": statistics.mean(s.dropped for s in of_ranks),
+    }
+
+
+def measure(sizes: Sizes) -> dict[str, Seen]:
+    """Every dispatcher on this rank."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    meshes = build_meshes(ParallelDims(ranks, ep=ranks), "cpu")
+    config = MoEConfig(num_experts=sizes.experts, top_k=sizes.top_k, hidden_dim=8)
+    drawn = torch.Generator().manual_seed(rank)
+    dtype = getattr(torch, sizes.dtype)
+    x_TD = torch.randn(sizes.tokens, sizes.dim, generator=drawn).to(dtype).requires_grad_()
+    weights_TK = torch.rand(sizes.tokens, sizes.top_k, generator=drawn).to(dtype).requires_grad_()
+    liked_E = 0.7 * torch.randn(sizes.experts, generator=torch.Generator().manual_seed(0))
+    scores_TE = torch.randn(sizes.tokens, sizes.experts, generator=drawn) + liked_E
+    experts_TK = scores_TE.topk(sizes.top_k).indices
+    counts_E = count_experts(experts_TK, sizes.experts)
+    nodes = nodes_of(meshes, 2)
+    row = 4 * sizes.dim * x_TD.element_size()
+    fewest, fewest_between = (
+        row * pairs for pairs in _pairs(experts_TK // (sizes.experts // ranks), ranks, rank)
+    )
+    inputs, found = (x_TD, weights_TK, experts_TK, counts_E), {}
+    dispatchers = {
+        name: make_dispatcher(config, meshes, policy)
+        for name, policy in POLICIES.items()
+        if policy.ranks_per_node is None or nodes is not None
+    }
+    seconds = _times(list(dispatchers.values()), inputs, sizes.repeats)
+    for (name, dispatcher), taken in zip(dispatchers.items(), seconds, strict=True):
+        wire = Wire()
+        # Its groups: those of which both ends are on one node, or all of which may leave it.
+        within = nodes.within.group_name if nodes is not None else ""
+        wire.groups = {"any": "any", within: "within"}
+        with wire:
+            dropped = _there_and_back(dispatcher, *inputs)
+        traffic = wire.traffic()
+        sent = sum(t.bytes for t in traffic.values())
+        inside = sum(t.bytes for flow, t in traffic.items() if flow.axis == "within")
+        by_node = name == "by node"
+        found[name] = Seen(
+            sent, sent - inside, fewest, fewest_between if by_node else 0, dropped, taken
+        )
+    return found
+
+
+def _pairs(destination_TK: Tensor, ranks: int, rank: int) -> tuple[int, int]:
+    """Distinct pairs of token and other rank; of token and other node of two ranks."""
+    reached_TP = torch.zeros(len(destination_TK), ranks, dtype=torch.bool)
+    reached_TP.scatter_(1, destination_TK, True)
+    nodes_TA = reached_TP.unflatten(1, (-1, 2)).any(2)
+    others = int(reached_TP.sum() - reached_TP[:, rank].sum())
+    return others, int(nodes_TA.sum() - nodes_TA[:, rank // 2].sum())
+
+
+def _there_and_back(
+    dispatcher: Dispatcher, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, counts_E: Tensor
+) -> float:
+    plan = dispatcher.plan(experts_TK, counts_E)
+    rows = dispatcher.receive(dispatcher.send(x_TD, weights_TK, plan), plan)
+    y_TD = dispatcher.combine(rows.x_RD * rows.weights_R[:, None], plan)
+    torch.autograd.grad(y_TD, (x_TD, weights_TK), torch.ones_like(y_TD))
+    dropped = dispatcher.dropped(plan)
+    return 0.0 if dropped is None else dropped.item() / experts_TK.numel()
+
+
+def _times(
+    dispatchers: list[Dispatcher], inputs: tuple[Tensor, ...], repeats: int
+) -> list[list[float]]:
+    """Of each, in turn; the first round is not counted."""
+    taken: list[list[float]] = [[] for _ in dispatchers]
+    for _ in range(repeats + 1):
+        for dispatcher, seconds in zip(dispatchers, taken, strict=True):
+            dist.barrier()
+            start = time.perf_counter()
+            _there_and_back(dispatcher, *inputs)
+            seconds.append(time.perf_counter() - start)
+    return [seconds[1:] for seconds in taken]
+
+
+def print_row(*cells: str) -> None:
+    aligned = (
+        f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}"
+        for cell, width in zip(cells, WIDTHS, strict=True)
+    )
+    print(" ".join(aligned), flush=True)
+
+
+if __name__ == "__main__":
+    main()
