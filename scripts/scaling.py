@@ -100,12 +100,12 @@ def _text(facts: RankFacts) -> str:
             f"{'all':<34}{'':>8}{total / 1e9:>12.4f}",
             f"groups of the rank {facts.num_groups} besides the world's, made by "
             f"{facts.new_group_calls} calls; groups and meshes keep "
-            f"{facts.metadata_bytes / 1e6:.2f} MB, {1e3 * facts.mesh_seconds:.0f} ms",
+            f"{facts.metadata_bytes / 1e6:.2f} MB; CPU time {1e3 * facts.mesh_seconds:.0f} ms, and "
+            f"{facts.layout_seconds:.2f} s to lay out the model",
             f"own shard {facts.parameter_bytes / 1e9:.3f} GB of weights, "
             f"{facts.optimizer_bytes / 1e9:.3f} GB of optimizer state",
             f"host memory without weights {facts.rss_built / 2**20:.0f} MiB, "
-            f"{facts.rss_import / 2**20:.0f} of it imports; on paper: built in "
-            f"{facts.build_seconds:.1f} s, stepped in {facts.step_seconds:.1f} s",
+            f"{facts.rss_import / 2**20:.0f} of it imports; counted in {facts.paper_seconds:.0f} s",
         ]
     )
 

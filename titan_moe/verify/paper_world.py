@@ -11,7 +11,6 @@ by `spread_choice`, under which every expert gets equally many tokens of every r
 would send is what this rank sends. Every number that the host asks a float for is 1.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -133,7 +132,6 @@ class PaperRank:
         self.new_group_calls = 0
 
     def __enter__(self) -> "PaperRank":
-        started = time.perf_counter()
         dist.init_process_group(
             "fake", store=FakeStore(), rank=self._rank, world_size=self._world_size
         )
@@ -151,7 +149,6 @@ class PaperRank:
             self.sharded: ShardedModel = build_sharded_model(
                 self._job, self._config, device=_CPU, world_size=self._world_size
             )
-        self.build_seconds = time.perf_counter() - started
         return self
 
     def __exit__(self, *error: object) -> None:

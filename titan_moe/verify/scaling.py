@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_moe.build import parallel_dims
+from titan_moe.build import lay_out, parallel_dims, resolve_model
 from titan_moe.config.job import JobConfig
 from titan_moe.distributed.local import local_part
-from titan_moe.distributed.meshes import build_meshes
+from titan_moe.distributed.meshes import Meshes, build_meshes
 from titan_moe.models.config import ModelConfig
 from titan_moe.verify.paper_world import PaperRank
 from titan_moe.verify.tiling import MOST_GROUPS
@@ -51,9 +52,11 @@ class RankFacts:
     metadata_bytes: int
     """What the groups and meshes keep in the host's memory."""
     mesh_seconds: float
-    """To make all groups and meshes, none of which exchange anything here."""
-    build_seconds: float
-    step_seconds: float
+    """Of the processor, to make all groups and meshes; nothing is exchanged here."""
+    layout_seconds: float
+    """Of the processor, to lay out the model over them: shards, hooks; no weights."""
+    paper_seconds: float
+    """To build and step on paper."""
     rss_import: int
     """Bytes of this process before there is a world."""
     rss_built: int
@@ -75,16 +78,15 @@ def measure(job: JobConfig, config: ModelConfig, world_size: int, rank: int = 0)
     microbatches a step has, of which at most two are run. Wants a process of its own."""
     torch.set_num_threads(1)
     rss_import = _rss()
-    seconds, metadata = _groups_and_meshes(job, world_size, rank)
+    start_up = _start_up(job, config, world_size, rank)
+    started = time.perf_counter()
     with PaperRank(job, config, world_size=world_size, rank=rank) as paper:
-        rss_built, meshes = _rss(), paper.sharded.meshes
+        meshes = paper.sharded.meshes
         dims = meshes.dims
         training = job.training
         microbatch = training.local_batch_size * dims.size("batch")
         microbatches = training.global_batch_size // microbatch
-        started = time.perf_counter()
         counted = paper.step(min(2, microbatches))
-        step_seconds = time.perf_counter() - started
         traffic: dict[str, dict[str, tuple[int, float]]] = {}
         for flow, (calls, sent) in counted.of(microbatches).items():
             traffic.setdefault(flow.axis, {})[flow.op] = (calls, sent)
@@ -99,14 +101,11 @@ def measure(job: JobConfig, config: ModelConfig, world_size: int, rank: int = 0)
             traffic=traffic,
             num_groups=meshes.groups.num_groups,
             new_group_calls=paper.new_group_calls,
-            metadata_bytes=metadata,
-            mesh_seconds=seconds,
-            build_seconds=paper.build_seconds,
-            step_seconds=step_seconds,
+            paper_seconds=time.perf_counter() - started,
             rss_import=rss_import,
-            rss_built=rss_built,
             parameter_bytes=_own_bytes(parameters),
             optimizer_bytes=_own_bytes(x for x in states if isinstance(x, Tensor)),
+            **start_up,
         )
 
 
@@ -167,19 +166,17 @@ def _ranks_of(facts: RankFacts, axis: str) -> int:
     return size
 
 
-def _groups_and_meshes(job: JobConfig, world_size: int, rank: int) -> tuple[float, int]:
-    """Seconds to make them, and bytes that they keep."""
+def _start_up(job: JobConfig, config: ModelConfig, world_size: int, rank: int) -> dict[str, Any]:
+    """What a rank does and keeps before its first step, as it is: nothing here is on paper but that
+    groups are made without the others."""
     dims = parallel_dims(job.parallelism, world_size)
+    config = resolve_model(config, job)
 
-    def make() -> Any:
+    def make() -> Meshes:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         return build_meshes(dims, "cpu")
 
     make()  # Imports and caches are no part of it.
-    dist.destroy_process_group()
-    started = time.perf_counter()
-    make()
-    seconds = time.perf_counter() - started
     dist.destroy_process_group()
     gc.collect()
     tracemalloc.start()
@@ -189,7 +186,21 @@ def _groups_and_meshes(job: JobConfig, world_size: int, rank: int) -> tuple[floa
     tracemalloc.stop()
     kept += meshes.dense.mesh.nbytes + meshes.sparse.mesh.nbytes
     dist.destroy_process_group()
-    return seconds, kept
+    started = time.process_time()
+    meshes = make()
+    made = time.process_time()
+    parts = lay_out(job, config, meshes, torch.device("cpu"))
+    laid_out = time.process_time()
+    rss = _rss()
+    del parts
+    dist.destroy_process_group()
+    _clear_sharding_prop_cache()
+    return {
+        "metadata_bytes": kept,
+        "mesh_seconds": made - started,
+        "layout_seconds": laid_out - made,
+        "rss_built": rss,
+    }
 
 
 def _own_bytes(tensors: Iterable[Tensor]) -> int:

@@ -44,11 +44,12 @@ def draw(curve: Sequence[RankFacts], path: Path, title: str) -> None:
         {
             "process groups of a rank": [facts.num_groups for facts in curve],
             "calls that make groups": [facts.new_group_calls for facts in curve],
+            "CPU seconds to make groups and meshes": [facts.mesh_seconds for facts in curve],
+            "CPU seconds to lay out the model": [facts.layout_seconds for facts in curve],
         },
     )
-    made.set_title("start-up: stays", loc="left", fontsize=10)
-    made.set_ylabel("number")
-    made.set_ylim(0.8, 100)
+    made.set_title("start-up: groups stay, torch's FSDP does not", loc="left", fontsize=10)
+    made.set_ylabel("number; seconds")
     _lines(
         host,
         worlds,
