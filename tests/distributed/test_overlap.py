@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 
+from tests.gpu.test_overlap import check_a_pair
 from titan_moe.distributed.pipeline_overlap import Alternation
 from titan_moe.verify.ranks import RankError, run_ranks
 
@@ -273,6 +274,10 @@ def test_the_backward_has_a_thread_of_its_own_and_keeps_it():
         )
     assert threads[0] == threads[2] == threading.get_ident()
     assert threads[1] == threads[3] != threads[0]
+
+
+def test_a_forward_and_a_backward_take_turns_and_compute_what_they_do_alone():
+    check_a_pair(CPU)
 
 
 def test_an_error_inside_a_chunk_is_the_runs():
