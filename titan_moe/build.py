@@ -35,6 +35,7 @@ from titan_moe.distributed.ties import Ties, find_ties
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder, initial_std, moe_layer_names, move_off_meta
 from titan_moe.models.layers.attention_core import AttentionCore, FlexCore, choose_core
+from titan_moe.models.quantize import GROUPED_MM, ROW_ALIGNMENT, check_hardware, quantize
 from titan_moe.models.tensor_plans import DECODER
 from titan_moe.models.weights import part_weights
 from titan_moe.moe.layer import MoE
@@ -115,6 +116,8 @@ def resolve_model(config: ModelConfig, job: JobConfig) -> ModelConfig:
     if config.moe is None:
         return config
     named = job.moe.model_dump(exclude_none=True)
+    if GROUPED_MM in job.model.converters:
+        named["row_alignment"] = max(job.moe.row_alignment, ROW_ALIGNMENT)
     forced = job.debug.moe_force_load_balance
     return replace(config, moe=replace(config.moe, **named, force_load_balance=forced))
 
@@ -131,15 +134,17 @@ def build_sharded_model(
 
     `ranks_per_node`: as the launcher says; left out, all ranks are on one node.
     """
+    check_hardware(job.model.converters, job.quantize, device)
+
     # 1. The two views of the world.
     timeout = timedelta(seconds=job.comm.init_timeout_seconds)
     meshes = build_meshes(parallel_dims(job.parallelism, world_size), device.type, timeout)
 
-    # 2 to 5. The model, cut to what this rank holds of it, without memory.
+    # 2 to 6. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job)
     parts, partial_over_tp, names, stages = lay_out(job, config, meshes, device, ranks_per_node)
 
-    # 6. Memory and first values, the same bits in every layout.
+    # 7. Memory and first values, the same bits in every layout.
     offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
     for part in parts:
         move_off_meta(part, device, parameter_device=offloaded)
@@ -156,7 +161,7 @@ def build_sharded_model(
         parts,
         config,
         meshes,
-        # 7. Who runs it: all layers at once, or a pipeline's schedule.
+        # 8. Who runs it: all layers at once, or a pipeline's schedule.
         execution=_execution(parts, job, config, meshes, device),
         positions=_positions(job.parallelism, meshes),
         shared_by_tp=[named[name] for name in named if name in partial_over_tp],
@@ -208,7 +213,7 @@ def lay_out(
     device: torch.device,
     ranks_per_node: int | None = None,
 ) -> Parts:
-    """Steps 2 to 5 of `build_sharded_model`: a model cut to this rank's part of it.
+    """Steps 2 to 6 of `build_sharded_model`: a model cut to this rank's part of it.
 
     Needs no memory for the model and exchanges nothing, so that a fake world of any size will do.
     `device` is where the model will run.
@@ -223,20 +228,23 @@ def lay_out(
     partial_over_tp = set()
     dispatch = _dispatch_policy(job.parallelism, ranks_per_node or meshes.dims.world_size)
     for part in parts:
-        # 3. Experts to their ranks, before anything else looks at parameters; then heads and
+        # 3. What multiplies in float8, while every weight is whole.
+        quantize(part, job.model.converters, job.quantize)
+
+        # 4. Experts to their ranks, before anything else looks at parameters; then heads and
         # hidden dims, and losses that ask for whole sequences.
         moe_layers = list(part.moe_layers().values())
         apply_expert_parallel(moe_layers, meshes, dispatch)
         partial_over_tp |= apply_tensor_parallel(part, DECODER, meshes)
         join_sequences(moe_layers, meshes)
 
-        # 4. Compiled blocks inside recomputation, which runs them twice; both inside FSDP's hooks,
+        # 5. Compiled blocks inside recomputation, which runs them twice; both inside FSDP's hooks,
         # so that a recomputed block finds its gathered parameters.
         blocks = _numbered_blocks(part)
         apply_compile(blocks.values(), job.compile, eager_attention=_is_eager(part.core, meshes))
         apply_activation_checkpoint(blocks, job.activation_checkpoint)
 
-        # 5. Data parallelism over all of it.
+        # 6. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, _sharding_policy(job))
     return Parts(parts, partial_over_tp, names, stages)
 

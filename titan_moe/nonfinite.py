@@ -94,8 +94,10 @@ def _in_forward(sharded: ShardedModel, batches: list[Batch], device: torch.devic
         if name
     ]
     sharded.train(False)
-    for batch in batches:
-        sharded.execution.evaluate(own_rows(batch, sharded, device))
+    # Compiled layers would not call hooks.
+    with torch.compiler.set_stance("force_eager"):
+        for batch in batches:
+            sharded.execution.evaluate(own_rows(batch, sharded, device))
     sharded.train(True)
     for hook in hooks:
         hook.remove()

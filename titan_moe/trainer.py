@@ -21,6 +21,7 @@ from titan_moe.data.build import build_loader, build_validation
 from titan_moe.data.loader import merge_states
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.validation import ValidationLoader
+from titan_moe.distributed.compile import compiled_so_far
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
@@ -125,6 +126,7 @@ class Trainer:
             for step in range(first, steps + 1):
                 self._step(step)
                 if step == first:
+                    self._say_compiled()
                     set_timeouts(self.job.comm.train_timeout_seconds, self.meshes.all_groups())
                 garbage.step(step)
                 profile.step()
@@ -268,6 +270,11 @@ class Trainer:
         if self.sharded.refuses(int(dropped)):
             raise RunError(f"validation: {overflow_line(self.job, int(dropped))}")
         return loss / max(targets, 1.0)
+
+    def _say_compiled(self) -> None:
+        if self.job.compile.enable:
+            graphs, breaks, seconds = compiled_so_far()
+            self._say("torch.compile: %d graphs, %d breaks, %.1f s", graphs, breaks, seconds)
 
     def _say(self, line: str, *values: object) -> None:
         if self.process.is_main:

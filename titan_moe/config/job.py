@@ -3,6 +3,7 @@
 from titan_moe.config.layout import ActivationCheckpoint, Compile, Parallelism
 from titan_moe.config.observation import Debug, Metrics, Profiling
 from titan_moe.config.optimization import LRScheduler, Optimizer
+from titan_moe.config.quantize import Quantize
 from titan_moe.config.section import Section
 from titan_moe.config.sections import Checkpoint, Comm, Job, Model, Moe, Training, Validation
 
@@ -22,6 +23,7 @@ class JobConfig(Section):
     checkpoint: Checkpoint = Checkpoint()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
+    quantize: Quantize = Quantize()
     comm: Comm = Comm()
     validation: Validation = Validation()
     debug: Debug = Debug()

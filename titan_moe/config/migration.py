@@ -10,6 +10,8 @@ from difflib import SequenceMatcher
 
 _WORKERS = "one background thread reads ahead: set training.dataloader.prefetch_factor"
 _BY_LAYER = "what is recomputed is set by activation_checkpoint.mode and selective_ac_option"
+_MX = "mxfp8 has not been seen on hardware: set the float8 table instead"
+_GATHERED = "weights are gathered in the compute type and scaled after: leave it out"
 _EXTENSION = "code is not imported from a config: add a folder to titan_moe/models instead"
 
 REPLACEMENTS: dict[str, str] = {
@@ -17,8 +19,7 @@ REPLACEMENTS: dict[str, str] = {
     "job.save_config_file": "always saved as config.toml in job.dump_folder: leave it out",
     "job.custom_config_module": _EXTENSION,
     "metrics.save_for_all_ranks": "metrics are of all ranks, written once: leave it out",
-    "model.converters": "converters (float8, mx) are not available: leave it out",
-    "model.print_after_conversion": "converters (float8, mx) are not available: leave it out",
+    "model.print_after_conversion": "what runs in float8 is always logged: leave it out",
     "optimizer.early_step_in_backward": "the optimizer steps once, after clipping: leave it out",
     "training.gc_debug": "use Python's gc.set_debug: leave it out",
     "training.dataloader.num_workers": _WORKERS,
@@ -44,7 +45,10 @@ REPLACEMENTS: dict[str, str] = {
     "activation_checkpoint.preserve_rng_state": "layers draw no random numbers: leave it out",
     "activation_checkpoint.determinism_check": "routing is replayed, never redone: leave it out",
     "activation_checkpoint.debug": "leave it out",
-    "quantize": "float8 and mx training are not available: leave the table out",
+    "quantize.linear.mx": _MX,
+    "quantize.grouped_mm.mx": _MX,
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": _GATHERED,
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": _GATHERED,
     "comm.trace_buf_size": "set TORCH_NCCL_TRACE_BUFFER_SIZE in the environment",
     "comm.save_traces_folder": "set TORCH_NCCL_DEBUG_INFO_TEMP_FILE in the environment",
     "comm.save_traces_file_prefix": "set TORCH_NCCL_DEBUG_INFO_TEMP_FILE in the environment",

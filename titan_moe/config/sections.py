@@ -36,6 +36,9 @@ class Model(Section):
     tokenizer_path: str = "bytes"
     """'bytes', a tiktoken BPE file (Llama-3 layout), or a folder that holds a tokenizer.json; left
     out: hf_assets_path if that is set."""
+    converters: list[Literal["quantize.linear.float8", "quantize.grouped_mm.float8"]] = Field([])
+    """Products in low precision, by the names of the tables that say how: Linear layers, routed
+    experts, or both."""
     num_mtp_layers: NonNegativeInt | None = None
     """Layers of multi-token prediction (arXiv 2412.19437, section 2.2); left out: the flavor's."""
 

@@ -12,7 +12,7 @@ attention, which is compiled already.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -58,14 +58,24 @@ def compile_loss(loss: Callable[..., Any], section: Compile) -> Callable[..., An
     return torch.compile(loss, backend=section.backend)
 
 
-def compile_report() -> str:
-    """What this process has compiled so far, in a line."""
+class Compiled(NamedTuple):
+    """What a process has compiled."""
+
+    graphs: int
+    breaks: int
+    """Places where a graph ends because what follows cannot be, or is not to be, traced."""
+    seconds: float
+
+
+def compiled_so_far() -> Compiled:
+    """By this process, forward and backward."""
     from torch._dynamo.utils import calculate_time_spent, counters
 
-    graphs = counters["stats"]["unique_graphs"]
-    seconds = calculate_time_spent().get("total_wall_time", 0.0)
-    breaks = sum(counters["graph_break"].values())
-    return f"torch.compile: {graphs} graphs, {breaks} graph breaks, {seconds:.1f} s"
+    return Compiled(
+        counters["stats"]["unique_graphs"],
+        sum(counters["graph_break"].values()),
+        calculate_time_spent().get("total_wall_time", 0.0),
+    )
 
 
 def _compile_pieces(moe: MoE, backend: str) -> None:

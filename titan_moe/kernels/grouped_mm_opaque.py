@@ -7,11 +7,11 @@ there, rows past the last offset belong to nobody.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from titan_moe.kernels.grouped_mm import grouped_mm, has_grouped_gemm
+from titan_moe.kernels.grouped_mm import grouped_mm
+from titan_moe.kernels.grouped_mm_backward import grouped_mm_backward
 
 
 @torch.library.custom_op("titan_moe::grouped_mm", mutates_args=())
@@ -29,18 +29,7 @@ def _(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
 def _gradients(
     grad_RF: Tensor, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor
 ) -> tuple[Tensor, Tensor]:
-    if has_grouped_gemm(w_EFD):
-        return (
-            F.grouped_mm(grad_RF, w_EFD, offs=offsets_E),
-            F.grouped_mm(grad_RF.t(), x_RD, offs=offsets_E),
-        )
-    grad_RD, grad_EFD = torch.empty_like(x_RD), torch.empty_like(w_EFD)
-    start = 0
-    for expert, end in enumerate(offsets_E.tolist()):  # Host sync on a GPU.
-        torch.mm(grad_RF[start:end], w_EFD[expert], out=grad_RD[start:end])
-        torch.mm(grad_RF[start:end].t(), x_RD[start:end], out=grad_EFD[expert])
-        start = end
-    return grad_RD, grad_EFD
+    return grouped_mm_backward(grad_RF, x_RD, w_EFD, offsets_E)
 
 
 @_gradients.register_fake

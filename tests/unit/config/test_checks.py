@@ -1,5 +1,6 @@
 """Rules across tables: every broken one gives its one line."""
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,9 @@ def _check(arguments: str, ranks: int = 1, gpus: int = 0, moe: bool = True) -> l
     model = _Shape(moe=_Experts() if moe else None)
     return check(load_job(arguments.split()), model, ranks, num_gpus=gpus)
 
+
+_FLOAT8 = '--model.converters ["quantize.linear.float8","quantize.grouped_mm.float8"]'
+_EMULATED = f"{_FLOAT8} --quantize.linear.float8.emulate true"
 
 RULES = [
     (
@@ -105,6 +109,18 @@ RULES = [
         1,
         "activation_checkpoint.selective_ac_option='op' keeps results of operations that "
         "compile.enable=true fuses: choose 1, or activation_checkpoint.mode=full or none",
+    ),
+    (
+        f"{_FLOAT8} --training.mixed_precision_param bfloat16",
+        1,
+        "model.converters: a CPU has no float8 units: set quantize.linear.float8.emulate=true to "
+        "see the rounding, or leave it out",
+    ),
+    (
+        f"{_EMULATED} --parallelism.expert_tensor_parallel_degree 32",
+        32,
+        "model.converters=quantize.grouped_mm.float8 wants multiples of 16, and the experts' "
+        "hidden_dim / etp 32 of deepseek_v3 debugmodel is 8: leave it out",
     ),
     (
         "--compile.enable --debug.capture_step 3",
@@ -319,6 +335,24 @@ def test_everything_broken_is_said_at_once() -> None:
         ranks=1,
     )
     assert len(lines) == 3
+
+
+def test_float8_units_want_bfloat16_and_whole_rows() -> None:
+    wide = f"{_FLOAT8} --training.mixed_precision_param float32 --training.seq_len 40"
+    first, second = _check(wide + " --training.local_batch_size 1", gpus=1)
+    assert first.startswith("training.mixed_precision_param=float32: float8 products of a GPU go")
+    assert "1 rows / cp x tp 1 are 40 tokens" in second and "a multiple of 16" in second
+
+
+def test_float8_experts_want_experts() -> None:
+    (line,) = _check(_EMULATED, moe=False)
+    assert "grouped_mm.float8: deepseek_v3 debugmodel has no experts; leave it out" in line
+
+
+def test_float8_without_torchao_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (line,) = _check(_EMULATED)
+    assert "needs torchao, which is not installed: pip install 'titan_moe[float8]'" in line
 
 
 def test_offload_is_fine_with_a_gpu() -> None:

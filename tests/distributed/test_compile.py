@@ -1,0 +1,104 @@
+"""Compiled layers train the same model, and nothing is compiled again as routing varies."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.conftest import CONFIGS
+from tests.distributed.tiny import global_batch, make_job, tiny
+from titan_moe.config.job import JobConfig
+from titan_moe.config.load import load_job
+from titan_moe.verify.gate import Gate
+from titan_moe.verify.layouts import parse
+from titan_moe.verify.ranks import run_ranks
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def compiled_gate(tmp_path_factory) -> Gate:
+    """The gate, in float64, with every layer and the loss compiled."""
+    torch.set_num_threads(1)
+    path = str(CONFIGS / "gate_deepseek_v3.toml")
+    arguments = ["--job.config_file", path, "--compile.enable", "--compile.backend", "aot_eager"]
+    return Gate(load_job(arguments), Path(tmp_path_factory.mktemp("compiled")))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp_shard=2,recompute=full",
+        "dp_shard=2,ep=2,recompute=2",
+        "tp=2",
+        "cp=2,cp_method=ring",
+        "pp=2,schedule=Interleaved1F1B",
+    ],
+)
+def test_compiled_layers_train_the_same_model(compiled_gate: Gate, layout: str):
+    result = compiled_gate.verify(parse(layout))
+    assert result.passed, "\n".join([*result.lines, result.traceback])
+
+
+def train(job: JobConfig, planted: bool) -> tuple[list[int], list[float], list[set]]:
+    """Graphs compiled after each step, losses, and the numbers of rows that experts got."""
+    from torch._dynamo.utils import counters
+
+    from titan_moe.build import build_sharded_model
+    from titan_moe.data.batch import Batch
+    from titan_moe.distributed import compile as module
+    from titan_moe.optim.optimizers import build_optimizer
+    from titan_moe.train_step import TrainStep
+
+    if planted:
+        compile_attribute = module._compile_attribute
+        module._compile_attribute = lambda *args, dynamic=None: compile_attribute(
+            *args, dynamic=None if dynamic is None else False
+        )
+    device, world_size = torch.device("cpu"), dist.get_world_size()
+    sharded = build_sharded_model(job, tiny(job), device=device, world_size=world_size)
+    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+    step = TrainStep(sharded, optimizer, job.training, device=device)
+    sizes: set[int] = set()
+    for moe in sharded.moe_layers().values():
+        moe.experts.register_forward_pre_hook(lambda _, args: sizes.add(len(args[0].x_RD)))
+    graphs, losses = [], []
+    for number in range(STEPS):
+        rows = (x[dist.get_rank() : 4 : world_size] for x in global_batch(number, 96))
+        losses.append(step([Batch(*rows, [[]] * (4 // world_size))]).loss)
+        graphs.append(counters["stats"]["unique_graphs"])
+    return graphs, losses, sizes
+
+
+def job_of(ep: int, backend: str | None, dtype: str = "float64") -> JobConfig:
+    return make_job(
+        "qwen3",
+        training={"dtype": dtype, "mixed_precision_param": "float32", "local_batch_size": 4 // ep},
+        parallelism={"expert_parallel_degree": ep},
+        compile={"enable": backend is not None, "backend": backend or "eager"},
+    )
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_nothing_is_compiled_after_the_second_step(ep: int):
+    eager = run_ranks(train, ep, job_of(ep, None), False)
+    for (graphs, losses, sizes), (none, expected, _) in zip(
+        run_ranks(train, ep, job_of(ep, "aot_eager"), False), eager, strict=True
+    ):
+        assert 0 < graphs[1] == graphs[-1] and none[-1] == 0
+        assert losses == pytest.approx(expected, rel=1e-12)
+        assert ep == 1 or len(sizes) > 2, "the number of rows did not vary"
+
+
+def test_a_fixed_number_of_rows_would_be_seen():
+    for graphs, _, _ in run_ranks(train, 2, job_of(2, "aot_eager"), True):
+        assert graphs[1] < graphs[-1]
+
+
+def test_generated_kernels_train_alike():
+    ((graphs, losses, _),) = run_ranks(
+        train, 1, job_of(1, "inductor", "float32"), False, timeout_s=280
+    )
+    ((_, expected, _),) = run_ranks(train, 1, job_of(1, None, "float32"), False)
+    assert graphs[1] == graphs[-1] and losses == pytest.approx(expected, rel=1e-4)

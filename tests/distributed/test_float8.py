@@ -1,0 +1,134 @@
+"""Emulated float8 in layouts: where nothing that is summed over is cut, the bits of one rank;
+elsewhere other scales, and no larger an error."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.tiny import global_batch, make_job, tiny
+from titan_moe.config.job import JobConfig
+from titan_moe.verify.ranks import run_ranks
+
+pytest.importorskip("torchao")
+
+ROWS = 8
+FLOAT8 = ["quantize.linear.float8", "quantize.grouped_mm.float8"]
+
+
+def job_of(converters: list[str], recipe: str, **degrees: int) -> JobConfig:
+    """In float32, so that what differs between layouts is float8's rounding."""
+    job = make_job(
+        "qwen3",
+        training={
+            "dtype": "float32",
+            "mixed_precision_param": "float32",
+            "local_batch_size": ROWS // 2,
+        },
+        parallelism={f"{axis}_degree": degree for axis, degree in degrees.items()},
+        quantize={"linear": {"float8": {"emulate": True, "recipe_name": recipe}}},
+    )
+    model = job.model.model_copy(update={"converters": converters})
+    return job.model_copy(update={"model": model})
+
+
+def one_step(job: JobConfig, planted: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the whole gradients of a step, of microbatches of half of the rows each."""
+    from torch.distributed.tensor import DTensor
+
+    from titan_moe.build import build_sharded_model
+    from titan_moe.data.batch import Batch
+    from titan_moe.distributed import tensor_parallel
+    from titan_moe.optim.optimizers import build_optimizer
+    from titan_moe.train_step import TrainStep
+
+    if planted:
+        tensor_parallel._product = lambda module: torch.nn.functional.linear
+    device, world_size = torch.device("cpu"), dist.get_world_size()
+    sharded = build_sharded_model(job, tiny(job), device=device, world_size=world_size)
+    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+    step = TrainStep(sharded, optimizer, job.training, device=device)
+    size = job.training.local_batch_size
+    rows = [
+        Batch(*(x[start : start + size] for x in global_batch(0, 96)), [[]] * size)
+        for start in range(0, ROWS, size)
+    ]
+    dims, rank = sharded.meshes.dims, dist.get_rank()
+    own, taken = rows[dims.coordinate(rank, "batch") :: dims.size("batch")], {}
+
+    class Taking:
+        def reads(self, batch, rows):
+            pass
+
+        def accumulated(self):
+            for name, parameter in sharded.named_parameters():
+                grad = parameter.grad
+                whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                taken[name] = whole.clone()
+
+        def updated(self, result):
+            pass
+
+    return step(own, observer=Taking()).loss, taken
+
+
+def errors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {
+        name: ((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs
+    }
+
+
+def worst(found: dict[str, float]) -> float:
+    return max(found.values())
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """(converters, recipe) -> loss and gradients of one process."""
+    known = {}
+
+    def find(converters: list[str], recipe: str = "rowwise"):
+        key = (*converters, recipe)
+        if key not in known:
+            (known[key],) = run_ranks(one_step, 1, job_of(converters, recipe))
+        return known[key]
+
+    return find
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "tensorwise"])
+def test_float8_rounds_within_bounds(one_rank, recipe: str):
+    loss, exact = one_rank([])
+    ours, grads = one_rank(FLOAT8, recipe)
+    assert loss != ours and abs(ours - loss) < 1e-2 * loss
+    assert 0.01 < worst(errors(grads, exact)) < 0.4
+
+
+@pytest.mark.parametrize("axis", ["data_parallel_shard", "data_parallel_replicate"])
+def test_data_parallel_layouts_have_the_same_bits(one_rank, axis: str):
+    loss, grads = one_rank(FLOAT8)
+    for ours, found in run_ranks(one_step, 2, job_of(FLOAT8, "rowwise", **{axis: 2})):
+        assert ours == loss
+        assert all(torch.equal(found[name], grads[name]) for name in grads)
+
+
+LAYOUTS = {
+    "ep=2": {"expert_parallel": 2},
+    "tp=2": {"tensor_parallel": 2},
+    "etp=2": {"expert_tensor_parallel": 2},
+    "cp=2": {"context_parallel": 2},
+    "pp=2": {"pipeline_parallel": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_layouts_round_no_worse(one_rank, layout: str):
+    """Ranks that cut a sum have scales of their own for their parts of it."""
+    loss, exact = one_rank([])
+    alone = worst(errors(one_rank(FLOAT8)[1], exact))
+    found = {}
+    for ours, part in run_ranks(one_step, 2, job_of(FLOAT8, "rowwise", **LAYOUTS[layout])):
+        found |= part
+        assert abs(ours - loss) < 1e-2 * loss
+    assert found.keys() == exact.keys()
+    print(layout, worst(errors(found, exact)), alone)
+    assert worst(errors(found, exact)) < 1.3 * alone
