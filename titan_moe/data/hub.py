@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from titan_moe.runtime.errors import RunError
 
 SUFFIXES = {"json": (".json", ".jsonl"), "parquet": (".parquet",), "text": (".txt",)}
 _COMPRESSIONS = ("", ".gz", ".zst")
+_SMALL = 16 << 20  # Bytes of JSON that a tenth of a second parses.
 
 # Short names for hub datasets: repository, configuration, split.
 _ALIASES = {
@@ -56,7 +58,7 @@ class FileCorpus:
     """The `text` column of json or parquet files, or the paragraphs of text files.
 
     `datasets` converts them once into memory-mapped Arrow files (in its cache, HF_HOME), so that
-    any document can be read without the others.
+    any document can be read without the others. A few MiB of JSON lines are held in memory instead.
     """
 
     def __init__(self, dataset: str, dataset_path: str | None, *, key: str) -> None:
@@ -64,6 +66,14 @@ class FileCorpus:
         files = find_files(dataset, dataset_path, key=key)
         prefix = f"{key}dataset_path={dataset_path!r}"
         self._name = dataset
+        self._texts: Any = _small_json_lines(files) if dataset == "json" else None
+        if self._texts is None:
+            self._texts = self._convert(dataset, files, prefix)
+        self.fingerprint = f"{dataset}:{_digest_files(files)}:documents={len(self._texts)}"
+
+    @staticmethod
+    def _convert(dataset: str, files: list[Path], prefix: str) -> Any:
+        """The Arrow column of the texts."""
         # Paragraphs (blank lines between them): one large file is many documents then.
         options = {"sample_by": "paragraph"} if dataset == "text" else {}
         datasets = _import_quietly()
@@ -79,14 +89,34 @@ class FileCorpus:
         if len(table) == 0:
             raise ConfigError([f"{prefix} holds no document"])
         # The Arrow column itself: a row through `datasets` costs 50 times as much.
-        self._text = table.data.column("text")
-        self.fingerprint = f"{dataset}:{_digest_files(files)}:documents={len(table)}"
+        return table.data.column("text")
 
     def __len__(self) -> int:
-        return len(self._text)
+        return len(self._texts)
 
     def __getitem__(self, index: int) -> Document:
-        return Document(f"{self._name}/{index}", self._text[index].as_py() or "")
+        text = self._texts[index]
+        return Document(
+            f"{self._name}/{index}", text if isinstance(text, str) else text.as_py() or ""
+        )
+
+
+def _small_json_lines(files: list[Path]) -> list[str] | None:
+    """The texts of plain JSON-lines files of at most _SMALL bytes in all.
+
+    None where that is not what they are: `datasets` then reads them, or knows what is wrong. It
+    takes most of a second to import, of every rank's start.
+    """
+    if sum(path.stat().st_size for path in files) > _SMALL:
+        return None
+    try:
+        lines = [line for path in files for line in path.read_bytes().splitlines() if line.strip()]
+        texts = [json.loads(line)["text"] or "" for line in lines]
+        for text in texts:
+            text.encode()  # No text when it is no string, or half of a surrogate pair.
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return texts or None
 
 
 class HubStream:

@@ -7,6 +7,7 @@ import pytest
 import zstandard
 
 from tests.unit.data.oracles import ListCorpus, write_jsonl
+from titan_moe.data import hub
 from titan_moe.data.feed import CorpusFeed, Split, StreamFeed
 from titan_moe.data.hub import FileCorpus, HubStream
 from titan_moe.data.stdlib import StdlibCorpus
@@ -85,6 +86,31 @@ def test_json_plain_gzip_zstd_folder_glob(tmp_path):
     (tmp_path / "in").rename(tmp_path / "moved")
     moved = FileCorpus("json", str(tmp_path / "moved"), key="training.")
     assert moved.fingerprint == folder.fingerprint
+
+
+def test_small_json_is_what_datasets_reads(tmp_path, monkeypatch):
+    """Two ways to one corpus: held in memory, and through `datasets`."""
+    files = tmp_path / "files"
+    write_jsonl(files / "a.jsonl", TEXTS)
+    (files / "b.json").write_text('{"text": null}\r\n\n{"text": "a\\nb"}')
+    write_jsonl(files / "c.jsonl", ["last"])
+    direct = FileCorpus("json", str(files), key="training.")
+    assert isinstance(direct._texts, list)
+    monkeypatch.setattr(hub, "_SMALL", 0)
+    converted = FileCorpus("json", str(files), key="training.")
+    assert not isinstance(converted._texts, list)
+    assert texts_of(direct) == texts_of(converted) == [*TEXTS, "", "a\nb", "last"]
+    assert direct.fingerprint == converted.fingerprint
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['[{"text": "an array"}]', '{"body": "x"}', '{"text": 3}', '{"text": "x"', '["text"]', ""],
+)
+def test_other_json_is_left_to_datasets(tmp_path, content):
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    assert hub._small_json_lines([path]) is None
 
 
 def test_parquet(tmp_path):
