@@ -188,6 +188,7 @@ class Trainer:
         """Nothing has been updated: skip the step, or keep the state before it and stop."""
         place = describe_nonfinite(self.sharded, batches, self.process.device)
         self.train_step.discard()
+        self.sharded.take_dropped(self.process.device)  # Of the forward that looked for the place.
         line = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: {place}"
         if self.job.training.on_nonfinite == "skip":
             logger.warning("%s; the update is skipped", line)

@@ -1,0 +1,59 @@
+"""Keys of the dispatchers that do nothing, or contradict each other, get one line."""
+
+import pytest
+
+from tests.unit.config.test_checks import _check
+
+_EP, _P = "--parallelism.expert_parallel_degree 2", "--parallelism.expert_parallel"
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (
+            f"{_EP} {_P}_capacity_factor 1.5 {_P}_comm_backend deduplicated",
+            "parallelism.expert_parallel_capacity_factor=1.5 bounds the buffers of "
+            "expert_parallel_comm_backend=standard alone, not of deduplicated: choose one",
+        ),
+        (
+            f"{_P}_capacity_factor 1.5",
+            "parallelism.expert_parallel_capacity_factor=1.5 has no effect without "
+            "expert_parallel_degree above 1: leave it out",
+        ),
+        (
+            f"{_EP} {_P}_overflow drop",
+            "parallelism.expert_parallel_overflow=drop has no effect without "
+            "expert_parallel_capacity_factor: set it",
+        ),
+        (
+            f"{_EP} {_P}_ranks_per_node 2",
+            "parallelism.expert_parallel_ranks_per_node=2 has no effect without "
+            "expert_parallel_comm_backend=deduplicated: set it",
+        ),
+        (
+            f"{_EP} {_P}_comm_backend deduplicated {_P}_ranks_per_node 3",
+            "parallelism.expert_parallel_ranks_per_node=3 must divide the 2 ranks of this run: "
+            "choose 1 or 2",
+        ),
+    ],
+)
+def test_one_line(arguments: str, line: str) -> None:
+    assert _check(arguments, ranks=2) == [line]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        f"{_EP} {_P}_capacity_factor 1.5 {_P}_overflow drop",
+        f"{_EP} {_P}_comm_backend deduplicated {_P}_ranks_per_node 2",
+        f"{_P}_comm_backend deduplicated",  # As good as another where nothing travels.
+    ],
+)
+def test_nothing_to_say(arguments: str) -> None:
+    assert _check(arguments, ranks=2) == []
+
+
+def test_a_model_without_experts() -> None:
+    (line,) = _check(f"{_P}_comm_backend deduplicated", moe=False)
+    assert line.startswith("parallelism.expert_parallel_comm_backend=deduplicated: ")
+    assert line.endswith("has no experts; leave it out")
