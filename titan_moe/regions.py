@@ -91,7 +91,8 @@ def _wrap(owner: Any, name: str, region: str) -> None:
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.autograd._profiler_enabled():
+        # A compiled layer is one region of its own: names in it would break its graph.
+        if torch.compiler.is_compiling() or not torch.autograd._profiler_enabled():
             return function(*args, **kwargs)
         with record_function(name):
             return function(*args, **kwargs)

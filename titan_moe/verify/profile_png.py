@@ -19,6 +19,7 @@ _COLORS = {
     "loss": "#b0507a",
     "grad_norm": "#d9a5c3",
     "optimizer": "#7a4f9a",
+    "compiled": "#2f6f8f",
     "fsdp": "#d9c46a",
     "other": "#b5b5b5",
     EXPOSED: "#d62728",

@@ -8,6 +8,7 @@ from typing import Any
 
 from titan_moe.regions import REGIONS
 from titan_moe.verify.profile_trace import (
+    COMPILED,
     FSDP,
     OTHER,
     PHASES,
@@ -18,7 +19,7 @@ from titan_moe.verify.profile_trace import (
 )
 
 EXPOSED, IDLE = "exposed communication", "idle"
-ORDER = (*REGIONS, FSDP, OTHER)
+ORDER = (*REGIONS, COMPILED, FSDP, OTHER)
 _RANK_FILE = re.compile(r"rank-(\d+)\.json(\.gz)?")
 _MOST_KERNELS = 12
 _NAME_WIDTH = 72

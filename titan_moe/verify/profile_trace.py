@@ -3,7 +3,7 @@
 Forward: an instant belongs to the innermost region around it (titan_moe/regions.py). Backward: to
 the region that made the autograd node which runs, by the profiler's arrows from forward operations
 to backward ones. A region that runs inside the backward is a recomputation. FSDP names its own
-work.
+work, and so does torch.compile: a compiled layer is one region.
 
 On a CPU the time is that of the thread that trains; a rank communicates while gloo's threads run a
 collective. On a GPU it is that of kernels, each belonging to the instant that launched it; a rank
@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 from titan_moe.regions import PREFIX
 
 PHASES = ("forward", "recompute", "backward")
-FSDP, OTHER = "fsdp", "other"
+COMPILED, FSDP, OTHER = "compiled", "fsdp", "other"
+_COMPILED = "Torch-Compiled Region"
 _BACKWARD = "autograd::engine::evaluate_function"
 _WAITING = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::")
+_LOOK_BACK = 16
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
@@ -186,6 +188,8 @@ class _Thread:
                     return Place(region, "forward")
                 return Place(region, "recompute")
             return Place(FSDP, around.phase) if name.startswith("FSDP::") else around
+        if name.startswith(_COMPILED):
+            return Place(COMPILED, "recompute" if around.phase == "backward" else around.phase)
         if name.startswith(_BACKWARD):
             return Place(OTHER, "backward")
         made_at = places.arrows.get((thread, event["ts"]))
@@ -210,16 +214,17 @@ class _Places:
         for event in events:
             if event.get("cat") == "user_annotation" and event["name"].startswith(PREFIX):
                 spans[event["tid"]].append((*_span(event), event["name"].removeprefix(PREFIX)))
+            elif event["name"].startswith(_COMPILED):
+                spans[event["tid"]].append((*_span(event), COMPILED))
         self._spans = {thread: sorted(found) for thread, found in spans.items()}
 
     def region_at(self, thread: Any, time: float) -> str:
         spans = self._spans.get(thread, [])
+        begun = bisect_right(spans, (time, float("inf"), ""))
         # Regions hardly nest: the last to begin, or one of the few before it.
-        for start, end, region in reversed(spans[: bisect_right(spans, (time, float("inf"), ""))]):
+        for start, end, region in reversed(spans[max(0, begun - _LOOK_BACK) : begun]):
             if start <= time <= end:
                 return region
-            if time - start > 1e6 * 60:
-                break
         return OTHER
 
 

@@ -76,6 +76,18 @@ def cpu_trace() -> list[dict]:
     ]
 
 
+def compiled_trace() -> list[dict]:
+    """A layer that torch.compile runs: its own name, forward and backward."""
+    return [
+        annotation("region::data", 0, 10),
+        op("Torch-Compiled Region: 0/0", 20, 50),
+        op("CompiledFunction", 25, 40),
+        op("autograd::engine::evaluate_function: CompiledFunctionBackward", 100, 30),
+        op("CompiledFunctionBackward", 100, 30),
+        *arrow(1, 25, 100, MAIN),
+    ]
+
+
 def write(path, events, rank=0):
     trace = {"traceEvents": events, "distributedInfo": {"rank": rank}}
     if path.suffix == ".gz":
@@ -110,6 +122,12 @@ def test_a_cpu_waits_where_a_collective_runs_and_nothing_is_computed(tmp_path):
     }
     assert profile.idle == 0
     assert profile.kernels == {"aten::index_select": 20, "aten::mm": 50, "aten::copy_": 10}
+
+
+def test_a_compiled_layer_is_a_region(tmp_path):
+    profile = read_trace(write(tmp_path / "rank-0.json", compiled_trace()))
+    assert profile.times[Place("compiled", "forward")] == 50
+    assert profile.times[Place("compiled", "backward")] == 30
 
 
 def test_the_slowest_rank_is_named(tmp_path):
