@@ -2,15 +2,14 @@
 
 Nothing here raises, so that everything wrong is reported at once. A rule that needs the degrees to
 fit the number of ranks is silent where they do not: `_ranks` says so. Those of the mesh axes are in
-a room of their own, checks_parallel.py.
+rooms of their own, checks_parallel.py and checks_precision.py.
 """
 
-import importlib.util
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from titan_moe.config.checks_parallel import PARALLEL_RULES
+from titan_moe.config.checks_precision import PRECISION_RULES
 from titan_moe.config.job import JobConfig
 from titan_moe.config.sections import Moe
 from titan_moe.config.shape import ModelShape, Run, flavor
@@ -95,87 +94,6 @@ def _moe_settings(run: Run) -> list[str]:
         f"moe.{key}={value}: {run.flavor} has no experts; leave it out"
         for key, value in given.items()
         if value != plain[key]
-    ]
-
-
-def _compile(run: Run) -> list[str]:
-    section, recompute = run.job.compile, run.job.activation_checkpoint
-    if not section.enable:
-        return []
-    lines = []
-    if recompute.mode == "selective" and recompute.selective_ac_option == "op":
-        lines.append(
-            "activation_checkpoint.selective_ac_option='op' keeps results of operations that "
-            "compile.enable=true fuses: choose 1, or activation_checkpoint.mode=full or none"
-        )
-    if run.job.debug.capture_step:
-        lines.append(
-            f"debug.capture_step={run.job.debug.capture_step} looks into layers that "
-            "compile.enable=true fuses: choose one"
-        )
-    if section.backend == "inductor" and not run.num_gpus and shutil.which("g++") is None:
-        lines.append(
-            "compile.backend=inductor needs the C++ compiler g++, which was not found: install it, "
-            "or choose compile.enable=false"
-        )
-    return lines
-
-
-def _float8(run: Run) -> list[str]:
-    job, model = run.job, run.model
-    named = job.model.converters
-    if not named:
-        return []
-    lines = []
-    if importlib.util.find_spec("torchao") is None:
-        lines.append(
-            "model.converters: float8 needs torchao, which is not installed: "
-            "pip install 'titan_moe[float8]', or leave it out"
-        )
-    units = not job.quantize.linear.float8.emulate
-    if units and not run.num_gpus:
-        lines.append(
-            "model.converters: a CPU has no float8 units: set quantize.linear.float8.emulate=true "
-            "to see the rounding, or leave it out"
-        )
-    wide = "training.dtype=float64" if job.training.dtype == "float64" else ""
-    if job.training.mixed_precision_param != "bfloat16":
-        wide = wide or f"training.mixed_precision_param={job.training.mixed_precision_param}"
-    if units and wide:
-        lines.append(f"{wide}: float8 products of a GPU go with bfloat16: choose bfloat16")
-    if "quantize.grouped_mm.float8" not in named:
-        return lines
-    if model.moe is None:
-        return [
-            *lines,
-            f"model.converters=quantize.grouped_mm.float8: {run.flavor} has no experts; leave it "
-            "out",
-        ]
-    cut = job.parallelism.expert_tensor_parallel_degree
-    sizes = {"dim": model.dim, f"the experts' hidden_dim / etp {cut}": model.moe.hidden_dim // cut}
-    return lines + [
-        f"model.converters=quantize.grouped_mm.float8 wants multiples of 16, and {name} of "
-        f"{run.flavor} is {size}: leave it out"
-        for name, size in sizes.items()
-        if size % 16
-    ]
-
-
-def _float8_tokens(run: Run) -> list[str]:
-    """The weights' gradients sum over a microbatch's tokens."""
-    job, degrees = run.job, run.job.parallelism
-    if "quantize.linear.float8" not in job.model.converters or job.quantize.linear.float8.emulate:
-        return []
-    piped = degrees.pipeline_parallel_degree > 1
-    rows = degrees.pipeline_parallel_microbatch_size if piped else job.training.local_batch_size
-    lengths = degrees.context_parallel_degree * degrees.tensor_parallel_degree
-    tokens = rows * job.training.seq_len // lengths
-    if tokens % 16 == 0:
-        return []
-    return [
-        f"training.seq_len={job.training.seq_len}: {rows} rows / cp x tp {lengths} are {tokens} "
-        f"tokens, and quantize.linear.float8 wants a multiple of 16: choose a multiple of "
-        f"{16 * lengths}"
     ]
 
 
@@ -326,9 +244,7 @@ _RULES: list[Callable[[Run], list[str]]] = [
     _sequence_length,
     _further_tokens,
     _moe_settings,
-    _compile,
-    _float8,
-    _float8_tokens,
+    *PRECISION_RULES,
     _cpu_offload,
     _precision,
     _recompute,

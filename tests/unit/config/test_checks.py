@@ -123,6 +123,13 @@ RULES = [
         "hidden_dim / etp 32 of deepseek_v3 debugmodel is 8: leave it out",
     ),
     (
+        "--compile.enable --parallelism.pipeline_parallel_degree 2 --training.local_batch_size 8 "
+        "--parallelism.pipeline_parallel_schedule ZBVZeroBubble --activation_checkpoint.mode none",
+        2,
+        "parallelism.pipeline_parallel_schedule=ZBVZeroBubble splits the backward, which "
+        "compile.enable=true makes one graph of: choose 1F1B or",
+    ),
+    (
         "--compile.enable --debug.capture_step 3",
         1,
         "debug.capture_step=3 looks into layers that compile.enable=true fuses: choose one",
