@@ -47,10 +47,10 @@ def main(argv: list[str]) -> int:
         return 2
     # No device of this machine: what is counted is the program's, and a CPU counts it.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    facts = dict(in_fresh_processes(measure, tasks, num_workers=1))
-    curve = [facts[index] for index in range(len(tasks))]
-    for found in curve:
-        print(_text(found), end="\n\n")
+    curve = []
+    for _, found in in_fresh_processes(measure, tasks, num_workers=1):
+        print(_text(found), end="\n\n", flush=True)
+        curve.append(found)
     if options.json:
         options.json.write_text(json.dumps([each.as_json() for each in curve], indent=1))
     if options.png:
