@@ -96,7 +96,8 @@ def _shard(module: nn.Module, mesh: DeviceMesh, policy: ShardingPolicy, *, resha
         ),
         offload_policy=offload,
     )
-    sharded.set_gradient_divide_factor(1.0)
+    if mesh.size() > 1:  # Else torch would divide by 1, a pass over all gradients.
+        sharded.set_gradient_divide_factor(1.0)
     # gloo has no pre-multiplied sum, which a divide factor would otherwise ask for.
     sharded.set_force_sum_reduction_for_comms(True)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.kernels.attention import Flex, Local, first_seen_in_rows, is_seen, sdpa
+from titan_moe.kernels.blockwise import MAX_SEQ_LEN, attend_in_blocks
 
 
 class AttentionCore(Protocol):
@@ -48,7 +49,7 @@ class CausalSdpa:
         if mask is None and sinks_H is not None:
             square = q_BHSC.shape[2], k_BHSC.shape[2]
             mask = torch.ones(square, dtype=torch.bool, device=q_BHSC.device).tril_()
-        return sdpa(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H, is_causal=mask is None)
+        return _attend(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
 
 
 class DocumentSdpa:
@@ -60,7 +61,16 @@ class DocumentSdpa:
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor, scale: float, sinks_H=None
     ) -> Tensor:
-        return sdpa(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
+        return _attend(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
+
+
+def _attend(  # type: ignore[no-untyped-def]
+    q_BHSC, k_BHSC, v_BHSC, mask: Tensor | None, scale: float, sinks_H
+) -> Tensor:
+    """Whole rows in causal order; the mask is None where that is all there is to it."""
+    if q_BHSC.is_cpu and sinks_H is None and q_BHSC.shape[2] <= MAX_SEQ_LEN:
+        return attend_in_blocks(q_BHSC, k_BHSC, v_BHSC, mask, scale)
+    return sdpa(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H, is_causal=mask is None)
 
 
 def _explicit(documents_BS: Tensor, local: Local | None, *, mask_documents: bool) -> Tensor:
