@@ -362,6 +362,7 @@ def _sharding_policy(job: JobConfig) -> ShardingPolicy:
     # A pipeline would gather the parameters anew for every microbatch.
     freed_by_default = job.parallelism.pipeline_parallel_degree == 1
     return ShardingPolicy(
+        stored_dtype=_dtype(training.dtype),
         compute_dtype=_compute_dtype(job),
         reduce_dtype=_dtype("float64" if wide else training.mixed_precision_reduce),
         reshard_after_forward=reshard == "always" or (reshard == "default" and freed_by_default),

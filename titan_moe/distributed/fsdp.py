@@ -29,6 +29,7 @@ from titan_moe.moe.layer import MoE
 class ShardingPolicy:
     """How parameters are kept and gathered."""
 
+    stored_dtype: torch.dtype
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     reshard_after_forward: bool
@@ -53,6 +54,9 @@ def apply_fsdp(
 ) -> None:
     """Shard routed experts over (dp_replicate, edp), the rest over (dp_replicate, fsdp).
 
+    Where there is nothing to shard, to cast or to offload the model stays as it is: FSDP would copy
+    all parameters and gradients twice.
+
     Args:
         model: the root; takes what no unit holds.
         chains: units in forward order, each gathered as one, its routed experts apart. Within a
@@ -61,6 +65,9 @@ def apply_fsdp(
     """
     dense_mesh = _data_mesh(meshes, meshes.dense, "fsdp")
     expert_mesh = _data_mesh(meshes, meshes.sparse, "edp")
+    is_cast = policy.compute_dtype != policy.stored_dtype
+    if dense_mesh.size() == expert_mesh.size() == 1 and not (is_cast or policy.cpu_offload):
+        return
     for unit in chain.from_iterable(chains):
         last = unit is chains[0][-1]
         reshard = policy.reshard_last if last else policy.reshard_after_forward
