@@ -109,15 +109,25 @@ def parallel_dims(parallelism: Parallelism, world_size: int) -> ParallelDims:
     )
 
 
-def resolve_model(config: ModelConfig, job: JobConfig) -> ModelConfig:
-    """The dimensions of `model_of_job` with the [moe], [training] and [debug] tables' words."""
+_ROWS_OF_ONEDNN = 64
+
+
+def resolve_model(
+    config: ModelConfig, job: JobConfig, device_type: str | None = None
+) -> ModelConfig:
+    """The dimensions of `model_of_job` with the [moe], [training] and [debug] tables' words, and
+    what the device that the model will run on, if there is one, makes of what they leave open."""
     if job.training.mtp_loss_weight is not None:
         config = replace(config, mtp_loss_weight=job.training.mtp_loss_weight)
     if config.moe is None:
         return config
     named = job.moe.model_dump(exclude_none=True)
+    if device_type == "cpu" and _compute_dtype(job) == torch.bfloat16:
+        # oneDNN generates code for each new number of rows and keeps it: without padding a run
+        # grew by 1 GB in 20 steps, and a step of 8 experts took a fifth longer.
+        named = {"row_alignment": _ROWS_OF_ONEDNN} | named
     if GROUPED_MM in job.model.converters:
-        named["row_alignment"] = max(job.moe.row_alignment, ROW_ALIGNMENT)
+        named["row_alignment"] = max(named.get("row_alignment", 1), ROW_ALIGNMENT)
     forced = job.debug.moe_force_load_balance
     return replace(config, moe=replace(config.moe, **named, force_load_balance=forced))
 
@@ -141,7 +151,7 @@ def build_sharded_model(
     meshes = build_meshes(parallel_dims(job.parallelism, world_size), device.type, timeout)
 
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
-    config = resolve_model(config, job)
+    config = resolve_model(config, job, device.type)
     parts, partial_over_tp, names, stages = lay_out(job, config, meshes, device, ranks_per_node)
 
     # 7. Memory and first values, the same bits in every layout.

@@ -9,7 +9,8 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import tomli_w
 from pydantic import ValidationError
@@ -127,8 +128,8 @@ def _read_command_line(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
     except SettingsError as error:
         raise ConfigError([f"{_COMMAND_LINE}: {error}"]) from None
     for key, kind in known_keys().items():
-        if get_origin(kind) is Literal:
-            _name_choice(values, key.split("."), get_args(kind))
+        if choices := _choices(kind):
+            _name_choice(values, key.split("."), choices)
     return values, unknown
 
 
@@ -136,6 +137,12 @@ def _add_argument(parser: argparse.ArgumentParser, *names: str, **options: Any) 
     if options.get("metavar") == "bool":
         options |= {"nargs": "?", "const": "true"}
     parser.add_argument(*names, **options)
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    """The values that a key may have, if they are named one by one; it may also be left out."""
+    alternatives = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return next((get_args(each) for each in alternatives if get_origin(each) is Literal), ())
 
 
 def _name_choice(values: dict[str, Any], path: list[str], choices: tuple[Any, ...]) -> None:

@@ -54,9 +54,10 @@ class Model(Section):
 class Moe(Section):
     """Mixture-of-experts settings. A speed or weight left out takes the flavor's own value."""
 
-    row_alignment: Literal[1, 8, 16, 32, 64, 128] = 1
+    row_alignment: Literal[1, 8, 16, 32, 64, 128] | None = None
     """Each expert's rows are padded to a multiple of this before the grouped GEMM (bf16 1,
-    float8 16, mxfp8 32)."""
+    float8 16, mxfp8 32). Left out: 1, but 64 for bfloat16 on a CPU, where every new number of rows
+    costs time and memory for a kernel of its own."""
     bias_update_speed: NonNegativeFloat | None = None
     """Step of the aux-loss-free routing bias per optimizer step (arXiv 2408.15664); 0 switches
     it off."""

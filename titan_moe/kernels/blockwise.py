@@ -9,6 +9,7 @@ The price is the probabilities, kept for the backward: callers send long rows el
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,16 +63,17 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx, grad_BHSC):  # type: ignore[no-untyped-def]
         q_NGSC, k_NSC, v_NSC, *kept = ctx.saved_tensors
         grad_NGSC = grad_BHSC.reshape(*q_NGSC.shape[:3], -1)
-        wide = torch.promote_types(k_NSC.dtype, torch.float32)
         dq_NGSC = torch.empty_like(q_NGSC)
-        dk_NSC, dv_NSC = (torch.zeros_like(x, dtype=wide) for x in (k_NSC, v_NSC))
-        for (queries, keys), p in zip(_blocks(q_NGSC.shape[2]), kept, strict=True):
+        dk_NSC: Any = None
+        dv_NSC: Any = None
+        # From the last block, which sees all keys: its gradients are what the others are added to.
+        for (queries, keys), p in reversed(list(zip(_blocks(q_NGSC.shape[2]), kept, strict=True))):
             grad = _rows(grad_NGSC, queries)
-            dv_NSC[:, keys] += torch.bmm(p.mT, grad)
             dp = torch.bmm(grad, v_NSC[:, keys].mT)
             dscores = torch._softmax_backward_data(dp, p, -1, p.dtype)
             dq_NGSC[:, :, queries] = _heads(torch.bmm(dscores, k_NSC[:, keys]), q_NGSC)
-            dk_NSC[:, keys] += torch.bmm(dscores.mT, _rows(q_NGSC, queries))
+            dk_NSC = _added(dk_NSC, torch.bmm(dscores.mT, _rows(q_NGSC, queries)))
+            dv_NSC = _added(dv_NSC, torch.bmm(p.mT, grad))
         dq, dk = dq_NGSC.mul_(ctx.scale), dk_NSC.mul_(ctx.scale).to(k_NSC.dtype)
         dk, dv = (x.view(*ctx.kv_shape, -1) for x in (dk, dv_NSC.to(v_NSC.dtype)))
         return dq.view(ctx.q_shape), dk, dv, None, None
@@ -93,6 +95,14 @@ def _rows(x_NGSC: Tensor, queries: slice) -> Tensor:
 
 def _heads(x_NsC: Tensor, like_NGSC: Tensor) -> Tensor:
     return x_NsC.unflatten(1, (like_NGSC.shape[1], -1))
+
+
+def _added(sum_NSC: Tensor | None, part_NsC: Tensor) -> Tensor:
+    """Sums over blocks, in at least float32, of what belongs to the first `s` keys."""
+    if sum_NSC is None:
+        return part_NsC.to(torch.promote_types(part_NsC.dtype, torch.float32))
+    sum_NSC[:, : part_NsC.shape[1]] += part_NsC
+    return sum_NSC
 
 
 def _later(scores: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from titan_moe.config.job import JobConfig
 from titan_moe.distributed.initial_weights import fill_initial_weights
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder, initial_std
-from titan_moe.models.layers.attention_core import choose_core
+from titan_moe.models.layers.attention_core import AllPairs
 from titan_moe.verify.reference import IGNORED, Reference, Rows, Step, without_balance_losses
 
 NUM_STEPS = 2
@@ -170,7 +170,7 @@ def at_depth(config: ModelConfig, num_layers: int) -> ModelConfig:
 
 
 def _plain_model(job: JobConfig, config: ModelConfig) -> Decoder:
-    core = choose_core(mask_documents=job.training.mask_documents, device_type="cpu")
+    core = AllPairs(mask_documents=job.training.mask_documents)
     return Decoder(without_balance_losses(config), core)
 
 

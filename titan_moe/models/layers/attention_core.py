@@ -53,7 +53,7 @@ class CausalSdpa:
 
 
 class DocumentSdpa:
-    """Causal within each document by an explicit mask [B, 1, S, S]: the CPU's way, the oracle."""
+    """Causal within each document by an explicit mask [B, 1, S, S]: the CPU's way."""
 
     def mask(self, documents_BS: Tensor, local: Local | None = None) -> Tensor:
         return _explicit(documents_BS, local, mask_documents=True)
@@ -62,6 +62,21 @@ class DocumentSdpa:
         self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor, scale: float, sinks_H=None
     ) -> Tensor:
         return _attend(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
+
+
+class AllPairs:
+    """By an explicit mask and torch's own kernel over all pairs: the oracle of the others."""
+
+    def __init__(self, *, mask_documents: bool) -> None:
+        self._mask_documents = mask_documents
+
+    def mask(self, documents_BS: Tensor, local: Local | None = None) -> Tensor:
+        return _explicit(documents_BS, local, mask_documents=self._mask_documents)
+
+    def __call__(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor, scale: float, sinks_H=None
+    ) -> Tensor:
+        return sdpa(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
 
 
 def _attend(  # type: ignore[no-untyped-def]
