@@ -54,8 +54,8 @@ def apply_fsdp(
 ) -> None:
     """Shard routed experts over (dp_replicate, edp), the rest over (dp_replicate, fsdp).
 
-    Where there is nothing to shard, to cast or to offload the model stays as it is: FSDP would copy
-    all parameters and gradients twice.
+    On one rank, with nothing to cast or to offload, the model stays as it is: FSDP would copy all
+    parameters and gradients twice.
 
     Args:
         model: the root; takes what no unit holds.
@@ -66,7 +66,7 @@ def apply_fsdp(
     dense_mesh = _data_mesh(meshes, meshes.dense, "fsdp")
     expert_mesh = _data_mesh(meshes, meshes.sparse, "edp")
     is_cast = policy.compute_dtype != policy.stored_dtype
-    if dense_mesh.size() == expert_mesh.size() == 1 and not (is_cast or policy.cpu_offload):
+    if meshes.dims.world_size == 1 and not (is_cast or policy.cpu_offload):
         return
     for unit in chain.from_iterable(chains):
         last = unit is chains[0][-1]
