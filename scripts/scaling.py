@@ -1,20 +1,22 @@
 """Count what a rank sends, holds and makes in worlds of any size, on one CPU core.
 
     python scripts/scaling.py --ranks 64 --job.config_file configs/qwen3/30B-A3B_64gpu.toml
-    python scripts/scaling.py --curve 8,64,1024,4096 --job.config_file FILE [--png FILE] ...
+    python scripts/scaling.py --curve 8,64,1024,4096 --layers 4 --job.config_file FILE --png FILE
 
 The program's own training step runs for one rank of a fake world: its collectives are counted, and
 nothing is sent, stored or multiplied (titan_moe/verify/paper_world.py). With --ranks the step is
 the config's, with all of its microbatches. With --curve a rank's batch is one microbatch in every
 world, data parallelism takes up the further ranks, and the law is judged: nothing per rank grows
-with the world faster than the shard that it owns. Exit codes: 0; 1 where the law is broken; 2 for a
-config that cannot run.
+with the world faster than the shard that it owns; --layers cuts the model, to be quicker (torch's
+FSDP cuts every parameter into as many pieces as there are ranks). Exit codes: 0; 1 where the law is
+broken; 2 for a config that cannot run.
 """
 
 import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from titan_moe.config.checks import check
@@ -35,13 +37,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--curve", help="numbers of ranks, with commas")
+    parser.add_argument("--layers", type=int, help="only the model's first")
     parser.add_argument("--rank", type=int, default=0, help="which rank to be")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
     options, overrides = parser.parse_known_args(argv)
     worlds = [int(w) for w in options.curve.split(",")] if options.curve else [options.ranks]
     try:
-        tasks = [_task(overrides, world, options.rank, bool(options.curve)) for world in worlds]
+        tasks = [_task(overrides, world, options) for world in worlds]
     except ConfigError as error:
         print_errors(error.lines)
         return 2
@@ -58,7 +61,9 @@ def main(argv: list[str]) -> int:
 
         model = tasks[0][0].model
         tokens = curve[0].tokens
-        draw(curve, options.png, f"{model.name} {model.flavor}: one rank, {tokens:,} tokens a step")
+        layers = f", {tasks[0][1].num_layers} layers"
+        title = f"{model.name} {model.flavor}{layers}: one rank, {tokens:,} tokens a step"
+        draw(curve, options.png, title)
     broken = violations(curve) if len(curve) > 1 else []
     print_errors(broken)
     if len(curve) > 1 and not broken:
@@ -67,11 +72,13 @@ def main(argv: list[str]) -> int:
 
 
 def _task(
-    overrides: list[str], world: int, rank: int, one_microbatch: bool
+    overrides: list[str], world: int, options: argparse.Namespace
 ) -> tuple[JobConfig, ModelConfig, int, int]:
-    job = load_job(overrides)
+    job, rank = load_job(overrides), options.rank
     config = model_of_job(job.model)
-    if one_microbatch:
+    if options.layers:
+        config = replace(config, num_layers=min(options.layers, config.num_layers))
+    if options.curve:
         training = job.training.model_copy(update={"global_batch_size": -1})
         job = job.model_copy(update={"training": training})
     problems = check(job, config, world, num_gpus=_GPUS_OF_A_NODE)
