@@ -80,8 +80,12 @@ class Waits:
 
     def around(self, forward: Any) -> Any:
         def marked(x: Tensor) -> Tensor:
-            y = forward(_Border.apply(x, self, "forward", None))
-            return _Border.apply(y, self, None, "backward")
+            outside = self.phase  # Of a recomputation: it is amid the backward.
+            try:
+                y = forward(_Border.apply(x, self, "forward", None))
+                return _Border.apply(y, self, None, "backward")
+            finally:
+                self.phase = outside
 
         return marked
 
@@ -124,27 +128,29 @@ def train_on_rank(task: Task) -> Counter:
 
 
 def plant(moe: Any, bug: str | None) -> None:
-    combine, decide = moe.dispatcher.combine, moe.decide
-    if bug == "a truth is asked for":
-        moe.dispatcher.combine = lambda y_RD, plan: combine(y_RD, plan) * bool(y_RD.sum() != 0)
-    elif bug == "rows chosen by a mask":
-        moe.dispatcher.combine = lambda y_RD, plan: combine(
-            y_RD[y_RD[:, 0] == 0][:0].sum() + y_RD, plan
-        )
-    elif bug == "recompute plans anew":
+    combine = moe.dispatcher.combine
+
+    def truth(y_RD: Tensor, plan: Any) -> Tensor:
+        return combine(y_RD * bool(torch.ones(()) != 0), plan)
+
+    def masked(y_RD: Tensor, plan: Any) -> Tensor:
+        return combine(y_RD[torch.ones(len(y_RD), dtype=torch.bool)], plan)
+
+    def watched(y_RD: Tensor, plan: Any) -> Tensor:
+        y_RD.register_hook(lambda grad: grad * (grad.new_ones(()).item() == 1))
+        return combine(y_RD, plan)
+
+    wrong = {
+        "a truth is asked for": truth,
+        "rows chosen by a mask": masked,
+        "a gradient is read": watched,
+    }
+    if bug == "recompute plans anew":
         from titan_moe.distributed import activation_checkpoint
 
         activation_checkpoint._replaying = activation_checkpoint._recording
-    elif bug == "a gradient is read":
-
-        def watched(y_RD: Tensor, plan: Any) -> Tensor:
-            y_RD.register_hook(lambda grad: grad * (grad.norm().item() > -1))
-            return combine(y_RD, plan)
-
-        moe.dispatcher.combine = watched
     elif bug is not None:
-        raise AssertionError(bug)
-    del decide
+        moe.dispatcher.combine = wrong[bug]
 
 
 def count(layout: str, planted: str | None = None, **parallelism: Any) -> Counter:

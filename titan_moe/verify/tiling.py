@@ -19,8 +19,9 @@ JOINED_AXES: Mapping[str, tuple[str, ...]] = {
 }
 TOKEN_AXES = ("pp", "cp", "tp", "sequence", "ep", "etp")
 PARAMETER_AXES = ("dp_replicate", "fsdp", "edp")
-MOST_GROUPS = len(TOKEN_AXES) + len(PARAMETER_AXES)
-"""Of a rank, whatever the world: one for each axis that something is exchanged over."""
+MOST_GROUPS = len(TOKEN_AXES) + len(PARAMETER_AXES) + 2
+"""Of a rank, whatever the world: one for each axis that something is exchanged over, and the two
+ways of rows between and within nodes."""
 
 Group = tuple[str, tuple[int, ...]]
 """A class of traffic, "tokens" or "parameters", and the ranks, ascending."""
@@ -44,11 +45,25 @@ def groups(layout: Layout, rank: int) -> set[Group]:
     world = tuple(range(layout.world_size))
     wanted = {("tokens", members(layout, rank, axis)) for axis in TOKEN_AXES}
     wanted |= {("parameters", members(layout, rank, axis)) for axis in PARAMETER_AXES}
+    wanted |= {("tokens", ranks) for ranks in _of_nodes(layout, rank)}
     return {
         (traffic, ranks)
         for traffic, ranks in wanted
         if len(ranks) > 1 and (traffic, ranks) != ("parameters", world)
     }
+
+
+def _of_nodes(layout: Layout, rank: int) -> list[tuple[int, ...]]:
+    """Where two ranks of an ep group share a node: these two, and those that stand on the other
+    nodes where this one does on its own."""
+    if layout.dispatch != "nodes" or layout.ep == 2 or layout.ep % 2:
+        return []
+    ranks = members(layout, rank, "ep")
+    place = ranks.index(rank)
+    return [
+        tuple(other for i, other in enumerate(ranks) if i // 2 == place // 2),
+        tuple(other for i, other in enumerate(ranks) if i % 2 == place % 2),
+    ]
 
 
 def group_problems(layout: Layout) -> list[str]:

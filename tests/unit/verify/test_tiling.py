@@ -129,10 +129,16 @@ def test_the_world_needs_no_group_for_parameters():
     assert groups(Layout(dp_shard=8, ep=8), 3) == {("tokens", tuple(range(8)))}
 
 
+def test_rows_between_nodes_have_groups_of_their_own():
+    layout = Layout(dp_shard=4, tp=2, ep=4, etp=2, dispatch="nodes")
+    assert {("tokens", (1, 3)), ("tokens", (1, 5))} <= groups(layout, 1)
+    assert groups(layout, 7) >= {("tokens", (5, 7)), ("tokens", (3, 7))}
+
+
 def test_groups_do_not_grow_with_the_world():
     for layout in legal_layouts(16):
         assert group_problems(layout) == []
-        assert len(groups(layout, 7)) <= MOST_GROUPS == 9
+        assert len(groups(layout, 7)) <= MOST_GROUPS == 11
 
 
 def test_shapes_of_deep_models_are_those_of_their_kinds():
