@@ -76,7 +76,8 @@ def _permute_indices_kernel(
     source = tl.full((BLOCK,), -1, tl.int64)
     first_expert = tl.sum((is_expert & (ends <= first)).to(tl.int32), 0)
     last_expert = tl.sum((is_expert & (ends - padded < first + BLOCK)).to(tl.int32), 0)
-    for own in range(first_expert, last_expert):
+    own = first_expert
+    while own < last_expert:
         start = tl.sum(tl.where(expert == own, ends - padded, 0), 0)
         arrived = tl.zeros((), dtype=tl.int64)
         for rank in range(NUM_RANKS):
@@ -91,6 +92,7 @@ def _permute_indices_kernel(
             tl.store(position_ptr + moved, row, mask=is_here)
             start += count
             arrived += tl.sum(counts, 0)
+        own += 1
 
     tl.store(source_ptr + row, source, mask=row < max_rows)
     # Arrived rows that no count speaks for: no other program writes them.
