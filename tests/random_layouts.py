@@ -78,6 +78,9 @@ def draw(chance: random.Random, *, wild: float) -> Drawn:
         "pipeline_parallel_layers_per_stage": pick([None], [1, 2, 3]),
         "pipeline_parallel_first_stage_less_layers": pick([None], [0, 1, 2]),
     }
+    # Drawn apart, so that whatever is drawn here leaves the rest as it is.
+    apart = random.Random(str((family, ranks, pp, ep, etp, local)))
+    parallelism |= _dispatch(apart, ranks, ep, etp, wild=apart.random() < wild)
     recompute = ["none"] if split else ["none", "full", "selective"]
     job = JobConfig.model_validate(
         {
@@ -100,6 +103,22 @@ def draw(chance: random.Random, *, wild: float) -> Drawn:
         }
     )
     return Drawn(job, model, ranks)
+
+
+def _dispatch(
+    chance: random.Random, ranks: int, ep: int, etp: int, *, wild: bool
+) -> dict[str, Any]:
+    """How tokens travel."""
+    if wild:
+        keys = {"comm_backend": "deduplicated", "capacity_factor": 1.5, "ranks_per_node": 3}
+        named = chance.sample(list(keys), 2)
+        return {f"expert_parallel_{key}": keys[key] for key in named}
+    ways: list[dict[str, Any]] = [{}, {"expert_parallel_comm_backend": "deduplicated"}]
+    if ranks % 2 == 0:
+        ways.append({**ways[1], "expert_parallel_ranks_per_node": 2})
+    if ep * etp > 1:
+        ways.append({"expert_parallel_capacity_factor": float(ep)})  # Room for all, always.
+    return chance.choice(ways)
 
 
 def _degrees(chance: random.Random, ranks: int) -> list[int]:
