@@ -24,6 +24,9 @@ from titan_moe.moe.layer import MoE
 _Model = TypeVar("_Model", bound=nn.Module)
 
 _ENDS = ("tok_embeddings", "norm", "output")
+# Before 2.13, torch loses sight of autograd Functions that take a parameter when it comes back for
+# that parameter's gradient, and adds up the gradients of several outputs of one.
+_SPLITS_BACKWARD = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 # Forwards only, with a placement's stages; these take any number of microbatches.
 _EVALUATION = {"single": "GPipe", "loop": "LoopedBFS", "v": "ZBVZeroBubble"}
 
@@ -210,7 +213,25 @@ def _moe_layers(parts: Sequence[nn.Module]) -> list[MoE]:
 
 class _Stage(PipelineStage):
     """A stage that can be evaluated: torch's keeps all logits, and on the rank where a V turns
-    its backward steps, empty in an evaluation, want a gradient."""
+    its backward steps, empty in an evaluation, want a gradient.
+
+    Where torch cannot split a backward, all of it is done in the place of its first half: the same
+    gradients, at the price of the bubble that a split fills.
+    """
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        whole = full_backward or not _SPLITS_BACKWARD
+        super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if _SPLITS_BACKWARD:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
