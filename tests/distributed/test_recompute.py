@@ -60,6 +60,7 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
     section = ActivationCheckpoint(mode=chosen, selective_ac_option=option)
     activation_checkpoint.apply_activation_checkpoint(dict(model.layers.items()), section)
     policy = ShardingPolicy(
+        stored_dtype=torch.float64,
         compute_dtype=torch.float64,
         reduce_dtype=torch.float64,
         reshard_after_forward=True,
