@@ -47,7 +47,8 @@ def main(argv: list[str]) -> int:
     )
     for option, values in OPTIONS.items():
         parser.add_argument(_FLAGS[option], choices=values, dest=option)
-    options, options.overrides = parser.parse_known_args(argv)
+    options, overrides = parser.parse_known_args(argv)
+    options.overrides = overrides
     try:
         return _compare(options)
     except ConfigError as error:

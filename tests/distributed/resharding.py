@@ -103,7 +103,13 @@ class Run:
 
 
 def make_job(
-    family: str, layout: Layout, folder: Path, *, steps: int, rows: int = ROWS
+    family: str,
+    layout: Layout,
+    folder: Path,
+    *,
+    steps: int,
+    rows: int = ROWS,
+    optimizer: dict[str, Any] | None = None,
 ) -> JobConfig:
     """The family's gate configuration in a layout, in float64, with a checkpoint every LEG."""
     job = load_job(["--job.config_file", str(_CONFIGS / f"gate_{family}.toml")]).model_dump()
@@ -129,6 +135,7 @@ def make_job(
         "job": {"dump_folder": str(folder)},
         "lr_scheduler": {"total_steps": LONGEST},
         "checkpoint": {"enable": True, "interval": LEG},
+        "optimizer": optimizer or {},
     }
     for table, values in tables.items():
         job[table] |= values
@@ -144,12 +151,13 @@ def run(
     depth: int,
     save_last: bool = False,
     plant: Callable[[], None] | None = None,
+    optimizer: dict[str, Any] | None = None,
 ) -> Run:
     """Train to `steps` on a model of `depth` layers; goes on from the folder's last checkpoint.
 
     `plant` runs on every rank before anything else. The end is saved only for those who go on.
     """
-    job = make_job(family, layout, folder, steps=steps)
+    job = make_job(family, layout, folder, steps=steps, optimizer=optimizer)
     config = at_depth(model_config(family, "gate"), depth)
     problems = check(job, config, layout.world_size, num_gpus=0)
     assert not problems, f"{layout}: {problems}"
@@ -252,6 +260,8 @@ def _volume(box: Box) -> int:
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:  # Which numpy does not know.
+        tensor = tensor.contiguous().view(torch.int16)
     array = np.ascontiguousarray(tensor.numpy())
     # ascontiguousarray makes a scalar a row.
     return array.view(f"u{array.itemsize}").reshape(tensor.shape).copy()

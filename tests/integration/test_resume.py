@@ -126,6 +126,25 @@ def test_ten_steps_and_ten_more_are_twenty(tmp_path: Path, world_size: int, dtyp
     assert_same_run(tmp_path / "halves", tmp_path / "whole")
 
 
+@pytest.mark.parametrize(
+    "optimizer", [{"name": "Muon"}, {"name": "Muon", "state_dtype": "bfloat16"}]
+)
+def test_so_they_are_with_muon_and_narrow_moments(tmp_path: Path, optimizer: dict[str, str]):
+    tables = {"parallelism": {"expert_parallel_degree": 2}, "optimizer": optimizer}
+    run_ranks(train_here, 2, make_job(tmp_path / "whole", **tables))
+    run_ranks(train_here, 2, make_job(tmp_path / "halves", steps=10, **tables))
+    run_ranks(disturbed, 2, make_job(tmp_path / "halves", **tables))
+    assert_same_run(tmp_path / "halves", tmp_path / "whole")
+    stored = json.loads((tmp_path / f"whole/checkpoint/step-{STEPS}/manifest.json").read_text())
+    dtype = optimizer.get("state_dtype", "float32")
+    name = "optimizer.layers.1.moe.experts.w1.momentum_buffer"
+    assert stored["tensors"][name]["dtype"] == dtype
+    assert name.replace("momentum_buffer", "exp_avg") not in stored["tensors"]
+    lines = (tmp_path / "whole/metrics.jsonl").read_text().splitlines()
+    groups = {key for key in json.loads(lines[-1]) if key.startswith("lr/")}
+    assert groups == {"lr/matrices", "lr/decay", "lr/no_decay"}
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")

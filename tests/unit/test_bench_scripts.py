@@ -43,6 +43,23 @@ def test_every_row_is_a_configuration_that_runs(tmp_path: Path) -> None:
         assert job.training.global_batch_size == 8
 
 
+def test_what_a_step_costs_is_told_by_part_and_kind() -> None:
+    import loop_overhead as bench
+
+    seconds = dict.fromkeys(bench.PARTS, 0.001) | {"the step": 0.010}
+    ranks = [
+        {
+            "seconds": dict.fromkeys(bench.KINDS, seconds),
+            "counts": {kind: {"all-reduces over the world": 1} for kind in bench.KINDS},
+            "updates": {"torch.optim.AdamW": update, "AdamW": 0.002},
+        }
+        for update in (0.003, 0.004)
+    ]
+    lines = bench.table(bench.slowest(ranks))
+    assert "| the rest, ms | " + " | ".join(["4.00"] * 3) + " |" in lines
+    assert lines[-1] == "One update: torch.optim.AdamW 4.00 ms, AdamW 2.00 ms (0.50x)"
+
+
 def test_parts_add_up_to_the_whole() -> None:
     import startup
 

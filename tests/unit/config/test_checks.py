@@ -440,3 +440,16 @@ def test_the_global_batch_is_pinned_for_the_ranks_of_the_run() -> None:
     pinned = resolve(job, 8)
     assert pinned.training.global_batch_size == 8 * job.training.local_batch_size
     assert resolve(pinned, 4) == pinned
+
+
+def test_keys_of_optimizers_that_contradict_each_other():
+    (line,) = _check("--optimizer.muon_steps 6")
+    assert line.startswith("optimizer.muon_steps=6 is Muon's: leave it out")
+    assert _check("--optimizer.muon_steps 6 --optimizer.name Muon") == []
+    narrow = "--optimizer.state_dtype bfloat16"
+    (line,) = _check(f"{narrow} --optimizer.beta2 0.999")
+    assert line.startswith("optimizer.beta2=0.999 changes a moment by less than")
+    assert line.endswith("choose 0.99 or less, or float32")
+    (line,) = _check(f"{narrow} --optimizer.name Muon --optimizer.muon_momentum 0.995")
+    assert line.startswith("optimizer.muon_momentum=0.995")
+    assert _check(narrow) == []

@@ -1,0 +1,107 @@
+"""What a step says to other ranks besides tokens and gradients: one all-reduce."""
+
+import pytest
+import torch
+
+from tests.distributed.tiny import global_batch, make_job, tiny
+from titan_moe.config.job import JobConfig
+from titan_moe.verify.ranks import run_ranks
+
+STEPS = {
+    "not logged": {"logged": False},
+    "logged": {"logged": True},
+    "norms": {"logged": True, "parameter_norms": True},
+}
+
+
+def collectives_by_step(job: JobConfig, world_size: int) -> dict[str, list[str]]:
+    """The collectives over the world, by kind of step, and the result's figures."""
+    import torch.distributed as dist
+
+    from titan_moe.build import build_sharded_model
+    from titan_moe.data.batch import Batch
+    from titan_moe.optim.optimizers import build_optimizer
+    from titan_moe.train_step import TrainStep
+
+    device = torch.device("cpu")
+    sharded = build_sharded_model(job, tiny(job), device=device, world_size=world_size)
+    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+    step = TrainStep(sharded, optimizer, job.training, device=device)
+    tokens, labels, documents = (x[:2] for x in global_batch(0, sharded.config.vocab_size))
+    names: list[str] = []
+
+    def counted(function):
+        def call(*args, **kwargs):
+            if kwargs.get("group") in (None, dist.group.WORLD):
+                names.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return call
+
+    def cleared(function):
+        def call(*args):
+            result = function(*args)
+            names[:] = [name for name in names if hasattr(dist, name)]
+            return result
+
+        return call
+
+    for name in ("all_reduce", "broadcast", "all_gather_object", "all_gather", "barrier"):
+        setattr(dist, name, counted(getattr(dist, name)))
+    # What is read of tensors after the last backward; on a GPU each would wait for it.
+    for name in ("tolist", "item", "__bool__", "__float__"):
+        setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name)))
+    step._accumulate = cleared(step._accumulate)
+    found = {}
+    for kind, asked in STEPS.items():
+        names.clear()
+        result = step([Batch(tokens, labels, documents, [[]] * 2)] * 2, **asked)
+        found[kind] = list(names)
+        assert result.finite and result.counts_LE is not None
+        assert (result.data is not None) == (result.balance_loss is not None) == asked["logged"]
+        assert (result.parameter_norms is not None) == ("parameter_norms" in asked)
+    return found
+
+
+# The largest gradient of all ranks cannot be had with a sum.
+@pytest.mark.parametrize("norm_type, largest", [("2", []), ("inf", ["all_reduce", "item"])])
+def test_a_step_is_one_all_reduce_and_one_wait(norm_type: str, largest: list[str]):
+    job = make_job(
+        "deepseek_v3",
+        training={"norm_type": norm_type},
+        parallelism={"expert_parallel_degree": 2, "tensor_parallel_degree": 2},
+    )
+    for found in run_ranks(collectives_by_step, 2, job, 2):
+        (once, *others) = found.values()
+        assert once == ["all_reduce", "tolist", *largest]
+        assert all(sorted(set(each)) == sorted(set(once)) for each in others)
+        assert all(each.count("all_reduce") == once.count("all_reduce") for each in others)
+        # The norms of all parameters are a list of their own.
+        assert [each.count("tolist") for each in found.values()] == [1, 1, 2]
+
+
+def figures(job: JobConfig, logged: bool) -> list[float]:
+    """Losses and norms of three steps, every one logged or none."""
+    from titan_moe.build import build_sharded_model
+    from titan_moe.data.batch import Batch
+    from titan_moe.optim.optimizers import build_optimizer
+    from titan_moe.train_step import TrainStep
+
+    device = torch.device("cpu")
+    sharded = build_sharded_model(job, tiny(job), device=device, world_size=1)
+    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+    step = TrainStep(sharded, optimizer, job.training, device=device)
+    tokens, labels, documents = (x[:2] for x in global_batch(0, sharded.config.vocab_size))
+    batch = Batch(tokens, labels, documents, [[]] * 2)
+    numbers = []
+    for last in (False, False, True):
+        result = step([batch], logged=logged or last)
+        numbers += [result.loss, result.grad_norm]
+    assert result.balance_loss is not None
+    return [*numbers, result.balance_loss]
+
+
+def test_whether_a_step_is_logged_changes_nothing():
+    """And what the layers add up starts anew after each, logged or not."""
+    job = make_job("deepseek_v3")
+    assert run_ranks(figures, 1, job, True) == run_ranks(figures, 1, job, False)

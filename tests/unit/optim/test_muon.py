@@ -1,0 +1,145 @@
+"""Newton-Schulz against singular values, and a step of Muon by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+from titan_moe.config.optimization import Optimizer
+from titan_moe.optim.muon import orthogonalized
+from titan_moe.optim.optimizers import build_optimizer
+from titan_moe.verify.reference import orthogonal
+
+
+def by_singular_values(matrix, num_steps=5):
+    """The quintic of Keller Jordan's Muon on each singular value, in float64."""
+    u, s, vt = torch.linalg.svd(matrix.double(), full_matrices=False)
+    s = s / (s.norm() + 1e-7)
+    for _ in range(num_steps):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u * s @ vt
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 5), (3, 4, 9), (3, 9, 4), (2, 1, 6), (2, 3, 1)])
+def test_singular_values_are_brought_near_one(shape):
+    torch.manual_seed(0)
+    x_NAB = torch.randn(shape, dtype=torch.float64)
+    made = orthogonalized(x_NAB, 5)
+    for matrix, ours in zip(x_NAB, made, strict=True):
+        torch.testing.assert_close(ours, by_singular_values(matrix), rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(ours, orthogonal(matrix, 5), rtol=1e-11, atol=1e-12)
+        assert ((torch.linalg.svdvals(ours) - 1).abs() < 0.35).all()
+
+
+def test_scale_does_not_matter_and_zeros_stay():
+    x_NAB = torch.randn(2, 6, 3, dtype=torch.float64)
+    x_NAB[1] = 0
+    made = orthogonalized(x_NAB, 5)
+    torch.testing.assert_close(orthogonalized(1e6 * x_NAB, 5)[0], made[0], rtol=1e-5, atol=1e-6)
+    assert not made[1].any()
+    assert orthogonalized(x_NAB[:0], 5).shape == (0, 6, 3)
+
+
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+def test_in_the_type_it_comes_in(dtype, error):
+    torch.manual_seed(0)
+    x_NAB = torch.randn(2, 16, 48, dtype=dtype)
+    made = orthogonalized(x_NAB, 5)
+    assert made.dtype == dtype
+    exact = torch.stack([by_singular_values(matrix) for matrix in x_NAB])
+    assert (made - exact).norm() < error * exact.norm()
+
+
+def parameters():
+    torch.manual_seed(1)
+    shapes = {
+        "tok_embeddings.weight": (6, 4),
+        "layers.0.attention.wq.weight": (8, 4),
+        "layers.0.attention.norm.weight": (4,),
+        "layers.0.moe.router.gate.weight": (3, 4),
+        "layers.0.moe.experts.w1": (3, 5, 4),
+        "layers.0.moe.experts.b1": (3, 5),
+        "mtp.layers.0.projection.weight": (4, 8),
+        "mtp.layers.0.tok_embeddings.weight": (6, 4),
+        "output.weight": (6, 4),
+    }
+    return {name: nn.Parameter(torch.randn(s, dtype=torch.float64)) for name, s in shapes.items()}
+
+
+def groups_of(optimizer, named):
+    names = {id(parameter): name for name, parameter in named.items()}
+    return {g["name"]: [names[id(p)] for p in g["params"]] for g in optimizer.param_groups}
+
+
+def test_matrices_inside_layers_are_muons():
+    named = parameters()
+    groups = groups_of(build_optimizer(Optimizer(name="Muon"), named.items()), named)
+    assert groups == {
+        "matrices": [
+            "layers.0.attention.wq.weight",
+            "layers.0.moe.experts.w1",
+            "mtp.layers.0.projection.weight",
+        ],
+        "decay": [
+            "tok_embeddings.weight",
+            "layers.0.moe.router.gate.weight",
+            "mtp.layers.0.tok_embeddings.weight",
+            "output.weight",
+        ],
+        "no_decay": ["layers.0.attention.norm.weight", "layers.0.moe.experts.b1"],
+    }
+    assert "matrices" not in groups_of(build_optimizer(Optimizer(), named.items()), named)
+
+
+def test_two_steps_by_hand():
+    config = Optimizer(name="Muon", lr=0.1, weight_decay=0.5, muon_momentum=0.8, muon_rms=0.3)
+    named = parameters()
+    expected = {name: p.detach().clone() for name, p in named.items()}
+    buffers = {name: torch.zeros_like(p) for name, p in expected.items()}
+    optimizer = build_optimizer(config, named.items())
+    for _ in range(2):
+        for name, parameter in named.items():
+            gradient = torch.randn_like(parameter)
+            parameter.grad = gradient.clone()
+            buffers[name] = 0.8 * buffers[name] + 0.2 * gradient
+            direction = 0.8 * buffers[name] + 0.2 * gradient
+            for matrix, along in zip(
+                expected[name].view(-1, *expected[name].shape[-2:]),
+                direction.view(-1, *direction.shape[-2:]),
+                strict=True,
+            ):
+                update = by_singular_values(along) if along.ndim == 2 else along
+                matrix.mul_(1 - 0.1 * 0.5).sub_(0.1 * 0.3 * max(matrix.shape) ** 0.5 * update)
+        optimizer.step()
+    for name in groups_of(optimizer, named)["matrices"]:
+        torch.testing.assert_close(named[name].detach(), expected[name])
+        state = optimizer.state[named[name]]
+        assert state.keys() == {"momentum_buffer"}
+        torch.testing.assert_close(state["momentum_buffer"], buffers[name])
+    assert optimizer.state[named["output.weight"]].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_parameters_without_a_gradient_are_left_alone():
+    named = parameters()
+    before = {name: p.detach().clone() for name, p in named.items()}
+    named["layers.0.moe.experts.w1"].grad = torch.ones(3, 5, 4, dtype=torch.float64)
+    build_optimizer(Optimizer(name="Muon"), named.items()).step()
+    moved = [name for name, p in named.items() if not torch.equal(p, before[name])]
+    assert moved == ["layers.0.moe.experts.w1"]
+
+
+def test_large_batches_are_worked_on_in_pieces(monkeypatch):
+    from titan_moe.optim import muon
+
+    updated = {}
+    for limit in (2**26, 1):
+        monkeypatch.setattr(muon, "_TOGETHER", limit)
+        torch.manual_seed(2)
+        named = {f"layers.{n}.wq.weight": nn.Parameter(torch.randn(4, 6).double()) for n in "012"}
+        optimizer = build_optimizer(Optimizer(name="Muon"), named.items())
+        for parameter in named.values():
+            parameter.grad = torch.randn_like(parameter)
+        batches = list(muon._batches(list(named.values())))
+        assert len(batches) == (1 if limit > 1 else 3)
+        optimizer.step()
+        updated[limit] = torch.stack([p.detach() for p in named.values()])
+    torch.testing.assert_close(updated[1], updated[2**26])
