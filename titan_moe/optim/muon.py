@@ -20,7 +20,8 @@ from titan_moe.optim.adam import Adam
 MATRICES = "matrices"
 """The name of the group that Muon updates."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_EPS = 1e-7
+# Of a momentum that counts as one; a smaller one makes a smaller update.
+_SMALLEST_NORM = 1e-7
 # Elements of this rank worked on together: 256 MiB in float32, and a few times that besides.
 _TOGETHER = 2**26
 
@@ -31,7 +32,7 @@ def orthogonalized(x_NAB: Tensor, num_steps: int) -> Tensor:
     a, b, c = COEFFICIENTS
     tall = x_NAB.shape[-2] > x_NAB.shape[-1]
     x = x_NAB.mT if tall else x_NAB
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + _EPS)
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_SMALLEST_NORM)
     for _ in range(num_steps):
         gram = torch.bmm(x, x.mT)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -141,7 +142,7 @@ def _largest_held(parameter: Tensor, cuts: list[Cut]) -> int:
 
 def _stacked(pieces: list[Tensor], batch: _Batch) -> Tensor:
     """[N, A, B] of this rank's pieces, where the ranks can exchange them."""
-    flat = [piece.view(-1, *piece.shape[-2:]) for piece in pieces]
+    flat = [piece if piece.ndim > 2 else piece[None] for piece in pieces]
     x_NAB = flat[0] if len(flat) == 1 else torch.cat(flat)
     first = batch.parameters[0]
     # Parameters kept in the host's memory are worked on where they are computed with.

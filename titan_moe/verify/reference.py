@@ -287,7 +287,7 @@ def orthogonal(matrix: Tensor, num_steps: int) -> Tensor:
     """What Muon's Newton-Schulz steps make of a matrix, by its singular values: each step maps s to
     3.4445 s - 4.7750 s^3 + 2.0315 s^5, after a division of all by the Frobenius norm."""
     u, singular, vt = torch.linalg.svd(matrix, full_matrices=False)
-    singular = singular / (singular.square().sum().sqrt() + 1e-7)
+    singular = singular / max(singular.square().sum().sqrt().item(), 1e-7)
     for _ in range(num_steps):
         singular = 3.4445 * singular - 4.7750 * singular**3 + 2.0315 * singular**5
     return u @ singular.diag() @ vt

@@ -67,14 +67,14 @@ def on_every_layout(world_size):
         cuts = matrix_cuts(parameter)
         local = local_part(parameter.detach())
         # Three of the same matrices, so that shares are unequal.
-        pieces = local.reshape(-1, *local.shape[-2:]).repeat(3, 1, 1)
+        pieces = (local if local.ndim > 2 else local[None]).repeat(3, 1, 1)
         ours = on_whole_matrices(times_row_and_column, pieces, cuts)
         whole = torch.arange(parameter.shape.numel(), dtype=torch.float64).view(parameter.shape)
         whole = whole.view(-1, *whole.shape[-2:])
         rows = torch.arange(whole.shape[1], dtype=whole.dtype)[:, None]
         made = whole * (1 + rows) + whole.sum((1, 2), keepdim=True)
         expected = made.view(parameter.shape)[local_slices(parameter)]
-        expected = expected.reshape(-1, *expected.shape[-2:]).repeat(3, 1, 1)
+        expected = (expected if expected.ndim > 2 else expected[None]).repeat(3, 1, 1)
         total = torch.tensor(sum(worked_on))
         dist.all_reduce(total)
         found[name] = torch.equal(ours, expected), int(total)
