@@ -139,6 +139,7 @@ def build_parts(case: dict, meshes) -> list:
         if case.get("fsdp", True):
             reshard = case.get("reshard", "never")
             policy = ShardingPolicy(
+                torch.float64,
                 getattr(torch, case.get("compute", "float64")),
                 torch.float64,
                 reshard_after_forward=reshard != "never",
