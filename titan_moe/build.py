@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from titan_moe.config.job import JobConfig
 from titan_moe.config.layout import Parallelism
 from titan_moe.config.pipeline import model_parts, module_names, schedule_of, stages_of_rank
-from titan_moe.data.batch import IGNORE_INDEX
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.distributed.compile import apply_compile, compile_loss
 from titan_moe.distributed.context_parallel import context_parallel_core, local_positions
-from titan_moe.distributed.cross_entropy import CrossEntropy, VocabParallelCrossEntropy
-from titan_moe.distributed.execution import Execution, Loss, WholeModel
+from titan_moe.distributed.cross_entropy import VocabParallelCrossEntropy
+from titan_moe.distributed.execution import Execution, WholeModel
 from titan_moe.distributed.expert_parallel import (
     DispatchPolicy,
     apply_expert_parallel,
@@ -35,6 +34,7 @@ from titan_moe.distributed.ties import Ties, find_ties
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder, initial_std, moe_layer_names, move_off_meta
 from titan_moe.models.layers.attention_core import AttentionCore, FlexCore, choose_core
+from titan_moe.models.layers.output import Output
 from titan_moe.models.quantize import GROUPED_MM, ROW_ALIGNMENT, check_hardware, quantize
 from titan_moe.models.tensor_plans import DECODER
 from titan_moe.models.weights import part_weights
@@ -345,22 +345,20 @@ def _execution(
     parts: list[Decoder], job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
 ) -> Execution:
     dims = meshes.dims
-    loss: Loss = CrossEntropy(IGNORE_INDEX)
-    if dims.tp > 1:
-        loss = VocabParallelCrossEntropy(meshes.group("tp"), IGNORE_INDEX)
-    loss = compile_loss(loss, job.compile)
     for part in parts:
-        if part.mtp is not None:
-            part.mtp.loss = loss
+        if isinstance(part.output, Output):
+            part.output.chunk_size = job.training.loss_chunk_size
+            if dims.tp > 1:
+                part.output.cross_entropy = VocabParallelCrossEntropy(meshes.group("tp"))
+            part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile)
     if dims.pp == 1:
-        return WholeModel(parts[0], loss)
+        return WholeModel(parts[0])
     return Pipeline(
         list(parts),
-        loss,
         meshes=meshes,
         schedule=job.parallelism.pipeline_parallel_schedule,
         microbatch_size=job.parallelism.pipeline_parallel_microbatch_size,
-        activations=Activations(config.dim, config.vocab_size // dims.tp, _compute_dtype(job)),
+        activations=Activations(config.dim, _compute_dtype(job)),
         device=device,
         overlap=job.parallelism.pipeline_parallel_expert_parallel_overlap,
     )

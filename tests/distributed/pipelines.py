@@ -16,6 +16,7 @@ from titan_moe.verify.ranks import run_ranks
 from .tiny import make_job, tiny
 
 SEQ_LEN, ROWS, BOUND = 16, 32, 1e-9
+CHUNK_SIZE = 5  # No divisor of the tokens of a microbatch.
 JOB = make_job("deepseek_v3", training={"seq_len": SEQ_LEN})
 LAYERS = 8
 
@@ -166,15 +167,17 @@ def run_pipeline(case: dict, planted: str | None = None) -> list[dict]:
     meshes = build_meshes(dims, "cpu")
     parts = build_parts(case, meshes)
     reduced, forwards = count_reductions(parts), count_forwards(parts)
-    loss = VocabParallelCrossEntropy(meshes.group("tp"), -100) if dims.tp > 1 else cross_entropy
+    for output in (part.output for part in parts if hasattr(part.output, "compute")):
+        output.chunk_size = CHUNK_SIZE
+        if dims.tp > 1:
+            output.cross_entropy = VocabParallelCrossEntropy(meshes.group("tp"))
     compute = getattr(torch, case.get("compute", "float64"))
     pipeline = Pipeline(
         parts,
-        loss,
         meshes=meshes,
         schedule=case["schedule"],
         microbatch_size=case.get("microbatch_size", 1),
-        activations=Activations(64, 96 // dims.tp, compute),
+        activations=Activations(64, compute),
         device=torch.device("cpu"),
         overlap=case.get("overlap", True),
     )

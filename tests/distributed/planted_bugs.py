@@ -12,6 +12,7 @@ from types import FunctionType
 from typing import NamedTuple
 
 _DISTRIBUTED = "titan_moe.distributed"
+_KERNELS = "titan_moe.kernels"
 
 
 class Bug(NamedTuple):
@@ -258,9 +259,9 @@ BUGS = {
         harmless_on="pp=2",
     ),
     "loss counted by every tp rank": Bug(
-        f"{_DISTRIBUTED}.cross_entropy:_CutByVocabulary.forward",
-        "return loss_T.tensor_split(group.size())[rank].sum()",
-        "return loss_T.sum()",
+        f"{_DISTRIBUTED}.cross_entropy:VocabParallelCrossEntropy.__call__",
+        "return loss_T.tensor_split(group.size())[rank].sum(), grad_TV",
+        "return loss_T.sum(), grad_TV",
         caught_on=_TP,
         named=("loss*exactly 2, *over tp*",),
         spared=("gradient *", "counts *", "num_targets *", "balance_loss *", "parameter *"),
@@ -334,6 +335,40 @@ BUGS = {
         named=(f"{_ROUTERS}*", "gradient layers.*"),
         spared=("loss *", "balance_loss *", "counts *", _OUTPUT),
         harmless_on="dp_shard=2",
+    ),
+    "recomputed rows without their routing weight": Bug(
+        "titan_moe.moe.activation:_ActivatedProjection.backward",
+        "weighted_RF = hidden_RF if weights_R1 is None else hidden_RF * weights_R1",
+        "weighted_RF = hidden_RF.clone()",
+        caught_on="dp_shard=2,recompute=none",
+        named=("gradient layers.*.moe.experts.w2*",),
+        spared=("loss *", "counts *", "balance_loss *", _OUTPUT, "gradient *.experts.w[13]*"),
+    ),
+    # --- the loss in chunks ---
+    "every chunk of the loss gets the first one's labels": Bug(
+        f"{_KERNELS}.linear_cross_entropy:_LinearCrossEntropy.forward",
+        "plan.cross_entropy(logits_tV, labels_T[first : first + size])",
+        "plan.cross_entropy(logits_tV, labels_T[:size])",
+        caught_on="dp_shard=2,recompute=none",
+        named=("loss*", "gradient *"),
+        spared=("counts *", "num_targets *"),
+    ),
+    "the output layer's gradient of the last chunk alone": Bug(
+        f"{_KERNELS}.linear_cross_entropy:_added",
+        "return sum_VD.addmm_(grad_tV.T, x_tD)",
+        "return grad_tV.T @ x_tD",
+        caught_on="dp_shard=2,recompute=none",
+        named=(f"{_OUTPUT}*",),
+        spared=("loss *", "counts *", "gradient layers.*", "gradient norm.weight"),
+    ),
+    "the vocabulary's other ranks left out of the largest logit": Bug(
+        f"{_DISTRIBUTED}.cross_entropy:VocabParallelCrossEntropy.__call__",
+        "dist.all_reduce(largest_T, dist.ReduceOp.MAX, group=group)",
+        "pass",
+        caught_on=_TP,
+        named=("loss*", "gradient *"),
+        spared=("counts *", "num_targets *"),
+        harmless_on="cp=2",
     ),
     # --- pipeline parallelism ---
     "a schedule divides by its microbatches": Bug(

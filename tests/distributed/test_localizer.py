@@ -75,6 +75,14 @@ EXPECTED = {
         "counts", "layers.1.moe.router", "tokens_per_expert"
     ),
     "recompute routes anew": Expected("recompute", "*.moe.router.weigh", "weights"),
+    "recomputed rows without their routing weight": Expected(
+        "gradient", "*.moe.experts", "gradient of w2"
+    ),
+    "every chunk of the loss gets the first one's labels": Expected("loss", "", "loss"),
+    "the output layer's gradient of the last chunk alone": Expected(
+        "gradient", "output", "gradient of weight"
+    ),
+    "the vocabulary's other ranks left out of the largest logit": Expected("loss", "", "loss"),
     "a schedule divides by its microbatches": Expected(
         "gradient", "*", "gradient of *", whole_phase=True
     ),
@@ -100,6 +108,9 @@ EXPECTED = {
     "labels ahead from the next document": Expected("data", "batch", "labels 1 ahead"),
     "tokens and labels ahead shifted at a border of cp": Expected(
         "data", "batch", "tokens 1 ahead"
+    ),
+    "multi-token prediction's gradients without its weight": Expected(
+        "backward", "mtp.loss of depth 1", "logits"
     ),
     "multi-token prediction's loss lost": Expected("loss", "", "mtp_loss"),
     "multi-token prediction's loss counted by every tp rank": Expected("loss", "", "mtp_loss"),

@@ -18,7 +18,7 @@ def poisoned(job: JobConfig, where: str):
     import torch.distributed as dist
 
     from titan_moe import train_step
-    from titan_moe.distributed.cross_entropy import CrossEntropy
+    from titan_moe.models.layers.output import Output
     from titan_moe.moe.experts import Experts
 
     steps = iter(range(1, 100))
@@ -40,15 +40,15 @@ def poisoned(job: JobConfig, where: str):
 
         Experts.forward = broken
     else:
-        loss = CrossEntropy.__call__
+        loss = Output.forward
 
-        def broken_gradient(self, logits, labels):
-            value = loss(self, logits, labels)
+        def broken_gradient(self, *args):
+            value = loss(self, *args)
             if bad and now[0] == BAD_STEP and torch.is_grad_enabled():
                 value.register_hook(lambda grad: grad * float("inf"))
             return value
 
-        CrossEntropy.__call__ = broken_gradient
+        Output.forward = broken_gradient
     train_here(job)
 
 

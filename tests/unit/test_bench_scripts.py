@@ -108,3 +108,23 @@ def test_dispatchers_are_summed_over_ranks_and_timed_by_the_slowest() -> None:
     row = dispatch.summary(ranks)
     assert row["bytes_over_fewest"] == 1.4 and row["between_over_fewest"] == 1.1
     assert row["ms"] == 2000.0 and row["dropped"] == 0.25
+
+
+def test_the_most_memory_that_a_step_has_alive_at_once_is_counted() -> None:
+    import memory
+    import torch
+
+    mib = 2**20
+    kept = []
+
+    def step() -> None:
+        first = torch.empty(3 * mib, dtype=torch.uint8)
+        second = torch.empty(2 * mib, dtype=torch.uint8)
+        del first
+        kept.append(torch.empty(2 * mib, dtype=torch.uint8))
+        del second
+
+    beyond = memory._allocated_beyond(step, torch.device("cpu"))
+    assert 5 * mib <= beyond < 5.1 * mib
+    way = memory.Way("none", {"mode": "none"}, 0, held=7.0, beyond=beyond)
+    assert way.peak == 7 + beyond

@@ -10,14 +10,16 @@ from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from titan_moe.build import ShardedModel
 from titan_moe.capture.moe_hooks import MoEHooks
 from titan_moe.capture.records import Place
-from titan_moe.capture.watcher import Watcher, on_gradient, recomputing, replaced
+from titan_moe.capture.watcher import Watcher, on_gradient, replaced
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.layers.mtp import MultiTokenPrediction
+from titan_moe.models.layers.output import Output
 from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
@@ -39,6 +41,8 @@ def watched(sharded: ShardedModel, part: Decoder, watcher: Watcher) -> Iterator[
                 stack.callback(handle.remove)
             if isinstance(module, MoE):
                 stack.enter_context(MoEHooks(name, module, watcher, sharded).installed())
+            elif isinstance(module, Output):
+                stack.enter_context(_logits(module, watcher))
             elif hasattr(module, "core") and module is not part:
                 core = _core(f"{name}.core", module.core, watcher)  # type: ignore[arg-type]
                 stack.enter_context(replaced(module, "core", core))
@@ -59,9 +63,7 @@ def _hooks(name: str, module: nn.Module, watcher: Watcher) -> list[Any]:
         )
 
     def after(module: nn.Module, args: tuple, output: Any) -> None:
-        if name == "output":
-            _logits(output, watcher)
-        elif isinstance(output, Tensor):
+        if isinstance(output, Tensor):
             watcher.forward(name, "output", output, cut=cut_output or output.ndim == 4)
         elif hasattr(output, "_asdict"):
             for field, x in output._asdict().items():
@@ -70,8 +72,8 @@ def _hooks(name: str, module: nn.Module, watcher: Watcher) -> list[Any]:
                 watcher.backward(_USERS.get(tensor, "{}").format(name), tensor, x)
 
     handles = [module.register_forward_pre_hook(before)]
-    # What it returns are the decoder's logits, once more.
-    if not isinstance(module, MultiTokenPrediction):
+    # What it returns are its layers' outputs, once more.
+    if not isinstance(module, MultiTokenPrediction | Output):
         handles.append(module.register_forward_hook(after))
     return handles
 
@@ -80,26 +82,45 @@ def _is(name: str, ways: tuple[str, ...]) -> bool:
     return any(how in ways and fnmatchcase(name, pattern) for pattern, how in DECODER.items())
 
 
-def _logits(logits: Tensor, watcher: Watcher) -> None:
-    """Of the decoder, and below them those of each depth of multi-token prediction."""
-    now = watcher.now
-    assert now is not None
-    for depth, x in enumerate(logits.split(now.size)):
-        tensor = f"logits of depth {depth}" if depth else "logits"
-        watcher.forward("output", tensor, x, cut=True)
-    if not logits.requires_grad or recomputing():
-        return
-    depths = len(logits) // now.size
-    names = ["loss", *(f"mtp.loss of depth {depth}" for depth in range(1, depths))]
-    places = [Place("backward", name, "logits") for name in names]
-    for place in places:
-        watcher.order(place)
+@contextmanager
+def _logits(module: Output, watcher: Watcher) -> Iterator[None]:
+    """Those of the decoder, and below them those of each depth of multi-token prediction; and the
+    gradients that the loss makes of them. Both come in chunks, of which none is there later."""
+    logits, gradients = [], []
 
-    def keep(grad: Tensor) -> None:
-        for place, x in zip(places, grad.split(now.size), strict=True):
-            watcher.keep(place, now, x, cut=True, gradient=True)
+    def watch(first_token: int, logits_TV: Tensor, grad_TV: Tensor) -> None:
+        logits.append(logits_TV)
+        gradients.append(grad_TV)
 
-    on_gradient(logits, keep)
+    def after(module: nn.Module, args: tuple, loss: Tensor) -> None:
+        if logits:
+            shape = (len(args[0]), -1, logits[0].shape[-1])
+            _keep_logits(torch.cat(logits).view(shape), torch.cat(gradients).view(shape), loss)
+            logits.clear()
+            gradients.clear()
+
+    def _keep_logits(logits_BSV: Tensor, grad_BSV: Tensor, loss: Tensor) -> None:
+        now = watcher.now
+        assert now is not None
+        names = ["loss"]
+        for depth, x in enumerate(logits_BSV.split(now.size)):
+            tensor = f"logits of depth {depth}" if depth else "logits"
+            names += [f"mtp.loss of depth {depth}"] * (depth > 0)
+            watcher.forward("output", tensor, x, cut=True)
+        places = [Place("backward", name, "logits") for name in names]
+        for place in places:
+            watcher.order(place)
+
+        def keep(factor: Tensor) -> None:
+            for place, x in zip(places, (grad_BSV * factor).split(now.size), strict=True):
+                watcher.keep(place, now, x, cut=True, gradient=True)
+
+        on_gradient(loss, keep)
+
+    handle = module.register_forward_hook(after)
+    with replaced(module, "watch", watch):
+        yield
+    handle.remove()
 
 
 def _core(name: str, core: Callable[..., Tensor], watcher: Watcher) -> Callable[..., Tensor]:

@@ -1,14 +1,9 @@
 """How a rank runs its part of the model over a batch of rows: whole, or as stages of a pipeline."""
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-
-# (logits, labels_BS) -> this rank's share of the sum of cross-entropies. The ranks that compute one
-# sum together hold disjoint shares of its value, and each starts the backward of the whole sum.
-Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Microbatch(NamedTuple):
@@ -29,12 +24,13 @@ class Microbatch(NamedTuple):
 
     def beside_tokens(self) -> dict[str, Tensor]:
         """What a decoder's forward takes besides the token ids."""
-        both = ("tokens_BS", "labels_BS")
-        return {k: v for k, v in self._asdict().items() if k not in both and v is not None}
+        named = self._asdict().items()
+        return {k: v for k, v in named if k != "tokens_BS" and v is not None}
 
 
 class Execution(Protocol):
-    """Runs forward and backward."""
+    """Runs forward and backward. The ranks that compute one sum of cross-entropies together hold
+    disjoint shares of its value, and each starts the backward of the whole sum."""
 
     def train(self, rows: Microbatch) -> Tensor:
         """Add the rows' gradients, as plain sums; returns this rank's share of the loss sum."""
@@ -46,9 +42,8 @@ class Execution(Protocol):
 class WholeModel:
     """All layers on this rank."""
 
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._loss = loss
 
     def train(self, rows: Microbatch) -> Tensor:
         loss = self._forward(rows)
@@ -60,5 +55,4 @@ class WholeModel:
         return self._forward(rows)
 
     def _forward(self, rows: Microbatch) -> Tensor:
-        logits = self._model(rows.tokens_BS, **rows.beside_tokens())
-        return self._loss(logits, rows.labels_BS)
+        return self._model(rows.tokens_BS, **rows.beside_tokens())

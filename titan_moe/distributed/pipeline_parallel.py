@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from titan_moe.config.pipeline import SCHEDULES, stages_of_rank
-from titan_moe.distributed.execution import Loss, Microbatch
+from titan_moe.distributed.execution import Microbatch
 from titan_moe.distributed.meshes import Meshes
 from titan_moe.distributed.pipeline_overlap import Alternation, overlap_pairs
 from titan_moe.moe.layer import MoE
@@ -34,7 +34,7 @@ _EVALUATION = {"single": "GPipe", "loop": "LoopedBFS", "v": "ZBVZeroBubble"}
 def keep_only(model: _Model, names: Sequence[str]) -> _Model:
     """Turn a whole decoder into the stage of these modules, in place; returns it.
 
-    What is missing at an end becomes the identity, so that the decoder's forward stays as it is and
+    What is missing at an end passes its input on, so that the decoder's forward stays as it is and
     takes the stream where the embedding is missing. Layers keep their numbers. Rotations stay;
     multi-token prediction stays with the output layer.
 
@@ -47,7 +47,7 @@ def keep_only(model: _Model, names: Sequence[str]) -> _Model:
     assert set(names) <= known, f"no such modules: {sorted(set(names) - known)}"
     for end in _ENDS:
         if end not in names:
-            setattr(model, end, nn.Identity())
+            setattr(model, end, _PassOn())
     for layer in list(layers):
         if f"layers.{layer}" not in names:
             del layers[layer]
@@ -69,14 +69,29 @@ def stage_units(part: nn.Module) -> list[list[nn.Module]]:
     return [main] if mtp is None else [main, list(mtp.layers.children())]
 
 
+class _PassOn(nn.Identity):
+    """Where a stage has no such module: its first argument."""
+
+    def forward(self, input: Tensor, *_: object) -> Tensor:
+        return input
+
+
 class Activations(NamedTuple):
     """Shape and type of what a rank's stages hand on."""
 
     dim: int
     """D of the stream."""
-    num_logits: int
-    """Logits per token on a rank of the last stage: the vocabulary, or its part under TP."""
     dtype: torch.dtype
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Of what the last stage makes of it."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+def _of_the_last_stage(loss: Tensor, labels_BS: Tensor) -> Tensor:
+    """It has computed the loss itself. A copy, no view: torch detaches both in place."""
+    return loss.clone()
 
 
 class Pipeline:
@@ -88,7 +103,6 @@ class Pipeline:
 
     Args:
         parts: this rank's stages, ascending.
-        loss: of the last stage's logits.
         schedule: a name of `config.pipeline.SCHEDULES`.
         microbatch_size: rows of one microbatch.
         overlap: let the pairs of DualPipeV alternate where rows travel over ep.
@@ -97,7 +111,6 @@ class Pipeline:
     def __init__(
         self,
         parts: Sequence[nn.Module],
-        loss: Loss,
         *,
         meshes: Meshes,
         schedule: str,
@@ -107,7 +120,6 @@ class Pipeline:
         overlap: bool = True,
     ) -> None:
         self._parts = parts
-        self._loss = loss
         self._group = meshes.group("pp")
         self._tp = meshes.dims.tp
         self._schedule = SCHEDULES[schedule]
@@ -155,8 +167,7 @@ class Pipeline:
         )
         if losses:
             return torch.stack(losses).detach().sum()
-        dtype = torch.promote_types(self._activations.dtype, torch.float32)
-        return torch.zeros((), dtype=dtype, device=self._device)
+        return torch.zeros((), dtype=self._activations.loss_dtype, device=self._device)
 
     def _build(self, name: str, shape: torch.Size, microbatch_size: int) -> Any:
         """A schedule of torch for rows of this shape; collective over the pipeline when it runs."""
@@ -169,7 +180,7 @@ class Pipeline:
         schedule = kind(
             stages if multi else stages[0],
             n_microbatches=shape[0] // microbatch_size,
-            loss_fn=self._loss,
+            loss_fn=_of_the_last_stage,
             # The sum over targets is divided once per step, by whoever knows their number.
             scale_grads=False,
         )
@@ -179,18 +190,18 @@ class Pipeline:
 
     def _build_stage(self, index: int, part: nn.Module, rows: int, seq_len: int) -> "_Stage":
         """With shapes given, torch neither runs the model to learn them nor sends pickles."""
-        dim, num_logits, dtype = self._activations
+        dim, dtype = self._activations
         tokens = torch.empty(rows, seq_len, dtype=torch.int64, device="meta")
         like = {"dtype": dtype, "device": "meta", "requires_grad": True}
         stream = torch.empty(rows, seq_len // self._tp, dim, **like)  # type: ignore[call-overload]
-        logits = torch.empty(rows, seq_len, num_logits, **like)  # type: ignore[call-overload]
+        loss = torch.empty((), **like | {"dtype": self._activations.loss_dtype})  # type: ignore[call-overload]
         return _Stage(
             part,
             index,
             self._num_stages,
             self._device,
             input_args=tokens if index == 0 else stream,
-            output_args=logits if index == self._num_stages - 1 else stream,
+            output_args=loss if index == self._num_stages - 1 else stream,
             group=self._group,
         )
 
@@ -212,7 +223,7 @@ def _moe_layers(parts: Sequence[nn.Module]) -> list[MoE]:
 
 
 class _Stage(PipelineStage):
-    """A stage that can be evaluated: torch's keeps all logits, and on the rank where a V turns
+    """A stage that can be evaluated: torch's keeps all outputs, and on the rank where a V turns
     its backward steps, empty in an evaluation, want a gradient.
 
     Where torch cannot split a backward, all of it is done in the place of its first half: the same

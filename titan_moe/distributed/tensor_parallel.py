@@ -8,7 +8,7 @@ modules by pattern, how they are cut:
     rowwise        a Linear's inputs are cut (weight dim 1): partial outputs are summed and
                    scattered to parts of the sequence; a bias is whole, added after the sum
     vocab_rows     an Embedding's rows are cut: a token unknown here adds zeros to the sum
-    vocab_columns  gather, then colwise: logits are cut by vocabulary
+    vocab_columns  gather, then an output layer of its own rows: logits are cut by vocabulary
     heads          a module that returns its weight, a value per head, returns those of own heads
 
 Whatever a plan does not cut, every tp rank holds whole, and uses for a part of the tokens or of the
@@ -147,8 +147,12 @@ def _vocab_rows(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> Callable[
 
 
 def _vocab_columns(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> Callable[..., Tensor]:
-    module.forward = _colwise(module, mesh, group)  # type: ignore[method-assign]
-    return _gathered(module, mesh, group)
+    cut_parameter(module, "weight", mesh, [0])
+
+    def forward(x: Tensor, *args: Any) -> Tensor:
+        return module.compute(gather_tokens(x, group), local_part(module.weight), *args)
+
+    return forward
 
 
 def _heads(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> Callable[..., Tensor]:

@@ -15,6 +15,7 @@ from titan_moe.models.layers.feed_forward import FeedForward
 from titan_moe.models.layers.gqa import GQA
 from titan_moe.models.layers.mla import MLA
 from titan_moe.models.layers.mtp import MultiTokenPrediction
+from titan_moe.models.layers.output import Output
 from titan_moe.models.layers.rope import Rope, Rotation
 from titan_moe.moe.layer import MoE
 
@@ -64,7 +65,7 @@ def _attention(layer: int, config: ModelConfig, core: AttentionCore) -> GQA | ML
 
 
 class Decoder(nn.Module):
-    """Token ids to logits."""
+    """Token ids to logits or to the loss."""
 
     def __init__(self, config: ModelConfig, core: AttentionCore | None = None) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class Decoder(nn.Module):
             {str(layer): make_block(layer) for layer in range(config.num_layers)}
         )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = Output(config.dim, config.vocab_size)
         self.mtp: MultiTokenPrediction | None = None
         if config.num_mtp_layers:
             self.mtp = MultiTokenPrediction(config, make_block)
@@ -90,18 +91,37 @@ class Decoder(nn.Module):
         tokens_BS: Tensor,
         documents_BS: Tensor,
         positions_BS: Tensor,
+        labels_BS: Tensor | None = None,
         ahead_tokens_BKS: Tensor | None = None,
         ahead_labels_BKS: Tensor | None = None,
     ) -> Tensor:
-        """Logits [B, S, V] in the compute type.
+        """Logits [B, S, V] in the compute type; with labels the sum of cross-entropies.
+
+        The loss's backward is that of multi-token prediction's losses too.
 
         Args:
             tokens_BS: token ids.
             documents_BS: which document of its row each token belongs to, counted from 0.
             positions_BS: each token's position in its row.
+            labels_BS: the next token of each; IGNORE_INDEX where there is no target.
             ahead_tokens_BKS, ahead_labels_BKS: what multi-token prediction trains on: the tokens
                 and labels 1, 2, ..., K positions on. Ignored in evaluation.
         """
+        hidden = self.hidden(tokens_BS, documents_BS, positions_BS, ahead_tokens_BKS)
+        if labels_BS is None or len(hidden) == 1:
+            return self.output(hidden[0], labels_BS)
+        assert self.mtp is not None and ahead_labels_BKS is not None
+        return self.mtp.losses(hidden, labels_BS, ahead_labels_BKS, self.output)
+
+    def hidden(
+        self,
+        tokens_BS: Tensor,
+        documents_BS: Tensor,
+        positions_BS: Tensor,
+        ahead_tokens_BKS: Tensor | None = None,
+    ) -> list[Tensor]:
+        """What the output layer reads, x_BSD: of the decoder, and in training, where there are
+        tokens ahead, of each depth of multi-token prediction."""
         x_BSD = self.tok_embeddings(tokens_BS)
         rotation = self.rope(positions_BS, x_BSD.dtype)
         locals_ = dict.fromkeys(block.local for block in self.blocks().values())
@@ -109,11 +129,9 @@ class Decoder(nn.Module):
         for block in self.layers.values():
             x_BSD = block(x_BSD, rotation, masks[block.local])  # type: ignore[index]
         x_BSD = self.norm(x_BSD)
-        if self.mtp is None or not self.training:
-            return self.output(x_BSD)
-        assert ahead_tokens_BKS is not None and ahead_labels_BKS is not None
-        ahead_BKS = ahead_tokens_BKS, ahead_labels_BKS
-        return self.mtp(x_BSD, ahead_BKS, rotation, masks, self.output)
+        if self.mtp is None or not self.training or ahead_tokens_BKS is None:
+            return [x_BSD]
+        return [x_BSD, *self.mtp(x_BSD, ahead_tokens_BKS, rotation, masks)]
 
     def blocks(self) -> dict[str, Block]:
         """All blocks, multi-token prediction's last, by name: {"layers.0": Block, ...}."""

@@ -30,7 +30,8 @@ class Memory:
     layer: float
     """The recomputed values of one layer, and their gradients."""
     logits: float
-    """And what the cross-entropy makes of them."""
+    """Of one chunk of the loss, and what the cross-entropy makes of them; and the output layer's
+    gradients, which stand from there on."""
     host: float
     """Bytes in the host's memory for each GPU, which `stored` has moved to."""
 
@@ -54,16 +55,11 @@ def memory(
     recompute: ActivationCheckpoint,
     world_size: int,
 ) -> Memory:
-    """The estimate for one rank. Raises ValueError for a pipeline, and for recompute by operation,
-    which are not counted yet."""
+    """The estimate for one rank. Raises ValueError for a pipeline, which is not counted yet."""
     if parallelism.pipeline_parallel_degree > 1:
         degree = parallelism.pipeline_parallel_degree
         raise ValueError(
             f"parallelism.pipeline_parallel_degree={degree}: not counted yet: choose 1"
-        )
-    if recompute.mode == "selective" and recompute.selective_ac_option == "op":
-        raise ValueError(
-            "activation_checkpoint.selective_ac_option='op' is not counted yet: choose a number"
         )
     tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
     shards = world_size // parallelism.data_parallel_replicate_degree
@@ -80,27 +76,39 @@ def memory(
     layer = max(whole(size) for name, size in parts.items() if name.startswith("layers."))
     tokens = training.local_batch_size * training.seq_len / cp
     values = tokens * _values_per_token(config) / tp * compute
-    logits = tokens * config.vocab_size / tp * (2 * compute + 2 * reduced)
+    vocabulary = config.vocab_size / tp
+    whole_part = training.loss_chunk_size or tokens
+    # Logits, their probabilities in place of both logarithms and gradients, and those rounded.
+    logits = min(tokens, whole_part) * vocabulary * (2 * compute + reduced)
+    # Of the stream as the output layer sees it, gathered, and of its weight, added up wide.
+    logits += tokens * (1 + config.num_mtp_layers) * config.dim * compute
+    logits += vocabulary * config.dim * (reduced + compute)
     offload = training.enable_cpu_offload
     return Memory(
         stored=0.0 if offload else stored,
         gathered=layer * (3 * compute + reduced) + whole(parts["output"]) * (2 * compute + reduced),
-        kept=_kept(config, recompute, tokens * config.dim / tp * compute, values),
+        kept=_kept(config, parallelism, recompute, tokens / tp * compute),
         layer=2 * values,
-        logits=logits * (1 + config.num_mtp_layers),
+        logits=logits,
         host=stored if offload else 0.0,
     )
 
 
 def _kept(
-    config: ModelConfig, recompute: ActivationCheckpoint, inputs: float, values: float
+    config: ModelConfig, parallelism: Parallelism, recompute: ActivationCheckpoint, bytes_: float
 ) -> float:
-    """A recomputed layer keeps its input, another one all its values."""
+    """A recomputed layer keeps its input, one recomputed by operation what those return, another
+    all its values. `bytes_`: of one value of every token."""
     num_layers = config.num_layers + config.num_mtp_layers
-    recomputed = {"none": 0, "full": num_layers}.get(recompute.mode)
-    if recomputed is None:
-        recomputed = -(-num_layers // int(recompute.selective_ac_option))
-    return recomputed * inputs + (num_layers - recomputed) * values
+    values = _values_per_token(config)
+    if recompute.mode == "none":
+        return num_layers * values * bytes_
+    if recompute.mode == "full":
+        return num_layers * config.dim * bytes_
+    if recompute.selective_ac_option == "op":
+        return num_layers * _results_per_token(config, parallelism) * bytes_
+    recomputed = -(-num_layers // int(recompute.selective_ac_option))
+    return (recomputed * config.dim + (num_layers - recomputed) * values) * bytes_
 
 
 def _values_per_token(config: ModelConfig) -> float:
@@ -113,13 +121,35 @@ def _values_per_token(config: ModelConfig) -> float:
         qk_dim = attention.nope_dim + attention.rope_dim
         own = attention.num_heads * (3 * qk_dim + attention.nope_dim + 2 * attention.v_dim)
         own += 2 * (attention.kv_rank + (attention.q_rank or 0))
-    feed_forward = 3.0 * config.hidden_dim if _has_dense_layer(config) else 0.0
+    # Gate, up, silu(gate) and their product.
+    feed_forward = 4.0 * config.hidden_dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
-        routed = moe.top_k * (2 * config.dim + 4 * moe.hidden_dim)
-        shared = 3 * moe.num_shared_experts * moe.hidden_dim
+        # Of a routed row x, gate and up: the rest is made again.
+        routed = moe.top_k * (config.dim + 2 * moe.hidden_dim)
+        shared = 4 * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared)
     # Both norms' outputs and both sums with the stream.
     return 4 * config.dim + own + feed_forward
+
+
+def _results_per_token(config: ModelConfig, parallelism: Parallelism) -> float:
+    """Elements that recomputation by operation keeps of a token in the largest layer: the layer's
+    input, attention with all it keeps, the results of products, and of the rows' two journeys."""
+    attention = config.attention
+    if isinstance(attention, GQAConfig):
+        rows = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+        own = 2 * rows + attention.num_heads * attention.head_dim
+    else:
+        qk_dim = attention.nope_dim + attention.rope_dim
+        own = attention.num_heads * (3 * qk_dim + attention.nope_dim + 3 * attention.v_dim)
+        own += attention.kv_rank + attention.rope_dim + (attention.q_rank or 0)
+    feed_forward = 2.0 * config.hidden_dim + config.dim if _has_dense_layer(config) else 0.0
+    if moe := config.moe:
+        journeys = 2 * config.dim if parallelism.expert_parallel_degree > 1 else 0
+        routed = moe.top_k * (2 * moe.hidden_dim + config.dim + journeys)
+        shared = 2 * moe.num_shared_experts * moe.hidden_dim
+        feed_forward = max(feed_forward, routed + shared + config.dim * (shared > 0))
+    return 2 * config.dim + own + feed_forward
 
 
 def _has_dense_layer(config: ModelConfig) -> bool:

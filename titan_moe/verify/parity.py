@@ -174,22 +174,27 @@ def _their_side(oracle: Oracle, found: HFModel, rows: _Rows) -> _Side:
 def _our_side(model: Decoder, config: ModelConfig, rows: _Rows) -> _Side:
     side = _Side([], {}, [])
     optimizer = _adamw(model)
-    ahead = (rows.ahead_tokens_BKS, rows.ahead_labels_BKS)
-    ahead_logits: list[Tensor] = []
-    _watch_ahead(model, ahead_logits)
     model.train()
     for step in range(NUM_STEPS):
-        logits = model(rows.tokens_BS, *_one_document(rows), *ahead)
-        loss = _cross_entropy(logits, rows.labels_BS)
+        if step == 0:
+            side.logits = _our_logits(model, rows)
+        ahead = rows.ahead_tokens_BKS, rows.ahead_labels_BKS
+        loss = model(rows.tokens_BS, *_one_document(rows), rows.labels_BS, *ahead)
         side.losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
         gradients = _joined(model, config)
         if step == 0:
-            side.logits = [logits.detach(), *ahead_logits]
             side.gradients = {name: gradient.clone() for name, gradient in gradients.items()}
         optimizer.step()
     return side
+
+
+@torch.no_grad()
+def _our_logits(model: Decoder, rows: _Rows) -> list[Tensor]:
+    """Of the decoder and of each depth of multi-token prediction."""
+    hidden = model.hidden(rows.tokens_BS, *_one_document(rows), rows.ahead_tokens_BKS)
+    return [model.output(x_BSD) for x_BSD in hidden]
 
 
 @torch.no_grad()
@@ -216,19 +221,6 @@ def _joined(model: Decoder, config: ModelConfig) -> dict[str, Tensor]:
         for copy in group[1:]:
             del gradients[copy]
     return gradients
-
-
-def _watch_ahead(model: Decoder, seen: list[Tensor]) -> None:
-    """Collect the logits of multi-token prediction, one tensor per depth, as the model runs."""
-    if model.mtp is None:
-        return
-    depths = len(model.mtp.layers)
-
-    def watched(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-        seen.extend(logits_BSV.detach().chunk(depths))
-        return _cross_entropy(logits_BSV, labels_BS)
-
-    model.mtp.loss = watched
 
 
 def _adamw(model: nn.Module) -> torch.optim.AdamW:

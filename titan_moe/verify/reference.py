@@ -189,21 +189,12 @@ class Reference:
     ) -> tuple[Tensor, Tensor]:
         """Of the decoder [1, S, V], and of each depth of multi-token prediction [K, S, V]."""
         depths = range(1, self.config.num_mtp_layers + 1)
-        if self.model.mtp is None:
-            return self.model(tokens_1S, documents_1S, positions_1S), torch.empty(0)
         tokens = [*tokens_1S[0].tolist(), *(0 for _ in depths)]
         length = tokens_1S.shape[1]
         ahead_1KS = torch.tensor([[tokens[k : k + length] for k in depths]])
-        further: list[Tensor] = []
-
-        def keep(logits_KSV: Tensor, labels_KS: Tensor) -> Tensor:
-            further.append(logits_KSV)
-            return logits_KSV.new_zeros(())
-
-        self.model.mtp.loss = keep
-        no_labels = torch.full_like(ahead_1KS, IGNORED)
-        logits = self.model(tokens_1S, documents_1S, positions_1S, ahead_1KS, no_labels)
-        return logits, further[0]
+        hidden = self.model.hidden(tokens_1S, documents_1S, positions_1S, ahead_1KS)
+        logits, *further = [self.model.output(x_1SD) for x_1SD in hidden]
+        return logits, torch.cat(further) if further else torch.empty(0)
 
     def _further_loss(self, logits_KSV: Tensor, labels_S: Tensor, documents_S: Tensor) -> Tensor:
         """arXiv 2412.19437, equations 24 and 25, as a sum over tokens: depth k at position i is

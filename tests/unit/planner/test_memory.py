@@ -42,12 +42,26 @@ def test_a_small_model_by_hand():
     # In bfloat16 two layers' weights and one's gradients, which float32 reduces.
     assert found.gathered == _LAYER * (3 * 2 + 4) + _OUTPUT * (2 * 2 + 4)
     assert found.kept == 2 * 21 * 10 * 2
-    values = 4 * 10 + (3 * 2 + 3 * 1) * 5 + 3 * 30
+    values = 4 * 10 + (3 * 2 + 3 * 1) * 5 + 4 * 30
     assert found.layer == 2 * 21 * values * 2
-    assert found.logits == 21 * 100 * (2 * 2 + 2 * 4)
+    # Logits, probabilities, gradients; the gradients of the layer's input and weight.
+    assert found.logits == 21 * 100 * (2 + 4 + 2) + 21 * 10 * 2 + 100 * 10 * (4 + 2)
+    chunked = _estimate(loss_chunk_size=5)
+    assert found.logits - chunked.logits == (21 - 5) * 100 * (2 + 4 + 2)
     assert found.total == sum((found.stored, found.gathered, found.kept, found.layer, found.logits))
     assert _estimate("none").kept == 2 * 21 * values * 2
     assert _estimate("selective").kept == 21 * values * 2 + 21 * 10 * 2
+
+
+def test_by_operation_results_are_kept():
+    section = ActivationCheckpoint(mode="selective", selective_ac_option="op")
+    training = Training(local_batch_size=3, seq_len=7)
+    found = memory(_DENSE, training, Parallelism(), section, 4)
+    # The input; queries, keys and values before and after rotation, attention's output and its
+    # projection; gate, up and their projection.
+    results = 10 + 2 * (2 + 2) * 5 + 2 * 5 + 10 + 2 * 30 + 10
+    assert found.kept == 2 * 21 * results * 2
+    assert found.layer == _estimate().layer
 
 
 def test_the_option_of_another_mode_is_not_read():

@@ -5,16 +5,14 @@ norm) and the embedding of token i + k, and predicts token i + k + 1 with the de
 layer. Order of the projection's inputs and norms are those of the published weights.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.models.config import LocalAttention, ModelConfig
 from titan_moe.models.layers.rope import Rotation
-from titan_moe.moe.balance import attach_loss
 
 Masks = Mapping[LocalAttention | None, Any]
 
@@ -45,7 +43,6 @@ class MTPLayer(nn.Module):
 class MultiTokenPrediction(nn.Module):
     """All depths.
 
-    `loss`, of logits and labels the sum of cross-entropies, is replaced when the model is laid out.
     Buffer: `loss_sum` adds up this step's weighted losses.
     """
 
@@ -58,7 +55,6 @@ class MultiTokenPrediction(nn.Module):
             {str(k): MTPLayer(config, make_block(config.num_layers + k)) for k in depths}
         )
         self.loss_weight = config.mtp_loss_weight / config.num_mtp_layers
-        self.loss: Callable[[Tensor, Tensor], Tensor] = _cross_entropy
         self.register_buffer("loss_sum", torch.empty((), dtype=torch.float64), persistent=False)
         self.init_buffers()
 
@@ -67,32 +63,35 @@ class MultiTokenPrediction(nn.Module):
         self.loss_sum.zero_()
 
     def forward(
-        self,
-        hidden_BSD: Tensor,
-        ahead_BKS: tuple[Tensor, Tensor],
-        rotation: Rotation,
-        masks: Masks,
-        output: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """The decoder's logits [B, S, V], whose backward also starts that of the depths' losses.
+        self, hidden_BSD: Tensor, tokens_BKS: Tensor, rotation: Rotation, masks: Masks
+    ) -> list[Tensor]:
+        """What the output layer reads of each depth, x_BSD.
 
         Args:
             hidden_BSD: after the decoder's final norm.
-            ahead_BKS: for each depth the tokens k positions on, and the labels there.
-            output: the decoder's; one product makes the logits of all depths.
+            tokens_BKS: for each depth the tokens k positions on.
         """
-        tokens_BKS, labels_BKS = ahead_BKS
         hidden = [hidden_BSD]
         for layer, tokens_BS in zip(self.layers.values(), tokens_BKS.unbind(1), strict=True):
             mask = masks[layer.block.local]  # type: ignore[union-attr, index]
             hidden.append(layer(tokens_BS, hidden[-1], rotation, mask))
-        rows = len(tokens_BKS)
-        logits, ahead = output(torch.cat(hidden)).split([rows, rows * (len(hidden) - 1)])
-        loss = self.loss_weight * self.loss(ahead, labels_BKS.transpose(0, 1).flatten(0, 1))
-        return attach_loss(logits, loss, self.loss_sum)
+        return hidden[1:]
 
+    def losses(
+        self,
+        hidden: Sequence[Tensor],
+        labels_BS: Tensor,
+        ahead_labels_BKS: Tensor,
+        output: Callable[..., Tensor],
+    ) -> Tensor:
+        """The decoder's loss, whose backward is that of the depths' losses too.
 
-def _cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
-    logits_TV = logits_BSV.flatten(0, 1).to(dtype)
-    return F.cross_entropy(logits_TV, labels_BS.flatten(), reduction="sum")
+        The forward adds those to `loss_sum`: nothing after the blocks is ever recomputed.
+
+        Args:
+            hidden: x_BSD of the decoder and of each depth.
+            output: the decoder's; one pass makes all losses.
+        """
+        factors = (1.0, *[self.loss_weight] * len(self.layers))
+        labels = torch.cat([labels_BS, *ahead_labels_BKS.unbind(1)])
+        return output(torch.cat(list(hidden)), labels, factors, self.loss_sum)

@@ -1,0 +1,85 @@
+"""What one MoE layer keeps for its backward, by storage: nothing of a routed row twice."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
+
+from titan_moe.models.layers.feed_forward import FeedForward
+from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.layer import MoE
+from titan_moe.verify.ranks import run_ranks
+
+ROWS, SEQ_LEN, D, HIDDEN, SHARED, EXPERTS, TOP_K = 2, 30, 16, 8, 24, 4, 2
+TOKENS = ROWS * SEQ_LEN
+
+
+def kept(ep: int, **settings) -> tuple[Counter, int]:
+    """How many storages of each width hold floating-point rows, and how many rows this rank has."""
+    from titan_moe.distributed.expert_parallel import apply_expert_parallel
+    from titan_moe.distributed.meshes import build_meshes
+    from titan_moe.distributed.parallel_dims import ParallelDims
+
+    torch.manual_seed(0)
+    config = MoEConfig(EXPERTS, TOP_K, HIDDEN, **settings)
+    layer = MoE(D, config, FeedForward(D, SHARED))
+    for parameter in layer.parameters():
+        parameter.data.normal_()
+    if ep > 1:
+        meshes = build_meshes(ParallelDims(world_size=ep, ep=ep), "cpu")
+        apply_expert_parallel([layer], meshes)
+    x_BSD = torch.randn(ROWS, SEQ_LEN, D, requires_grad=True)
+    found: dict[int, tuple] = {}
+    ours = {p.untyped_storage().data_ptr() for p in layer.parameters()} if ep == 1 else set()
+    num_rows = []
+    layer.experts.register_forward_pre_hook(lambda _, args: num_rows.append(len(args[0].x_RD)))
+
+    def pack(x):
+        storage = x.untyped_storage()
+        if x.is_floating_point() and x.ndim == 2 and storage.data_ptr() not in ours:
+            found[storage.data_ptr()] = x, storage.nbytes() // 4
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        y = layer(x_BSD)
+    y.sum().backward()
+    (rows,) = num_rows
+    # All are alive until here: no two had one address.
+    sizes = Counter(size for _, size in found.values())
+    return Counter({size: n for size, n in sizes.items() if size >= rows * HIDDEN}), rows
+
+
+def kept_on_rank(ep: int, settings: dict) -> tuple[Counter, int]:
+    assert dist.get_world_size() == ep
+    return kept(ep, **settings)
+
+
+SETTINGS = {
+    "swiglu": {},
+    "weighted inputs": {"weights_scale": "inputs"},
+    "gpt-oss": {"activation": "clamped_swiglu", "projection_bias": True},
+    "padded": {"row_alignment": 16},
+}
+
+
+def expected(rows: int) -> Counter:
+    """By number of elements. Of routed rows x, gate and up, once each; y never, nor the hidden rows
+    or anything weighted."""
+    found = Counter({rows * D: 1, rows * HIDDEN: 2})
+    # The layer's input, which router and shared experts read, and what the latter keep.
+    found += Counter({TOKENS * D: 1, TOKENS * SHARED: 4})
+    return found
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("ep", [1, 2])
+def test_of_a_routed_row_x_gate_and_up_are_kept(ep: int, name: str):
+    if ep == 1:
+        results = [kept(1, **SETTINGS[name])]
+    else:
+        results = run_ranks(kept_on_rank, ep, ep, SETTINGS[name])
+    for sizes, rows in results:
+        wanted = expected(rows)
+        assert sizes == Counter({n: c for n, c in wanted.items() if n >= rows * HIDDEN}), rows

@@ -1,0 +1,153 @@
+"""The last projection and the sum of cross-entropies in one, in chunks of tokens.
+
+Logits of all tokens never exist, nor do their gradients: each chunk's become the gradients of the
+projection's input and weight on the spot. The loss is a plain sum, so what the backward is still
+given is one number that multiplies both. The idea is Liger-Kernel's (arXiv 2410.10989, section
+3.2), which also spares the third product that recomputing logits in the backward would take.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+IGNORE_INDEX = -100
+"""A label that stands for no target."""
+
+CrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""logits_TV, which it may overwrite, and labels_T -> the sum of cross-entropies, and its gradient
+for the logits."""
+
+Watch = Callable[[int, Tensor, Tensor], None]
+"""Shown each chunk: the number of its first token, logits_TV, and the loss's gradient for them."""
+
+
+def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Of logits of the whole vocabulary; both computed in at least float32."""
+    ignored_T = labels_T == IGNORE_INDEX
+    target_T1 = labels_T.masked_fill(ignored_T, 0)[:, None]
+    log_probability_TV = logits_TV.log_softmax(-1, at_least_float32(logits_TV))
+    losses_T = log_probability_TV.gather(1, target_T1)[:, 0].neg().masked_fill(ignored_T, 0)
+    counted_T1 = (~ignored_T)[:, None].to(losses_T.dtype)
+    grad_TV = log_probability_TV.exp_().mul_(counted_T1)
+    # One column a token: nothing is added twice.
+    grad_TV.scatter_add_(1, target_T1, -counted_T1)
+    return losses_T.sum(), grad_TV
+
+
+class Losses(NamedTuple):
+    """Sums of cross-entropies; a number each."""
+
+    loss: Tensor
+    """Of the first part. Its backward is that of all parts, each times its factor."""
+    further: Tensor
+    """Of the other parts, each times its factor. Has no gradient of its own."""
+
+
+def linear_cross_entropy(
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    *,
+    factors: Sequence[float] = (1.0,),
+    chunk_size: int = 0,
+    cross_entropy: CrossEntropy = cross_entropy,
+    watch: Watch | None = None,
+) -> Losses:
+    """The cross-entropies of x @ weight.T; differentiable in x and weight, once.
+
+    The weight's gradient stands from here to the backward, and adds its chunks up in at least
+    float32; without gradients to come, neither is computed.
+
+    Args:
+        x_TD: as many equal parts as there are factors, one after the other.
+        weight_VD: or this rank's rows of it, with a `cross_entropy` that knows.
+        labels_T: IGNORE_INDEX where there is no target.
+        factors: of each part's loss and gradients; the first is 1.
+        chunk_size: most tokens whose logits exist at once; 0: a whole part.
+    """
+    assert factors[0] == 1.0 and len(x_TD) % len(factors) == 0
+    with_gradients = torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad)
+    plan = _Plan(tuple(factors), chunk_size, cross_entropy, watch, with_gradients)
+    return Losses(*_LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, plan))
+
+
+def at_least_float32(x: Tensor) -> torch.dtype:
+    """The type that sums and exponentials of this tensor are computed in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+class _Plan(NamedTuple):
+    factors: tuple[float, ...]
+    chunk_size: int
+    cross_entropy: CrossEntropy
+    watch: Watch | None
+    with_gradients: bool
+
+    def chunks(self, num_tokens: int) -> list[tuple[int, int, float]]:
+        """First token, number of tokens and factor; within a part of nearly equal sizes, so that
+        libraries that prepare a product for each shape meet few."""
+        part = num_tokens // len(self.factors)
+        pieces = -(-part // self.chunk_size) if self.chunk_size else 1
+        size = max(-(-part // max(pieces, 1)), 1)
+        return [
+            (place * part + start, min(size, part - start), factor)
+            for place, factor in enumerate(self.factors)
+            for start in range(0, part, size)
+        ]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _Plan
+    ) -> tuple[Tensor, Tensor]:
+        # Not views of one tensor: FSDP warns of a module that returns one.
+        loss, further = (x_TD.new_zeros((), dtype=at_least_float32(x_TD)) for _ in range(2))
+        grad_x_TD = torch.empty_like(x_TD) if plan.with_gradients else None
+        grad_weight_VD: Tensor | None = None
+        for first, size, factor in plan.chunks(len(x_TD)):
+            x_tD = x_TD[first : first + size]
+            logits_tV = x_tD @ weight_VD.T
+            seen_tV = logits_tV if plan.watch is None else logits_tV.clone()
+            chunk_loss, grad_tV = plan.cross_entropy(logits_tV, labels_T[first : first + size])
+            total = loss if first < len(x_TD) // len(plan.factors) else further
+            total += factor * chunk_loss
+            if grad_x_TD is None:
+                continue
+            if factor != 1.0:
+                grad_tV *= factor
+            if plan.watch is not None:
+                plan.watch(first, seen_tV, grad_tV)
+            grad_tV = grad_tV.to(weight_VD.dtype)
+            torch.mm(grad_tV, weight_VD, out=grad_x_TD[first : first + size])
+            grad_weight_VD = _added(grad_weight_VD, grad_tV, x_tD)
+        if grad_x_TD is not None:
+            assert grad_weight_VD is not None
+            ctx.save_for_backward(grad_x_TD, grad_weight_VD.to(weight_VD.dtype))
+        ctx.mark_non_differentiable(further)
+        return loss, further
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor, _: Tensor):  # type: ignore[override, no-untyped-def]
+        # Not in place: a split backward comes by twice.
+        grad_x_TD, grad_weight_VD = ctx.saved_tensors
+        return (
+            grad_x_TD * grad.to(grad_x_TD.dtype),
+            grad_weight_VD * grad.to(grad_weight_VD.dtype),
+            None,
+            None,
+        )
+
+
+def _added(sum_VD: Tensor | None, grad_tV: Tensor, x_tD: Tensor) -> Tensor:
+    """The sum so far and grad.T @ x; in at least float32 as soon as there are two terms."""
+    if sum_VD is None:
+        return grad_tV.T @ x_tD
+    wide = at_least_float32(x_tD)
+    if wide == x_tD.dtype:
+        return sum_VD.addmm_(grad_tV.T, x_tD)
+    return sum_VD.to(wide).add_(grad_tV.T @ x_tD)

@@ -1,0 +1,69 @@
+"""The output layer: logits, or the loss that they are made for."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from titan_moe.kernels.linear_cross_entropy import (
+    CrossEntropy,
+    Watch,
+    cross_entropy,
+    linear_cross_entropy,
+)
+
+
+class Output(nn.Linear):
+    """A projection to the vocabulary that, given labels, goes on to the loss itself.
+
+    So no logits leave it, and the loss can be computed in chunks of tokens. `chunk_size` and
+    `cross_entropy` are chosen when the model is laid out, as `linear_cross_entropy` names them;
+    tensor parallelism wraps `compute` to hand over each rank's shard; `watch` is for who looks on.
+    """
+
+    def __init__(self, dim: int, vocab_size: int) -> None:
+        super().__init__(dim, vocab_size, bias=False)
+        self.chunk_size = 0
+        self.cross_entropy: CrossEntropy = cross_entropy
+        self.watch: Watch | None = None
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        labels_BS: Tensor | None = None,
+        factors: Sequence[float] = (1.0,),
+        further: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, S, V]; with labels this rank's share of the sum of cross-entropies.
+
+        Args:
+            labels_BS: the next token of each; IGNORE_INDEX where there is no target.
+            factors: as `linear_cross_entropy`; rows lie part after part.
+            further: gets the losses of the further parts, each times its factor, added.
+        """
+        return self.compute(x_BSD, self.weight, labels_BS, factors, further)
+
+    def compute(
+        self,
+        x_BSD: Tensor,
+        weight_VD: Tensor,
+        labels_BS: Tensor | None = None,
+        factors: Sequence[float] = (1.0,),
+        further: Tensor | None = None,
+    ) -> Tensor:
+        """As `forward`, with this rank's rows of the weight."""
+        if labels_BS is None:
+            return nn.functional.linear(x_BSD, weight_VD)
+        losses = linear_cross_entropy(
+            x_BSD.flatten(0, 1),
+            weight_VD,
+            labels_BS.flatten(),
+            factors=factors,
+            chunk_size=self.chunk_size,
+            cross_entropy=self.cross_entropy,
+            watch=self.watch,
+        )
+        if further is not None:
+            with torch.no_grad():
+                further += losses.further
+        return losses.loss
