@@ -212,9 +212,13 @@ def watch(
         text=True,
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            read(line, time.monotonic() - start, process.pid)
-            output.append(line)
+        try:
+            for line in process.stdout:
+                read(line, time.monotonic() - start, process.pid)
+                output.append(line)
+        except BaseException:
+            process.terminate()  # torchrun then ends its ranks.
+            raise
     if process.returncode:
         sys.exit(f"{''.join(output)}\n{' '.join(command)}: failed")
 

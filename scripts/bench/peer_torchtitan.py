@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import statistics
 import sys
 from dataclasses import asdict, dataclass, field
@@ -63,6 +64,7 @@ _MODELS = (
 )
 _LAYOUTS = (Layout("1 rank", 1, 1), Layout("FSDP 2", 2, 1), Layout("FSDP 2, EP 2", 2, 2))
 _DTYPES = ("float32", "bfloat16")
+_Matmul = dict[str, dict[int, list[float]]]  # Type and threads -> size -> TFLOP/s of each round.
 # How many times torchtitan's tokens/s; in float32 this share of the matmul rate will do as well.
 _TIMES = {"float32": 2.0, "bfloat16": 3.0}
 _SHARE = {"float32": 0.65}
@@ -112,25 +114,36 @@ def main() -> None:
     rows = [row for row in all_rows() if re.search(arguments.rows, row.name)]
     make_environment(arguments.venv)
     peer = Peer(arguments.folder, arguments.venv, *write_data(arguments.folder / "text"))
-    matmul: dict[str, dict[int, list[float]]] = {}
-    with tqdm(total=arguments.rounds * len(rows), unit="row") as progress:
-        for number in range(arguments.rounds):
-            for row in rows:
-                progress.set_description(row.name)
-                _measure_matmul(row, matmul)
-                run(row, peer, arguments.steps, ours_first=number % 2 == 0)
-                progress.update()
-    print_tables(rows, matmul)
-    if arguments.json:
-        figures = {
-            "torch": torch.__version__,
-            "matmul_tflops": matmul,
-            "rows": [
-                asdict(row) | {"goals": verdicts(row, best_rate(matmul[_matmul_key(row)]))}
-                for row in rows
-            ],
-        }
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    matmul: _Matmul = {}
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    try:
+        with tqdm(total=arguments.rounds * len(rows), unit="row") as progress:
+            for number in range(arguments.rounds):
+                for row in rows:
+                    progress.set_description(row.name)
+                    _measure_matmul(row, matmul)
+                    run(row, peer, arguments.steps, ours_first=number % 2 == 0)
+                    write(arguments.json, rows, matmul)
+                    progress.update()
+    except KeyboardInterrupt:
+        print("stopped: what was measured until then", file=sys.stderr)
+    print_tables([row for row in rows if row.starts], matmul)
+
+
+def write(file: Path | None, rows: list[Row], matmul: _Matmul) -> None:
+    """Everything measured so far, where it is asked for."""
+    if file is None:
+        return
+    figures = {
+        "torch": torch.__version__,
+        "matmul_tflops": matmul,
+        "rows": [
+            asdict(row) | {"goals": verdicts(row, best_rate(matmul[_matmul_key(row)]))}
+            for row in rows
+            if row.starts
+        ],
+    }
+    file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def _arguments() -> argparse.Namespace:
@@ -171,7 +184,7 @@ def _matmul_key(row: Row) -> str:
     return f"{row.dtype}, {row.layout.num_ranks} threads"
 
 
-def _measure_matmul(row: Row, matmul: dict[str, dict[int, list[float]]]) -> None:
+def _measure_matmul(row: Row, matmul: _Matmul) -> None:
     torch.set_num_threads(row.layout.num_ranks)
     rates = matmul.setdefault(_matmul_key(row), {size: [] for size in _MATMUL_SIZES})
     for size, values in rates.items():
@@ -179,16 +192,18 @@ def _measure_matmul(row: Row, matmul: dict[str, dict[int, list[float]]]) -> None
 
 
 def run(row: Row, peer: Peer, steps: int, *, ours_first: bool) -> None:
-    """One round of a row."""
-    job = (row.model, row.dtype, row.layout)
-    row.starts.append(peer.start(row.layout))
+    """One round of a row; it counts as a whole or not at all."""
+    job = (row.model, row.dtype, row.layout, steps)
+    start = peer.start(row.layout)
     if ours_first:
-        row.ours.append(peer.ours(*job, steps))
-    row.theirs.append(peer.theirs(*job, steps))
-    if not ours_first:
-        row.ours.append(peer.ours(*job, steps))
-    if problem := different_models(row.model, row.theirs[-1].num_parameters):
+        ours, theirs = peer.ours(*job), peer.theirs(*job)
+    else:
+        theirs, ours = peer.theirs(*job), peer.ours(*job)
+    if problem := different_models(row.model, theirs.num_parameters):
         sys.exit(problem)
+    row.starts.append(start)
+    row.ours.append(ours)
+    row.theirs.append(theirs)
 
 
 def different_models(model: Model, theirs: int | None) -> str | None:
@@ -251,7 +266,7 @@ def verdicts(row: Row, matmul_tflops: float) -> dict[str, bool]:
     }
 
 
-def print_tables(rows: list[Row], matmul: dict[str, dict[int, list[float]]]) -> None:
+def print_tables(rows: list[Row], matmul: _Matmul) -> None:
     """The machine's rates, speed, start and memory, and the goals; on standard output."""
     print(f"{PEER}, torch {torch.__version__}, {os.cpu_count()} cores, 1 thread per rank")
     print(f"{GLOBAL_BATCH_SIZE} rows of {SEQ_LEN} tokens a step; median (min-max)")
@@ -273,7 +288,7 @@ def print_tables(rows: list[Row], matmul: dict[str, dict[int, list[float]]]) -> 
 _Both = dict[str, tuple[Figures, Figures]]
 
 
-def _print_speed(rows: list[Row], both: _Both, matmul: dict[str, dict[int, list[float]]]) -> None:
+def _print_speed(rows: list[Row], both: _Both, matmul: _Matmul) -> None:
     widths = (-26, 22, 22, 6, 10, 20)
     print("\ntokens/s")
     print_row(widths, ["", "titan_moe", "torchtitan", "ratio", "of matmul", "loss of step 1"])
@@ -308,7 +323,7 @@ def _print_memory(rows: list[Row], both: _Both) -> None:
         print_row(widths, cells)
 
 
-def _print_goals(rows: list[Row], matmul: dict[str, dict[int, list[float]]]) -> None:
+def _print_goals(rows: list[Row], matmul: _Matmul) -> None:
     print("\ngoals")
     for number, row in enumerate(rows):
         goals = verdicts(row, best_rate(matmul[_matmul_key(row)]))
