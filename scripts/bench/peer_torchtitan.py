@@ -115,7 +115,7 @@ def main() -> None:
     make_environment(arguments.venv)
     peer = Peer(arguments.folder, arguments.venv, *write_data(arguments.folder / "text"))
     matmul: _Matmul = {}
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with tqdm(total=arguments.rounds * len(rows), unit="row") as progress:
             for number in range(arguments.rounds):
