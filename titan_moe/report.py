@@ -1,6 +1,7 @@
 """What a run says while it trains: one line, one JSON object and one set of curves for all of
 it."""
 
+import logging
 import platform
 import time
 from dataclasses import asdict
@@ -21,10 +22,13 @@ from titan_moe.metrics.sinks import Sink, build_sinks
 from titan_moe.metrics.throughput import Throughput
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.weights import part_weights
+from titan_moe.planner.memory import GIB, memory
 from titan_moe.runtime.device import describe_device, peak_flops
 from titan_moe.runtime.process import Process
 from titan_moe.runtime.revision import code_revision
 from titan_moe.train_step import StepResult
+
+logger = logging.getLogger(__name__)
 
 
 class Report:
@@ -51,6 +55,9 @@ class Report:
             self._sinks = build_sinks(
                 job.metrics, self._folder, steps=self._steps, resume_step=resume_step
             )
+        self._must_be_stored = _must_be_stored(job, sharded, process) if process.is_main else None
+        on_cpu = process.device.type == "cpu"
+        self._whose = " in the whole process, Python and torch included" if on_cpu else ""
         self._first_step = resume_step + 1
         self._tokens_since = 0
         self._last_log = time.perf_counter()
@@ -108,6 +115,12 @@ class Report:
             values |= expert_load(result.counts_LE, self._layers)
         for sink in self._sinks:
             sink.write(step, values)
+        if step == self._first_step and self._must_be_stored is not None:
+            logger.info(
+                "memory of step %d: at most %.2f GiB%s; must be stored (parameters, gradients, "
+                "optimizer states, values kept for the backward): %.2f GiB by arithmetic",
+                *(step, values["memory/peak_gib"], self._whose, self._must_be_stored),
+            )
         if (counts := self._details.get("expert_counts")) and result.counts_LE is not None:
             counts.write(step, dict(zip(self._layers, result.counts_LE.tolist(), strict=True)))
         if (norms := self._details.get("parameter_norms")) and result.parameter_norms is not None:
@@ -169,3 +182,12 @@ def _peak_tflops(job: JobConfig, device: torch.device) -> float | None:
     """Known for bf16 only, so MFU is left out in other types."""
     flops = peak_flops(device) if job.training.mixed_precision_param == "bfloat16" else None
     return None if flops is None or job.training.dtype == "float64" else flops / 1e12
+
+
+def _must_be_stored(job: JobConfig, sharded: ShardedModel, process: Process) -> float | None:
+    """GiB of one rank that no order of the work can do without; None for a pipeline."""
+    if sharded.meshes.dims.pp > 1:
+        return None
+    sections = (job.training, job.parallelism, job.activation_checkpoint)
+    found = memory(sharded.config, *sections, world_size=process.world_size)
+    return (found.stored + found.kept) / GIB
