@@ -1,6 +1,7 @@
 """Peak memory and time of a training step under every way to recompute, beside what must be stored.
 
     python scripts/bench/memory.py                                 # two minutes on a CPU
+    python scripts/bench/memory.py --vocabulary 32768 --layers 2   # where logits matter
     python scripts/bench/memory.py --model qwen3 --flavor 30B-A3B --layers 4 --dtype bfloat16
 
 One process. All ways train the same model on the same random tokens and take turns in every round.
@@ -106,6 +107,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", default="qwen3")
     parser.add_argument("--flavor", default="debugmodel_moe")
     parser.add_argument("--layers", type=int, help="of the flavor's layers, the first ones")
+    parser.add_argument("--vocabulary", type=int, help="its size; left out: the flavor's")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--batch", type=int, default=8, help="rows of a step")
     parser.add_argument("--seq-len", type=int, default=256)
@@ -118,7 +120,11 @@ def _options() -> argparse.Namespace:
 def _prepared(way: Way, options: argparse.Namespace, device: torch.device) -> Callable[[], object]:
     """A step of this way, after two that made optimizer states and warmed up."""
     config = model_config(options.model, options.flavor)
-    config = replace(config, num_layers=options.layers or config.num_layers)
+    config = replace(
+        config,
+        num_layers=options.layers or config.num_layers,
+        vocab_size=options.vocabulary or config.vocab_size,
+    )
     training = {"local_batch_size": options.batch, "seq_len": options.seq_len}
     training |= {"loss_chunk_size": way.chunk_size, "mixed_precision_param": options.dtype}
     tables = {"training": training, "activation_checkpoint": way.recompute}
