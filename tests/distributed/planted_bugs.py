@@ -62,9 +62,6 @@ _OUTPUT = "gradient output.weight"
 _LAST_EXPERTS = "gradient mtp.layers.0.block.moe.experts.*"
 _TP = "tp=2,recompute=none,reshard=default"
 _EP = "dp_shard=2,ep=2,recompute=2,reshard=default"
-_ONCE = "dp_shard=2,ep=2,recompute=full,reshard=always,dispatch=deduplicated"
-_NODES = "dp_shard=2,tp=2,ep=4,recompute=full,reshard=never,dispatch=nodes"
-_BOUNDED = "dp_shard=2,ep=2,recompute=2,reshard=always,dispatch=bounded"
 _FULL = "dp_shard=2,recompute=full,reshard=always"
 _GATHERED = "cp=2,cp_method=allgather,recompute=none"
 
@@ -136,63 +133,6 @@ BUGS = {
         named=("loss*", "counts layers.2*", "gradient *"),
         spared=("counts layers.1", "num_targets *"),
         harmless_on="dp_shard=2",
-    ),
-    "of a token's experts on a rank, the first one's output alone": Bug(
-        "titan_moe.moe.ragged:_add",
-        "if len(place_M):",
-        "if not len(place_M):",
-        caught_on=_ONCE,
-        named=("loss*", "gradient *"),
-        spared=("counts layers.1", "num_targets *"),
-        harmless_on="dp_shard=2,ep=2",
-    ),
-    "a token's row copied for each expert, its gradients not added": Bug(
-        "titan_moe.moe.ragged:_Copy.backward",
-        "return _add(grad_RD, ctx.copies), None",
-        "return _add(grad_RD, ctx.copies._replace(place_N=ctx.copies.place_N[: "
-        "ctx.copies.sizes[0]], sizes=ctx.copies.sizes[:1])), None",
-        caught_on=_ONCE,
-        named=("gradient *",),
-        spared=("loss *", "counts *", "num_targets *", _LAST_EXPERTS, _OUTPUT),
-        harmless_on=_EP,
-    ),
-    "rows that came by way of another rank taken for those of the next node": Bug(
-        f"{_DISTRIBUTED}.deduplicated_dispatch:DeduplicatedDispatcher._row_starts",
-        "if self.nodes is None:",
-        "if self.nodes is not None:",
-        caught_on=_NODES,
-        named=("loss*", "gradient *"),
-        spared=("counts layers.1", "num_targets *"),
-        harmless_on=_EP,
-    ),
-    "outputs leave a node without the other ranks' parts": Bug(
-        f"{_DISTRIBUTED}.deduplicated_dispatch:DeduplicatedDispatcher.combine",
-        "y_MD = add_ragged(wait_rows(start_rows(y_MD, home), home), hop.copies)",
-        "y_MD = add_ragged(wait_rows(start_rows(y_MD, home), home), hop.copies if "
-        "hop is arrival.first else hop.copies._replace(place_N=hop.copies.place_N["
-        ": hop.copies.sizes[0]], sizes=hop.copies.sizes[:1]))",
-        caught_on=_NODES,
-        named=("loss*", "gradient *"),
-        spared=("counts layers.1", "num_targets *"),
-        harmless_on=_ONCE,
-    ),
-    "buffers come home off by one rank": Bug(
-        f"{_DISTRIBUTED}.bounded_dispatch:BoundedDispatcher.combine",
-        "return add_present(y_BD,",
-        "return add_present(y_BD.roll(plan.capacity, 0),",
-        caught_on=_BOUNDED,
-        named=("loss*", "counts layers.2*", "gradient *"),
-        spared=("counts layers.1", "num_targets *"),
-        harmless_on=_ONCE,
-    ),
-    "what fills a buffer counted as its last expert's rows": Bug(
-        f"{_DISTRIBUTED}.bounded_dispatch:BoundedDispatcher._arrive",
-        "filling_P1 = capacity - heard_PE.sum(1, keepdim=True)",
-        "filling_P1 = 0 * heard_PE[:, :1]",
-        caught_on=_BOUNDED,
-        named=("loss*", "gradient *"),
-        spared=("num_targets *",),
-        harmless_on=_ONCE,
     ),
     "gathered rows' gradients not summed over etp": Bug(
         f"{_DISTRIBUTED}.collectives:_AllGatherRows.backward",

@@ -9,6 +9,7 @@ import pytest
 from tests.distributed.conftest import Gates
 from tests.distributed.planted_bugs import BUGS as COMMON_BUGS
 from tests.distributed.planted_bugs import Bug, plant
+from tests.distributed.planted_dispatch_bugs import DISPATCH_BUGS
 from tests.distributed.planted_family_bugs import FAMILY_BUGS
 from tests.distributed.test_gate import SAMPLE
 from titan_moe.verify import gate as gate_module
@@ -19,7 +20,7 @@ from titan_moe.verify.layouts import AXES, OPTIONS, Layout, parse
 from titan_moe.verify.on_rank import Task, Verdict, verify_on_rank
 from titan_moe.verify.ranks import run_ranks
 
-BUGS = COMMON_BUGS | FAMILY_BUGS
+BUGS = COMMON_BUGS | FAMILY_BUGS | DISPATCH_BUGS
 
 
 def with_bug(bug: Bug, task: Task) -> Verdict:
