@@ -28,7 +28,7 @@ from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
 from titan_moe.distributed.initial_weights import fill_initial_weights
 from titan_moe.distributed.meshes import Meshes, build_meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
-from titan_moe.distributed.pipeline_parallel import Activations, Pipeline, keep_only, stage_units
+from titan_moe.distributed.stages import keep_only, stage_units
 from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
 from titan_moe.distributed.ties import Ties, find_ties
 from titan_moe.models.config import ModelConfig, tied_weights
@@ -353,6 +353,8 @@ def _execution(
             part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile)
     if dims.pp == 1:
         return WholeModel(parts[0])
+    from titan_moe.distributed.pipeline_parallel import Activations, Pipeline
+
     return Pipeline(
         list(parts),
         meshes=meshes,

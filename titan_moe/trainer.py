@@ -34,6 +34,7 @@ from titan_moe.report import Report, run_facts
 from titan_moe.routing_trace import RoutingTrace
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.garbage import GarbageCollector
+from titan_moe.runtime.lean_start import leave_compiler_out
 from titan_moe.runtime.process import Process, set_timeouts
 from titan_moe.runtime.profiler import profiler
 from titan_moe.runtime.seeds import seed_everything
@@ -60,6 +61,8 @@ class Trainer:
 
         Raises ConfigError or RunError with the lines for the user.
         """
+        if not job.compile.enable:
+            leave_compiler_out()
         seed_everything(job.debug)
         self.job = job
         self.process = process

@@ -121,7 +121,7 @@ def build_parts(case: dict, meshes) -> list:
     from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
     from titan_moe.distributed.expert_parallel import apply_expert_parallel, join_sequences
     from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
-    from titan_moe.distributed.pipeline_parallel import keep_only, stage_units
+    from titan_moe.distributed.stages import keep_only, stage_units
     from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
     from titan_moe.models.tensor_plans import DECODER
     from titan_moe.models.weights import part_weights

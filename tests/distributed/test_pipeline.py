@@ -130,7 +130,7 @@ def test_the_comparison_finds_planted_bugs(references, bug, schedule, shown_by, 
 
 
 def test_a_stage_keeps_names_and_drops_the_rest():
-    from titan_moe.distributed.pipeline_parallel import keep_only, stage_units
+    from titan_moe.distributed.stages import keep_only, stage_units
     from titan_moe.models.weights import part_weights
 
     names = [name for name, _ in new_model().named_parameters()]

@@ -34,7 +34,7 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
     from titan_moe.distributed.initial_weights import fill_initial_weights
     from titan_moe.distributed.meshes import build_meshes
     from titan_moe.distributed.parallel_dims import ParallelDims
-    from titan_moe.distributed.pipeline_parallel import stage_units
+    from titan_moe.distributed.stages import stage_units
     from titan_moe.models.decoder import Decoder, initial_std, move_off_meta
     from titan_moe.models.layers.attention_core import DocumentSdpa
 

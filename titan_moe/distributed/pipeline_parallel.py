@@ -6,7 +6,7 @@ reads itself, as all of them read the same rows.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,59 +21,11 @@ from titan_moe.distributed.meshes import Meshes
 from titan_moe.distributed.pipeline_overlap import Alternation, overlap_pairs
 from titan_moe.moe.layer import MoE
 
-_Model = TypeVar("_Model", bound=nn.Module)
-
-_ENDS = ("tok_embeddings", "norm", "output")
 # Before 2.13, torch loses sight of autograd Functions that take a parameter when it comes back for
 # that parameter's gradient, and adds up the gradients of several outputs of one.
 _SPLITS_BACKWARD = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 # Forwards only, with a placement's stages; these take any number of microbatches.
 _EVALUATION = {"single": "GPipe", "loop": "LoopedBFS", "v": "ZBVZeroBubble"}
-
-
-def keep_only(model: _Model, names: Sequence[str]) -> _Model:
-    """Turn a whole decoder into the stage of these modules, in place; returns it.
-
-    What is missing at an end passes its input on, so that the decoder's forward stays as it is and
-    takes the stream where the embedding is missing. Layers keep their numbers. Rotations stay;
-    multi-token prediction stays with the output layer.
-
-    Args:
-        names: of `config.pipeline.module_names`.
-    """
-    layers = model.get_submodule("layers")
-    assert isinstance(layers, nn.ModuleDict)
-    known = {*_ENDS, *(f"layers.{layer}" for layer in layers)}
-    assert set(names) <= known, f"no such modules: {sorted(set(names) - known)}"
-    for end in _ENDS:
-        if end not in names:
-            setattr(model, end, _PassOn())
-    for layer in list(layers):
-        if f"layers.{layer}" not in names:
-            del layers[layer]
-    if "output" not in names:
-        setattr(model, "mtp", None)  # noqa: B010  A module's attribute, to mypy.
-    return model
-
-
-def stage_units(part: nn.Module) -> list[list[nn.Module]]:
-    """A stage's FSDP units in forward order; a final norm stays with the root.
-
-    In two chains, the second that of multi-token prediction, which an evaluation leaves out.
-    """
-    ends = [part.get_submodule(name) for name in ("tok_embeddings", "output")]
-    layers = list(part.get_submodule("layers").children())
-    units = [ends[0], *layers, ends[1]]
-    main = [unit for unit in units if not isinstance(unit, nn.Identity)]
-    mtp = getattr(part, "mtp", None)
-    return [main] if mtp is None else [main, list(mtp.layers.children())]
-
-
-class _PassOn(nn.Identity):
-    """Where a stage has no such module: its first argument."""
-
-    def forward(self, input: Tensor, *_: object) -> Tensor:
-        return input
 
 
 class Activations(NamedTuple):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.layers.attention_core import AttentionCore, CausalSdpa
+from titan_moe.models.layers.embedding import Embedding
 from titan_moe.models.layers.feed_forward import FeedForward
 from titan_moe.models.layers.gqa import GQA
 from titan_moe.models.layers.mla import MLA
@@ -71,7 +72,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.core = core or CausalSdpa()
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         attention = config.attention
         rope_dim = attention.head_dim if isinstance(attention, GQAConfig) else attention.rope_dim
         self.rope = Rope(rope_dim, config.rope)

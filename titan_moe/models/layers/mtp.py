@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.models.config import LocalAttention, ModelConfig
+from titan_moe.models.layers.embedding import Embedding
 from titan_moe.models.layers.rope import Rotation
 
 Masks = Mapping[LocalAttention | None, Any]
@@ -25,7 +26,7 @@ class MTPLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, block: nn.Module) -> None:
         super().__init__()
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         self.embedding_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.hidden_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.projection = nn.Linear(2 * config.dim, config.dim, bias=False)

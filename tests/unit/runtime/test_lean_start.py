@@ -1,0 +1,40 @@
+"""What a run that compiles nothing does not import."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_RUN = """
+import os, sys
+from titan_moe.train import prepare
+from titan_moe.runtime.launch import Launch
+from titan_moe.runtime.process import process_group
+job, model = prepare(sys.argv[1:], 1, os.environ)
+from titan_moe.trainer import train
+with process_group(Launch.from_environment(os.environ), job.comm, os.environ) as process:
+    train(job, model, process)
+print(*[name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
+"""
+
+
+def test_one_rank_that_compiles_nothing_leaves_the_compiler_out(tmp_path: Path) -> None:
+    arguments = {
+        "job.dump_folder": str(tmp_path),
+        "model.flavor": "gate",
+        "training.dataset": "synthetic",
+        "training.steps": "2",
+        "training.seq_len": "16",
+        "training.mixed_precision_param": "float32",
+        "activation_checkpoint.mode": "none",
+    }
+    words = [word for key, value in arguments.items() for word in (f"--{key}", value)]
+    run = subprocess.run(
+        [sys.executable, "-c", _RUN, *words],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1].strip() == "", "the compiler was imported"
