@@ -1,6 +1,8 @@
 """Emulated float8 in layouts: where nothing that is summed over is cut, the bits of one rank;
 elsewhere other scales, and no larger an error."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,7 +46,9 @@ def one_step(job: JobConfig, planted: bool = False) -> tuple[float, dict[str, to
     if planted:
         tensor_parallel._product = lambda module: torch.nn.functional.linear
     device, world_size = torch.device("cpu"), dist.get_world_size()
-    sharded = build_sharded_model(job, tiny(job), device=device, world_size=world_size)
+    config = tiny(job)
+    config = replace(config, moe=replace(config.moe, hidden_dim=64))
+    sharded = build_sharded_model(job, config, device=device, world_size=world_size)
     optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
     step = TrainStep(sharded, optimizer, job.training, device=device)
     size = job.training.local_batch_size
@@ -111,24 +115,37 @@ def test_data_parallel_layouts_have_the_same_bits(one_rank, axis: str):
         assert all(torch.equal(found[name], grads[name]) for name in grads)
 
 
+def whole(job: JobConfig, world_size: int, planted: bool = False):
+    """The loss and the gradients of all ranks' parameters together."""
+    ranks = run_ranks(one_step, world_size, job, planted)
+    return ranks[0][0], {name: grad for _, part in ranks for name, grad in part.items()}
+
+
 LAYOUTS = {
-    "ep=2": {"expert_parallel": 2},
-    "tp=2": {"tensor_parallel": 2},
-    "etp=2": {"expert_tensor_parallel": 2},
-    "cp=2": {"context_parallel": 2},
-    "pp=2": {"pipeline_parallel": 2},
+    "ep=2": (2, {"expert_parallel": 2}),
+    "tp=2": (2, {"tensor_parallel": 2}),
+    "etp=2": (2, {"expert_tensor_parallel": 2}),
+    "cp=2": (2, {"context_parallel": 2}),
+    "pp=2,tp=2,ep=2": (4, {"pipeline_parallel": 2, "tensor_parallel": 2, "expert_parallel": 2}),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_layouts_round_no_worse(one_rank, layout: str):
     """Ranks that cut a sum have scales of their own for their parts of it."""
-    loss, exact = one_rank([])
+    world_size, degrees = LAYOUTS[layout]
+    expected, exact = one_rank([])
     alone = worst(errors(one_rank(FLOAT8)[1], exact))
-    found = {}
-    for ours, part in run_ranks(one_step, 2, job_of(FLOAT8, "rowwise", **LAYOUTS[layout])):
-        found |= part
-        assert abs(ours - loss) < 1e-2 * loss
+    loss, found = whole(job_of(FLOAT8, "rowwise", **degrees), world_size)
+    assert abs(loss - expected) < 1e-2 * expected
     assert found.keys() == exact.keys()
-    print(layout, worst(errors(found, exact)), alone)
-    assert worst(errors(found, exact)) < 1.3 * alone
+    assert 0.5 * alone < worst(errors(found, exact)) < 1.3 * alone
+
+
+def test_cut_linears_multiply_in_float8(one_rank):
+    """And would be seen not to."""
+    _, exact = one_rank([])
+    alone = worst(errors(one_rank(FLOAT8[:1])[1], exact))
+    job = job_of(FLOAT8[:1], "rowwise", tensor_parallel=2)
+    assert 0.5 * alone < worst(errors(whole(job, 2)[1], exact)) < 1.3 * alone
+    assert worst(errors(whole(job, 2, planted=True)[1], exact)) < 1e-4

@@ -128,3 +128,13 @@ def test_the_most_memory_that_a_step_has_alive_at_once_is_counted() -> None:
     assert 5 * mib <= beyond < 5.1 * mib
     way = memory.Way("none", {"mode": "none"}, 0, held=7.0, beyond=beyond)
     assert way.peak == 7 + beyond
+
+
+def test_compiled_layers_are_told_beside_eager_ones() -> None:
+    import compile as script
+
+    from titan_moe.distributed.compile import Compiled
+
+    row = script.Row("m", "float32", 2.0, 1.0, 9.0, Compiled(graphs=7, breaks=1, seconds=5.0))
+    assert row.cells()[2:] == ["2.000", "1.000", "2.00x", "9.0", "5.0", "7"]
+    assert len(row.cells()) == len(script._COLUMNS)
