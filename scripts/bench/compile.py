@@ -84,9 +84,10 @@ def main() -> None:
         parser.error(f"--steps {arguments.steps} must be more than the {_WARMUP_STEPS} left out")
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    with tempfile.NamedTemporaryFile() as file:
+    with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.FileStore(file.name, 1), rank=0, world_size=1)
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
         rows = [
             measure(model, dtype, arguments, device)
             for model in arguments.models

@@ -66,8 +66,9 @@ def compiled_losses(*, enable: bool, float8: bool) -> tuple[list[float], list[in
         converters = ["quantize.linear.float8", "quantize.grouped_mm.float8"]
         model = job.model.model_copy(update={"converters": converters})
         job = job.model_copy(update={"model": model})
-    with tempfile.NamedTemporaryFile() as file:
-        dist.init_process_group("nccl", store=dist.FileStore(file.name, 1), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
         try:
             device = torch.device("cuda", 0)
             sharded = build_sharded_model(job, tiny(job), device=device, world_size=1)
