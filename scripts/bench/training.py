@@ -39,7 +39,12 @@ _GLOBAL_BATCH_SIZE = 8
 _WARMUP_STEPS = 5
 _MATMUL_SIZES = (512, 1024, 2048)
 
-_MODELS = ("deepseek_v3/2M", "deepseek_v3/debugmodel", "qwen3/debugmodel_moe")
+_MODELS = (
+    "deepseek_v3/2M",
+    "deepseek_v3/debugmodel",
+    "qwen3/debugmodel_moe",
+    "qwen3/debugmodel_moe_512",
+)
 _DTYPES = ("float32", "bfloat16")
 # (layout, ranks, expert_parallel_degree)
 _LAYOUTS = (("1 rank", 1, 1), ("FSDP 2", 2, 1), ("FSDP 2, EP 2", 2, 2))

@@ -36,6 +36,16 @@ FLAVORS: dict[str, ModelConfig] = {
         rope=RopeConfig(10_000.0),
         moe=MoEConfig(num_experts=8, top_k=2, hidden_dim=512, normalize_top_k=True),
     ),
+    # Wide enough for matrix products to outweigh all else on a CPU.
+    "debugmodel_moe_512": ModelConfig(
+        vocab_size=2048,
+        dim=512,
+        num_layers=4,
+        hidden_dim=1024,
+        attention=GQAConfig(num_heads=8, num_kv_heads=4, head_dim=64, qk_norm="learned"),
+        rope=RopeConfig(10_000.0),
+        moe=MoEConfig(num_experts=8, top_k=2, hidden_dim=1024, normalize_top_k=True),
+    ),
     # Dense.
     "debugmodel": ModelConfig(
         vocab_size=2048,
