@@ -35,7 +35,7 @@ def test_every_row_is_a_configuration_that_runs(tmp_path: Path) -> None:
     from titan_moe.train import prepare
 
     rows = training.all_rows()
-    assert len({row.name for row in rows}) == len(rows) == 18
+    assert len({row.name for row in rows}) == len(rows) == 24
     for row in rows:
         config = tmp_path / "bench.toml"
         config.write_text(tomli_w.dumps(training.job_tables(row, 6, str(tmp_path))))
