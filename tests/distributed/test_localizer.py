@@ -36,6 +36,8 @@ _LAST = "mtp.layers.0.block"
 """The backward comes by here first."""
 _NORM = Expected("norm", "", "grad_norm")
 _BALANCE = Expected("loss", "layers.1.moe", "balance loss")
+_DISPATCHED = Expected("forward", "layers.1.moe.dispatcher.dispatch", "*")
+_COMBINED = Expected("forward", "layers.1.moe.dispatcher.combine", "output")
 _TIED = Expected("gradient", "output|tok_embeddings", "gradient of weight")
 
 EXPECTED = {
@@ -45,9 +47,7 @@ EXPECTED = {
     "each microbatch divided by its own targets": Expected("backward", "loss|mtp.loss*", "logits"),
     "experts' gradients divided by ep": Expected("gradient", "*.moe.experts", "gradient of w?"),
     "experts left out of the norm under ep": _NORM,
-    "rows come home off by one shard": Expected(
-        "forward", "layers.1.moe.dispatcher.combine", "output"
-    ),
+    "rows come home off by one shard": _COMBINED,
     "gathered rows' gradients not summed over etp": Expected(
         "backward", f"{_LAST}.moe.dispatcher.dispatch", "*"
     ),
@@ -133,6 +133,14 @@ EXPECTED = {
     "temperature from positions in a rank's own part": Expected(
         "forward", "layers.2.attention.core", "queries"
     ),
+    "of a token's experts on a rank, the first one's output alone": _COMBINED,
+    "a token's row copied for each expert, its gradients not added": Expected(
+        "backward", f"{_LAST}.moe.dispatcher.dispatch", "*"
+    ),
+    "rows that came by way of another rank taken for those of the next node": _DISPATCHED,
+    "outputs leave a node without the other ranks' parts": _COMBINED,
+    "buffers come home off by one rank": _COMBINED,
+    "buffers filled with the rows of the tokens before": _DISPATCHED,
 }
 QUICK = [
     "rows come home off by one shard",

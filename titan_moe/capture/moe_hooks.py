@@ -1,5 +1,6 @@
 """What an MoE layer does between its modules: choosing, weighing, dispatch, experts, combine."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -200,7 +201,7 @@ class MoEHooks:
             whole: each slice of an expert has the same rows; else they have parts of a sum.
         """
         with _disable_current_modes():
-            x_RF = x_R.detach().view(len(x_R), -1)
+            x_RF = x_R.detach().view(len(x_R), math.prod(x_R.shape[1:]))  # No -1: maybe no rows.
             row_R = torch.arange(len(x_RF), device=x_RF.device)
             expert_R = torch.searchsorted(rows.offsets_E, row_R, right=True)
             # Padding is nobody's, and rows past the last expert's were never written.
