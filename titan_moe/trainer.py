@@ -272,7 +272,10 @@ class Trainer:
         dist.all_reduce(sums)
         loss, targets, dropped = sums.tolist()
         if self.sharded.refuses(int(dropped)):
-            raise RunError(f"validation: {overflow_line(self.job, int(dropped))}")
+            step = self.progress.step  # Its update is done: what it made is kept.
+            kept = self._keep(step + 1, self._state())
+            line = overflow_line(self.job, int(dropped))
+            raise RunError(f"validation after step {step}: {line}; {kept}")
         return loss / max(targets, 1.0)
 
     def _say_compiled(self) -> None:
