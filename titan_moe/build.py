@@ -39,6 +39,7 @@ from titan_moe.models.quantize import GROUPED_MM, ROW_ALIGNMENT, check_hardware,
 from titan_moe.models.tensor_plans import DECODER
 from titan_moe.models.weights import part_weights
 from titan_moe.moe.layer import MoE
+from titan_moe.runtime.log import logger
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,9 @@ def lay_out(
     dispatch = _dispatch_policy(job.parallelism, ranks_per_node or meshes.dims.world_size)
     for part in parts:
         # 3. What multiplies in float8, while every weight is whole.
-        quantize(part, job.model.converters, job.quantize)
+        if in_float8 := quantize(part, job.model.converters, job.quantize):
+            first, last = in_float8[0], in_float8[-1]
+            logger.info("float8: %d Linear and MoE layers, %s to %s", len(in_float8), first, last)
 
         # 4. Experts to their ranks, before anything else looks at parameters; then heads and
         # hidden dims, and losses that ask for whole sequences.
