@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -94,11 +94,8 @@ class Packer:
         return PackedRow(tokens[:-1], labels, documents[:-1], samples[:held])
 
 
-def ignored_row(seq_len: int, *, padding_id: int) -> PackedRow:
-    """A row without any target, to fill up a batch."""
-    return PackedRow(
-        tokens_S=np.full(seq_len, padding_id, np.int64),
-        labels_S=np.full(seq_len, IGNORE_INDEX, np.int64),
-        documents_S=np.zeros(seq_len, np.int32),
-        samples=[],
-    )
+def ignored_row(like: PackedRow) -> PackedRow:
+    """A row without any target, to fill up a batch: another's tokens, since a row of nothing but
+    padding would send all of its tokens to the same experts, for which bounded buffers have no
+    room."""
+    return replace(like, labels_S=np.full_like(like.labels_S, IGNORE_INDEX), samples=[])

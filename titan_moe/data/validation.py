@@ -48,6 +48,7 @@ class ValidationLoader:
             mask_documents=mask_documents,
             padding_id=tokenizer.eos_id,
         )
+        self._filler: PackedRow | None = None
         self._batches: list[Batch] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -71,8 +72,10 @@ class ValidationLoader:
         for number in range(self._num_ranks * self._local_batch_size):
             row = self._next_row()
             found = found or row is not None
-            if first <= number < first + self._local_batch_size:
-                own.append(row or ignored_row(self._seq_len, padding_id=self._tokenizer.eos_id))
+            self._filler = self._filler or row  # The last one may be mostly padding.
+            if found and first <= number < first + self._local_batch_size:
+                assert self._filler is not None
+                own.append(row or ignored_row(self._filler))
         return own, found
 
     def _next_row(self) -> PackedRow | None:
