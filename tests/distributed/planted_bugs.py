@@ -173,8 +173,8 @@ BUGS = {
     ),
     "a bias added on every rank of a partial sum": Bug(
         f"{_DISTRIBUTED}.tensor_parallel:_rowwise",
-        "y = scatter_tokens(F.linear(x, local_part(module.weight)), group)",
-        "return scatter_tokens(F.linear(x, local_part(module.weight), module.bias), group)",
+        "y = scatter_tokens(product(x, local_part(module.weight)), group)",
+        "return scatter_tokens(product(x, local_part(module.weight)) + module.bias, group)",
         caught_on=_TP,
         named=("gradient layers.*.attention.wo.bias*", "loss*"),
         spared=("num_targets *",),

@@ -38,6 +38,14 @@ def collectives_by_step(job: JobConfig, world_size: int) -> dict[str, list[str]]
 
         return call
 
+    def read(method):
+        def call(tensor, *args):
+            if tensor.is_floating_point():
+                names.append(method.__name__)
+            return method(tensor, *args)
+
+        return call
+
     def cleared(function):
         def call(*args):
             result = function(*args)
@@ -48,9 +56,10 @@ def collectives_by_step(job: JobConfig, world_size: int) -> dict[str, list[str]]
 
     for name in ("all_reduce", "broadcast", "all_gather_object", "all_gather", "barrier"):
         setattr(dist, name, counted(getattr(dist, name)))
-    # What is read of tensors after the last backward; on a GPU each would wait for it.
+    # What is read of tensors after the last backward; on a GPU each would wait for it. Whole
+    # numbers are a mesh's ranks, which DTensors keep on the host.
     for name in ("tolist", "item", "__bool__", "__float__"):
-        setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name)))
+        setattr(torch.Tensor, name, read(getattr(torch.Tensor, name)))
     step._accumulate = cleared(step._accumulate)
     found = {}
     for kind, asked in STEPS.items():
