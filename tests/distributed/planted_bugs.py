@@ -174,7 +174,8 @@ BUGS = {
     "a bias added on every rank of a partial sum": Bug(
         f"{_DISTRIBUTED}.tensor_parallel:_rowwise",
         "y = scatter_tokens(product(x, local_part(module.weight)), group)",
-        "return scatter_tokens(product(x, local_part(module.weight)) + module.bias, group)",
+        "return scatter_tokens(product(x, local_part(module.weight)) + "
+        "(0 if module.bias is None else module.bias), group)",
         caught_on=_TP,
         named=("gradient layers.*.attention.wo.bias*", "loss*"),
         spared=("num_targets *",),

@@ -12,10 +12,11 @@ from titan_moe.models.hf import model_of_job
 from titan_moe.verify.layouts import overrides, parse
 from titan_moe.verify.paper_world import PaperRank, spread_tokens
 from titan_moe.verify.ranks import run_ranks
+from titan_moe.verify.scaling import telling_microbatches
 from titan_moe.verify.wire import Flow, Traffic, Wire, axes_of_groups
 from titan_moe.verify.workers import in_fresh_processes
 
-MICROBATCHES = 3
+MICROBATCHES = 4
 LAYOUTS = [
     "dp_shard=2,ep=2",
     "dp_shard=2,tp=2,ep=4,recompute=full",
@@ -66,10 +67,11 @@ def train_on_gloo(job: JobConfig, planted: bool = False) -> Sent:
 
 
 def train_on_paper(job: JobConfig, world_size: int, rank: int) -> tuple[Sent, Sent]:
-    """What three microbatches send, and what is said of them after two."""
+    """What four microbatches send, and what is said of them after fewer."""
     torch.set_num_threads(1)
+    few = telling_microbatches(job.parallelism.pipeline_parallel_degree)
     sent = []
-    for run in (MICROBATCHES, 2):
+    for run in (MICROBATCHES, few):
         with PaperRank(job, model_of_job(job.model), world_size=world_size, rank=rank) as paper:
             sent.append(paper.step(run).of(MICROBATCHES))
     return sent[0], sent[1]
@@ -80,12 +82,12 @@ def test_paper_counts_what_gloo_sends(layout: str) -> None:
     job, world_size = make_job(layout), parse(layout).world_size
     on_gloo = run_ranks(train_on_gloo, world_size, job)
     for rank in (0, world_size - 1):
-        ((_, (three, after_two)),) = in_fresh_processes(
+        ((_, (all_of_them, after_few)),) = in_fresh_processes(
             train_on_paper, [(job, world_size, rank)], num_workers=1
         )
-        assert three == on_gloo[rank]
-        assert after_two == three
-        assert sum(traffic.bytes for traffic in three.values()) > 0
+        assert all_of_them == on_gloo[rank]
+        assert after_few == all_of_them
+        assert sum(traffic.bytes for traffic in all_of_them.values()) > 0
 
 
 def test_rows_that_are_sent_twice_are_seen() -> None:

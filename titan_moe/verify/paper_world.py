@@ -205,7 +205,8 @@ class Counted:
         if not further:
             return self.total
         assert len(self._before) > 1, "what a further microbatch adds has not been seen"
-        first, second = self._before[:2]
+        # The last two: a pipeline's ranks greet each other at its first run.
+        first, second = self._before[-2:]
         found = {}
         for flow, (calls, sent) in self.total.items():
             before, after = (each.get(flow, Traffic(0, 0.0)) for each in (first, second))

@@ -73,6 +73,11 @@ class RankFacts:
         return asdict(self)
 
 
+def telling_microbatches(pp: int) -> int:
+    """How many it takes to know what a further one adds: a pipeline begins its first otherwise."""
+    return 3 if pp > 1 else 2
+
+
 def measure(job: JobConfig, config: ModelConfig, world_size: int, rank: int = 0) -> RankFacts:
     """Count a rank's step. `job` is resolved for the world: its global batch size says how many
     microbatches a step has, of which at most two are run. Wants a process of its own."""
@@ -86,7 +91,7 @@ def measure(job: JobConfig, config: ModelConfig, world_size: int, rank: int = 0)
         training = job.training
         microbatch = training.local_batch_size * dims.size("batch")
         microbatches = training.global_batch_size // microbatch
-        counted = paper.step(min(2, microbatches))
+        counted = paper.step(min(telling_microbatches(dims.pp), microbatches))
         traffic: dict[str, dict[str, tuple[int, float]]] = {}
         for flow, (calls, sent) in counted.of(microbatches).items():
             traffic.setdefault(flow.axis, {})[flow.op] = (calls, sent)
