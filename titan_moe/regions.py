@@ -35,7 +35,7 @@ REGIONS = (
 """In the order of a step."""
 _OF_MOE = {
     "route": ("router.forward", "choose", "router.weigh"),
-    "dispatch": ("dispatcher.plan", "dispatcher.send", "dispatcher.receive", "dispatcher.dispatch"),
+    "dispatch": ("dispatcher.plan", "dispatcher.send", "dispatcher.receive"),
     "experts": ("experts.forward",),
     "combine": ("dispatcher.combine",),
     "shared_experts": ("shared_experts.forward",),
