@@ -27,7 +27,7 @@ def draw(curve: Sequence[RankFacts], path: Path, title: str) -> None:
         worlds,
         {f"over {a}": [f.bytes_by_axis().get(a, 0) / 1e6 for f in curve] for a in axes_names},
     )
-    wire.set_title("on the wire, a step: bounded", loc="left", fontsize=10)
+    wire.set_title("on the wire, a step", loc="left", fontsize=10)
     wire.set_ylabel("MB that leave a rank")
     shards = {
         "own weights": [facts.parameter_bytes / 1e6 for facts in curve],
@@ -36,7 +36,7 @@ def draw(curve: Sequence[RankFacts], path: Path, title: str) -> None:
     _lines(held, worlds, shards)
     ideal = [shards["own weights"][0] * worlds[0] / world for world in worlds]
     held.plot(worlds, ideal, ":", color="#888888", label="own weights, if all were cut by all")
-    held.set_title("the shard that a rank owns: shrinks", loc="left", fontsize=10)
+    held.set_title("the shard that a rank owns", loc="left", fontsize=10)
     held.set_ylabel("MB")
     _lines(
         made,
@@ -48,7 +48,7 @@ def draw(curve: Sequence[RankFacts], path: Path, title: str) -> None:
             "CPU seconds to lay out the model": [facts.layout_seconds for facts in curve],
         },
     )
-    made.set_title("start-up: groups stay, torch's FSDP does not", loc="left", fontsize=10)
+    made.set_title("start-up", loc="left", fontsize=10)
     made.set_ylabel("number; seconds")
     _lines(
         host,
@@ -59,10 +59,16 @@ def draw(curve: Sequence[RankFacts], path: Path, title: str) -> None:
             "groups and meshes": [f.metadata_bytes / 1e6 for f in curve],
         },
     )
-    host.set_title("host memory: 140 bytes for each rank of the world", loc="left", fontsize=10)
+    kept = [facts.metadata_bytes for facts in curve]
+    each = (kept[-1] - kept[0]) / max(worlds[-1] - worlds[0], 1)
+    title = f"host memory: {each:.0f} bytes of groups and meshes for each further rank"
+    host.set_title(title, loc="left", fontsize=10)
     host.set_ylabel("MB")
     for panel in (wire, held, made, host):
-        panel.legend(fontsize=8, frameon=False)
+        # Below, where no line runs.
+        panel.legend(
+            fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2
+        )
     figure.savefig(path, dpi=130)
 
 
