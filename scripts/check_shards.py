@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
 def _check(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from titan_moe.verify.past_eight import Outcome, as_json, check_layouts, chosen
+    from titan_moe.simulate.sweep import Outcome, as_json, check_layouts, chosen
 
     started = time.perf_counter()
     layouts = chosen(options.world_size, sample_size=options.sample, seed=options.seed)

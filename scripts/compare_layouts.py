@@ -20,10 +20,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.load import load_job
+from titan_moe.config.parse import load_job
 from titan_moe.runtime.failure import print_errors
-from titan_moe.verify.layouts import OPTIONS, Layout, legal_layouts, parse, with_options
-from titan_moe.verify.rotation import rotated, sample
+from titan_moe.verify.layouts.covering import rotated, sample
+from titan_moe.verify.layouts.layouts import OPTIONS, Layout, legal_layouts, parse, with_options
 
 _FLAGS = {option: f"--{option.replace('_', '-')}" for option in OPTIONS}
 
@@ -67,9 +67,9 @@ def positive(text: str) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from titan_moe.verify.gate import Gate
-    from titan_moe.verify.page import page
-    from titan_moe.verify.sweep import summary, sweep
+    from titan_moe.verify.gradients.gate import Gate
+    from titan_moe.verify.gradients.html import page
+    from titan_moe.verify.gradients.sweep import summary, sweep
 
     options.out.mkdir(parents=True, exist_ok=True)
     job = load_job(["--job.config_file", options.config, *options.overrides])

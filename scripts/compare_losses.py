@@ -22,10 +22,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from titan_moe.verify.arguments import add_side_arguments, answer, read_sides
-from titan_moe.verify.experiment import Plan, compare, update_golden
-from titan_moe.verify.launching import Launcher, workplace
-from titan_moe.verify.report_files import write_comparison
+from titan_moe.verify.compare.arguments import add_side_arguments, answer, read_sides
+from titan_moe.verify.compare.launch import Launcher, workplace
+from titan_moe.verify.compare.runner import Plan, compare, update_golden
+from titan_moe.verify.report.files import write_comparison
 
 
 def main(argv: list[str]) -> int:

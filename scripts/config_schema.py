@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from titan_moe.config.job import JobConfig
+from titan_moe.config.job_config import JobConfig
 
 SCHEMA = Path(__file__).parent.parent / "configs" / "schema.json"
 

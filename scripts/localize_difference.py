@@ -20,10 +20,10 @@ import json
 import sys
 from pathlib import Path
 
-from titan_moe.verify.arguments import add_side_arguments, answer, positive, read_sides
-from titan_moe.verify.experiment import Plan
-from titan_moe.verify.launching import Launcher, workplace
-from titan_moe.verify.parting import part
+from titan_moe.verify.compare.arguments import add_side_arguments, answer, positive, read_sides
+from titan_moe.verify.compare.bisect import part
+from titan_moe.verify.compare.launch import Launcher, workplace
+from titan_moe.verify.compare.runner import Plan
 
 
 def main(argv: list[str]) -> int:

@@ -2,7 +2,7 @@
 
     python scripts/memory_estimate.py --ranks 64 --job.config_file FILE ...
 
-Prints parameters and one line of GiB; titan_moe/planner/memory.py says what they count. Runs
+Prints parameters and one line of GiB; titan_moe/simulate/memory.py says what they count. Runs
 anywhere: no GPU is asked.
 """
 
@@ -10,11 +10,11 @@ import argparse
 import sys
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.load import load_job
+from titan_moe.config.parse import load_job
 from titan_moe.models.hf import model_of_job
 from titan_moe.models.sizes import total
-from titan_moe.planner.memory import memory
 from titan_moe.runtime.failure import print_errors
+from titan_moe.simulate.memory import memory
 
 
 def main(argv: list[str]) -> int:

@@ -19,8 +19,8 @@ try:
 except ImportError:
     sys.exit("parity_table.py compares with transformers: pip install -e '.[dev]'")
 
-from titan_moe.verify.parity import BOUNDS, Difference, compare
-from titan_moe.verify.parity_cases import ParityCase, cases
+from titan_moe.verify.parity.cases import ParityCase, cases
+from titan_moe.verify.parity.check import BOUNDS, Difference, compare
 
 _TYPES = (torch.float32, torch.float64)
 _HEADER = """\

@@ -12,10 +12,10 @@ import json
 import sys
 from pathlib import Path
 
+from titan_moe.profiling.plot import draw
+from titan_moe.profiling.summary import read_profiles, summary, table
+from titan_moe.profiling.trace import TraceError
 from titan_moe.runtime.failure import print_errors
-from titan_moe.verify.profile_png import draw
-from titan_moe.verify.profile_summary import read_profiles, summary, table
-from titan_moe.verify.profile_trace import TraceError
 
 
 def main(argv: list[str]) -> int:

@@ -33,10 +33,10 @@ def main(argv: list[str]) -> int:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from titan_moe.verify.records import read_run
-    from titan_moe.verify.report_png import runs_png
-    from titan_moe.verify.report_runs import runs_page
-    from titan_moe.verify.report_words import distinct_names
+    from titan_moe.verify.compare.records import read_run
+    from titan_moe.verify.report.png import runs_png
+    from titan_moe.verify.report.runs import runs_page
+    from titan_moe.verify.report.words import distinct_names
 
     lines, runs = [], []
     for path in options.runs:

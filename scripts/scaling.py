@@ -4,7 +4,7 @@
     python scripts/scaling.py --curve 8,64,1024,4096 --layers 4 --job.config_file FILE --png FILE
 
 The program's own training step runs for one rank of a fake world: its collectives are counted, and
-nothing is sent, stored or multiplied (titan_moe/verify/paper_world.py). With --ranks the step is
+nothing is sent, stored or multiplied (titan_moe/simulate/fake_rank.py). With --ranks the step is
 the config's, with all of its microbatches. With --curve a rank's batch is one microbatch in every
 world, data parallelism takes up the further ranks, and the law is judged: nothing per rank grows
 with the world faster than the shard that it owns; --layers cuts the model, to be quicker (torch's
@@ -19,16 +19,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from titan_moe.config.checks import check
+from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job import JobConfig
-from titan_moe.config.load import load_job
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import load_job
 from titan_moe.config.resolve import resolve
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.failure import print_errors
-from titan_moe.verify.scaling import RankFacts, measure, violations
-from titan_moe.verify.workers import in_fresh_processes
+from titan_moe.simulate.scaling import RankFacts, measure, violations
+from titan_moe.testing.process_pool import in_fresh_processes
 
 _GPUS_OF_A_NODE = 8
 
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     if options.json:
         options.json.write_text(json.dumps([each.as_json() for each in curve], indent=1))
     if options.png:
-        from titan_moe.verify.scaling_png import draw
+        from titan_moe.simulate.scaling_plot import draw
 
         model = tasks[0][0].model
         tokens = curve[0].tokens

@@ -8,8 +8,8 @@ import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from titan_moe.config.checks import check
-from titan_moe.config.job import JobConfig
+from titan_moe.config.checks.job import check
+from titan_moe.config.job_config import JobConfig
 from titan_moe.config.pipeline import SCHEDULES
 from titan_moe.config.resolve import resolve
 from titan_moe.models.config import ModelConfig

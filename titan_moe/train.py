@@ -13,11 +13,11 @@ import sys
 import traceback
 from collections.abc import Mapping
 
-from titan_moe.config.checks import check
+from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job import JobConfig
+from titan_moe.config.job_config import JobConfig
 from titan_moe.config.layout import Parallelism
-from titan_moe.config.load import load_job
+from titan_moe.config.parse import load_job
 from titan_moe.config.resolve import resolve
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel, export_problems, model_of_job

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
-from titan_moe.build import ShardedModel
 from titan_moe.config.sections import Training
 from titan_moe.data.batch import IGNORE_INDEX, Batch, fingerprints
 from titan_moe.distributed import grad_norm, tensor_parallel
 from titan_moe.distributed.execution import Microbatch
-from titan_moe.distributed.ties import sum_copies
+from titan_moe.distributed.parallelize import ShardedModel
+from titan_moe.distributed.tied_weights import sum_copies
 from titan_moe.distributed.totals import added, read, sum_over_world
 from titan_moe.optim.expert_bias import own_counts, update_routers
 

@@ -9,34 +9,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_moe.build import ShardedModel, build_sharded_model
-from titan_moe.capture.step import StepCapture
 from titan_moe.checkpoint.checkpointer import Checkpointer
-from titan_moe.config.checks import check_vocabulary
+from titan_moe.config.checks.job import check_vocabulary
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job import JobConfig
-from titan_moe.config.load import as_toml, save_job
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import as_toml, save_job
 from titan_moe.data.batch import Batch
 from titan_moe.data.build import build_loader, build_validation
 from titan_moe.data.loader import merge_states
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.validation import ValidationLoader
+from titan_moe.debug.capture.step import StepCapture
+from titan_moe.debug.nan_locator import describe_nonfinite
+from titan_moe.debug.regions import name_regions
 from titan_moe.distributed.compile import compiled_so_far
+from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
+from titan_moe.metrics.report import Report, run_facts
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
 from titan_moe.models.weights import part_weights
-from titan_moe.nonfinite import describe_nonfinite
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import lr_factor, set_lr
-from titan_moe.regions import name_regions
-from titan_moe.report import Report, run_facts
-from titan_moe.routing_trace import RoutingTrace
+from titan_moe.profiling.profiler import profiler
+from titan_moe.routing.replay import RoutingTrace
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.garbage import GarbageCollector
 from titan_moe.runtime.lean_start import leave_compiler_out
 from titan_moe.runtime.process import Process, set_timeouts
-from titan_moe.runtime.profiler import profiler
 from titan_moe.runtime.seeds import seed_everything
 from titan_moe.train_step import StepResult, TrainStep, own_rows, own_targets
 

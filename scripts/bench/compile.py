@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_moe.build import build_sharded_model
-from titan_moe.config.job import JobConfig
+from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.compile import Compiled, compiled_so_far
+from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.optim.optimizers import build_optimizer

@@ -23,14 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.distributed.ep_nodes import nodes_of
-from titan_moe.distributed.expert_parallel import DispatchPolicy, make_dispatcher
-from titan_moe.distributed.meshes import build_meshes
+from titan_moe.distributed.expert_parallel import DispatchPolicy, make_dispatcher, nodes_of
+from titan_moe.distributed.mesh import build_meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch import Dispatcher, count_experts
-from titan_moe.verify.ranks import run_ranks
-from titan_moe.verify.wire import Wire
+from titan_moe.moe.dispatch.base import Dispatcher, count_experts
+from titan_moe.simulate.comm_counter import Wire
+from titan_moe.testing.ranks import run_ranks
 
 POLICIES = {
     "standard": DispatchPolicy(),

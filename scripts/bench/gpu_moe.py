@@ -20,10 +20,10 @@ import torch
 from gpu_common import Goal, describe, finish, is_toy, medians, parse, print_table
 from torch import Tensor
 
-from titan_moe.kernels.grouped_mm import grouped_mm
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch import ExpertRows
+from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.moe.layer import MoE
+from titan_moe.ops.grouped_mm import grouped_mm
 
 Shape = tuple[int, int, int, int, int]
 SHAPES: list[Shape] = [

@@ -16,9 +16,9 @@ import torch
 from gpu_common import Goal, describe, finish, is_toy, medians, parse, print_table
 from torch import Tensor
 
-from titan_moe.kernels.move_rows import add_rows, copy_rows
-from titan_moe.kernels.permute_indices import max_padded_rows, permute_indices
 from titan_moe.moe.permute import invert
+from titan_moe.ops.move_rows import add_rows, copy_rows
+from titan_moe.ops.permute_indices import max_padded_rows, permute_indices
 
 # (T, K, E, D, row alignment)
 CASES = [

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_moe.build import build_sharded_model
-from titan_moe.config.job import JobConfig
+from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import IGNORE_INDEX, Batch
+from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.optim.optimizers import build_optimizer

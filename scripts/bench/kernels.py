@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.grouped_mm import grouped_mm, grouped_mm_loop
-from titan_moe.kernels.permute_indices import max_padded_rows, permute_indices
+from titan_moe.ops.grouped_mm import grouped_mm, grouped_mm_loop
+from titan_moe.ops.permute_indices import max_padded_rows, permute_indices
 
 # (source ranks, experts, rows, row alignment)
 PERMUTE_CASES = [(1, 8, 4096, 1), (8, 8, 65536, 1), (8, 32, 65536, 16), (64, 4, 262144, 128)]

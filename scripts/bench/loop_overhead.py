@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_moe import train_step
-from titan_moe.build import ShardedModel, build_sharded_model
-from titan_moe.config.job import JobConfig
+from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
+from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.models.hf import model_of_job
 from titan_moe.optim.optimizers import build_optimizer
+from titan_moe.testing.ranks import run_ranks
 from titan_moe.train_step import TrainStep
-from titan_moe.verify.ranks import run_ranks
 
 KINDS: dict[str, dict[str, Any]] = {
     "not logged": {"logged": False},

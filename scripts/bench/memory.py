@@ -27,16 +27,16 @@ import torch.distributed as dist
 from measure import print_row
 from torch import Tensor
 
-from titan_moe.build import ShardedModel, build_sharded_model
-from titan_moe.config.job import JobConfig
+from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
-from titan_moe.kernels.grouped_mm import grouped_mm
+from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.models.registry import model_config
-from titan_moe.moe.dispatch import ExpertRows
+from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.moe.experts import ExpertWeights
+from titan_moe.ops.grouped_mm import grouped_mm
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import set_lr
-from titan_moe.planner.memory import memory
+from titan_moe.simulate.memory import memory
 from titan_moe.train_step import TrainStep
 
 _MIB = 2**20

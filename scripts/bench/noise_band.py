@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from titan_moe.config.job import JobConfig
-from titan_moe.config.load import load_job
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import load_job
 from titan_moe.models.registry import model_config
-from titan_moe.verify.case import at_depth
-from titan_moe.verify.noise_band import FALSE_ALARMS, Band, quantities_of
-from titan_moe.verify.noise_mistakes import MISTAKES, Mistake, scale_an_expert
-from titan_moe.verify.noise_runs import DTYPES, Run, harmless_runs, train_each, with_dtype
-from titan_moe.verify.records import NORM_OF, Curve
+from titan_moe.verify.compare.noise.band import FALSE_ALARMS, Band, quantities_of
+from titan_moe.verify.compare.noise.mistakes import MISTAKES, Mistake, scale_an_expert
+from titan_moe.verify.compare.noise.runs import DTYPES, Run, harmless_runs, train_each, with_dtype
+from titan_moe.verify.compare.records import NORM_OF, Curve
+from titan_moe.verify.gradients.fixture import at_depth
 
 CONFIG = at_depth(model_config("deepseek_v3", "gate"), 3)
 STEPS = 50

@@ -7,20 +7,20 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.planted_bugs import Bug, plant
-from titan_moe.build import build_sharded_model
-from titan_moe.capture.step import FOLDER, StepCapture
-from titan_moe.config.job import JobConfig
+from titan_moe.config.job_config import JobConfig
+from titan_moe.debug.capture.step import FOLDER, StepCapture
+from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import set_lr
+from titan_moe.testing.ranks import run_ranks
 from titan_moe.train_step import TrainStep
-from titan_moe.verify.capture_reading import Captured, read_capture
-from titan_moe.verify.case import RATES, Case
-from titan_moe.verify.compare import TOLERANCES
-from titan_moe.verify.gate import Gate
-from titan_moe.verify.layouts import Layout, depth, num_rows, overrides, parse
-from titan_moe.verify.on_rank import Holding, Task, own_batches
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.verify.gradients.compare import TOLERANCES
+from titan_moe.verify.gradients.fixture import RATES, Case
+from titan_moe.verify.gradients.gate import Gate
+from titan_moe.verify.gradients.worker import Holding, Task, own_batches
+from titan_moe.verify.layouts.layouts import Layout, depth, num_rows, overrides, parse
+from titan_moe.verify.localize.capture_reader import Captured, read_capture
 
 
 class Setting(NamedTuple):

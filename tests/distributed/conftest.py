@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_moe.config.load import load_job
-from titan_moe.verify.gate import Gate
+from titan_moe.config.parse import load_job
+from titan_moe.verify.gradients.gate import Gate
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "debug"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.distributed.parallel_dims import ParallelDims
-from titan_moe.verify.layouts import AXES, Layout
+from titan_moe.verify.layouts.layouts import AXES, Layout
 
 BYTES = 8  # Of a float64 and of an int64.
 TOP_K = 4

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from titan_moe.config.layout import ActivationCheckpoint
 from titan_moe.config.pipeline import SCHEDULES, split_parts, stages_of_rank
 from titan_moe.distributed.execution import Microbatch
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.testing.ranks import run_ranks
 
 from .tiny import make_job, tiny
 
@@ -22,7 +22,7 @@ LAYERS = 8
 
 
 def model_dims():
-    from titan_moe.build import resolve_model
+    from titan_moe.distributed.parallelize import resolve_model
 
     return resolve_model(replace(tiny(JOB), num_layers=LAYERS), JOB)
 
@@ -59,7 +59,7 @@ def new_model():
 
 
 def fill(model):
-    from titan_moe.distributed.initial_weights import fill_initial_weights
+    from titan_moe.distributed.init_weights import fill_initial_weights
     from titan_moe.models.decoder import initial_std, move_off_meta
 
     config = model_dims()
@@ -121,7 +121,7 @@ def build_parts(case: dict, meshes) -> list:
     from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
     from titan_moe.distributed.expert_parallel import apply_expert_parallel, join_sequences
     from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
-    from titan_moe.distributed.stages import keep_only, stage_units
+    from titan_moe.distributed.pipeline.stages import keep_only, stage_units
     from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
     from titan_moe.models.tensor_plans import DECODER
     from titan_moe.models.weights import part_weights
@@ -157,9 +157,9 @@ def run_pipeline(case: dict, planted: str | None = None) -> list[dict]:
     import torch.distributed as dist
 
     from titan_moe.distributed.cross_entropy import VocabParallelCrossEntropy
-    from titan_moe.distributed.meshes import build_meshes
+    from titan_moe.distributed.mesh import build_meshes
     from titan_moe.distributed.parallel_dims import ParallelDims
-    from titan_moe.distributed.pipeline_parallel import Activations, Pipeline
+    from titan_moe.distributed.pipeline.schedule import Activations, Pipeline
     from titan_moe.distributed.tensor_parallel import sum_grads
 
     plant(planted)
@@ -241,7 +241,7 @@ def count_reductions(parts: list) -> Counter:
 
 def plant(bug: str | None) -> None:
     """Break one line of production code in this process."""
-    from titan_moe.distributed import pipeline_parallel as module
+    from titan_moe.distributed.pipeline import schedule as module
 
     kind_of = module.get_schedule_class
     if bug == "gradients scaled":

@@ -126,7 +126,7 @@ BUGS = {
         harmless_on="dp_shard=2",
     ),
     "rows come home off by one shard": Bug(
-        f"{_DISTRIBUTED}.all_to_all_dispatch:AllToAllDispatcher.combine",
+        "titan_moe.moe.dispatch.base.all_to_all:AllToAllDispatcher.combine",
         "return combine_rows(y_ND,",
         "return combine_rows(y_ND.roll(arrival.sizes.sent[0], 0),",
         caught_on=_EP,
@@ -229,7 +229,7 @@ BUGS = {
         harmless_on="dp_shard=2",
     ),
     "gathered keys' and values' gradients not summed over cp": Bug(
-        f"{_DISTRIBUTED}.context_parallel:_GatherKeysValues.backward",
+        "titan_moe.distributed.context_parallel.apply.apply:_GatherKeysValues.backward",
         "reduce_scatter_rows(torch.cat(parts, -1), [1] * size, ctx.group)[0]",
         "torch.cat(parts, -1)[ctx.group.rank()]",
         caught_on=_GATHERED,
@@ -238,7 +238,7 @@ BUGS = {
         harmless_on="cp=2,cp_method=ulysses",
     ),
     "the ring's last block skipped": Bug(
-        f"{_DISTRIBUTED}.context_parallel:RingAttention.mask",
+        "titan_moe.distributed.context_parallel.apply.apply:RingAttention.mask",
         "if source in seen[rank]:",
         "if source in seen[rank] and distance + 1 < size:",
         caught_on="cp=2,cp_method=ring,recompute=none",
@@ -287,7 +287,7 @@ BUGS = {
     ),
     # --- the loss in chunks ---
     "every chunk of the loss gets the first one's labels": Bug(
-        f"{_KERNELS}.linear_cross_entropy:_LinearCrossEntropy.forward",
+        "titan_moe.ops.linear_cross_entropy:_LinearCrossEntropy.forward",
         "plan.cross_entropy(logits_tV, labels_T[first : first + size])",
         "plan.cross_entropy(logits_tV, labels_T[:size])",
         caught_on="dp_shard=2,recompute=none",
@@ -295,7 +295,7 @@ BUGS = {
         spared=("counts *", "num_targets *"),
     ),
     "the output layer's gradient of the last chunk alone": Bug(
-        f"{_KERNELS}.linear_cross_entropy:_added",
+        "titan_moe.ops.linear_cross_entropy:_added",
         "return sum_VD.addmm_(grad_tV.T, x_tD)",
         "return grad_tV.T @ x_tD",
         caught_on="dp_shard=2,recompute=none",
@@ -313,7 +313,7 @@ BUGS = {
     ),
     # --- pipeline parallelism ---
     "a schedule divides by its microbatches": Bug(
-        f"{_DISTRIBUTED}.pipeline_parallel:Pipeline._build",
+        "titan_moe.distributed.pipeline.schedule:Pipeline._build",
         "scale_grads=False",
         "scale_grads=True",
         caught_on="pp=2,schedule=1F1B,recompute=op,reshard=never",
@@ -331,7 +331,7 @@ BUGS = {
         harmless_on="pp=2,schedule=1F1B",
     ),
     "parameters freed before a split backward": Bug(
-        f"{_DISTRIBUTED}.pipeline_parallel:_keep_gathered",
+        "titan_moe.distributed.pipeline.schedule:_keep_gathered",
         "part.set_reshard_after_forward(False)",
         "pass",
         caught_on="pp=2,schedule=InterleavedZeroBubble,recompute=none,reshard=always",

@@ -1,6 +1,6 @@
 """Mistakes of the dispatchers that the gradient gate must find, as in planted_bugs.py."""
 
-from tests.distributed.planted_bugs import _DISTRIBUTED, _EP, _LAST_EXPERTS, _OUTPUT, Bug
+from tests.distributed.planted_bugs import _EP, _LAST_EXPERTS, _OUTPUT, Bug
 
 _ONCE = "dp_shard=2,ep=2,recompute=full,reshard=always,dispatch=deduplicated"
 _NODES = "dp_shard=2,tp=2,ep=4,recompute=full,reshard=never,dispatch=nodes"
@@ -27,7 +27,7 @@ DISPATCH_BUGS = {
         harmless_on=_EP,
     ),
     "rows that came by way of another rank taken for those of the next node": Bug(
-        f"{_DISTRIBUTED}.deduplicated_dispatch:DeduplicatedDispatcher._row_starts",
+        "titan_moe.moe.dispatch.base.deduplicated:DeduplicatedDispatcher._row_starts",
         "if self.nodes is None:",
         "if self.nodes is not None:",
         caught_on=_NODES,
@@ -36,7 +36,7 @@ DISPATCH_BUGS = {
         harmless_on=_EP,
     ),
     "outputs leave a node without the other ranks' parts": Bug(
-        f"{_DISTRIBUTED}.deduplicated_dispatch:DeduplicatedDispatcher.combine",
+        "titan_moe.moe.dispatch.base.deduplicated:DeduplicatedDispatcher.combine",
         "y_MD = add_ragged(wait_rows(start_rows(y_MD, home), home), hop.copies)",
         "y_MD = add_ragged(wait_rows(start_rows(y_MD, home), home), hop.copies if "
         "hop is arrival.first else hop.copies._replace(place_N=hop.copies.place_N["
@@ -47,7 +47,7 @@ DISPATCH_BUGS = {
         harmless_on=_ONCE,
     ),
     "buffers come home off by one rank": Bug(
-        f"{_DISTRIBUTED}.bounded_dispatch:BoundedDispatcher.combine",
+        "titan_moe.moe.dispatch.base.capacity:BoundedDispatcher.combine",
         "return add_present(y_BD,",
         "return add_present(y_BD.roll(plan.capacity, 0),",
         caught_on=_BOUNDED,
@@ -56,7 +56,7 @@ DISPATCH_BUGS = {
         harmless_on=_ONCE,
     ),
     "buffers filled with the rows of the tokens before": Bug(
-        f"{_DISTRIBUTED}.bounded_dispatch:BoundedDispatcher.plan",
+        "titan_moe.moe.dispatch.base.capacity:BoundedDispatcher.plan",
         "token_B=empty[0].scatter_(0, place_N, tokens.token_N)",
         "token_B=empty[0].scatter_(0, place_N, tokens.token_N.roll(1))",
         caught_on=_BOUNDED,

@@ -12,7 +12,7 @@ _SINKS = "gradient layers.*.attention.sinks.weight"
 FAMILY_BUGS: dict[str, Bug] = {
     # --- tied embeddings ---
     "a tie not summed between the ends of a pipeline": Bug(
-        f"{_DISTRIBUTED}.ties:sum_copies",
+        "titan_moe.distributed.tied_weights:sum_copies",
         "if ties.partner is not None:",
         "if False:",
         caught_on=_PIPELINE,
@@ -22,7 +22,7 @@ FAMILY_BUGS: dict[str, Bug] = {
         family="qwen3",
     ),
     "a tie not summed on a rank that has both": Bug(
-        f"{_DISTRIBUTED}.ties:sum_copies",
+        "titan_moe.distributed.tied_weights:sum_copies",
         "total = torch.stack(grads).sum(0)",
         "total = grads[0]",
         caught_on="dp_shard=2,recompute=none",
@@ -41,7 +41,7 @@ FAMILY_BUGS: dict[str, Bug] = {
         family="qwen3",
     ),
     "one end of a pipeline adds the other's part of a tie twice": Bug(
-        f"{_DISTRIBUTED}.ties:sum_copies",
+        "titan_moe.distributed.tied_weights:sum_copies",
         "_exchanged(total.to(device), ties.partner, group)",
         "(1 + ties.partner) * _exchanged(total.to(device), ties.partner, group)",
         caught_on=_PIPELINE,
@@ -85,7 +85,7 @@ FAMILY_BUGS: dict[str, Bug] = {
         spared=("loss *", "counts *", "num_targets *"),
     ),
     "multi-token prediction's gradients without its weight": Bug(
-        "titan_moe.kernels.linear_cross_entropy:_LinearCrossEntropy.forward",
+        "titan_moe.ops.linear_cross_entropy:_LinearCrossEntropy.forward",
         "grad_tV *= factor",
         "grad_tV *= 1.0",
         caught_on="dp_shard=2,recompute=none",
@@ -122,7 +122,7 @@ FAMILY_BUGS: dict[str, Bug] = {
     ),
     # --- sinks and windows ---
     "a rank's heads get the first heads' sinks": Bug(
-        f"{_DISTRIBUTED}.context_parallel:Ulysses.__call__",
+        "titan_moe.distributed.context_parallel.apply.apply:Ulysses.__call__",
         "sinks_H = sinks_H.chunk(self._group.size())[self._group.rank()]",
         "sinks_H = sinks_H.chunk(self._group.size())[0]",
         caught_on="cp=2,cp_method=ulysses,cp_balancer=none,recompute=full,reshard=always",
@@ -132,7 +132,7 @@ FAMILY_BUGS: dict[str, Bug] = {
         family="gpt_oss",
     ),
     "sinks' gradients whole on every rank of a ring": Bug(
-        f"{_DISTRIBUTED}.ring_attention:_gradient_of_sinks",
+        "titan_moe.distributed.context_parallel.apply.ring:_gradient_of_sinks",
         "return -(weights_BHS * upstream.delta_BHS).sum((0, 2)).to(sinks_H.dtype)",
         "return -2 * (weights_BHS * upstream.delta_BHS).sum((0, 2)).to(sinks_H.dtype)",
         caught_on="cp=2,cp_method=ring,recompute=none",
@@ -142,7 +142,7 @@ FAMILY_BUGS: dict[str, Bug] = {
         family="gpt_oss",
     ),
     "all layers see everything under cp": Bug(
-        f"{_DISTRIBUTED}.context_parallel:AllGather.mask",
+        "titan_moe.distributed.context_parallel.apply.apply:AllGather.mask",
         "return self._attention.blocks(documents_BS, queries_S, torch.arange(seq_len), local)",
         "return self._attention.blocks(documents_BS, queries_S, torch.arange(seq_len))",
         caught_on=_GATHERED,

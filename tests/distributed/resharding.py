@@ -1,6 +1,7 @@
 """Runs that stop in one layout and go on in another, watched from outside.
 
-What ranks hold is put together into whole tensors by arithmetic alone (titan_moe.verify.shards):
+What ranks hold is put together into whole tensors by arithmetic alone
+(titan_moe.verify.layouts.shards):
 neither DTensor's placements, nor DCP's metadata, nor the checkpoint's checksums have a say in it.
 """
 
@@ -17,20 +18,20 @@ import torch.distributed as dist
 
 from titan_moe.checkpoint.manifest import Manifest, read_manifest
 from titan_moe.checkpoint.safe_reader import METADATA, SafeReader
-from titan_moe.config.checks import check
-from titan_moe.config.job import JobConfig
-from titan_moe.config.load import load_job
-from titan_moe.distributed.local import local_part, local_slices
+from titan_moe.config.checks.job import check
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import load_job
+from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.metrics import curves
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.runtime.process import Process
+from titan_moe.testing.ranks import run_ranks
 from titan_moe.trainer import Trainer
-from titan_moe.verify.case import at_depth
-from titan_moe.verify.layouts import Layout, overrides
-from titan_moe.verify.on_rank import tensor_dims
-from titan_moe.verify.ranks import run_ranks
-from titan_moe.verify.shards import Box, Shards
+from titan_moe.verify.gradients.fixture import at_depth
+from titan_moe.verify.gradients.worker import tensor_dims
+from titan_moe.verify.layouts.layouts import Layout, overrides
+from titan_moe.verify.layouts.shards import Box, Shards
 
 ROWS = 24
 """Rows of a global batch: each of 1, 2, 3, 4, 6 and 8 data ranks gets some."""

@@ -23,7 +23,7 @@ from titan_moe.checkpoint.manifest import gather_specs
 from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
 from titan_moe.config.sections import Checkpoint
 from titan_moe.runtime.errors import RunError
-from titan_moe.verify.ranks import RankError, run_ranks
+from titan_moe.testing.ranks import RankError, run_ranks
 
 EXPERTS = 6  # Over edp 2 and ep 2: 3 per ep rank, then 2 and 1.
 

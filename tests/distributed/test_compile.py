@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from tests.distributed.conftest import CONFIGS
 from tests.distributed.tiny import global_batch, make_job, tiny
-from titan_moe.config.job import JobConfig
-from titan_moe.config.load import load_job
-from titan_moe.verify.gate import Gate
-from titan_moe.verify.layouts import parse
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import load_job
+from titan_moe.testing.ranks import run_ranks
+from titan_moe.verify.gradients.gate import Gate
+from titan_moe.verify.layouts.layouts import parse
 
 STEPS = 6
 
@@ -45,9 +45,9 @@ def train(job: JobConfig, planted: bool) -> tuple[list[int], list[float], list[s
     """Graphs compiled after each step, losses, and the numbers of rows that experts got."""
     from torch._dynamo.utils import counters
 
-    from titan_moe.build import build_sharded_model
     from titan_moe.data.batch import Batch
     from titan_moe.distributed import compile as module
+    from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.optim.optimizers import build_optimizer
     from titan_moe.train_step import TrainStep
 

@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from titan_moe.distributed import block_attention, context_parallel, ring_attention
+from titan_moe.distributed.context_parallel import apply as context_parallel
+from titan_moe.distributed.context_parallel import blocks as block_attention
+from titan_moe.distributed.context_parallel import ring as ring_attention
 from titan_moe.models.layers.attention_core import CausalSdpa, DocumentSdpa
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.testing.ranks import run_ranks
 
 BOUND = 1e-12
 METHODS = ["allgather", "ulysses", "ring"]

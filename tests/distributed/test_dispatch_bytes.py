@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.distributed.dispatch_arithmetic import BYTES, TOP_K, buffers, degrees, expected
-from titan_moe.config.job import JobConfig
-from titan_moe.config.load import load_job
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import load_job
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
-from titan_moe.verify.case import make_rows
-from titan_moe.verify.layouts import SEQ_LEN, Layout, num_rows, overrides, parse, stages
-from titan_moe.verify.on_rank import own_batches
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.testing.ranks import run_ranks
+from titan_moe.verify.gradients.fixture import make_rows
+from titan_moe.verify.gradients.worker import own_batches
+from titan_moe.verify.layouts.layouts import SEQ_LEN, Layout, num_rows, overrides, parse, stages
 
 LAYERS, ROWS = 3, 16
 # Qwen3 has no shared experts, whose traffic over tp is none of dispatch's.
@@ -142,8 +142,8 @@ class Task:
 
 
 def train_on_rank(task: Task) -> Seen:
-    from titan_moe.build import build_sharded_model
-    from titan_moe.distributed.ep_nodes import nodes_of
+    from titan_moe.distributed.expert_parallel import nodes_of
+    from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.optim.optimizers import build_optimizer
     from titan_moe.train_step import TrainStep, own_rows
 
@@ -336,8 +336,8 @@ def test_recomputation_and_validation_are_not_counted():
 
 
 def test_rows_and_pairs_of_a_few_tokens():
-    from titan_moe.distributed.all_to_all_dispatch import AllToAllDispatcher
-    from titan_moe.moe.dispatch import count_experts
+    from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
+    from titan_moe.moe.dispatch.base import count_experts
 
     class Group:
         def __init__(self, rank: int, size: int) -> None:

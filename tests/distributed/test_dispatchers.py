@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.testing.ranks import run_ranks
 
 TOKENS, TOP_K, EXPERTS, DIM = 13, 3, 8, 6
 
@@ -69,10 +69,10 @@ def travel(cases: list[Case]) -> list[Seen]:
 
 def _travel(case: Case) -> Seen:
     from titan_moe.distributed.expert_parallel import DispatchPolicy, make_dispatcher
-    from titan_moe.distributed.meshes import build_meshes
+    from titan_moe.distributed.mesh import build_meshes
     from titan_moe.distributed.parallel_dims import ParallelDims
     from titan_moe.moe.config import MoEConfig
-    from titan_moe.moe.dispatch import count_experts
+    from titan_moe.moe.dispatch.base import count_experts
 
     rank = dist.get_rank()
     dims = ParallelDims(dist.get_world_size(), ep=case.ep, etp=case.etp)
@@ -147,7 +147,7 @@ def test_what_finds_no_room_is_left_out_and_counted():
 
 
 def test_first_choices_come_before_second_ones():
-    from titan_moe.distributed.bounded_dispatch import BoundedDispatcher
+    from titan_moe.moe.dispatch.capacity import BoundedDispatcher
 
     class Group:
         rank, size = staticmethod(lambda: 0), staticmethod(lambda: 2)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.tiny import global_batch, make_job, tiny
-from titan_moe.config.job import JobConfig
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.config.job_config import JobConfig
+from titan_moe.testing.ranks import run_ranks
 
 pytest.importorskip("torchao")
 
@@ -37,9 +37,9 @@ def one_step(job: JobConfig, planted: bool = False) -> tuple[float, dict[str, to
     """The loss and the whole gradients of a step, of microbatches of half of the rows each."""
     from torch.distributed.tensor import DTensor
 
-    from titan_moe.build import build_sharded_model
     from titan_moe.data.batch import Batch
     from titan_moe.distributed import tensor_parallel
+    from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.optim.optimizers import build_optimizer
     from titan_moe.train_step import TrainStep
 

@@ -12,15 +12,23 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.conftest import CONFIGS, Gates
-from titan_moe.config.load import load_job
+from titan_moe.config.parse import load_job
 from titan_moe.models.registry import FAMILIES
-from titan_moe.verify import on_rank
-from titan_moe.verify.compare import TOLERANCES
-from titan_moe.verify.gate import Gate
-from titan_moe.verify.layouts import AXES, OPTIONS, Layout, depth, legal_layouts, num_rows, parse
-from titan_moe.verify.on_rank import Task, Verdict, verify_on_rank
-from titan_moe.verify.ranks import run_ranks
-from titan_moe.verify.rotation import pairs, rotated, sample
+from titan_moe.testing.ranks import run_ranks
+from titan_moe.verify.gradients import worker as on_rank
+from titan_moe.verify.gradients.compare import TOLERANCES
+from titan_moe.verify.gradients.gate import Gate
+from titan_moe.verify.gradients.worker import Task, Verdict, verify_on_rank
+from titan_moe.verify.layouts.covering import pairs, rotated, sample
+from titan_moe.verify.layouts.layouts import (
+    AXES,
+    OPTIONS,
+    Layout,
+    depth,
+    legal_layouts,
+    num_rows,
+    parse,
+)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +161,7 @@ def test_a_replica_that_diverged_is_named(deepseek: Gate, quantity: str, named: 
 
 def reads_a_tail(task: Task) -> Verdict:
     """The gate with a dispatcher that adds nothing times the tail to what it brings home."""
-    from titan_moe.moe.dispatch import LocalDispatcher
+    from titan_moe.moe.dispatch.base import LocalDispatcher
 
     combine = LocalDispatcher.combine
     LocalDispatcher.combine = lambda self, y_RD, plan: combine(self, y_RD, plan) + 0 * y_RD[-1]
@@ -168,7 +176,7 @@ def test_who_reads_a_tail_is_seen(deepseek: Gate):
 
 def holds_another_shard(task: Task) -> Verdict:
     """The gate told that the ranks stand the other way round."""
-    from titan_moe.verify.shards import Shards
+    from titan_moe.verify.layouts.shards import Shards
 
     coordinate = Shards.coordinate
     Shards.coordinate = lambda self, rank, axis: coordinate(self, 1 - rank, axis)

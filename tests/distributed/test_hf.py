@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.hf_folders import assert_same_bits, make_folder, read_folder, small_model
-from titan_moe.build import build_sharded_model
 from titan_moe.checkpoint.hf.live import load_hf, save_hf
 from titan_moe.checkpoint.manifest import gather_specs
 from titan_moe.checkpoint.tensors import MODEL, model_tensors
-from titan_moe.config.job import JobConfig
+from titan_moe.config.job_config import JobConfig
+from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.hf import HFModel
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.testing.ranks import run_ranks
 
 FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3")
 LAYOUTS = {

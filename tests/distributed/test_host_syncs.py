@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.distributed.test_dispatch_bytes import CONFIG, LAYERS, TOP_K, _Border
-from titan_moe.config.load import load_job
-from titan_moe.verify.case import make_rows
-from titan_moe.verify.layouts import SEQ_LEN, num_rows, overrides, parse
-from titan_moe.verify.on_rank import own_batches
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.config.parse import load_job
+from titan_moe.testing.ranks import run_ranks
+from titan_moe.verify.gradients.fixture import make_rows
+from titan_moe.verify.gradients.worker import own_batches
+from titan_moe.verify.layouts.layouts import SEQ_LEN, num_rows, overrides, parse
 
 # What the size of the result depends on, or a Python number: CUDA would wait for either. A tensor's
 # truth, item() and int() are the first.
@@ -100,8 +100,8 @@ def train_on_rank(task: Task) -> Counter:
     """A microbatch; what was seen of all layers."""
     from dataclasses import replace
 
-    from titan_moe.build import build_sharded_model
-    from titan_moe.config.job import JobConfig
+    from titan_moe.config.job_config import JobConfig
+    from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.models.registry import model_config
     from titan_moe.train_step import own_rows
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from tests.distributed.tiny import SEQ_LEN, global_batch, make_job, tiny
-from titan_moe.config.job import JobConfig
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.config.job_config import JobConfig
+from titan_moe.testing.ranks import run_ranks
 
 
 def watch_blocks(job: JobConfig) -> tuple[list[int], dict[str, str]]:
     """Forwards of each block in one step, and the types that meet in an MoE block."""
-    from titan_moe.build import build_sharded_model
     from titan_moe.data.batch import Batch
+    from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.train_step import own_rows
 
     device = torch.device("cpu")

@@ -10,9 +10,9 @@ import pytest
 from tests.distributed.capturing import captured, setting
 from tests.distributed.conftest import Gates
 from tests.distributed.test_planted_bugs import BUGS
-from titan_moe.verify.capture_reading import Captured
-from titan_moe.verify.layouts import depth, num_rows, parse
-from titan_moe.verify.localize import locate
+from titan_moe.verify.layouts.layouts import depth, num_rows, parse
+from titan_moe.verify.localize.capture_reader import Captured
+from titan_moe.verify.localize.localize import locate
 
 Baselines = Callable[[str, str], Captured]
 

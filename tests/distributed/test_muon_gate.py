@@ -10,8 +10,8 @@ from tests.distributed.resharding import LEG, go_on, run
 from tests.distributed.test_gate import cover
 from tests.distributed.test_planted_bugs import caught, judge
 from tests.distributed.test_resharding import problems
-from titan_moe.verify.gate import Gate
-from titan_moe.verify.layouts import depth, parse
+from titan_moe.verify.gradients.gate import Gate
+from titan_moe.verify.layouts.layouts import depth, parse
 
 _OPTIMIZERS = {
     "Muon": {"name": "Muon"},

@@ -2,14 +2,12 @@
 
 import pytest
 
-from titan_moe.config.job import JobConfig
-from titan_moe.config.load import load_job
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import load_job
 from titan_moe.models.registry import model_config
-from titan_moe.verify.case import at_depth
-from titan_moe.verify.layouts import parse
-from titan_moe.verify.noise_band import Band, quantities_of
-from titan_moe.verify.noise_mistakes import MISTAKES
-from titan_moe.verify.noise_runs import (
+from titan_moe.verify.compare.noise.band import Band, quantities_of
+from titan_moe.verify.compare.noise.mistakes import MISTAKES
+from titan_moe.verify.compare.noise.runs import (
     Run,
     harmless_runs,
     setting,
@@ -17,7 +15,9 @@ from titan_moe.verify.noise_runs import (
     train_each,
     with_dtype,
 )
-from titan_moe.verify.records import NORM_OF
+from titan_moe.verify.compare.records import NORM_OF
+from titan_moe.verify.gradients.fixture import at_depth
+from titan_moe.verify.layouts.layouts import parse
 
 CONFIG = at_depth(model_config("deepseek_v3", "gate"), 3)
 PLANTED = (

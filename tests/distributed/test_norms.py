@@ -7,10 +7,10 @@ import torch
 
 from tests.distributed.conftest import gate_of
 from tests.distributed.tiny import global_batch, make_job, tiny
-from titan_moe.config.job import JobConfig
-from titan_moe.verify.gate import Gate
-from titan_moe.verify.layouts import parse
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.config.job_config import JobConfig
+from titan_moe.testing.ranks import run_ranks
+from titan_moe.verify.gradients.gate import Gate
+from titan_moe.verify.layouts.layouts import parse
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def nan_in_one_gradient(job: JobConfig, bad_rank: int) -> bool:
     import torch.distributed as dist
 
     from titan_moe import train_step as module
-    from titan_moe.build import build_sharded_model
     from titan_moe.data.batch import Batch
+    from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.optim.optimizers import build_optimizer
 
     total = module.grad_norm.sum_of_squares

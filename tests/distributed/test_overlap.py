@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.gpu.test_overlap import check_a_pair
-from titan_moe.distributed.pipeline_overlap import Alternation
-from titan_moe.verify.ranks import RankError, run_ranks
+from titan_moe.distributed.pipeline.overlap import Alternation
+from titan_moe.testing.ranks import RankError, run_ranks
 
 from .events import Log
 from .pipelines import plain_training, run_pipeline, wrong
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def build(tables: dict):
     import torch.distributed as dist
 
-    from titan_moe.build import build_sharded_model
+    from titan_moe.distributed.parallelize import build_sharded_model
 
     job = make_job("deepseek_v3", **tables)
     return build_sharded_model(job, tiny(job), device=CPU, world_size=dist.get_world_size())
@@ -147,7 +147,7 @@ CASE = {
 
 def log_of_pairs(case: dict, planted: str) -> tuple[list, list]:
     """What two steps give, and each pair's log: (side, exchange or computation)."""
-    from titan_moe.distributed import pipeline_overlap as overlap
+    from titan_moe.distributed.pipeline import overlap
     from titan_moe.moe.experts import Experts
 
     log, pairs = Log(), []

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from tests.distributed.conftest import CONFIGS
-from titan_moe.config.job import JobConfig
-from titan_moe.config.load import load_job
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import load_job
 from titan_moe.models.registry import model_config
-from titan_moe.verify.case import at_depth
-from titan_moe.verify.layouts import parse
-from titan_moe.verify.noise_runs import Run, train
-from titan_moe.verify.records import NORM_OF, Curve
+from titan_moe.verify.compare.noise.runs import Run, train
+from titan_moe.verify.compare.records import NORM_OF, Curve
+from titan_moe.verify.gradients.fixture import at_depth
+from titan_moe.verify.layouts.layouts import parse
 
 CONFIG = at_depth(model_config("deepseek_v3", "gate"), 3)
 

@@ -8,13 +8,14 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from titan_moe import build
-from titan_moe.distributed import expert_parallel, fsdp, meshes, parallel_dims, process_groups
-from titan_moe.verify import tiling
-from titan_moe.verify.fake_world import Finding, check_ranks
-from titan_moe.verify.layouts import Layout, parse
-from titan_moe.verify.past_eight import check_layouts, chosen, summary
-from titan_moe.verify.workers import WorkerError, in_fresh_processes
+from titan_moe.distributed import expert_parallel, fsdp, parallel_dims, process_groups
+from titan_moe.distributed import mesh as meshes
+from titan_moe.distributed import parallelize as build
+from titan_moe.simulate import tiling
+from titan_moe.simulate.fake_world import Finding, check_ranks
+from titan_moe.simulate.sweep import check_layouts, chosen, summary
+from titan_moe.testing.process_pool import WorkerError, in_fresh_processes
+from titan_moe.verify.layouts.layouts import Layout, parse
 
 WORLDS = (16, 32, 64)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from titan_moe.config.pipeline import SCHEDULES, module_names, split_parts
-from titan_moe.verify.ranks import RankError, run_ranks
+from titan_moe.testing.ranks import RankError, run_ranks
 
 from .pipelines import (
     LAYERS,
@@ -130,7 +130,7 @@ def test_the_comparison_finds_planted_bugs(references, bug, schedule, shown_by, 
 
 
 def test_a_stage_keeps_names_and_drops_the_rest():
-    from titan_moe.distributed.stages import keep_only, stage_units
+    from titan_moe.distributed.pipeline.stages import keep_only, stage_units
     from titan_moe.models.weights import part_weights
 
     names = [name for name, _ in new_model().named_parameters()]

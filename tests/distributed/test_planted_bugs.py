@@ -12,13 +12,13 @@ from tests.distributed.planted_bugs import Bug, plant
 from tests.distributed.planted_dispatch_bugs import DISPATCH_BUGS
 from tests.distributed.planted_family_bugs import FAMILY_BUGS
 from tests.distributed.test_gate import SAMPLE
-from titan_moe.verify import gate as gate_module
-from titan_moe.verify import on_rank
-from titan_moe.verify.compare import Difference
-from titan_moe.verify.gate import Gate, Result
-from titan_moe.verify.layouts import AXES, OPTIONS, Layout, parse
-from titan_moe.verify.on_rank import Task, Verdict, verify_on_rank
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.testing.ranks import run_ranks
+from titan_moe.verify.gradients import gate as gate_module
+from titan_moe.verify.gradients import worker as on_rank
+from titan_moe.verify.gradients.compare import Difference
+from titan_moe.verify.gradients.gate import Gate, Result
+from titan_moe.verify.gradients.worker import Task, Verdict, verify_on_rank
+from titan_moe.verify.layouts.layouts import AXES, OPTIONS, Layout, parse
 
 BUGS = COMMON_BUGS | FAMILY_BUGS | DISPATCH_BUGS
 

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from tests.random_layouts import draw, ill_formed
-from titan_moe.config.job import JobConfig
+from titan_moe.config.job_config import JobConfig
 from titan_moe.config.layout import ActivationCheckpoint, Parallelism
 from titan_moe.models.config import ModelConfig
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.testing.ranks import run_ranks
 
 
 def train_twice(job: JobConfig, model: ModelConfig) -> tuple[float, float, float]:
     """Loss and gradient norm of a step, and the loss of the next one on the same rows."""
     import torch.distributed as dist
 
-    from titan_moe.build import build_sharded_model
     from titan_moe.data.batch import Batch
+    from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.optim.optimizers import build_optimizer
     from titan_moe.train_step import TrainStep
 

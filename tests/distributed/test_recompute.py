@@ -10,7 +10,7 @@ import torch.distributed as dist
 from titan_moe.config.layout import ActivationCheckpoint
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.models.registry import model_config
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.testing.ranks import run_ranks
 
 ROWS, SEQ_LEN, LAYERS = 4, 32, 3
 PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten._grouped_mm"}
@@ -28,10 +28,10 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
     from titan_moe.distributed import activation_checkpoint
     from titan_moe.distributed.expert_parallel import apply_expert_parallel
     from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
-    from titan_moe.distributed.initial_weights import fill_initial_weights
-    from titan_moe.distributed.meshes import build_meshes
+    from titan_moe.distributed.init_weights import fill_initial_weights
+    from titan_moe.distributed.mesh import build_meshes
     from titan_moe.distributed.parallel_dims import ParallelDims
-    from titan_moe.distributed.stages import stage_units
+    from titan_moe.distributed.pipeline.stages import stage_units
     from titan_moe.models.decoder import Decoder, initial_std, move_off_meta
     from titan_moe.models.layers.attention_core import DocumentSdpa
 

@@ -23,14 +23,14 @@ from tests.distributed.resharding import (
     whole,
 )
 from tests.distributed.test_gate import OTHERS, SAMPLE
-from titan_moe.distributed.local import local_part
+from titan_moe.distributed.dtensor import local_part
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.process import Process
+from titan_moe.testing.ranks import RankError, run_ranks
 from titan_moe.trainer import Trainer
-from titan_moe.verify.case import at_depth
-from titan_moe.verify.layouts import AXES, Layout, depth, parse
-from titan_moe.verify.ranks import RankError, run_ranks
+from titan_moe.verify.gradients.fixture import at_depth
+from titan_moe.verify.layouts.layouts import AXES, Layout, depth, parse
 
 _V3, _QWEN = "deepseek_v3", "qwen3"
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from tests.distributed.conftest import CONFIGS
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job import JobConfig
-from titan_moe.config.load import load_job
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import load_job
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
-from titan_moe.routing_record import (
+from titan_moe.routing.record import (
     Dims,
     Record,
     RecordWriter,
@@ -24,11 +24,11 @@ from titan_moe.routing_record import (
     Tokens,
     start_record,
 )
-from titan_moe.verify.case import at_depth, make_rows
-from titan_moe.verify.flips import replay_flips, routing_flips
-from titan_moe.verify.layouts import SEQ_LEN, overrides, parse
-from titan_moe.verify.ranks import RankError, run_ranks
-from titan_moe.verify.reference import Rows
+from titan_moe.testing.ranks import RankError, run_ranks
+from titan_moe.verify.compare.routing_diff import replay_flips, routing_flips
+from titan_moe.verify.gradients.fixture import at_depth, make_rows
+from titan_moe.verify.gradients.reference import Rows
+from titan_moe.verify.layouts.layouts import SEQ_LEN, overrides, parse
 
 ROWS, STEPS, LAYERS = 16, 2, 4
 LAST = "mtp.layers.0"
@@ -69,12 +69,12 @@ def rows_of(step: int, vocab_size: int, order: int) -> Rows:
 
 def train(job: JobConfig, noise: float = 0.0, planted: str = "") -> Steps:
     """The job's steps, each followed by an evaluation, which no trace may see."""
-    from titan_moe.build import build_sharded_model
+    from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.optim.optimizers import build_optimizer
-    from titan_moe.routing_trace import RoutingTrace
+    from titan_moe.routing.replay import RoutingTrace
     from titan_moe.runtime.process import Process
     from titan_moe.train_step import TrainStep, own_rows
-    from titan_moe.verify.on_rank import local, own_batches
+    from titan_moe.verify.gradients.worker import local, own_batches
 
     cpu, rank, world_size = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
     sharded = build_sharded_model(job, model_of(job), device=cpu, world_size=world_size)
@@ -243,8 +243,8 @@ def test_a_disturbed_router_flips_and_a_replay_does_not(tmp_path: Path, one_proc
 
 def refusals(job: JobConfig, replays: list[str]) -> list[str]:
     """What is said before the first step."""
-    from titan_moe.build import build_sharded_model
-    from titan_moe.routing_trace import RoutingTrace
+    from titan_moe.distributed.parallelize import build_sharded_model
+    from titan_moe.routing.replay import RoutingTrace
     from titan_moe.runtime.process import Process
 
     cpu, said = torch.device("cpu"), []

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.distributed.tiny import global_batch, make_job, tiny
-from titan_moe.config.job import JobConfig
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.config.job_config import JobConfig
+from titan_moe.testing.ranks import run_ranks
 
 STEPS = {
     "not logged": {"logged": False},
@@ -18,8 +18,8 @@ def collectives_by_step(job: JobConfig, world_size: int) -> dict[str, list[str]]
     """The collectives over the world, by kind of step, and the result's figures."""
     import torch.distributed as dist
 
-    from titan_moe.build import build_sharded_model
     from titan_moe.data.batch import Batch
+    from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.optim.optimizers import build_optimizer
     from titan_moe.train_step import TrainStep
 
@@ -91,8 +91,8 @@ def test_a_step_is_one_all_reduce_and_one_wait(norm_type: str, largest: list[str
 
 def figures(job: JobConfig, logged: bool) -> list[float]:
     """Losses and norms of three steps, every one logged or none."""
-    from titan_moe.build import build_sharded_model
     from titan_moe.data.batch import Batch
+    from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.optim.optimizers import build_optimizer
     from titan_moe.train_step import TrainStep
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.testing.ranks import run_ranks
 
 ROWS, SEQ_LEN, VOCABULARY, IGNORED = 2, 6, 24, -100
 
@@ -58,9 +58,9 @@ def test_a_loss_without_its_reductions_is_seen():
 
 def widest_logits(world_size: int) -> int:
     """The most logits a token has in anything that is computed after the output layer."""
-    from titan_moe.build import build_sharded_model
-    from titan_moe.config.job import JobConfig
+    from titan_moe.config.job_config import JobConfig
     from titan_moe.distributed.execution import Microbatch
+    from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.models.registry import model_config
 
     job = JobConfig.model_validate(

@@ -9,8 +9,8 @@ from torch import nn
 
 from tests.integration.test_resume import make_job, train_here
 from titan_moe.checkpoint.manifest import read_manifest
-from titan_moe.distributed.ties import find_ties, sum_copies
-from titan_moe.verify.ranks import RankError, run_ranks
+from titan_moe.distributed.tied_weights import find_ties, sum_copies
+from titan_moe.testing.ranks import RankError, run_ranks
 
 GROUPS = [["first", "copy", "ahead"]]
 

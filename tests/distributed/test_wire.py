@@ -4,17 +4,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_moe.config.job import JobConfig
-from titan_moe.config.load import load_job
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import load_job
 from titan_moe.config.resolve import resolve
 from titan_moe.data.batch import Batch
 from titan_moe.models.hf import model_of_job
-from titan_moe.verify.layouts import overrides, parse
-from titan_moe.verify.paper_world import PaperRank, spread_tokens
-from titan_moe.verify.ranks import run_ranks
-from titan_moe.verify.scaling import telling_microbatches
-from titan_moe.verify.wire import Flow, Traffic, Wire, axes_of_groups
-from titan_moe.verify.workers import in_fresh_processes
+from titan_moe.simulate.comm_counter import Flow, Traffic, Wire, axes_of_groups
+from titan_moe.simulate.fake_rank import PaperRank, spread_tokens
+from titan_moe.simulate.scaling import telling_microbatches
+from titan_moe.testing.process_pool import in_fresh_processes
+from titan_moe.testing.ranks import run_ranks
+from titan_moe.verify.layouts.layouts import overrides, parse
 
 MICROBATCHES = 4
 LAYOUTS = [
@@ -44,7 +44,7 @@ def make_job(layout: str) -> JobConfig:
 
 
 def train_on_gloo(job: JobConfig, planted: bool = False) -> Sent:
-    from titan_moe.build import build_sharded_model
+    from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.optim.optimizers import build_optimizer
     from titan_moe.train_step import TrainStep
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed.tiny import global_batch, make_job, tiny
-from titan_moe.kernels.float8 import float8_grouped_mm, float8_linear
+from titan_moe.ops.float8 import float8_grouped_mm, float8_linear
 
 LINEAR_NEEDS, GROUPED_NEEDS = (8, 9), (9, 0)
 STEPS = 6
@@ -50,8 +50,8 @@ def compiled_losses(*, enable: bool, float8: bool) -> tuple[list[float], list[in
     """Losses of a few steps of a tiny model in bfloat16, and the graphs compiled after each."""
     from torch._dynamo.utils import counters
 
-    from titan_moe.build import build_sharded_model
     from titan_moe.data.batch import Batch
+    from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.optim.optimizers import build_optimizer
     from titan_moe.train_step import TrainStep
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_moe.distributed.block_attention import ExplicitBlocks, FlexBlocks, Upstream
+from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks, FlexBlocks, Upstream
 from titan_moe.models.config import LocalAttention
 from titan_moe.models.layers.attention_core import (
     AttentionCore,

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from tests.unit.kernels import move_rows_cases
-from tests.unit.kernels.permute_cases import ALIGNMENTS, cases, check
-from tests.unit.kernels.test_grouped_mm import SIZES, check_against_the_slow_loop
-from titan_moe.kernels.move_rows import (
+from tests.unit.ops import move_rows_cases
+from tests.unit.ops.permute_cases import ALIGNMENTS, cases, check
+from tests.unit.ops.test_grouped_mm import SIZES, check_against_the_slow_loop
+from titan_moe.ops.move_rows import (
     add_rows,
     add_rows_reference,
     copy_rows,
     copy_rows_reference,
 )
-from titan_moe.kernels.permute_indices import max_padded_rows, permute_indices
+from titan_moe.ops.permute_indices import max_padded_rows, permute_indices
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_moe.distributed.pipeline_overlap import Alternation
+from titan_moe.distributed.pipeline.overlap import Alternation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 LAYERS, DIM = 4, 256

@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.launching import REPO
 from titan_moe.runtime.revision import code_revision
-from titan_moe.verify.goldens import golden_key, this_device
+from titan_moe.verify.compare.goldens import golden_key, this_device
 
 SCRIPT = REPO / "scripts" / "compare_losses.py"
 COMPARE = str(REPO / "configs" / "debug" / "compare.toml")

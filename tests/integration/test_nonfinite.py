@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_resume import checksums, figures, make_job, train_here
-from titan_moe.config.job import JobConfig
-from titan_moe.verify.ranks import RankError, run_ranks
+from titan_moe.config.job_config import JobConfig
+from titan_moe.testing.ranks import RankError, run_ranks
 
 BAD_STEP = 7
 

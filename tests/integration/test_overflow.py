@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_resume import make_job, train_here
-from titan_moe.verify.ranks import RankError, run_ranks
+from titan_moe.testing.ranks import RankError, run_ranks
 
 EP2 = {"expert_parallel_degree": 2}
 NARROW = {**EP2, "expert_parallel_capacity_factor": 0.9}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.launching import REPO, run_train
-from titan_moe.regions import REGIONS
-from titan_moe.verify.profile_summary import EXPOSED, IDLE
+from titan_moe.debug.regions import REGIONS
+from titan_moe.profiling.summary import EXPOSED, IDLE
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_moe.config.job import JobConfig
-from titan_moe.verify.ranks import RankError, run_ranks
+from titan_moe.config.job_config import JobConfig
+from titan_moe.testing.ranks import RankError, run_ranks
 
 STEPS = 20
 

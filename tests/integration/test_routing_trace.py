@@ -5,9 +5,9 @@ from pathlib import Path
 from tests.integration.launching import run_train
 from tests.integration.test_resume import make_job, train_here
 from titan_moe.metrics.jsonl import read_json_lines
-from titan_moe.routing_record import Record
-from titan_moe.verify.flips import replay_flips, routing_flips
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.routing.record import Record
+from titan_moe.testing.ranks import run_ranks
+from titan_moe.verify.compare.routing_diff import replay_flips, routing_flips
 
 
 def losses(folder: Path) -> list[float]:

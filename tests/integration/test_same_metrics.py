@@ -8,9 +8,9 @@ from tempfile import mkdtemp
 import pytest
 
 from tests.integration.test_resume import train_here
-from titan_moe.config.job import JobConfig
-from titan_moe.config.load import load_job
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import load_job
+from titan_moe.testing.ranks import run_ranks
 
 BOUND = 1e-10
 MEASURED = ("loss", "grad_norm", "balance_loss", "mtp_loss", "validation_loss", "moe/", "tokens")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titan_moe.verify.records import Curve
+from titan_moe.verify.compare.records import Curve
 
 _BENCH = Path(__file__).resolve().parents[2] / "scripts/bench"
 

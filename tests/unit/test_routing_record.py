@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.routing_record import (
+from titan_moe.routing.record import (
     Dims,
     Record,
     RecordWriter,
@@ -201,7 +201,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_numbers_of_experts_take_a_byte_at_most() -> None:
     """Their high bytes, all zero, cost nothing; nor do the exponents of weights."""
-    from titan_moe.routing_record import _pack, _unpack
+    from titan_moe.routing.record import _pack, _unpack
 
     generator = np.random.default_rng(0)
     experts = generator.integers(0, 64, (4096, 8)).astype(np.uint16)

@@ -9,7 +9,7 @@ from titan_moe.config.pipeline import SCHEDULES, runs
 from titan_moe.config.pipeline_order import pipeline_order
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
-from titan_moe.routing_trace import _Follower, _kept
+from titan_moe.routing.replay import _Follower, _kept
 
 DIM = 8
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.distributed.local import local_part, local_slices
+from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.runtime.errors import RunError
 
 # Elements looked at together. On a CPU the few int64 temporaries then stay in the cache; a GPU

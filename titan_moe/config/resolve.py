@@ -1,6 +1,6 @@
 """Values that follow from the number of ranks."""
 
-from titan_moe.config.job import JobConfig
+from titan_moe.config.job_config import JobConfig
 from titan_moe.config.layout import Parallelism
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from titan_moe.config.job import JobConfig
+from titan_moe.config.job_config import JobConfig
 from titan_moe.config.resolve import shard_degree
 
 

@@ -36,7 +36,7 @@ def apply_compile(blocks: Iterable[nn.Module], section: Compile, *, eager_attent
     import torch._dynamo
 
     # Registers what grouped_mm is in a graph.
-    import titan_moe.kernels.grouped_mm_opaque  # noqa: F401
+    import titan_moe.ops.grouped_mm_opaque  # noqa: F401
 
     torch._dynamo.config.recompile_limit = max(
         torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT

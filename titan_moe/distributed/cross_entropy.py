@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.kernels.linear_cross_entropy import IGNORE_INDEX, at_least_float32
+from titan_moe.ops.linear_cross_entropy import IGNORE_INDEX, at_least_float32
 
 
 class VocabParallelCrossEntropy:

@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.all_to_all_dispatch import AllToAllDispatcher
-from titan_moe.distributed.bounded_dispatch import BoundedDispatcher
-from titan_moe.distributed.deduplicated_dispatch import DeduplicatedDispatcher
-from titan_moe.distributed.ep_nodes import nodes_of
-from titan_moe.distributed.local import cut_parameter, local_part
-from titan_moe.distributed.meshes import Meshes
+from titan_moe.distributed.dtensor import cut_parameter, local_part
+from titan_moe.distributed.mesh import Meshes
+from titan_moe.distributed.process_groups import Traffic
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch import Dispatcher, ExpertRows
+from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
+from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
+from titan_moe.moe.dispatch.capacity import BoundedDispatcher
+from titan_moe.moe.dispatch.deduplicated import DeduplicatedDispatcher
+from titan_moe.moe.dispatch.nodes import Nodes
 from titan_moe.moe.experts import Compute, Experts, ExpertWeights
 from titan_moe.moe.layer import MoE
 
@@ -112,3 +113,19 @@ def on_local_shards(compute: Compute, etp_group: ProcessGroup) -> Compute:
         return compute(rows, own)
 
     return compute_locally
+
+
+def nodes_of(meshes: Meshes, ranks_per_node: int) -> Nodes | None:
+    """None where the ep group is on one node, where each node has one rank of it, and where nodes
+    do not cut it evenly. Collective over the group."""
+    dims = meshes.dims
+    size = ranks_per_node // dims.etp
+    even = ranks_per_node % dims.etp == 0 and size > 0 and dims.ep % size == 0
+    if not even or size in (1, dims.ep):
+        return None
+    ranks, place = dims.group_of(meshes.rank, "ep"), dims.coordinate(meshes.rank, "ep")
+    node = place // size
+    return Nodes(
+        across=meshes.groups.get(ranks[place % size :: size], Traffic.TOKENS),
+        within=meshes.groups.get(ranks[node * size : (node + 1) * size], Traffic.TOKENS),
+    )

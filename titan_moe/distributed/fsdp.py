@@ -20,8 +20,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from titan_moe.distributed.local import local_part
-from titan_moe.distributed.meshes import Meshes
+from titan_moe.distributed.dtensor import local_part
+from titan_moe.distributed.mesh import Meshes
 from titan_moe.moe.layer import MoE
 
 

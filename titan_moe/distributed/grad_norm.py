@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_moe.distributed.local import local_part, local_slices
+from titan_moe.distributed.dtensor import local_part, local_slices
 
 
 def local_grads(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from titan_moe.config.layout import Parallelism
 from titan_moe.config.pipeline import num_microbatches, schedule_of, stages_of_rank
 from titan_moe.config.pipeline_order import bubble_fraction
-from titan_moe.distributed.meshes import Meshes
+from titan_moe.distributed.mesh import Meshes
 from titan_moe.distributed.parallel_dims import DENSE_AXES, DERIVED_AXES, SPARSE_AXES
 
 GRADIENT_RULE = "gradients: plain sums over target tokens, divided once a step by their number"

@@ -29,9 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_moe.distributed.collectives import gather_tokens, scatter_tokens
+from titan_moe.distributed.dtensor import cut_parameter, local_part
 from titan_moe.distributed.grad_norm import local_grads
-from titan_moe.distributed.local import cut_parameter, local_part
-from titan_moe.distributed.meshes import Meshes
+from titan_moe.distributed.mesh import Meshes
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
 

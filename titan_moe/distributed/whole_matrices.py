@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from titan_moe.distributed.local import local_part
+from titan_moe.distributed.dtensor import local_part
 
 
 class Cut(NamedTuple):

@@ -13,10 +13,10 @@ from torch import nn
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.quantize import Quantize
-from titan_moe.kernels.float8 import ROW_ALIGNMENT, Linear, float8_grouped_mm, float8_linear
 from titan_moe.moe.float8_experts import multiply_with
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
+from titan_moe.ops.float8 import ROW_ALIGNMENT, Linear, float8_grouped_mm, float8_linear
 
 LINEAR, GROUPED_MM = "quantize.linear.float8", "quantize.grouped_mm.float8"
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from titan_moe.kernels.grouped_mm import grouped_mm
-from titan_moe.kernels.grouped_mm_backward import grouped_mm_backward
+from titan_moe.ops.grouped_mm import grouped_mm
+from titan_moe.ops.grouped_mm_backward import grouped_mm_backward
 
 _CLAMP_LIMIT, _CLAMP_ALPHA = 7.0, 1.702
 

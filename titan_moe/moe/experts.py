@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titan_moe.kernels.grouped_bias import add_bias
-from titan_moe.kernels.grouped_mm import grouped_mm
 from titan_moe.moe.activation import (
     ACTIVATIONS,
     Activation,
@@ -16,7 +14,9 @@ from titan_moe.moe.activation import (
     scaled_projections,
 )
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch import ExpertRows
+from titan_moe.moe.dispatch.base import ExpertRows
+from titan_moe.ops.grouped_bias import add_bias
+from titan_moe.ops.grouped_mm import grouped_mm
 
 
 class ExpertWeights(NamedTuple):

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from titan_moe.kernels.grouped_bias import add_bias
 from titan_moe.moe.activation import ACTIVATIONS, Activation
-from titan_moe.moe.dispatch import ExpertRows
+from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.moe.experts import ExpertWeights
 from titan_moe.moe.layer import MoE
+from titan_moe.ops.grouped_bias import add_bias
 
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 

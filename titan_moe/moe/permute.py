@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from titan_moe.kernels.move_rows import add_rows, copy_rows
+from titan_moe.ops.move_rows import add_rows, copy_rows
 
 
 def gather_rows(x_TD: Tensor, source_R: Tensor, rows_TK: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from titan_moe.kernels.move_rows import copy_rows
 from titan_moe.moe.permute import invert
+from titan_moe.ops.move_rows import copy_rows
 
 
 class Copies(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from titan_moe.distributed.local import local_part
+from titan_moe.distributed.dtensor import local_part
 
 # Elements whose moments are widened together: 64 MiB in float32.
 _WIDENED_TOGETHER = 2**23

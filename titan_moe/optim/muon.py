@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_moe.distributed.local import local_part
+from titan_moe.distributed.dtensor import local_part
 from titan_moe.distributed.whole_matrices import Cut, matrix_cuts, on_whole_matrices
 from titan_moe.optim.adam import Adam
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_moe.config.checks import check, check_vocabulary
-from titan_moe.config.load import load_job
+from titan_moe.config.checks.job import check, check_vocabulary
+from titan_moe.config.parse import load_job
 from titan_moe.config.resolve import resolve
 
 

@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job import JobConfig
-from titan_moe.config.load import known_keys, load_job, save_job
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import known_keys, load_job, save_job
 
 
 def _file(folder: Path, text: str) -> list[str]:

@@ -3,8 +3,8 @@
 import pytest
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.load import known_keys, load_job
-from titan_moe.config.migration import (
+from titan_moe.config.parse import known_keys, load_job
+from titan_moe.config.torchtitan import (
     REPLACEMENTS,
     VALUE_REPLACEMENTS,
     replacement,

@@ -6,8 +6,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from titan_moe.distributed.block_attention import ExplicitBlocks
-from titan_moe.distributed.context_parallel import cut_row, join_row, local_positions, seen_ranks
+from titan_moe.distributed.context_parallel.apply import (
+    cut_row,
+    join_row,
+    local_positions,
+    seen_ranks,
+)
+from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks
 
 
 class Local(NamedTuple):

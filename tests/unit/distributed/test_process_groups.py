@@ -3,7 +3,7 @@
 import pytest
 
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, ParallelDims
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.testing.ranks import run_ranks
 
 LAYOUTS = [
     {"dp_replicate": 1, "ep": 8},
@@ -18,7 +18,7 @@ def count_new_groups(world_size: int, degrees: dict[str, int], rank: int) -> tup
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from titan_moe.distributed.meshes import build_meshes
+    from titan_moe.distributed.mesh import build_meshes
 
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -59,7 +59,7 @@ def own_timeouts(seconds: float) -> list[float]:
 
     import torch
 
-    from titan_moe.distributed.meshes import build_meshes
+    from titan_moe.distributed.mesh import build_meshes
 
     meshes = build_meshes(ParallelDims(2, tp=2), "cpu", timedelta(seconds=seconds))
     groups = [meshes.group(axis) for axis in ("tp", "fsdp")]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from titan_moe.distributed.whole_matrices import chunk_lengths
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.testing.ranks import run_ranks
 
 
 @pytest.mark.parametrize("length, chunks", [(6, 3), (7, 3), (2, 4), (5, 4), (0, 2), (9, 1)])
@@ -24,7 +24,7 @@ def on_every_layout(world_size):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    from titan_moe.distributed.local import local_part, local_slices
+    from titan_moe.distributed.dtensor import local_part, local_slices
     from titan_moe.distributed.whole_matrices import matrix_cuts, on_whole_matrices
 
     def cut_by_two(shape, dim, fsdp_dim):

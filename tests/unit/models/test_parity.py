@@ -9,10 +9,10 @@ import torch
 
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
-from titan_moe.verify import parity
-from titan_moe.verify.parity import BOUNDS, compare
-from titan_moe.verify.parity_cases import ParityCase, cases
-from titan_moe.verify.parity_oracle import Oracle, computing_in
+from titan_moe.verify.parity import check as parity
+from titan_moe.verify.parity.cases import ParityCase, cases
+from titan_moe.verify.parity.check import BOUNDS, compare
+from titan_moe.verify.parity.oracle import Oracle, computing_in
 
 _CASES = {str(case): case for case in cases()}
 _TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in BOUNDS}

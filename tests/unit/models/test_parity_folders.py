@@ -7,8 +7,8 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import model_of
-from titan_moe.verify.parity import load_folder
-from titan_moe.verify.parity_cases import cases
+from titan_moe.verify.parity.cases import cases
+from titan_moe.verify.parity.check import load_folder
 
 _TINY_VISION = {
     "hidden_size": 16,

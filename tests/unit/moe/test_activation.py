@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titan_moe.kernels.grouped_mm import grouped_mm_loop
 from titan_moe.moe.activation import ACTIVATIONS, activated_projection, scaled_projections
+from titan_moe.ops.grouped_mm import grouped_mm_loop
 
 COUNTS, TAIL, D, HIDDEN = [3, 0, 5, 1], 2, 6, 4
 OFFSETS = torch.tensor(COUNTS).cumsum(0, dtype=torch.int32)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titan_moe.models.layers.feed_forward import FeedForward
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch import ExpertRows, LocalDispatcher
+from titan_moe.moe.dispatch.base import ExpertRows, LocalDispatcher
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
 

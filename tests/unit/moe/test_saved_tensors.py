@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from titan_moe.models.layers.feed_forward import FeedForward
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.testing.ranks import run_ranks
 
 ROWS, SEQ_LEN, D, HIDDEN, SHARED, EXPERTS, TOP_K = 2, 30, 16, 8, 24, 4, 2
 TOKENS = ROWS * SEQ_LEN
@@ -19,7 +19,7 @@ TOKENS = ROWS * SEQ_LEN
 def kept(ep: int, **settings) -> tuple[Counter, int]:
     """How many storages of each width hold floating-point rows, and how many rows this rank has."""
     from titan_moe.distributed.expert_parallel import apply_expert_parallel
-    from titan_moe.distributed.meshes import build_meshes
+    from titan_moe.distributed.mesh import build_meshes
     from titan_moe.distributed.parallel_dims import ParallelDims
 
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ from torch import nn
 from titan_moe.config.optimization import Optimizer
 from titan_moe.optim.muon import orthogonalized
 from titan_moe.optim.optimizers import build_optimizer
-from titan_moe.verify.reference import orthogonal
+from titan_moe.verify.gradients.reference import orthogonal
 
 
 def by_singular_values(matrix, num_steps=5):

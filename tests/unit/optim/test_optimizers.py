@@ -6,7 +6,7 @@ from torch import nn
 
 from titan_moe.config.optimization import Optimizer
 from titan_moe.optim.optimizers import build_optimizer
-from titan_moe.verify.ranks import run_ranks
+from titan_moe.testing.ranks import run_ranks
 
 
 def parameters():

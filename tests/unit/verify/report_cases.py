@@ -8,7 +8,7 @@ from zlib import crc32
 import numpy as np
 
 from titan_moe.distributed.parallel_dims import ParallelDims
-from titan_moe.verify.records import Curve, RunRecord
+from titan_moe.verify.compare.records import Curve, RunRecord
 
 _VOID = {"meta", "img", "br", "input"}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify import code_trees
-from titan_moe.verify.code_trees import code_tree, remove_worktrees
+from titan_moe.verify.compare import code_trees
+from titan_moe.verify.compare.code_trees import code_tree, remove_worktrees
 
 
 @pytest.fixture

@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from titan_moe.verify.compare import TOLERANCES, Difference, Pair, differences, fingerprint
+from titan_moe.verify.gradients.compare import (
+    TOLERANCES,
+    Difference,
+    Pair,
+    differences,
+    fingerprint,
+)
 
 AXES = {"pp": 1, "tp": 2, "ep": 4}
 

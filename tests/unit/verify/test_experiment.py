@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.load import known_keys
+from titan_moe.config.parse import known_keys
 from titan_moe.runtime.device import describe_device
-from titan_moe.verify import experiment as experiment_module
-from titan_moe.verify import launching as launching_module
-from titan_moe.verify.code_trees import CodeTree
-from titan_moe.verify.comparison import Verdict
-from titan_moe.verify.experiment import Experiment, Plan, compare, update_golden
-from titan_moe.verify.launching import Launcher, SideError
-from titan_moe.verify.sides import Side, parse_side
+from titan_moe.verify.compare import launch as launching_module
+from titan_moe.verify.compare import runner as experiment_module
+from titan_moe.verify.compare.code_trees import CodeTree
+from titan_moe.verify.compare.comparison import Verdict
+from titan_moe.verify.compare.launch import Launcher, SideError
+from titan_moe.verify.compare.run_spec import Side, parse_side
+from titan_moe.verify.compare.runner import Experiment, Plan, compare, update_golden
 
 CPU = torch.device("cpu")
 COMPARE = Path(__file__).parents[3] / "configs" / "debug" / "compare.toml"

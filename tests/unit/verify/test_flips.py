@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.routing_record import Dims, RecordWriter, Routing, Tokens, name_rows, start_record
+from titan_moe.routing.record import Dims, RecordWriter, Routing, Tokens, name_rows, start_record
 from titan_moe.runtime.errors import RunError
-from titan_moe.verify.flips import replay_flips, routing_flips
+from titan_moe.verify.compare.routing_diff import replay_flips, routing_flips
 
 DIMS = Dims(["layers.0", "layers.1"], 8, 2)
 EXPERTS = np.array([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], dtype=np.uint16)

@@ -10,8 +10,8 @@ import torch
 from tests.unit.verify.test_judging import changed, repeats, run
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.device import describe_device
-from titan_moe.verify.goldens import find_golden, golden_key, is_golden, save_golden
-from titan_moe.verify.records import Curve
+from titan_moe.verify.compare.goldens import find_golden, golden_key, is_golden, save_golden
+from titan_moe.verify.compare.records import Curve
 
 CPU = torch.device("cpu")
 CONFIG = {

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify.comparison import Verdict
-from titan_moe.verify.judging import judge, on_steps
-from titan_moe.verify.records import Curve, RunRecord, read_run
+from titan_moe.verify.compare.comparison import Verdict
+from titan_moe.verify.compare.records import Curve, RunRecord, read_run
+from titan_moe.verify.compare.verdict import judge, on_steps
 
 STEPS = list(range(1, 21))
 FACTS = {

@@ -5,7 +5,8 @@ from itertools import combinations
 import pytest
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify.layouts import (
+from titan_moe.verify.layouts.covering import pairs, rotated, sample
+from titan_moe.verify.layouts.layouts import (
     AXES,
     OPTIONS,
     SEQ_LEN,
@@ -17,7 +18,6 @@ from titan_moe.verify.layouts import (
     parse,
     stages,
 )
-from titan_moe.verify.rotation import pairs, rotated, sample
 
 
 @pytest.mark.parametrize(

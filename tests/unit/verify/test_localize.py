@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_moe.capture.records import NUMBERS, TENSOR, TOKENS, Place, Records
-from titan_moe.capture.sketch import sketch_box, sketch_rows
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify.capture_reading import Captured, read_capture
-from titan_moe.verify.localize import locate
+from titan_moe.debug.capture.records import NUMBERS, TENSOR, TOKENS, Place, Records
+from titan_moe.debug.capture.sketch import sketch_box, sketch_rows
+from titan_moe.verify.localize.capture_reader import Captured, read_capture
+from titan_moe.verify.localize.localize import locate
 
 ROWS, LENGTH, WIDTH = [11, 12], 6, 5
 OUTPUT = Place("forward", "layers.0.attention.wo", "output")

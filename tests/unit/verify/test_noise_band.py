@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from titan_moe.verify.noise_band import Band, student_t
-from titan_moe.verify.records import Curve
+from titan_moe.verify.compare.noise.band import Band, student_t
+from titan_moe.verify.compare.records import Curve
 
 STEPS = 24
 Noise = Callable[[np.random.Generator, int], np.ndarray]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from titan_moe.verify.compare import differences
-from titan_moe.verify.on_rank import scalars
+from titan_moe.verify.gradients.compare import differences
+from titan_moe.verify.gradients.worker import scalars
 
 
 @pytest.mark.parametrize(

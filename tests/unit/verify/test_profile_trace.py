@@ -6,8 +6,8 @@ import json
 import pytest
 
 from scripts import profile_summary as script
-from titan_moe.verify.profile_summary import EXPOSED, IDLE, read_profiles, summary, table
-from titan_moe.verify.profile_trace import Place, Sweep, read_trace, union
+from titan_moe.profiling.summary import EXPOSED, IDLE, read_profiles, summary, table
+from titan_moe.profiling.trace import Place, Sweep, read_trace, union
 
 MAIN, BACKWARD, GLOO, STREAM, NCCL = 1, 2, 3, 7, 20
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titan_moe.build import first_names
-from titan_moe.config.load import load_job
+from titan_moe.config.parse import load_job
+from titan_moe.distributed.parallelize import first_names
 from titan_moe.models.registry import model_config
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.router import Router
-from titan_moe.verify import reference
-from titan_moe.verify.case import NUM_STEPS, at_depth, easy, make_case, norms
-from titan_moe.verify.layouts import SEQ_LEN
+from titan_moe.verify.gradients import reference
+from titan_moe.verify.gradients.fixture import NUM_STEPS, at_depth, easy, make_case, norms
+from titan_moe.verify.layouts.layouts import SEQ_LEN
 
 _ALLOWED = ("titan_moe.models", "titan_moe.moe", "titan_moe.config.")
 _GATE = Path(__file__).parents[3] / "configs" / "debug"

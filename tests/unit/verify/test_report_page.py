@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from tests.unit.verify.report_cases import Page, facts, run
-from titan_moe.verify.comparison import Comparison, FirstDifference, Verdict
-from titan_moe.verify.flips import Flips
-from titan_moe.verify.judging import judge
-from titan_moe.verify.records import Curve, RunRecord
-from titan_moe.verify.report_page import comparison_page
-from titan_moe.verify.report_png import comparison_png
-from titan_moe.verify.report_sections import configurations, layouts
+from titan_moe.verify.compare.comparison import Comparison, FirstDifference, Verdict
+from titan_moe.verify.compare.records import Curve, RunRecord
+from titan_moe.verify.compare.routing_diff import Flips
+from titan_moe.verify.compare.verdict import judge
+from titan_moe.verify.report.page import comparison_page
+from titan_moe.verify.report.png import comparison_png
+from titan_moe.verify.report.sections import configurations, layouts
 
 SECTIONS = ["curves", "load", "quantities", "layouts", "configuration", "environment", "band"]
 REPEATS = [run(f"repeat {i}", noise=1e-6, norms=True).curve for i in range(8)]

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from tests.unit.verify.report_cases import Page, facts, run
-from titan_moe.verify.records import Curve, RunRecord, read_run
-from titan_moe.verify.report_data import moved_share, relative_difference, thinned
-from titan_moe.verify.report_png import runs_png
-from titan_moe.verify.report_runs import runs_page
-from titan_moe.verify.report_style import PALETTE
-from titan_moe.verify.report_suite import SuiteRow, suite_page
-from titan_moe.verify.report_words import distinct_names
+from titan_moe.verify.compare.records import Curve, RunRecord, read_run
+from titan_moe.verify.report.data import moved_share, relative_difference, thinned
+from titan_moe.verify.report.png import runs_png
+from titan_moe.verify.report.runs import runs_page
+from titan_moe.verify.report.style import PALETTE
+from titan_moe.verify.report.suite import SuiteRow, suite_page
+from titan_moe.verify.report.words import distinct_names
 
 _SCRIPT = Path(__file__).resolve().parents[3] / "scripts/report_run.py"
 

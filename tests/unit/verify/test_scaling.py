@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from scripts import scaling as script
-from titan_moe.config.job import JobConfig
+from titan_moe.config.job_config import JobConfig
 from titan_moe.config.resolve import resolve
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
-from titan_moe.verify.paper_world import spread_choice
-from titan_moe.verify.scaling import RankFacts, measure, violations
-from titan_moe.verify.workers import in_fresh_processes
+from titan_moe.simulate.fake_rank import spread_choice
+from titan_moe.simulate.scaling import RankFacts, measure, violations
+from titan_moe.testing.process_pool import in_fresh_processes
 
 WORLDS = (8, 64, 1024)
 

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_moe.verify.layouts import Layout, depth, legal_layouts, stages
-from titan_moe.verify.rotation import rotated
-from titan_moe.verify.shards import Shards
+from titan_moe.verify.layouts.covering import rotated
+from titan_moe.verify.layouts.layouts import Layout, depth, legal_layouts, stages
+from titan_moe.verify.layouts.shards import Shards
 
 WORLDS = [1, 2, 3, 4, 6, 8, 12, 16]
 TENSOR_DIMS = {"layers.*.wq.weight": 0, "layers.*.wo.weight": 1}

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify.repeats import batch_words, harmless_sides
-from titan_moe.verify.sides import Side, parse_overrides, parse_side
+from titan_moe.verify.compare.control_runs import batch_words, harmless_sides
+from titan_moe.verify.compare.run_spec import Side, parse_overrides, parse_side
 
 COMPARE = Path(__file__).parents[3] / "configs" / "debug" / "compare.toml"
 COMMON = Side(config=COMPARE, overrides=(("training.steps", "5"),))

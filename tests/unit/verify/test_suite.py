@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.verify.test_judging import run
-from titan_moe.config.checks import check
+from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import model_of_job
-from titan_moe.verify import suite as suite_module
-from titan_moe.verify.comparison import Comparison, Verdict
-from titan_moe.verify.launching import SideError
-from titan_moe.verify.repeats import batch_words
-from titan_moe.verify.suite import Suite, load_suite, plan_of, run_suite, sbatch
+from titan_moe.verify.compare import suite as suite_module
+from titan_moe.verify.compare.comparison import Comparison, Verdict
+from titan_moe.verify.compare.control_runs import batch_words
+from titan_moe.verify.compare.launch import SideError
+from titan_moe.verify.compare.suite import Suite, load_suite, plan_of, run_suite, sbatch
 
 REPO = Path(__file__).parents[3]
 SUITES = sorted((REPO / "suites").glob("*.toml"))

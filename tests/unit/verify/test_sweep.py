@@ -3,11 +3,11 @@
 from dataclasses import replace
 from html.parser import HTMLParser
 
-from titan_moe.config.job import JobConfig
-from titan_moe.verify.gate import Result
-from titan_moe.verify.layouts import parse
-from titan_moe.verify.page import page
-from titan_moe.verify.sweep import RESULTS_FILE, code_fingerprint, summary, sweep
+from titan_moe.config.job_config import JobConfig
+from titan_moe.verify.gradients.gate import Result
+from titan_moe.verify.gradients.html import page
+from titan_moe.verify.gradients.sweep import RESULTS_FILE, code_fingerprint, summary, sweep
+from titan_moe.verify.layouts.layouts import parse
 
 TASKS = [(parse(text), "float64") for text in ("dp_shard=1", "dp_shard=2", "tp=2,etp=2")]
 

@@ -4,11 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from titan_moe.verify import shards as shards_module
-from titan_moe.verify.layouts import Layout, legal_layouts
-from titan_moe.verify.shards import Shards
-from titan_moe.verify.subjects import subjects
-from titan_moe.verify.tiling import (
+from titan_moe.simulate.models import subjects
+from titan_moe.simulate.tiling import (
     MOST_GROUPS,
     Tiling,
     group_problems,
@@ -17,6 +14,9 @@ from titan_moe.verify.tiling import (
     members,
     tiling_problem,
 )
+from titan_moe.verify.layouts import shards as shards_module
+from titan_moe.verify.layouts.layouts import Layout, legal_layouts
+from titan_moe.verify.layouts.shards import Shards
 
 LAYOUT = Layout(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4, etp=2)
 DIMS = {"layers.*.wq.weight": 0, "layers.*.wo.weight": 1}

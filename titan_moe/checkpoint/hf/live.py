@@ -19,7 +19,7 @@ from titan_moe.checkpoint.hf.pieces import Box
 from titan_moe.checkpoint.hf.progress import Progress, speed_line
 from titan_moe.checkpoint.hf.reading import fill_tensors
 from titan_moe.checkpoint.hf.writing import export
-from titan_moe.distributed.local import local_part, local_slices
+from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.models.hf import HFModel, differences, model_of
 from titan_moe.runtime.errors import RunError
 

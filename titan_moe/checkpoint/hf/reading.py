@@ -7,7 +7,7 @@ from torch import Tensor
 
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.pieces import Box, Stored, cut, lengths, relative
-from titan_moe.distributed.local import local_part, local_slices
+from titan_moe.distributed.dtensor import local_part, local_slices
 
 # Elements handled together. With the file's bytes, a float32 copy of quantised ones and reading
 # past what lies between short runs, a process holds some hundred MB beside its shard.

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.attention import Flex, Local, first_seen_in_rows, is_seen, sdpa
-from titan_moe.kernels.blockwise import MAX_SEQ_LEN, attend_in_blocks
+from titan_moe.ops.attention import Flex, Local, first_seen_in_rows, is_seen, sdpa
+from titan_moe.ops.cpu.blockwise import MAX_SEQ_LEN, attend_in_blocks
 
 
 class AttentionCore(Protocol):

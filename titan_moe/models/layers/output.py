@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from titan_moe.kernels.linear_cross_entropy import (
+from titan_moe.ops.linear_cross_entropy import (
     CrossEntropy,
     Watch,
     cross_entropy,

@@ -1,0 +1,179 @@
+"""A file imports only downward, and stays of a size to be read.
+
+Read from the syntax trees, so that imports inside functions and under TYPE_CHECKING count too. The
+layers are those of README's file map.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from titan_moe.models.registry import FAMILIES
+
+_REPO = Path(__file__).parents[2]
+# A module belongs to the longest name here that it starts with, and imports that layer or those
+# below.
+_LAYERS = {
+    "config": 0,
+    "runtime": 0,
+    "ops": 0,
+    "distributed.collectives": 0,
+    "distributed.numbers": 0,
+    "distributed.totals": 0,
+    "moe": 1,
+    "models": 2,
+    "distributed": 2,
+    "data": 3,
+    "optim": 3,
+    "checkpoint": 3,
+    "metrics": 3,
+    "simulate.memory": 3,
+    "profiling.profiler": 3,
+    "distributed.parallelize": 4,
+    "routing.record": 4,
+    "debug": 5,
+    "metrics.report": 5,
+    "routing": 5,
+    "train_step": 5,
+    "trainer": 5,
+    "train": 6,
+    "profiling": 6,
+    "testing": 6,
+    "simulate": 6,
+    "verify": 6,
+    "cli": 7,
+    "__main__": 7,
+    "scripts": 7,
+}
+# Packages of one layer that know nothing of each other.
+_SIBLINGS = [{"models", "distributed"}, {"data", "optim", "checkpoint", "metrics"}]
+_TORCH_FREE = ("config", "simulate.memory")
+_LONGEST_FILE = 400
+_LONGEST_FUNCTION = 60
+
+
+def violations(repo: Path) -> list[str]:
+    """One line for each broken rule in the repository."""
+    found = []
+    for path in sorted([*repo.glob("titan_moe/**/*.py"), *repo.glob("scripts/**/*.py")]):
+        name = path.relative_to(repo).as_posix()
+        tree = ast.parse(path.read_text())
+        found += [f"{name}: {problem}" for problem in _size_problems(path, tree)]
+        for imported in sorted(set(_imports(tree, path.relative_to(repo)))):
+            found += [f"{name}: {problem}" for problem in _import_problems(path, repo, imported)]
+    return found
+
+
+def _size_problems(path: Path, tree: ast.Module) -> Iterator[str]:
+    text = path.read_text()
+    if path.name == "__init__.py" and text:
+        yield "is not empty"
+    if (lines := len(text.splitlines())) > _LONGEST_FILE:
+        yield f"has {lines} lines"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            if lines > _LONGEST_FUNCTION:
+                yield f"{node.name} has {lines} lines"
+
+
+def _imports(tree: ast.Module, path: Path) -> Iterator[str]:
+    """Dotted names of all imported modules, and of what is imported from them."""
+    package = path.parent.parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package[: len(package) + 1 - node.level] if node.level else ()
+            module = ".".join((*parts, *(node.module or "").split("."))).strip(".")
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            # A name put together at run time is the registry's: it starts with an f-string.
+            yield from (str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+
+
+def _import_problems(path: Path, repo: Path, imported: str) -> Iterator[str]:
+    ours = path.relative_to(repo).with_suffix("").parts
+    here = _layer_name(ours)
+    if here in _TORCH_FREE and imported.split(".")[0] == "torch":
+        yield "imports torch"
+    theirs = tuple(imported.split("."))
+    if theirs[0] not in ("titan_moe", "scripts"):
+        return
+    there = _layer_name(theirs)
+    if here is None or there is None:
+        yield f"{'.'.join(ours if here is None else theirs)} has no layer"
+        return
+    if _LAYERS[there] > _LAYERS[here]:
+        yield f"imports {imported}, which is above it"
+    if here != there and any({here, there} <= siblings for siblings in _SIBLINGS):
+        yield f"imports {imported}, its sibling"
+    if imported.startswith("titan_moe.config.job_config") and 0 < _LAYERS[here] < 4:
+        yield "imports the whole job: take the section"
+    family = _family(theirs)
+    if here == "models" and family not in (None, _family(ours)) and ours[-1] != "registry":
+        yield f"imports {imported}, another family"
+
+
+def _layer_name(parts: tuple[str, ...]) -> str | None:
+    """The key of _LAYERS that rules a module, or a name in one."""
+    inside = parts if parts[0] == "scripts" else parts[1:]
+    names = (".".join(inside[:length]) for length in range(len(inside), 0, -1))
+    return next((name for name in names if name in _LAYERS), None)
+
+
+def _family(parts: tuple[str, ...]) -> str | None:
+    """The model family that a module belongs to; None for what all families share."""
+    return next((part for part in parts[2:3] if part in FAMILIES), None)
+
+
+def test_the_repository_keeps_its_layers() -> None:
+    assert violations(_REPO) == []
+
+
+_LAZY = "from importlib import import_module\nimport_module('titan_moe.distributed.parallelize')"
+_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from titan_moe.moe import layer"
+PLANTED = [
+    ("config/a.py", "import torch", "imports torch"),
+    ("config/a.py", "def f():\n    from torch import nn", "imports torch"),
+    ("moe/a.py", "import titan_moe.models.decoder", "above it"),
+    ("ops/a.py", _TYPES, "above it"),
+    ("optim/a.py", "def f():\n    from titan_moe import trainer", "above it"),
+    ("ops/a.py", "from ..moe import layer", "above it"),
+    ("moe/a.py", _LAZY, "above it"),
+    ("distributed/a.py", "from titan_moe.models.decoder import Decoder", "its sibling"),
+    ("data/a.py", "from titan_moe.metrics import sinks", "its sibling"),
+    ("data/a.py", "from titan_moe.config.job_config import JobConfig", "whole job"),
+    ("models/qwen3/a.py", "from titan_moe.models.deepseek_v3 import config", "another family"),
+    ("models/decoder.py", "import titan_moe.models.qwen3.model", "another family"),
+    ("novel/a.py", "import titan_moe.config.parse", "no layer"),
+    ("moe/__init__.py", "x = 1", "is not empty"),
+    ("moe/a.py", "x = 1\n" * 401, "has 401 lines"),
+    ("moe/a.py", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
+]
+
+
+@pytest.mark.parametrize(("path", "text", "problem"), PLANTED)
+def test_a_planted_violation_is_found(tmp_path: Path, path: str, text: str, problem: str) -> None:
+    file = tmp_path / "titan_moe" / path
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    (line,) = violations(tmp_path)
+    assert line.startswith(f"titan_moe/{path}: ") and problem in line
+
+
+def test_what_is_allowed_is_silent(tmp_path: Path) -> None:
+    allowed = {
+        "titan_moe/distributed/parallelize.py": "from titan_moe.config import job_config\n"
+        "import titan_moe.models.a",
+        "titan_moe/models/qwen3/a.py": "import torch\nfrom titan_moe.models.layers import gqa",
+        "titan_moe/models/registry.py": "import titan_moe.models.qwen3.model",
+        "titan_moe/data/a.py": "from titan_moe.config.sections import Training\nimport numpy",
+        "scripts/a.py": "from titan_moe.verify import ranks",
+    }
+    for path, text in allowed.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert violations(tmp_path) == []

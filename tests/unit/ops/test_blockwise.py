@@ -1,0 +1,79 @@
+"""Attention in blocks of queries, against torch's over all pairs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_moe.models.layers.attention_core import CausalSdpa, DocumentSdpa
+from titan_moe.ops.cpu.blockwise import attend_in_blocks
+
+SCALE = 0.3
+
+
+def _inputs(
+    seq_len: int, *, kv_heads: int = 2, v_dim: int = 6, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """q, k, v as projections leave them: heads last but one in memory."""
+    generator = torch.Generator().manual_seed(seq_len)
+    shapes = [(2, seq_len, 4, 8), (2, seq_len, kv_heads, 8), (2, seq_len, kv_heads, v_dim)]
+    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return [x.to(dtype).transpose(1, 2).requires_grad_() for x in drawn]
+
+
+def _documents(seq_len: int) -> Tensor:
+    """[2, 1, S, S]: two rows, cut differently."""
+    documents_BS = torch.stack([torch.arange(seq_len) // 7, torch.arange(seq_len) // 19])
+    same = documents_BS[:, :, None] == documents_BS[:, None]
+    return (same & torch.ones(seq_len, seq_len, dtype=torch.bool).tril())[:, None]
+
+
+def _oracle(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=SCALE, enable_gqa=True
+    )
+
+
+def _gradients(o_BHSC: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(o_BHSC.shape, generator=generator, dtype=torch.float64)
+    return list(torch.autograd.grad(o_BHSC, inputs, grad.to(o_BHSC.dtype)))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("seq_len", [1, 15, 48, 67, 300])
+def test_blocks_are_attention_over_all_pairs(seq_len: int, kv_heads: int, masked: bool) -> None:
+    inputs = _inputs(seq_len, kv_heads=kv_heads)
+    mask = _documents(seq_len) if masked else None
+    expected, got = _oracle(*inputs, mask), attend_in_blocks(*inputs, mask, SCALE)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-14)
+    for gradient, its_oracle in zip(
+        _gradients(got, inputs), _gradients(expected, inputs), strict=True
+    ):
+        torch.testing.assert_close(gradient, its_oracle, rtol=0, atol=1e-13)
+
+
+def test_bfloat16_is_no_worse_than_torchs_own() -> None:
+    wide = _inputs(256, v_dim=8)
+    inputs = [x.detach().bfloat16().requires_grad_() for x in wide]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    exact = _gradients(_oracle(*wide, None), wide)
+    torchs = _gradients(_oracle(*inputs, None), inputs)
+    ours = _gradients(attend_in_blocks(*inputs, None, SCALE), inputs)
+    for truth, other, own in zip(exact, torchs, ours, strict=True):
+        assert (own - truth).norm() <= 1.5 * (other - truth).norm()
+
+
+@pytest.mark.parametrize("core", [CausalSdpa(), DocumentSdpa()])
+def test_cores_take_blocks_for_short_rows_and_torch_for_long_ones(
+    core: CausalSdpa | DocumentSdpa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = _inputs(48)
+    documents_BS = (torch.arange(48) // 10).expand(2, -1)
+    mask = core.mask(documents_BS)
+    short = core(*inputs, mask, SCALE)
+    monkeypatch.setattr("titan_moe.models.layers.attention_core.MAX_SEQ_LEN", 47)
+    long = core(*inputs, mask, SCALE)
+    assert type(short.grad_fn).__name__ != type(long.grad_fn).__name__
+    torch.testing.assert_close(short, long, rtol=0, atol=1e-14)

@@ -1,0 +1,102 @@
+"""The loss in chunks against whole logits and autograd, in float64; no logits are ever whole."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_moe.ops.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
+
+TOKENS, D, VOCABULARY, FACTORS = 22, 3, 11, (1.0, 0.3)
+
+
+def case(dtype=torch.float64):
+    torch.manual_seed(0)
+    x = torch.randn(TOKENS, D, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCABULARY, D, dtype=dtype, requires_grad=True)
+    labels = torch.randint(0, VOCABULARY, (TOKENS,))
+    labels[3:9] = IGNORE_INDEX
+    return x, weight, labels
+
+
+def whole(x, weight, labels, factors):
+    losses = [
+        factor * F.cross_entropy(xs @ weight.T, own, ignore_index=IGNORE_INDEX, reduction="sum")
+        for xs, own, factor in zip(
+            x.chunk(len(factors)), labels.chunk(len(factors)), factors, strict=True
+        )
+    ]
+    return losses[0], sum(losses)
+
+
+@pytest.mark.parametrize("factors", [(1.0,), FACTORS])
+@pytest.mark.parametrize("chunk_size", [0, 1, 4, 11, 100])
+def test_chunks_add_up_to_the_whole(chunk_size: int, factors):
+    x, weight, labels = case()
+    ours = linear_cross_entropy(x, weight, labels, factors=factors, chunk_size=chunk_size)
+    first, total = whole(x, weight, labels, factors)
+    exact = {"rtol": 1e-12, "atol": 1e-13}
+    torch.testing.assert_close(ours.loss, first, **exact)
+    torch.testing.assert_close(ours.loss + ours.further, total, **exact)
+    assert not ours.further.requires_grad
+    wanted = torch.autograd.grad(2.5 * total, (x, weight))
+    for _ in range(2):  # A split backward comes by twice.
+        found = torch.autograd.grad(2.5 * ours.loss, (x, weight), retain_graph=True)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, **exact)
+
+
+def test_large_logits_and_rows_without_targets_stay_finite():
+    x, weight, labels = case()
+    x.data *= 1e3
+    loss = linear_cross_entropy(x, weight, labels, chunk_size=4).loss
+    torch.testing.assert_close(loss, whole(x, weight, labels, (1.0,))[0])
+    loss.backward()
+    assert x.grad.isfinite().all() and not x.grad[3:9].any()
+    none = torch.full_like(labels, IGNORE_INDEX)
+    x.grad = None
+    linear_cross_entropy(x, weight, none, chunk_size=4).loss.backward()
+    assert not x.grad.any()
+
+
+@pytest.mark.parametrize("chunk_size", [0, 4])
+def test_low_precision_adds_the_weights_gradient_up_in_float32(chunk_size: int):
+    x, weight, labels = case(torch.bfloat16)
+    wide = [each.detach().double().requires_grad_() for each in (x, weight)]
+    ours = linear_cross_entropy(x, weight, labels, chunk_size=chunk_size).loss
+    assert ours.dtype == torch.float32
+    found = torch.autograd.grad(ours, (x, weight))
+    loss, _ = whole(*wide, labels, (1.0,))
+    wanted = torch.autograd.grad(loss, wide)
+    assert abs(ours.item() / loss.item() - 1) < 1e-2
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a.double() - b).norm() < 1e-2 * b.norm()
+
+
+class Largest(TorchDispatchMode):
+    """The most tokens whose logits any operation returned."""
+
+    tokens = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, torch.Tensor) and x.ndim == 2 and x.shape[1] == VOCABULARY:
+                self.tokens = max(self.tokens, x.shape[0])
+        return result
+
+
+def test_no_more_logits_than_a_chunk_of_tokens_ever_exist():
+    x, weight, labels = case()
+    with Largest() as seen:
+        linear_cross_entropy(x, weight, labels, chunk_size=4).loss.backward()
+    assert seen.tokens == 4
+
+
+def test_without_gradients_none_are_computed():
+    x, weight, labels = case()
+    with torch.no_grad():
+        losses = linear_cross_entropy(x, weight, labels, chunk_size=4)
+    assert not losses.loss.requires_grad
+    torch.testing.assert_close(losses.loss, whole(x, weight, labels, (1.0,))[0].detach())

@@ -1,0 +1,214 @@
+"""From a TOML file and a command line to one frozen JobConfig, and back to TOML.
+
+Both sources are validated apart, so that a TOML string where a number belongs is an error although
+every command-line value arrives as text, and so that each mistake can say where it stands.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+
+import tomli_w
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.section import Section
+from titan_moe.config.torchtitan import unknown_key, value_replacement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_USAGE = "[CONFIG_FILE=PATH] ./run_train.sh [--TABLE.KEY VALUE ...]"
+_CONFIG_FILE = "job.config_file"
+_COMMAND_LINE = "command line"
+
+
+class _CliSettings(JobConfig, BaseSettings):  # type: ignore[misc]
+    """JobConfig as pydantic-settings wants it, to make an argument parser of."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([f"{_COMMAND_LINE}: {message}"])
+
+
+def load_job(argv: list[str]) -> JobConfig:
+    """Read `--job.config_file PATH`, put the `--table.key value` overrides on top, and validate.
+
+    Without a file every key has its default. `--help` prints all keys and exits. Raises ConfigError
+    with everything that is wrong in file and command line together.
+    """
+    problems: list[str] = []
+    from_file: dict[str, Any] = {}
+    from_cli: dict[str, Any] = {}
+    path, argv = _split_config_file(argv)
+    if path is not None:
+        try:
+            from_file = _read_toml(Path(path))
+        except ConfigError as error:
+            problems += error.lines
+        problems += _problems(from_file, source=path, strict=True)
+    try:
+        from_cli, unknown = _read_command_line(argv)
+        problems += _unknown_arguments(unknown) + _problems(from_cli, source=_COMMAND_LINE)
+    except ConfigError as error:
+        problems += error.lines
+    if problems:
+        raise ConfigError(problems)
+    return JobConfig.model_validate(_merged(from_file, from_cli))
+
+
+def save_job(job: JobConfig, path: Path) -> None:
+    """Write `job` as TOML; loading that file gives an equal config."""
+    path.write_text(as_toml(job), encoding="utf-8")
+
+
+def as_toml(job: JobConfig) -> str:
+    """`job` as TOML text. None becomes an absent key."""
+    return tomli_w.dumps(job.model_dump(exclude_none=True))
+
+
+def known_keys(section: type[Section] = JobConfig, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key below `section` and the annotation of its values."""
+    keys: dict[str, Any] = {}
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            keys |= known_keys(kind, f"{prefix}{name}.")
+        else:
+            keys[prefix + name] = kind
+    return keys
+
+
+def _split_config_file(argv: list[str]) -> tuple[str | None, list[str]]:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--{_CONFIG_FILE}", dest="path", metavar="PATH")
+    known, rest = parser.parse_known_args(argv)
+    return known.path, rest
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        return values
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    except UnicodeDecodeError:
+        problem = "is not UTF-8 text"
+    except tomllib.TOMLDecodeError as error:
+        problem = f"is not valid TOML: {error}"
+    raise ConfigError([f"{_CONFIG_FILE} = {path}: {problem}"])
+
+
+def _read_command_line(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The overrides as nested tables of text, and the arguments that are no key of ours."""
+    parser = _Parser(usage=_USAGE, allow_abbrev=False)
+    parser.add_argument(f"--{_CONFIG_FILE}", metavar="PATH", help="TOML file to start from.")
+    source: CliSettingsSource[_Parser] = CliSettingsSource(
+        _CliSettings,
+        root_parser=parser,
+        add_argument_method=_add_argument,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_parse_none_str="null",
+        cli_use_class_docs_for_groups=True,
+    )
+    namespace, unknown = parser.parse_known_args(argv)
+    del namespace.__dict__[_CONFIG_FILE]
+    try:
+        values: dict[str, Any] = source(parsed_args=namespace)()
+    except SettingsError as error:
+        raise ConfigError([f"{_COMMAND_LINE}: {error}"]) from None
+    for key, kind in known_keys().items():
+        if choices := _choices(kind):
+            _name_choice(values, key.split("."), choices)
+    return values, unknown
+
+
+def _add_argument(parser: argparse.ArgumentParser, *names: str, **options: Any) -> None:
+    if options.get("metavar") == "bool":
+        options |= {"nargs": "?", "const": "true"}
+    parser.add_argument(*names, **options)
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    """The values that a key may have, if they are named one by one; it may also be left out."""
+    alternatives = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return next((get_args(each) for each in alternatives if get_origin(each) is Literal), ())
+
+
+def _name_choice(values: dict[str, Any], path: list[str], choices: tuple[Any, ...]) -> None:
+    """Replace text by the choice it names: pydantic takes no "8" for Literal[8]."""
+    *tables, key = path
+    for table in tables:
+        values = values.get(table, {})
+    if isinstance(values, dict) and key in values:
+        values[key] = {str(choice): choice for choice in choices}.get(values[key], values[key])
+
+
+def _unknown_arguments(arguments: list[str]) -> list[str]:
+    lines = []
+    while arguments:
+        argument, *arguments = arguments
+        if not argument.startswith("--"):
+            lines.append(f"{_COMMAND_LINE}: {argument!r} belongs to no --table.key")
+            continue
+        key, equals, value = argument[2:].partition("=")
+        if not equals and arguments and not arguments[0].startswith("--"):
+            value, *arguments = arguments
+        lines.append(unknown_key(key, value, known_keys(), source=_COMMAND_LINE))
+    return lines
+
+
+def _problems(values: dict[str, Any], *, source: str, strict: bool = False) -> list[str]:
+    try:
+        JobConfig.model_validate(values, strict=strict)
+    except ValidationError as error:
+        return [line for problem in error.errors() for line in _lines(problem, source)]
+    return []
+
+
+def _lines(problem: Mapping[str, Any], source: str) -> list[str]:
+    key = ".".join(str(part) for part in problem["loc"])
+    value, message = problem["input"], problem["msg"]
+    if problem["type"] == "extra_forbidden":
+        leaves = dict(_leaves(key, value)) or {key: value}
+        return [
+            unknown_key(leaf, _shown(given), known_keys(), source=source)
+            for leaf, given in leaves.items()
+        ]
+    if problem["type"] == "model_type":
+        message = f"must be a table: [{key}]"
+    elif problem["type"] == "missing":
+        return [f"{key} ({source}): is required"]
+    message = message.replace("Input should be", "must be")
+    if remedy := value_replacement(key, value):
+        message = remedy
+    return [f"{key} = {_shown(value)} ({source}): {message}"]
+
+
+def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        return [(key, value)]
+    return [leaf for name, inner in value.items() for leaf in _leaves(f"{key}.{name}", inner)]
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        inner = merged.get(key)
+        nested = isinstance(value, dict) and isinstance(inner, dict)
+        merged[key] = _merged(inner, value) if nested else value  # type: ignore[arg-type]
+    return merged

@@ -1,0 +1,140 @@
+"""Hooks that see every module of a step, forward and backward; the model knows nothing of them.
+
+Forward, a place is what a module returned. Backward, it is the gradient of what a module was given,
+made by this module alone: a tensor that goes to several goes to each as a view of its own. So the
+first place that is wrong, in either direction, is the module that went wrong.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titan_moe.debug.capture.moe_hooks import MoEHooks
+from titan_moe.debug.capture.records import Place
+from titan_moe.debug.capture.watcher import Watcher, on_gradient, replaced
+from titan_moe.distributed.parallelize import ShardedModel
+from titan_moe.models.decoder import Decoder
+from titan_moe.models.layers.mtp import MultiTokenPrediction
+from titan_moe.models.layers.output import Output
+from titan_moe.models.tensor_plans import DECODER
+from titan_moe.moe.experts import Experts
+from titan_moe.moe.layer import MoE
+
+_CUT_OUTPUTS = ("colwise", "vocab_columns")
+_CUT_INPUTS = ("rowwise",)
+_USERS = {"shares": "{} (balance losses)"}
+"""Who makes the gradients of what a router returns, where it is not the router itself."""
+
+
+@contextmanager
+def watched(sharded: ShardedModel, part: Decoder, watcher: Watcher) -> Iterator[None]:
+    """See one stage's modules until the end."""
+    with ExitStack() as stack:
+        start = part.register_forward_pre_hook(watcher.begins, with_kwargs=True)
+        stack.callback(start.remove)
+        for name, module in part.named_modules():
+            for handle in _hooks(name, module, watcher):
+                stack.callback(handle.remove)
+            if isinstance(module, MoE):
+                stack.enter_context(MoEHooks(name, module, watcher, sharded).installed())
+            elif isinstance(module, Output):
+                stack.enter_context(_logits(module, watcher))
+            elif hasattr(module, "core") and module is not part:
+                core = _core(f"{name}.core", module.core, watcher)  # type: ignore[arg-type]
+                stack.enter_context(replaced(module, "core", core))
+        yield
+
+
+def _hooks(name: str, module: nn.Module, watcher: Watcher) -> list[Any]:
+    if not name or isinstance(module, nn.Identity | nn.ModuleDict | Experts):
+        return []
+    cut_input, cut_output = _is(name, _CUT_INPUTS), _is(name, _CUT_OUTPUTS)
+
+    def before(module: nn.Module, args: tuple) -> tuple:
+        return tuple(
+            watcher.given(name, "input", x, cut=cut_input or x.ndim == 4)
+            if isinstance(x, Tensor)
+            else x
+            for x in args
+        )
+
+    def after(module: nn.Module, args: tuple, output: Any) -> None:
+        if isinstance(output, Tensor):
+            watcher.forward(name, "output", output, cut=cut_output or output.ndim == 4)
+        elif hasattr(output, "_asdict"):
+            for field, x in output._asdict().items():
+                tensor = field.partition("_")[0]
+                watcher.forward(name, tensor, x)
+                watcher.backward(_USERS.get(tensor, "{}").format(name), tensor, x)
+
+    handles = [module.register_forward_pre_hook(before)]
+    # What it returns are its layers' outputs, once more.
+    if not isinstance(module, MultiTokenPrediction | Output):
+        handles.append(module.register_forward_hook(after))
+    return handles
+
+
+def _is(name: str, ways: tuple[str, ...]) -> bool:
+    return any(how in ways and fnmatchcase(name, pattern) for pattern, how in DECODER.items())
+
+
+@contextmanager
+def _logits(module: Output, watcher: Watcher) -> Iterator[None]:
+    """Those of the decoder, and below them those of each depth of multi-token prediction; and the
+    gradients that the loss makes of them. Both come in chunks, of which none is there later."""
+    logits, gradients = [], []
+
+    def watch(first_token: int, logits_TV: Tensor, grad_TV: Tensor) -> None:
+        logits.append(logits_TV)
+        gradients.append(grad_TV)
+
+    def after(module: nn.Module, args: tuple, loss: Tensor) -> None:
+        if logits:
+            shape = (len(args[0]), -1, logits[0].shape[-1])
+            _keep_logits(torch.cat(logits).view(shape), torch.cat(gradients).view(shape), loss)
+            logits.clear()
+            gradients.clear()
+
+    def _keep_logits(logits_BSV: Tensor, grad_BSV: Tensor, loss: Tensor) -> None:
+        now = watcher.now
+        assert now is not None
+        names = ["loss"]
+        for depth, x in enumerate(logits_BSV.split(now.size)):
+            tensor = f"logits of depth {depth}" if depth else "logits"
+            names += [f"mtp.loss of depth {depth}"] * (depth > 0)
+            watcher.forward("output", tensor, x, cut=True)
+        places = [Place("backward", name, "logits") for name in names]
+        for place in places:
+            watcher.order(place)
+
+        def keep(factor: Tensor) -> None:
+            for place, x in zip(places, (grad_BSV * factor).split(now.size), strict=True):
+                watcher.keep(place, now, x, cut=True, gradient=True)
+
+        on_gradient(loss, keep)
+
+    handle = module.register_forward_hook(after)
+    with replaced(module, "watch", watch):
+        yield
+    handle.remove()
+
+
+def _core(name: str, core: Callable[..., Tensor], watcher: Watcher) -> Callable[..., Tensor]:
+    """An attention core whose queries, keys, values and output are seen, head by head."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+        seen = []
+        for tensor, x_BHSC in (("queries", q), ("keys", k), ("values", v)):
+            x_BSHC = x_BHSC.transpose(1, 2)
+            watcher.forward(name, tensor, x_BSHC, cut=True)
+            x_BSHC = watcher.given(name, tensor, x_BSHC, cut=True)
+            seen.append(x_BSHC.transpose(1, 2))
+        o_BHSC = core(*seen, *args)
+        watcher.forward(name, "output", o_BHSC.transpose(1, 2), cut=True)
+        return o_BHSC
+
+    return attend

@@ -1,0 +1,224 @@
+"""The capture of one step: a summary of every tensor of it, by which runs are compared.
+
+Everything is kept in the coordinates of the whole model and the whole batch: tokens by row and
+position, experts and parameters by their names, and of each tensor a sketch that adds up over its
+parts. So captures of any two layouts can be put side by side, and their size is bounded: per token
+and tensor 9 numbers. verify/localize.py reads them.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from titan_moe.data.batch import Batch, fingerprints
+from titan_moe.debug.capture.hooks import watched
+from titan_moe.debug.capture.records import NUMBERS, PHASES, TENSOR, TOKENS, Kind, Place, Records
+from titan_moe.debug.capture.sketch import sketch_box, sketch_experts, sketch_rows
+from titan_moe.debug.capture.tokens import Microbatch as Tokens
+from titan_moe.debug.capture.watcher import Watcher
+from titan_moe.distributed.dtensor import local_part, local_slices
+from titan_moe.distributed.execution import Microbatch
+from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
+from titan_moe.distributed.parallelize import ShardedModel
+from titan_moe.models.decoder import Decoder
+from titan_moe.train_step import StepResult
+
+FOLDER = "capture"
+_ROWS = "batch"
+_EXPERTS = Kind("experts")
+
+
+class StepCapture:
+    """Watches a step from its start to its update, then writes this rank's file.
+
+    Args:
+        compute_dtype: the type of activations, which decides what rounding may do.
+    """
+
+    def __init__(
+        self, sharded: ShardedModel, optimizer: Optimizer, *, step: int, compute_dtype: str
+    ) -> None:
+        self._sharded, self._optimizer = sharded, optimizer
+        self._step, self._dtype = step, compute_dtype
+        self._records = Records()
+        self._hooks = ExitStack()
+        self._rows: list[int] = []
+        dims, rank = sharded.meshes.dims, sharded.meshes.rank
+        self._rank = rank
+        self._tp, self._tp_rank = dims.size("tp"), dims.coordinate(rank, "tp")
+        self._stages = [_stage(part, sharded.stages) for part in sharded.parts]
+        self._parameters("start", "parameter", lambda parameter: parameter)
+        self._routers("start")
+        for part, stage in zip(sharded.parts, self._stages, strict=True):
+            watcher = Watcher(self._records, stage, self._tokens_of, interleaved=dims.pp > 1)
+            self._hooks.enter_context(watched(sharded, part, watcher))
+
+    def reads(self, batch: Batch, rows: Microbatch) -> None:
+        """Before the forward of these rows: what this rank reads of them."""
+        positions_S = self._sharded.positions(batch.tokens_BS.shape[1])
+        rows_B = torch.tensor(fingerprints(batch), dtype=torch.int64)
+        self._now = rows, rows_B, positions_S
+        self._rows += [row for row in rows_B.tolist() if row not in self._rows]
+        own = Tokens(rows_B, positions_S, 1, 0)
+        read = {
+            "tokens": rows.tokens_BS,
+            "labels": rows.labels_BS,
+            "positions": rows.positions_BS,
+        }
+        if rows.ahead_tokens_BKS is not None and rows.ahead_labels_BKS is not None:
+            for depth in range(rows.ahead_tokens_BKS.shape[1]):
+                read[f"tokens {depth + 1} ahead"] = rows.ahead_tokens_BKS[:, depth]
+                read[f"labels {depth + 1} ahead"] = rows.ahead_labels_BKS[:, depth]
+        for number, (name, x_BS) in enumerate(read.items()):
+            self._data(name, number, own.keys, x_BS)
+        whole = Tokens(rows_B, torch.arange(batch.tokens_BS.shape[1]), 1, 0)
+        self._data("documents", len(read), whole.keys, rows.documents_BS)
+
+    def accumulated(self) -> None:
+        """After all backwards and all sums of gradients over ranks, before clipping."""
+        self._hooks.close()
+        self._parameters("gradient", "gradient", _gradient)
+        for number, name in enumerate(self._sharded.all_moe_layers()):
+            if (moe := self._sharded.moe_layers().get(name)) is not None:
+                # Every rank has the loss of its own tokens.
+                place = Place("loss", f"{name}.moe", "balance loss")
+                self._number(place, [moe.router.balance_loss], (3, number), part=self._rank)
+
+    def updated(self, result: StepResult) -> None:
+        """After the update, or where the step makes none."""
+        for number, (name, value) in enumerate(
+            {
+                "num_targets": result.num_targets,
+                "loss": result.loss,
+                "mtp_loss": result.mtp_loss,
+            }.items()
+        ):
+            if value is not None:
+                self._number(Place("loss", "", name), [value], (number, 0))
+        self._number(Place("loss", "", "balance_loss"), [result.balance_loss], (4, 0))
+        self._number(Place("norm", "", "grad_norm"), [result.grad_norm], (0, 0))
+        if result.counts_LE is not None:
+            layers = self._sharded.all_moe_layers()
+            for number, (name, counts_E) in enumerate(zip(layers, result.counts_LE, strict=True)):
+                place = Place("counts", f"{name}.moe.router", "tokens_per_expert")
+                self._by_expert(place, counts_E, (0, number))
+        self._routers("balance")
+        state = self._optimizer.state
+        for which in _moments(self._optimizer):
+            self._parameters("moments", which, lambda p, key=which: state[p].get(key))  # type: ignore[misc]
+        self._parameters("parameters", "parameter", lambda parameter: parameter)
+
+    def write(self, folder: Path) -> None:
+        """This rank's file. The hooks are gone."""
+        self._hooks.close()
+        dims = self._sharded.meshes.dims
+        axes = dict.fromkeys((*DENSE_AXES, *SPARSE_AXES))
+        facts: dict[str, Any] = {
+            "step": self._step,
+            "rank": self._rank,
+            "world_size": dims.world_size,
+            "layout": {axis: dims.size(axis) for axis in axes},
+            "compute_dtype": self._dtype,
+            "rows": self._rows,
+            "phases": list(PHASES),
+        }
+        self._records.save(folder / FOLDER / f"rank-{self._rank:05d}.pt", facts)
+
+    def _tokens_of(self, documents_BS: Tensor) -> Tokens:
+        """A pipeline's microbatch is a view of the documents that its rank was given."""
+        rows, rows_B, positions_S = self._now
+        whole_BS = rows.documents_BS
+        distance = documents_BS.data_ptr() - whole_BS.data_ptr()
+        first = distance // (whole_BS.stride(0) * whole_BS.element_size())
+        last = first + len(documents_BS)
+        assert first >= 0 and last <= len(whole_BS), "the microbatch's documents are a copy"
+        return Tokens(rows_B[first:last], positions_S, self._tp, self._tp_rank)
+
+    def _data(self, name: str, number: int, keys: Tensor, x_BS: Tensor) -> None:
+        values = sketch_rows(x_BS.reshape(-1, 1).double())
+        place = Place("data", _ROWS, name)
+        self._records.add(place, TOKENS, (0, number), keys=keys, part=0, values=values)
+
+    def _number(
+        self, place: Place, values: list[Any], order: tuple[int, int], *, part: int = 0
+    ) -> None:
+        self._records.add(
+            place,
+            NUMBERS,
+            order,
+            keys=_keys(range(len(values))),
+            part=part,
+            values=torch.tensor(values, dtype=torch.float64)[:, None],
+        )
+
+    def _by_expert(self, place: Place, values_E: Tensor, order: tuple[int, int]) -> None:
+        values = values_E.detach().double().cpu()[:, None]
+        keys = _keys(range(len(values)))
+        self._records.add(place, _EXPERTS, order, keys=keys, part=0, values=values)
+
+    def _routers(self, phase: str) -> None:
+        layers = self._sharded.moe_layers()
+        for number, name in enumerate(self._sharded.all_moe_layers()):
+            if name in layers:
+                router = layers[name].router
+                for which in ("expert_bias", "previous_load"):
+                    place = Place(phase, f"{name}.moe.router", which)
+                    self._by_expert(place, getattr(router, which), (1, number))
+
+    @torch.no_grad()
+    def _parameters(self, phase: str, tensor: str, choose: Any) -> None:
+        """A sketch of every parameter, or of what belongs to it; nothing counts as zeros."""
+        for part, stage in zip(self._sharded.parts, self._stages, strict=True):
+            for number, (name, parameter) in enumerate(part.named_parameters()):
+                box, chosen = local_slices(parameter), choose(parameter)
+                if chosen is None:
+                    chosen = torch.zeros_like(parameter)
+                held = local_part(chosen)
+                module, _, last = name.rpartition(".")
+                if ".experts." in name:
+                    values, rest = sketch_experts(held, box), box[1:]
+                    keys = _keys(range(box[0].start, box[0].start + len(values)))
+                else:
+                    values, rest, keys = sketch_box(held, box)[None], box, _keys([0])
+                self._records.add(
+                    Place(phase, module, f"{tensor} of {last}" if phase != "start" else last),
+                    TENSOR if ".experts." not in name else _EXPERTS,
+                    (stage, number),
+                    keys=keys,
+                    part=_number_of(rest),
+                    values=values,
+                )
+
+
+def _moments(optimizer: Optimizer) -> list[str]:
+    """The kinds of them. Of what a parameter has none of, zeros are told."""
+    muon = any(group["name"] == "matrices" for group in optimizer.param_groups)
+    return ["exp_avg", "exp_avg_sq", *["momentum_buffer"] * muon]
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    return parameter.grad
+
+
+def _keys(numbers: Any) -> Tensor:
+    column = torch.tensor(list(numbers), dtype=torch.int64)
+    return torch.stack([column, torch.zeros_like(column)], 1)
+
+
+def _number_of(box: tuple[slice, ...]) -> int:
+    """The same for the same part of a tensor, on whichever rank."""
+    number = 0
+    for span in box:
+        number = (number * 1_000_003 + span.start + 1) % (1 << 61)
+    return number
+
+
+def _stage(part: Decoder, stages: list[list[str]]) -> int:
+    """Which stage of the pipeline a part is."""
+    own = {name.split(".")[0] for name, _ in part.named_parameters()}
+    own |= {f"layers.{number}" for number in part.layers}
+    return next(index for index, names in enumerate(stages) if set(names) <= own)

@@ -1,0 +1,249 @@
+"""Context parallelism: each row's tokens are cut among the ranks of `cp`, attention joins them.
+
+Everything but attention works on its own tokens. Attention has one of three cores:
+
+    allgather   each rank gathers all keys and values: memory for those of whole rows.
+    ulysses     each rank gets all tokens of its share of the heads (arXiv 2309.14509) and runs the
+                plain kernel. Heads and kv heads must divide by cp. Fewer bytes than the others
+                where cp is more than 1 + heads / kv heads.
+    ring        keys and values travel (`ring_attention.py`): never a whole row in memory. Where
+                attention sees only the near past, no further than they are seen.
+
+Head-tail balance: of 2 * cp chunks, rank r holds chunks r and 2 * cp - 1 - r, which together see as
+much of the past on every rank. Either way a rank's positions ascend.
+"""
+
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from titan_moe.distributed.collectives import all_to_all_rows, gather_parts, reduce_scatter_rows
+from titan_moe.distributed.context_parallel.blocks import Block, BlockAttention, choose_blocks
+from titan_moe.distributed.context_parallel.ring import Ring, Step, ring_attention
+from titan_moe.ops.attention import Local, first_seen
+
+
+class Core(Protocol):
+    """What attention layers call: masks per microbatch, then o_BHSC per layer."""
+
+    def mask(self, documents_BS: Tensor, local: Local | None = None) -> Any: ...
+
+    def __call__(
+        self,
+        q_BHSC: Tensor,
+        k_BHSC: Tensor,
+        v_BHSC: Tensor,
+        mask: Any,
+        scale: float,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+def local_positions(seq_len: int, cp_size: int, cp_rank: int, *, balanced: bool) -> Tensor:
+    """Where in its row each token of this rank is: [seq_len / cp_size] int64 on the CPU, ascending.
+
+    `seq_len` divides by `cp_size`, by twice that if balanced.
+    """
+    held = _chunks_of_ranks(cp_size, balanced)
+    chunks = torch.arange(seq_len).chunk(cp_size * len(held[0]))
+    return torch.cat([chunks[chunk] for chunk in held[cp_rank]])
+
+
+def context_parallel_core(
+    plain: Core,
+    *,
+    group: ProcessGroup,
+    method: str,
+    balanced: bool,
+    mask_documents: bool,
+    device_type: str,
+) -> Core:
+    """The core for attention layers whose tokens are cut over `group`.
+
+    Its `mask` takes the documents of whole rows [B, S], the same on every rank of the group; its
+    calls take this rank's tokens, at `local_positions(S, cp, rank, balanced=balanced)`, and the
+    sinks of all heads, and are collective: every rank makes them in the same order. Gradients are
+    plain sums over all queries, each term once: those of the sinks are parts, to be summed over the
+    group like those of weights. Any S that divides, another in every microbatch if need be.
+
+    Args:
+        plain: the one-device core for the same documents; what "ulysses" runs, on whole rows.
+        group: the ranks of `cp`, two or more.
+        method: "allgather", "ulysses" or "ring".
+        balanced: head-tail balance; else consecutive positions.
+        mask_documents: whether documents packed into a row are kept apart.
+        device_type: "cuda" attends by compiled flex attention, others by explicit masks.
+    """
+    if method == "ulysses":
+        return Ulysses(plain, group, balanced=balanced)
+    attention = choose_blocks(mask_documents=mask_documents, device_type=device_type)
+    if method == "allgather":
+        return AllGather(attention, group, balanced=balanced)
+    assert method == "ring"
+    return RingAttention(attention, group, balanced=balanced)
+
+
+class AllGather:
+    """Local queries attend to the keys and values of whole rows."""
+
+    def __init__(self, attention: BlockAttention, group: ProcessGroup, *, balanced: bool) -> None:
+        self._attention = attention
+        self._group = group
+        self._balanced = balanced
+
+    def mask(self, documents_BS: Tensor, local: Local | None = None) -> list[Block]:
+        seq_len = documents_BS.shape[1]
+        queries_S = local_positions(
+            seq_len, self._group.size(), self._group.rank(), balanced=self._balanced
+        )
+        return self._attention.blocks(documents_BS, queries_S, torch.arange(seq_len), local)
+
+    def __call__(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: list[Block], scale: float, sinks_H=None
+    ) -> Tensor:
+        k, v = _GatherKeysValues.apply(k_BHSC, v_BHSC, self._group, self._balanced)
+        parts = [
+            self._attention.attend(
+                q_BHSC[:, :, queries], k[:, :, keys], v[:, :, keys], block_mask, scale, sinks_H
+            )
+            for queries, keys, block_mask in mask
+        ]
+        return torch.cat(parts, 2)
+
+
+class Ulysses:
+    """Whole rows for a share of the heads, between two all-to-alls."""
+
+    def __init__(self, plain: Core, group: ProcessGroup, *, balanced: bool) -> None:
+        self._plain = plain
+        self._group = group
+        self._balanced = balanced
+
+    def mask(self, documents_BS: Tensor, local: Local | None = None) -> Any:
+        return self._plain.mask(documents_BS, local)
+
+    def __call__(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float, sinks_H=None
+    ) -> Tensor:
+        if sinks_H is not None:
+            sinks_H = sinks_H.chunk(self._group.size())[self._group.rank()]
+        q, k, v = self._share_heads(q_BHSC, k_BHSC, v_BHSC)
+        return self._share_tokens(self._plain(q, k, v, mask, scale, sinks_H))
+
+    def _share_heads(self, *tensors_BHSC: Tensor) -> list[Tensor]:
+        """All heads of own tokens -> own heads of all tokens; one exchange for all tensors."""
+        size = self._group.size()
+        by_rank = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in tensors_BHSC]
+        sent = torch.cat([x.flatten(1) for x in by_rank], 1)
+        received = self._exchange(sent).split([x[0].numel() for x in by_rank], 1)
+        parts = [got.view(x.shape) for got, x in zip(received, by_rank, strict=True)]
+        return [join_row(x, balanced=self._balanced) for x in parts]
+
+    def _share_tokens(self, o_BHSC: Tensor) -> Tensor:
+        """Own heads of all tokens -> all heads of own tokens."""
+        parts = cut_row(o_BHSC, self._group.size(), balanced=self._balanced)
+        return self._exchange(parts).movedim(0, 1).flatten(1, 2)
+
+    def _exchange(self, x: Tensor) -> Tensor:
+        ones = [1] * self._group.size()
+        return all_to_all_rows(x, ones, ones, self._group)
+
+
+class RingAttention:
+    """Local queries attend to keys and values that pass by."""
+
+    def __init__(self, attention: BlockAttention, group: ProcessGroup, *, balanced: bool) -> None:
+        self._attention = attention
+        self._group = group
+        self._balanced = balanced
+
+    def mask(self, documents_BS: Tensor, local: Local | None = None) -> list[Step]:
+        seq_len, size, rank = documents_BS.shape[1], self._group.size(), self._group.rank()
+        positions = partial(local_positions, seq_len, size, balanced=self._balanced)
+        seen = seen_ranks(seq_len, size, local, balanced=self._balanced)
+        steps = []
+        for distance in range(size):
+            source = (rank - distance) % size
+            blocks = []
+            if source in seen[rank]:
+                blocks = self._attention.blocks(
+                    documents_BS, positions(rank), positions(source), local
+                )
+            # All ranks pass by the ranks whose keys none of them sees at this distance.
+            if any((other - distance) % size in seen[other] for other in range(size)):
+                steps.append(Step(distance, blocks))
+        return steps
+
+    def __call__(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: list[Step], scale: float, sinks_H=None
+    ) -> Tensor:
+        ring = Ring(self._group, self._attention, mask, scale)
+        return ring_attention(q_BHSC, k_BHSC, v_BHSC, ring, sinks_H)
+
+
+def seen_ranks(
+    seq_len: int, cp_size: int, local: Local | None, *, balanced: bool
+) -> list[set[int]]:
+    """The ranks that each rank's queries see keys of, whatever the documents."""
+    held = _chunks_of_ranks(cp_size, balanced)
+    num_chunks = cp_size * len(held[0])
+    chunk_len = seq_len // num_chunks
+    starts = torch.arange(num_chunks) * chunk_len
+    # The first query of a chunk sees furthest.
+    first = (first_seen(starts, local) // chunk_len).tolist()
+    rank_of = {chunk: rank for rank, chunks in enumerate(held) for chunk in chunks}
+    return [
+        {rank_of[seen] for chunk in chunks for seen in range(first[chunk], chunk + 1)}
+        for chunks in held
+    ]
+
+
+def join_row(parts_PBHSE: Tensor, *, balanced: bool) -> Tensor:
+    """The ranks' parts [cp, B, H, S/cp, E] -> whole rows [B, H, S, E], in their order."""
+    held = _chunks_of_ranks(len(parts_PBHSE), balanced)
+    chunks = {
+        chunk: x
+        for part, numbers in zip(parts_PBHSE.unbind(), held, strict=True)
+        for chunk, x in zip(numbers, part.chunk(len(numbers), 2), strict=True)
+    }
+    return torch.cat([chunks[chunk] for chunk in range(len(chunks))], 2)
+
+
+def cut_row(x_BHSE: Tensor, cp_size: int, *, balanced: bool) -> Tensor:
+    """The inverse of `join_row`."""
+    held = _chunks_of_ranks(cp_size, balanced)
+    chunks = x_BHSE.chunk(cp_size * len(held[0]), 2)
+    return torch.stack([torch.cat([chunks[chunk] for chunk in numbers], 2) for numbers in held])
+
+
+def _chunks_of_ranks(cp_size: int, balanced: bool) -> list[list[int]]:
+    """Which of a row's chunks each rank holds."""
+    if not balanced:
+        return [[rank] for rank in range(cp_size)]
+    return [[rank, 2 * cp_size - 1 - rank] for rank in range(cp_size)]
+
+
+class _GatherKeysValues(torch.autograd.Function):
+    """Whole rows of keys and values; backward: each rank's gradients, summed in rank order."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any, k_BHSC: Tensor, v_BHSC: Tensor, group: ProcessGroup, balanced: bool
+    ):
+        own = torch.cat([k_BHSC, v_BHSC], -1)
+        ctx.dims = [k_BHSC.shape[-1], v_BHSC.shape[-1]]
+        ctx.group, ctx.balanced = group, balanced
+        parts = gather_parts(own, group).split(ctx.dims, -1)
+        return tuple(join_row(x, balanced=balanced) for x in parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads_BHSC: Tensor):  # type: ignore[override, no-untyped-def]
+        size = ctx.group.size()
+        parts = [cut_row(grad, size, balanced=ctx.balanced) for grad in grads_BHSC]
+        own = reduce_scatter_rows(torch.cat(parts, -1), [1] * size, ctx.group)[0]
+        return *own.split(ctx.dims, -1), None, None

@@ -1,0 +1,221 @@
+"""Attention of some queries to some keys of a row, given where in the row each of them is.
+
+What context parallelism computes on one rank, between its collectives. Positions must ascend.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from titan_moe.ops.attention import Flex, Local, first_seen_in_rows, is_seen, sdpa
+
+
+class Block(NamedTuple):
+    """Queries and keys that may see each other."""
+
+    queries: slice
+    keys: slice
+    mask: Any
+    """Which of them do; what it is depends on the attention, None: all."""
+
+
+class Upstream(NamedTuple):
+    """What the backward of a block needs to know of its queries, over all blocks."""
+
+    q_BHSC: Tensor
+    grad_BHSC: Tensor
+    """The gradient of the output."""
+    lse_BHS: Tensor
+    """Of the softmax over all keys of the row, and the sink if there is one."""
+    delta_BHS: Tensor
+    """The product of the output with its gradient."""
+
+    def of(self, queries: slice) -> "Upstream":
+        return Upstream(*(x[:, :, queries] for x in self))
+
+
+class BlockAttention(Protocol):
+    """How a device attends within a block. Keys and values may have fewer heads than queries."""
+
+    def blocks(
+        self, documents_BS: Tensor, queries_S: Tensor, keys_S: Tensor, local: Local | None = None
+    ) -> list[Block]:
+        """Blocks that hold all visible pairs once, in the queries' order.
+
+        Args:
+            documents_BS: the documents of whole rows.
+            queries_S, keys_S: their positions in the row, ascending; on the CPU.
+            local: how far back queries see; None: the whole past.
+        """
+
+    def attend(
+        self,
+        q_BHSC: Tensor,
+        k_BHSC: Tensor,
+        v_BHSC: Tensor,
+        mask: Any,
+        scale: float,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """o_BHSC, differentiable; every query must see a key."""
+
+    def forward(
+        self, q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, mask: Any, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Without gradient: o_BHSC, and the natural logarithm lse_BHS of the softmax's divisor.
+
+        A query that sees no key of the block gets 0 and -inf.
+        """
+
+    def backward(
+        self, upstream: Upstream, k_BHSC: Tensor, v_BHSC: Tensor, mask: Any, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This block's terms of the gradients of q, k and v."""
+
+
+class ExplicitBlocks:
+    """Masks [B, 1, queries, keys] in memory: any device, any type; the CPU's way.
+
+    Queries are cut in two halves, and of the keys of each those left out that are after its last
+    query or before all that it sees: where positions are head-tail balanced, that is all blocks in
+    the future, half of the work. Queries that see none of the keys, at the end, are left out too.
+    """
+
+    def __init__(self, *, mask_documents: bool) -> None:
+        self._mask_documents = mask_documents
+
+    def blocks(
+        self, documents_BS: Tensor, queries_S: Tensor, keys_S: Tensor, local: Local | None = None
+    ) -> list[Block]:
+        first_BS = first_seen_in_rows(documents_BS, local, mask_documents=self._mask_documents)
+        half = len(queries_S) // 2
+        halves = (0, half), (half, len(queries_S))
+        found = (_block(first_BS, queries_S, keys_S, *ends) for ends in halves)
+        return [block for block in found if block is not None]
+
+    def attend(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor | None, scale: float, sinks_H=None
+    ) -> Tensor:
+        return sdpa(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
+
+    def forward(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        wide = accumulation_type(q_BHSC.dtype)
+        heads = k_BHSC.shape[1]
+        scores = _scores(_grouped(q_BHSC, heads).to(wide), k_BHSC.to(wide), mask, scale)
+        lse = scores.logsumexp(-1)
+        # A query without keys gets 0; exp(-inf + inf), without the clamp, would be NaN.
+        weights = scores.sub_(lse.clamp_min(torch.finfo(wide).min)[..., None]).exp_()
+        return _ungrouped(weights @ v_BHSC.to(wide), q_BHSC), _ungrouped(lse, q_BHSC)
+
+    def backward(  # type: ignore[no-untyped-def]
+        self, upstream: Upstream, k_BHSC, v_BHSC, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = accumulation_type(k_BHSC.dtype)
+        heads = k_BHSC.shape[1]
+        q, grad, lse, delta = (_grouped(x, heads).to(wide) for x in upstream)
+        k, v = k_BHSC.to(wide), v_BHSC.to(wide)
+        weights = _scores(q, k, mask, scale).sub_(lse[..., None]).exp_()
+        grad_v = weights.mT @ grad
+        grad_scores = (grad @ v.mT).sub_(delta[..., None]).mul_(weights).mul_(scale)
+        grad_q = _ungrouped(grad_scores @ k, upstream.q_BHSC)
+        return grad_q, grad_scores.mT @ q, grad_v
+
+
+class FlexBlocks:
+    """Flex attention, which skips masked tiles by itself: one block of one size in every step."""
+
+    def __init__(self, *, mask_documents: bool, compiled: bool) -> None:
+        self._mask_documents = mask_documents
+        self._flex = Flex(compiled=compiled)
+
+    def blocks(
+        self, documents_BS: Tensor, queries_S: Tensor, keys_S: Tensor, local: Local | None = None
+    ) -> list[Block]:
+        first_BS = first_seen_in_rows(documents_BS, local, mask_documents=self._mask_documents)
+        queries_S, keys_S = queries_S.to(first_BS.device), keys_S.to(first_BS.device)
+        mask = self._flex.block_mask(queries_S, keys_S, first_BS[:, queries_S])
+        return [Block(slice(None), slice(None), mask)]
+
+    def attend(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float, sinks_H=None
+    ) -> Tensor:
+        return self._flex.attend(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
+
+    def forward(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._flex.with_lse(q_BHSC, k_BHSC, v_BHSC, mask, scale)
+
+    def backward(  # type: ignore[no-untyped-def]
+        self, upstream: Upstream, k_BHSC, v_BHSC, mask: Any, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # Flex takes no log-sum-exp over other blocks in its backward, so this block's forward runs
+        # again, and the merge of blocks is differentiated by hand: 2 matrix products more than 5.
+        q, k, v = (x.detach().requires_grad_() for x in (upstream.q_BHSC, k_BHSC, v_BHSC))
+        with torch.enable_grad():
+            o_BHSC, lse_BHS = self.forward(q, k, v, mask, scale)
+        share_BHS = (lse_BHS.detach() - upstream.lse_BHS).exp()
+        grad = upstream.grad_BHSC.to(share_BHS.dtype)
+        inner_BHS = (grad * o_BHSC.detach()).sum(-1)
+        grads = [
+            (grad * share_BHS[..., None]).to(o_BHSC.dtype),
+            (share_BHS * (inner_BHS - upstream.delta_BHS)).to(lse_BHS.dtype),
+        ]
+        return torch.autograd.grad([o_BHSC, lse_BHS], [q, k, v], grads)  # type: ignore[return-value]
+
+
+def choose_blocks(*, mask_documents: bool, device_type: str) -> BlockAttention:
+    """The device's way."""
+    if device_type == "cuda":
+        return FlexBlocks(mask_documents=mask_documents, compiled=True)
+    return ExplicitBlocks(mask_documents=mask_documents)
+
+
+def accumulation_type(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums over blocks are kept in: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _block(
+    first_BS: Tensor, queries_S: Tensor, keys_S: Tensor, start: int, end: int
+) -> Block | None:
+    """Of the queries from `start` to `end`: those that see keys, and the keys that are seen."""
+    at_S = queries_S[start:end]
+    if not len(at_S):
+        return None
+    first_BS = first_BS[:, at_S.to(first_BS.device)]
+    # First positions ascend, so what nobody sees is at the edges. Reads that wait for a device, if
+    # the documents are on one.
+    keys = slice(int((keys_S < int(first_BS[:, 0].min())).sum()), int((keys_S <= at_S[-1]).sum()))
+    if keys.start >= keys.stop:
+        return None
+    keys_S = keys_S[keys]
+    num_queries = int((first_BS.amin(0) <= int(keys_S[-1])).sum())
+    at_S, first_BS = at_S[:num_queries], first_BS[:, :num_queries]
+    all_seen = at_S[0] >= keys_S[-1] and int(first_BS[:, -1].max()) <= keys_S[0]
+    queries = slice(start, start + num_queries)
+    if all_seen:
+        return Block(queries, keys, None)
+    at_S, keys_S = at_S.to(first_BS.device), keys_S.to(first_BS.device)
+    return Block(queries, keys, is_seen(at_S, keys_S, first_BS)[:, None])
+
+
+def _scores(q: Tensor, k_BHSC: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Of grouped queries: [B, kv heads, group * queries, keys]."""
+    scores = (q @ k_BHSC.mT).mul_(scale)
+    if mask is not None:
+        scores.unflatten(2, (-1, mask.shape[2])).masked_fill_(~mask[:, :, None], float("-inf"))
+    return scores
+
+
+def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
+    """[B, H, S, ...] -> [B, kv heads, group * S, ...]: one product serves a group of heads."""
+    return x.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
+
+
+def _ungrouped(x: Tensor, like_BHSC: Tensor) -> Tensor:
+    batch, heads, seq_len, _ = like_BHSC.shape
+    return x.reshape(batch, heads, seq_len, *x.shape[3:])

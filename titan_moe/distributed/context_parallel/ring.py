@@ -1,0 +1,171 @@
+"""Attention over a row cut among ranks: keys and values travel around the ring (arXiv 2310.01889).
+
+In each step a rank holds those of a rank before it, and merges what its queries get from them by
+log-sum-exp. No rank ever holds a whole row's keys. The backward goes around once more, and the
+gradients of keys and values travel with them, and then home. Ranks whose keys nobody sees in a step
+are passed by: under a window, most of the ring.
+
+A sink joins the softmax after the last step, as if its one logit were a block with the value 0.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from titan_moe.distributed.context_parallel.blocks import (
+    Block,
+    BlockAttention,
+    Upstream,
+    accumulation_type,
+)
+
+
+class Step(NamedTuple):
+    """What a rank does with one rank's keys and values."""
+
+    distance: int
+    """How many ranks before this one they are of; the same on all ranks."""
+    blocks: Sequence[Block]
+    """None where this rank sees none of them."""
+
+
+class Ring(NamedTuple):
+    """What a run around the ring does."""
+
+    group: ProcessGroup
+    attention: BlockAttention
+    steps: Sequence[Step]
+    """By ascending distance; the first, of 0, must let every query see a key."""
+    scale: float
+
+    def hops(self) -> list[int]:
+        """How far what a step held goes on, after it; after the last step, home."""
+        distances = [*(step.distance for step in self.steps), self.group.size()]
+        return [after - before for before, after in pairwise(distances)]
+
+
+def ring_attention(
+    q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, ring: Ring, sinks_H: Tensor | None = None
+) -> Tensor:
+    """o_BHSC of this rank's queries over all ranks' keys and values; differentiable once.
+
+    Of the gradient of the sinks, each rank gets its own queries' part.
+    """
+    return _RingAttention.apply(q_BHSC, k_BHSC, v_BHSC, sinks_H, ring)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any, q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, sinks_H: Tensor | None, ring: Ring
+    ):
+        dims = [k_BHSC.shape[-1], v_BHSC.shape[-1]]
+        own = torch.cat([k_BHSC, v_BHSC], -1)
+        wide = accumulation_type(q_BHSC.dtype)
+        out = q_BHSC.new_zeros(*q_BHSC.shape[:-1], dims[1], dtype=wide)
+        lse = out.new_full(out.shape[:-1], float("-inf"))
+        held = own
+        for step, hops in zip(ring.steps, ring.hops(), strict=True):
+            # The next ones are under way while these are attended to.
+            arriving = _pass_on(held, ring.group, hops) if step is not ring.steps[-1] else None
+            k, v = held.split(dims, -1)
+            for queries, keys, mask in step.blocks:
+                part = ring.attention.forward(
+                    q_BHSC[:, :, queries], k[:, :, keys], v[:, :, keys], mask, ring.scale
+                )
+                _merge(out[:, :, queries], lse[:, :, queries], *part)
+            held = arriving.wait() if arriving else held
+        if sinks_H is not None:
+            _merge(out, lse, out.new_zeros(()), sinks_H[:, None].to(wide))
+        out = out.to(q_BHSC.dtype)
+        ctx.save_for_backward(q_BHSC, own, out, lse, sinks_H)
+        ctx.ring, ctx.dims = ring, dims
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_BHSC: Tensor):  # type: ignore[override, no-untyped-def]
+        q_BHSC, held, out, lse, sinks_H = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        delta = (grad_BHSC.to(lse.dtype) * out).sum(-1)
+        upstream = Upstream(q_BHSC, grad_BHSC, lse, delta)
+        grad_q = torch.zeros_like(q_BHSC, dtype=lse.dtype)
+        travelling = None
+        for step, hops in zip(ring.steps, ring.hops(), strict=True):
+            arriving = _pass_on(held, ring.group, hops) if step is not ring.steps[-1] else None
+            # Sums travel in at least float32: no rounding at each hop, for more bytes in bfloat16.
+            grad_held = torch.zeros_like(held, dtype=lse.dtype)
+            _add_block_gradients(
+                grad_q, grad_held, upstream, held.split(ctx.dims, -1), step.blocks, ring
+            )
+            if travelling:
+                grad_held += travelling.wait()
+            travelling = _pass_on(grad_held, ring.group, hops)
+            held = arriving.wait() if arriving else held
+        assert travelling
+        grad_k, grad_v = travelling.wait().to(held.dtype).split(ctx.dims, -1)
+        grad_sinks = None if sinks_H is None else _gradient_of_sinks(sinks_H, upstream)
+        return grad_q.to(q_BHSC.dtype), grad_k, grad_v, grad_sinks, None
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Make `out` and `lse` those of both sets of keys. One of the two sets must not be empty."""
+    total = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - total).exp()[..., None]).addcmul_(part, (part_lse - total).exp()[..., None])
+    lse.copy_(total)
+
+
+def _add_block_gradients(
+    grad_q: Tensor,
+    grad_held: Tensor,
+    upstream: Upstream,
+    held: Sequence[Tensor],
+    blocks: Sequence[Block],
+    ring: Ring,
+) -> None:
+    k, v = held
+    grad_k, grad_v = grad_held.split([k.shape[-1], v.shape[-1]], -1)
+    for queries, keys, mask in blocks:
+        block_q, block_k, block_v = ring.attention.backward(
+            upstream.of(queries), k[:, :, keys], v[:, :, keys], mask, ring.scale
+        )
+        grad_q[:, :, queries] += block_q
+        grad_k[:, :, keys] += block_k
+        grad_v[:, :, keys] += block_v
+
+
+def _gradient_of_sinks(sinks_H: Tensor, upstream: Upstream) -> Tensor:
+    """A logit with the value 0 gets its weight times what the mean value leaves it: -delta."""
+    weights_BHS = (sinks_H[:, None].to(upstream.lse_BHS.dtype) - upstream.lse_BHS).exp()
+    return -(weights_BHS * upstream.delta_BHS).sum((0, 2)).to(sinks_H.dtype)
+
+
+class _OnTheWay(NamedTuple):
+    works: list[Any]
+    leaving: Tensor
+    """Kept until it is sent: its memory must not be given to another tensor before."""
+    arriving: Tensor
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.arriving
+
+
+def _pass_on(x: Tensor, group: ProcessGroup, hops: int) -> _OnTheWay:
+    """Send `x`, which must not change, `hops` ranks on, while another's comes in from as far."""
+    rank, size = group.rank(), group.size()
+    if hops == size:
+        return _OnTheWay([], x, x)
+    arriving = torch.empty_like(x)
+    operations = [
+        dist.P2POp(dist.isend, x, group=group, group_peer=(rank + hops) % size),
+        dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - hops) % size),
+    ]
+    return _OnTheWay(dist.batch_isend_irecv(operations), x, arriving)

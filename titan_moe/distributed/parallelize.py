@@ -1,0 +1,393 @@
+"""From a resolved config to a sharded model: the only file that knows both models and
+distributed."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.layout import Parallelism
+from titan_moe.config.pipeline import model_parts, module_names, schedule_of, stages_of_rank
+from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
+from titan_moe.distributed.compile import apply_compile, compile_loss
+from titan_moe.distributed.context_parallel.apply import context_parallel_core, local_positions
+from titan_moe.distributed.cross_entropy import VocabParallelCrossEntropy
+from titan_moe.distributed.execution import Execution, WholeModel
+from titan_moe.distributed.expert_parallel import (
+    DispatchPolicy,
+    apply_expert_parallel,
+    join_sequences,
+)
+from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
+from titan_moe.distributed.init_weights import fill_initial_weights
+from titan_moe.distributed.mesh import Meshes, build_meshes
+from titan_moe.distributed.parallel_dims import ParallelDims
+from titan_moe.distributed.pipeline.stages import keep_only, stage_units
+from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
+from titan_moe.distributed.tied_weights import Ties, find_ties
+from titan_moe.models.config import ModelConfig, tied_weights
+from titan_moe.models.decoder import Decoder, initial_std, moe_layer_names, move_off_meta
+from titan_moe.models.layers.attention_core import AttentionCore, FlexCore, choose_core
+from titan_moe.models.layers.output import Output
+from titan_moe.models.quantize import GROUPED_MM, ROW_ALIGNMENT, check_hardware, quantize
+from titan_moe.models.tensor_plans import DECODER
+from titan_moe.models.weights import part_weights
+from titan_moe.moe.layer import MoE
+from titan_moe.runtime.log import logger
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model laid out over the ranks, ready to train."""
+
+    parts: list[Decoder]
+    """What this rank holds: the model, or its stages of a pipeline in their order."""
+    config: ModelConfig
+    meshes: Meshes
+    execution: Execution
+    positions: Callable[[int], Tensor]
+    """Sequence length -> the positions of each row that this rank reads."""
+    shared_by_tp: list[nn.Parameter]
+    """Parameters whose gradients are still to be summed over `tp`."""
+    ties: Ties
+    """Copies of parameters whose gradients are still to be summed over them."""
+    names: list[str]
+    """Every parameter of the whole model, on whichever rank, in order; of copies, the first."""
+    stages: list[list[str]]
+    """The modules of each stage of the pipeline; of one without a pipeline."""
+    stops_on_overflow: bool = False
+    """Whether a step that dropped rows, having no room for them, must not count."""
+
+    def refuses(self, rows_dropped: int) -> bool:
+        """Whether a step (or a validation) that dropped so many rows is none."""
+        return self.stops_on_overflow and rows_dropped > 0
+
+    def take_dropped(self, device: torch.device) -> Tensor:
+        """How many rows this rank's layers have dropped since the last time, [] int64."""
+        dropped = [moe.rows_dropped for moe in self.moe_layers().values()]
+        if not dropped:
+            return torch.zeros((), dtype=torch.int64, device=device)
+        total = torch.stack(dropped).sum()
+        torch._foreach_zero_(dropped)
+        return total
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, under their names in the whole model."""
+        for part in self.parts:
+            yield from part.named_parameters()
+
+    def moe_layers(self) -> dict[str, MoE]:
+        """This rank's MoE layers by the name of their block."""
+        return {name: moe for part in self.parts for name, moe in part.moe_layers().items()}
+
+    def train(self, mode: bool) -> None:
+        """Switch all parts between training and evaluation."""
+        for part in self.parts:
+            part.train(mode)
+
+    def all_moe_layers(self) -> list[str]:
+        """The names of the whole model's MoE layers, in order."""
+        return moe_layer_names(self.config)
+
+
+def parallel_dims(parallelism: Parallelism, world_size: int) -> ParallelDims:
+    """The mesh axes of a config."""
+    return ParallelDims(
+        world_size=world_size,
+        pp=parallelism.pipeline_parallel_degree,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=parallelism.data_parallel_shard_degree,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
+        etp=parallelism.expert_tensor_parallel_degree,
+    )
+
+
+_ROWS_OF_ONEDNN = 64
+
+
+def resolve_model(
+    config: ModelConfig, job: JobConfig, device_type: str | None = None
+) -> ModelConfig:
+    """The dimensions of `model_of_job` with the [moe], [training] and [debug] tables' words, and
+    what the device that the model will run on, if there is one, makes of what they leave open."""
+    if job.training.mtp_loss_weight is not None:
+        config = replace(config, mtp_loss_weight=job.training.mtp_loss_weight)
+    if config.moe is None:
+        return config
+    named = job.moe.model_dump(exclude_none=True)
+    if device_type == "cpu" and _compute_dtype(job) == torch.bfloat16:
+        # oneDNN generates code for each new number of rows and keeps it: without padding a run
+        # grew by 1 GB in 20 steps, and a step of 8 experts took a fifth longer.
+        named = {"row_alignment": _ROWS_OF_ONEDNN} | named
+    if GROUPED_MM in job.model.converters:
+        named["row_alignment"] = max(named.get("row_alignment", 1), ROW_ALIGNMENT)
+    forced = job.debug.moe_force_load_balance
+    return replace(config, moe=replace(config.moe, **named, force_load_balance=forced))
+
+
+def build_sharded_model(
+    job: JobConfig,
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    world_size: int,
+    ranks_per_node: int | None = None,
+) -> ShardedModel:
+    """Lay a model out over an initialised world; collective over all ranks.
+
+    `ranks_per_node`: as the launcher says; left out, all ranks are on one node.
+    """
+    check_hardware(job.model.converters, job.quantize, device)
+
+    # 1. The two views of the world.
+    timeout = timedelta(seconds=job.comm.init_timeout_seconds)
+    meshes = build_meshes(parallel_dims(job.parallelism, world_size), device.type, timeout)
+
+    # 2 to 6. The model, cut to what this rank holds of it, without memory.
+    config = resolve_model(config, job, device.type)
+    parts, partial_over_tp, names, stages = lay_out(job, config, meshes, device, ranks_per_node)
+
+    # 7. Memory and first values, the same bits in every layout.
+    offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
+    for part in parts:
+        move_off_meta(part, device, parameter_device=offloaded)
+        fill_initial_weights(
+            part,
+            job.debug.seed,
+            lambda name: initial_std(name, config),
+            drawn_as=first_names(config),
+            device=device,
+        )
+
+    named = {name: p for part in parts for name, p in part.named_parameters()}
+    return ShardedModel(
+        parts,
+        config,
+        meshes,
+        # 8. Who runs it: all layers at once, or a pipeline's schedule.
+        execution=_execution(parts, job, config, meshes, device),
+        positions=_positions(job.parallelism, meshes),
+        shared_by_tp=[named[name] for name in named if name in partial_over_tp],
+        ties=find_ties(tied_weights(config), named, _pipeline_ends(job, meshes, len(stages))),
+        names=names,
+        stages=stages,
+        stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
+    )
+
+
+def first_names(config: ModelConfig) -> dict[str, str]:
+    """Of copies of a parameter, the name that it goes by."""
+    return {copy: first for first, *copies in tied_weights(config) for copy in copies}
+
+
+def _pipeline_ends(job: JobConfig, meshes: Meshes, num_stages: int) -> tuple[int, int]:
+    """The ranks, in the world, that hold this pipeline's first and last stage."""
+    ranks = dist.get_process_group_ranks(meshes.group("pp"))
+    schedule = schedule_of(job.parallelism)
+
+    def holder(stage: int) -> int:
+        return next(
+            rank
+            for place, rank in enumerate(ranks)
+            if stage in stages_of_rank(schedule, place, len(ranks), num_stages)
+        )
+
+    if len(ranks) == 1:
+        return ranks[0], ranks[0]
+    return holder(0), holder(num_stages - 1)
+
+
+class Parts(NamedTuple):
+    """What a rank holds of a model, on the meta device."""
+
+    parts: list[Decoder]
+    partial_over_tp: set[str]
+    """Names of parameters whose gradients are still to be summed over `tp`."""
+    names: list[str]
+    """Every parameter of the whole model."""
+    stages: list[list[str]]
+    """The modules of each stage of the pipeline; of one without a pipeline."""
+
+
+def lay_out(
+    job: JobConfig,
+    config: ModelConfig,
+    meshes: Meshes,
+    device: torch.device,
+    ranks_per_node: int | None = None,
+) -> Parts:
+    """Steps 2 to 6 of `build_sharded_model`: a model cut to this rank's part of it.
+
+    Needs no memory for the model and exchanges nothing, so that a fake world of any size will do.
+    `device` is where the model will run.
+    """
+    # 2. The plain model, without memory, and the stages of it that this rank holds.
+    plain = _plain_model(job, config, _attention_core(job, config, meshes, device))
+    copies = first_names(config)
+    names = [name for name, _ in plain.named_parameters() if name not in copies]
+    stages = _stages(job, config)
+    parts = _own_parts(plain, stages, job, meshes)
+
+    partial_over_tp = set()
+    dispatch = _dispatch_policy(job.parallelism, ranks_per_node or meshes.dims.world_size)
+    for part in parts:
+        # 3. What multiplies in float8, while every weight is whole.
+        if in_float8 := quantize(part, job.model.converters, job.quantize):
+            first, last = in_float8[0], in_float8[-1]
+            logger.info("float8: %d Linear and MoE layers, %s to %s", len(in_float8), first, last)
+
+        # 4. Experts to their ranks, before anything else looks at parameters; then heads and
+        # hidden dims, and losses that ask for whole sequences.
+        moe_layers = list(part.moe_layers().values())
+        apply_expert_parallel(moe_layers, meshes, dispatch)
+        partial_over_tp |= apply_tensor_parallel(part, DECODER, meshes)
+        join_sequences(moe_layers, meshes)
+
+        # 5. Compiled blocks inside recomputation, which runs them twice; both inside FSDP's hooks,
+        # so that a recomputed block finds its gathered parameters.
+        blocks = _numbered_blocks(part)
+        apply_compile(blocks.values(), job.compile, eager_attention=_is_eager(part.core, meshes))
+        apply_activation_checkpoint(blocks, job.activation_checkpoint)
+
+        # 6. Data parallelism over all of it.
+        apply_fsdp(part, stage_units(part), meshes, _sharding_policy(job))
+    return Parts(parts, partial_over_tp, names, stages)
+
+
+def _dispatch_policy(parallelism: Parallelism, ranks_per_node: int) -> DispatchPolicy:
+    return DispatchPolicy(
+        deduplicated=parallelism.expert_parallel_comm_backend == "deduplicated",
+        capacity_factor=parallelism.expert_parallel_capacity_factor,
+        ranks_per_node=parallelism.expert_parallel_ranks_per_node or ranks_per_node,
+    )
+
+
+def _is_eager(core: AttentionCore, meshes: Meshes) -> bool:
+    """Whether attention is not for tracing: it exchanges tensors, or is compiled already."""
+    return meshes.dims.cp > 1 or isinstance(core, FlexCore)
+
+
+def _numbered_blocks(part: Decoder) -> dict[str, nn.Module]:
+    """By their place in the whole model; multi-token prediction's come after all others."""
+    blocks: dict[str, nn.Module] = dict(part.layers.items())
+    if part.mtp is not None:
+        for depth, layer in part.mtp.layers.items():
+            blocks[str(part.config.num_layers + int(depth))] = layer.get_submodule("block")
+    return blocks
+
+
+def _plain_model(job: JobConfig, config: ModelConfig, core: AttentionCore) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(config, core)
+    for parameter in model.parameters():  # Buffers keep their own types: a bias of 1e-3 steps.
+        parameter.data = parameter.data.to(_dtype(job.training.dtype))
+    return model
+
+
+def _attention_core(
+    job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
+) -> AttentionCore:
+    masked = job.training.mask_documents
+    plain = choose_core(
+        mask_documents=masked, device_type=device.type, local_or_sinks=config.local_or_sinks
+    )
+    if meshes.dims.cp == 1:
+        return plain
+    return context_parallel_core(
+        plain,
+        group=meshes.group("cp"),
+        method=job.parallelism.context_parallel_rotate_method,
+        balanced=_is_balanced(job.parallelism),
+        mask_documents=masked,
+        device_type=device.type,
+    )
+
+
+def _positions(parallelism: Parallelism, meshes: Meshes) -> Callable[[int], Tensor]:
+    dims = meshes.dims
+    positions = partial(
+        local_positions,
+        cp_size=dims.cp,
+        cp_rank=dims.coordinate(meshes.rank, "cp"),
+        balanced=dims.cp > 1 and _is_balanced(parallelism),
+    )
+    return cache(positions)  # Training and validation ask for the same one or two at every batch.
+
+
+def _is_balanced(parallelism: Parallelism) -> bool:
+    return parallelism.context_parallel_load_balancer == "headtail"
+
+
+def _stages(job: JobConfig, config: ModelConfig) -> list[list[str]]:
+    if job.parallelism.pipeline_parallel_degree == 1:
+        return [module_names(config.num_layers)]
+    weights = part_weights(config, job.training.seq_len)
+    return model_parts(job.parallelism, weights, config.num_layers)
+
+
+def _own_parts(
+    plain: Decoder, stages: list[list[str]], job: JobConfig, meshes: Meshes
+) -> list[Decoder]:
+    dims = meshes.dims
+    if dims.pp == 1:
+        return [plain]
+    schedule = schedule_of(job.parallelism)
+    own = stages_of_rank(schedule, dims.coordinate(meshes.rank, "pp"), dims.pp, len(stages))
+    return [keep_only(_plain_model(job, plain.config, plain.core), stages[stage]) for stage in own]
+
+
+def _execution(
+    parts: list[Decoder], job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
+) -> Execution:
+    dims = meshes.dims
+    for part in parts:
+        if isinstance(part.output, Output):
+            part.output.chunk_size = job.training.loss_chunk_size
+            if dims.tp > 1:
+                part.output.cross_entropy = VocabParallelCrossEntropy(meshes.group("tp"))
+            part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile)
+    if dims.pp == 1:
+        return WholeModel(parts[0])
+    from titan_moe.distributed.pipeline.schedule import Activations, Pipeline
+
+    return Pipeline(
+        list(parts),
+        meshes=meshes,
+        schedule=job.parallelism.pipeline_parallel_schedule,
+        microbatch_size=job.parallelism.pipeline_parallel_microbatch_size,
+        activations=Activations(config.dim, _compute_dtype(job)),
+        device=device,
+        overlap=job.parallelism.pipeline_parallel_expert_parallel_overlap,
+    )
+
+
+def _sharding_policy(job: JobConfig) -> ShardingPolicy:
+    training, reshard = job.training, job.parallelism.fsdp_reshard_after_forward
+    wide = training.dtype == "float64"
+    # A pipeline would gather the parameters anew for every microbatch.
+    freed_by_default = job.parallelism.pipeline_parallel_degree == 1
+    return ShardingPolicy(
+        stored_dtype=_dtype(training.dtype),
+        compute_dtype=_compute_dtype(job),
+        reduce_dtype=_dtype("float64" if wide else training.mixed_precision_reduce),
+        reshard_after_forward=reshard == "always" or (reshard == "default" and freed_by_default),
+        reshard_last=reshard == "always",
+        cpu_offload=training.enable_cpu_offload,
+    )
+
+
+def _compute_dtype(job: JobConfig) -> torch.dtype:
+    training = job.training
+    return _dtype("float64" if training.dtype == "float64" else training.mixed_precision_param)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)

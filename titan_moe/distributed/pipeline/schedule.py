@@ -1,0 +1,215 @@
+"""Pipeline parallelism: a rank holds one or more stages of the model and runs torch's schedules.
+
+A stage is a model whose other parts were taken out. Between stages travels the residual stream
+[rows, S / (cp tp), D]; what a stage needs beside it (documents, positions) every rank of a pipeline
+reads itself, as all of them read the same rows.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from titan_moe.config.pipeline import SCHEDULES, stages_of_rank
+from titan_moe.distributed.execution import Microbatch
+from titan_moe.distributed.mesh import Meshes
+from titan_moe.distributed.pipeline.overlap import Alternation, overlap_pairs
+from titan_moe.moe.layer import MoE
+
+# Before 2.13, torch loses sight of autograd Functions that take a parameter when it comes back for
+# that parameter's gradient, and adds up the gradients of several outputs of one.
+_SPLITS_BACKWARD = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+# Forwards only, with a placement's stages; these take any number of microbatches.
+_EVALUATION = {"single": "GPipe", "loop": "LoopedBFS", "v": "ZBVZeroBubble"}
+
+
+class Activations(NamedTuple):
+    """Shape and type of what a rank's stages hand on."""
+
+    dim: int
+    """D of the stream."""
+    dtype: torch.dtype
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Of what the last stage makes of it."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+def _of_the_last_stage(loss: Tensor, labels_BS: Tensor) -> Tensor:
+    """It has computed the loss itself. A copy, no view: torch detaches both in place."""
+    return loss.clone()
+
+
+class Pipeline:
+    """Runs this rank's stages over the microbatches of one schedule run; an Execution.
+
+    A run is `rows / microbatch_size` microbatches. Gradients are plain sums; FSDP reduces them once
+    at the end of a run, so a step of several runs reduces several times, and still sums. The loss
+    stands on the ranks of the last stage; elsewhere it is 0.
+
+    Args:
+        parts: this rank's stages, ascending.
+        schedule: a name of `config.pipeline.SCHEDULES`.
+        microbatch_size: rows of one microbatch.
+        overlap: let the pairs of DualPipeV alternate where rows travel over ep.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        *,
+        meshes: Meshes,
+        schedule: str,
+        microbatch_size: int,
+        activations: Activations,
+        device: torch.device,
+        overlap: bool = True,
+    ) -> None:
+        self._parts = parts
+        self._group = meshes.group("pp")
+        self._tp = meshes.dims.tp
+        self._schedule = SCHEDULES[schedule]
+        self._microbatch_size = microbatch_size
+        self._activations = activations
+        self._device = device
+        ranks, rank = self._group.size(), self._group.rank()
+        self._num_stages = ranks * len(parts)
+        self._stages = stages_of_rank(self._schedule, rank, ranks, self._num_stages)
+        self._training: dict[torch.Size, Any] = {}
+        self._evaluation: dict[torch.Size, Any] = {}
+        if self._schedule.splits_backward:
+            _keep_gathered(parts)
+        self._alternation: Alternation | None = None
+        if overlap and schedule == "DualPipeV" and meshes.dims.ep > 1:
+            self._alternation = Alternation(device)
+            for moe in _moe_layers(parts):
+                moe.dispatcher.turns = self._alternation  # type: ignore[attr-defined]
+
+    def train(self, rows: Microbatch) -> Tensor:
+        shape = rows.tokens_BS.shape
+        if shape not in self._training:
+            self._training[shape] = self._build(self._schedule.name, shape, self._microbatch_size)
+        return self._run(self._training[shape].step, rows)
+
+    @torch.no_grad()
+    def evaluate(self, rows: Microbatch) -> Tensor:
+        shape = rows.tokens_BS.shape
+        if shape not in self._evaluation:
+            # Stages of its own: torch would exchange shapes and allocate anew at every change
+            # between training and evaluation. One shape is kept: its buffers hold every microbatch.
+            size = self._microbatch_size if shape[0] % self._microbatch_size == 0 else 1
+            name = _EVALUATION[self._schedule.placement]
+            self._evaluation = {shape: self._build(name, shape, size)}
+        return self._run(self._evaluation[shape].eval, rows)
+
+    def _run(self, step: Any, rows: Microbatch) -> Tensor:
+        losses: list[Tensor] = []
+        step(
+            *([rows.tokens_BS] if 0 in self._stages else []),
+            target=rows.labels_BS if self._num_stages - 1 in self._stages else None,
+            losses=losses,
+            return_outputs=False,
+            **rows.beside_tokens(),
+        )
+        if losses:
+            return torch.stack(losses).detach().sum()
+        return torch.zeros((), dtype=self._activations.loss_dtype, device=self._device)
+
+    def _build(self, name: str, shape: torch.Size, microbatch_size: int) -> Any:
+        """A schedule of torch for rows of this shape; collective over the pipeline when it runs."""
+        stages = [
+            self._build_stage(index, part, microbatch_size, shape[1])
+            for index, part in zip(self._stages, self._parts, strict=True)
+        ]
+        kind = get_schedule_class(name)
+        multi = issubclass(kind, PipelineScheduleMulti)
+        schedule = kind(
+            stages if multi else stages[0],
+            n_microbatches=shape[0] // microbatch_size,
+            loss_fn=_of_the_last_stage,
+            # The sum over targets is divided once per step, by whoever knows their number.
+            scale_grads=False,
+        )
+        if self._alternation is not None and name == self._schedule.name:
+            overlap_pairs(schedule, self._alternation)
+        return schedule
+
+    def _build_stage(self, index: int, part: nn.Module, rows: int, seq_len: int) -> "_Stage":
+        """With shapes given, torch neither runs the model to learn them nor sends pickles."""
+        dim, dtype = self._activations
+        tokens = torch.empty(rows, seq_len, dtype=torch.int64, device="meta")
+        like = {"dtype": dtype, "device": "meta", "requires_grad": True}
+        stream = torch.empty(rows, seq_len // self._tp, dim, **like)  # type: ignore[call-overload]
+        loss = torch.empty((), **like | {"dtype": self._activations.loss_dtype})  # type: ignore[call-overload]
+        return _Stage(
+            part,
+            index,
+            self._num_stages,
+            self._device,
+            input_args=tokens if index == 0 else stream,
+            output_args=loss if index == self._num_stages - 1 else stream,
+            group=self._group,
+        )
+
+
+def _keep_gathered(parts: Sequence[nn.Module]) -> None:
+    """Let no forward free the parameters that a weight's backward asks for.
+
+    A split backward looks parameters up in the module: while sharded ones stand there, torch 2.13
+    finds no path to them and leaves their gradients out, silently. The schedule itself gathers and
+    frees whole stages.
+    """
+    for part in parts:
+        if isinstance(part, FSDPModule):
+            part.set_reshard_after_forward(False)
+
+
+def _moe_layers(parts: Sequence[nn.Module]) -> list[MoE]:
+    return [module for part in parts for module in part.modules() if isinstance(module, MoE)]
+
+
+class _Stage(PipelineStage):
+    """A stage that can be evaluated: torch's keeps all outputs, and on the rank where a V turns
+    its backward steps, empty in an evaluation, want a gradient.
+
+    Where torch cannot split a backward, all of it is done in the place of its first half: the same
+    gradients, at the price of the bubble that a split fills.
+    """
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        whole = full_backward or not _SPLITS_BACKWARD
+        super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if _SPLITS_BACKWARD:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.is_last and not self.has_backward:
+            self.fwd_cache[fwd_chunk_id] = ((), [])
+        return output
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Greetings to neighbours, by torch 2.11: gloo cannot send one to the rank itself."""
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)

@@ -1,0 +1,81 @@
+"""Parameters that are one parameter of the model, kept as copies.
+
+An embedding may also be the output layer's weight, or serve multi-token prediction on the last
+stage of a pipeline. Its copies are cut alike, start alike and, because their gradients are summed
+here before anything looks at them, are updated alike: bit by bit, as the same arithmetic runs on
+the same numbers in the same places.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from titan_moe.distributed.dtensor import local_part
+
+
+class Ties(NamedTuple):
+    """The ties that this rank takes part in."""
+
+    copies: list[list[nn.Parameter]]
+    """For each tie the copies on this rank."""
+    followers: set[nn.Parameter]
+    """Those that some rank counts under another name: norms leave them out."""
+    partner: int | None
+    """The rank of the pipeline, other than this one, that has copies too."""
+
+
+def find_ties(
+    groups: Sequence[Sequence[str]], parameters: Mapping[str, nn.Parameter], ends: tuple[int, int]
+) -> Ties:
+    """The ties of this rank's parameters.
+
+    Args:
+        groups: names that are one parameter; copies stand on the first or the last stage.
+        parameters: this rank's.
+        ends: ranks, by their numbers in the world, of the pipeline's first and last stage.
+    """
+    copies = [
+        [parameters[n] for n in group if n in parameters and parameters[n].requires_grad]
+        for group in groups
+    ]
+    rank = dist.get_rank()
+    others = [end for end in ends if end != rank]
+    return Ties(
+        copies=[tie for tie in copies if tie],
+        followers={
+            parameters[name] for group in groups for name in group[1:] if name in parameters
+        },
+        partner=others[0] if len(others) == 1 else None,
+    )
+
+
+def sum_copies(ties: Ties, group: ProcessGroup, device: torch.device) -> None:
+    """Give every copy the sum of all copies' gradients, in place; on two ranks at most.
+
+    Two terms are added, here and there, so both ranks get the same bits.
+    """
+    for copies in ties.copies:
+        for copy in copies:
+            if copy.grad is None:  # No token came by.
+                copy.grad = torch.zeros_like(copy)
+        grads = [local_part(copy.grad) for copy in copies]  # type: ignore[arg-type]
+        total = torch.stack(grads).sum(0)
+        if ties.partner is not None:
+            total = total + _exchanged(total.to(device), ties.partner, group).to(total.device)
+        for grad in grads:
+            grad.copy_(total)
+
+
+def _exchanged(sent: Tensor, partner: int, group: ProcessGroup) -> Tensor:
+    received = torch.empty_like(sent)
+    ops = [
+        dist.P2POp(dist.isend, sent, partner, group),
+        dist.P2POp(dist.irecv, received, partner, group),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    return received

@@ -1,0 +1,115 @@
+"""Models for layouts of more than 8 ranks: one per family, of shapes that every layout can cut.
+
+Nothing is trained on them, so they may be as large as published models; only their depth is cut, to
+a layer per pipeline stage.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import nn
+
+from titan_moe.config.job_config import JobConfig
+from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.decoder import Decoder
+from titan_moe.models.registry import model_config
+from titan_moe.verify.layouts.layouts import Layout, overrides
+
+SEQ_LEN = 4096
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A family's configuration in one layout."""
+
+    job: JobConfig
+    config: ModelConfig
+    stages: tuple[tuple[str, ...], ...]
+    """The modules of each pipeline stage; empty without a pipeline."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter of the whole model."""
+        config = self.config
+        # Layers of a kind are alike: one of each will do.
+        kinds: dict[bool, int] = {}
+        for layer in range(config.num_layers):
+            kinds.setdefault(config.is_moe_layer(layer), layer)
+        known = _shapes(replace(config, num_layers=max(kinds.values()) + 1))
+        layers = {
+            f"layers.{layer}": f"layers.{kinds[config.is_moe_layer(layer)]}"
+            for layer in range(config.num_layers)
+        }
+        ends = {name: name for name in ("tok_embeddings", "norm", "output", "mtp") if name in known}
+        return {
+            f"{module}.{parameter}": shape
+            for module, like in (layers | ends).items()
+            for parameter, shape in known[like].items()
+        }
+
+
+def subjects(layout: Layout) -> dict[str, Subject]:
+    """A model of each family."""
+    return {
+        "deepseek_v3": _subject("deepseek_v3", _published(), layout),
+        "qwen3": _subject("qwen3", _awkward(layout.ep), layout),
+    }
+
+
+def _published() -> ModelConfig:
+    """DeepSeek-V3: its 128 heads, 256 experts, widths and vocabulary divide by 64."""
+    return replace(model_config("deepseek_v3", "671B"), num_dense_layers=1)
+
+
+def _awkward(ep: int) -> ModelConfig:
+    """What tp and ep cut divides, and hardly anything else.
+
+    Of 191 rows the last rank has fewer than the others; of 3 experts a rank, data parallelism of
+    four ranks or more must cut another dim; norms of 24 leave some of 32 ranks with nothing.
+    """
+    config = model_config("qwen3", "gate")
+    assert config.moe is not None
+    return replace(
+        config,
+        dim=191,
+        vocab_size=192,
+        max_seq_len=SEQ_LEN,
+        attention=GQAConfig(
+            num_heads=128, num_kv_heads=64, head_dim=24, qk_norm="learned", bias=True
+        ),
+        moe=replace(config.moe, num_experts=3 * ep, hidden_dim=192),
+    )
+
+
+def _subject(family: str, config: ModelConfig, layout: Layout) -> Subject:
+    tables = overrides(layout)
+    training = tables["training"]
+    training["seq_len"] = SEQ_LEN
+    training["global_batch_size"] = training["local_batch_size"] * layout.data_ranks
+    # A layer for each stage leaves no other split than the one below.
+    tables["parallelism"]["module_fqns_per_model_part"] = None
+    job = JobConfig.model_validate({**tables, "model": {"name": family, "flavor": "gate"}})
+    num_layers = max(config.num_dense_layers + 1, layout.num_stages)
+    return Subject(job, replace(config, num_layers=num_layers), _stages(layout))
+
+
+@cache
+def _shapes(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    with torch.device("meta"):
+        model = Decoder(config)
+    modules: dict[str, nn.Module] = dict(model.named_children())
+    layers = modules.pop("layers")
+    modules |= {f"layers.{number}": layer for number, layer in layers.named_children()}
+    return {
+        name: {parameter: tuple(p.shape) for parameter, p in module.named_parameters()}
+        for name, module in modules.items()
+    }
+
+
+def _stages(layout: Layout) -> tuple[tuple[str, ...], ...]:
+    if layout.pp == 1:
+        return ()
+    parts = [[f"layers.{stage}"] for stage in range(layout.num_stages)]
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "output"]
+    return tuple(tuple(part) for part in parts)

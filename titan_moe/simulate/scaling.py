@@ -1,0 +1,221 @@
+"""What a rank of a world of any size does and holds, counted in a world on paper, and the law that
+it must keep: nothing per rank grows with the world faster than the shard that it owns.
+"""
+
+import gc
+import time
+import tracemalloc
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titan_moe.config.job_config import JobConfig
+from titan_moe.distributed.dtensor import local_part
+from titan_moe.distributed.mesh import Meshes, build_meshes
+from titan_moe.distributed.parallelize import lay_out, parallel_dims, resolve_model
+from titan_moe.models.config import ModelConfig
+from titan_moe.simulate.comm_counter import WORLD
+from titan_moe.simulate.fake_rank import PaperRank
+from titan_moe.simulate.tiling import MOST_GROUPS
+
+MOST_METADATA = 256
+"""Bytes of bookkeeping that each further rank of the world may cost every rank: torch's own tables
+of the world's group and the meshes' numbers take about half of it, 0.3 MB at 4,096 ranks."""
+_MOST_RSS_GROWTH = 32 * 2**20
+_PADDING = 0.02
+"""Of an axis' bytes: FSDP pads a tensor that has fewer rows than there are ranks."""
+_STAT_PAGES = Path("/proc/self/statm")
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """One rank's."""
+
+    world_size: int
+    degrees: dict[str, int]
+    """Of every axis."""
+    num_microbatches: int
+    tokens: int
+    """That this rank reads in a step."""
+    traffic: dict[str, dict[str, tuple[int, float]]]
+    """Axis -> operation -> calls and bytes that leave the rank in a step."""
+    num_groups: int
+    """Process groups of two ranks or more, the world's not counted."""
+    new_group_calls: int
+    metadata_bytes: int
+    """What the groups and meshes keep in the host's memory."""
+    mesh_seconds: float
+    """Of the processor, to make all groups and meshes; nothing is exchanged here."""
+    layout_seconds: float
+    """Of the processor, to lay out the model over them: shards, hooks; no weights."""
+    paper_seconds: float
+    """To build and step on paper."""
+    rss_import: int
+    """Bytes of this process before there is a world."""
+    rss_built: int
+    """And with the model laid out: structure, hooks, groups; no weights."""
+    parameter_bytes: int
+    """The shard that this rank owns."""
+    optimizer_bytes: int
+
+    def bytes_by_axis(self) -> dict[str, float]:
+        """Bytes that leave the rank in a step, over each axis."""
+        return {axis: sum(b for _, b in ops.values()) for axis, ops in self.traffic.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def telling_microbatches(pp: int) -> int:
+    """How many it takes to know what a further one adds: a pipeline begins its first otherwise."""
+    return 3 if pp > 1 else 2
+
+
+def measure(job: JobConfig, config: ModelConfig, world_size: int, rank: int = 0) -> RankFacts:
+    """Count a rank's step. `job` is resolved for the world: its global batch size says how many
+    microbatches a step has, of which at most two are run. Wants a process of its own."""
+    torch.set_num_threads(1)
+    rss_import = _rss()
+    start_up = _start_up(job, config, world_size, rank)
+    started = time.perf_counter()
+    with PaperRank(job, config, world_size=world_size, rank=rank) as paper:
+        meshes = paper.sharded.meshes
+        dims = meshes.dims
+        training = job.training
+        microbatch = training.local_batch_size * dims.size("batch")
+        microbatches = training.global_batch_size // microbatch
+        counted = paper.step(min(telling_microbatches(dims.pp), microbatches))
+        traffic: dict[str, dict[str, tuple[int, float]]] = {}
+        for flow, (calls, sent) in counted.of(microbatches).items():
+            traffic.setdefault(flow.axis, {})[flow.op] = (calls, sent)
+        parameters = [parameter for _, parameter in paper.sharded.named_parameters()]
+        states = [x for s in paper.optimizer.state.values() for x in s.values()]
+        axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "edp", "ep", "etp")
+        return RankFacts(
+            world_size=world_size,
+            degrees={axis: dims.size(axis) for axis in axes},
+            num_microbatches=microbatches,
+            tokens=microbatches * training.local_batch_size * training.seq_len // dims.cp,
+            traffic=traffic,
+            num_groups=meshes.groups.num_groups,
+            new_group_calls=paper.new_group_calls,
+            paper_seconds=time.perf_counter() - started,
+            rss_import=rss_import,
+            parameter_bytes=_own_bytes(parameters),
+            optimizer_bytes=_own_bytes(x for x in states if isinstance(x, Tensor)),
+            **start_up,
+        )
+
+
+def violations(curve: Sequence[RankFacts]) -> list[str]:
+    """Where growing worlds, with a rank's batch the same, break the law; each against the smallest.
+
+    Bytes of an axis may grow by what a ring of more ranks sends: from (P - 1) / P to 1 of what it
+    carries, and by FSDP's padding of small tensors. Calls, groups and calls that make groups stay;
+    the own shard never grows.
+    """
+    first, *others = sorted(curve, key=lambda facts: facts.world_size)
+    found = []
+    for facts in others:
+        worlds = f"{first.world_size} -> {facts.world_size} ranks"
+        for axis, ops in facts.traffic.items():
+            for op, (calls, sent) in ops.items():
+                if axis not in first.traffic or op not in first.traffic[axis]:
+                    continue  # An axis of one rank there.
+                calls_before, before = first.traffic[axis][op]
+                size = _ranks_of(first, axis)
+                if sent > before * size / (size - 1) * (1 + _PADDING):
+                    found.append(
+                        f"{worlds}: {op} over {axis} from {before:,.0f} to {sent:,.0f} bytes"
+                    )
+                if calls > calls_before:
+                    found.append(f"{worlds}: {op} over {axis} from {calls_before} to {calls} calls")
+        for what in ("num_groups", "new_group_calls"):
+            if getattr(facts, what) > max(getattr(first, what), MOST_GROUPS):
+                found.append(
+                    f"{worlds}: {what} from {getattr(first, what)} to {getattr(facts, what)}"
+                )
+        for what in ("parameter_bytes", "optimizer_bytes"):
+            if getattr(facts, what) > getattr(first, what):
+                found.append(
+                    f"{worlds}: {what} from {getattr(first, what):,} to {getattr(facts, what):,}"
+                )
+        further = facts.world_size - first.world_size
+        if facts.metadata_bytes - first.metadata_bytes > MOST_METADATA * further:
+            grown = facts.metadata_bytes - first.metadata_bytes
+            found.append(
+                f"{worlds}: {grown / further:,.0f} bytes of groups and meshes for each further "
+                f"rank of the world, at most {MOST_METADATA}"
+            )
+        if facts.rss_built - first.rss_built > _MOST_RSS_GROWTH + MOST_METADATA * further:
+            grown = facts.rss_built - first.rss_built
+            found.append(f"{worlds}: {grown / 2**20:,.0f} MiB more of the host's memory")
+    return found
+
+
+def _ranks_of(facts: RankFacts, axis: str) -> int:
+    if axis == WORLD:
+        return facts.world_size
+    name = axis.split("+")[0]
+    joined = {"fsdp": ("dp_shard", "cp"), "sequence": ("cp", "tp")}
+    size = 1
+    for part in joined.get(name, (name,)):
+        size *= facts.degrees[part]
+    return size
+
+
+def _start_up(job: JobConfig, config: ModelConfig, world_size: int, rank: int) -> dict[str, Any]:
+    """What a rank does and keeps before its first step, as it is: nothing here is on paper but that
+    groups are made without the others."""
+    dims = parallel_dims(job.parallelism, world_size)
+    config = resolve_model(config, job)
+
+    def make() -> Meshes:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        return build_meshes(dims, "cpu")
+
+    make()  # Imports and caches are no part of it.
+    dist.destroy_process_group()
+    gc.collect()
+    tracemalloc.start()
+    meshes = make()
+    gc.collect()
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    kept += meshes.dense.mesh.nbytes + meshes.sparse.mesh.nbytes
+    dist.destroy_process_group()
+    started = time.process_time()
+    meshes = make()
+    made = time.process_time()
+    parts = lay_out(job, config, meshes, torch.device("cpu"))
+    laid_out = time.process_time()
+    rss = _rss()
+    del parts
+    dist.destroy_process_group()
+    _clear_sharding_prop_cache()
+    return {
+        "metadata_bytes": kept,
+        "mesh_seconds": made - started,
+        "layout_seconds": laid_out - made,
+        "rss_built": rss,
+    }
+
+
+def _own_bytes(tensors: Iterable[Tensor]) -> int:
+    own = (local_part(x) for x in tensors)
+    return sum(x.numel() * x.element_size() for x in own)
+
+
+def _rss() -> int:
+    """Bytes of this process that are in memory; 0 where there is no /proc."""
+    gc.collect()
+    if not _STAT_PAGES.exists():
+        return 0
+    return int(_STAT_PAGES.read_text().split()[1]) * 4096

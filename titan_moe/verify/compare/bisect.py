@@ -1,0 +1,247 @@
+"""Two sides that differ, trained again to the step where they part, with captures of that step.
+
+Both sides start the step from the same state: the baseline's, which is kept as a checkpoint before
+it. So what differs in the captures was born in that step.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import JobConfig
+from titan_moe.debug.capture.step import FOLDER
+from titan_moe.models.hf import model_of_job
+from titan_moe.runtime.launch import count_gpus
+from titan_moe.verify.compare.control_runs import harmless_sides
+from titan_moe.verify.compare.launch import Launcher
+from titan_moe.verify.compare.records import Curve, RunRecord, read_run
+from titan_moe.verify.compare.run_spec import Side, Words
+from titan_moe.verify.compare.runner import Experiment, Plan, Tell
+from titan_moe.verify.compare.verdict import first_other_bits, on_steps
+from titan_moe.verify.localize.capture_reader import Captured, read_capture
+from titan_moe.verify.localize.localize import BOUNDS, Finding, locate
+
+_KEY = "debug.capture_step"
+_HARMLESS = 2
+
+
+@dataclass(frozen=True)
+class Parting:
+    """What was found at one step."""
+
+    step: int
+    finding: Finding | None
+    """None: nothing differs there beyond rounding."""
+    replayed: Finding | None = None
+    """After a flip at a tie: with the baseline's routing."""
+
+    @property
+    def named(self) -> bool:
+        """Whether something is wrong that rounding does not explain."""
+        found = self.replayed if self.finding is not None and self.finding.is_tie else self.finding
+        return found is not None
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        if self.finding is None:
+            return [f"step {self.step}: nothing differs beyond rounding"]
+        lines = [f"step {self.step}:", *self.finding.lines()]
+        if self.finding.is_tie:
+            lines.append(f"step {self.step}, with the baseline's routing:")
+            nothing = ["nothing differs beyond rounding"]
+            lines += nothing if self.replayed is None else self.replayed.lines()
+        return lines
+
+
+def part(plan: Plan, launcher: Launcher, steps: Sequence[int], tell: Tell = print) -> list[Parting]:
+    """Look at the steps in their order until one names a difference; empty if no bits differ.
+
+    Args:
+        steps: where to look; none: where the sides' figures first differ by a bit, then where they
+            first differ by more than rounding.
+
+    Raises ConfigError for sides that cannot be run again, SideError for one that failed.
+    """
+    finished = plan.baseline.path, plan.candidate.path
+    plan = replace(plan, baseline=again(plan.baseline), candidate=again(plan.candidate))
+    localizer = Localizer(plan, launcher, tell)
+    localizer.check()
+    if not steps:
+        localizer.check_against(*finished)
+    found: list[Parting] = []
+    for step in steps or localizer.steps():
+        found.append(localizer.at(step))
+        if found[-1].named:
+            break
+    return found
+
+
+def again(side: Side) -> Side:
+    """A side that can be trained: of a finished run, what its folder says of it."""
+    if side.path is None:
+        return side
+    config, facts = side.path / "config.toml", side.path / "run.json"
+    if not (config.is_file() and facts.is_file()):
+        said = "has no config.toml and run.json: describe what ran as config=... ranks=..."
+        raise ConfigError([f"{side.path} {said}"])
+    ranks = int(json.loads(facts.read_text(encoding="utf-8"))["world_size"])
+    return Side(side.text, config=config.resolve(), ranks=ranks)
+
+
+class Localizer(Experiment):
+    """Runs with captures of one step."""
+
+    def check(self) -> None:
+        """As of a comparison; and whether both sides' code knows captures."""
+        super().check()
+        for side in (self.plan.baseline, self.plan.candidate):
+            code = self.launcher.code(side)
+            if _KEY not in code.keys:
+                remedy = "choose a revision that has captures"
+                raise ConfigError([f"{code.told} does not know {_KEY}: {remedy}"])
+
+    def check_against(self, baseline: Path | None, candidate: Path | None) -> None:
+        """Whether finished runs, trained again by this code, are what they were; ConfigError."""
+        for path, train in ((baseline, self.baseline), (candidate, self.candidate)):
+            if path is None:
+                continue
+            recorded, run = read_run(path).curve, train().curve
+            other = first_other_bits(recorded, on_steps(run, recorded.steps))
+            if other is not None:
+                raise ConfigError(
+                    [
+                        f"{path}: trained again by this code it is another run: {other.line()}; if "
+                        "its code was another, name it: --baseline revision=... --candidate ..."
+                    ]
+                )
+
+    def steps(self) -> list[int]:
+        """Where the sides' figures part: by a bit, and by more than rounding."""
+        baseline, candidate = self.baseline(), self.candidate()
+        bits = first_other_bits(baseline.curve, candidate.curve)
+        if bits is None:
+            return []
+        self.tell(
+            f"first other bits at step {bits.step}: {bits.quantity} {bits.baseline!r} and "
+            f"{bits.candidate!r}"
+        )
+        beyond = _first_beyond(
+            baseline.curve, candidate.curve, _bound(self._job(self.plan.baseline))
+        )
+        return list(dict.fromkeys([bits.step, *([] if beyond is None else [beyond])]))
+
+    def at(self, step: int) -> Parting:
+        """Train both sides' step from the baseline's state before it, and look."""
+        before = self._baseline(step)
+        start = self._start(before, step)
+        candidate = self._captured(self.plan.candidate, f"step-{step}/candidate", step, *start)
+        baseline = _read(before)
+        harmless = self._harmless(step, start)
+        finding = locate(baseline, candidate, harmless)
+        if finding is None or not finding.is_tie:
+            return Parting(step, finding)
+        words = (*start, *self._replay(step))
+        name = f"step-{step}/candidate-replayed"
+        candidate = self._captured(self.plan.candidate, name, step, *words)
+        return Parting(step, finding, locate(baseline, candidate, harmless))
+
+    def _baseline(self, step: int) -> RunRecord:
+        """From the first step to this one, with a checkpoint before it."""
+        words: Words = ()
+        if step > 1:
+            words = (
+                ("checkpoint.enable", "true"),
+                ("checkpoint.load_only", "false"),
+                ("checkpoint.interval", str(step - 1)),
+                ("checkpoint.keep_latest_k", "0"),
+            )
+        if self._routes():
+            words = (*words, ("debug.routing_record", str(self._record_of(step))))
+        name = f"step-{step}/baseline"
+        return self._run(self.plan.baseline, name, *self._until(step), *words)
+
+    def _start(self, baseline: RunRecord, step: int) -> Words:
+        """How the others come to the baseline's state."""
+        if step == 1:
+            return ()
+        assert baseline.folder is not None
+        return (
+            ("checkpoint.enable", "true"),
+            ("checkpoint.load_only", "true"),
+            (
+                "checkpoint.initial_load_path",
+                str(baseline.folder / "checkpoint" / f"step-{step - 1}"),
+            ),
+            ("checkpoint.initial_load_model_only", "false"),
+            ("checkpoint.initial_load_in_hf", "false"),
+        )
+
+    def _harmless(self, step: int, start: Words) -> list[Captured]:
+        """What rounding does in this step: the baseline in other orders and layouts, and of low
+        precision in float32 too; with its routing, as a flip would hide all that comes after."""
+        plan, turns = self.plan, []
+        if plan.repeats:
+            gpus = count_gpus(os.environ)
+            turns = harmless_sides(
+                plan.baseline, plan.repeats, layouts=plan.harmless, num_gpus=gpus
+            )
+        if turns and _bound(self._job(plan.baseline)) > BOUNDS["float32"]:
+            turns.append((plan.baseline, (("training.mixed_precision_param", "float32"),)))
+        return [
+            self._captured(
+                side, f"step-{step}/harmless-{number}", step, *start, *words, *self._replay(step)
+            )
+            for number, (side, words) in enumerate(turns, 1)
+        ]
+
+    def _captured(self, side: Side, name: str, step: int, *more: tuple[str, str]) -> Captured:
+        return _read(self._run(side, name, *self._until(step), *more))
+
+    def _until(self, step: int) -> Words:
+        """End with this step, at the learning rate that it has in the whole training."""
+        job = self._job(self.plan.baseline)
+        total = job.lr_scheduler.total_steps or self.plan.steps or job.training.steps
+        return (
+            ("training.steps", str(step)),
+            ("lr_scheduler.total_steps", str(total)),
+            (_KEY, str(step)),
+        )
+
+    def _record_of(self, step: int) -> Path:
+        return (self.launcher.folder / f"step-{step}" / "baseline" / "routing").resolve()
+
+    def _replay(self, step: int) -> Words:
+        if not self._routes():
+            return ()
+        return (("debug.routing_replay", str(self._record_of(step))),)
+
+    def _routes(self) -> bool:
+        """Whether there is a routing that could flip."""
+        job = self._job(self.plan.baseline)
+        return model_of_job(job.model).moe is not None and not job.debug.moe_force_load_balance
+
+
+def _read(run: RunRecord) -> Captured:
+    assert run.folder is not None
+    return read_capture(run.folder / FOLDER)
+
+
+def _bound(job: JobConfig) -> float:
+    training = job.training
+    wide = training.dtype == "float64"
+    return BOUNDS["float64" if wide else training.mixed_precision_param]
+
+
+def _first_beyond(ours: Curve, theirs: Curve, bound: float) -> int | None:
+    """The first step at which the loss or the gradient norm is off by more than this share."""
+    steps = sorted(set(ours.steps) & set(theirs.steps))
+    a, b = on_steps(ours, steps), on_steps(theirs, steps)
+    for place, step in enumerate(steps):
+        for key in ("loss", "grad_norm"):
+            x, y = float(a.scalars[key][place]), float(b.scalars[key][place])
+            if not abs(x - y) <= bound * abs(x):
+                return step
+    return None

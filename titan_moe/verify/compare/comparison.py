@@ -1,0 +1,114 @@
+"""Two runs side by side, and the verdict."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from titan_moe.verify.compare.records import RunRecord
+
+if TYPE_CHECKING:
+    from titan_moe.verify.compare.noise.band import Band, Judgement
+    from titan_moe.verify.compare.routing_diff import Flips
+
+
+_MAIN = ("loss", "grad_norm")
+
+
+class Verdict(Enum):
+    """What two runs are to each other."""
+
+    IDENTICAL = "identical bits"
+    INSIDE = "inside the noise band"
+    DIFFERENT = "different"
+    UNJUDGED = "not identical, and nothing says how much rounding may do"
+
+    @property
+    def exit_code(self) -> int:
+        return {"IDENTICAL": 0, "INSIDE": 3, "DIFFERENT": 1, "UNJUDGED": 5}[self.name]
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """Where the candidate left: the band, or the baseline's bits where there is no band."""
+
+    step: int
+    quantity: str
+    """"loss", "grad_norm", "load of layers.1", "norm of layers.1.attention.wq.weight", ..."""
+    baseline: float
+    candidate: float
+    mean_over: int = 1
+    """Steps, this one the last, whose mean is what left the band."""
+
+    def line(self) -> str:
+        mean = "" if self.mean_over == 1 else f" (mean of the last {self.mean_over} steps)"
+        return (
+            f"first at step {self.step}, by {self.quantity}{mean}: {self.baseline:.8g} baseline, "
+            f"{self.candidate:.8g} candidate"
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that a report of two runs shows."""
+
+    title: str
+    baseline: RunRecord
+    candidate: RunRecord
+    verdict: Verdict
+    first: FirstDifference | None = None
+    """None if the verdict is IDENTICAL or INSIDE."""
+    band: "Band | None" = None
+    judgement: "Judgement | None" = None
+    caveats: Sequence[str] = field(default_factory=list)
+    """What makes the verdict worth less: another device, another torch, fewer steps, ..."""
+    flips: "Flips | None" = None
+    """Routings that went to other experts, if both runs recorded them."""
+    replayed: "Comparison | None" = None
+    """The same with the candidate made to route as the baseline did."""
+
+    def lines(self) -> list[str]:
+        """For a person: the verdict first."""
+        found = [f"{self.title}: {self.verdict.value}"]
+        if self.first is not None:
+            found.append(self.first.line())
+        if self.judgement is not None and self.band is not None:
+            found.append(
+                f"largest distance: {self.judgement.statistic:.2f} of the limit, which "
+                f"{len(self.band.repeats)} harmless runs set; not seen at the last step is a "
+                "relative change "
+                + " or ".join(f"of {q} below {_half_width(self.band, q):.0e}" for q in _MAIN)
+                + f" (one harmless run in {1 / self.band.false_alarms:,.0f} would be called "
+                "different)"
+            )
+        if self.flips is not None:
+            found.append(self.flips.line())
+        if self.replayed is not None:
+            found += self.replayed.lines()
+        return found + [f"CAVEAT: {caveat}" for caveat in self.caveats]
+
+    def as_json(self) -> dict[str, Any]:
+        """The verdict and what it rests on, without the curves."""
+        return {
+            "title": self.title,
+            "verdict": self.verdict.name.lower(),
+            "exit_code": self.verdict.exit_code,
+            "baseline": {"name": self.baseline.name, **self.baseline.facts},
+            "candidate": {"name": self.candidate.name, **self.candidate.facts},
+            "steps": list(self.baseline.curve.steps),
+            "first": None if self.first is None else asdict(self.first),
+            "judgement": None if self.judgement is None else self.judgement.as_json(),
+            "band": None if self.band is None else self.band.as_json(),
+            "flips": None if self.flips is None else self.flips.as_json(),
+            "replayed": None if self.replayed is None else self.replayed.as_json(),
+            "caveats": list(self.caveats),
+        }
+
+
+def _half_width(band: "Band", quantity: str) -> float:
+    """Of the band at its last step, as a share of the value; NaN if it has no such quantity."""
+    if quantity not in band.quantities:
+        return math.nan
+    low, high = band.edges(quantity)
+    return float(math.sqrt(high[-1] / low[-1]) - 1)

@@ -1,0 +1,91 @@
+"""Harmless variations of a training: they change the order of its sums and nothing else."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+
+from titan_moe.config.checks.job import check
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import load_job
+from titan_moe.models.hf import model_of_job
+from titan_moe.verify.compare.run_spec import Side, Words
+from titan_moe.verify.layouts.layouts import Layout, parse
+
+
+def harmless_sides(
+    side: Side, number: int, *, layouts: Sequence[str] = (), num_gpus: int
+) -> list[tuple[Side, Words]]:
+    """`number` variations of a side, and the keys that make them.
+
+    Each has its rows in another order; every second one another layout too, of those given or of
+    the neighbours of its own, as far as its configuration allows them. The gradient gate proves
+    layouts equal in float64, so what they differ by is rounding.
+
+    Args:
+        num_gpus: GPUs of this machine; without any, a single rank's neighbours have two.
+    """
+    job = side.job()
+    own = layout_of(job, side.world_size)
+    others = [parse(text) for text in layouts] or _neighbours(own, on_cpu=num_gpus == 0)
+    sides = [side.with_layout(layout) for layout in others]
+    sides = [other for other in sides if _is_legal(other, job, num_gpus)]
+    turns = [turn for other in sides for turn in (side, other)] or [side]
+    return [
+        (turn, (*batch_words(turn, job), ("debug.permute_rows", str(seed))))
+        for seed, turn in enumerate(islice(cycle(turns), number), 1)
+    ]
+
+
+def batch_words(side: Side, job: JobConfig) -> Words:
+    """The global batch of `job`, and microbatches of it that fit the side's ranks."""
+    rows = job.training.global_batch_size
+    layout = side.layout or layout_of(job, side.world_size)
+    own = max(1, rows // layout.data_ranks)
+    # A pipeline takes all its rows in one run of its schedule.
+    local = own if side.layout and layout.pp > 1 else min(own, job.training.local_batch_size)
+    return (
+        ("training.global_batch_size", str(rows)),
+        ("training.local_batch_size", str(local)),
+    )
+
+
+def layout_of(job: JobConfig, world_size: int) -> Layout:
+    """The degrees of a configuration."""
+    section = job.parallelism
+    sizes = {
+        "pp": section.pipeline_parallel_degree,
+        "dp_replicate": section.data_parallel_replicate_degree,
+        "cp": section.context_parallel_degree,
+        "tp": section.tensor_parallel_degree,
+    }
+    others = sizes["pp"] * sizes["dp_replicate"] * sizes["cp"] * sizes["tp"]
+    return Layout(
+        **sizes,  # type: ignore[arg-type]
+        dp_shard=max(1, world_size // others),
+        ep=section.expert_parallel_degree,
+        etp=section.expert_tensor_parallel_degree,
+        schedule=section.pipeline_parallel_schedule,
+    )
+
+
+def _neighbours(own: Layout, *, on_cpu: bool) -> list[Layout]:
+    """Layouts of as many ranks, with one axis twice as large, or experts cut otherwise."""
+    if on_cpu and own.world_size == 1:
+        return [Layout(dp_shard=2), Layout(tp=2), Layout(dp_shard=2, ep=2), Layout(cp=2)]
+    found = [replace(own, ep=own.ep * 2), replace(own, ep=max(1, own.ep // 2))]
+    if own.dp_shard % 2 == 0:
+        half = replace(own, dp_shard=own.dp_shard // 2)
+        found += [replace(half, tp=own.tp * 2), replace(half, cp=own.cp * 2)]
+    inner = own.dp_shard * own.cp * own.tp
+    return [each for each in found if each != own and inner % (each.ep * each.etp) == 0]
+
+
+def _is_legal(side: Side, job: JobConfig, num_gpus: int) -> bool:
+    try:
+        words = [*side.file(), *side.arguments(*batch_words(side, job))]
+        laid_out = load_job(words)
+    except ConfigError:
+        return False
+    model = model_of_job(laid_out.model)
+    return not check(laid_out, model, side.world_size, num_gpus=num_gpus)

@@ -1,0 +1,191 @@
+"""Golden files: what one training measured, with the band of its harmless repeats, kept in the
+repository and judged against later code.
+
+A golden is a folder, with one file for each minor version of torch and capability of the device:
+NAME/torch-2.13-cpu-AVX512.json. Rounding differs between them, so each has curves of its own.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+import torch
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.device import describe_device
+from titan_moe.runtime.launch import count_gpus
+from titan_moe.verify.compare.noise.band import Band
+from titan_moe.verify.compare.records import Curve, RunRecord
+
+_FORMAT = 1
+_SCALARS = ("loss", "grad_norm")
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A golden file, read."""
+
+    path: Path
+    run: RunRecord
+    """The run that the file holds, with its resolved configuration and its facts."""
+    repeats: list[Curve]
+    """Its harmless repeats."""
+    history: list[dict[str, str]]
+    """Why it was made and changed: {"date", "reason", "code", "torch"}, the latest last."""
+
+    def caveats(self, *, device: torch.device) -> list[str]:
+        """What makes it another device's or another torch's golden than this machine's."""
+        here = golden_key(device)
+        if self.path.stem == here:
+            return []
+        return [f"the golden {self.path} is of {self.path.stem}; this machine is {here}"]
+
+    def write_config(self, path: Path) -> Path:
+        """Its configuration as a TOML file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(tomli_w.dumps(dict(self.run.config)), encoding="utf-8")
+        return path
+
+
+def this_device() -> torch.device:
+    """What run_train.sh would compute on."""
+    return torch.device("cuda" if count_gpus(os.environ) else "cpu")
+
+
+def golden_key(device: torch.device) -> str:
+    """What golden files are keyed by: torch's minor version, the device and its capability."""
+    version = ".".join(torch.__version__.split(".")[:2])
+    facts = describe_device(device)
+    return f"torch-{version}-{facts['device']}-{facts['capability']}".replace(" ", "_")
+
+
+def is_golden(path: Path) -> bool:
+    """Whether a path names a golden: a .json file, or a folder of keyed ones."""
+    return path.suffix == ".json" or (path.is_dir() and any(path.glob("torch-*.json")))
+
+
+def find_golden(path: Path, device: torch.device) -> Golden:
+    """A golden by its file, or the one of a folder that is keyed to this machine.
+
+    Raises ConfigError where the folder has none for it, and for files that are no golden.
+    """
+    if path.is_dir():
+        here = path / f"{golden_key(device)}.json"
+        if not here.is_file():
+            known = ", ".join(sorted(each.stem for each in path.glob("torch-*.json")))
+            raise ConfigError(
+                [
+                    f"{path} has no golden for {here.stem}, only {known}: make one with "
+                    f"--update-golden {path} --reason ..., or name a file to compare all the same"
+                ]
+            )
+        path = here
+    return _read(path)
+
+
+def save_golden(
+    folder: Path, run: RunRecord, repeats: Sequence[Curve], *, reason: str, device: torch.device
+) -> Path:
+    """Write or replace a golden's file for this machine; its earlier reasons are kept.
+
+    Raises ConfigError without a reason, or without what a golden must hold.
+    """
+    if not reason.strip():
+        raise ConfigError(["--update-golden needs --reason: why the golden changes"])
+    if run.curve.data is None or not run.config:
+        raise ConfigError([f"{run.name}: a golden wants a run that recorded its data and config"])
+    ran = run.facts.get("device"), run.facts.get("capability")
+    here = tuple(describe_device(device).values())
+    if ran != here:
+        raise ConfigError(
+            [f"{run.name} ran on {ran[0]} ({ran[1]}): make its golden there, not on {here[0]}"]
+        )
+    band = Band([run.curve, *repeats])  # Raises for repeats that make no band.
+    path = folder / f"{golden_key(device)}.json"
+    history = _read(path).history if path.is_file() else []
+    entry = {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "reason": reason.strip(),
+        "code": str((run.facts.get("code") or {}).get("commit", "unknown")),
+        "torch": torch.__version__,
+    }
+    config = {table: dict(keys) for table, keys in run.config.items()}
+    config["job"] = {"description": config.get("job", {}).get("description", run.name)}
+    config.pop("checkpoint", None)  # Of the run that made it: folders of that machine.
+    facts = {key: run.facts[key] for key in sorted(run.facts) if key not in ("code", "told")}
+    found = {
+        "format": _FORMAT,
+        "history": [*history, entry],
+        "config": config,
+        "facts": facts,
+        "steps": list(run.curve.steps),
+        "data": list(run.curve.data),
+        "curve": _as_json(run.curve),
+        "repeats": [_as_json(repeat) for repeat in repeats],
+        "band": _band(band),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(_compact(found), encoding="utf-8")
+    return path
+
+
+def _read(path: Path) -> Golden:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["format"] != _FORMAT:
+            raise ConfigError([f"{path}: format {found['format']}, this code reads {_FORMAT}"])
+        steps, data = found["steps"], found["data"]
+        curve = _curve(found["curve"], path.parent.name, steps, data)
+        repeats = [
+            _curve(each, f"repeat {number}", steps, data)
+            for number, each in enumerate(found["repeats"], 1)
+        ]
+        run = RunRecord(f"golden {path.parent.name}", curve, found["facts"], found["config"])
+        return Golden(path, run, repeats, found["history"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError([f"{path}: no golden file: {type(error).__name__}: {error}"]) from None
+
+
+def _as_json(curve: Curve) -> dict[str, Any]:
+    return {
+        **{key: curve.scalars[key].tolist() for key in _SCALARS},
+        "loads": {layer: rows.astype(int).tolist() for layer, rows in curve.loads.items()},
+    }
+
+
+def _band(band: Band) -> dict[str, Any]:
+    """For whoever reads the file; `find_golden` makes the band anew from the repeats."""
+    found = band.as_json()
+    edges = {
+        f"{quantity} {end}": found[end][quantity]
+        for quantity in _SCALARS
+        for end in ("low", "high")
+    }
+    return {"limit": band.limit, "false_alarms": found["false_alarms"], **edges}
+
+
+def _curve(found: dict[str, Any], name: str, steps: list[int], data: list[int]) -> Curve:
+    return Curve(
+        name,
+        steps,
+        {key: np.array(found[key]) for key in _SCALARS},
+        {layer: np.array(rows, dtype=np.float64) for layer, rows in found["loads"].items()},
+        data,
+    )
+
+
+def _compact(found: dict[str, Any]) -> str:
+    """A line for each entry and each repeat, so that a change of one is a change of a line."""
+    lines = []
+    for key, value in found.items():
+        text = json.dumps(value)
+        if key == "repeats":
+            text = "[\n" + ",\n".join(json.dumps(each) for each in value) + "\n]"
+        lines.append(f'"{key}": {text}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"

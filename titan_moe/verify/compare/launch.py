@@ -1,0 +1,221 @@
+"""Run a side for real: run_train.sh of its own code, on its own number of ranks.
+
+Each run has a folder; what finished there under the same code, configuration and ranks is taken as
+it is, so that an interrupted comparison goes on where it was. On several Slurm nodes (inside an
+allocation) a run is started by scripts/slurm_train.sh instead.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.verify.compare.code_trees import WORKTREES, CodeTree, code_tree, remove_worktrees
+from titan_moe.verify.compare.goldens import golden_key, this_device
+from titan_moe.verify.compare.records import RunRecord, read_run
+from titan_moe.verify.compare.run_spec import Side, Words
+
+_NOTE = "comparison_run.json"
+_LAST_LINES = 12
+_MOST_FILES = 10_000
+_WRITTEN = ("--debug.routing_record",)
+_VARIABLES = ("OMP_", "MKL_", "CUDA_", "TORCH", "NCCL_", "ATEN_", "CUBLAS_")
+"""Environment variables that may change a run's bits begin so."""
+
+
+class SideError(RuntimeError):
+    """A run ended with an exit code other than 0; the message holds its last lines."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Runs sides below one folder."""
+
+    folder: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of every run besides this process's own."""
+    shared: Path | None = None
+    """A folder in which runs are found again by what they follow from, whoever asks for them;
+    None: each lies in a folder of its name."""
+    _seen: dict[str, str] = field(default_factory=dict)
+    """The hash of each revision's code when it was first asked for."""
+
+    def code(self, side: Side) -> CodeTree:
+        """The code that a side runs; SideError if it is not what it was at the first time."""
+        code = code_tree(side.revision, self.folder / WORKTREES)
+        if self._seen.setdefault(side.revision, code.tree) != code.tree:
+            raise SideError(f"the code of the {code.told} was changed meanwhile: run again")
+        return code
+
+    def run(self, side: Side, name: str, *more: tuple[str, str]) -> RunRecord:
+        """Train a side in the folder `name`, unless it has been done.
+
+        Args:
+            more: keys that outdo the side's own; those that its code does not know are left out.
+
+        Raises SideError, or KeyboardInterrupt after the run has ended on the same signal.
+        """
+        record = read_run(self._ensure(side, name, more), name=name)
+        ranks = record.facts.get("world_size")
+        if None not in (ranks, side.ranks) and ranks != side.ranks:
+            raise SideError(f"{name} ran on {ranks} ranks instead of {side.ranks}")
+        return replace(record, facts={**record.facts, "told": self.code(side).told})
+
+    def has(self, side: Side, name: str, *more: tuple[str, str]) -> bool:
+        """Whether `run` would find that it has been done."""
+        folder, mark, _ = self._place(side, name, more)
+        return _finished(folder, mark)
+
+    def seed(self, side: Side, name: str, *more: tuple[str, str]) -> Path:
+        """A side's initial weights as a checkpoint, in the folder `name`."""
+        switches = ("checkpoint.enable", "true"), ("checkpoint.create_seed_checkpoint", "true")
+        return self._ensure(side, name, (*more, *switches)) / "checkpoint" / "step-0"
+
+    def _ensure(self, side: Side, name: str, more: Words) -> Path:
+        folder, mark, arguments = self._place(side, name, more)
+        if _finished(folder, mark):
+            return folder
+        _clear(folder)
+        _note(folder, mark, seconds=None)
+        started = time.perf_counter()
+        self._train(side, self.code(side), folder, arguments)
+        self.code(side)
+        _note(folder, mark, seconds=round(time.perf_counter() - started, 2))
+        return folder
+
+    def _place(self, side: Side, name: str, more: Words) -> tuple[Path, str, list[str]]:
+        """Where a run lies or will, its mark, and its command line."""
+        code = self.code(side)
+        arguments = side.arguments(*((key, value) for key, value in more if key in code.keys))
+        mark = _mark(side, code, arguments, self.environment)
+        folder = self.folder / name if self.shared is None else self.shared / mark[:16]
+        return folder.resolve(), mark, arguments
+
+    def _train(self, side: Side, code: CodeTree, folder: Path, arguments: list[str]) -> None:
+        command, variables = _command(side, code.folder)
+        words = [*command, *side.file(), *arguments, "--job.dump_folder", str(folder)]
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        environment = os.environ | {"PATH": path} | variables | dict(self.environment)
+        environment.pop("PYTHONPATH", None)  # This process's own code is not the side's.
+        with (folder / "console.log").open("w", encoding="utf-8") as log:
+            process = subprocess.Popen(
+                words, cwd=code.folder, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+            try:
+                exit_code = process.wait()
+            except BaseException:  # An interrupt; a terminal's has reached the run already.
+                process.terminate()
+                process.wait()
+                raise
+        if exit_code:
+            lines = (folder / "console.log").read_text(errors="replace").splitlines()
+            shown = "\n".join(f"  | {line}" for line in lines[-_LAST_LINES:])
+            raise SideError(
+                f"{folder.name} of {code.told} ended with exit code {exit_code}; its last lines "
+                f"({folder / 'console.log'}):\n{shown}"
+            )
+
+
+@contextmanager
+def workplace(folder: Path) -> Iterator[None]:
+    """Have an output folder for oneself; afterwards no worktree is left in it.
+
+    Raises ConfigError if another comparison runs there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                [f"{folder}: a comparison runs there: choose another --out"]
+            ) from None
+        try:
+            yield
+        finally:
+            for worktrees in (folder / WORKTREES, *folder.glob(f"*/{WORKTREES}")):
+                remove_worktrees(worktrees)
+
+
+def _command(side: Side, folder: Path) -> tuple[list[str], dict[str, str]]:
+    ranks = {} if side.ranks is None else {"NGPU": str(side.ranks)}
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    if nodes == 1:
+        return [str(folder / "run_train.sh")], ranks
+    per_node = int(os.environ.get("SLURM_GPUS_ON_NODE", "8"))
+    variables = {"SLURM_SUBMIT_DIR": str(folder)}
+    if side.ranks is not None:
+        used = -(-side.ranks // per_node)
+        variables |= {"NGPU": str(side.ranks // used), "NNODES": str(used)}
+    return ["bash", str(folder / "scripts" / "slurm_train.sh")], variables
+
+
+def _finished(folder: Path, mark: str) -> bool:
+    """Whether that very run has ended there."""
+    found = _noted(folder)
+    return found.get("mark") == mark and found.get("seconds") is not None
+
+
+def _noted(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / _NOTE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _clear(folder: Path) -> None:
+    """Make the folder, anew if an earlier run of ours lies there; ConfigError if something else
+    does."""
+    if folder.exists():
+        if not (folder / _NOTE).is_file() and any(folder.iterdir()):
+            raise ConfigError(
+                [f"{folder} holds files that are of no comparison: choose another --out"]
+            )
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def _note(folder: Path, mark: str, *, seconds: float | None) -> None:
+    """What the run follows from and, when it has ended, the seconds that it took."""
+    aside = folder / f".{_NOTE}.tmp"
+    aside.write_text(json.dumps({"mark": mark, "seconds": seconds}), encoding="utf-8")
+    aside.replace(folder / _NOTE)
+
+
+def _mark(side: Side, code: CodeTree, arguments: list[str], variables: Mapping[str, str]) -> str:
+    """A hash of all that a run follows from."""
+    config = "" if side.config is None else side.config.read_text(encoding="utf-8")
+    machine = golden_key(this_device()), platform.node(), version("torch")
+    pairs = zip(arguments[::2], arguments[1::2], strict=True)
+    named = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(_VARIABLES)}
+    follows: list[Any] = [
+        *(code.tree, machine, config, arguments, side.ranks, named, sorted(variables.items())),
+        [_content(Path(value)) for key, value in pairs if os.sep in value and key not in _WRITTEN],
+    ]
+    return hashlib.sha256(json.dumps(follows).encode()).hexdigest()
+
+
+def _content(path: Path) -> Any:
+    """What a path leads to: the run of ours that made it, or its files' sizes and times."""
+    for folder in (path, *path.parents):
+        if noted := _noted(folder):
+            return noted["mark"]
+    if not path.exists():
+        return None
+    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    return [
+        (each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files[:_MOST_FILES]
+    ]

@@ -1,0 +1,215 @@
+"""One of the trainings that are compared, as a user describes it in a few words.
+
+""                                          the working tree, as the common options say
+"revision=main"                             the code of a commit, from a clean worktree
+"layout=tp=2,ep=2"                          another layout; its ranks follow from it
+"ranks=8 layout=tp=2 --optimizer.lr 1e-3"   and any key of the configuration
+"config=configs/qwen3/debugmodel_moe.toml"  another file
+"outputs/yesterday"                         a finished run: its folder, or TensorBoard's
+"tests/goldens/qwen3"                       a golden file, or a folder of them
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import load_job
+from titan_moe.config.resolve import resolve, shard_degree
+from titan_moe.verify.layouts.layouts import DENSE_AXES, Layout, parse
+from titan_moe.verify.layouts.layouts import overrides as layout_tables
+
+Words = tuple[tuple[str, str], ...]
+"""Overrides as pairs of key and text; of a key that comes twice, the last counts."""
+
+_KEYS = ("revision", "config", "ranks", "layout")
+_PATHS = (
+    "model.hf_assets_path",
+    "model.tokenizer_path",
+    "training.dataset_path",
+    "validation.dataset_path",
+    "checkpoint.initial_load_path",
+    "debug.routing_replay",
+)
+_OPTION_KEYS = {
+    "schedule": ("pipeline_parallel_schedule",),
+    "cp_method": ("context_parallel_rotate_method",),
+    "cp_balancer": ("context_parallel_load_balancer",),
+    "reshard": ("fsdp_reshard_after_forward",),
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """A finished run by its path, or a training to be run."""
+
+    text: str = ""
+    """As the user wrote it."""
+    path: Path | None = None
+    revision: str = ""
+    """A git revision; empty: the working tree."""
+    config: Path | None = None
+    ranks: int | None = None
+    layout: Layout | None = None
+    named: frozenset[str] = frozenset()
+    """The words of the layout that the user wrote: what he left out stays as the file says."""
+    overrides: Words = ()
+
+    def arguments(self, *more: tuple[str, str]) -> list[str]:
+        """The command line of this training, without its file; `more` outdoes all else."""
+        pairs = dict((*self.overrides, *self._layout_words(), *more))
+        return [word for key, value in pairs.items() for word in (f"--{key}", value)]
+
+    def job(self, *, rows: int | None = None) -> JobConfig:
+        """The resolved configuration, as this code reads it; raises ConfigError.
+
+        Args:
+            rows: of a global batch, where the configuration does not say.
+        """
+        job = load_job([*self.file(), *self.arguments()])
+        if rows is not None and job.training.global_batch_size == -1:
+            training = job.training.model_copy(update={"global_batch_size": rows})
+            job = job.model_copy(update={"training": training})
+        if shard_degree(job.parallelism, self.world_size) is None:
+            told = self.text or "a side"
+            raise ConfigError(
+                [f"{told}: the degrees of [parallelism] do not fit {self.world_size} ranks"]
+            )
+        return resolve(job, self.world_size)
+
+    def file(self) -> list[str]:
+        return [] if self.config is None else ["--job.config_file", str(self.config)]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of this training."""
+        return 1 if self.ranks is None else self.ranks
+
+    def with_layout(self, layout: Layout) -> "Side":
+        """In another layout, of as many ranks as it has."""
+        named = {option for option in _OPTION_KEYS if layout.has(option)}
+        return replace(
+            self,
+            text=f"{self.text} in layout {layout}".strip(),
+            layout=layout,
+            ranks=layout.world_size,
+            named=self.named | named,
+        )
+
+    def _layout_words(self) -> Words:
+        if self.layout is None:
+            return ()
+        table = layout_tables(self.layout)["parallelism"]
+        keys = [key for key in table if key.endswith("_degree")]
+        keys += [key for option in sorted(self.named) for key in _OPTION_KEYS.get(option, ())]
+        words = {f"parallelism.{key}": str(table[key]) for key in keys}
+        if "recompute" in self.named:
+            section = layout_tables(self.layout)["activation_checkpoint"]
+            words |= {f"activation_checkpoint.{key}": value for key, value in section.items()}
+        return tuple(words.items())
+
+
+def parse_side(text: str, common: Side, *, default_ranks: int = 1) -> Side:
+    """A side as described above; what it leaves out is as `common` has it, and where nothing
+    tells the ranks, `default_ranks`.
+
+    Raises ConfigError with a line for a word that means nothing.
+    """
+    words = split_words(text)
+    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    named, overrides = words[:first], words[first:]
+    if len(named) == 1 and named[0].partition("=")[0] not in _KEYS:
+        return _finished(text, Path(named[0]), overrides)
+    values = {}
+    for word in named:
+        key, _, value = word.partition("=")
+        if key not in _KEYS or not value:
+            raise ConfigError(
+                [
+                    f"{text!r}: {word!r} means nothing: write a finished run's folder alone, or "
+                    f"{', '.join(f'{key}=...' for key in _KEYS)}, and then --table.key value"
+                ]
+            )
+        values[key] = value
+    side = replace(
+        common,
+        text=text,
+        revision=values.get("revision", common.revision),
+        overrides=common.overrides + parse_overrides(overrides),
+    )
+    if "config" in values:
+        side = replace(side, config=existing(Path(values["config"]), "config="))
+    if "ranks" in values:
+        side = replace(side, ranks=_positive("ranks", values["ranks"]))
+    if "layout" in values:
+        side = _laid_out(side, values["layout"], ranks=side.ranks)
+    return side if side.ranks is not None else replace(side, ranks=default_ranks)
+
+
+def split_words(text: str) -> list[str]:
+    """As a shell does; ConfigError for a quote without its end."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError([f"{text!r}: {error}"]) from None
+
+
+def parse_overrides(words: Sequence[str]) -> Words:
+    """`--table.key value`, `--table.key=value` and bare switches. Paths become absolute: sides run
+    in folders of their own."""
+    pairs: list[tuple[str, str | None]] = []
+    for word in words:
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            pairs.append((key, value if equals else None))
+        elif pairs and pairs[-1][1] is None:
+            pairs[-1] = (pairs[-1][0], word)
+        else:
+            raise ConfigError([f"{word!r}: overrides are --table.key value"])
+    return tuple((key, _absolute(key, "true" if v is None else v)) for key, v in pairs)
+
+
+def existing(path: Path, what: str) -> Path:
+    """The path, made absolute; ConfigError if it is not there."""
+    if not path.exists():
+        raise ConfigError([f"{what}{path}: there is no such file"])
+    return path.resolve()
+
+
+def _absolute(key: str, value: str) -> str:
+    return str(Path(value).resolve()) if key in _PATHS and Path(value).exists() else value
+
+
+def _finished(text: str, path: Path, overrides: list[str]) -> Side:
+    if overrides:
+        raise ConfigError([f"{text!r}: a finished run takes no overrides: leave {overrides} out"])
+    if not path.exists():
+        keys = ", ".join(f"{key}=..." for key in _KEYS)
+        raise ConfigError([f"{text!r}: no such run; a run to be made is written as {keys}"])
+    return Side(text, path=path)
+
+
+def _laid_out(side: Side, text: str, *, ranks: int | None) -> Side:
+    """What the layout does not name of dp_shard is the rest of the ranks, or what ep and etp ask
+    for."""
+    words = [word.partition("=") for word in text.split(",")]
+    sizes = {key: int(value) for key, _, value in words if value.isdecimal() and int(value)}
+    if "dp_shard" not in sizes:
+        others = prod(size for axis, size in sizes.items() if axis in DENSE_AXES)
+        experts = sizes.get("ep", 1) * sizes.get("etp", 1)
+        inner = sizes.get("cp", 1) * sizes.get("tp", 1)
+        text += f",dp_shard={max(1, ranks // others if ranks else experts // inner)}"
+    layout = parse(text)
+    if ranks and layout.world_size != ranks:
+        raise ConfigError([f"ranks={ranks}: layout={text} is of {layout.world_size} ranks"])
+    named = frozenset(key for key, _, _ in words)
+    return replace(side, layout=layout, ranks=layout.world_size, named=named)
+
+
+def _positive(key: str, value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError([f"{key}={value} must be a positive number"])
+    return int(value)

@@ -1,0 +1,168 @@
+"""A regression suite: comparisons in a TOML file, run one after another, with one summary."""
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.section import Section
+from titan_moe.verify.compare.comparison import Verdict
+from titan_moe.verify.compare.launch import Launcher
+from titan_moe.verify.compare.run_spec import (
+    Side,
+    existing,
+    parse_overrides,
+    parse_side,
+    split_words,
+)
+from titan_moe.verify.compare.runner import Plan, compare, default_ranks
+from titan_moe.verify.report.files import write_comparison
+from titan_moe.verify.report.suite import SuiteRow
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_ACCEPTED = {
+    "identical": {Verdict.IDENTICAL},
+    "inside": {Verdict.IDENTICAL, Verdict.INSIDE},
+    "different": {Verdict.DIFFERENT},
+}
+
+
+class Entry(Section):
+    """One comparison; the sides are written as for scripts/compare_losses.py."""
+
+    name: str
+    """What it is called in the summary, and its folder."""
+    expect: Literal["identical", "inside", "different"] = "inside"
+    """The gate: identical bits; those or inside the noise band; or a difference that must be
+    seen, so that the suite can fail."""
+    config: Path | None = None
+    """TOML file of both sides, from where the suite is started; none with a golden."""
+    baseline: str = ""
+    candidate: str = ""
+    overrides: str = ""
+    """Keys of both sides: "--table.key value ..."."""
+    ranks: PositiveInt | None = None
+    steps: PositiveInt | None = None
+    repeats: NonNegativeInt = 24
+    harmless: tuple[str, ...] = ()
+    norms: bool = False
+    routing: bool = False
+
+
+class Slurm(Section):
+    """What --print-sbatch asks for."""
+
+    nodes: PositiveInt = 1
+    gpus_per_node: PositiveInt = 8
+    time: str = "04:00:00"
+
+
+class Suite(Section):
+    """A suite file."""
+
+    description: str
+    comparison: list[Entry] = Field(min_length=1)
+    slurm: Slurm | None = None
+
+
+def load_suite(path: Path) -> Suite:
+    """Read a suite; raises ConfigError with a line for everything wrong."""
+    try:
+        found = tomllib.loads(existing(path, "suite ").read_text(encoding="utf-8"))
+        suite = Suite.model_validate(found)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([f"{path} is not valid TOML: {error}"]) from None
+    except ValidationError as error:
+        raise ConfigError(
+            [f"{path}: {_place(each['loc'])}: {each['msg']}" for each in error.errors()]
+        ) from None
+    names = [_folder(entry.name) for entry in suite.comparison]
+    if "" in names or "runs" in names:
+        raise ConfigError([f"{path}: a comparison cannot be called '' or 'runs'"])
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError([f"{path}: two comparisons are called {', '.join(twice)}"])
+    return suite
+
+
+def plan_of(entry: Entry) -> Plan:
+    """What an entry asks for; raises ConfigError."""
+    common = Side(
+        config=None if entry.config is None else existing(entry.config, "config = "),
+        ranks=entry.ranks,
+        overrides=parse_overrides(split_words(entry.overrides)),
+    )
+    baseline, candidate = (
+        parse_side(text, common, default_ranks=default_ranks())
+        for text in (entry.baseline, entry.candidate)
+    )
+    return Plan(
+        title=entry.name,
+        baseline=baseline,
+        candidate=candidate,
+        repeats=entry.repeats,
+        steps=entry.steps,
+        harmless=entry.harmless,
+        norms=entry.norms,
+        routing=entry.routing,
+    )
+
+
+def run_suite(suite: Suite, folder: Path, tell: Callable[[str], None]) -> Iterator[SuiteRow]:
+    """Run every comparison and yield its row; one that fails does not stop the others.
+
+    Runs that several comparisons want are made once, and found again when the suite is started
+    anew.
+    """
+    for entry in suite.comparison:
+        started = time.perf_counter()
+        own = folder / _folder(entry.name)
+        verdict, ok, lines = "failed", False, [""]
+        try:
+            found = compare(plan_of(entry), Launcher(own, shared=folder / "runs"), tell)
+            write_comparison(found, own)
+            verdict, ok = found.verdict.value, found.verdict in _ACCEPTED[entry.expect]
+            lines = found.lines()[1:]
+        except ConfigError as error:
+            lines = error.lines
+        except Exception as error:  # Whatever one has, the others are to be run.
+            lines = [f"{type(error).__name__}: {error}"]
+        yield SuiteRow(
+            name=entry.name,
+            expected=entry.expect,
+            verdict=verdict,
+            ok=ok,
+            detail="\n".join(lines),
+            seconds=time.perf_counter() - started,
+            href=f"{own.name}/report.html" if verdict != "failed" else "",
+        )
+
+
+def sbatch(suite: Suite, path: Path, repo: Path) -> str:
+    """The command that runs a suite in a Slurm allocation."""
+    slurm = suite.slurm or Slurm()
+    words = ["python", "scripts/regression_job.py", str(path.resolve())]
+    inside = f"cd {shlex.quote(str(repo))} && {shlex.join(words)}"
+    return (
+        f"sbatch --job-name regression-{path.stem} --nodes {slurm.nodes} --ntasks-per-node 1 "
+        f"--gpus-per-node {slurm.gpus_per_node} --exclusive --time {slurm.time} "
+        f"--wrap {shlex.quote(inside)}"
+    )
+
+
+def _folder(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in name.lower())
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """comparison[2].expect"""
+    words = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
+    return "".join(words).removeprefix(".")

@@ -1,0 +1,269 @@
+"""From two runs, and what is known of the noise, to a verdict."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.verify.compare.comparison import Comparison, FirstDifference, Verdict
+from titan_moe.verify.compare.noise.band import FEWEST_REPEATS, Band, quantities_of
+from titan_moe.verify.compare.records import LOAD_OF, NORM_OF, Array, Curve, RunRecord
+
+_COMPARED = ("loss", "grad_norm")
+_ENOUGH = 12
+"""Harmless runs. The bound of 7 is several times that of 24, of 12 half as much more."""
+_TOO_WIDE = 0.5
+"""Of the loss, from the band's lower to its upper edge, as a logarithm."""
+_HARMLESS_TABLES = ("job", "metrics", "parallelism", "checkpoint", "profiling", "comm")
+_HARMLESS_KEYS = (
+    *("training.local_batch_size", "debug.permute_rows", "debug.routing_record"),
+    *("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"),
+)
+_UNEVEN = 100
+"""Spreads; bounds of repeats that are of one kind are 5 to 30."""
+_ENVIRONMENT = ("torch", "device", "capability")
+
+
+def judge(
+    title: str,
+    baseline: RunRecord,
+    candidate: RunRecord,
+    *,
+    repeats: Sequence[RunRecord] = (),
+    caveats: Sequence[str] = (),
+) -> Comparison:
+    """Compare two runs at the steps that both logged.
+
+    Args:
+        repeats: harmless repeats of the baseline; with the baseline's own they make the band.
+        caveats: what is known already to make the verdict worth less.
+
+    Raises ConfigError for runs that cannot be compared: other data, another number of tokens a
+    step, no step or no quantity in common.
+    """
+    for other in (candidate, *repeats):
+        _refuse_other_trainings(baseline, other)
+    caveats = [*caveats, *_caveats(baseline, candidate), *_other_repeats(baseline, repeats)]
+    steps = _common_steps(baseline.curve, candidate.curve)
+    ours, theirs = on_steps(baseline.curve, steps), on_steps(candidate.curve, steps)
+    verdict, band, judgement = Verdict.IDENTICAL, None, None
+    first = first_other_bits(ours, theirs)
+    _refuse_other_rows(ours, theirs)
+    if first is not None:
+        verdict = Verdict.UNJUDGED
+    curves = [ours, *(on_steps(repeat.curve, steps) for repeat in repeats)]
+    if len(curves) >= FEWEST_REPEATS:
+        band = Band(curves)
+        caveats += _weak(band)
+        if first is not None and _is_blind(band, first):
+            caveats.append(f"the repeats are no measure of what differs first, {first.quantity}")
+            band = None
+    if first is not None and band is not None:
+        judgement = band.judge(theirs)
+        verdict = Verdict.INSIDE if judgement.inside else Verdict.DIFFERENT
+        first = None
+        if judgement.first_outside is not None and judgement.quantity is not None:
+            end, window = steps.index(judgement.first_outside) + 1, judgement.mean_over or 1
+            reach = slice(end - window, end)
+            first = FirstDifference(
+                judgement.first_outside,
+                judgement.quantity,
+                float(band.location(judgement.quantity)[reach].mean()),
+                float(band.values(theirs, judgement.quantity)[reach].mean()),
+                window,
+            )
+    return Comparison(
+        title,
+        replace(baseline, curve=ours),
+        replace(candidate, curve=theirs),
+        verdict,
+        first=first,
+        band=band,
+        judgement=judgement,
+        caveats=caveats,
+    )
+
+
+def on_steps(curve: Curve, steps: Sequence[int]) -> Curve:
+    """The curve at some of its steps. Raises ConfigError if it lacks one."""
+    places = {step: place for place, step in enumerate(curve.steps)}
+    if missing := [step for step in steps if step not in places]:
+        raise ConfigError([f"{curve.name}: step {missing[0]} is not logged there"])
+    own = [places[step] for step in steps]
+    return replace(
+        curve,
+        steps=list(steps),
+        scalars={key: values[own] for key, values in curve.scalars.items()},
+        loads={key: values[own] for key, values in curve.loads.items()},
+        data=None if curve.data is None else [curve.data[place] for place in own],
+    )
+
+
+def first_other_bits(ours: Curve, theirs: Curve) -> FirstDifference | None:
+    """The first step at which a number that both have is not the same; of a step, loss first."""
+    found: list[tuple[int, int, FirstDifference]] = []
+
+    def look(order: int, quantity: str, a_S: Array, b_S: Array) -> None:
+        other = np.flatnonzero(~((a_S == b_S) | (np.isnan(a_S) & np.isnan(b_S))))
+        if len(other):
+            at = int(other[0])
+            difference = FirstDifference(ours.steps[at], quantity, float(a_S[at]), float(b_S[at]))
+            found.append((at, order, difference))
+
+    keys = compared(ours, theirs)
+    for order, key in enumerate(keys):
+        look(order, key, ours.scalars[key], theirs.scalars[key])
+    layers = [layer for layer in ours.loads if layer in theirs.loads]
+    for order, layer in enumerate(layers, len(keys)):
+        a_SE, b_SE = ours.loads[layer], theirs.loads[layer]
+        if a_SE.shape != b_SE.shape:
+            raise ConfigError(
+                [f"{layer} has {a_SE.shape[1]} experts in one run, {b_SE.shape[1]} in the other"]
+            )
+        moved_S = 0.5 * np.abs(a_SE - b_SE).sum(1) / np.maximum(a_SE.sum(1), 1)
+        look(order, f"{LOAD_OF}{layer}", np.zeros_like(moved_S), moved_S)
+    return min(found, key=lambda each: each[:2])[2] if found else None
+
+
+def compared(ours: Curve, theirs: Curve) -> list[str]:
+    """The scalars that are compared: loss, grad norm and every parameter's norm, if in both."""
+    both = [key for key in ours.scalars if key in theirs.scalars]
+    return [key for key in both if key in _COMPARED or key.startswith(NORM_OF)]
+
+
+def _refuse_other_rows(ours: Curve, theirs: Curve) -> None:
+    """Shares of rows say nothing of their number."""
+    for layer in ours.loads.keys() & theirs.loads.keys():
+        a, b = ours.loads[layer][0].sum(), theirs.loads[layer][0].sum()
+        if a != b:
+            raise ConfigError(
+                [f"{layer}: {ours.name} sent {a:,.0f} rows to experts, {theirs.name} {b:,.0f}"]
+            )
+
+
+def _common_steps(ours: Curve, theirs: Curve) -> list[int]:
+    common = sorted(set(ours.steps) & set(theirs.steps))
+    if not common:
+        raise ConfigError(
+            [
+                f"{ours.name} and {theirs.name} have no logged step in common: "
+                "run both with metrics.log_freq=1"
+            ]
+        )
+    if "loss" not in ours.scalars or "loss" not in theirs.scalars:
+        raise ConfigError([f"{ours.name} and {theirs.name} have no loss in common"])
+    if not np.isfinite(ours.scalars["loss"]).any():
+        raise ConfigError([f"{ours.name}: no step has a finite loss"])
+    return common
+
+
+def _refuse_other_trainings(baseline: RunRecord, candidate: RunRecord) -> None:
+    a, b = (run.facts.get("tokens_per_step") for run in (baseline, candidate))
+    if None not in (a, b) and a != b:
+        raise ConfigError(
+            [
+                f"tokens per step: {baseline.name} has {a:,}, {candidate.name} {b:,}: set "
+                "training.global_batch_size and training.seq_len alike"
+            ]
+        )
+    ours, theirs = _data(baseline.curve), _data(candidate.curve)
+    other = [step for step in ours if step in theirs and ours[step] != theirs[step]]
+    if other:
+        raise ConfigError(
+            [
+                f"data: {baseline.name} and {candidate.name} trained on different tokens at step "
+                f"{other[0]}: {_sources(baseline)} and {_sources(candidate)}"
+            ]
+        )
+
+
+def _data(curve: Curve) -> dict[int, int]:
+    return {} if curve.data is None else dict(zip(curve.steps, curve.data, strict=True))
+
+
+def _sources(run: RunRecord) -> str:
+    data = run.facts.get("data")
+    return f"{data['fingerprint']}, seed {data['seed']}" if data else "an unknown source"
+
+
+def _caveats(baseline: RunRecord, candidate: RunRecord) -> list[str]:
+    lines = []
+    ours, theirs = baseline.curve, candidate.curve
+    if set(ours.steps) != set(theirs.steps):
+        common = len(set(ours.steps) & set(theirs.steps))
+        lines.append(
+            f"only {common} steps are in both: {ours.name} logged {len(ours.steps)} up to step "
+            f"{ours.steps[-1]}, {theirs.name} {len(theirs.steps)} up to step {theirs.steps[-1]}"
+        )
+    if ours.data is None or theirs.data is None:
+        unknown = " and ".join(run.name for run in (ours, theirs) if run.data is None)
+        lines.append(f"whether both saw the same data is unknown: {unknown} did not record it")
+    for key in _ENVIRONMENT:
+        a, b = _fact(baseline, key), _fact(candidate, key)
+        if a != b:
+            lines.append(f"{key}: {ours.name} ran on {a}, {theirs.name} on {b}")
+    mine, other = set(quantities_of(ours)), set(quantities_of(theirs))
+    for kind in ("loss", "grad_norm", NORM_OF.strip(), LOAD_OF.strip()):
+        lacking = sorted(q for q in mine ^ other if q.startswith(kind))
+        if lacking:
+            names = {(theirs if q in mine else ours).name for q in lacking}
+            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            lines.append(
+                f"not compared: {lacking[0]}{more}: {' and '.join(names)} did not record it"
+            )
+    broken = ~np.isfinite(ours.scalars["loss"]) if "loss" in ours.scalars else np.zeros(0, bool)
+    if broken.any():
+        step = ours.steps[int(broken.argmax())]
+        lines.append(f"the loss of {ours.name} is not finite from step {step} on")
+    return lines
+
+
+def _other_repeats(baseline: RunRecord, repeats: Sequence[RunRecord]) -> list[str]:
+    """Repeats that may be no harmless ones: of another configuration, device or torch."""
+    lines = []
+    for repeat in repeats:
+        keys = sorted(_other_keys(baseline.config, repeat.config)) if repeat.config else []
+        facts = [key for key in _ENVIRONMENT if _fact(baseline, key) != _fact(repeat, key)]
+        if (baseline.config and keys) or (baseline.facts and repeat.facts and facts):
+            lines.append(f"the repeat {repeat.name} differs in {', '.join([*keys, *facts])}")
+    return lines
+
+
+def _other_keys(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
+    """Keys in which two configurations differ that harmless repeats have in common."""
+    for table in ours.keys() | theirs.keys():
+        if table in _HARMLESS_TABLES:
+            continue
+        a, b = ours.get(table, {}), theirs.get(table, {})
+        for key in a.keys() | b.keys():
+            name = f"{table}.{key}"
+            if a.get(key) != b.get(key) and name not in _HARMLESS_KEYS:
+                yield name
+
+
+def _is_blind(band: Band, first: FirstDifference) -> bool:
+    """Whether a verdict by this band would say nothing of the difference."""
+    low, high = band.edges(band.quantities[0])
+    return first.quantity not in band.quantities or bool(np.log(high / low).max() > _TOO_WIDE)
+
+
+def _weak(band: Band) -> list[str]:
+    """Why the band sees less than it could."""
+    lines, number = [], len(band.repeats)
+    if number < _ENOUGH:
+        lines.append(
+            f"the band rests on {number} harmless runs and is wide, as it must be: with "
+            f"{_ENOUGH} or more it sees smaller differences"
+        )
+    if max(band.bounds.values()) > _UNEVEN:
+        lines.append(
+            "few of the harmless runs lie far from the others (a token that went elsewhere, and "
+            "what came of it), so the band is far too wide: take more --repeats, or fewer --steps"
+        )
+    return lines
+
+
+def _fact(run: RunRecord, key: str) -> Any:
+    return run.facts.get(key, "unknown")

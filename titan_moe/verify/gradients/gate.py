@@ -1,0 +1,189 @@
+"""Proves layouts: each one's ranks train the same model as the reference, tensor by tensor."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_moe.config.checks.job import check
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import JobConfig
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.hf import model_of_job
+from titan_moe.testing.ranks import RankError, run_ranks
+from titan_moe.verify.gradients.compare import TOLERANCES, Difference, by_cause
+from titan_moe.verify.gradients.fixture import Case, at_depth, easy, make_case
+from titan_moe.verify.gradients.reference import IGNORED
+from titan_moe.verify.gradients.worker import Task, Verdict, own_batches, verify_on_rank
+from titan_moe.verify.layouts.layouts import AXES, Layout, depth, num_rows, overrides
+
+_EPS = 1e-3
+"""AdamW's, of the gradients' own size: with a tiny one the first updates are signs, and rounding a
+gradient near zero flips them."""
+_MOST_LINES = 12
+
+
+@dataclass
+class Result:
+    """What the gate says about one layout."""
+
+    layout: str
+    dtype: str
+    status: str
+    """"passed", "failed" or "refused" (by the configuration's own checks)."""
+    seconds: float = 0.0
+    num_compared: int = 0
+    num_wrong: int = 0
+    worst: float = 0.0
+    worst_tensor: str = ""
+    lines: list[str] = field(default_factory=list)
+    """Why it did not pass: each names step, rank, tensor and ratio of norms."""
+    traceback: str = ""
+    """Of the first rank that died, if one did."""
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "passed"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Gate:
+    """One family's gate.
+
+    Args:
+        job: the configuration; its degrees, options and batch sizes are replaced by each layout's.
+        folder: where references are kept for the ranks to read.
+    """
+
+    def __init__(self, job: JobConfig, folder: Path) -> None:
+        self.job, self.folder = job, folder
+        self._cases: dict[tuple[int, int], tuple[Path, Case]] = {}
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """Raises ConfigError for a model that the gate does not know how to judge."""
+        name, flavor = self.job.model.name, self.job.model.flavor
+        config = model_of_job(self.job.model)
+        if config.moe is None:
+            raise ConfigError([f"model.flavor={flavor} of {name} has no experts: choose another"])
+        if self.job.optimizer.name == "Adam":
+            raise ConfigError(["optimizer.name=Adam: choose AdamW or Muon"])
+        return config
+
+    def refusal(self, layout: Layout) -> str:
+        """Why the configuration's checks refuse a layout; nothing if they do not."""
+        job, config = self._setting(layout, "float64")
+        return "; ".join(check(job, config, layout.world_size, num_gpus=0))
+
+    def verify(self, layout: Layout, *, dtype: str = "float64") -> Result:
+        """Train in this layout and compare."""
+        started = time.perf_counter()
+        result = Result(str(layout), dtype, "refused")
+        if refusal := self.refusal(layout):
+            result.lines = [f"{layout}: {refusal}"]
+            return result
+        job, config = self._setting(layout, dtype)
+        path, case = self._case(layout)
+        problems = easy(case, job, config) + _easy_layout(case, job, layout)
+        if not problems:
+            task = Task(job, config, layout, path, TOLERANCES[dtype])
+            try:
+                verdicts = run_ranks(verify_on_rank, layout.world_size, task)
+                problems = _judge(result, layout, verdicts)
+                problems = problems or _unpoisoned(verdicts, layout, config)
+            except RankError as error:
+                problems, result.traceback = [_headline(str(error))], str(error)
+        result.lines = [f"{layout}: {line}" for line in problems]
+        result.status = "failed" if problems else "passed"
+        result.seconds = round(time.perf_counter() - started, 2)
+        return result
+
+    def _setting(self, layout: Layout, dtype: str) -> tuple[JobConfig, ModelConfig]:
+        tables = overrides(layout)
+        tables["training"] |= {"dtype": dtype, "mixed_precision_param": "float32"}
+        tables["optimizer"] = {"eps": _EPS}
+        merged = self.job.model_dump()
+        for table, values in tables.items():
+            merged[table] |= values
+        return JobConfig.model_validate(merged), at_depth(self.config, depth(layout))
+
+    def _case(self, layout: Layout) -> tuple[Path, Case]:
+        key = depth(layout), num_rows(layout)
+        if key not in self._cases:
+            job, config = self._setting(layout, "float64")
+            path = self.folder / "reference-{}-layers-{}-rows.pt".format(*key)
+            case = make_case(job, config, num_rows(layout))
+            torch.save(case, path)
+            self._cases[key] = path, case
+        return self._cases[key]
+
+
+def _judge(result: Result, layout: Layout, verdicts: list[Verdict]) -> list[str]:
+    """Fill the result in from the ranks' verdicts; the lines of what is wrong."""
+    axes = {axis: layout.size(axis) for axis in AXES}
+    axes |= {"edp": layout.edp, "fsdp": layout.dp_shard * layout.cp, "batch": layout.data_ranks}
+    worst = max((verdict.worst for verdict in verdicts), key=lambda d: d.error)
+    result.num_compared = sum(verdict.num_compared for verdict in verdicts)
+    result.num_wrong = sum(verdict.num_wrong for verdict in verdicts)
+    result.worst, result.worst_tensor = worst.error, f"{worst.quantity} {worst.name}".rstrip()
+    lines = [line for verdict in verdicts for line in verdict.problems]
+    lines += _lines([d for verdict in verdicts for d in verdict.wrong], axes)
+    return lines
+
+
+def _headline(error: str) -> str:
+    """The line of a rank's report that says what was raised; a message may have more lines."""
+    _, _, raised = error.rpartition("Traceback (most recent call last):\n")
+    return next(line for line in raised.splitlines() if line and not line.startswith(" "))
+
+
+def _unpoisoned(verdicts: list[Verdict], layout: Layout, config: ModelConfig) -> list[str]:
+    """Kinds of rows that belong to nobody of which there were none."""
+    assert config.moe is not None
+    facts = {
+        # A single expert's rows have a length that is known, and so no tail.
+        "no row past the last expert's was there to be poisoned": layout.ep
+        == config.moe.num_experts
+        or any(verdict.tails for verdict in verdicts),
+        "no padding inside experts' rows was there to be poisoned": any(
+            verdict.paddings for verdict in verdicts
+        ),
+    }
+    return [line for line, holds in facts.items() if not holds]
+
+
+def _lines(wrong: list[Difference], axes: Mapping[str, int]) -> list[str]:
+    """One line for each tensor, router and number of a step: where it is wrong first.
+
+    A gradient's mistake is not told again of the moments and the parameter that it went into.
+    """
+    seen: dict[str, Difference] = {}
+    for difference in sorted(wrong, key=by_cause):
+        seen.setdefault(difference.name or difference.quantity, difference)
+    lines = [difference.line(axes) for difference in seen.values()]
+    rest = len(lines) - _MOST_LINES
+    return lines[:_MOST_LINES] + ([f"and {rest} more"] if rest > 0 else [])
+
+
+def _easy_layout(case: Case, job: JobConfig, layout: Layout) -> list[str]:
+    """Reasons why this layout's own share of the batch would let a mistake pass."""
+    local = job.training.local_batch_size
+    targets = {
+        int((batch.labels_BS != IGNORED).sum())
+        for rows in case.batches
+        for place in range(layout.data_ranks)
+        for batch in own_batches(rows, local, place, layout.data_ranks)
+    }
+    pieces = local // job.parallelism.pipeline_parallel_microbatch_size if layout.pp > 1 else 1
+    runs = num_rows(layout) // layout.data_ranks // local
+    facts = {
+        "every microbatch has the same number of targets": len(targets) > 1,
+        "a step has one microbatch": runs * pieces > 1,
+    }
+    return [line for line, holds in facts.items() if not holds]

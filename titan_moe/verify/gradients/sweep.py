@@ -1,0 +1,85 @@
+"""Many layouts through the gate: results as they come, kept for a run that goes on later."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_moe.config.job_config import JobConfig
+from titan_moe.verify.gradients.gate import Gate, Result
+from titan_moe.verify.layouts.layouts import Layout
+
+RESULTS_FILE = "results.jsonl"
+
+
+def code_fingerprint(job: JobConfig) -> str:
+    """Changes with the configuration, with every line of the package, and with torch."""
+    said = f"{job.model_dump_json()} torch {torch.__version__}"
+    digest = hashlib.blake2b(said.encode(), digest_size=12)
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def sweep(
+    gate: Gate,
+    tasks: Sequence[tuple[Layout, str]],
+    folder: Path,
+    *,
+    seen: Callable[[Result], None],
+) -> list[Result]:
+    """Verify each (layout, dtype); passed ones that `folder` knows from the same code are not
+    repeated.
+
+    Each result is written as soon as it is there. `seen` is called with every result in order.
+    """
+    fingerprint = code_fingerprint(gate.job)
+    path = folder / RESULTS_FILE
+    known = {(r.layout, r.dtype): r for r in _load(path, fingerprint) if r.passed}
+    results = []
+    with path.open("a", encoding="utf-8") as file:
+        for layout, dtype in tasks:
+            result = known.get((str(layout), dtype))
+            if result is None:
+                result = gate.verify(layout, dtype=dtype)
+                file.write(json.dumps({"code": fingerprint, **result.as_json()}) + "\n")
+                file.flush()
+            results.append(result)
+            seen(result)
+    return results
+
+
+def summary(results: Iterable[Result]) -> dict[str, Any]:
+    """Counts by status, the worst error and what the slowest layout took."""
+    results = list(results)
+    by_status = {
+        status: sum(result.status == status for result in results)
+        for status in ("passed", "failed", "refused")
+    }
+    worst = max(results, key=lambda result: result.worst, default=None)
+    return {
+        "layouts": len(results),
+        **by_status,
+        "tensors_compared": sum(result.num_compared for result in results),
+        "worst_error": worst.worst if worst else 0.0,
+        "worst_layout": worst.layout if worst else "",
+        "worst_tensor": worst.worst_tensor if worst else "",
+        "seconds": round(sum(result.seconds for result in results), 1),
+    }
+
+
+def _load(path: Path, fingerprint: str) -> list[Result]:
+    """Results of the same code; a line cut off by a kill is none."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if fields.pop("code", None) == fingerprint:
+            found.append(Result(**fields))
+    return found

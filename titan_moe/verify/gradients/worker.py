@@ -1,0 +1,296 @@
+"""What one rank does in the gate: train its part of the model, and compare all that it holds."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from titan_moe.config.job_config import JobConfig
+from titan_moe.data.batch import Batch
+from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.tensor_plans import DECODER
+from titan_moe.moe.layer import MoE
+from titan_moe.optim.optimizers import build_optimizer
+from titan_moe.optim.schedules import set_lr
+from titan_moe.train_step import StepResult, TrainStep
+from titan_moe.verify.gradients.compare import Difference, Pair, Tolerance, by_cause, differences
+from titan_moe.verify.gradients.fixture import RATES, Case, norms
+from titan_moe.verify.gradients.poison import Poison
+from titan_moe.verify.gradients.reference import Rows, Step
+from titan_moe.verify.layouts.layouts import Layout, stages
+from titan_moe.verify.layouts.shards import Shards
+
+_MOST_SHOWN = 40
+_TENSOR_DIMS = {
+    "colwise": {"weight": 0, "bias": 0},
+    "rowwise": {"weight": 1},
+    "vocab_rows": {"weight": 0},
+    "vocab_columns": {"weight": 0, "bias": 0},
+    "heads": {"weight": 0},
+}
+
+
+class Task(NamedTuple):
+    """What every rank of one layout is told."""
+
+    job: JobConfig
+    config: ModelConfig
+    layout: Layout
+    case_path: Path
+    """A Case, saved; ranks map the same pages."""
+    tolerance: Tolerance
+
+
+@dataclass
+class Verdict:
+    """What one rank found."""
+
+    worst: Difference
+    wrong: list[Difference] = field(default_factory=list)
+    """Above the bound: the largest of each quantity and step, then causes first; not all."""
+    num_wrong: int = 0
+    num_compared: int = 0
+    problems: list[str] = field(default_factory=list)
+    """What cannot be measured: a parameter that should not be here, other first weights."""
+    tails: int = 0
+    paddings: int = 0
+    """Rows that were poisoned."""
+
+
+def verify_on_rank(task: Task) -> Verdict:
+    """Train two steps and compare this rank's shares with the reference's; collective."""
+    # Eight ranks' worth of torch's deprecations would hide the progress bar.
+    warnings.simplefilter("ignore", FutureWarning)
+    case: Case = torch.load(task.case_path, mmap=True, weights_only=False)
+    rank = dist.get_rank()
+    sharded = build_sharded_model(
+        task.job, task.config, device=torch.device("cpu"), world_size=dist.get_world_size()
+    )
+    holding = Holding(sharded, task, case)
+    if holding.problems:
+        return Verdict(Difference(0, rank, "", "", 0.0, 1.0), problems=holding.problems)
+    holding.fill(case)
+    poison = Poison()
+    poison.apply(holding.moe_layers.values())
+    found = [
+        difference
+        for number, (result, snapshot) in enumerate(_train(sharded, holding, task, case))
+        for difference in holding.compare(number, result, snapshot, case.steps[number])
+    ]
+    wrong = sorted((d for d in found if not d.error <= task.tolerance.bound), key=by_cause)
+    return Verdict(
+        worst=max(found, key=lambda d: d.error),
+        wrong=_one_of_each(wrong)[:_MOST_SHOWN],
+        num_wrong=len(wrong),
+        num_compared=len(found),
+        tails=poison.tails,
+        paddings=poison.paddings,
+    )
+
+
+class Holding:
+    """The parameters, buffers and optimizer state of this rank, and where they lie in the whole."""
+
+    def __init__(self, sharded: ShardedModel, task: Task, case: Case) -> None:
+        self.rank = dist.get_rank()
+        self.floor = task.tolerance.floor
+        self.shards = Shards(task.layout, tensor_dims(), stages(task.layout))
+        self.parameters = dict(sharded.named_parameters())
+        self.moe_layers: dict[str, MoE] = sharded.moe_layers()
+        held = {name for name in case.weights if self.shards.holds(self.rank, name)}
+        self.problems = [
+            f"rank {self.rank}: {name} is {'missing' if name in held else 'not its own'}"
+            for name in sorted(held ^ self.parameters.keys())
+        ]
+        if self.problems:
+            return
+        self.boxes = {
+            name: self.shards.box(self.rank, name, case.weights[name].shape) for name in held
+        }
+        for name, parameter in self.parameters.items():
+            expected = case.production[name][self.boxes[name]].to(parameter.dtype)
+            ours = local(parameter).detach()
+            if ours.shape != expected.shape:
+                self.problems.append(
+                    f"rank {self.rank}: {name} has {list(ours.shape)} here, by arithmetic "
+                    f"{list(expected.shape)}"
+                )
+            elif not torch.equal(ours, expected):
+                self.problems.append(f"rank {self.rank}: {name} begins with other values")
+
+    @torch.no_grad()
+    def fill(self, case: Case) -> None:
+        """Take the case's weights and buffers, cut by arithmetic."""
+        for name, parameter in self.parameters.items():
+            local(parameter).copy_(case.weights[name][self.boxes[name]])
+        for name, layer in self.moe_layers.items():
+            layer.router.expert_bias.copy_(case.buffers[f"{name}.moe.router.expert_bias"])
+            layer.router.previous_load.copy_(case.buffers[f"{name}.moe.router.previous_load"])
+
+    def compare(
+        self, number: int, result: StepResult, snapshot: "Snapshot", step: Step
+    ) -> list[Difference]:
+        """Everything that a step left on this rank."""
+        found: list[Difference] = []
+        clip = min(1.0, snapshot.max_norm / result.grad_norm)
+        gradients = {name: g / clip for name, g in snapshot.gradients.items()}
+        for quantity, ours, theirs in (
+            ("gradient", gradients, step.gradients),
+            ("parameter", snapshot.parameters, step.parameters),
+            ("exp_avg", snapshot.exp_avg, step.exp_avg),
+            ("exp_avg_sq", snapshot.exp_avg_sq, step.exp_avg_sq),
+            ("momentum_buffer", snapshot.momentum_buffer, step.momentum_buffer),
+        ):
+            pairs = list(self._pairs(ours, theirs))
+            found += differences(number, self.rank, quantity, pairs, floor=self.floor)
+        for quantity, ours, theirs in (
+            ("expert_bias", snapshot.expert_bias, step.expert_bias),
+            ("previous_load", snapshot.previous_load, step.previous_load),
+        ):
+            pairs = [Pair(name, ours[name], theirs[name], _norm(theirs[name])) for name in ours]
+            found += differences(number, self.rank, quantity, pairs, floor=self.floor)
+        assert result.counts_LE is not None
+        pairs = [
+            Pair(name, counts_E, step.counts[name], _norm(step.counts[name]))
+            for name, counts_E in zip(step.counts, result.counts_LE, strict=True)
+        ]
+        found += differences(number, self.rank, "counts", pairs, floor=self.floor)
+        for quantity in ("loss", "grad_norm", "balance_loss", "mtp_loss", "num_targets"):
+            pair = scalars(getattr(result, quantity), getattr(step, quantity))
+            found += differences(number, self.rank, quantity, [pair], floor=self.floor)
+        return found
+
+    def _pairs(self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Iterable[Pair]:
+        """Parts side by side, experts one by one; what the reference has none of is wrong."""
+        missing = torch.empty(0)
+        for name in ours.keys() - theirs.keys():
+            yield Pair(name, ours[name], missing.to(ours[name]), 0.0)
+        boxes = {name: box for name, box in self.boxes.items() if name in theirs}
+        wholes = norms({name: theirs[name] for name in boxes})
+        for name, box in boxes.items():
+            part, whole = theirs[name][box], wholes[name].tolist()
+            own = ours.get(name, missing)
+            if ".experts." not in name or own.shape != part.shape:
+                yield Pair(name, own, part, max(whole))
+                continue
+            for row, expert in enumerate(range(box[0].start, box[0].stop)):
+                yield Pair(f"{name}[{expert}]", own[row], part[row], whole[expert])
+
+
+def scalars(ours: float | None, theirs: float | None) -> Pair:
+    """A number of the whole step; where there is none, 0. Not rounded: float32 would hide 1e-8."""
+    a, b = (torch.tensor(value or 0.0, dtype=torch.float64) for value in (ours, theirs))
+    return Pair("", a, b, 0.0)
+
+
+class Snapshot(NamedTuple):
+    """A rank's own parts after a step, as plain tensors."""
+
+    gradients: dict[str, Tensor]
+    """As the optimizer was given them: clipped."""
+    max_norm: float
+    parameters: dict[str, Tensor]
+    exp_avg: dict[str, Tensor]
+    exp_avg_sq: dict[str, Tensor]
+    momentum_buffer: dict[str, Tensor]
+    expert_bias: dict[str, Tensor]
+    previous_load: dict[str, Tensor]
+
+
+def _train(
+    sharded: ShardedModel, holding: Holding, task: Task, case: Case
+) -> Iterable[tuple[StepResult, Snapshot]]:
+    job, layout, parameters = task.job, task.layout, holding.parameters
+    optimizer = build_optimizer(job.optimizer, parameters.items())
+    step_fn = TrainStep(sharded, optimizer, job.training, device=torch.device("cpu"))
+    given: dict[str, Tensor] = {}
+
+    def keep(*_: object) -> None:
+        given.update({n: _copy(p.grad) for n, p in parameters.items() if p.grad is not None})
+
+    optimizer.register_step_pre_hook(keep)
+    place = holding.shards.coordinate(holding.rank, "dp_replicate") * layout.dp_shard
+    place += holding.shards.coordinate(holding.rank, "dp_shard")
+    for rows, rate in zip(case.batches, RATES, strict=True):
+        set_lr(optimizer, rate)
+        given.clear()
+        result = step_fn(own_batches(rows, job.training.local_batch_size, place, layout.data_ranks))
+        yield result, _snapshot(holding, dict(given), optimizer, job.training.max_norm)
+
+
+def own_batches(rows: Rows, local_batch_size: int, place: int, data_ranks: int) -> list[Batch]:
+    """The microbatches of one data rank."""
+    own = len(rows.tokens_BS) // data_ranks
+    starts = range(own * place, own * (place + 1), local_batch_size)
+    return [
+        Batch(
+            rows.tokens_BS[start : start + local_batch_size],
+            rows.labels_BS[start : start + local_batch_size],
+            rows.documents_BS[start : start + local_batch_size],
+            [[] for _ in range(local_batch_size)],
+        )
+        for start in starts
+    ]
+
+
+def tensor_dims() -> dict[str, int]:
+    """The tensor dim that tp cuts, by pattern of parameter names, from the plan."""
+    return {
+        f"{module}.{parameter}": dim
+        for module, how in DECODER.items()
+        for parameter, dim in _TENSOR_DIMS.get(how, {}).items()
+    }
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The memory that this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _snapshot(
+    holding: Holding, gradients: dict[str, Tensor], optimizer: Optimizer, max_norm: float
+) -> Snapshot:
+    def moment(which: str) -> dict[str, Tensor]:
+        return {
+            name: _copy(optimizer.state[parameter][which])
+            for name, parameter in holding.parameters.items()
+            if which in optimizer.state[parameter]
+        }
+
+    def buffers(which: str) -> dict[str, Tensor]:
+        return {n: getattr(m.router, which).clone() for n, m in holding.moe_layers.items()}
+
+    return Snapshot(
+        gradients=gradients,
+        max_norm=max_norm,
+        parameters={name: _copy(p) for name, p in holding.parameters.items()},
+        exp_avg=moment("exp_avg"),
+        exp_avg_sq=moment("exp_avg_sq"),
+        momentum_buffer=moment("momentum_buffer"),
+        expert_bias=buffers("expert_bias"),
+        previous_load=buffers("previous_load"),
+    )
+
+
+def _copy(tensor: Tensor | nn.Parameter) -> Tensor:
+    return local(tensor.detach()).clone()
+
+
+def _norm(tensor: Tensor) -> float:
+    return tensor.double().norm().item()
+
+
+def _one_of_each(wrong: list[Difference]) -> list[Difference]:
+    """The largest of each quantity and step first, then the others."""
+    first: dict[tuple[int, str], Difference] = {}
+    for difference in wrong:
+        first.setdefault((difference.step, difference.quantity), difference)
+    return [*first.values(), *(d for d in wrong if d not in first.values())]

@@ -1,0 +1,156 @@
+"""What the charts and tables of a report show, as numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan_moe.verify.compare.comparison import Comparison
+from titan_moe.verify.compare.records import LOAD_OF, NORM_OF, Array, Curve
+
+MOST_POINTS = 1500
+"""More points than a chart has pixels make a page heavy and no clearer."""
+_LEAST_NORM = 1e-4
+# What follows from the others, or is another on another machine.
+_NOT_COMPARED = ("lr", "moe/", "tokens_per_second")
+
+
+class Common(NamedTuple):
+    """The steps that two curves share, and where each has them."""
+
+    steps: list[int]
+    first: NDArray[np.int64]
+    second: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far the candidate's quantity went at its worst step."""
+
+    quantity: str
+    step: int
+    baseline: float
+    candidate: float
+    """NaN for loads, which are many numbers."""
+    relative: float
+    """|candidate - baseline| / |baseline|; of a load, the share of rows at other experts. Of a
+    parameter's norm what is far below the total norm counts as that much."""
+    reach: float | None
+    """Distance from the band's middle in half widths of the band, each step alone; above 1 is
+    outside. None without a band."""
+    steps_outside: int | None
+
+
+def common_steps(first: Curve, second: Curve) -> Common:
+    """In ascending order; none, if they share none."""
+    places = {step: i for i, step in enumerate(second.steps)}
+    pairs = [(step, i, places[step]) for i, step in enumerate(first.steps) if step in places]
+    columns = np.array(pairs, dtype=np.int64).reshape(-1, 3).T
+    return Common(columns[0].tolist(), columns[1], columns[2])
+
+
+def relative_difference(first: Array, second: Array) -> Array:
+    """|second - first| / |first|, 0 where both are equal, infinite where one of them is not
+    finite, NaN where both are not."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = np.abs(second - first) / np.abs(first)
+    found[first == second] = 0.0
+    finite = np.isfinite(first), np.isfinite(second)
+    found[finite[0] ^ finite[1]] = np.inf
+    found[~finite[0] & ~finite[1]] = np.nan
+    return found
+
+
+def moved_share(first_SE: Array, second_SE: Array) -> Array:
+    """The share of rows that went to other experts, [S], if expert's rows are the same."""
+    total_S = np.maximum(first_SE.sum(1), 1.0)
+    return np.abs(second_SE - first_SE).sum(1) / (2 * total_S)
+
+
+def over_mean(load_SE: Array) -> Array:
+    """Rows of each expert over the step's mean of all experts; 0 in a step without rows."""
+    mean_S = load_SE.mean(1, keepdims=True)
+    return np.divide(load_SE, mean_S, out=np.zeros_like(load_SE, dtype=float), where=mean_S > 0)
+
+
+def thinned(steps: Sequence[int], values: Array) -> tuple[Array, Array]:
+    """At most about MOST_POINTS points: of each stretch of steps the least and the largest."""
+    x, y = np.asarray(steps, dtype=float), np.asarray(values, dtype=float)
+    if len(x) <= MOST_POINTS:
+        return x, y
+    kept: set[int] = {0, len(x) - 1}
+    for part in np.array_split(np.arange(len(x)), MOST_POINTS // 2):
+        here = part[np.isfinite(y[part])]
+        if len(here):
+            kept |= {int(here[y[here].argmin()]), int(here[y[here].argmax()])}
+        if len(here) < len(part):
+            kept.add(int(part[~np.isfinite(y[part])][0]))
+    places = sorted(kept)
+    return x[places], y[places]
+
+
+def deviations(comparison: Comparison) -> list[Deviation]:
+    """Every quantity that both runs have, the one furthest out first."""
+    first, second = comparison.baseline.curve, comparison.candidate.curve
+    common = common_steps(first, second)
+    if not common.steps:
+        return []
+    band, reaches = comparison.band, {}
+    if band is not None and list(second.steps) == list(band.steps):
+        reaches = band.reaches(second)
+    totals = _total_norm(first), _total_norm(second)
+    found = []
+    for key in first.scalars:
+        if key.startswith(_NOT_COMPARED) or key not in second.scalars:
+            continue
+        ours, theirs = first.scalars[key][common.first], second.scalars[key][common.second]
+        relative = relative_difference(
+            _floor(first, key, totals[0])[common.first],
+            _floor(second, key, totals[1])[common.second],
+        )
+        reach = None if key not in reaches else reaches[key][common.second]
+        found.append(_deviation(key, common.steps, (ours, theirs), relative, reach))
+    for layer in first.loads:
+        ours_SE, theirs_SE = first.loads[layer], second.loads.get(layer)
+        if theirs_SE is None or theirs_SE.shape[1:] != ours_SE.shape[1:]:
+            continue
+        moved = moved_share(ours_SE[common.first], theirs_SE[common.second])
+        nothing = np.full(len(moved), np.nan)
+        key = LOAD_OF + layer
+        reach = None if key not in reaches else reaches[key][common.second]
+        found.append(_deviation(key, common.steps, (nothing, nothing), moved, reach))
+    return sorted(found, key=lambda one: (-(one.reach or 0.0), -np.nan_to_num(one.relative)))
+
+
+def _deviation(
+    key: str,
+    steps: list[int],
+    values: tuple[Array, Array],
+    relative: Array,
+    reach: Array | None,
+) -> Deviation:
+    """At the step that is furthest out of the band, or, without one, differs most."""
+    measure = np.nan_to_num(relative, nan=-1.0)
+    outside, furthest = None, None
+    if reach is not None:
+        measure = reach
+        outside, furthest = int((reach > 1).sum()), float(reach.max())
+    at = int(measure.argmax())
+    ours, theirs = values
+    return Deviation(key, steps[at], ours[at], theirs[at], float(relative[at]), furthest, outside)
+
+
+def _floor(curve: Curve, key: str, total_S: Array) -> Array:
+    """A parameter's norm, or any other scalar; far below the total, norms are noise."""
+    values = curve.scalars[key]
+    if not key.startswith(NORM_OF):
+        return values
+    return np.maximum(values, _LEAST_NORM * total_S)
+
+
+def _total_norm(curve: Curve) -> Array:
+    """Of all parameters whose norms are known, [S]."""
+    squares = [v**2 for key, v in curve.scalars.items() if key.startswith(NORM_OF)]
+    return np.sqrt(np.sum(squares, 0)) if squares else np.zeros(len(curve.steps))
