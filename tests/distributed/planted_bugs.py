@@ -12,7 +12,6 @@ from types import FunctionType
 from typing import NamedTuple
 
 _DISTRIBUTED = "titan_moe.distributed"
-_KERNELS = "titan_moe.kernels"
 
 
 class Bug(NamedTuple):
@@ -126,7 +125,7 @@ BUGS = {
         harmless_on="dp_shard=2",
     ),
     "rows come home off by one shard": Bug(
-        "titan_moe.moe.dispatch.base.all_to_all:AllToAllDispatcher.combine",
+        "titan_moe.moe.dispatch.all_to_all:AllToAllDispatcher.combine",
         "return combine_rows(y_ND,",
         "return combine_rows(y_ND.roll(arrival.sizes.sent[0], 0),",
         caught_on=_EP,
@@ -229,7 +228,7 @@ BUGS = {
         harmless_on="dp_shard=2",
     ),
     "gathered keys' and values' gradients not summed over cp": Bug(
-        "titan_moe.distributed.context_parallel.apply.apply:_GatherKeysValues.backward",
+        "titan_moe.distributed.context_parallel.apply:_GatherKeysValues.backward",
         "reduce_scatter_rows(torch.cat(parts, -1), [1] * size, ctx.group)[0]",
         "torch.cat(parts, -1)[ctx.group.rank()]",
         caught_on=_GATHERED,
@@ -238,7 +237,7 @@ BUGS = {
         harmless_on="cp=2,cp_method=ulysses",
     ),
     "the ring's last block skipped": Bug(
-        "titan_moe.distributed.context_parallel.apply.apply:RingAttention.mask",
+        "titan_moe.distributed.context_parallel.apply:RingAttention.mask",
         "if source in seen[rank]:",
         "if source in seen[rank] and distance + 1 < size:",
         caught_on="cp=2,cp_method=ring,recompute=none",

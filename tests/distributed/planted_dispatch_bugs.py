@@ -27,7 +27,7 @@ DISPATCH_BUGS = {
         harmless_on=_EP,
     ),
     "rows that came by way of another rank taken for those of the next node": Bug(
-        "titan_moe.moe.dispatch.base.deduplicated:DeduplicatedDispatcher._row_starts",
+        "titan_moe.moe.dispatch.deduplicated:DeduplicatedDispatcher._row_starts",
         "if self.nodes is None:",
         "if self.nodes is not None:",
         caught_on=_NODES,
@@ -36,7 +36,7 @@ DISPATCH_BUGS = {
         harmless_on=_EP,
     ),
     "outputs leave a node without the other ranks' parts": Bug(
-        "titan_moe.moe.dispatch.base.deduplicated:DeduplicatedDispatcher.combine",
+        "titan_moe.moe.dispatch.deduplicated:DeduplicatedDispatcher.combine",
         "y_MD = add_ragged(wait_rows(start_rows(y_MD, home), home), hop.copies)",
         "y_MD = add_ragged(wait_rows(start_rows(y_MD, home), home), hop.copies if "
         "hop is arrival.first else hop.copies._replace(place_N=hop.copies.place_N["
@@ -47,7 +47,7 @@ DISPATCH_BUGS = {
         harmless_on=_ONCE,
     ),
     "buffers come home off by one rank": Bug(
-        "titan_moe.moe.dispatch.base.capacity:BoundedDispatcher.combine",
+        "titan_moe.moe.dispatch.capacity:BoundedDispatcher.combine",
         "return add_present(y_BD,",
         "return add_present(y_BD.roll(plan.capacity, 0),",
         caught_on=_BOUNDED,
@@ -56,7 +56,7 @@ DISPATCH_BUGS = {
         harmless_on=_ONCE,
     ),
     "buffers filled with the rows of the tokens before": Bug(
-        "titan_moe.moe.dispatch.base.capacity:BoundedDispatcher.plan",
+        "titan_moe.moe.dispatch.capacity:BoundedDispatcher.plan",
         "token_B=empty[0].scatter_(0, place_N, tokens.token_N)",
         "token_B=empty[0].scatter_(0, place_N, tokens.token_N.roll(1))",
         caught_on=_BOUNDED,

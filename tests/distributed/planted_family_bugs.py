@@ -122,7 +122,7 @@ FAMILY_BUGS: dict[str, Bug] = {
     ),
     # --- sinks and windows ---
     "a rank's heads get the first heads' sinks": Bug(
-        "titan_moe.distributed.context_parallel.apply.apply:Ulysses.__call__",
+        "titan_moe.distributed.context_parallel.apply:Ulysses.__call__",
         "sinks_H = sinks_H.chunk(self._group.size())[self._group.rank()]",
         "sinks_H = sinks_H.chunk(self._group.size())[0]",
         caught_on="cp=2,cp_method=ulysses,cp_balancer=none,recompute=full,reshard=always",
@@ -132,7 +132,7 @@ FAMILY_BUGS: dict[str, Bug] = {
         family="gpt_oss",
     ),
     "sinks' gradients whole on every rank of a ring": Bug(
-        "titan_moe.distributed.context_parallel.apply.ring:_gradient_of_sinks",
+        "titan_moe.distributed.context_parallel.ring:_gradient_of_sinks",
         "return -(weights_BHS * upstream.delta_BHS).sum((0, 2)).to(sinks_H.dtype)",
         "return -2 * (weights_BHS * upstream.delta_BHS).sum((0, 2)).to(sinks_H.dtype)",
         caught_on="cp=2,cp_method=ring,recompute=none",
@@ -142,7 +142,7 @@ FAMILY_BUGS: dict[str, Bug] = {
         family="gpt_oss",
     ),
     "all layers see everything under cp": Bug(
-        "titan_moe.distributed.context_parallel.apply.apply:AllGather.mask",
+        "titan_moe.distributed.context_parallel.apply:AllGather.mask",
         "return self._attention.blocks(documents_BS, queries_S, torch.arange(seq_len), local)",
         "return self._attention.blocks(documents_BS, queries_S, torch.arange(seq_len))",
         caught_on=_GATHERED,
