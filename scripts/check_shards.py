@@ -38,19 +38,19 @@ def main(argv: list[str]) -> int:
 def _check(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from titan_moe.simulate.sweep import Outcome, as_json, check_layouts, chosen
+    from titan_moe.simulate.sweep import LayoutResult, as_json, check_layouts, select_layouts
 
     started = time.perf_counter()
-    layouts = chosen(options.world_size, sample_size=options.sample, seed=options.seed)
+    layouts = select_layouts(options.world_size, sample_size=options.sample, seed=options.seed)
     with tqdm(total=len(layouts), unit="layout", dynamic_ncols=True) as bar:
 
-        def seen(outcome: Outcome) -> None:
+        def show(result: LayoutResult) -> None:
             bar.update()
-            for line in outcome.problems:
-                tqdm.write(f"{outcome.layout}: {line}")
+            for line in result.problems:
+                tqdm.write(f"{result.layout}: {line}")
 
-        outcomes = check_layouts(layouts, num_workers=options.workers, seen=seen)
-    results = as_json(outcomes, time.perf_counter() - started)
+        checked = check_layouts(layouts, num_workers=options.workers, on_result=show)
+    results = as_json(checked, time.perf_counter() - started)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
     facts = results["summary"]

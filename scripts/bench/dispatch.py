@@ -28,7 +28,7 @@ from titan_moe.distributed.mesh import build_meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import Dispatcher, count_experts
-from titan_moe.simulate.comm_counter import Wire
+from titan_moe.simulate.comm_counter import CommCounter
 from titan_moe.testing.ranks import run_ranks
 
 POLICIES = {
@@ -153,15 +153,15 @@ def measure(sizes: Sizes) -> dict[str, Seen]:
     }
     seconds = _times(list(dispatchers.values()), inputs, sizes.repeats)
     for (name, dispatcher), taken in zip(dispatchers.items(), seconds, strict=True):
-        wire = Wire()
+        counter = CommCounter()
         # Its groups: those of which both ends are on one node, or all of which may leave it.
         within = nodes.within.group_name if nodes is not None else ""
-        wire.groups = {"any": "any", within: "within"}
-        with wire:
+        counter.groups = {"any": "any", within: "within"}
+        with counter:
             dropped = _there_and_back(dispatcher, *inputs)
-        traffic = wire.traffic()
-        sent = sum(t.bytes for t in traffic.values())
-        inside = sum(t.bytes for flow, t in traffic.items() if flow.axis == "within")
+        volumes = counter.volumes()
+        sent = sum(v.bytes for v in volumes.values())
+        inside = sum(v.bytes for flow, v in volumes.items() if flow.axis == "within")
         by_node = name == "by node"
         found[name] = Seen(
             sent, sent - inside, fewest, fewest_between if by_node else 0, dropped, taken
