@@ -1,10 +1,22 @@
-"""Reading and writing the keys that all families' config.json share. No torch.
+"""What families' `hf.py` are written with: config.json's common keys, and weights' names as data.
 
-Two forms are read: that of published models (`rope_theta`, `rope_scaling`), and what transformers 5
-writes (`rope_parameters`). The first is written, which all readers know.
+No torch. A family's `hf.py` has
+
+    MODEL_TYPES     the model_type values of config.json that it reads
+    from_hf, to_hf  dimensions from config.json, and config.json from dimensions
+    keys            our tensors' names -> theirs, and how each is laid out
+    IGNORED         patterns (fnmatch) of their tensors that have no place here
+    COPIES          their tensors that are published as copies of another
+
+Of config.json two forms are read: that of published models (`rope_theta`, `rope_scaling`), and what
+transformers 5 writes (`rope_parameters`). The first is written, which all readers know.
+
+In names, `{layer}` stands for a number on both sides; theirs counts multi-token prediction layers
+on after the others, ours from 0 under `mtp.layers`.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from titan_moe.config.errors import ConfigError
@@ -130,3 +142,86 @@ def period(key: str, layers: Sequence[bool]) -> int:
     if list(layers) == [bool(every) and (layer + 1) % every == 0 for layer in range(len(layers))]:
         return every
     raise ConfigError([f"config.json: {key} must repeat with a fixed step: {list(layers)}"])
+
+
+@dataclass(frozen=True)
+class HFWeight:
+    """One way in which a tensor of ours is stored."""
+
+    name: str
+    """With {layer}; with {expert} where each expert of a stack has a tensor of its own. Without it
+    a stack is stored whole, experts first, like ours."""
+    transposed: bool = False
+    """Their last two dims are ours swapped."""
+    part: Literal["whole", "first half", "second half", "even", "odd"] = "whole"
+    """Which rows of theirs are ours, where gate and up projections share a tensor: of a matrix, its
+    second last dim in our order; of a bias, its last."""
+
+
+# Our name -> the ways it may be stored; the first is how it is published, and exported. What is
+# stored nowhere (the previous load; a bias that the family's published code has not) is left out,
+# and so are copies of tied weights, which take what the first of their group takes.
+HFKeys = Mapping[str, tuple[HFWeight, ...]]
+
+# Their name, with the {layer} of a multi-token prediction layer -> our tensor of which it is
+# published as a copy. Copies may be missing on import, where they are not read.
+HFCopies = Mapping[str, str]
+
+# What Llama's descendants call the weights that all of them have; of one layer.
+EMBEDDINGS: HFKeys = {
+    "tok_embeddings.weight": (HFWeight("model.embed_tokens.weight"),),
+    "norm.weight": (HFWeight("model.norm.weight"),),
+    "output.weight": (HFWeight("lm_head.weight"),),
+}
+BLOCK_NORMS: HFKeys = {
+    "attention_norm.weight": (HFWeight("input_layernorm.weight"),),
+    "ffn_norm.weight": (HFWeight("post_attention_layernorm.weight"),),
+}
+GQA: HFKeys = {
+    f"attention.{ours}": (HFWeight(f"self_attn.{theirs}"),)
+    for ours, theirs in (
+        ("wq.weight", "q_proj.weight"),
+        ("wk.weight", "k_proj.weight"),
+        ("wv.weight", "v_proj.weight"),
+        ("wo.weight", "o_proj.weight"),
+    )
+}
+GQA_BIASES: HFKeys = {
+    name.replace("weight", "bias"): (HFWeight(ways[0].name.replace("weight", "bias")),)
+    for name, ways in GQA.items()
+}
+QK_NORMS: HFKeys = {
+    f"attention.{norm}.weight": (HFWeight(f"self_attn.{norm}.weight"),)
+    for norm in ("q_norm", "k_norm")
+}
+FEED_FORWARD: HFKeys = {
+    "feed_forward.w1.weight": (HFWeight("mlp.gate_proj.weight"),),
+    "feed_forward.w2.weight": (HFWeight("mlp.down_proj.weight"),),
+    "feed_forward.w3.weight": (HFWeight("mlp.up_proj.weight"),),
+}
+# As published by Qwen and DeepSeek, or as transformers 5 keeps them in memory.
+EXPERTS: HFKeys = {
+    "moe.router.gate.weight": (HFWeight("mlp.gate.weight"),),
+    "moe.experts.w1": (
+        HFWeight("mlp.experts.{expert}.gate_proj.weight"),
+        HFWeight("mlp.experts.gate_up_proj", part="first half"),
+    ),
+    "moe.experts.w2": (
+        HFWeight("mlp.experts.{expert}.down_proj.weight"),
+        HFWeight("mlp.experts.down_proj"),
+    ),
+    "moe.experts.w3": (
+        HFWeight("mlp.experts.{expert}.up_proj.weight"),
+        HFWeight("mlp.experts.gate_up_proj", part="second half"),
+    ),
+}
+
+
+def in_layers(
+    block: HFKeys, ours: str = "layers.{layer}.", theirs: str = "model.layers.{layer}."
+) -> HFKeys:
+    """The keys of one block, for all blocks under a prefix."""
+    return {
+        ours + name: tuple(replace(way, name=theirs + way.name) for way in ways)
+        for name, ways in block.items()
+    }

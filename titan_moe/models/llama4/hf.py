@@ -1,12 +1,21 @@
-"""Llama 4's config.json: the text model alone (`llama4_text`), or inside the published one
-(`llama4`), whose vision tower is left out. Goes out as the text model."""
+"""Llama 4 in Hugging Face folders: the text model alone (`llama4_text`), or inside the published
+one (`llama4`), whose vision tower is left out. Goes out as the text model."""
 
+from dataclasses import replace
 from typing import Any
 
 from titan_moe.models.config import GQAConfig, LocalAttention, ModelConfig, PositionTemperature
-from titan_moe.models.hf_settings import (
+from titan_moe.models.hf_family import (
+    BLOCK_NORMS,
+    EMBEDDINGS,
+    GQA,
+    GQA_BIASES,
+    HFCopies,
+    HFKeys,
+    HFWeight,
     Settings,
     given,
+    in_layers,
     needed,
     only,
     period,
@@ -16,6 +25,8 @@ from titan_moe.models.hf_settings import (
 from titan_moe.moe.config import MoEConfig
 
 MODEL_TYPES = ("llama4", "llama4_text")
+IGNORED = ("vision_model.*", "multi_modal_projector.*", "*.rotary_emb.inv_freq")
+COPIES: HFCopies = {}
 
 
 def from_hf(settings: Settings) -> ModelConfig:
@@ -126,4 +137,38 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "router_aux_loss_coef": moe.global_aux_loss_weight,
         "router_jitter_noise": 0.0,
         **rope_to_hf(config.rope),
+    }
+
+
+_PROJECTIONS = (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj"))
+_FEED_FORWARD: HFKeys = {
+    f"{ours}.{w}.weight": (HFWeight(f"{theirs}.{projection}.weight"),)
+    for ours, theirs in (
+        ("feed_forward", "feed_forward"),
+        ("moe.shared_experts", "feed_forward.shared_expert"),
+    )
+    for w, projection in _PROJECTIONS
+}
+_EXPERTS: HFKeys = {
+    "moe.router.gate.weight": (HFWeight("feed_forward.router.weight"),),
+    "moe.experts.w1": (
+        HFWeight("feed_forward.experts.gate_up_proj", transposed=True, part="first half"),
+    ),
+    "moe.experts.w3": (
+        HFWeight("feed_forward.experts.gate_up_proj", transposed=True, part="second half"),
+    ),
+    "moe.experts.w2": (HFWeight("feed_forward.experts.down_proj", transposed=True),),
+}
+
+
+def keys(config: ModelConfig) -> HFKeys:
+    """Where each tensor is. Biases of the routing have no place."""
+    assert isinstance(config.attention, GQAConfig)
+    block = {**BLOCK_NORMS, **GQA, **_FEED_FORWARD, **_EXPERTS}
+    if config.attention.bias:
+        block |= GQA_BIASES
+    text = {**EMBEDDINGS, **in_layers(block)}
+    return {
+        name: (*ways, *(replace(way, name=f"language_model.{way.name}") for way in ways))
+        for name, ways in text.items()
     }

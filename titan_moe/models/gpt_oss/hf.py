@@ -1,12 +1,20 @@
-"""gpt-oss's config.json."""
+"""gpt-oss in Hugging Face folders: stacks of experts, gate and up interleaved."""
 
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.config import GQAConfig, LocalAttention, ModelConfig, RopeConfig
-from titan_moe.models.hf_settings import (
+from titan_moe.models.hf_family import (
+    BLOCK_NORMS,
+    EMBEDDINGS,
+    GQA,
+    GQA_BIASES,
+    HFCopies,
+    HFKeys,
+    HFWeight,
     Settings,
     given,
+    in_layers,
     needed,
     only,
     period,
@@ -16,6 +24,8 @@ from titan_moe.models.hf_settings import (
 from titan_moe.moe.config import MoEConfig
 
 MODEL_TYPES = ("gpt_oss",)
+IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+COPIES: HFCopies = {}
 
 _NO_SCALING = {"rope_type": "default"}
 
@@ -108,3 +118,25 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         **rope,
         "rope_scaling": rope["rope_scaling"] or _NO_SCALING,
     }
+
+
+_SINKS: HFKeys = {"attention.sinks.weight": (HFWeight("self_attn.sinks"),)}
+_EXPERTS: HFKeys = {
+    "moe.router.gate.weight": (HFWeight("mlp.router.weight"),),
+    "moe.router.gate.bias": (HFWeight("mlp.router.bias"),),
+    "moe.experts.w1": (HFWeight("mlp.experts.gate_up_proj", transposed=True, part="even"),),
+    "moe.experts.w3": (HFWeight("mlp.experts.gate_up_proj", transposed=True, part="odd"),),
+    "moe.experts.w2": (HFWeight("mlp.experts.down_proj", transposed=True),),
+    "moe.experts.b1": (HFWeight("mlp.experts.gate_up_proj_bias", part="even"),),
+    "moe.experts.b3": (HFWeight("mlp.experts.gate_up_proj_bias", part="odd"),),
+    "moe.experts.b2": (HFWeight("mlp.experts.down_proj_bias"),),
+}
+
+
+def keys(config: ModelConfig) -> HFKeys:
+    """Where each tensor is. Biases of the routing's choice have no place."""
+    assert isinstance(config.attention, GQAConfig)
+    block = {**BLOCK_NORMS, **GQA, **_SINKS, **_EXPERTS}
+    if config.attention.bias:
+        block |= GQA_BIASES
+    return {**EMBEDDINGS, **in_layers(block)}

@@ -1,12 +1,29 @@
-"""Mixtral's config.json."""
+"""Mixtral in Hugging Face folders."""
 
 from typing import Any
 
 from titan_moe.models.config import GQAConfig, LocalAttention, ModelConfig
-from titan_moe.models.hf_settings import Settings, given, needed, only, rope_from_hf, rope_to_hf
+from titan_moe.models.hf_family import (
+    BLOCK_NORMS,
+    EMBEDDINGS,
+    EXPERTS,
+    GQA,
+    HFCopies,
+    HFKeys,
+    HFWeight,
+    Settings,
+    given,
+    in_layers,
+    needed,
+    only,
+    rope_from_hf,
+    rope_to_hf,
+)
 from titan_moe.moe.config import MoEConfig
 
 MODEL_TYPES = ("mixtral",)
+IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+COPIES: HFCopies = {}
 
 
 def from_hf(settings: Settings) -> ModelConfig:
@@ -68,3 +85,24 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "router_jitter_noise": 0.0,
         **rope_to_hf(config.rope),
     }
+
+
+# As published, one tensor per expert; then as transformers 5 keeps them in memory.
+_EXPERTS: HFKeys = {
+    "moe.router.gate.weight": (
+        HFWeight("block_sparse_moe.gate.weight"),
+        *EXPERTS["moe.router.gate.weight"],
+    ),
+    **{
+        f"moe.experts.{w}": (
+            HFWeight(f"block_sparse_moe.experts.{{expert}}.{w}.weight"),
+            *EXPERTS[f"moe.experts.{w}"],
+        )
+        for w in ("w1", "w2", "w3")
+    },
+}
+
+
+def keys(config: ModelConfig) -> HFKeys:
+    """Where each tensor is. Biases of the routing have no place."""
+    return {**EMBEDDINGS, **in_layers({**BLOCK_NORMS, **GQA, **_EXPERTS})}

@@ -1,13 +1,32 @@
-"""Qwen3's config.json: the dense models (`qwen3`) and those with experts (`qwen3_moe`)."""
+"""Qwen3 in Hugging Face folders: dense models (`qwen3`) and those with experts (`qwen3_moe`)."""
 
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.config import GQAConfig, ModelConfig
-from titan_moe.models.hf_settings import Settings, given, needed, only, rope_from_hf, rope_to_hf
+from titan_moe.models.hf_family import (
+    BLOCK_NORMS,
+    EMBEDDINGS,
+    EXPERTS,
+    FEED_FORWARD,
+    GQA,
+    GQA_BIASES,
+    QK_NORMS,
+    HFCopies,
+    HFKeys,
+    Settings,
+    given,
+    in_layers,
+    needed,
+    only,
+    rope_from_hf,
+    rope_to_hf,
+)
 from titan_moe.moe.config import MoEConfig
 
 MODEL_TYPES = ("qwen3", "qwen3_moe")
+IGNORED: tuple[str, ...] = ()
+COPIES: HFCopies = {}
 
 
 def from_hf(settings: Settings) -> ModelConfig:
@@ -91,3 +110,12 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
             "mlp_only_layers": list(range(config.num_dense_layers)),
         }
     return settings
+
+
+def keys(config: ModelConfig) -> HFKeys:
+    """Where each tensor is. Biases of the routing have no place."""
+    assert isinstance(config.attention, GQAConfig)
+    block = {**BLOCK_NORMS, **GQA, **QK_NORMS, **FEED_FORWARD, **EXPERTS}
+    if config.attention.bias:
+        block |= GQA_BIASES
+    return {**EMBEDDINGS, **in_layers(block)}
