@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launching import REPO
+from tests.support.paths import REPO
 from titan_moe.runtime.revision import code_revision
 from titan_moe.verify.compare.goldens import golden_key, this_device
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launching import REPO
+from tests.support.paths import REPO
 
 SCRIPT = REPO / "scripts" / "localize_difference.py"
 COMPARE = str(REPO / "configs" / "debug" / "compare.toml")

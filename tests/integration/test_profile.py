@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launching import REPO, run_train
+from tests.support.launching import run_train
+from tests.support.paths import REPO
 from titan_moe.debug.regions import REGIONS
 from titan_moe.profiling.summary import EXPOSED, IDLE
 

@@ -144,7 +144,7 @@ def balanced_choice(num_experts: int, top_k: int) -> Callable[[Tensor], Tensor]:
     router that is balanced: a dispatcher may send a token once to each of them.
     """
 
-    def choose(scores_TE: Tensor) -> Tensor:
+    def select_experts(scores_TE: Tensor) -> Tensor:
         num_tokens = len(scores_TE)
         # Not torch's random numbers: in a fake world they are floats without values.
         generator = np.random.default_rng(num_experts)
@@ -155,13 +155,13 @@ def balanced_choice(num_experts: int, top_k: int) -> Callable[[Tensor], Tensor]:
         experts_TK = ((sets_NK + shift_NT1) % num_experts).reshape(-1, top_k)[:num_tokens]
         return torch.from_numpy(experts_TK).to(scores_TE.device)
 
-    return choose
+    return select_experts
 
 
 def balance_routers(sharded: ShardedModel) -> None:
-    """Give every router `balanced_choice`."""
+    """Let every MoE layer select experts by `balanced_choice`."""
     for moe in sharded.moe_layers().values():
-        moe.choose = balanced_choice(moe.config.num_experts, moe.config.top_k)
+        moe.routing_fn = balanced_choice(moe.config.num_experts, moe.config.top_k)
 
 
 def empty_batch(job: JobConfig) -> Batch:

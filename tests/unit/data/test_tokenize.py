@@ -2,13 +2,12 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.unit.data.oracles import ListCorpus, random_texts, write_jsonl
-from tests.unit.data.test_tokenizer import write_bpe
+from tests.support.documents import ListCorpus, random_texts, write_bpe, write_jsonl
+from tests.support.paths import REPO
 from titan_moe.config.errors import ConfigError
 from titan_moe.data import tokenize
 from titan_moe.data.hub import HubStream
@@ -19,7 +18,7 @@ from titan_moe.runtime.errors import RunError
 
 TOKENIZER = load_tokenizer("bytes")
 TEXTS = random_texts(1500)
-SCRIPT = Path(__file__).parents[3] / "scripts" / "tokenize_data.py"
+SCRIPT = REPO / "scripts" / "tokenize_data.py"
 
 
 def write(source, out, **options):
