@@ -1,42 +1,40 @@
 """Write a checkpoint's model as a Hugging Face folder, for transformers and inference servers.
 
-    python scripts/hf_export.py outputs/checkpoint/step-1000 HF_FOLDER [--dtype bfloat16]
-    torchrun --nproc-per-node 4 scripts/hf_export.py CHECKPOINT HF_FOLDER
+    titan-moe hf export outputs/checkpoint/step-1000 --out HF_FOLDER --dtype bfloat16
+    torchrun --nproc-per-node 4 -m titan_moe hf export CHECKPOINT --out HF_FOLDER
 
 config.json and the tokenizer's files come along, from the weights that training started from or
 from model.hf_assets_path or model.tokenizer_path. The stored chunks are read one at a time and
 their checksums compared. HF_FOLDER must not exist; it appears when all of it is on disk.
+
+Exit codes: 0; 1 the checkpoint cannot be read, or the folder not be written; 2 a wrong argument.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
-from titan_moe.runtime.launch import end_on_signals
+from titan_moe.cli.command import Answer, Command, add_out
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a step-N folder")
-    parser.add_argument("folder", metavar="HF_FOLDER", type=Path)
+    add_out(parser, default=None, says="the folder to write; it must not exist", required=True)
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="default: that of the weights that were imported, else bfloat16",
     )
-    options = parser.parse_args(argv)
 
+
+def run(options: argparse.Namespace) -> Answer:
     import torch
 
-    from titan_moe.checkpoint.hf.command import run
+    from titan_moe.checkpoint.hf.command import in_processes
     from titan_moe.checkpoint.hf.convert import export_checkpoint
 
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    return run(lambda: export_checkpoint(options.checkpoint, options.folder, dtype))
+    line = in_processes(lambda: export_checkpoint(options.checkpoint, options.out, dtype))
+    return Answer({"folder": str(options.out), "summary": line}, [line])
 
 
-if __name__ == "__main__":
-    end_on_signals()
-    sys.exit(main(sys.argv[1:]))
+COMMAND = Command(run, add_arguments, ends_at_once=True)
