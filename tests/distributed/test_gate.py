@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.conftest import CONFIGS, Gates
 from tests.support.commands import run_command
+from tests.support.gates import OTHERS, SAMPLE, Gates, cover
+from tests.support.paths import DEBUG_CONFIGS
 from titan_moe.config.parse import load_job
 from titan_moe.models.registry import FAMILIES
 from titan_moe.testing.ranks import run_ranks
@@ -21,13 +22,12 @@ from titan_moe.verify.gradients import worker as on_rank
 from titan_moe.verify.gradients.compare import TOLERANCES
 from titan_moe.verify.gradients.gate import Gate
 from titan_moe.verify.gradients.worker import Task, Verdict, verify_on_rank
-from titan_moe.verify.layouts.covering import pairs, rotated, sample
+from titan_moe.verify.layouts.covering import pairs
 from titan_moe.verify.layouts.layouts import (
     AXES,
     OPTIONS,
     Layout,
     depth,
-    legal_layouts,
     num_rows,
     parse,
 )
@@ -38,14 +38,6 @@ def deepseek(gates: Gates) -> Gate:
     return gates("deepseek_v3")
 
 
-def cover(worlds: list[int], count: int, seed: int) -> list[str]:
-    """A sample as text, of which the smaller worlds give what they can."""
-    layouts = [layout for world in worlds for layout in legal_layouts(world)]
-    return [str(layout) for layout in rotated(sample(layouts, count, seed))]
-
-
-SAMPLE = cover([2, 4, 8], 30, seed=22)
-OTHERS = [family for family in FAMILIES if family != "deepseek_v3"]
 UNEVEN = ["dp_shard=3", "dp_shard=3,dp_replicate=2,recompute=2", "dp_shard=3,tp=2,ep=2"]
 
 
@@ -81,7 +73,7 @@ def test_another_family_trains_the_same_model(gates: Gates, family: str, text: s
 )
 def test_two_depths_and_a_tied_output_train_the_same_model(tmp_path: Path, text: str):
     """Four copies of one embedding, on one rank or on both ends of a pipeline."""
-    path = str(CONFIGS / "gate_qwen3.toml")
+    path = str(DEBUG_CONFIGS / "gate_qwen3.toml")
     job = load_job(["--job.config_file", path, "--model.num_mtp_layers", "2"])
     gate = Gate(job, tmp_path)
     assert gate.config.num_mtp_layers == 2 and gate.config.tied_embeddings
@@ -203,7 +195,7 @@ def test_one_reference_for_each_depth(deepseek: Gate):
 
 
 def compare_layouts(*words: object) -> subprocess.CompletedProcess[str]:
-    config = CONFIGS / "gate_deepseek_v3.toml"
+    config = DEBUG_CONFIGS / "gate_deepseek_v3.toml"
     return run_command("verify", "gradients", "--config", config, *words)
 
 

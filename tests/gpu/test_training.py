@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.launching import REPO
+from tests.support.paths import REPO
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import REPO, start_command
+from tests.support.commands import start_command
+from tests.support.paths import REPO
 from titan_moe.runtime.revision import code_revision
 from titan_moe.verify.compare.goldens import golden_key, this_device
 

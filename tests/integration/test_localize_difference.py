@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import REPO, run_command, start_command
+from tests.support.commands import run_command, start_command
+from tests.support.paths import REPO
 
 COMPARE = ["--config", REPO / "configs" / "debug" / "compare.toml"]
 TINY = ["--model.name", "mixtral", "--training.steps", "3"]

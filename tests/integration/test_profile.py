@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launching import run_train
 from tests.support.commands import run_command
+from tests.support.launching import run_train
 from titan_moe.debug.regions import REGIONS
 from titan_moe.profiling.summary import EXPOSED, IDLE
 

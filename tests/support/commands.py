@@ -8,13 +8,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from pathlib import Path
 
 import torch
 
+from tests.support.paths import REPO
 from titan_moe.cli.main import main
 
-REPO = Path(__file__).parents[2]
 TITAN_MOE = [sys.executable, "-m", "titan_moe"]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.commands import TITAN_MOE, run_command
-from tests.unit.data.oracles import ListCorpus, random_texts, write_jsonl
-from tests.unit.data.test_tokenizer import write_bpe
+from tests.support.documents import ListCorpus, random_texts, write_bpe, write_jsonl
 from titan_moe.config.errors import ConfigError
 from titan_moe.data import tokenize
 from titan_moe.data.hub import HubStream
