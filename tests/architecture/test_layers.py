@@ -39,6 +39,7 @@ _LAYERS = {
     "routing": 5,
     "train_step": 5,
     "trainer": 5,
+    "generate": 5,
     "train": 6,
     "profiling": 6,
     "testing": 6,

@@ -155,7 +155,7 @@ def train_on_rank(task: Task) -> Seen:
         moe.forward = wire.around(moe.forward)
         plant(moe, task.planted, meshes)
         experts[name] = []
-        moe.choose = _kept(moe.choose, experts[name])
+        moe.routing_fn = _kept(moe.routing_fn, experts[name])
     rows = make_rows(num_rows(layout), SEQ_LEN, task.config.vocab_size, seed=1)
     place = meshes.dims.coordinate(rank, "batch")
     batches = own_batches(rows, job.training.local_batch_size, place, layout.data_ranks)
@@ -206,9 +206,9 @@ def plant(moe: Any, bug: str | None, meshes: Any) -> None:
 
         moe.dispatcher.send, moe.dispatcher.receive = send_twice, receive_twice
     elif bug == "counted in recomputation":
-        from titan_moe.distributed import activation_checkpoint
+        from titan_moe.moe.layer import RoutingMemo
 
-        activation_checkpoint._replaying = activation_checkpoint._recording
+        RoutingMemo._replay = RoutingMemo._record
 
 
 def make_task(layout: str, planted: str | None = None) -> Task:

@@ -1,4 +1,4 @@
-"""Layouts of 16, 32 and 64 ranks: a sample of what scripts/check_shards.py looks at, and that it
+"""Layouts of 16, 32 and 64 ranks: a sample of what titan-moe verify shards looks at, and that it
 finds what is wrong."""
 
 from collections.abc import Callable, Sequence

@@ -262,21 +262,21 @@ BUGS = {
     ),
     # --- recompute ---
     "tokens counted twice by recompute": Bug(
-        f"{_DISTRIBUTED}.activation_checkpoint:_replaying",
-        "return lambda scores_TE: next(replay)",
-        "return moe.decide",
+        "titan_moe.moe.layer:RoutingMemo.decide",
+        "return next(self._replayed)",
+        "return route(scores_BSE)",
         caught_on=_FULL,
         named=("counts layers.*exactly 2, *",),
         spared=("loss *", "gradient *", "balance_loss *"),
         harmless_on="dp_shard=2",
     ),
     "recompute routes anew": Bug(
-        f"{_DISTRIBUTED}.activation_checkpoint:_replaying",
-        "return lambda scores_TE: next(replay)",
+        "titan_moe.moe.layer:RoutingMemo.decide",
+        "return next(self._replayed)",
         # In float64 the same scores come back; rounded, as low precision would, they do not. The
         # plan is replayed still: with another one torch itself finds tensors of other shapes.
-        "return lambda scores_BSE: next(replay)._replace("
-        "experts_TK=moe.router.choose(scores_BSE.flatten(0, 1).bfloat16()))",
+        "return next(self._replayed)._replace(experts_TK="
+        "route.__self__.router.select_experts(scores_BSE.flatten(0, 1).bfloat16()))",
         caught_on=_FULL,
         named=(f"{_ROUTERS}*", "gradient layers.*"),
         spared=("loss *", "balance_loss *", "counts *", _OUTPUT),

@@ -24,10 +24,10 @@ def layer() -> MoE:
 
 def test_microbatches_are_followed_one_after_the_other() -> None:
     moe = layer()
-    live = moe.choose
+    live = moe.routing_fn
     taken: list = []
     follower = _Follower(moe)
-    moe.choose = _kept(moe, taken)
+    moe.routing_fn = _kept(moe, taken)
     follower.ahead_TK = torch.tensor([[0, 1], [1, 2], [3, 0], [2, 3], [0, 2]])
     x_BSD = torch.randn(1, 5, DIM)
     moe(x_BSD[:, :2])
@@ -38,7 +38,7 @@ def test_microbatches_are_followed_one_after_the_other() -> None:
     experts, weights = (torch.cat(parts) for parts in zip(*taken, strict=True))
     assert experts.tolist() == [[0, 1], [1, 2], [3, 0], [2, 3], [0, 2]]
     scores_TE = moe.router(x_BSD[0]).scores_TE
-    torch.testing.assert_close(weights, moe.router.weigh(scores_TE, experts.long()))
+    torch.testing.assert_close(weights, moe.router.gating_weights(scores_TE, experts.long()))
     own = [set(chosen) for chosen in live(scores_TE).tolist()]
     flips = sum(len(mine - set(e)) for mine, e in zip(own, experts.tolist(), strict=True))
     assert follower.take_flips() == flips > 0

@@ -62,7 +62,7 @@ def test_choice_and_balance_losses(score, groups):
     router.previous_load.uniform_()
     scores = router(torch.randn(12, 6, dtype=torch.float64))
     experts_TK = reference.chosen_experts(scores.logits_TE, router)
-    assert torch.equal(experts_TK, router.choose(scores.scores_TE))
+    assert torch.equal(experts_TK, router.select_experts(scores.scores_TE))
     chosen_E = experts_TK.flatten().bincount(minlength=8)
     ours = reference.balance_loss(scores.logits_TE, chosen_E, router.previous_load, config)
     shares_BSE = scores.shares_TE[None]
