@@ -18,7 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tests.distributed.dispatch_arithmetic import BYTES, TOP_K, buffers, degrees, expected
+from tests.support.dispatch_arithmetic import (
+    BYTES,
+    CONFIG,
+    LAYERS,
+    TOP_K,
+    Border,
+    buffers,
+    degrees,
+    expected,
+)
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.models.config import ModelConfig
@@ -28,9 +37,7 @@ from titan_moe.verify.gradients.fixture import make_rows
 from titan_moe.verify.gradients.worker import own_batches
 from titan_moe.verify.layouts.layouts import SEQ_LEN, Layout, num_rows, overrides, parse, stages
 
-LAYERS, ROWS = 3, 16
-# Qwen3 has no shared experts, whose traffic over tp is none of dispatch's.
-CONFIG = "configs/debug/gate_qwen3.toml"
+ROWS = 16
 LAYOUTS = [
     "dp_shard=2,ep=2",
     "dp_shard=2,tp=2,ep=2",
@@ -114,23 +121,10 @@ class Wire:
         """A layer's forward with its borders marked, for both directions."""
 
         def marked(x: Tensor) -> Tensor:
-            y = forward(_Border.apply(x, self, "forward", None))
-            return _Border.apply(y, self, None, "backward")
+            y = forward(Border.apply(x, self, "forward", None))
+            return Border.apply(y, self, None, "backward")
 
         return marked
-
-
-class _Border(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, wire, before, after):
-        ctx.wire, ctx.after = wire, after
-        wire.phase = before
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.wire.phase = ctx.after
-        return grad, None, None, None
 
 
 @dataclass
