@@ -21,8 +21,6 @@ _LAYERS = {
     "runtime": 0,
     "ops": 0,
     "distributed.collectives": 0,
-    "distributed.numbers": 0,
-    "distributed.totals": 0,
     "moe": 1,
     "models": 2,
     "distributed": 2,

@@ -334,8 +334,9 @@ def test_recomputation_and_validation_are_not_counted():
 
 
 def test_rows_and_pairs_of_a_few_tokens():
+    from titan_moe.moe.config import MoEConfig
     from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
-    from titan_moe.moe.dispatch.base import count_experts
+    from titan_moe.moe.permute import count_experts
 
     class Group:
         def __init__(self, rank: int, size: int) -> None:
@@ -343,7 +344,8 @@ def test_rows_and_pairs_of_a_few_tokens():
 
     def count(experts_TK: list[list[int]], rank: int, etp: int = 1) -> list[int]:
         groups = Group(rank, 2), Group(0, etp)
-        dispatcher = AllToAllDispatcher(*groups, num_local=4, row_alignment=1)
+        config = MoEConfig(num_experts=8, top_k=len(experts_TK[0]), hidden_dim=8)
+        dispatcher = AllToAllDispatcher(*groups, config)
         chosen_TK = torch.tensor(experts_TK)
         return dispatcher.traffic(chosen_TK, count_experts(chosen_TK, 8)).tolist()
 
