@@ -3,6 +3,7 @@
 Parameter names are torchtitan's: `layers.3.moe.experts.w1`, `layers.3.attention.wq.weight`, ...
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,9 @@ _BIASES = ("b1", "b2", "b3")
 class Block(nn.Module):
     """Pre-norm attention, then a dense or MoE feed-forward, each added to the stream.
 
-    `local` says which of the decoder's masks is the block's.
+    `local` says which of the decoder's masks is the block's. Two attributes are strategies, set
+    once when the model is laid out: `execute` runs `compute`, maybe compiled, or recomputed in the
+    backward; `call_moe` calls the MoE layer, outside of a compiled block's graph.
     """
 
     def __init__(self, layer: int, config: ModelConfig, core: AttentionCore) -> None:
@@ -44,12 +47,23 @@ class Block(nn.Module):
             self.moe = MoE(config.dim, config.moe, shared)
         else:
             self.feed_forward = FeedForward(config.dim, config.hidden_dim)
+        self.execute: Callable[[Tensor, Rotation, Any], Tensor] = self.compute
+        self.call_moe: Callable[[MoE, Tensor], Tensor] = _call
 
     def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
+        return self.execute(x_BSD, rotation, mask)
+
+    def compute(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotation, mask)
-        feed_forward = self.feed_forward if self.moe is None else self.moe
-        assert feed_forward is not None
-        return x_BSD + feed_forward(self.ffn_norm(x_BSD))
+        h_BSD = self.ffn_norm(x_BSD)
+        if self.moe is not None:
+            return x_BSD + self.call_moe(self.moe, h_BSD)
+        assert self.feed_forward is not None
+        return x_BSD + self.feed_forward(h_BSD)
+
+
+def _call(moe: MoE, x_BSD: Tensor) -> Tensor:
+    return moe(x_BSD)
 
 
 def _attention(layer: int, config: ModelConfig, core: AttentionCore) -> GQA | MLA:

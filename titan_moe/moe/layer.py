@@ -47,6 +47,7 @@ class MoE(nn.Module):
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
         self.choose: Callable[[Tensor], Tensor] = self.router.choose
         self.assign: Callable[[Tensor], Assignment] = self.decide
+        self.gating_weights: Callable[[Tensor, Tensor], Tensor] = self.router.weigh
         self.register_buffer("rows_sent", torch.empty(2, dtype=torch.int64), persistent=False)
         self.register_buffer("rows_dropped", torch.empty((), dtype=torch.int64), persistent=False)
         self.init_buffers()
@@ -60,7 +61,7 @@ class MoE(nn.Module):
         x_TD = x_BSD.flatten(0, 1)
         scores = self.router(x_TD)
         assignment = self.assign(scores.scores_TE.unflatten(0, x_BSD.shape[:2]))
-        weights_TK = self.router.weigh(scores.scores_TE, assignment.experts_TK)
+        weights_TK = self.gating_weights(scores.scores_TE, assignment.experts_TK)
         if self.training:
             loss = self._balance_loss(scores, assignment.chosen_BE, x_BSD.shape[0])
             if loss is not None:

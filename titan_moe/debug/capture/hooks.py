@@ -71,7 +71,8 @@ def _hooks(name: str, module: nn.Module, watcher: Watcher) -> list[Any]:
                 watcher.forward(name, tensor, x)
                 watcher.backward(_USERS.get(tensor, "{}").format(name), tensor, x)
 
-    handles = [module.register_forward_pre_hook(before)]
+    # Before a hook of tensor parallelism gathers the input.
+    handles = [module.register_forward_pre_hook(before, prepend=True)]
     # What it returns are its layers' outputs, once more.
     if not isinstance(module, MultiTokenPrediction | Output):
         handles.append(module.register_forward_hook(after))
