@@ -12,7 +12,7 @@ import sys
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import load_job
 from titan_moe.models.hf import model_of_job
-from titan_moe.models.sizes import total
+from titan_moe.models.stats import total
 from titan_moe.runtime.failure import print_errors
 from titan_moe.simulate.memory import memory
 

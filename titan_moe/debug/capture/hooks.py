@@ -18,8 +18,8 @@ from titan_moe.debug.capture.records import Place
 from titan_moe.debug.capture.watcher import Watcher, on_gradient, replaced
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.models.decoder import Decoder
-from titan_moe.models.layers.mtp import MultiTokenPrediction
-from titan_moe.models.layers.output import Output
+from titan_moe.models.mtp import MultiTokenPrediction
+from titan_moe.models.output import Output
 from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE

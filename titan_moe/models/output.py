@@ -1,4 +1,4 @@
-"""The output layer: logits, or the loss that they are made for."""
+"""Both ends of a decoder: the embedding, and the output layer with the loss."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,6 +11,14 @@ from titan_moe.ops.linear_cross_entropy import (
     cross_entropy,
     linear_cross_entropy,
 )
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding that draws no values: whoever trains fills all parameters, and to draw on the
+    meta device imports torch's compiler."""
+
+    def __init__(self, vocab_size: int, dim: int) -> None:
+        super().__init__(vocab_size, dim, _weight=torch.empty(vocab_size, dim))
 
 
 class Output(nn.Linear):
