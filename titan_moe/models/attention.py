@@ -25,9 +25,9 @@ Placement = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]
 
 class Attention(nn.Module):
     """What all variants have: `forward(x_BSD, rotation, mask)`, and between its projections `core`,
-    a strategy that is chosen when the model is built and may be wrapped when it is laid out."""
+    the call of an AttentionCore: a strategy that may be wrapped when the model is laid out."""
 
-    core: AttentionCore
+    core: Callable[..., Tensor]
 
 
 @singledispatch
