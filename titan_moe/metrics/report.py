@@ -21,7 +21,7 @@ from titan_moe.metrics.phases import Phases
 from titan_moe.metrics.sinks import Sink, build_sinks
 from titan_moe.metrics.throughput import Throughput
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.weights import part_weights
+from titan_moe.models.stats import part_weights
 from titan_moe.runtime.device import describe_device, peak_flops
 from titan_moe.runtime.process import Process
 from titan_moe.runtime.revision import running_code
