@@ -22,20 +22,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scripts.bench.measure import options, print_facts, print_table, take_turns, write_json
-from titan_moe.distributed.expert_parallel import DispatchPolicy, make_dispatcher, nodes_of
+from titan_moe.distributed.expert_parallel import DispatchOptions, make_dispatcher, nodes_of
 from titan_moe.distributed.mesh import build_meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch.base import Dispatcher, count_experts
+from titan_moe.moe.dispatch.base import Dispatcher
+from titan_moe.moe.permute import count_experts
 from titan_moe.simulate.comm_counter import CommCounter
 from titan_moe.testing.ranks import run_ranks
 
-POLICIES = {
-    "standard": DispatchPolicy(),
-    "deduplicated": DispatchPolicy(deduplicated=True),
-    "by node": DispatchPolicy(deduplicated=True, ranks_per_node=2),
-    "bounded 1.25": DispatchPolicy(capacity_factor=1.25),
-    "bounded 2": DispatchPolicy(capacity_factor=2.0),
+DISPATCHERS = {
+    "standard": DispatchOptions(),
+    "deduplicated": DispatchOptions("deduplicated"),
+    "by node": DispatchOptions("deduplicated", ranks_per_node=2),
+    "bounded 1.25": DispatchOptions("capacity", capacity_factor=1.25),
+    "bounded 2": DispatchOptions("capacity", capacity_factor=2.0),
 }
 
 
@@ -137,9 +138,9 @@ def measure(sizes: Sizes) -> dict[str, Seen]:
     )
     inputs, found = (x_TD, weights_TK, experts_TK, counts_E), {}
     dispatchers = {
-        name: make_dispatcher(config, meshes, policy)
-        for name, policy in POLICIES.items()
-        if policy.ranks_per_node is None or nodes is not None
+        name: make_dispatcher(config, meshes, each)
+        for name, each in DISPATCHERS.items()
+        if each.ranks_per_node is None or nodes is not None
     }
     runs = {name: partial(_there_and_back, each, *inputs) for name, each in dispatchers.items()}
     seconds = take_turns(runs, sizes.repeats, before=dist.barrier)

@@ -18,7 +18,7 @@ import torch
 from titan_moe.runtime.device import peak_flops
 
 REPO = Path(__file__).resolve().parents[2]
-TRAIN = ("-m", "titan_moe.train")
+TRAIN = ("-m", "titan_moe", "train")
 """What a job of titan_moe runs."""
 MATMUL_SIZES = (512, 1024, 2048)
 _Name = TypeVar("_Name")

@@ -3,7 +3,7 @@
     python -m scripts.bench.training       # every row, 3 times: half an hour on 2 cores
     python -m scripts.bench.training --rows '2M.*float32' --repeats 1 --json figures.json
 
-Each row is a real run (`torchrun -m titan_moe.train` on the Python sources, all of the loop but
+Each row is a real run (`torchrun -m titan_moe train` on the Python sources, all of the loop but
 validation and checkpoints) and its metrics.jsonl. The rows take turns, so that a slow spell of the
 machine hits all of them. Every row computes on 2 threads in all: one per rank at 2 ranks.
 

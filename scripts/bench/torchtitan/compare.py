@@ -59,7 +59,7 @@ from scripts.bench.torchtitan.runs import (
 from titan_moe.metrics.report import model_flops_per_token
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
-from titan_moe.models.sizes import total
+from titan_moe.models.stats import total
 
 _FOLDER = REPO / "outputs/torchtitan"
 _LEFT_OUT = 5  # Steps at the beginning.

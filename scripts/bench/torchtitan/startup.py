@@ -40,7 +40,7 @@ _GOAL_SECONDS = 1.5
 _TORCHRUN_START = "torchrun's start"
 _REST = "everything else"
 _CHECKED = "environment and configuration checked"
-_JOB, _SCRIPT = "torchrun -m titan_moe.train", "./run_train.sh"
+_JOB, _SCRIPT = "torchrun -m titan_moe train", "./run_train.sh"
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 

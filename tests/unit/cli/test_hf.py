@@ -1,24 +1,13 @@
-"""hf_import, hf_export and generate as commands: bad input is one line, and nothing is written."""
+"""hf import, hf export and generate: bad input is one line, and nothing is written."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.commands import run_command
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
-from tests.support.paths import REPO
-
-
-def _run(script, *arguments):
-    return subprocess.run(
-        [sys.executable, str(REPO / "scripts" / script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 @pytest.fixture
@@ -124,7 +113,7 @@ CASES = [
 def test_bad_folders_are_one_line_and_leave_nothing(case, folder):
     words = case(folder)
     kept = sorted(path.name for path in folder.parent.iterdir())
-    done = _run("hf_import.py", folder, folder.parent / "out")
+    done = run_command("hf", "import", folder, "--out", folder.parent / "out")
     assert done.returncode in (1, 2)
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and all(word in line for word in words), line
@@ -133,24 +122,25 @@ def test_bad_folders_are_one_line_and_leave_nothing(case, folder):
         assert (folder.parent / "out" / "mine").read_text() == "kept"
 
 
+@pytest.mark.slow
 def test_there_and_back_and_a_text(folder, tmp_path):
-    done = _run("hf_import.py", folder, tmp_path / "imported")
+    done = run_command("hf", "import", folder, "--out", tmp_path / "imported")
     assert done.returncode == 0 and "GB/s" in done.stdout.splitlines()[-1], done.stderr
-    done = _run("hf_export.py", tmp_path / "imported", tmp_path / "out")
+    done = run_command("hf", "export", tmp_path / "imported", "--out", tmp_path / "out")
     assert done.returncode == 0 and "GB/s" in done.stdout.splitlines()[-1], done.stderr
     assert_same_bits(read_folder(tmp_path / "out"), read_folder(folder))
-    done = _run("hf_export.py", tmp_path / "imported", tmp_path / "out")
+    done = run_command("hf", "export", tmp_path / "imported", "--out", tmp_path / "out")
     assert done.returncode == 1 and "out exists" in done.stderr
-    done = _run("hf_export.py", folder, tmp_path / "other")
+    done = run_command("hf", "export", folder, "--out", tmp_path / "other")
     assert done.returncode == 1 and "no checkpoint of titan_moe" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     texts = []
     for source in (folder, tmp_path / "imported"):
         options = ["--prompt", "hello", "--tokenizer", "bytes", "--max-new-tokens", 8]
-        done = _run("generate.py", source, *options, "--temperature", 1, "--seed", 3)
+        done = run_command("generate", source, *options, "--temperature", 1, "--seed", 3)
         assert done.returncode == 0, done.stderr
         texts.append(done.stdout)
     assert texts[0] == texts[1] and texts[0].startswith("hello") and len(texts[0]) > 8
-    done = _run("generate.py", folder, "--prompt", "hello")
+    done = run_command("generate", folder, "--prompt", "hello")
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and "holds no tokenizer.json" in line

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from scripts import profile_summary as script
+from tests.support.commands import run_command
 from titan_moe.profiling.summary import EXPOSED, IDLE, read_profiles, summary, table
 from titan_moe.profiling.trace import Place, Sweep, read_trace, union
 
@@ -146,11 +146,11 @@ def test_the_slowest_rank_is_named(tmp_path):
     assert "rank 1" in text and "exposed communication" in text
 
 
-def test_the_script_writes_a_table_figures_and_a_picture(tmp_path, capsys):
+def test_the_command_writes_a_table_figures_and_a_picture(tmp_path):
     for rank in range(2):
         write(tmp_path / f"rank-{rank}.json.gz", cpu_trace(), rank)
-    assert script.main([str(tmp_path)]) == 0
-    assert "communication 0.1 ms a step" in capsys.readouterr().out
+    done = run_command("report", "profile", tmp_path)
+    assert done.returncode == 0 and "communication 0.1 ms a step" in done.stdout
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
     assert (tmp_path / "summary.png").read_bytes().startswith(b"\x89PNG")
 
@@ -166,19 +166,19 @@ def test_the_script_writes_a_table_figures_and_a_picture(tmp_path, capsys):
         (b'{"traceEvents": []}', "names none of titan_moe's regions"),
     ],
 )
-def test_one_line_says_what_is_wrong_with_a_file(tmp_path, capsys, content, says):
+def test_one_line_says_what_is_wrong_with_a_file(tmp_path, content, says):
     path = tmp_path / ("rank-0.json.gz" if content and content[0] == 0x1F else "rank-0.json")
     if content is not None:
         path.write_bytes(content)
-    assert script.main([str(path)]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert says in line
+    done = run_command("report", "profile", path)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and says in line
 
 
-def test_a_folder_of_steps_says_which_to_name(tmp_path, capsys):
+def test_a_folder_of_steps_says_which_to_name(tmp_path):
     (tmp_path / "step-10").mkdir()
-    assert script.main([str(tmp_path)]) == 2
-    assert "such as" in capsys.readouterr().err
+    done = run_command("report", "profile", tmp_path)
+    assert done.returncode == 2 and "such as" in done.stderr
 
 
 def test_spans():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts import scaling as script
+from tests.support.commands import run_command
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.resolve import resolve
 from titan_moe.models.config import ModelConfig
@@ -114,7 +114,7 @@ def test_all_experts_get_as_many_tokens_and_a_token_no_expert_twice() -> None:
     assert all(len(set(row)) == 4 for row in experts_TK.tolist())
 
 
-def test_a_config_that_does_not_fit_the_ranks_is_refused(capsys: pytest.CaptureFixture) -> None:
+def test_a_config_that_does_not_fit_the_ranks_is_refused() -> None:
     config = "configs/qwen3/30B-A3B_64gpu.toml"
-    assert script.main(["--ranks", "12", "--job.config_file", config]) == 2
-    assert "12" in capsys.readouterr().err
+    done = run_command("simulate", "step", "--ranks", 12, "--config", config)
+    assert done.returncode == 2 and "12" in done.stderr

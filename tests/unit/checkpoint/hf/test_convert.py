@@ -191,6 +191,7 @@ def test_a_bias_that_would_be_lost_is_refused(tmp_path):
     assert not list(tmp_path.rglob("*writing")) and not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_memory_of_an_import_is_a_few_chunks(tmp_path, small_pieces, monkeypatch):
     """At no time are more than three chunks alive: one is written, one waits, one is made."""
     import gc

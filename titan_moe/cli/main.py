@@ -1,0 +1,89 @@
+"""titan-moe COMMAND: find the command, import its module alone, and run it."""
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from typing import NoReturn
+
+from titan_moe.cli.command import Command
+from titan_moe.runtime.failure import print_errors
+
+COMMANDS = {
+    "train": "train a model; ./run_train.sh starts it on all GPUs",
+    "check": "check a configuration and its data, without a GPU",
+    "generate": "let a model continue a text",
+    "tokenize": "write a pre-tokenised copy of a dataset",
+    "memory": "estimate what a configuration keeps on each GPU",
+    "config schema": "write the JSON schema of the TOML files",
+    "hf import": "make a checkpoint of a Hugging Face folder",
+    "hf export": "make a Hugging Face folder of a checkpoint",
+    "verify gradients": "every gradient of many layouts against one process, in float64",
+    "verify losses": "two trainings side by side, and a verdict",
+    "verify localize": "the first tensor that differs between two trainings",
+    "verify suite": "a list of comparisons, and one summary",
+    "verify parity": "logits, losses and gradients against transformers",
+    "verify shards": "shards, meshes and process groups of up to thousands of ranks",
+    "report run": "curves, expert load and configuration of runs, as a page",
+    "report profile": "where a profiled step's time goes",
+    "report failure": "which rank of a run failed first, and why",
+    "simulate step": "communication and memory of one rank of a world of any size",
+    "simulate scaling": "how both grow with the number of ranks",
+}
+"""A command, and what it does in a line; its module has its words joined by "_"."""
+
+
+def main(argv: list[str]) -> int:
+    """Run a command; returns its exit code."""
+    name = next((" ".join(argv[:n]) for n in (2, 1) if " ".join(argv[:n]) in COMMANDS), None)
+    if name is not None:
+        module = import_module(f"titan_moe.cli.{name.replace(' ', '_')}")
+        command: Command = module.COMMAND
+        return command.main(name, module.__doc__ or "", argv[len(name.split()) :])
+    if argv == ["--version"]:
+        from titan_moe.runtime.revision import code_in_words, running_code
+
+        print(f"titan_moe {code_in_words(running_code())}")
+        return 0
+    words = [word for word in argv if word not in ("-h", "--help")]
+    known = [each for each in COMMANDS if each.split()[: len(words)] == words]
+    if not known:
+        print_errors([f"titan-moe {' '.join(words[:2])}: no such command: see titan-moe --help"])
+        return 2
+    print(f"usage: titan-moe {' '.join([*words, 'COMMAND'])} ...\n")
+    for each in known:
+        print(f"  {each:<18}{COMMANDS[each]}")
+    print("\nEach has a --help of its own; titan-moe --version names the code that runs.")
+    return 0 if words != argv else 2
+
+
+def entry() -> NoReturn:
+    """The process's own end: the console script and `python -m titan_moe`."""
+    _run_the_code_of_this_checkout(sys.argv[1:], os.environ)
+    sys.exit(main(sys.argv[1:]))
+
+
+def _run_the_code_of_this_checkout(argv: list[str], environment: Mapping[str, str]) -> None:
+    """Start again with the checkout's own package where another one has been imported.
+
+    An environment in which one clone is installed gives that clone's code to a command run in
+    another clone. Exit code 2 where the checkout's own cannot be had.
+    """
+    from titan_moe.runtime.revision import CHECKOUT, wanted_checkout
+
+    wanted = wanted_checkout(environment)
+    if wanted in (None, CHECKOUT):
+        return
+    again = "TITAN_MOE_CHECKOUT" not in environment
+    if again and (wanted / "titan_moe" / "__main__.py").is_file():
+        paths = [str(wanted), *filter(None, [environment.get("PYTHONPATH")])]
+        more = {"PYTHONPATH": os.pathsep.join(paths), "TITAN_MOE_CHECKOUT": str(wanted)}
+        command = [sys.executable, "-m", "titan_moe", *argv]
+        os.execve(sys.executable, command, {**environment, **more})
+    print_errors(
+        [
+            f"this is a command of the checkout {wanted}, but Python imports titan_moe from "
+            f"{CHECKOUT}: leave that folder, and take it out of PYTHONPATH"
+        ]
+    )
+    sys.exit(2)
