@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
 def _generate(options: argparse.Namespace) -> None:
     import torch
 
-    from titan_moe.checkpoint.hf.alone import load_alone
+    from titan_moe.checkpoint.hf.transfer import load_alone
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     default = torch.bfloat16 if device.type == "cuda" else torch.float32

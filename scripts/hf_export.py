@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     import torch
 
     from titan_moe.checkpoint.hf.command import run
-    from titan_moe.checkpoint.hf.convert import export_checkpoint
+    from titan_moe.checkpoint.hf.transfer import export_checkpoint
 
     dtype = getattr(torch, options.dtype) if options.dtype else None
     return run(lambda: export_checkpoint(options.checkpoint, options.folder, dtype))

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     import torch
 
     from titan_moe.checkpoint.hf.command import run
-    from titan_moe.checkpoint.hf.convert import import_folder
+    from titan_moe.checkpoint.hf.transfer import import_folder
 
     dtype = getattr(torch, options.dtype)
     return run(lambda: import_folder(options.folder, options.out, dtype))
