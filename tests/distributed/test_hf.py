@@ -5,13 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-<<<<<<< HEAD
-from tests.hf_folders import assert_same_bits, make_folder, read_folder, small_model
-from titan_moe.checkpoint.hf.transfer import load_hf, save_hf
-=======
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
 from titan_moe.checkpoint.hf.transfer import load_hf, save_hf
->>>>>>> main
 from titan_moe.checkpoint.manifest import gather_specs
 from titan_moe.checkpoint.tensors import MODEL, model_tensors
 from titan_moe.config.job_config import JobConfig
