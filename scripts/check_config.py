@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 
-from titan_moe.config.checks.job import check_vocabulary
+from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.errors import ConfigError
 from titan_moe.data.build import check_data
 from titan_moe.data.tokenizer import load_tokenizer

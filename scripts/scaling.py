@@ -22,8 +22,7 @@ from pathlib import Path
 from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.parse import load_job
-from titan_moe.config.resolve import resolve
+from titan_moe.config.parse import load_job, resolve
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.failure import print_errors

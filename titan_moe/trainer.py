@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from titan_moe.checkpoint.checkpointer import Checkpointer
-from titan_moe.config.checks.job import check_vocabulary
+from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import as_toml, save_job

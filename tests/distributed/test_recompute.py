@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_moe.config.layout import ActivationCheckpoint
+from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.models.registry import model_config
 from titan_moe.testing.ranks import run_ranks
