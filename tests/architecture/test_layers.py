@@ -34,7 +34,7 @@ _LAYERS = {
     "distributed.parallelize": 4,
     "routing.record": 4,
     "debug": 5,
-    "metrics.report": 5,
+    "metrics.run_log": 5,
     "routing": 5,
     "train_step": 5,
     "trainer": 5,
