@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.conftest import CONFIGS
+from tests.support.paths import DEBUG_CONFIGS
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
@@ -43,7 +43,7 @@ class Steps(NamedTuple):
 
 def job_of(layout: str, **tables: dict) -> JobConfig:
     """The gate's job in a layout."""
-    job = load_job(["--job.config_file", str(CONFIGS / "gate_deepseek_v3.toml")])
+    job = load_job(["--job.config_file", str(DEBUG_CONFIGS / "gate_deepseek_v3.toml")])
     laid_out = overrides(parse(layout))
     laid_out["training"] |= {"global_batch_size": ROWS, "steps": STEPS}
     laid_out["parallelism"]["module_fqns_per_model_part"] = None

@@ -198,7 +198,7 @@ class Training(Section):
 
     dataset: str = "stdlib"
     """'stdlib' (the Python sources on this machine), 'synthetic', 'json', 'parquet', 'text',
-    'tokens' (a folder made by scripts/tokenize_data.py), 'c4', or a Hugging Face dataset name.
+    'tokens' (a folder made by titan-moe tokenize), 'c4', or a Hugging Face dataset name.
     A document is a file of stdlib, a record of json and parquet, a paragraph of text."""
     dataset_path: str | None = None
     """File, folder or glob for json, parquet, text and tokens; a local copy for Hugging Face
@@ -485,7 +485,7 @@ class Debug(Section):
     """Folder of a routing_record whose experts every token goes to, in whatever layout."""
     capture_step: NonNegativeInt = 0
     """The step of which to write a summary of every tensor, to capture/ in job.dump_folder, for
-    scripts/localize_difference.py; 0: none."""
+    titan-moe verify localize; 0: none."""
 
 
 class JobConfig(Section):

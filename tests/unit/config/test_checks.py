@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.model_shape import Shape, check_lines
+from tests.support.config_checks import Shape, problems
 from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.job import check
 from titan_moe.config.parse import load_job, resolve
@@ -127,7 +127,7 @@ RULES = [
 
 @pytest.mark.parametrize(("arguments", "ranks", "words"), RULES)
 def test_a_broken_rule_is_one_line(arguments: str, ranks: int, words: str) -> None:
-    (line,) = check_lines(arguments, ranks)
+    (line,) = problems(arguments, ranks)
     assert words in line and "\n" not in line
 
 
@@ -152,11 +152,11 @@ def test_a_broken_rule_is_one_line(arguments: str, ranks: int, words: str) -> No
     ],
 )
 def test_what_fits_is_silent(arguments: str, ranks: int) -> None:
-    assert check_lines(arguments, ranks) == []
+    assert problems(arguments, ranks) == []
 
 
 def test_everything_broken_is_said_at_once() -> None:
-    lines = check_lines(
+    lines = problems(
         "--training.enable_cpu_offload --training.seq_len 9999 --validation.seq_len 9999",
         ranks=1,
     )
@@ -164,7 +164,7 @@ def test_everything_broken_is_said_at_once() -> None:
 
 
 def test_offload_is_fine_with_a_gpu() -> None:
-    assert check_lines("--training.enable_cpu_offload", gpus=1) == []
+    assert problems("--training.enable_cpu_offload", gpus=1) == []
 
 
 def test_multi_token_prediction_wants_rows_longer_than_it_looks_ahead() -> None:
@@ -194,13 +194,13 @@ def test_the_global_batch_is_pinned_for_the_ranks_of_the_run() -> None:
 
 
 def test_keys_of_optimizers_that_contradict_each_other():
-    (line,) = check_lines("--optimizer.muon_steps 6")
+    (line,) = problems("--optimizer.muon_steps 6")
     assert line.startswith("optimizer.muon_steps=6 is Muon's: leave it out")
-    assert check_lines("--optimizer.muon_steps 6 --optimizer.name Muon") == []
+    assert problems("--optimizer.muon_steps 6 --optimizer.name Muon") == []
     narrow = "--optimizer.state_dtype bfloat16"
-    (line,) = check_lines(f"{narrow} --optimizer.beta2 0.999")
+    (line,) = problems(f"{narrow} --optimizer.beta2 0.999")
     assert line.startswith("optimizer.beta2=0.999 changes a moment by less than")
     assert line.endswith("choose 0.99 or less, or float32")
-    (line,) = check_lines(f"{narrow} --optimizer.name Muon --optimizer.muon_momentum 0.995")
+    (line,) = problems(f"{narrow} --optimizer.name Muon --optimizer.muon_momentum 0.995")
     assert line.startswith("optimizer.muon_momentum=0.995")
-    assert check_lines(narrow) == []
+    assert problems(narrow) == []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.model_shape import check_lines
+from tests.support.config_checks import problems
 
 _EP, _P = "--parallelism.expert_parallel_degree 2", "--parallelism.expert_parallel"
 
@@ -38,7 +38,7 @@ _EP, _P = "--parallelism.expert_parallel_degree 2", "--parallelism.expert_parall
     ],
 )
 def test_one_line(arguments: str, line: str) -> None:
-    assert check_lines(arguments, ranks=2) == [line]
+    assert problems(arguments, ranks=2) == [line]
 
 
 @pytest.mark.parametrize(
@@ -50,29 +50,29 @@ def test_one_line(arguments: str, line: str) -> None:
     ],
 )
 def test_nothing_to_say(arguments: str) -> None:
-    assert check_lines(arguments, ranks=2) == []
+    assert problems(arguments, ranks=2) == []
 
 
 def test_a_model_without_experts() -> None:
-    (line,) = check_lines(f"{_P}_comm_backend deduplicated", moe=False)
+    (line,) = problems(f"{_P}_comm_backend deduplicated", moe=False)
     assert line.startswith("parallelism.expert_parallel_comm_backend=deduplicated: ")
     assert line.endswith("has no experts; leave it out")
 
 
 def test_a_dense_model_has_no_expert_settings() -> None:
     arguments = "--parallelism.expert_parallel_degree 2 --debug.moe_force_load_balance"
-    lines = check_lines(arguments, ranks=2, moe=False)
+    lines = problems(arguments, ranks=2, moe=False)
     assert len(lines) == 2 and all(
         "deepseek_v3 debugmodel has no experts" in line for line in lines
     )
-    assert check_lines("", moe=False) == []
+    assert problems("", moe=False) == []
 
 
 def test_settings_of_experts_say_that_a_dense_model_has_none() -> None:
     arguments = "--moe.row_alignment 16 --moe.bias_update_speed 0.1"
-    lines = check_lines(arguments, moe=False)
+    lines = problems(arguments, moe=False)
     assert lines == [
         f"moe.{setting}: deepseek_v3 debugmodel has no experts; leave it out"
         for setting in ("row_alignment=16", "bias_update_speed=0.1")
     ]
-    assert check_lines(arguments) == []
+    assert problems(arguments) == []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.model_shape import Experts, Shape, check_lines
+from tests.support.config_checks import Experts, Shape, problems
 from titan_moe.config.checks.job import check
 from titan_moe.config.parse import load_job
 
@@ -122,13 +122,13 @@ def _layout(words: str) -> tuple[str, int]:
 
 @pytest.mark.parametrize(("layout", "words"), PARALLEL_RULES)
 def test_an_illegal_layout_is_one_line(layout: str, words: str) -> None:
-    (line,) = check_lines(*_layout(layout))
+    (line,) = problems(*_layout(layout))
     assert words in line and "\n" not in line
 
 
 @pytest.mark.parametrize("layout", LEGAL_LAYOUTS)
 def test_a_legal_layout_is_silent(layout: str) -> None:
-    assert check_lines(*_layout(layout)) == []
+    assert problems(*_layout(layout)) == []
 
 
 def test_tensor_parallelism_need_not_divide_what_is_not_there() -> None:

@@ -37,7 +37,7 @@ _ACCEPTED = {
 
 
 class Entry(Section):
-    """One comparison; the sides are written as for scripts/compare_losses.py."""
+    """One comparison; the sides are written as for titan-moe verify losses."""
 
     name: str
     """What it is called in the summary, and its folder."""
@@ -149,7 +149,7 @@ def run_suite(suite: Suite, folder: Path, tell: Callable[[str], None]) -> Iterat
 def sbatch(suite: Suite, path: Path, repo: Path) -> str:
     """The command that runs a suite in a Slurm allocation."""
     slurm = suite.slurm or Slurm()
-    words = ["python", "scripts/regression_job.py", str(path.resolve())]
+    words = ["python", "-m", "titan_moe", "verify", "suite", str(path.resolve())]
     inside = f"cd {shlex.quote(str(repo))} && {shlex.join(words)}"
     return (
         f"sbatch --job-name regression-{path.stem} --nodes {slurm.nodes} --ntasks-per-node 1 "

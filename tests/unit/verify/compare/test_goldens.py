@@ -1,0 +1,95 @@
+"""Golden files: written with a reason, found by torch and capability, and read as they were."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.verdict_cases import changed, repeats, run
+from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.device import describe_device
+from titan_moe.verify.compare.goldens import find_golden, golden_key, is_golden, save_golden
+from titan_moe.verify.compare.records import Curve
+
+CPU = torch.device("cpu")
+CONFIG = {
+    "job": {"dump_folder": "/somewhere", "description": "tiny"},
+    "model": {"name": "qwen3"},
+    "checkpoint": {"initial_load_path": "/somewhere"},
+}
+
+
+def save(folder: Path, reason: str = "a first one") -> Path:
+    record = replace(run("baseline", world_size=1, **describe_device(CPU)), config=CONFIG)
+    return save_golden(folder, record, curves(), reason=reason, device=CPU)
+
+
+def curves() -> list[Curve]:
+    return [each.curve for each in repeats()]
+
+
+def test_another_machine_s_run_makes_no_golden_here(tmp_path: Path):
+    record = replace(run("baseline", device="NVIDIA H100", capability="9.0"), config=CONFIG)
+    with pytest.raises(ConfigError, match="ran on NVIDIA H100"):
+        save_golden(tmp_path, record, curves(), reason="x", device=CPU)
+
+
+def test_what_is_written_is_read(tmp_path: Path):
+    path = save(tmp_path / "qwen3")
+    assert path.name == f"{golden_key(CPU)}.json" and is_golden(tmp_path / "qwen3")
+    golden = find_golden(tmp_path / "qwen3", CPU)
+    record = run("baseline")
+    assert golden.run.curve.steps == record.curve.steps
+    assert golden.run.curve.data == record.curve.data
+    for key in ("loss", "grad_norm"):
+        assert (golden.run.curve.scalars[key] == record.curve.scalars[key]).all()
+        ours, theirs = golden.repeats[3].scalars[key], curves()[3].scalars[key]
+        assert (ours == theirs).all()
+    assert (golden.run.curve.loads["layers.1"] == record.curve.loads["layers.1"]).all()
+    assert len(golden.repeats) == len(repeats()) and not golden.caveats(device=CPU)
+    assert "somewhere" not in path.read_text(), "folders of the machine that made it"
+    again = golden.write_config(tmp_path / "golden.toml").read_text()
+    assert 'name = "qwen3"' in again and "somewhere" not in again
+
+
+def test_reasons_are_kept(tmp_path: Path):
+    save(tmp_path / "g")
+    save(tmp_path / "g", "the router changed")
+    golden = find_golden(tmp_path / "g", CPU)
+    assert [entry["reason"] for entry in golden.history] == ["a first one", "the router changed"]
+
+
+def test_no_reason_no_golden(tmp_path: Path):
+    with pytest.raises(ConfigError, match="needs --reason"):
+        save(tmp_path / "g", " ")
+    assert not (tmp_path / "g").exists()
+
+
+def test_a_run_that_did_not_record_its_data_makes_none(tmp_path: Path):
+    record = replace(changed(run("baseline"), data=None), config=CONFIG)
+    with pytest.raises(ConfigError, match="recorded its data"):
+        save_golden(tmp_path, record, curves(), reason="x", device=CPU)
+
+
+def test_another_machines_golden_is_refused_in_a_folder_and_a_caveat_by_name(tmp_path: Path):
+    path = save(tmp_path / "g")
+    other = path.rename(path.with_name("torch-1.0-cpu-ABACUS.json"))
+    with pytest.raises(ConfigError, match=r"has no golden for .*, only torch-1\.0-cpu-ABACUS"):
+        find_golden(tmp_path / "g", CPU)
+    (caveat,) = find_golden(other, CPU).caveats(device=CPU)
+    assert "torch-1.0-cpu-ABACUS" in caveat and golden_key(CPU) in caveat
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}'])
+def test_what_is_no_golden_is_refused(tmp_path: Path, text: str):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ConfigError):
+        find_golden(tmp_path / "x.json", CPU)
+
+
+def test_a_repeat_is_a_line(tmp_path: Path):
+    lines = save(tmp_path / "g").read_text().splitlines()
+    assert sum('"grad_norm":' in line for line in lines) == 1 + len(repeats())
+    assert json.loads("\n".join(lines))["format"] == 1

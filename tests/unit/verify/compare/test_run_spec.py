@@ -1,0 +1,122 @@
+"""Sides as users write them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import DEBUG_CONFIGS
+from titan_moe.config.errors import ConfigError
+from titan_moe.verify.compare.control_runs import batch_words, harmless_sides
+from titan_moe.verify.compare.run_spec import Side, parse_overrides, parse_side
+
+COMPARE = DEBUG_CONFIGS / "compare.toml"
+COMMON = Side(config=COMPARE, overrides=(("training.steps", "5"),))
+
+
+def argument(side: Side, key: str) -> str | None:
+    words = side.arguments()
+    return words[words.index(f"--{key}") + 1] if f"--{key}" in words else None
+
+
+def test_what_a_side_leaves_out_is_common():
+    side = parse_side("", COMMON, default_ranks=2)
+    assert (side.ranks, side.revision, side.layout) == (2, "", None)
+    assert side.arguments() == ["--training.steps", "5"]
+    assert side.job().training.steps == 5
+
+
+def test_words_then_overrides():
+    side = parse_side("revision=main ranks=4 layout=tp=2,ep=2 --training.steps=7 --x.on", COMMON)
+    assert (side.revision, side.ranks) == ("main", 4)
+    assert side.layout is not None and side.layout.dp_shard == 2
+    assert argument(side, "training.steps") == "7"
+    assert argument(side, "x.on") == "true"
+    assert argument(side, "parallelism.tensor_parallel_degree") == "2"
+    assert argument(side, "parallelism.data_parallel_shard_degree") == "2"
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [("tp=2", 2), ("ep=4", 4), ("tp=2,ep=2", 2), ("cp=2,tp=2,ep=8", 8), ("pp=2,dp_shard=2", 4)],
+)
+def test_ranks_follow_from_the_layout(layout: str, ranks: int):
+    assert parse_side(f"layout={layout}", COMMON, default_ranks=16).ranks == ranks
+
+
+def test_options_are_set_only_where_they_are_written():
+    side = parse_side("layout=pp=2,schedule=GPipe", COMMON)
+    assert argument(side, "parallelism.pipeline_parallel_schedule") == "GPipe"
+    assert argument(side, "parallelism.fsdp_reshard_after_forward") is None
+    assert argument(side, "activation_checkpoint.mode") is None
+    side = parse_side("layout=tp=2,recompute=op", COMMON)
+    assert argument(side, "activation_checkpoint.selective_ac_option") == "op"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("branch=main", "no such run"),
+        ("ranks=2 branch=main", "'branch=main' means nothing"),
+        ("outputs/nowhere", "no such run"),
+        ("ranks=none", "ranks=none must be a positive number"),
+        ("ranks=4 layout=tp=3", "is of 3 ranks"),
+        ("layout=zz=2", "'zz' is unknown"),
+        ("config=nowhere.toml", "no such file"),
+        (f"{COMPARE} --optimizer.lr 1", "takes no overrides"),
+    ],
+)
+def test_what_means_nothing_is_told_in_a_line(text: str, told: str):
+    with pytest.raises(ConfigError) as caught:
+        parse_side(text, COMMON)
+    (line,) = caught.value.lines
+    assert told in line
+
+
+def test_overrides_are_pairs():
+    with pytest.raises(ConfigError, match="overrides are"):
+        parse_overrides(["--a.b", "1", "2"])
+
+
+def test_degrees_that_do_not_fit_are_told():
+    side = parse_side("revision=main ranks=3 --parallelism.tensor_parallel_degree 2", COMMON)
+    with pytest.raises(ConfigError, match="do not fit 3 ranks"):
+        side.job()
+
+
+def test_paths_become_absolute(monkeypatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("x")
+    assert parse_overrides(["--training.dataset_path", "text"]) == (
+        ("training.dataset_path", str(tmp_path / "text")),
+    )
+    assert parse_overrides(["--model.tokenizer_path", "bytes"])[0][1] == "bytes"
+
+
+def test_microbatches_fit_the_layout():
+    side = parse_side("layout=dp_shard=4", COMMON)
+    job = parse_side("", COMMON).job()
+    assert dict(batch_words(side, job)) == {
+        "training.global_batch_size": "8",
+        "training.local_batch_size": "2",
+    }
+
+
+def test_harmless_runs_differ_in_order_and_layout():
+    side = parse_side("", COMMON, default_ranks=1)
+    found = harmless_sides(side, 8, num_gpus=0)
+    assert [dict(words)["debug.permute_rows"] for _, words in found] == list("12345678")
+    layouts = [str(turn.layout) for turn, _ in found]
+    assert layouts[::2] == ["None"] * 4 and len(set(layouts[1::2])) == 4
+
+
+def test_neighbours_keep_the_number_of_ranks():
+    side = parse_side("ranks=8", COMMON)
+    found = harmless_sides(side, 6, num_gpus=8)
+    assert {turn.ranks for turn, _ in found} == {8}
+    assert any(turn.layout and turn.layout.tp == 2 for turn, _ in found)
+
+
+def test_given_layouts_take_their_turns_unless_they_are_refused():
+    side = parse_side("", COMMON, default_ranks=1)
+    found = harmless_sides(side, 3, layouts=["tp=2", "tp=3"], num_gpus=0)
+    assert [turn.layout.tp if turn.layout else 1 for turn, _ in found] == [1, 2, 1]

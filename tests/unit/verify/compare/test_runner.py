@@ -1,0 +1,265 @@
+"""The course of a comparison, with a run_train.sh that takes no time."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.paths import DEBUG_CONFIGS
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.parse import known_keys
+from titan_moe.runtime.device import describe_device
+from titan_moe.verify.compare import launch as launching_module
+from titan_moe.verify.compare import runner as experiment_module
+from titan_moe.verify.compare.code_trees import CodeTree
+from titan_moe.verify.compare.comparison import Verdict
+from titan_moe.verify.compare.launch import Launcher, SideError
+from titan_moe.verify.compare.run_spec import Side, parse_side
+from titan_moe.verify.compare.runner import Experiment, Plan, compare, update_golden
+
+CPU = torch.device("cpu")
+COMPARE = DEBUG_CONFIGS / "compare.toml"
+COMMON = Side(config=COMPARE, overrides=(("training.steps", "6"),))
+
+STUB = """#!/usr/bin/env python3
+import json, os, sys
+from pathlib import Path
+words = sys.argv[1:]
+keys = {a[2:]: b for a, b in zip(words[::2], words[1::2])}
+folder = Path(keys["job.dump_folder"])
+with open(Path(__file__).with_name("calls"), "a") as calls:
+    print(json.dumps({"folder": folder.name, "ranks": os.environ["NGPU"], **keys}), file=calls)
+if keys.get("debug.seed") == "13":
+    print("torchrun says much")
+    print("error: rank 0: the loss is unlucky")
+    sys.exit(1)
+if "checkpoint.create_seed_checkpoint" in keys:
+    sys.exit()
+seed = int(keys.get("debug.permute_rows", "0")) + int(os.environ["NGPU"]) - 1
+factor = float(keys.get("optimizer.lr", "3e-3")) / 3e-3
+lines = []
+for step in range(1, int(keys["training.steps"]) + 1):
+    noise = 1 + 1e-6 * ((seed * 7919 + step * 104729) % 17 - 8)
+    loss = 5 / step * noise * factor
+    lines.append({"step": step, "loss": loss, "grad_norm": loss, "data": step})
+folder.joinpath("metrics.jsonl").write_text("\\n".join(map(json.dumps, lines)))
+facts = {"tokens_per_step": 8, "world_size": int(os.environ["NGPU"]), "torch": "2"}
+facts |= {"device": "cpu", "capability": CAPABILITY}
+folder.joinpath("run.json").write_text(json.dumps(facts))
+folder.joinpath("config.toml").write_text("[model]\\nname = 'deepseek_v3'\\n")
+"""
+
+
+class Stubbed(Launcher):
+    """Every revision is the stub; "old" knows fewer keys."""
+
+    def code(self, side: Side) -> CodeTree:
+        tree = StubTree(self.folder.parent / "code", side.revision or "work", side.revision)
+        return tree
+
+
+class StubTree(CodeTree):
+    @property
+    def keys(self) -> frozenset[str]:
+        every = frozenset(known_keys())
+        return (
+            every - {"debug.permute_rows", "debug.routing_replay"} if self.tree == "old" else every
+        )
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Launcher:
+    (tmp_path / "code").mkdir()
+    script = tmp_path / "code" / "run_train.sh"
+    script.write_text(STUB.replace("CAPABILITY", repr(describe_device(CPU)["capability"])))
+    script.chmod(0o755)
+    return Stubbed(tmp_path / "out")
+
+
+def calls(launcher: Launcher) -> list[dict[str, str]]:
+    path = launcher.folder.parent / "code" / "calls"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def plan(candidate: str = "", baseline: str = "", **changes) -> Plan:
+    sides = parse_side(baseline, COMMON), parse_side(candidate, COMMON)
+    return replace(Plan("test", *sides, repeats=8), **changes)
+
+
+def silent(_: str) -> None:
+    pass
+
+
+def test_both_sides_start_from_one_seed_and_repeats_are_saved_where_bits_agree(launcher):
+    found = compare(plan(baseline="revision=main"), launcher, silent)
+    assert found.verdict is Verdict.IDENTICAL
+    seed, baseline, candidate = calls(launcher)
+    assert seed["checkpoint.create_seed_checkpoint"] == "true"
+    path = str(launcher.folder / "seed" / "checkpoint" / "step-0")
+    for run in (baseline, candidate):
+        assert run["checkpoint.initial_load_path"] == path
+        assert run["checkpoint.load_only"] == "true"
+        assert run["metrics.log_freq"] == "1" and run["metrics.log_expert_counts"] == "true"
+
+
+def test_noise_is_inside_and_a_learning_rate_is_not(launcher):
+    assert compare(plan("layout=tp=2"), launcher, silent).verdict is Verdict.INSIDE
+    orders = [run.get("debug.permute_rows") for run in calls(launcher)[3:]]
+    assert orders == list("12345678")
+    before = len(calls(launcher))
+    found = compare(plan("--optimizer.lr 3.06e-3"), launcher, silent)
+    assert found.verdict is Verdict.DIFFERENT and found.first is not None
+    assert found.first.step == 1
+    assert [run["folder"] for run in calls(launcher)[before:]] == ["candidate"], "others stand"
+
+
+def test_an_interrupted_comparison_goes_on(launcher, monkeypatch):
+    ended = []
+
+    def interrupt(line: str) -> None:
+        ended.append(line)
+        if "repeats/03" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(plan("layout=tp=2"), launcher, interrupt)
+    assert len(calls(launcher)) == 5
+    found = compare(plan("layout=tp=2"), launcher, silent)
+    assert found.verdict is Verdict.INSIDE and len(calls(launcher)) == 11
+
+
+def test_a_run_that_was_cut_off_is_made_anew(launcher):
+    main = plan(baseline="revision=main")
+    compare(main, launcher, silent)
+    note = launcher.folder / "baseline" / "comparison_run.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"seconds": None}))
+    compare(main, launcher, silent)
+    assert [run["folder"] for run in calls(launcher)[3:]] == ["baseline"]
+
+
+def test_what_a_run_follows_from_is_looked_at(launcher, tmp_path: Path):
+    first = plan("--optimizer.lr 3e-3", "--debug.seed 1")
+    compare(first, launcher, silent)
+    compare(plan("--optimizer.lr 3e-3", "--debug.seed 2"), launcher, silent)
+    made = [run["folder"] for run in calls(launcher)]
+    assert made == ["seed", "baseline", "candidate"] * 2, "another seed checkpoint, another run"
+
+
+def test_code_that_changes_meanwhile_is_told(launcher, monkeypatch):
+    trees = iter(["a", "a", "a", "b"] + ["b"] * 50)
+
+    def changing(side: str, *_: object) -> CodeTree:
+        return StubTree(launcher.folder.parent / "code", next(trees), "working tree")
+
+    monkeypatch.setattr(launching_module, "code_tree", changing)
+    plain = Launcher(launcher.folder)
+    with pytest.raises(SideError, match="was changed meanwhile"):
+        compare(plan("layout=tp=2"), plain, silent)
+
+
+def test_too_few_repeats_and_wrong_noise_are_told_before_anything_runs(launcher, tmp_path: Path):
+    with pytest.raises(ConfigError, match="--repeats 3: 0, or 4 or more"):
+        compare(plan("layout=tp=2", repeats=3), launcher, silent)
+    with pytest.raises(ConfigError, match="there is no such run"):
+        compare(plan("layout=tp=2", noise=[tmp_path / "nowhere"]), launcher, silent)
+    assert not calls(launcher)
+
+
+def test_a_folder_of_something_else_is_left_alone(launcher):
+    precious = launcher.folder / "baseline" / "precious"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("weights")
+    with pytest.raises(ConfigError, match="choose another --out"):
+        compare(plan("layout=tp=2"), launcher, silent)
+    assert precious.read_text() == "weights"
+
+
+def test_a_side_that_fails_shows_its_last_lines(launcher):
+    with pytest.raises(SideError) as caught:
+        compare(plan("--debug.seed 13"), launcher, silent)
+    told = str(caught.value)
+    assert "candidate" in told and "exit code 1" in told
+    assert "  | error: rank 0: the loss is unlucky" in told.splitlines()
+
+
+def test_mistakes_are_told_before_anything_runs(launcher):
+    with pytest.raises(ConfigError, match="tokens per step: 256 and 512"):
+        compare(plan("--training.seq_len 64"), launcher, silent)
+    with pytest.raises(ConfigError, match="lrr"):
+        compare(plan("--optimizer.lrr 1"), launcher, silent)
+    with pytest.raises(ConfigError, match=r"must divide|divisible|multiple|tensor_parallel"):
+        compare(plan("layout=tp=3"), launcher, silent)
+    with pytest.raises(ConfigError, match="both sides are the same training"):
+        compare(plan(), launcher, silent)
+    assert not calls(launcher)
+
+
+def test_an_older_revision_is_not_asked_for_what_it_does_not_know(launcher):
+    found = compare(plan("--optimizer.lr 3.1e-3", "revision=old"), launcher, silent)
+    assert any("cannot be repeated harmlessly" in line for line in found.caveats)
+    with pytest.raises(ConfigError, match=r"--routing: .* does not know debug\.routing_replay"):
+        compare(plan("layout=tp=2", "revision=old", routing=True), launcher, silent)
+    assert found.verdict is Verdict.DIFFERENT
+
+
+def test_finished_runs_need_no_seed_and_take_finished_repeats(launcher, tmp_path: Path):
+    compare(plan("layout=tp=2"), launcher, silent)
+    before = len(calls(launcher))
+    finished = plan(str(launcher.folder / "candidate"), str(launcher.folder / "baseline"))
+    told: list[str] = []
+    found = compare(finished, launcher, told.append)
+    assert found.verdict is Verdict.UNJUDGED and "only bits are judged" in told[0]
+    noise = sorted((launcher.folder / "repeats").iterdir())
+    found = compare(replace(finished, noise=noise), launcher, silent)
+    assert found.verdict is Verdict.INSIDE and len(calls(launcher)) == before
+
+
+def test_runs_are_shared_by_what_they_follow_from(launcher, tmp_path: Path):
+    shared = launcher.folder / "runs"
+    for name in ("a", "b"):
+        one = Stubbed(launcher.folder / name, shared=shared)
+        (launcher.folder / "code").parent.mkdir(exist_ok=True)
+        if not (launcher.folder / "code").exists():
+            (launcher.folder / "code").symlink_to(launcher.folder.parent / "code")
+        compare(plan("layout=tp=2"), one, silent)
+    assert len(calls(launcher)) == 11 and len(list(shared.iterdir())) == 11
+
+
+def test_a_golden_has_its_own_configuration_and_repeats(launcher, tmp_path: Path):
+    golden = tmp_path / "goldens" / "tiny"
+    path = update_golden(plan(), launcher, golden, "a first one", silent)
+    assert path.parent == golden and len(calls(launcher)) == 10
+    no_config = Side(overrides=(("training.steps", "6"),))
+    against = Plan("g", parse_side(str(golden), no_config), parse_side("", no_config), repeats=8)
+    assert compare(against, launcher, silent).verdict is Verdict.IDENTICAL
+    assert calls(launcher)[-1]["folder"] == "candidate" and len(calls(launcher)) == 11
+    wrong = replace(against, candidate=parse_side("--optimizer.lr 3.1e-3", no_config))
+    assert compare(wrong, launcher, silent).verdict is Verdict.DIFFERENT
+    with pytest.raises(ConfigError, match="has its own configuration"):
+        compare(replace(against, candidate=COMMON), launcher, silent)
+    with pytest.raises(ConfigError, match="a golden is a baseline"):
+        compare(Plan("g", no_config, parse_side(str(golden), no_config), 8), launcher, silent)
+
+
+def test_a_golden_wants_a_reason_before_anything_runs(launcher, tmp_path: Path):
+    with pytest.raises(ConfigError, match="needs --reason"):
+        update_golden(plan(), launcher, tmp_path / "g", "", silent)
+    assert not calls(launcher)
+
+
+def test_routing_is_recorded_and_replayed(launcher, monkeypatch):
+    monkeypatch.setattr(experiment_module, "routing_flips", lambda *_: None)
+    found = compare(plan("layout=tp=2", routing=True), launcher, silent)
+    recorded = [run["debug.routing_record"] for run in calls(launcher)[1:3]]
+    assert [Path(path).parent.name for path in recorded] == ["baseline", "candidate"]
+    last = calls(launcher)[-1]
+    assert last["debug.routing_replay"] == recorded[0] and "debug.routing_record" not in last
+    assert found.replayed is not None and found.replayed.verdict is Verdict.INSIDE
+
+
+def test_an_experiment_is_of_this_machine_s_ranks(monkeypatch):
+    monkeypatch.setenv("NGPU", "5")
+    assert experiment_module.default_ranks() == 5
+    assert isinstance(Experiment(plan(), Launcher(Path("x")), silent), Experiment)

@@ -1,0 +1,184 @@
+"""Verdicts on curves that are known."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.verdict_cases import STEPS, changed, repeats, run
+from titan_moe.config.errors import ConfigError
+from titan_moe.verify.compare.comparison import Verdict
+from titan_moe.verify.compare.records import read_run
+from titan_moe.verify.compare.verdict import judge, on_steps
+
+
+def test_equal_bits_are_identical_with_and_without_repeats():
+    for harmless in ([], repeats()):
+        found = judge("same", run("a"), run("b"), repeats=harmless)
+        assert found.verdict is Verdict.IDENTICAL and found.first is None
+        assert found.verdict.exit_code == 0 and not found.caveats
+
+
+@pytest.mark.parametrize("what", ["loss", "load", "norm of output.weight"])
+def test_one_other_bit_is_not_identical(what: str):
+    other = run("b")
+    if what == "load":
+        other.curve.loads["layers.1"][4, :2] += [1, -1]
+        what = "load of layers.1"
+    else:
+        other.curve.scalars[what][4] = np.nextafter(other.curve.scalars[what][4], 9)
+    found = judge("bit", run("a"), other)
+    assert found.verdict is Verdict.UNJUDGED and found.verdict.exit_code == 5
+    assert found.first is not None and (found.first.step, found.first.quantity) == (5, what)
+
+
+def test_noise_is_inside_and_a_shift_is_different():
+    inside = judge("noise", run("a"), run("b", 1e-4, seed=99), repeats=repeats())
+    assert inside.verdict is Verdict.INSIDE and inside.first is None and inside.band is not None
+    shifted = run("c", 1e-4, seed=98)
+    shifted.curve.scalars["grad_norm"][10:] *= 1.01
+    found = judge("shift", run("a"), shifted, repeats=repeats())
+    assert found.verdict is Verdict.DIFFERENT and found.verdict.exit_code == 1
+    assert found.first is not None
+    assert (found.first.step, found.first.quantity) == (11, "grad_norm")
+    assert found.first.candidate / found.first.baseline == pytest.approx(1.01, rel=1e-3)
+    assert "different" in found.lines()[0] and "step 11, by grad_norm" in found.lines()[1]
+    assert json.loads(json.dumps(found.as_json()))["verdict"] == "different"
+
+
+def test_a_run_that_became_nan_is_different_from_there():
+    broken = run("b", 1e-4, seed=97)
+    broken.curve.scalars["loss"][6:] = math.nan
+    found = judge("nan", run("a"), broken, repeats=repeats())
+    assert found.verdict is Verdict.DIFFERENT and found.first is not None
+    assert found.first.step == 7
+
+
+def test_other_tokens_and_other_data_are_refused():
+    with pytest.raises(ConfigError, match="tokens per step: a has 512, b 1,024"):
+        judge("tokens", run("a"), run("b", tokens_per_step=1024))
+    other = changed(run("b"), data=[7 * step + (step > 3) for step in STEPS])
+    with pytest.raises(ConfigError, match="different tokens at step 4"):
+        judge("data", run("a"), other)
+
+
+def test_what_is_unknown_or_missing_is_a_caveat():
+    short = changed(run("b"), **vars(on_steps(run("b").curve, STEPS[:12])))
+    found = judge("short", run("a"), short, repeats=repeats())
+    assert found.verdict is Verdict.IDENTICAL and found.candidate.curve.steps == STEPS[:12]
+    assert any("only 12 steps are in both" in line for line in found.caveats)
+    blind = changed(run("b"), data=None, loads={})
+    found = judge("blind", run("a"), blind)
+    assert any("same data is unknown: b" in line for line in found.caveats)
+    assert any("not compared: load of layers.1: b did not" in line for line in found.caveats)
+    found = judge("device", run("a"), run("b", device="NVIDIA H100", capability="9.0"))
+    assert [line.split(":")[0] for line in found.caveats] == ["device", "capability"]
+
+
+def test_no_common_step_and_other_experts_are_refused():
+    later = changed(run("b"), steps=[step + 100 for step in STEPS])
+    with pytest.raises(ConfigError, match="no logged step in common"):
+        judge("later", run("a"), later)
+    fewer = changed(run("b"), loads={"layers.1": np.ones((20, 3))})
+    with pytest.raises(ConfigError, match="4 experts in one run, 3 in the other"):
+        judge("fewer", run("a"), fewer)
+
+
+def test_repeats_that_are_none_are_refused_or_told():
+    other = [changed(each, data=[1] * 20) for each in repeats()]
+    with pytest.raises(ConfigError, match="different tokens"):
+        judge("data", run("a"), run("b", 1e-4, seed=99), repeats=other)
+    config = {"optimizer": {"lr": 1.0}, "debug": {"permute_rows": 3}}
+    faster = [replace(each, config=config) for each in repeats()]
+    base = replace(run("a"), config={"optimizer": {"lr": 2.0}, "debug": {"permute_rows": 0}})
+    found = judge("lr", base, run("b", 1e-4, seed=99), repeats=faster)
+    assert "the repeat repeat 1 differs in optimizer.lr" in found.caveats
+
+
+def test_a_band_that_says_nothing_gives_no_verdict():
+    wild = [run(f"repeat {i}", 0.3, seed=i) for i in range(1, 8)]
+    found = judge("wild", run("a"), run("b", 1e-4, seed=99), repeats=wild)
+    assert found.verdict is Verdict.UNJUDGED and found.verdict.exit_code == 5
+    blind = [changed(each, loads={}) for each in repeats()]
+    moved = run("b")
+    moved.curve.loads["layers.1"][4:, :2] += [50, -50]
+    assert judge("blind", run("a"), moved, repeats=blind).verdict is Verdict.UNJUDGED
+
+
+def test_runs_that_are_not_finite_are_not_simply_identical():
+    a, b = run("a"), run("b")
+    for each in (a, b):
+        each.curve.scalars["loss"][4:] = math.nan
+    found = judge("nan", a, b)
+    assert found.verdict is Verdict.IDENTICAL
+    assert "the loss of a is not finite from step 5 on" in found.caveats
+    for each in (a, b):
+        each.curve.scalars["loss"][:] = math.nan
+    with pytest.raises(ConfigError, match="no step has a finite loss"):
+        judge("nan", a, b)
+
+
+def test_renamed_parameters_and_more_rows_do_not_pass_in_silence():
+    renamed = run("b")
+    renamed.curve.scalars["norm of head.weight"] = renamed.curve.scalars.pop(
+        "norm of output.weight"
+    )
+    found = judge("renamed", run("a"), renamed)
+    assert any("not compared: norm of head.weight and 1 more" in line for line in found.caveats)
+    twice = changed(run("b"), loads={"layers.1": 2 * run("b").curve.loads["layers.1"]})
+    with pytest.raises(ConfigError, match="a sent 1,000 rows to experts, b 2,000"):
+        judge("twice", run("a"), twice)
+
+
+def write_run(folder: Path, steps: range, **extra) -> Path:
+    folder.mkdir(parents=True)
+    lines = [{"step": step, "loss": 1 / step, "grad_norm": None, **extra} for step in steps]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 9')
+    return folder
+
+
+def test_runs_are_read_from_their_files(tmp_path: Path):
+    folder = write_run(tmp_path / "run", range(1, 4), data=5)
+    counts = [{"step": step, "layers.1": [step, 2, 3]} for step in range(1, 4)]
+    (folder / "expert_counts.jsonl").write_text("\n".join(map(json.dumps, counts)))
+    norms = [{"step": step, "w": [1.0], "experts.w1": [2.0, None]} for step in range(1, 4)]
+    (folder / "parameter_norms.jsonl").write_text("\n".join(map(json.dumps, norms)))
+    (folder / "config.toml").write_text("[training]\nsteps = 3\n")
+    for path in (folder, folder / "metrics.jsonl"):
+        found = read_run(path)
+        assert found.name == "run" and found.curve.steps == [1, 2, 3]
+        assert found.curve.data == [5, 5, 5] and found.config == {"training": {"steps": 3}}
+        assert np.isnan(found.curve.scalars["grad_norm"]).all()
+        assert found.curve.loads["layers.1"].tolist()[2] == [3, 2, 3]
+        assert np.isnan(found.curve.scalars["norm of experts.w1[1]"]).all()
+
+
+def test_details_that_lack_a_step_are_left_out(tmp_path: Path):
+    folder = write_run(tmp_path / "run", range(1, 4))
+    (folder / "expert_counts.jsonl").write_text('{"step": 1, "layers.1": [1]}\n')
+    assert not read_run(folder).curve.loads and read_run(folder).curve.data is None
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"neither metrics\.jsonl nor TensorBoard"):
+        read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="no step is logged"):
+        read_run(tmp_path)
+
+
+def test_tensorboard_is_read_as_float32(tmp_path: Path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path / "tb"))
+    for step in (1, 2):
+        writer.add_scalar("loss", 1 / 3, step)
+        writer.add_scalar("grad_norm", 2.0, step)
+    writer.close()
+    found = read_run(tmp_path)
+    assert found.curve.steps == [1, 2]
+    assert found.curve.scalars["loss"][0] == np.float32(1 / 3)
+    assert found.curve.data is None and not found.facts

@@ -1,0 +1,169 @@
+"""The reference knows nothing of what it judges, and its formulas are torch's and the papers'."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.paths import DEBUG_CONFIGS
+from titan_moe.config.parse import load_job
+from titan_moe.distributed.parallelize import first_names
+from titan_moe.models.registry import model_config
+from titan_moe.moe import balance
+from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.router import Router
+from titan_moe.verify.gradients import reference
+from titan_moe.verify.gradients.fixture import NUM_STEPS, at_depth, easy, make_case, norms
+from titan_moe.verify.layouts.layouts import SEQ_LEN
+
+_ALLOWED = ("titan_moe.models", "titan_moe.moe", "titan_moe.config.")
+
+
+def test_the_reference_imports_nothing_of_what_it_judges():
+    tree = ast.parse(Path(reference.__file__).read_text())
+    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules += [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+    ours = [module for module in modules if module and module.startswith("titan_moe")]
+    assert ours and all(module.startswith(_ALLOWED) for module in ours)
+    assert "titan_moe.moe.balance" not in ours, "the auxiliary losses are the reference's own"
+
+
+def test_cross_entropy():
+    logits, labels = torch.randn(9, 5, dtype=torch.float64), torch.randint(5, (9,))
+    labels[2:4] = reference.IGNORED
+    expected = F.cross_entropy(logits, labels, reduction="sum")
+    assert torch.allclose(reference.cross_entropy_sum(logits, labels), expected, rtol=1e-14)
+    none = torch.full_like(labels, reference.IGNORED)
+    assert reference.cross_entropy_sum(logits, none) == 0
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("groups", [(1, 1, 1), (4, 2, 2), (4, 1, 1)])
+def test_choice_and_balance_losses(score, groups):
+    num, top, best = groups
+    config = MoEConfig(
+        num_experts=8,
+        top_k=2,
+        hidden_dim=4,
+        score=score,
+        num_groups=num,
+        top_groups=top,
+        group_score_top=best,
+        sequence_aux_loss_weight=0.3,
+        global_aux_loss_weight=0.5,
+        z_loss_weight=0.7,
+    )
+    router = Router(6, config)
+    torch.nn.init.normal_(router.gate.weight)
+    router.expert_bias.normal_(std=0.1)
+    router.previous_load.uniform_()
+    scores = router(torch.randn(12, 6, dtype=torch.float64))
+    experts_TK = reference.chosen_experts(scores.logits_TE, router)
+    assert torch.equal(experts_TK, router.select_experts(scores.scores_TE))
+    chosen_E = experts_TK.flatten().bincount(minlength=8)
+    ours = reference.balance_loss(scores.logits_TE, chosen_E, router.previous_load, config)
+    shares_BSE = scores.shares_TE[None]
+    expected = (
+        0.3 * balance.sequence_loss(shares_BSE, chosen_E[None])
+        + 0.5 * balance.global_loss(shares_BSE, router.previous_load)
+        + 0.7 * balance.z_loss(scores.logits_TE[None])
+    )
+    assert torch.allclose(ours, expected, rtol=1e-13)
+
+
+@pytest.fixture(scope="module", params=["deepseek_v3", "gpt_oss", "qwen3"])
+def gate_case(request):
+    job = load_job(["--job.config_file", str(DEBUG_CONFIGS / f"gate_{request.param}.toml")])
+    training = job.training.model_copy(update={"seq_len": SEQ_LEN})
+    job = job.model_copy(update={"training": training})
+    config = at_depth(model_config(job.model.name, job.model.flavor), 3)
+    return job, config, make_case(job, config, 16)
+
+
+def test_the_case_is_not_an_easy_one(gate_case):
+    job, config, case = gate_case
+    assert easy(case, job, config) == []
+
+
+@pytest.mark.parametrize(
+    "table, key, value, line",
+    [
+        ("training", "max_norm", 1e9, "clipping is not active"),
+        ("optimizer", "weight_decay", 0.0, "optimizer.weight_decay is 0"),
+        ("moe", "bias_update_speed", 0.0, "moe.bias_update_speed is 0"),
+        ("moe", "sequence_aux_loss_weight", 0.0, "moe.sequence_aux_loss_weight is 0"),
+        ("moe", "z_loss_weight", 0.0, "moe.z_loss_weight is 0"),
+        ("moe", "row_alignment", 1, "moe.row_alignment is not 16"),
+    ],
+)
+def test_an_easy_configuration_is_named(gate_case, table, key, value, line):
+    job, config, case = gate_case
+    section = getattr(job, table).model_copy(update={key: value})
+    assert line in easy(case, job.model_copy(update={table: section}), config)
+
+
+def test_an_easy_batch_is_named(gate_case):
+    job, config, case = gate_case
+    labels = [torch.zeros_like(rows.labels_BS) for rows in case.batches]
+    documents = [torch.zeros_like(rows.documents_BS) for rows in case.batches]
+    batches = [
+        replace(rows, labels_BS=label, documents_BS=document)
+        for rows, label, document in zip(case.batches, labels, documents, strict=True)
+    ]
+    found = easy(replace(case, batches=batches), job, config)
+    assert "every row has the same number of targets" in found
+    assert "documents are not packed" in found
+    other = replace(case, idle=(case.idle[0], range(0, 1)))
+    assert "idle experts have tokens" in easy(other, job, config)
+
+
+def test_updates_are_those_of_torch(gate_case):
+    """Replay the case's gradients, clipped by torch, through torch's AdamW; copies count once."""
+    job, config, case = gate_case
+    firsts = first_names(config)
+    assert all(
+        torch.equal(getattr(step, part)[copy], getattr(step, part)[first])
+        for step in case.steps
+        for part in ("gradients", "parameters", "exp_avg", "exp_avg_sq")
+        for copy, first in firsts.items()
+    )
+    parameters = {
+        name: torch.nn.Parameter(weight.clone())
+        for name, weight in case.weights.items()
+        if name not in firsts
+    }
+    decays = {
+        n for n, p in parameters.items() if p.ndim > 1 and not n.endswith((".b1", ".b2", ".b3"))
+    }
+    groups = [
+        {"params": [p for n, p in parameters.items() if n in decays]},
+        {"params": [p for n, p in parameters.items() if n not in decays], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups,
+        betas=(job.optimizer.beta1, job.optimizer.beta2),
+        eps=job.optimizer.eps,
+        weight_decay=job.optimizer.weight_decay,
+    )
+    for number, (step, rate) in enumerate(zip(case.steps, (1.0, 0.5), strict=True)):
+        for name, parameter in parameters.items():
+            parameter.grad = step.gradients[name].clone()
+        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), job.training.max_norm)
+        assert norm.item() == pytest.approx(step.grad_norm, rel=1e-12)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * job.optimizer.lr
+        optimizer.step()
+        for name, parameter in parameters.items():
+            ours = step.parameters[name]
+            # torch clips by max_norm / (norm + 1e-6).
+            assert (ours - parameter).norm() < 1e-5 * ours.norm(), (number, name)
+    assert len(case.steps) == NUM_STEPS
+
+
+def test_norms_of_experts_stand_one_by_one():
+    found = norms({"layers.1.moe.experts.w1": torch.ones(3, 2, 2), "norm.weight": torch.ones(4)})
+    assert found["layers.1.moe.experts.w1"].tolist() == [2, 2, 2]
+    assert found["norm.weight"].tolist() == [2]

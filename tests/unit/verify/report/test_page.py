@@ -1,0 +1,207 @@
+"""The page and the picture of a comparison, parsed as a browser would."""
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.report_cases import Page, facts, run
+from titan_moe.verify.compare.comparison import Comparison, FirstDifference, Verdict
+from titan_moe.verify.compare.records import Curve, RunRecord
+from titan_moe.verify.compare.routing_diff import Flips
+from titan_moe.verify.compare.verdict import judge
+from titan_moe.verify.report.page import comparison_page
+from titan_moe.verify.report.png import comparison_png
+from titan_moe.verify.report.sections import configurations, layouts
+
+SECTIONS = ["curves", "load", "quantities", "layouts", "configuration", "environment", "band"]
+REPEATS = [run(f"repeat {i}", noise=1e-6, norms=True).curve for i in range(8)]
+EIGHT = facts(world_size=8, pp=2, tp=2, ep=2)
+
+
+def against(candidate: RunRecord, *, repeats: bool = True, **others: object) -> Comparison:
+    baseline = run("base", noise=1e-6, norms=True, facts=facts(world_size=1))
+    found = judge(
+        "A change",
+        baseline,
+        candidate,
+        repeats=[RunRecord(curve.name, curve) for curve in REPEATS] if repeats else (),
+    )
+    return replace(found, **others)  # type: ignore[arg-type]
+
+
+def scaled(record: RunRecord, quantity: str, factor: float, first: int = 0) -> RunRecord:
+    scalars = {key: values.copy() for key, values in record.curve.scalars.items()}
+    scalars[quantity][first:] *= factor
+    return replace(record, curve=replace(record.curve, scalars=scalars))
+
+
+def assert_alone(page: Page) -> None:
+    """Nothing is loaded, and each part is there once."""
+    assert all(each.startswith(("#", "data:")) for each in page.loads), page.loads
+    assert len(set(page.ids)) == len(page.ids)
+    assert set(page.loads) >= {f"#{name}" for name in SECTIONS} and set(SECTIONS) <= set(page.ids)
+
+
+@pytest.mark.parametrize(
+    "verdict, make, words",
+    [
+        (Verdict.IDENTICAL, lambda: run("base", noise=1e-6, norms=True), "loads of 2 layers"),
+        (Verdict.INSIDE, lambda: run("other", noise=1e-6, norms=True), "of 9 harmless runs"),
+        (
+            Verdict.DIFFERENT,
+            lambda: scaled(run("other", noise=1e-6, norms=True), "norm of w1", 1.01, 20),
+            "First in step 21, by norm of w1",
+        ),
+    ],
+)
+def test_the_verdict_stands_on_top(verdict: Verdict, make: Callable, words: str):
+    comparison = against(make())
+    assert comparison.verdict is verdict
+    html = comparison_page(comparison)
+    page = Page(html)
+    top = page.text[""]
+    # Before anything but the title.
+    assert top.index("A change") < top.lower().index(verdict.value) < top.index("Curves")
+    assert words in top
+    assert_alone(page)
+    assert "9 harmless repeats" in page.text["band"] and "0.01 %" in page.text["band"]
+    assert html == comparison_page(comparison)
+
+
+def test_what_left_the_band_is_first_in_its_table():
+    candidate = scaled(run("other", noise=1e-6, norms=True), "norm of w1", 1.01, 20)
+    rows = Page(comparison_page(against(candidate))).tables["quantities"]
+    norms = rows[[row[0] for row in rows].index("quantity", 1) :]
+    assert norms[1][0] == "w1"
+    worst = dict(zip(norms[0], norms[1], strict=True))
+    assert float(worst["reach"]) > 1 and int(worst["steps out"]) == 10
+    assert float(worst["relative difference"]) == pytest.approx(0.01, rel=1e-2)
+    others = norms[2:]
+    assert len(others) == 2 and all(float(row[5]) < 1 and row[6] == "0" for row in others)
+
+
+def test_without_repeats_and_facts_it_says_what_is_unknown():
+    bare = RunRecord("curves only", Curve("c", [1, 2], {"loss": np.array([3.0, 2.0])}))
+    page = Page(comparison_page(against(bare, repeats=False)))
+    assert "nothing says how much rounding may do" in page.text[""]
+    assert "CAVEAT" not in page.text[""] and "did not record it" in page.text[""]
+    assert "candidate curves only: no grad_norm was logged" in page.text[""]
+    assert "left no run.json and no config.toml" in page.text[""]
+    assert "the layout is unknown" in page.text["layouts"]
+    assert "the configuration is unknown" in page.text["configuration"]
+    assert "no band" in page.text["band"]
+    assert_alone(page)
+
+
+def test_numbers_that_are_none_and_a_single_step():
+    broken = scaled(run("other", noise=1e-6, norms=True), "loss", math.nan, 11)
+    page = Page(comparison_page(against(broken)))
+    assert "loss is not finite, or missing, in 19 of 30 steps, first in step 12" in page.text[""]
+    assert "no finite value in step 12" in page.text["curves"]
+    assert page.tables["quantities"][1][:2] == ["loss", "12"]
+    nothing = scaled(run("other"), "loss", math.nan)
+    assert "no finite value" in Page(comparison_page(against(nothing))).text["curves"]
+
+    single = run("one", steps=[5]), run("two", steps=[5], noise=1e-3)
+    page = Page(comparison_page(judge("One step", *single)))
+    assert "1: step 5" in page.text["environment"]
+
+
+def test_names_are_text():
+    evil = replace(
+        run("<b>x</b>&", facts=EIGHT | {"code": "<script>1</script>"}), folder=Path("/a<i>b")
+    )
+    html = comparison_page(against(evil, title="<u>title", caveats=["1 < 2 <s>"]))
+    for text in ("<b>x", "<script>", "<i>b", "<u>title", "<s>"):
+        assert text not in html
+    page = Page(html)
+    assert "candidate <b>x</b>&" in page.text["curves"] and "1 < 2 <s>" in page.text[""]
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"world_size": 1},
+        {"world_size": 8, "pp": 2, "tp": 2, "ep": 2},
+        {"world_size": 6, "dp_shard": 3, "cp": 2, "ep": 3, "etp": 2},
+        {"world_size": 64, "pp": 2, "dp_replicate": 2, "cp": 2, "tp": 2, "ep": 8, "etp": 2},
+    ],
+)
+def test_every_rank_is_drawn_once_in_each_view(degrees: dict[str, int]):
+    there = facts(**degrees)
+    page = Page(layouts([run("one", facts=there), run("other", facts=there)]))
+    for ranks in page.ranks.values():
+        assert ranks == list(range(degrees["world_size"]))
+    assert "one, other" in page.text[""]
+
+
+def test_a_large_world_is_summed_up():
+    there = facts(world_size=4096, pp=8, dp_replicate=4, dp_shard=8, cp=4, tp=4, ep=32)
+    page = Page(layouts([run("large", facts=there), run("unknown")]))
+    assert len(page.ranks["dense"]) == 2**5
+    assert "the first 2 of each axis of 4096 ranks" in page.text[""]
+    assert "unknown: the layout is unknown" in page.text[""]
+    assert page.ranks["dense"][-1] == 512 + 128 + 16 + 4 + 1
+
+
+def test_configurations_show_differing_keys_alone():
+    ours = {"optimizer": {"lr": 0.1, "name": "AdamW"}, "job": {"dump_folder": "a"}, "z": {"y": []}}
+    theirs = {"optimizer": {"lr": 0.2, "name": "AdamW"}, "job": {"dump_folder": "b"}}
+    pair = [run("base", config=ours), run("other", config=theirs)]
+    assert Page(configurations(pair)).tables[""] == [
+        ["key", "base", "other"],
+        ["optimizer.lr", "0.1", "0.2"],
+        ["z.y", "[]", "\N{EM DASH}"],
+        ["job.dump_folder", "a", "b"],
+    ]
+    assert "All keys are the same" in Page(configurations([pair[0], pair[0]])).text[""]
+
+
+def test_flips_and_the_replay_have_a_section():
+    flipped = np.zeros((3, 2), dtype=int)
+    flipped[1, 1] = 5
+    flips = Flips([1, 2, 3], ["layers.1", "layers.2"], flipped, np.full((3, 2), 100))
+    replayed = against(run("other", noise=1e-6, norms=True))
+    page = Page(comparison_page(against(run("other"), flips=flips, replayed=replayed)))
+    assert "5 of 600 routings flipped" in page.text["routing"]
+    assert page.tables["routing"][1:] == [
+        ["layers.1", "0", "300", "0.0000%"],
+        ["layers.2", "5", "300", "1.6667%"],
+    ]
+    assert "With the baseline's routing: inside the noise band" in page.text[""]
+
+
+def test_a_page_of_many_experts_stays_small(tmp_path: Path):
+    pair = [
+        run(f"run {i}", seed=i, layers=58, experts=256, steps=range(1, 301), facts=EIGHT)
+        for i in range(2)
+    ]
+    first = FirstDifference(1, "loss", 6.0, 6.1)
+    comparison = Comparison("DeepSeek-V3", *pair, Verdict.UNJUDGED, first=first)
+    html = comparison_page(comparison)
+    assert len(html) < 4e6
+    page = Page(html)
+    assert "58 layers, 14848 experts" in page.text["load"] and page.images >= 3 + 2 * 58
+    comparison_png(comparison, tmp_path / "report.png")
+
+
+@pytest.mark.parametrize("kind", ["different", "bare", "one step"])
+def test_the_picture_is_one_of_a_readable_width(kind: str, tmp_path: Path):
+    comparison = {
+        "different": lambda: against(scaled(run("other"), "loss", math.nan, 11)),
+        "bare": lambda: against(
+            RunRecord("c", Curve("c", [1, 2], {"loss": np.array([3.0, 2.0])})),
+            caveats=["a caveat that $goes$ on " * 30],
+            repeats=False,
+        ),
+        "one step": lambda: judge("One", run("a", steps=[5]), run("b", steps=[5], noise=1e-3)),
+    }[kind]()
+    comparison_png(comparison, tmp_path / "report.png")
+    content = (tmp_path / "report.png").read_bytes()
+    width, height = struct.unpack(">II", content[16:24])
+    assert 1000 <= width <= 1400 and 700 <= height <= 1400 and len(content) > 20_000

@@ -1,0 +1,146 @@
+"""Pages of ordinary runs, of a job, and the command."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.commands import run_command
+from tests.support.report_cases import Page, facts, run
+from titan_moe.verify.compare.records import Curve, RunRecord, read_run
+from titan_moe.verify.report.data import moved_share, relative_difference, thinned
+from titan_moe.verify.report.png import runs_png
+from titan_moe.verify.report.runs import runs_page
+from titan_moe.verify.report.style import PALETTE
+from titan_moe.verify.report.suite import SuiteRow, suite_page
+from titan_moe.verify.report.words import distinct_names
+
+
+def write(folder: Path, steps: int, *, planned: int = 30, tail: str = "") -> Path:
+    folder.mkdir(parents=True)
+    lines = [
+        {"step": step, "loss": 6 / step, "grad_norm": None if step == 3 else 1.0, "lr": 1e-3}
+        | {f"moe/layers.{layer}/max_over_mean": 1 + layer / step for layer in (1, 2)}
+        for step in range(1, steps + 1)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text + tail)
+    (folder / "config.toml").write_text(f"[training]\nsteps = {planned}\n")
+    return folder
+
+
+def test_one_run_from_its_metrics_alone(tmp_path: Path):
+    # Its last line is being written.
+    record = read_run(write(tmp_path / "a <run>", 5, tail='{"step": 6, "lo'))
+    busiest = record.curve.scalars["moe/layers.2/max_over_mean"]
+    assert busiest == pytest.approx([3, 2, 5 / 3, 1.5, 1.4])
+    html = runs_page("One run", [record])
+    page = Page(html)
+    assert "its last step is 5 of 30" in page.text[""]
+    assert "grad_norm is not finite, or missing, in 1 of 5 steps, first in step 3" in page.text[""]
+    assert "busiest expert" in page.text["load"] and page.images == 2
+    assert "log_expert_counts was off" in page.text["load"]
+    assert "<run>" not in html and "a <run>: the layout is unknown" in page.text["layouts"]
+    assert "One run: nothing to compare" in page.text["configuration"]
+    assert all(each.startswith(("#", "data:")) for each in page.loads)
+    assert set(page.text) == {"", "curves", "load", "layouts", "configuration", "environment"}
+
+
+def test_several_runs_side_by_side(tmp_path: Path):
+    runs = [
+        run("a", facts=facts(world_size=1), config={"x": {"y": 1}}),
+        run("b", seed=1, facts=facts(world_size=4, tp=2, ep=2), config={"x": {"y": 2}}),
+        run("c", seed=2, steps=[2, 4, 6], facts=facts(world_size=1), config={"x": {"y": 1}}),
+    ]
+    page = Page(runs_page("Three", runs))
+    assert page.tables["configuration"] == [["key", "a", "b", "c"], ["x.y", "1", "2", "1"]]
+    # a and c share a drawing.
+    assert page.ranks == {"dense": [0, 0, 1, 2, 3], "sparse": [0, 0, 1, 2, 3]}
+    assert "a, c: one rank" in page.text["layouts"]
+    assert "b: dp_shard=2, tp=2" in page.text["layouts"]
+    values = page.tables["curves"]
+    assert len(values) == 1 + 30 and values[1][5] == "\N{EM DASH}" != values[2][5]
+    words = ["one rank", "dp_shard=2, tp=2, edp=2, ep=2", "one rank"]
+    assert page.tables["environment"][1] == ["layout", *words]
+    runs_png(runs, tmp_path / "runs.png")
+    assert (tmp_path / "runs.png").stat().st_size > 20_000
+
+
+def test_no_finite_loss_and_a_name_of_an_underscore(tmp_path: Path):
+    curve = Curve("_", [1, 2], {"loss": np.array([math.nan, math.inf])})
+    page = Page(runs_page("Nothing", [RunRecord("_hidden", curve)]))
+    assert "no finite value" in page.text["curves"] and "_hidden" in page.text["curves"]
+    runs_png([RunRecord("_hidden", curve)], tmp_path / "runs.png")
+
+
+def test_charts_have_the_page_s_colours_and_titles():
+    html = runs_page("Colours", [run("a"), run("b")])
+    drawn = "".join(re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL))
+    left = set(re.findall(r"#[0-9a-f]{6}", drawn)) - {"#000000"}
+    assert not left & {color for pair in PALETTE.values() for color in pair}
+    for text in ("loss", "gradient norm", "nats per token", "step", "norm before clipping"):
+        assert f">{text}</text>" in drawn
+    # A chart's references must not meet another chart's names.
+    names = re.findall(r'id="([^"]+)"', drawn)
+    assert len(names) == len(set(names))
+
+
+def test_the_command_writes_both_and_refuses_in_one_line(tmp_path: Path):
+    first, second = write(tmp_path / "x/run", 4), write(tmp_path / "y/run", 3)
+    done = run_command("report", "run", first, second / "metrics.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(first / "report.html"), str(first / "report.png")]
+    assert "x/run" in (first / "report.html").read_text()
+    (tmp_path / "empty").mkdir()
+    words = [first, tmp_path / "nowhere", tmp_path / "empty", "--out", tmp_path / "out"]
+    failed = run_command("report", "run", *words)
+    assert failed.returncode == 2 and not (tmp_path / "out").exists()
+    lines = failed.stderr.splitlines()
+    assert len(lines) == 2 and "nowhere: no such folder" in lines[0]
+    assert "empty: neither metrics.jsonl nor TensorBoard events" in lines[1]
+
+
+def test_runs_of_one_name_are_told_apart():
+    record = run("run")
+    runs = [replace(record, folder=Path(f"/{place}/run")) for place in "aab"]
+    assert [one.name for one in distinct_names(runs)] == ["a/run", "a/run (2)", "b/run"]
+    assert distinct_names([record])[0].name == "run"
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_job_s_page(ok: bool):
+    rows = [
+        SuiteRow("fine", "identical bits", "identical bits", True, "", 61.0, "fine/report.html"),
+        SuiteRow("<x>", "inside", "different", ok, "first at step 3\nby loss", 4.5),
+    ]
+    page = Page(suite_page("Job & co", rows))
+    total = f"{1 + ok} of 2 comparisons are as expected; 1 min 6 s."
+    assert total in page.text[""] and "Job & co" in page.text[""]
+    assert page.loads == ["fine/report.html"]
+    # What failed comes first.
+    names = [row[1] for row in page.tables[""]]
+    assert names == (["comparison", "fine", "<x>"] if ok else ["comparison", "<x>", "fine"])
+    assert ("NOT as expected" in page.text[""]) is not ok
+
+
+def test_thinning_keeps_the_peaks():
+    values = np.zeros(100_000)
+    values[[7, 50_000]], values[60_000] = [9, -9], math.nan
+    steps, kept = thinned(range(100_000), values)
+    assert len(steps) < 2000 and kept[steps == 7] == 9 and kept[steps == 50_000] == -9
+    assert np.isnan(kept[steps == 60_000]).all() and (np.diff(steps) > 0).all()
+
+
+def test_differences_of_what_is_no_number():
+    first, second = np.array([2.0, 0, 0, np.nan, 1]), np.array([1.0, 0, 1, np.nan, np.inf])
+    found = relative_difference(first, second)
+    assert found[:3].tolist() == [0.5, 0, math.inf]
+    assert np.isnan(found[3]) and found[4] == math.inf
+    assert moved_share(np.array([[3.0, 1], [0, 0]]), np.array([[1.0, 3], [0, 0]])).tolist() == [
+        0.5,
+        0,
+    ]
