@@ -22,7 +22,7 @@ from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.checksum import checksums
 from titan_moe.checkpoint.manifest import gather_specs
 from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
-from titan_moe.config.sections import Checkpoint
+from titan_moe.config.job_config import Checkpoint
 from titan_moe.runtime.errors import RunError
 from titan_moe.testing.ranks import RankError, run_ranks
 

@@ -6,8 +6,7 @@ import torch.distributed as dist
 
 from tests.support.tiers import tiered
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.parse import load_job
-from titan_moe.config.resolve import resolve
+from titan_moe.config.parse import load_job, resolve
 from titan_moe.models.hf import model_of_job
 from titan_moe.simulate.comm_counter import CommCounter, Flow, Volume, axes_of_groups
 from titan_moe.simulate.fake_rank import (

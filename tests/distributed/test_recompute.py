@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.tiers import tiered
-from titan_moe.config.layout import ActivationCheckpoint
+from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config

@@ -56,7 +56,7 @@ from scripts.bench.torchtitan.runs import (
     Start,
     make_environment,
 )
-from titan_moe.metrics.report import model_flops_per_token
+from titan_moe.metrics.run_log import model_flops_per_token
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import total
