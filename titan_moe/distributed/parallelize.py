@@ -167,13 +167,8 @@ def build_sharded_model(
     for part in parts:
         move_off_meta(part, device, parameter_device=offloaded)
         if draw_weights:
-            fill_initial_weights(
-                part,
-                job.debug.seed,
-                lambda name: initial_std(name, config),
-                drawn_as=first_names(config),
-                device=device,
-            )
+            std_of, drawn_as = partial(initial_std, config=config), first_names(config)
+            fill_initial_weights(part, job.debug.seed, std_of, drawn_as=drawn_as, device=device)
 
     named = {name: p for part in parts for name, p in part.named_parameters()}
     return ShardedModel(
