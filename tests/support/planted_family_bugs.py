@@ -112,9 +112,9 @@ FAMILY_BUGS: dict[str, Bug] = {
         family="gpt_oss",
     ),
     "expert biases not weighted by the router": Bug(
-        "titan_moe.moe.experts:weighted_outputs",
-        "return _with_bias(y_RD, weights.b2, offsets_E, weights_R1)",
-        "return _with_bias(y_RD, weights.b2, offsets_E, weights_R1.detach())",
+        "titan_moe.moe.experts:expert_outputs",
+        "return add_bias(y_RD, weights.b2, offsets_E, after_R1)",
+        "return add_bias(y_RD, weights.b2, offsets_E, after_R1.detach())",
         caught_on="dp_shard=2,recompute=none",
         named=("gradient layers.*.moe.router.gate.*",),
         spared=("loss *", "num_targets *"),

@@ -13,7 +13,6 @@ from torch import nn
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.quantize import Quantize
-from titan_moe.moe.float8_experts import multiply_with
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
 from titan_moe.ops.float8 import ROW_ALIGNMENT, Linear, float8_grouped_mm, float8_linear
@@ -59,7 +58,7 @@ def quantize(model: nn.Module, converters: Sequence[str], section: Quantize) -> 
             if isinstance(module, MoE) and _has_word(
                 f"{name}.experts", section.grouped_mm.float8.fqns
             ):
-                multiply_with(module, product)
+                module.experts.grouped_mm = product
                 names.append(name)
     return names
 
