@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.tiers import tiered
 from titan_moe.testing.ranks import run_ranks
 
 TOKENS, TOP_K, EXPERTS, DIM = 13, 3, 8, 6
@@ -134,7 +135,7 @@ def _experts(rows, w_EDD: Tensor) -> Tensor:
     return y_RD.masked_fill((rows.weights_R == 0)[:, None], torch.nan)
 
 
-@pytest.mark.parametrize("world_size", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world_size", tiered([2], slow=[4], full=[8]))
 def test_tokens_come_home_with_what_their_experts_made_of_them(world_size: int):
     for seen in run_ranks(travel, world_size, CASES[world_size]):
         for case, one in zip(CASES[world_size], seen, strict=True):

@@ -2,6 +2,7 @@
 and in recomputation."""
 
 from collections import Counter
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.dispatch_arithmetic import CONFIG, LAYERS, TOP_K, Border
+from tests.support.tiers import split, tiered
 from titan_moe.config.parse import load_job
 from titan_moe.ops import move_rows
 from titan_moe.testing.ranks import run_ranks
@@ -175,20 +177,26 @@ def count(layout: str, planted: str | None = None, **parallelism: Any) -> Counte
     return first
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "op"])
-@pytest.mark.parametrize("dispatch", ["standard", "deduplicated", "nodes"])
+WAYS = [*product(["standard", "deduplicated", "nodes"], ["none", "full", "op"])]
+
+
+@pytest.mark.parametrize(
+    "dispatch, recompute", split(WAYS, [("standard", "full"), ("deduplicated", "op")])
+)
 def test_a_layer_waits_once_in_the_forward_and_never_again(dispatch: str, recompute: str):
     degrees = "dp_shard=4,ep=4" if dispatch == "nodes" else "dp_shard=2,ep=2"
     seen = count(f"{degrees},dispatch={dispatch},recompute={recompute}")
     assert seen == {"forward": LAYERS}
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=1", "tp=2,etp=2", "tp=2,etp=2,dispatch=deduplicated"])
+@pytest.mark.parametrize(
+    "layout", tiered(["dp_shard=1"], slow=["tp=2,etp=2", "tp=2,etp=2,dispatch=deduplicated"])
+)
 def test_without_expert_parallelism_nothing_waits(layout: str):
     assert not count(f"{layout},recompute=full")
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "dp_shard=2,tp=2,ep=2,etp=2"])
+@pytest.mark.parametrize("layout", tiered(["dp_shard=2,ep=2"], slow=["dp_shard=2,tp=2,ep=2,etp=2"]))
 def test_bounded_buffers_wait_for_nothing(layout: str):
     assert not count(f"{layout},dispatch=bounded,recompute=full")
     assert not count(layout, expert_parallel_capacity_factor=1.1, expert_parallel_overflow="drop")
@@ -196,12 +204,10 @@ def test_bounded_buffers_wait_for_nothing(layout: str):
 
 @pytest.mark.parametrize(
     "bug, where",
-    [
-        ("a truth is asked for", "forward"),
-        ("rows chosen by a mask", "forward"),
-        ("recompute plans anew", "recompute"),
-        ("a gradient is read", "backward"),
-    ],
+    tiered(
+        [("a truth is asked for", "forward"), ("recompute plans anew", "recompute")],
+        slow=[("rows chosen by a mask", "forward"), ("a gradient is read", "backward")],
+    ),
 )
 def test_a_planted_wait_is_seen(bug: str, where: str):
     seen = count("dp_shard=2,ep=2,recompute=full", bug)
