@@ -22,6 +22,7 @@ from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.distributed.tied_weights import sum_copies
 from titan_moe.distributed.totals import added, read, sum_over_world
 from titan_moe.optim.expert_bias import own_counts, update_routers
+from titan_moe.profiling.regions import region
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,13 @@ class TrainStep:
         for moe in self._moe_layers.values():
             moe.counts_traffic = logged
         loss_sum = self._accumulate(batches, observer)
-        result = self._reduce(loss_sum, batches, logged, parameter_norms)
+        with region("grad_norm"):
+            result = self._reduce(loss_sum, batches, logged, parameter_norms)
         if not result.finite or self._sharded.refuses(result.rows_dropped):
             return result
         if result.num_targets > 0:
-            self._update(result)
+            with region("optimizer"):
+                self._update(result)
         if observer is not None:
             observer.updated(result)
         self.discard()

@@ -21,7 +21,6 @@ from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.validation import ValidationLoader
 from titan_moe.debug.capture.step import StepCapture
 from titan_moe.debug.nan_locator import describe_nonfinite
-from titan_moe.debug.regions import name_regions
 from titan_moe.distributed.compile import compiled_so_far
 from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
@@ -32,6 +31,7 @@ from titan_moe.models.stats import part_weights
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import lr_factor, set_lr
 from titan_moe.profiling.profiler import profiler
+from titan_moe.profiling.regions import region
 from titan_moe.routing.replay import RoutingTrace
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.garbage import GarbageCollector
@@ -123,8 +123,6 @@ class Trainer:
             logger.warning("the run of %d steps ends inside its warm-up of %d", steps, warmup)
         garbage = GarbageCollector(self.job.training.gc_freq)
         first = self.progress.step + 1
-        if self.job.profiling.enable_profiling:
-            name_regions(self.sharded, train_step=self.train_step, loader=self.loader)
         with profiler(self.job.profiling, self.folder, self.process.rank) as profile:
             for step in range(first, steps + 1):
                 self._step(step)
@@ -141,7 +139,7 @@ class Trainer:
     def _step(self, step: int) -> None:
         phases, training = self.report.phases, self.job.training
         before = self._state()
-        with phases("data"):
+        with phases("data"), region("data"):
             batches = self.loader.next_step()
         factor = lr_factor(step, self.job.lr_scheduler, training.steps)
         set_lr(self.optimizer, factor)
