@@ -47,7 +47,7 @@ from peer_runs import (
 )
 from tqdm import tqdm
 
-from titan_moe.metrics.report import model_flops_per_token
+from titan_moe.metrics.run_log import model_flops_per_token
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import total

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.tiny import make_job, tiny
-from titan_moe.config.layout import ActivationCheckpoint
+from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.config.pipeline import SCHEDULES, split_parts, stages_of_rank
 from titan_moe.distributed.execution import Microbatch
 from titan_moe.testing.ranks import run_ranks

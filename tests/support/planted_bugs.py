@@ -131,9 +131,9 @@ BUGS = {
         harmless_on="dp_shard=2",
     ),
     "rows come home off by one shard": Bug(
-        "titan_moe.moe.dispatch.all_to_all:AllToAllDispatcher.combine",
+        "titan_moe.moe.dispatch.exchange:ExchangeDispatcher.combine",
         "return combine_rows(y_ND,",
-        "return combine_rows(y_ND.roll(arrival.sizes.sent[0], 0),",
+        "return combine_rows(y_ND.roll(route.rows.sent[0], 0),",
         caught_on=_EP,
         named=("loss*", "counts layers.2*", "gradient *"),
         spared=("counts layers.1", "num_targets *"),

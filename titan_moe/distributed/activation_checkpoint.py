@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from titan_moe.config.layout import ActivationCheckpoint
+from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.moe.layer import MoE, RoutingMemo
 
 # Not all-gathers: what they return is as large as all ranks' parts together, and FSDP's are

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_moe.config.layout import Compile
+from titan_moe.config.job_config import Compile
 from titan_moe.moe.layer import MoE
 
 # Entries of one function's cache: blocks of all kinds, in training and in validation, share it.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.quantize import Quantize
+from titan_moe.config.job_config import Quantize
 from titan_moe.moe.float8_experts import multiply_with
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router

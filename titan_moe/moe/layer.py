@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch.base import Dispatcher, LocalDispatcher, count_experts
+from titan_moe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from titan_moe.moe.experts import Experts
+from titan_moe.moe.permute import count_experts
 from titan_moe.moe.router import Router, Scores
 from titan_moe.profiling.regions import region
 

@@ -7,8 +7,7 @@ allocator take, about 5 GiB, is not.
 
 from dataclasses import astuple, dataclass
 
-from titan_moe.config.layout import ActivationCheckpoint, Parallelism
-from titan_moe.config.sections import Training
+from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import Size, attention_stats, part_sizes
 

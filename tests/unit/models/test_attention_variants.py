@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from titan_moe.config.layout import ActivationCheckpoint, Parallelism
-from titan_moe.config.sections import Training
+from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
 from titan_moe.models.attention import build_attention
 from titan_moe.models.attention_core import CausalSdpa
 from titan_moe.models.config import ModelConfig

@@ -90,16 +90,17 @@ class StepCapture:
 
     def updated(self, result: StepResult) -> None:
         """After the update, or where the step makes none."""
+        logged = result.metrics or {}
         for number, (name, value) in enumerate(
             {
                 "num_targets": result.num_targets,
                 "loss": result.loss,
-                "mtp_loss": result.mtp_loss,
+                "mtp_loss": logged.get("mtp_loss"),
             }.items()
         ):
             if value is not None:
                 self._number(Place("loss", "", name), [value], (number, 0))
-        self._number(Place("loss", "", "balance_loss"), [result.balance_loss], (4, 0))
+        self._number(Place("loss", "", "balance_loss"), [logged.get("balance_loss")], (4, 0))
         self._number(Place("norm", "", "grad_norm"), [result.grad_norm], (0, 0))
         if result.counts_LE is not None:
             layers = self._sharded.all_moe_layers()

@@ -1,10 +1,9 @@
-"""Rules about the mesh axes: which degrees, lengths and sizes go together."""
+"""Mesh axes of the dense layers, and the pipeline: degrees, lengths and sizes that fit."""
 
 import math
-from collections.abc import Callable
 
 from titan_moe.config import pipeline
-from titan_moe.config.shape import Run, divisors, neighbours
+from titan_moe.config.checks.run import Check, Run, divisors, neighbours
 
 
 def _ranks(run: Run) -> list[str]:
@@ -30,112 +29,6 @@ def _ranks(run: Run) -> list[str]:
     return [
         f"parallelism: {shown} = {product} ranks, but this run has {run.world_size}: start it with "
         f"NGPU={product}, or set parallelism.data_parallel_shard_degree=-1 to take what is there"
-    ]
-
-
-def _global_batch(run: Run) -> list[str]:
-    rows, local = run.job.training.global_batch_size, run.job.training.local_batch_size
-    if run.data_ranks is None or rows < 1:
-        return []
-    step = local * run.data_ranks
-    if rows % step == 0:
-        return []
-    return [
-        f"training.global_batch_size={rows} must be a multiple of local_batch_size {local} x "
-        f"{run.data_ranks} data ranks = {step}: choose {max(rows // step, 1) * step}"
-    ]
-
-
-def _expert_block(run: Run) -> list[str]:
-    degrees, shard = run.job.parallelism, run.shard
-    if shard is None:
-        return []
-    ep, etp = degrees.expert_parallel_degree, degrees.expert_tensor_parallel_degree
-    cp, tp = degrees.context_parallel_degree, degrees.tensor_parallel_degree
-    block = shard * cp * tp
-    if block % (ep * etp) == 0:
-        return []
-    return [
-        f"parallelism.expert_parallel_degree={ep} x expert_tensor_parallel_degree={etp} must "
-        f"divide dp_shard {shard} x cp {cp} x tp {tp} = {block}: choose {divisors(block)}"
-    ]
-
-
-def _dispatch(run: Run) -> list[str]:
-    degrees, plain = run.job.parallelism, type(run.job.parallelism)()
-    factor, backend = degrees.expert_parallel_capacity_factor, degrees.expert_parallel_comm_backend
-    travels = degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree > 1
-    lines = []
-    if factor is not None and backend != plain.expert_parallel_comm_backend:
-        lines.append(
-            f"parallelism.expert_parallel_capacity_factor={factor} bounds the buffers of "
-            f"expert_parallel_comm_backend={plain.expert_parallel_comm_backend} alone, not of "
-            f"{backend}: choose one"
-        )
-    if factor is not None and run.model.moe is not None and not travels:
-        lines.append(
-            f"parallelism.expert_parallel_capacity_factor={factor} has no effect without "
-            f"expert_parallel_degree above 1: leave it out"
-        )
-    if factor is None and degrees.expert_parallel_overflow != plain.expert_parallel_overflow:
-        lines.append(
-            f"parallelism.expert_parallel_overflow={degrees.expert_parallel_overflow} has no "
-            f"effect without expert_parallel_capacity_factor: set it"
-        )
-    ranks = degrees.expert_parallel_ranks_per_node
-    if ranks is not None and backend != "deduplicated":
-        lines.append(
-            f"parallelism.expert_parallel_ranks_per_node={ranks} has no effect without "
-            f"expert_parallel_comm_backend=deduplicated: set it"
-        )
-    if ranks is not None and run.world_size % ranks:
-        lines.append(
-            f"parallelism.expert_parallel_ranks_per_node={ranks} must divide the {run.world_size} "
-            f"ranks of this run: choose {divisors(run.world_size)}"
-        )
-    return lines
-
-
-def _experts(run: Run) -> list[str]:
-    degree, moe = run.job.parallelism.expert_parallel_degree, run.model.moe
-    slices = run.job.parallelism.expert_tensor_parallel_degree
-    if moe is None:
-        used = {
-            f"parallelism.expert_parallel_degree={degree}": degree > 1,
-            f"parallelism.expert_tensor_parallel_degree={slices}": slices > 1,
-            "parallelism.expert_parallel_comm_backend=deduplicated": (
-                run.job.parallelism.expert_parallel_comm_backend == "deduplicated"
-            ),
-            "debug.moe_force_load_balance=true": run.job.debug.moe_force_load_balance,
-        }
-        return [
-            f"{setting}: {run.flavor} has no experts; leave it out"
-            for setting, is_set in used.items()
-            if is_set
-        ]
-    if moe.num_experts % degree == 0:
-        return []
-    return [
-        f"parallelism.expert_parallel_degree={degree} must divide num_experts={moe.num_experts}: "
-        f"choose {divisors(moe.num_experts)}"
-    ]
-
-
-def _expert_hidden_dim(run: Run) -> list[str]:
-    degree, moe = run.job.parallelism.expert_tensor_parallel_degree, run.model.moe
-    if moe is None:
-        return []
-    sizes = {"the experts' hidden_dim": moe.hidden_dim}
-    if moe.projection_bias:  # The bias after the second projection is cut like what it is added to.
-        sizes["dim"] = run.model.dim
-    broken = [f"{name}={size}" for name, size in sizes.items() if size % degree]
-    if not broken:
-        return []
-    divisor = math.gcd(*sizes.values())
-    legal = ", ".join(str(size) for size in (1, 2, 4, 8) if divisor % size == 0)
-    return [
-        f"parallelism.expert_tensor_parallel_degree={degree} must divide {' and '.join(broken)}: "
-        f"choose a divisor such as {legal}"
     ]
 
 
@@ -258,17 +151,12 @@ def _split_backward(run: Run) -> list[str]:
     ]
 
 
-PARALLEL_RULES: list[Callable[[Run], list[str]]] = [
+CHECKS: list[Check] = [
     _ranks,
-    _expert_block,
-    _dispatch,
-    _experts,
-    _expert_hidden_dim,
     _tensor,
     _sequence_parts,
     _ulysses,
     _pipeline,
     _pipeline_parts,
     _split_backward,
-    _global_batch,
 ]

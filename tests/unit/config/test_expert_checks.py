@@ -1,4 +1,4 @@
-"""Keys of the dispatchers that do nothing, or contradict each other, get one line."""
+"""Keys of experts and dispatchers that do nothing, or contradict each other, get one line."""
 
 import pytest
 
@@ -57,3 +57,22 @@ def test_a_model_without_experts() -> None:
     (line,) = problems(f"{_P}_comm_backend deduplicated", moe=False)
     assert line.startswith("parallelism.expert_parallel_comm_backend=deduplicated: ")
     assert line.endswith("has no experts; leave it out")
+
+
+def test_a_dense_model_has_no_expert_settings() -> None:
+    arguments = "--parallelism.expert_parallel_degree 2 --debug.moe_force_load_balance"
+    lines = problems(arguments, ranks=2, moe=False)
+    assert len(lines) == 2 and all(
+        "deepseek_v3 debugmodel has no experts" in line for line in lines
+    )
+    assert problems("", moe=False) == []
+
+
+def test_settings_of_experts_say_that_a_dense_model_has_none() -> None:
+    arguments = "--moe.row_alignment 16 --moe.bias_update_speed 0.1"
+    lines = problems(arguments, moe=False)
+    assert lines == [
+        f"moe.{setting}: deepseek_v3 debugmodel has no experts; leave it out"
+        for setting in ("row_alignment=16", "bias_update_speed=0.1")
+    ]
+    assert problems(arguments) == []

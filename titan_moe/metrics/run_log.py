@@ -1,5 +1,4 @@
-"""What a run says while it trains: one line, one JSON object and one set of curves for all of
-it."""
+"""The log of a run: at each logged step one line and one JSON object, at the end the curves."""
 
 import logging
 import platform
@@ -14,24 +13,22 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.data.loader import Identity
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
 from titan_moe.distributed.parallelize import ShardedModel
-from titan_moe.metrics.expert_load import expert_load
 from titan_moe.metrics.jsonl import JsonLines
-from titan_moe.metrics.memory import memory_metrics
-from titan_moe.metrics.phases import Phases
+from titan_moe.metrics.performance import Phases, Throughput, memory_metrics
 from titan_moe.metrics.sinks import Sink, build_sinks
-from titan_moe.metrics.throughput import Throughput
+from titan_moe.metrics.step_metrics import expert_load
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import part_weights
 from titan_moe.runtime.device import describe_device, peak_flops
 from titan_moe.runtime.process import Process
-from titan_moe.runtime.revision import code_revision
+from titan_moe.runtime.revision import running_code
 from titan_moe.simulate.memory import GIB, memory
 from titan_moe.train_step import StepResult
 
 logger = logging.getLogger(__name__)
 
 
-class Report:
+class RunLog:
     """Collects each step's figures and hands the logged ones to the sinks of the main rank."""
 
     def __init__(
@@ -89,7 +86,7 @@ class Report:
         self._tokens_since += step_tokens
         if not self.wants(step) and validation_loss is None:
             return
-        assert result.balance_loss is not None and result.data is not None, "not a logged step"
+        assert result.metrics is not None, "not a logged step"
         phases = self.phases.take()
         seconds = time.perf_counter() - self._last_log - phases.get("time/validation", 0.0)
         values = {
@@ -97,18 +94,13 @@ class Report:
             "grad_norm": result.grad_norm,
             "lr": max(rates.values()),
             "tokens": tokens,
-            "balance_loss": result.balance_loss,
-            "data": result.data,
+            **result.metrics,
             **self._throughput.metrics(self._tokens_since, seconds),
             **({} if validation_loss is None else {"validation_loss": validation_loss}),
             **{f"lr/{group}": rate for group, rate in rates.items()},
             **phases,
             **memory_metrics(self._process.device),
         }
-        if result.mtp_loss is not None:
-            values["mtp_loss"] = result.mtp_loss
-        if result.rows_over_bound is not None:
-            values["dispatch/rows_over_bound"] = result.rows_over_bound
         if result.rows_dropped and result.counts_LE is not None:
             values["dispatch/dropped"] = result.rows_dropped / result.counts_LE.sum().item()
         if result.counts_LE is not None and self._sinks:
@@ -144,7 +136,7 @@ def run_facts(
     """What a run's figures depend on besides its configuration: for run.json."""
     dims = sharded.meshes.dims
     return {
-        "code": code_revision(Path(__file__).parent),
+        "code": running_code(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         **describe_device(process.device),

@@ -1,10 +1,10 @@
 """What the checks look at: a configuration, a model's dimensions and a number of ranks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.resolve import shard_degree
 
 
 class Attention(Protocol):
@@ -69,12 +69,16 @@ class Run:
     @property
     def shard(self) -> int | None:
         """The size of dp_shard; None where the degrees do not fit the ranks."""
-        return shard_degree(self.job.parallelism, self.world_size)
+        return self.job.parallelism.shard_degree(self.world_size)
 
     @property
     def data_ranks(self) -> int | None:
-        """Ranks that read different rows."""
+        """Ranks that read different sequences."""
         return self.shard and self.job.parallelism.data_parallel_replicate_degree * self.shard
+
+
+Check = Callable[[Run], list[str]]
+"""Gives one line for each mistake that it finds."""
 
 
 def flavor(job: JobConfig) -> str:

@@ -1,11 +1,11 @@
-"""expert_load against hand-computed values."""
+"""Device metrics and expert load against hand-computed values."""
 
 import math
 
 import pytest
 import torch
 
-from titan_moe.metrics.expert_load import expert_load
+from titan_moe.metrics.step_metrics import DeviceMetric, DeviceMetrics, expert_load
 
 CASES = {
     "even": ([6, 6, 6, 6], {"max_over_mean": 1, "cv": 0, "entropy": 1, "dead": 0}),
@@ -40,3 +40,28 @@ def test_counts_beyond_float32_stay_exact():
     big = 2**40
     figures = expert_load(torch.tensor([[big + 1, big - 1]]), ["layers.0"])
     assert figures["moe/layers.0/max_over_mean"] == 1 + 2**-40
+
+
+def test_device_metrics_of_two_ranks():
+    first, second, sent, bound = (torch.zeros((), dtype=torch.float64) for _ in range(4))
+    metrics = DeviceMetrics(
+        [
+            DeviceMetric("per target", [first, second]),
+            DeviceMetric("ratio", [sent], per=[bound]),
+            DeviceMetric("of other ranks", []),
+            DeviceMetric("of no rank", [], logged=False),
+        ],
+        device=torch.device("cpu"),
+    )
+    for tensor, value in ((first, 1.0), (second, 2.0), (sent, 3.0), (bound, 2.0)):
+        tensor.fill_(value)
+    sums = {name: 2 * term.item() for name, term in metrics.terms().items()}
+    assert metrics.values(sums, num_targets=4) == {
+        "per target": 1.5,
+        "ratio": 1.5,
+        "of other ranks": 0.0,
+    }
+    metrics.reset()
+    assert not any(term.item() for term in metrics.terms().values())
+    nothing = metrics.values(dict.fromkeys(sums, 0.0), num_targets=0)
+    assert nothing == {"per target": 0.0, "of other ranks": 0.0}, "a ratio of nothing is left out"
