@@ -38,7 +38,7 @@ from titan_moe.runtime.garbage import GarbageCollector
 from titan_moe.runtime.lean_start import leave_compiler_out
 from titan_moe.runtime.process import Process, set_timeouts
 from titan_moe.runtime.seeds import seed_everything
-from titan_moe.train_step import StepResult, TrainStep, own_rows, own_targets
+from titan_moe.train_step import StepResult, TrainStep, local_batch, num_local_targets
 
 logger = logging.getLogger(__name__)
 
@@ -263,9 +263,9 @@ class Trainer:
         sums = torch.zeros(3, dtype=torch.float64, device=self.process.device)
         self.sharded.train(False)
         for batch in self.validation:
-            rows = own_rows(batch, self.sharded, self.process.device)
+            rows = local_batch(batch, self.sharded, self.process.device)
             sums[0] += self.sharded.execution.evaluate(rows)
-            sums[1] += own_targets(batch, self.sharded)
+            sums[1] += num_local_targets(batch, self.sharded)
         self.sharded.train(True)
         sums[2] = self.sharded.take_dropped(self.process.device)
         dist.all_reduce(sums)
