@@ -29,7 +29,7 @@ from titan_moe.distributed.mesh import Meshes, build_meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
-from titan_moe.models.attention_core import AttentionCore, FlexCore, choose_core
+from titan_moe.models.attention_core import FlexCore, choose_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import (
     Decoder,
@@ -44,6 +44,7 @@ from titan_moe.models.quantize import GROUPED_MM, ROW_ALIGNMENT, check_hardware,
 from titan_moe.models.stats import part_weights
 from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.layer import MoE
+from titan_moe.ops.attention import AttentionCore
 from titan_moe.runtime.log import logger
 
 
