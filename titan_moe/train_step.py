@@ -14,20 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
-from titan_moe.config.sections import Training
+from titan_moe.config.job_config import Training
 from titan_moe.data.batch import IGNORE_INDEX, Batch, fingerprints
 from titan_moe.distributed import grad_norm, tensor_parallel
+from titan_moe.distributed.collectives import read, sum_over_world
 from titan_moe.distributed.execution import Microbatch
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.distributed.tied_weights import sum_copies
-from titan_moe.distributed.totals import added, read, sum_over_world
+from titan_moe.metrics.step_metrics import device_metrics
 from titan_moe.optim.expert_bias import own_counts, update_routers
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step measured, the same on every rank. What nothing but a log asks for is None where
-    the step is not logged."""
+    """What a step measured, the same on every rank."""
 
     loss: float
     """Mean cross-entropy over the step's target tokens, in nats."""
@@ -38,17 +38,12 @@ class StepResult:
     """Tokens per MoE layer and expert, over the whole world."""
     rows_dropped: int = 0
     """(token, expert) choices that found no room in a bounded buffer, over all MoE layers."""
-    balance_loss: float | None = None
-    """Sum of all layers' weighted auxiliary losses, per target token."""
-    mtp_loss: float | None = None
-    """Weighted loss of multi-token prediction, per target token; None without it."""
-    data: int | None = None
-    """Sum of the CRC32 of the global batch's rows: which data the step saw, in any order."""
+    metrics: dict[str, float] | None = None
+    """What only a log reads, by its name there; None if the step is not logged. See
+    `metrics.step_metrics`; "data" is the sum of the CRC32 of the global batch's sequences: which
+    data the step saw, in any order."""
     parameter_norms: dict[str, list[float]] | None = None
     """Norms of all parameters' gradients before clipping, each expert's apart, if asked for."""
-    rows_over_bound: float | None = None
-    """Rows that dispatch put on the wire over the fewest that would have done (the distinct pairs
-    of token and destination rank), over all MoE layers; None if nothing had to travel."""
 
     @property
     def finite(self) -> bool:
@@ -89,7 +84,12 @@ class TrainStep:
         self._counted = [each for each in self._parameters if each not in followers]
         self._moe_layers = sharded.moe_layers()
         self._all_moe_layers = sharded.all_moe_layers()
-        self._mtp = [part.mtp for part in sharded.parts if part.mtp is not None]
+        self._metrics = device_metrics(
+            list(self._moe_layers.values()),
+            [part.mtp for part in sharded.parts if part.mtp is not None],
+            predicts_ahead=sharded.config.num_mtp_layers > 0,
+            device=device,
+        )
         moe = sharded.config.moe
         self._num_experts = moe.num_experts if moe is not None else 0
         self._ranks_per_stage = dims.world_size // dims.pp
@@ -173,30 +173,17 @@ class TrainStep:
             )
             terms["rows_dropped"] = self._sharded.take_dropped(self._device)
         if logged:
-            terms |= self._logged_terms(batches)
+            terms |= self._metrics.terms()
+            # Exact: sums of 32-bit numbers over two million sequences fit into 53 bits.
+            terms["data"] = self._number(sum(own_data(batch, self._sharded) for batch in batches))
         if parameter_norms:
             terms["parameters"] = self._parameter_norms.squares(
                 self._sharded.named_parameters(), self._ranks_per_stage, self._device
             )
         sums = sum_over_world(terms)
-        self._start_anew()
+        self._metrics.reset()
         # Host sync, once per step: whether to update at all is decided on these numbers.
         return self._result(sums, read(sums))
-
-    def _logged_terms(self, batches: list[Batch]) -> dict[str, Tensor]:
-        """This rank's share of what only a log wants to know: float64 or exact whole numbers."""
-        routers = [moe.router for moe in self._moe_layers.values()]
-        sent = [moe.rows_sent for moe in self._moe_layers.values()]
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        whole = torch.zeros((), dtype=torch.int64, device=self._device)
-        return {
-            "balance_loss": added([router.balance_loss for router in routers], like=zero),
-            "mtp_loss": added([mtp.loss_sum for mtp in self._mtp], like=zero),
-            "rows_sent": added([rows[0] for rows in sent], like=whole),
-            "fewest_rows": added([rows[1] for rows in sent], like=whole),
-            # Exact: sums of 32-bit numbers over two million rows fit into 53 bits.
-            "data": self._number(sum(own_data(batch, self._sharded) for batch in batches)),
-        }
 
     def _result(self, sums: dict[str, Tensor], numbers: dict[str, float]) -> StepResult:
         norm = math.sqrt(numbers["squares"])
@@ -217,23 +204,8 @@ class TrainStep:
             result = replace(result, parameter_norms=norms)
         if "data" not in sums:
             return result
-        fewest = numbers["fewest_rows"]
-        return replace(
-            result,
-            balance_loss=numbers["balance_loss"] / divisor,
-            mtp_loss=numbers["mtp_loss"] / divisor if self._sharded.config.num_mtp_layers else None,
-            data=int(numbers["data"]),
-            rows_over_bound=numbers["rows_sent"] / fewest if fewest else None,
-        )
-
-    def _start_anew(self) -> None:
-        """The layers' own sums, for the next step."""
-        moe_layers = self._moe_layers.values()
-        losses = [moe.router.balance_loss for moe in moe_layers]
-        losses += [mtp.loss_sum for mtp in self._mtp]
-        for sums in (losses, [moe.rows_sent for moe in moe_layers]):
-            if sums:
-                torch._foreach_zero_(sums)
+        values = self._metrics.values(numbers, num_targets=num_targets)
+        return replace(result, metrics={**values, "data": int(numbers["data"])})
 
     def _number(self, number: int) -> Tensor:
         """On the device, without waiting for it, as torch.tensor would."""

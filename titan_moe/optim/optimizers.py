@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_moe.config.optimization import Optimizer
+from titan_moe.config.job_config import Optimizer
 from titan_moe.models.decoder import is_bias
 from titan_moe.optim.adam import Adam
 from titan_moe.optim.muon import MATRICES, Muon
