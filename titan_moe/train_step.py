@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from titan_moe.config.job_config import Training
 from titan_moe.data.batch import IGNORE_INDEX, Batch, fingerprints
 from titan_moe.distributed import grad_norm, tensor_parallel
+from titan_moe.distributed.collectives import read, sum_over_world
 from titan_moe.distributed.execution import Microbatch
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.distributed.tied_weights import sum_copies
-from titan_moe.distributed.totals import read, sum_over_world
 from titan_moe.metrics.step_metrics import device_metrics
 from titan_moe.optim.expert_bias import own_counts, update_routers
 

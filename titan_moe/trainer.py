@@ -28,7 +28,7 @@ from titan_moe.distributed.summary import layout_summary, pipeline_summary
 from titan_moe.metrics.run_log import RunLog, run_facts
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
-from titan_moe.models.weights import part_weights
+from titan_moe.models.stats import part_weights
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import lr_factor, set_lr
 from titan_moe.profiling.profiler import profiler

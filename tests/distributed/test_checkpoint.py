@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.support.tiers import tiered
 from titan_moe.checkpoint import checkpointer as checkpointer_module
 from titan_moe.checkpoint import safe_reader, storage
 from titan_moe.checkpoint.checkpointer import Checkpointer
@@ -124,6 +125,7 @@ def _pass_on(folder, layouts, dtypes):
     return found
 
 
+@pytest.mark.slow
 def test_resharding_is_exact(tmp_path):
     dtypes = ["float32", "bfloat16"]
     expected = run_ranks(_train_and_save, 2, tmp_path, "fsdp", dtypes)[0]
@@ -183,6 +185,7 @@ def _odd_placements():
     return checksums(tensors, dict.fromkeys([*tensors, "stage 0"], whole.shape))
 
 
+@pytest.mark.slow
 def test_checksums_under_any_placement():
     for found in run_ranks(_odd_placements, 4):
         assert len(found) == 7 and len(set(found.values())) == 1
@@ -240,6 +243,7 @@ def _disks_of_their_own(folder):
         return str(error), max(storage.saved_steps(checkpointer.folder), default=None)
 
 
+@pytest.mark.slow
 def test_nodes_without_a_shared_folder_are_noticed(tmp_path):
     for line, latest in run_ranks(_disks_of_their_own, 2, tmp_path):
         assert "__1_0.distcp is missing: job.dump_folder must be one folder for all nodes" in line
@@ -257,6 +261,7 @@ def _unreadable_on_rank_one(folder):
         return str(error)
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_read_stops_all(tmp_path):
     for line in run_ranks(_unreadable_on_rank_one, 2, tmp_path):
         assert line.endswith("step-1 is incomplete: .nothing is missing")
@@ -277,7 +282,7 @@ def _resume(folder):
     return state, sorted(path.name for path in (folder / "checkpoint").iterdir())
 
 
-@pytest.mark.parametrize("where", ["write_json", "commit"])
+@pytest.mark.parametrize("where", tiered(["commit"], slow=["write_json"]))
 def test_a_killed_save_is_invisible_and_cleared(tmp_path, where):
     with pytest.raises(RankError):
         run_ranks(_killed_while_saving, 2, tmp_path, where)

@@ -75,12 +75,14 @@ def train_untied(job) -> None:
     train_here(job)
 
 
+@pytest.mark.slow
 def test_copies_on_two_stages_stay_the_same_bits_in_bfloat16(tmp_path: Path):
     run_ranks(train_here, 4, job_of(tmp_path))
     sums = read_manifest(tmp_path / "checkpoint" / "step-4").checksums
     assert sums["model.output.weight"] == sums["model.tok_embeddings.weight"]
 
 
+@pytest.mark.slow
 def test_copies_that_drifted_are_not_saved(tmp_path: Path):
     with pytest.raises(RankError) as failed:
         run_ranks(train_untied, 4, job_of(tmp_path))
@@ -97,6 +99,7 @@ def train_as_if_untied(job) -> None:
     train_untied(job)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_model_without_the_tie_is_not_loaded(tmp_path: Path):
     job = job_of(tmp_path)
     run_ranks(train_as_if_untied, 4, job)

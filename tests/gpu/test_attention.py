@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks, FlexBlocks, Upstream
-from titan_moe.models.config import LocalAttention
-from titan_moe.models.layers.attention_core import (
+from titan_moe.models.attention_core import (
     AttentionCore,
     CausalSdpa,
     DocumentSdpa,
     FlexCore,
     choose_core,
 )
+from titan_moe.models.config import LocalAttention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -69,7 +69,7 @@ FAMILY_BUGS: dict[str, Bug] = {
         harmless_on="dp_shard=2",
     ),
     "multi-token prediction's loss lost": Bug(
-        "titan_moe.models.layers.mtp:MultiTokenPrediction.losses",
+        "titan_moe.models.mtp:MultiTokenPrediction.losses",
         "return output(torch.cat(list(hidden)), labels, factors, self.loss_sum)",
         "return output(hidden[0], labels_BS)",
         caught_on="dp_shard=2,recompute=none",
@@ -77,7 +77,7 @@ FAMILY_BUGS: dict[str, Bug] = {
         spared=("loss *", "counts *", "num_targets *"),
     ),
     "multi-token prediction's loss counted by every tp rank": Bug(
-        "titan_moe.models.layers.mtp:MultiTokenPrediction.losses",
+        "titan_moe.models.mtp:MultiTokenPrediction.losses",
         "factors = (1.0, *[self.loss_weight] * len(self.layers))",
         "factors = (1.0, *[2 * self.loss_weight] * len(self.layers))",
         caught_on="tp=2,recompute=none,reshard=default",
@@ -152,7 +152,7 @@ FAMILY_BUGS: dict[str, Bug] = {
         family="llama4",
     ),
     "temperature from positions in a rank's own part": Bug(
-        "titan_moe.models.layers.gqa:_tempered",
+        "titan_moe.models.attention:_tempered",
         "steps_BS = ((rotation.positions_BS + 1) // temperature.floor).to(dtype)",
         "steps_BS = ((rotation.positions_BS % 24 + 1) // temperature.floor).to(dtype)",
         caught_on=_GATHERED,

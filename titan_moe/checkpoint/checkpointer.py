@@ -27,8 +27,7 @@ from torch.optim import Optimizer
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.agreement import on_every_rank, on_rank_zero
 from titan_moe.checkpoint.checksum import checksums
-from titan_moe.checkpoint.hf.live import load_hf, save_hf
-from titan_moe.checkpoint.hf.writing import refuse_existing
+from titan_moe.checkpoint.hf.transfer import load_hf, save_hf
 from titan_moe.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -193,7 +192,9 @@ class Checkpointer:
         before training. Collective."""
         if self._config.enable and self._config.last_save_in_hf:
             target = storage.hf_folder(self._folder, last_step)
-            on_rank_zero(lambda: refuse_existing(target), doing=f"cannot export to {target}")
+            on_rank_zero(
+                lambda: storage.refuse_existing(target), doing=f"cannot export to {target}"
+            )
 
     def load(self) -> dict[str, Any] | None:
         """Load the run's own checkpoint, else `initial_load_path`; into the tensors, in place.

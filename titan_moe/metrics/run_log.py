@@ -18,10 +18,10 @@ from titan_moe.metrics.performance import Phases, Throughput, memory_metrics
 from titan_moe.metrics.sinks import Sink, build_sinks
 from titan_moe.metrics.step_metrics import expert_load
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.weights import part_weights
+from titan_moe.models.stats import part_weights
 from titan_moe.runtime.device import describe_device, peak_flops
 from titan_moe.runtime.process import Process
-from titan_moe.runtime.revision import code_revision
+from titan_moe.runtime.revision import running_code
 from titan_moe.simulate.memory import GIB, memory
 from titan_moe.train_step import StepResult
 
@@ -136,7 +136,7 @@ def run_facts(
     """What a run's figures depend on besides its configuration: for run.json."""
     dims = sharded.meshes.dims
     return {
-        "code": code_revision(Path(__file__).parent),
+        "code": running_code(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         **describe_device(process.device),

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titan_moe.distributed.totals import added
-from titan_moe.models.layers.mtp import MultiTokenPrediction
+from titan_moe.distributed.collectives import added
+from titan_moe.models.mtp import MultiTokenPrediction
 from titan_moe.moe.layer import MoE
 
 

@@ -1,7 +1,7 @@
 """Dimensions of a decoder. No torch here: checks, planners and `--help` read it."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from titan_moe.moe.config import MoEConfig
 
@@ -82,6 +82,11 @@ class GQAConfig:
     temperature: PositionTemperature | None = None
     """In layers without positions."""
 
+    @property
+    def rope_dim(self) -> int:
+        """Channels of a head that positions rotate."""
+        return self.head_dim
+
 
 @dataclass(frozen=True)
 class MLAConfig:
@@ -101,10 +106,17 @@ class MLAConfig:
     norm_eps: float = 1e-6
     """Of the latents' norms, which the published code leaves at this whatever the model's own."""
 
+    sinks: ClassVar[bool] = False
+
     @property
     def num_kv_heads(self) -> int:
         """Each head has keys and values of its own, made from the shared latent."""
         return self.num_heads
+
+
+AttentionConfig = GQAConfig | MLAConfig
+"""The variants. A further one has `num_heads`, `num_kv_heads`, `rope_dim` and `sinks` too, its
+module in models/attention.py and its counts in models/stats.py."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,7 @@ class ModelConfig:
     vocab_size: int
     dim: int
     num_layers: int
-    attention: GQAConfig | MLAConfig
+    attention: AttentionConfig
     rope: RopeConfig
     hidden_dim: int
     """Hidden dim of the dense feed-forward layers."""
@@ -145,8 +157,7 @@ class ModelConfig:
     @property
     def local_or_sinks(self) -> bool:
         """Whether any layer's attention is more than causal."""
-        sinks = isinstance(self.attention, GQAConfig) and self.attention.sinks
-        return self.local is not None or sinks
+        return self.local is not None or self.attention.sinks
 
     def local_in(self, layer: int) -> LocalAttention | None:
         """How far a layer sees; None: the whole past."""

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch.base import Dispatcher, LocalDispatcher, count_experts
+from titan_moe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from titan_moe.moe.experts import Experts
+from titan_moe.moe.permute import count_experts
 from titan_moe.moe.router import Router, Scores
 
 
@@ -71,10 +72,10 @@ class RoutingMemo:
 class MoE(nn.Module):
     """Routed experts, plus a shared expert that sees every token.
 
-    Four attributes are strategies, set once when the model is built: `dispatcher` by expert
+    Five attributes are strategies, set once when the model is built: `dispatcher` by expert
     parallelism; `whole_sequences`, which sums counts_BE over the ranks that hold parts of the same
-    sequences; `routing_fn`, scores_TE -> experts_TK, by routing traces; and `routing_memo`, shared
-    with the activation checkpoint around this layer.
+    sequences; `routing_fn`, scores_TE -> experts_TK, by routing traces; `gating_weights`, by
+    compile; and `routing_memo`, shared with the activation checkpoint around this layer.
 
     `counts_traffic` says whether this step's traffic is measured, which only a log reads.
 
@@ -94,6 +95,7 @@ class MoE(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher(config.row_alignment)
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
         self.routing_fn: Callable[[Tensor], Tensor] = self.router.select_experts
+        self.gating_weights: Callable[[Tensor, Tensor], Tensor] = self.router.gating_weights
         self.routing_memo = RoutingMemo()
         self.counts_traffic = True
         self.register_buffer("rows_sent", torch.empty(2, dtype=torch.int64), persistent=False)
@@ -110,7 +112,7 @@ class MoE(nn.Module):
         scores = self.router(x_TD)
         scores_BSE = scores.scores_TE.unflatten(0, x_BSD.shape[:2])
         decision = self.routing_memo.decide(self.route, scores_BSE)
-        weights_TK = self.router.gating_weights(scores.scores_TE, decision.experts_TK)
+        weights_TK = self.gating_weights(scores.scores_TE, decision.experts_TK)
         if self.training:
             loss = self._balance_loss(scores, decision.chosen_BE, x_BSD.shape[0])
             if loss is not None:

@@ -1,6 +1,6 @@
-"""The output layer: logits, or the loss that they are made for."""
+"""Both ends of a decoder: the embedding, and the output layer with the loss."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,28 @@ from titan_moe.ops.linear_cross_entropy import (
 )
 
 
+class Embedding(nn.Embedding):
+    """nn.Embedding that draws no values: whoever trains fills all parameters, and to draw on the
+    meta device imports torch's compiler."""
+
+    def __init__(self, vocab_size: int, dim: int) -> None:
+        super().__init__(vocab_size, dim, _weight=torch.empty(vocab_size, dim))
+
+
 class Output(nn.Linear):
     """A projection to the vocabulary that, given labels, goes on to the loss itself.
 
-    So no logits leave it, and the loss can be computed in chunks of tokens. `chunk_size` and
-    `cross_entropy` are chosen when the model is laid out, as `linear_cross_entropy` names them;
-    tensor parallelism wraps `compute` to hand over each rank's shard; `watch` is for who looks on.
+    So no logits leave it, and the loss can be computed in chunks of tokens. Chosen when the model
+    is laid out: `chunk_size` and `cross_entropy`, as `linear_cross_entropy` names them, and
+    `local_weight`, by which tensor parallelism hands over this rank's rows. `watch` is for a
+    debugger.
     """
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
         self.chunk_size = 0
         self.cross_entropy: CrossEntropy = cross_entropy
+        self.local_weight: Callable[[Tensor], Tensor] = _whole
         self.watch: Watch | None = None
 
     def forward(
@@ -41,17 +51,7 @@ class Output(nn.Linear):
             factors: as `linear_cross_entropy`; rows lie part after part.
             further: gets the losses of the further parts, each times its factor, added.
         """
-        return self.compute(x_BSD, self.weight, labels_BS, factors, further)
-
-    def compute(
-        self,
-        x_BSD: Tensor,
-        weight_VD: Tensor,
-        labels_BS: Tensor | None = None,
-        factors: Sequence[float] = (1.0,),
-        further: Tensor | None = None,
-    ) -> Tensor:
-        """As `forward`, with this rank's rows of the weight."""
+        weight_VD = self.local_weight(self.weight)
         if labels_BS is None:
             return nn.functional.linear(x_BSD, weight_VD)
         losses = linear_cross_entropy(
@@ -67,3 +67,7 @@ class Output(nn.Linear):
             with torch.no_grad():
                 further += losses.further
         return losses.loss
+
+
+def _whole(weight_VD: Tensor) -> Tensor:
+    return weight_VD

@@ -5,13 +5,12 @@ with no exchange of tensors. The folder gets its name when everything in it is o
 """
 
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,32 +18,16 @@ from torch import Tensor
 
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.agreement import on_every_rank, on_rank_zero
-from titan_moe.checkpoint.hf.ahead import one_ahead
 from titan_moe.checkpoint.hf.folder import INDEX, SINGLE
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, has_place, listed, write_as
 from titan_moe.checkpoint.hf.pieces import Box, Piece, Stored, cut, lengths, relative, runs
 from titan_moe.checkpoint.hf.pieces import key as key_of
-from titan_moe.checkpoint.hf.progress import Progress
-from titan_moe.checkpoint.hf.reading import LARGEST
 from titan_moe.checkpoint.hf.safetensors_file import as_bytes, make_header, write_all
+from titan_moe.checkpoint.hf.sources import LARGEST, Source, one_ahead, progress_bar
 from titan_moe.models.hf import HFModel
 from titan_moe.runtime.errors import RunError
 
 LARGEST_FILE = 5 * 10**9
-
-
-class Source(Protocol):
-    """What a rank holds of a model's tensors, by our names."""
-
-    def boxes(self) -> Mapping[str, list[Box]]:
-        """The boxes of whole tensors that it can give."""
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """One of those boxes, on any device."""
-
-    def finish(self) -> None:
-        """Called when all is written. Raises RunError when what was read cannot be trusted;
-        collective."""
 
 
 class Place(NamedTuple):
@@ -83,6 +66,7 @@ def export(
 
     Args:
         shapes: of all our tensors, whole; the same on every rank.
+        source: gives each of its boxes in one piece.
         dtype: of the floating-point tensors; the routing's bias stays float32.
         write_assets: adds config.json and the like to the folder; called on rank 0.
 
@@ -94,35 +78,17 @@ def export(
     targets = write_as(model, shapes)
     on_every_rank(lambda: _refuse_lost_bias(model, source), doing=doing)
     layout = plan_files(targets, dtype, largest_file)
-    aside = on_rank_zero(lambda: _begin(target, layout), doing=doing)
-    try:
+    with storage.new_folder(target, sum(layout.sizes.values()), doing=doing) as aside:
+        on_rank_zero(lambda: _make_files(aside, layout), doing=doing)
         mine = _own_boxes(source.boxes(), targets)
-        with Progress("export", _bytes_of(mine, targets, layout)) as progress:
+        with progress_bar("export", _bytes_of(mine, targets, layout)) as bar:
             on_every_rank(
-                lambda: _write(mine, targets, layout, source, aside, progress.advance), doing=doing
+                lambda: _write(mine, targets, layout, source, aside, bar.update), doing=doing
             )
         _check_complete(mine, targets, shapes)
-        source.finish()
-        on_rank_zero(lambda: _commit(aside, target, layout, write_assets), doing=doing)
-    except BaseException:
-        if dist.get_rank() == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-        raise
+        source.verify()
+        on_rank_zero(lambda: write_assets(aside), doing=doing)
     return layout.num_bytes
-
-
-def refuse_existing(target: Path) -> None:
-    """Raises RunError when there is anything of that name."""
-    if target.exists():
-        raise RunError(f"{target} exists: name another folder, or remove it")
-
-
-def refuse_full_disk(target: Path, needed: int) -> None:
-    """Make the folder that `target` will be in; raises RunError when its disk has less free."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise RunError(f"{target} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
 
 
 def plan_files(
@@ -159,7 +125,7 @@ def _refuse_lost_bias(model: HFModel, source: Source) -> None:
         for name, boxes in source.boxes().items()
         if name.endswith(EXPERT_BIAS)
         and not has_place(model, name)
-        and any(bool(source.read(name, box).count_nonzero()) for box in boxes)
+        and any(bool(_values(source, name, box).count_nonzero()) for box in boxes)
     ]
     if lost:
         raise RunError(
@@ -168,17 +134,18 @@ def _refuse_lost_bias(model: HFModel, source: Source) -> None:
         )
 
 
-def _begin(target: Path, layout: Layout) -> Path:
-    refuse_existing(target)
-    refuse_full_disk(target, sum(layout.sizes.values()))
-    aside = target.with_name(f".{target.name}.writing")
-    shutil.rmtree(aside, ignore_errors=True)  # Of an export that was killed.
-    aside.mkdir()
+def _make_files(folder: Path, layout: Layout) -> None:
+    """The files in full length, without their data; and their index."""
     for file, header in layout.headers.items():
-        with (aside / file).open("wb") as opened:
+        with (folder / file).open("wb") as opened:
             opened.write(header)
             opened.truncate(layout.sizes[file])
-    return aside
+    if len(layout.headers) > 1:
+        index: dict[str, Any] = {
+            "metadata": {"total_size": layout.num_bytes},
+            "weight_map": {name: place.file for name, place in sorted(layout.places.items())},
+        }
+        storage.write_json(folder / INDEX, index)
 
 
 def _own_boxes(
@@ -256,7 +223,7 @@ def _write(
             advance(len(data))
 
         def read(one: Group) -> tuple[Group, dict[str, Tensor]]:
-            return one, {name: source.read(name, one.box) for name in dict(one.ways)}
+            return one, {name: _values(source, name, one.box) for name in dict(one.ways)}
 
         for (ways, box), values in one_ahead(read, _together(mine, targets)):
             for part in cut(box, LARGEST):
@@ -270,6 +237,11 @@ def _write(
                     put(theirs, at, merged)
         for descriptor in descriptors.values():
             os.fsync(descriptor)
+
+
+def _values(source: Source, name: str, box: Box) -> Tensor:
+    ((_, values),) = source.read(name, box)
+    return values
 
 
 class Group(NamedTuple):
@@ -329,25 +301,3 @@ def _within(box: Box, around: Box) -> Box:
         slice(part.start - first.start, part.stop - first.start, part.step)
         for part, first in zip(box, around, strict=True)
     )
-
-
-def _commit(
-    aside: Path, target: Path, layout: Layout, write_assets: Callable[[Path], None]
-) -> None:
-    write_assets(aside)
-    if len(layout.headers) > 1:
-        index: dict[str, Any] = {
-            "metadata": {"total_size": layout.num_bytes},
-            "weight_map": {name: place.file for name, place in sorted(layout.places.items())},
-        }
-        storage.write_json(aside / INDEX, index)
-    for path in aside.iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    storage.fsync_folder(aside)
-    refuse_existing(target)
-    aside.rename(target)
-    storage.fsync_folder(target.parent)

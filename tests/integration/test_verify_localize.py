@@ -18,6 +18,7 @@ def localize(*words: object, out: Path) -> tuple[int, str]:
     return process.returncode, told
 
 
+@pytest.mark.slow
 def test_another_choice_of_experts_is_named(tmp_path: Path):
     forced = "ranks=1 --debug.moe_force_load_balance true"
     sides = ["--baseline", "ranks=1", "--candidate", forced, "--step", "1", "--repeats", "0"]

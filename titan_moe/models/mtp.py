@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.models.config import LocalAttention, ModelConfig
-from titan_moe.models.layers.embedding import Embedding
-from titan_moe.models.layers.rope import Rotation
+from titan_moe.models.output import Embedding
+from titan_moe.models.rope import Rotation
 
 Masks = Mapping[LocalAttention | None, Any]
 
