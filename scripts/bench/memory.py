@@ -27,7 +27,7 @@ from scripts.bench.train_steps import first_gpu_or_cpu, new_training, world_of_o
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.moe.experts import ExpertWeights
-from titan_moe.ops.grouped_mm import grouped_mm
+from titan_moe.ops.grouped_mm import GroupedMM
 from titan_moe.optim.schedules import set_lr
 from titan_moe.simulate.memory import memory
 
@@ -137,7 +137,7 @@ def _prepared(way: Way, arguments: argparse.Namespace, device: torch.device) -> 
 def _keep_hidden_rows(sharded: ShardedModel) -> None:
     """As autograd would: silu(gate), its product with up, and that weighted, of every row."""
 
-    def compute(rows: ExpertRows, weights: ExpertWeights) -> Tensor:
+    def compute(rows: ExpertRows, weights: ExpertWeights, grouped_mm: GroupedMM) -> Tensor:
         gate_RF = grouped_mm(rows.x_RD, weights.w1, rows.offsets_E)
         up_RF = grouped_mm(rows.x_RD, weights.w3, rows.offsets_E)
         hidden_RF = torch.nn.functional.silu(gate_RF) * up_RF

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from titan_moe.debug.regions import PREFIX
+from titan_moe.profiling.regions import PREFIX
 from titan_moe.profiling.spans import Span
 
 PHASES = ("forward", "recompute", "backward")

@@ -1,6 +1,6 @@
 """The time of one rank's torch.profiler trace, by region and phase.
 
-Forward: an instant belongs to the innermost region around it (debug/regions.py). Backward: to
+Forward: an instant belongs to the innermost region around it (profiling/regions.py). Backward: to
 the region that made the autograd node which runs, by the trace's links from forward operations
 to backward ones. A region that runs inside the backward is a recomputation. FSDP names its own
 work, and so does torch.compile: a compiled layer is one region.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_moe.debug.regions import PREFIX
+from titan_moe.profiling.regions import PREFIX
 from titan_moe.profiling.spans import Overlap, Span, clipped, length, union
 from titan_moe.profiling.timeline import (
     BACKWARD,
