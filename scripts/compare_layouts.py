@@ -22,7 +22,7 @@ from tqdm import tqdm
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import load_job
 from titan_moe.runtime.failure import print_errors
-from titan_moe.verify.layouts.covering import rotated, sample
+from titan_moe.verify.layouts.covering import cover_options, cover_pairs
 from titan_moe.verify.layouts.layouts import OPTIONS, Layout, legal_layouts, parse, with_options
 
 _FLAGS = {option: f"--{option.replace('_', '-')}" for option in OPTIONS}
@@ -68,8 +68,7 @@ def positive(text: str) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     from titan_moe.verify.gradients.gate import Gate
-    from titan_moe.verify.gradients.html import page
-    from titan_moe.verify.gradients.sweep import summary, sweep
+    from titan_moe.verify.gradients.sweep import gate_page, summary, sweep
 
     options.out.mkdir(parents=True, exist_ok=True)
     job = load_job(["--job.config_file", options.config, *options.overrides])
@@ -88,7 +87,7 @@ def _compare(options: argparse.Namespace) -> int:
             results = sweep(gate, tasks, options.out, seen=seen)
     facts = summary(results)
     title = f"Layouts of {job.model.name} {job.model.flavor}"
-    (options.out / "results.html").write_text(page(title, results, facts), encoding="utf-8")
+    (options.out / "results.html").write_text(gate_page(title, results, facts), encoding="utf-8")
     as_json = {"summary": facts, "results": [result.as_json() for result in results]}
     (options.out / "results.json").write_text(json.dumps(as_json, indent=1), encoding="utf-8")
     print(
@@ -108,8 +107,8 @@ def _chosen(options: argparse.Namespace, gate) -> list[Layout]:  # type: ignore[
         for layout in legal_layouts(size, powers_of_two=size & (size - 1) == 0)
     ]
     if options.sample:
-        layouts = sample(layouts, options.sample, options.seed)
-    return rotated(layouts, fixed=fixed, legal=lambda layout: not gate.refusal(layout))
+        layouts = cover_pairs(layouts, options.sample, options.seed)
+    return cover_options(layouts, fixed=fixed, legal=lambda layout: not gate.refusal(layout))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path
 from titan_moe.verify.compare.arguments import add_side_arguments, answer, read_sides
 from titan_moe.verify.compare.launch import Launcher, workplace
 from titan_moe.verify.compare.runner import Plan, compare, update_golden
-from titan_moe.verify.report.files import write_comparison
+from titan_moe.verify.report.comparison import write_comparison
 
 
 def main(argv: list[str]) -> int:
@@ -68,10 +68,10 @@ def _plan(options: argparse.Namespace) -> Plan:
         title=f"{options.candidate or 'working tree'} against {options.baseline or 'working tree'}",
         baseline=baseline,
         candidate=candidate,
-        repeats=options.repeats,
+        num_control_runs=options.repeats,
         steps=options.steps,
-        harmless=options.harmless,
-        noise=options.noise,
+        control_layouts=options.harmless,
+        control_paths=options.noise,
         norms=options.norms,
         routing=options.routing,
     )

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from titan_moe.verify.compare.arguments import add_side_arguments, answer, positive, read_sides
-from titan_moe.verify.compare.bisect import part
+from titan_moe.verify.compare.bisect import bisect
 from titan_moe.verify.compare.launch import Launcher, workplace
 from titan_moe.verify.compare.runner import Plan
 
@@ -44,12 +44,12 @@ def _run(options: argparse.Namespace) -> int:
         title="",
         baseline=baseline,
         candidate=candidate,
-        repeats=options.repeats,
+        num_control_runs=options.repeats,
         steps=options.steps,
-        harmless=options.harmless,
+        control_layouts=options.harmless,
     )
     with workplace(options.out):
-        found = part(plan, Launcher(options.out), options.step)
+        found = bisect(plan, Launcher(options.out), options.step)
     lines = [line for each in found for line in each.lines()] or ["identical bits"]
     print("\n".join(lines))
     told = [{"step": each.step, "named": each.named, "lines": each.lines()} for each in found]

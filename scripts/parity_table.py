@@ -20,7 +20,7 @@ except ImportError:
     sys.exit("parity_table.py compares with transformers: pip install -e '.[dev]'")
 
 from titan_moe.verify.parity.cases import ParityCase, cases
-from titan_moe.verify.parity.check import BOUNDS, Difference, compare
+from titan_moe.verify.parity.check import BOUNDS, ParityResult, compare
 
 _TYPES = (torch.float32, torch.float64)
 _HEADER = """\
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="a folder for parity.md and parity.json")
     options = parser.parse_args(argv)
     chosen = [case for case in cases() if options.only in str(case)]
-    found: dict[ParityCase, dict[torch.dtype, list[Difference]]] = {}
+    found: dict[ParityCase, dict[torch.dtype, list[ParityResult]]] = {}
     for index in tqdm(range(len(chosen)), unit="case", disable=not sys.stderr.isatty()):
         case = chosen[index]
         seeds = range(options.seeds)
@@ -50,7 +50,9 @@ def main(argv: list[str]) -> int:
     return int(any(worst[dtype] > BOUNDS[dtype] for dtype in _TYPES))
 
 
-def _markdown(found: dict[ParityCase, dict[torch.dtype, list[Difference]]], num_seeds: int) -> str:
+def _markdown(
+    found: dict[ParityCase, dict[torch.dtype, list[ParityResult]]], num_seeds: int
+) -> str:
     lines = [
         f"Worst of {num_seeds} seeds, torch {torch.__version__}, "
         f"transformers {transformers.__version__}. Bounds: 1e-5 in float32, 1e-10 in float64.",
@@ -63,7 +65,7 @@ def _markdown(found: dict[ParityCase, dict[torch.dtype, list[Difference]]], num_
     return "\n".join(lines)
 
 
-def _cells(differences: list[Difference], bound: float) -> list[str]:
+def _cells(differences: list[ParityResult], bound: float) -> list[str]:
     worst = [
         max(each.logits for each in differences),
         max(each.worst_gradient[0] for each in differences),
@@ -74,7 +76,7 @@ def _cells(differences: list[Difference], bound: float) -> list[str]:
     return [f"{value:.1e}" if value <= bound else f"**{value:.1e}**" for value in worst]
 
 
-def _records(found: dict[ParityCase, dict[torch.dtype, list[Difference]]]) -> list[dict]:
+def _records(found: dict[ParityCase, dict[torch.dtype, list[ParityResult]]]) -> list[dict]:
     return [
         {
             "family": case.family,

@@ -15,8 +15,7 @@ from pathlib import Path
 from titan_moe.verify.compare.arguments import answer
 from titan_moe.verify.compare.code_trees import REPO
 from titan_moe.verify.compare.launch import workplace
-from titan_moe.verify.compare.suite import load_suite, plan_of, run_suite, sbatch
-from titan_moe.verify.report.suite import suite_page
+from titan_moe.verify.compare.suite import load_suite, plan_of, run_suite, sbatch, suite_page
 
 
 def main(argv: list[str]) -> int:

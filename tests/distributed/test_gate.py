@@ -15,11 +15,11 @@ from tests.distributed.conftest import CONFIGS, Gates
 from titan_moe.config.parse import load_job
 from titan_moe.models.registry import FAMILIES
 from titan_moe.testing.ranks import run_ranks
-from titan_moe.verify.gradients import worker as on_rank
+from titan_moe.verify.gradients import worker
 from titan_moe.verify.gradients.compare import TOLERANCES
 from titan_moe.verify.gradients.gate import Gate
-from titan_moe.verify.gradients.worker import Task, Verdict, verify_on_rank
-from titan_moe.verify.layouts.covering import pairs, rotated, sample
+from titan_moe.verify.gradients.worker import RankReport, Task, verify_on_rank
+from titan_moe.verify.layouts.covering import cover_options, cover_pairs, pairs
 from titan_moe.verify.layouts.layouts import (
     AXES,
     OPTIONS,
@@ -39,7 +39,7 @@ def deepseek(gates: Gates) -> Gate:
 def cover(worlds: list[int], count: int, seed: int) -> list[str]:
     """A sample as text, of which the smaller worlds give what they can."""
     layouts = [layout for world in worlds for layout in legal_layouts(world)]
-    return [str(layout) for layout in rotated(sample(layouts, count, seed))]
+    return [str(layout) for layout in cover_options(cover_pairs(layouts, count, seed))]
 
 
 SAMPLE = cover([2, 4, 8], 30, seed=22)
@@ -118,9 +118,9 @@ def test_an_illegal_layout_gets_one_line(deepseek: Gate):
 # --- every comparison can fail --------------------------------------------------------------------
 
 
-def spoilt_rank(task: Task, quantity: str, bad_rank: int) -> Verdict:
+def spoilt_rank(task: Task, quantity: str, bad_rank: int) -> RankReport:
     """The gate with one number of one rank's snapshot changed by a millionth."""
-    snapshot = on_rank._snapshot
+    snapshot = worker._snapshot
 
     def spoilt(*args):
         taken = snapshot(*args)
@@ -129,14 +129,14 @@ def spoilt_rank(task: Task, quantity: str, bad_rank: int) -> Verdict:
             tensors[sorted(tensors)[-1]].mul_(1 + 1e-6)
         return taken
 
-    on_rank._snapshot = spoilt
+    worker._snapshot = spoilt
     return verify_on_rank(task)
 
 
 def task_of(gate: Gate, text: str) -> tuple[Layout, Task]:
     layout = parse(text)
     job, config = gate._setting(layout, "float64")
-    path, _ = gate._case(layout)
+    path, _ = gate._fixture(layout)
     return layout, Task(job, config, layout, path, TOLERANCES["float64"])
 
 
@@ -159,7 +159,7 @@ def test_a_replica_that_diverged_is_named(deepseek: Gate, quantity: str, named: 
     assert all(difference.rank == 1 for difference in bad.wrong)
 
 
-def reads_a_tail(task: Task) -> Verdict:
+def reads_a_tail(task: Task) -> RankReport:
     """The gate with a dispatcher that adds nothing times the tail to what it brings home."""
     from titan_moe.moe.dispatch.base import LocalDispatcher
 
@@ -174,7 +174,7 @@ def test_who_reads_a_tail_is_seen(deepseek: Gate):
     assert verdict.num_wrong > 0
 
 
-def holds_another_shard(task: Task) -> Verdict:
+def holds_another_shard(task: Task) -> RankReport:
     """The gate told that the ranks stand the other way round."""
     from titan_moe.verify.layouts.shards import Shards
 
@@ -192,9 +192,9 @@ def test_shards_in_another_order_are_seen(deepseek: Gate):
 def test_one_reference_for_each_depth(deepseek: Gate):
     layouts = [parse(text) for text in SAMPLE]
     for layout in layouts:
-        deepseek._case(layout)
+        deepseek._fixture(layout)
     keys = {(depth(layout), num_rows(layout)) for layout in layouts}
-    assert keys <= deepseek._cases.keys() and len(keys) < 6
+    assert keys <= deepseek._fixtures.keys() and len(keys) < 6
 
 
 # --- the command line -----------------------------------------------------------------------------

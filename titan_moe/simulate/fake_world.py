@@ -25,9 +25,8 @@ from titan_moe.distributed.mesh import Meshes, build_meshes
 from titan_moe.distributed.parallelize import lay_out, parallel_dims, resolve_model
 from titan_moe.simulate.models import Subject, subjects
 from titan_moe.simulate.tiling import PARAMETER_AXES, TOKEN_AXES, groups, members
-from titan_moe.verify.gradients.worker import tensor_dims
 from titan_moe.verify.layouts.layouts import DENSE_AXES, Layout
-from titan_moe.verify.layouts.shards import SPARSE_AXES, Box, Shards
+from titan_moe.verify.layouts.shards import SPARSE_AXES, Box, Shards, tensor_dims
 
 # As distributed names them: dp_shard and cp are one.
 _MESH_AXES = ("pp", "dp_replicate", "fsdp", "tp")

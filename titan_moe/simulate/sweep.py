@@ -11,10 +11,9 @@ from titan_moe.simulate.fake_world import Finding, check_ranks
 from titan_moe.simulate.models import subjects
 from titan_moe.simulate.tiling import Tiling, group_problems
 from titan_moe.testing.process_pool import in_fresh_processes
-from titan_moe.verify.gradients.worker import tensor_dims
-from titan_moe.verify.layouts.covering import rotated, sample
+from titan_moe.verify.layouts.covering import cover_options, cover_pairs
 from titan_moe.verify.layouts.layouts import Layout, legal_layouts
-from titan_moe.verify.layouts.shards import Shards
+from titan_moe.verify.layouts.shards import Shards, tensor_dims
 
 _LAYOUTS_PER_PROCESS = 48
 
@@ -43,12 +42,12 @@ class Outcome:
 def chosen(
     world_sizes: Sequence[int], *, sample_size: int | None = None, seed: int = 1
 ) -> list[Layout]:
-    """All legal power-of-two layouts, or a sample of each size, with rotating options."""
+    """All legal power-of-two layouts, or a sample of each size, with options that cover them."""
     layouts = []
     for world_size in world_sizes:
         legal = legal_layouts(world_size)
-        layouts += legal if sample_size is None else sample(legal, sample_size, seed)
-    return rotated(layouts)
+        layouts += legal if sample_size is None else cover_pairs(legal, sample_size, seed)
+    return cover_options(layouts)
 
 
 def check_layouts(

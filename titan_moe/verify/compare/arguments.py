@@ -10,12 +10,12 @@ from pathlib import Path
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import print_errors
-from titan_moe.verify.compare.launch import SideError
+from titan_moe.verify.compare.launch import TrainingError
 from titan_moe.verify.compare.run_spec import (
-    Side,
+    RunSpec,
     existing,
     parse_overrides,
-    parse_side,
+    parse_run_spec,
     split_words,
 )
 from titan_moe.verify.compare.runner import default_ranks
@@ -36,17 +36,17 @@ def add_side_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_sides(options: argparse.Namespace) -> tuple[Side, Side]:
+def read_sides(options: argparse.Namespace) -> tuple[RunSpec, RunSpec]:
     """Baseline and candidate; raises ConfigError."""
-    common = Side(
+    common = RunSpec(
         config=None if options.config is None else existing(options.config, "CONFIG "),
         ranks=options.ranks,
         overrides=parse_overrides(split_words(options.set)),
     )
     ranks = default_ranks()
     return (
-        parse_side(options.baseline, common, default_ranks=ranks),
-        parse_side(options.candidate, common, default_ranks=ranks),
+        parse_run_spec(options.baseline, common, default_ranks=ranks),
+        parse_run_spec(options.candidate, common, default_ranks=ranks),
     )
 
 
@@ -67,7 +67,7 @@ def answer(run: Callable[[], int]) -> int:
         signal.signal(number, signal.default_int_handler)
     try:
         return run()
-    except (SideError, RunError) as error:
+    except (TrainingError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 4
     except ConfigError as error:
