@@ -22,7 +22,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
 use_environment ""
 
 case " $* " in
-    *" --help "* | *" -h "*) exec "$PYTHON" -m titan_moe.train --help ;;
+    *" --help "* | *" -h "*) exec "$PYTHON" -m titan_moe train --help ;;
 esac
 
 for name in NGPU NNODES NODE_RANK; do
@@ -40,8 +40,8 @@ fi
 job=(--job.config_file "${CONFIG_FILE:-$repo/configs/debug/default.toml}" "$@")
 
 # A Ctrl-C is this script's to answer, not Python's import machinery's.
-plan=$(trap '' INT; "$PYTHON" "$repo/scripts/check_config.py" --nodes "$nodes" \
-    ${NGPU:+--ranks-per-node "$NGPU"} "${job[@]}")
+plan=$(trap '' INT; "$PYTHON" -m titan_moe check --nodes "$nodes" \
+    ${NGPU:+--ranks "$((NGPU * nodes))"} "${job[@]}")
 { read -r ranks && read -r folder; } <<<"$plan"
 
 # torchrun's own words and every rank's warnings: out of sight, and kept.
@@ -64,7 +64,7 @@ else
     torchrun+=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$endpoint"
         --rdzv-id "${SLURM_JOB_ID:-titan_moe}" --rdzv-conf "is_host=$((node == 0))")
 fi
-command=("${torchrun[@]}" -m titan_moe.train "${job[@]}")
+command=("${torchrun[@]}" -m titan_moe train "${job[@]}")
 printf '%q ' "${command[@]}"
 echo
 
@@ -87,5 +87,5 @@ if ((interrupted)); then
     exit "$interrupted"
 fi
 if ((code)); then
-    "$PYTHON" -m titan_moe.runtime.failure "$TITAN_MOE_FAILURES" "$log" "$endpoint"
+    "$PYTHON" -m titan_moe report failure "$TITAN_MOE_FAILURES" "$log" --endpoint "$endpoint"
 fi

@@ -1,15 +1,10 @@
-"""Entry: read the configuration, check it, and only then import torch and train.
-
-    torchrun ... -m titan_moe.train --job.config_file FILE     as run_train.sh does
-    python -m titan_moe.train --job.config_file FILE           one process
+"""Read the configuration, check it, and only then import torch and train.
 
 Exit codes: 0; 2 for a configuration that cannot run; 1 for a run that failed.
 """
 
 import errno
 import gc
-import os
-import sys
 import traceback
 from collections.abc import Mapping
 
@@ -23,7 +18,7 @@ from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel, export_problems, model_of_job
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import report
-from titan_moe.runtime.launch import Launch, count_gpus, end_on_signals, end_with_parent
+from titan_moe.runtime.launch import Launch, count_gpus
 from titan_moe.runtime.log import start_logging
 
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -101,15 +96,3 @@ def _explain(error: BaseException, rank: int) -> tuple[list[str], int, bool]:
         )
     reason = next(iter(str(error).strip().splitlines()), "")
     return [f"rank {rank}: {type(error).__name__}: {reason}"], 1, False
-
-
-if __name__ == "__main__":
-    end_on_signals()
-    if "RANK" in os.environ:
-        end_with_parent()
-    exit_code = main(sys.argv[1:], os.environ)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Past every destructor and thread: those of NCCL and gloo wait for peers that hang, and after a
-    # good run have been seen to abort. All that is written is on disk by now.
-    os._exit(exit_code)

@@ -114,6 +114,8 @@ class TrainStep:
         for the reason; `discard` clears them. Nor is anything where the model refuses a step that
         dropped rows. A step without a target token updates nothing either.
         """
+        for moe in self._moe_layers.values():
+            moe.counts_traffic = logged
         loss_sum = self._accumulate(batches, observer)
         result = self._reduce(loss_sum, batches, logged, parameter_norms)
         if not result.finite or self._sharded.refuses(result.rows_dropped):

@@ -96,7 +96,9 @@ class Peer:
     def ours(self, model: Model, dtype: str, layout: Layout, steps: int) -> Observed:
         """Train with titan_moe."""
         tables = self.our_tables(model, dtype, layout, steps)
-        return self._train("titan_moe", tables, layout, sys.executable, ["-m", "titan_moe.train"])
+        return self._train(
+            "titan_moe", tables, layout, sys.executable, ["-m", "titan_moe", "train"]
+        )
 
     def our_tables(
         self, model: Model, dtype: str, layout: Layout, steps: int

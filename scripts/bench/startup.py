@@ -50,7 +50,7 @@ def main() -> None:
         jobs.append(time_job())
         empty_jobs.append(time_empty_job())
     print(f"torch {metadata.version('torch')}, {_RANKS} ranks, {os.cpu_count()} cores")
-    print_table("torchrun -m titan_moe.train", jobs)
+    print_table("torchrun -m titan_moe train", jobs)
     print_table("./run_train.sh", scripts)
     print_table("an empty torchrun job", empty_jobs)
     print_goal(jobs, scripts)
@@ -140,7 +140,7 @@ def print_goal(jobs: list[dict[str, float]], scripts: list[dict[str, float]]) ->
     own = [sum(parts.values()) - not_ours(parts) for parts in jobs]
     check = [parts["environment and configuration checked"] for parts in scripts]
     print(f"\nbeyond torchrun's and torch's own start (goal: at most {_GOAL_SECONDS} s)")
-    print_row("torchrun -m titan_moe.train", own)
+    print_row("torchrun -m titan_moe train", own)
     print_row("./run_train.sh", [a + b for a, b in zip(own, check, strict=True)])
 
 

@@ -3,7 +3,7 @@
     python scripts/bench/training.py       # every row, 3 rounds: half an hour on 2 cores
     python scripts/bench/training.py --rows '2M.*float32' --rounds 1 --json figures.json
 
-Each row is a real run (`torchrun -m titan_moe.train` on the Python sources, all of the loop but
+Each row is a real run (`torchrun -m titan_moe train` on the Python sources, all of the loop but
 validation and checkpoints) and its metrics.jsonl. The rows take turns, so that a slow spell of the
 machine hits all of them. Every row computes on 2 threads in all: one per rank at 2 ranks.
 
@@ -148,7 +148,7 @@ def run(row: Row, steps: int) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "bench.toml"
         config.write_text(tomli_w.dumps(job_tables(row, steps, folder)), encoding="utf-8")
-        module = ["-m", "titan_moe.train", "--job.config_file", str(config)]
+        module = ["-m", "titan_moe", "train", "--job.config_file", str(config)]
         threads = {"OMP_NUM_THREADS": str(_THREADS // row.num_ranks), "CUDA_VISIBLE_DEVICES": ""}
         finished = subprocess.run(
             [*torchrun(row.num_ranks), *module],

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.imports import imports_of
+from tests.support.paths import REPO
 from titan_moe.models.registry import FAMILIES
 
-_REPO = Path(__file__).parents[2]
 # A module belongs to the longest name here that it starts with, and imports that layer or those
 # below.
 _LAYERS = {
@@ -38,6 +39,7 @@ _LAYERS = {
     "routing": 5,
     "train_step": 5,
     "trainer": 5,
+    "generate": 5,
     "train": 6,
     "profiling": 6,
     "testing": 6,
@@ -62,7 +64,7 @@ def violations(repo: Path) -> list[str]:
         name = path.relative_to(repo).as_posix()
         tree = ast.parse(path.read_text())
         found += [f"{name}: {problem}" for problem in _size_problems(path, tree)]
-        for imported in sorted(set(_imports(tree, path.relative_to(repo)))):
+        for imported in sorted(set(imports_of(tree, path.relative_to(repo)))):
             found += [f"{name}: {problem}" for problem in _import_problems(path, repo, imported)]
     return found
 
@@ -78,21 +80,6 @@ def _size_problems(path: Path, tree: ast.Module) -> Iterator[str]:
             lines = (node.end_lineno or 0) - node.lineno + 1
             if lines > _LONGEST_FUNCTION:
                 yield f"{node.name} has {lines} lines"
-
-
-def _imports(tree: ast.Module, path: Path) -> Iterator[str]:
-    """Dotted names of all imported modules, and of what is imported from them."""
-    package = path.parent.parts
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parts = package[: len(package) + 1 - node.level] if node.level else ()
-            module = ".".join((*parts, *(node.module or "").split("."))).strip(".")
-            yield from (f"{module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            # A name put together at run time is the registry's: it starts with an f-string.
-            yield from (str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
 
 
 def _import_problems(path: Path, repo: Path, imported: str) -> Iterator[str]:
@@ -131,7 +118,7 @@ def _family(parts: tuple[str, ...]) -> str | None:
 
 
 def test_the_repository_keeps_its_layers() -> None:
-    assert violations(_REPO) == []
+    assert violations(REPO) == []
 
 
 _LAZY = "from importlib import import_module\nimport_module('titan_moe.distributed.parallelize')"

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.conftest import CONFIGS
-from tests.distributed.tiny import global_batch, make_job, tiny
+from tests.support.paths import DEBUG_CONFIGS
+from tests.support.tiny import global_batch, make_job, tiny
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.testing.ranks import run_ranks
@@ -21,7 +21,7 @@ STEPS = 6
 def compiled_gate(tmp_path_factory) -> Gate:
     """The gate, in float64, with every layer and the loss compiled."""
     torch.set_num_threads(1)
-    path = str(CONFIGS / "gate_deepseek_v3.toml")
+    path = str(DEBUG_CONFIGS / "gate_deepseek_v3.toml")
     arguments = ["--job.config_file", path, "--compile.enable", "--compile.backend", "aot_eager"]
     return Gate(load_job(arguments), Path(tmp_path_factory.mktemp("compiled")))
 

@@ -18,7 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tests.distributed.dispatch_arithmetic import BYTES, TOP_K, buffers, degrees, expected
+from tests.support.dispatch_arithmetic import (
+    BYTES,
+    CONFIG,
+    LAYERS,
+    TOP_K,
+    Border,
+    buffers,
+    degrees,
+    expected,
+)
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.models.config import ModelConfig
@@ -35,9 +44,7 @@ from titan_moe.verify.layouts.layouts import (
     stages,
 )
 
-LAYERS, ROWS = 3, 16
-# Qwen3 has no shared experts, whose traffic over tp is none of dispatch's.
-CONFIG = "configs/debug/gate_qwen3.toml"
+ROWS = 16
 LAYOUTS = [
     "dp_shard=2,ep=2",
     "dp_shard=2,tp=2,ep=2",
@@ -121,23 +128,10 @@ class Wire:
         """A layer's forward with its borders marked, for both directions."""
 
         def marked(x: Tensor) -> Tensor:
-            y = forward(_Border.apply(x, self, "forward", None))
-            return _Border.apply(y, self, None, "backward")
+            y = forward(Border.apply(x, self, "forward", None))
+            return Border.apply(y, self, None, "backward")
 
         return marked
-
-
-class _Border(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, wire, before, after):
-        ctx.wire, ctx.after = wire, after
-        wire.phase = before
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.wire.phase = ctx.after
-        return grad, None, None, None
 
 
 @dataclass
@@ -166,7 +160,7 @@ def train_on_rank(task: Task) -> Seen:
         moe.forward = wire.around(moe.forward)
         plant(moe, task.planted, meshes)
         experts[name] = []
-        moe.choose = _kept(moe.choose, experts[name])
+        moe.routing_fn = _kept(moe.routing_fn, experts[name])
     rows = make_rows(num_rows(layout), SEQ_LEN, task.config.vocab_size, seed=1)
     place = meshes.dims.coordinate(rank, "batch")
     batches = own_batches(rows, job.training.local_batch_size, place, layout.data_ranks)
@@ -217,9 +211,9 @@ def plant(moe: Any, bug: str | None, meshes: Any) -> None:
 
         moe.dispatcher.send, moe.dispatcher.receive = send_twice, receive_twice
     elif bug == "counted in recomputation":
-        from titan_moe.distributed import activation_checkpoint
+        from titan_moe.moe.layer import RoutingMemo
 
-        activation_checkpoint._replaying = activation_checkpoint._recording
+        RoutingMemo._replay = RoutingMemo._record
 
 
 def make_task(layout: str, planted: str | None = None) -> Task:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.tiny import global_batch, make_job, tiny
+from tests.support.tiny import global_batch, make_job, tiny
 from titan_moe.config.job_config import JobConfig
 from titan_moe.testing.ranks import run_ranks
 

@@ -1,17 +1,20 @@
 """The gradient gate on a sample of layouts, and that it can fail.
 
 Every rank's gradients, parameters, moments, biases and counts against the one-process reference;
-scripts/compare_layouts.py runs the same on every layout.
+titan-moe verify gradients runs the same on every layout.
 """
 
 import json
+import subprocess
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.conftest import CONFIGS, Gates
+from tests.support.commands import run_command
+from tests.support.gates import OTHERS, SAMPLE, Gates, cover
+from tests.support.paths import DEBUG_CONFIGS
 from titan_moe.config.parse import load_job
 from titan_moe.models.registry import FAMILIES
 from titan_moe.testing.ranks import run_ranks
@@ -19,13 +22,12 @@ from titan_moe.verify.gradients import worker
 from titan_moe.verify.gradients.compare import TOLERANCES
 from titan_moe.verify.gradients.gate import Gate
 from titan_moe.verify.gradients.worker import RankReport, Task, verify_on_rank
-from titan_moe.verify.layouts.covering import cover_options, cover_pairs, pairs
+from titan_moe.verify.layouts.covering import pairs
 from titan_moe.verify.layouts.layouts import (
     AXES,
     OPTIONS,
     Layout,
     depth,
-    legal_layouts,
     num_rows,
     parse,
 )
@@ -36,14 +38,6 @@ def deepseek(gates: Gates) -> Gate:
     return gates("deepseek_v3")
 
 
-def cover(worlds: list[int], count: int, seed: int) -> list[str]:
-    """A sample as text, of which the smaller worlds give what they can."""
-    layouts = [layout for world in worlds for layout in legal_layouts(world)]
-    return [str(layout) for layout in cover_options(cover_pairs(layouts, count, seed))]
-
-
-SAMPLE = cover([2, 4, 8], 30, seed=22)
-OTHERS = [family for family in FAMILIES if family != "deepseek_v3"]
 UNEVEN = ["dp_shard=3", "dp_shard=3,dp_replicate=2,recompute=2", "dp_shard=3,tp=2,ep=2"]
 
 
@@ -79,7 +73,7 @@ def test_another_family_trains_the_same_model(gates: Gates, family: str, text: s
 )
 def test_two_depths_and_a_tied_output_train_the_same_model(tmp_path: Path, text: str):
     """Four copies of one embedding, on one rank or on both ends of a pipeline."""
-    path = str(CONFIGS / "gate_qwen3.toml")
+    path = str(DEBUG_CONFIGS / "gate_qwen3.toml")
     job = load_job(["--job.config_file", path, "--model.num_mtp_layers", "2"])
     gate = Gate(job, tmp_path)
     assert gate.config.num_mtp_layers == 2 and gate.config.tied_embeddings
@@ -200,33 +194,29 @@ def test_one_reference_for_each_depth(deepseek: Gate):
 # --- the command line -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def compare_layouts(monkeypatch):
-    monkeypatch.syspath_prepend(CONFIGS.parents[1] / "scripts")
-    import compare_layouts
-
-    config = str(CONFIGS / "gate_deepseek_v3.toml")
-    return lambda *argv: compare_layouts.main([config, *map(str, argv)])
+def compare_layouts(*words: object) -> subprocess.CompletedProcess[str]:
+    config = DEBUG_CONFIGS / "gate_deepseek_v3.toml"
+    return run_command("verify", "gradients", "--config", config, *words)
 
 
-def test_the_command_line_keeps_results_and_goes_on(compare_layouts, tmp_path: Path, capsys):
+def test_the_command_line_keeps_results_and_goes_on(tmp_path: Path):
     layouts = ["--layouts", "dp_shard=1", "dp_shard=2,ep=2", "--out", tmp_path]
-    assert compare_layouts(*layouts) == 0
-    assert "2 of 2 pass" in capsys.readouterr().out
+    done = compare_layouts(*layouts)
+    assert done.returncode == 0 and "2 of 2 pass" in done.stdout
     written = (tmp_path / "results.jsonl").read_text()
-    assert compare_layouts(*layouts) == 0
+    assert compare_layouts(*layouts).returncode == 0
     assert (tmp_path / "results.jsonl").read_text() == written, "nothing was run again"
     assert json.loads((tmp_path / "results.json").read_text())["summary"]["passed"] == 2
     assert "2 of 2 layouts pass." in (tmp_path / "results.html").read_text()
 
 
-def test_a_refused_layout_is_a_failure_in_one_line(compare_layouts, tmp_path: Path, capsys):
-    assert compare_layouts("--layouts", "ep=16,dp_shard=16", "--out", tmp_path) == 1
-    out = capsys.readouterr().out
-    assert out.count("must divide num_experts=8") == 1 and "Traceback" not in out
+def test_a_refused_layout_is_a_failure_in_one_line(tmp_path: Path):
+    done = compare_layouts("--layouts", "ep=16,dp_shard=16", "--out", tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.count("must divide num_experts=8") == 1 and "Traceback" not in done.stdout
 
 
 @pytest.mark.parametrize("layout", ["tp", "tp=x", "warp=9", "ep=3"])
-def test_a_mistyped_layout_is_a_usage_error(compare_layouts, tmp_path: Path, capsys, layout: str):
-    assert compare_layouts("--layouts", layout, "--out", tmp_path) == 2
-    assert "Traceback" not in capsys.readouterr().err
+def test_a_mistyped_layout_is_a_usage_error(tmp_path: Path, layout: str):
+    done = compare_layouts("--layouts", layout, "--out", tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr

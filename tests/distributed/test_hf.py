@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.hf_folders import assert_same_bits, make_folder, read_folder, small_model
+from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
 from titan_moe.checkpoint.hf.live import load_hf, save_hf
 from titan_moe.checkpoint.manifest import gather_specs
 from titan_moe.checkpoint.tensors import MODEL, model_tensors

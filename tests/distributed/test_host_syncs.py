@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.test_dispatch_bytes import CONFIG, LAYERS, TOP_K, _Border
+from tests.support.dispatch_arithmetic import CONFIG, LAYERS, TOP_K, Border
 from titan_moe.config.parse import load_job
 from titan_moe.testing.ranks import run_ranks
 from titan_moe.verify.gradients.fixture import make_rows
@@ -82,8 +82,8 @@ class Waits:
         def marked(x: Tensor) -> Tensor:
             outside = self.phase  # Of a recomputation: it is amid the backward.
             try:
-                y = forward(_Border.apply(x, self, "forward", None))
-                return _Border.apply(y, self, None, "backward")
+                y = forward(Border.apply(x, self, "forward", None))
+                return Border.apply(y, self, None, "backward")
             finally:
                 self.phase = outside
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.distributed.capturing import captured, setting
-from tests.distributed.conftest import Gates
-from tests.distributed.test_planted_bugs import BUGS
+from tests.support.capturing import captured, setting
+from tests.support.catching import BUGS
+from tests.support.gates import Gates
 from titan_moe.verify.layouts.layouts import depth, num_rows, parse
 from titan_moe.verify.localize.capture_reader import Capture
 from titan_moe.verify.localize.localize import locate

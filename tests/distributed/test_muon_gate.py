@@ -4,12 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.conftest import gate_of
-from tests.distributed.planted_bugs import Bug
-from tests.distributed.resharding import LEG, go_on, run
-from tests.distributed.test_gate import cover
-from tests.distributed.test_planted_bugs import caught, judge
-from tests.distributed.test_resharding import problems
+from tests.support.catching import caught, judge
+from tests.support.gates import cover, gate_of
+from tests.support.planted_muon_bugs import MUON_BUGS
+from tests.support.resharding import LEG, go_on, problems, run
 from titan_moe.verify.gradients.gate import Gate
 from titan_moe.verify.layouts.layouts import depth, parse
 
@@ -51,84 +49,15 @@ def test_narrow_moments_are_the_same_in_every_layout(muon_gates: dict[str, Gate]
     assert result.passed, "\n".join([*result.lines, result.traceback])
 
 
-_MUON = "titan_moe.optim.muon"
-_WHOLE = "titan_moe.distributed.whole_matrices"
-_ATTENTION = "parameter layers.*.attention.w*.weight*"
-_EXPERTS = "parameter *.moe.experts.w*"
-_BEFORE = ("gradient *", "loss *", "exp_avg*", "momentum_buffer *", "parameter *norm*")
-BUGS = {
-    "shards made orthogonal": Bug(
-        f"{_WHOLE}:on_whole_matrices",
-        "if not cuts:",
-        "if True:",
-        caught_on="dp_shard=2",
-        named=(_ATTENTION,),
-        spared=(*_BEFORE, "parameter output.weight", "parameter tok_embeddings.weight"),
-        harmless_on="dp_shard=1",
-    ),
-    "experts' slices made orthogonal": Bug(
-        f"{_MUON}:Muon._update_batch",
-        "_stacked(directions, batch), batch.cuts)",
-        "_stacked(directions, batch), batch.cuts if len(shape) == 2 else [])",
-        caught_on="dp_shard=2,etp=2",
-        named=(_EXPERTS,),
-        spared=(*_BEFORE, _ATTENTION.rstrip("*")),
-        harmless_on="dp_shard=2,ep=2",
-    ),
-    "pieces put together in another order": Bug(
-        f"{_WHOLE}:_gather_share",
-        "for p, s in zip(parts, shapes, strict=True)]",
-        "for p, s in zip(parts, shapes, strict=True)][::-1]",
-        caught_on="dp_shard=2",
-        named=(_ATTENTION,),
-        spared=_BEFORE,
-        harmless_on="dp_shard=1",
-    ),
-    "an expert's norm taken over all experts": Bug(
-        f"{_MUON}:orthogonalized",
-        "torch.linalg.matrix_norm(x, keepdim=True)",
-        "torch.linalg.vector_norm(x)",
-        caught_on="dp_shard=1",
-        named=(_EXPERTS,),
-        spared=_BEFORE,
-    ),
-    "updates of one size whatever the matrix": Bug(
-        f"{_MUON}:Muon._update_batch",
-        "* max(shape[-2:]) ** 0.5",
-        "",
-        caught_on="dp_shard=1",
-        named=(_ATTENTION,),
-        spared=_BEFORE,
-    ),
-    "momentum without Nesterov's": Bug(
-        f"{_MUON}:Muon._directions",
-        "torch._foreach_lerp_(grads, wide, self._momentum)",
-        "torch._foreach_copy_(grads, wide)",
-        caught_on="dp_shard=1",
-        # At the first step both point the same way.
-        named=(f"step 1, rank 0: {_EXPERTS}",),
-        spared=(*_BEFORE, "parameter *"),
-    ),
-    "routers' gates updated by Muon": Bug(
-        "titan_moe.optim.optimizers:is_hidden_matrix",
-        "_NOT_HIDDEN & set(",
-        "{'tok_embeddings', 'output'} & set(",
-        caught_on="dp_shard=1",
-        named=("*router.gate.weight*",),
-        spared=("gradient *", "loss *", "parameter *.experts.*"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", MUON_BUGS)
 def test_a_planted_bug_is_caught(muon_gates: dict[str, Gate], name: str, monkeypatch):
-    bug = BUGS[name]
+    bug = MUON_BUGS[name]
     caught(lambda family: muon_gates["Muon"], bug, bug.caught_on, monkeypatch)
 
 
-@pytest.mark.parametrize("name", [name for name, bug in BUGS.items() if bug.harmless_on])
+@pytest.mark.parametrize("name", [name for name, bug in MUON_BUGS.items() if bug.harmless_on])
 def test_a_layout_without_its_axis_passes(muon_gates: dict[str, Gate], name: str, monkeypatch):
-    bug = BUGS[name]
+    bug = MUON_BUGS[name]
     result, _ = judge(muon_gates["Muon"], bug, bug.harmless_on, monkeypatch)
     assert result.passed, "\n".join([*result.lines, result.traceback])
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.conftest import gate_of
-from tests.distributed.tiny import global_batch, make_job, tiny
+from tests.support.gates import gate_of
+from tests.support.tiny import global_batch, make_job, tiny
 from titan_moe.config.job_config import JobConfig
 from titan_moe.testing.ranks import run_ranks
 from titan_moe.verify.gradients.gate import Gate

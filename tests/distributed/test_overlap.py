@@ -9,13 +9,12 @@ import threading
 import pytest
 import torch
 
-from tests.gpu.test_overlap import check_a_pair
+from tests.support.events import Log
+from tests.support.pipelines import plain_training, run_pipeline, wrong
+from tests.support.tiny import SEQ_LEN, global_batch, make_job, tiny
+from tests.support.turns import check_a_pair
 from titan_moe.distributed.pipeline.overlap import Alternation
 from titan_moe.testing.ranks import RankError, run_ranks
-
-from .events import Log
-from .pipelines import plain_training, run_pipeline, wrong
-from .tiny import SEQ_LEN, global_batch, make_job, tiny
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.distributed.conftest import CONFIGS
+from tests.support.paths import DEBUG_CONFIGS
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.models.registry import model_config
@@ -19,7 +19,7 @@ CONFIG = at_depth(model_config("deepseek_v3", "gate"), 3)
 def job() -> JobConfig:
     small = ["steps 2", "global_batch_size 8", "local_batch_size 4", "seq_len 32"]
     words = [word for key in small for word in f"--training.{key}".split()]
-    return load_job(["--job.config_file", str(CONFIGS / "gate_deepseek_v3.toml"), *words])
+    return load_job(["--job.config_file", str(DEBUG_CONFIGS / "gate_deepseek_v3.toml"), *words])
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,7 @@ expert, the loss, and an evaluation of other shapes. The reference is a plain mo
 import pytest
 import torch
 
-from titan_moe.config.pipeline import SCHEDULES, module_names, split_parts
-from titan_moe.testing.ranks import RankError, run_ranks
-
-from .pipelines import (
+from tests.support.pipelines import (
     LAYERS,
     SEQ_LEN,
     check,
@@ -20,6 +17,8 @@ from .pipelines import (
     run_pipeline,
     wrong,
 )
+from titan_moe.config.pipeline import SCHEDULES, module_names, split_parts
+from titan_moe.testing.ranks import RankError, run_ranks
 
 
 @pytest.fixture(scope="module")

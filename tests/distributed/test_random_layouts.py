@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.random_layouts import draw, ill_formed
+from tests.support.random_layouts import draw, ill_formed
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.layout import ActivationCheckpoint, Parallelism
 from titan_moe.models.config import ModelConfig

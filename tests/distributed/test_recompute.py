@@ -87,9 +87,10 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
 
 def plant(bug: str) -> None:
     from titan_moe.distributed import activation_checkpoint
+    from titan_moe.moe.layer import RoutingMemo
 
     if bug == "routed again":
-        activation_checkpoint._replaying = activation_checkpoint._recording
+        RoutingMemo._replay = RoutingMemo._record
     elif bug == "rows of other tokens handed back":
         hand_back = activation_checkpoint._HandBack.__torch_dispatch__
 

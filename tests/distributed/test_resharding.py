@@ -12,17 +12,16 @@ import torch.distributed as dist
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from tests.distributed.resharding import (
+from tests.support.gates import OTHERS, SAMPLE
+from tests.support.resharding import (
     LEG,
     Run,
-    differences,
     go_on,
     make_job,
+    problems,
     run,
     waste,
-    whole,
 )
-from tests.distributed.test_gate import OTHERS, SAMPLE
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.runtime.errors import RunError
@@ -130,26 +129,6 @@ def test_from_eight_ranks_to_two_to_six(tmp_path: Path, undisturbed: Undisturbed
     assert problems(reference, two, reference, LEG) == []
     six = go_on(_V3, two, 2 * LEG, layouts[2], tmp_path / "six", depth=num_layers)
     assert problems(two, six, reference, 2 * LEG) == []
-
-
-def problems(source: Run, ours: Run, reference: Run, step: int) -> list[str]:
-    """Why `ours` is not `source` gone on with after `step`, as `reference` went on."""
-    lines = [line for ran in (source, ours) for rank in ran.ranks for line in rank.odd_slices]
-    saved = whole([rank.saved[step] for rank in source.ranks])
-    for name in differences(saved, whole([rank.loaded for rank in ours.ranks])):
-        lines.append(f"{name} is not what was saved")
-    if ours.manifest(step).checksums != source.manifest(step).checksums:
-        lines.append("saved again, the checksums are others")
-    if ours.data_position(step)["rows"] != source.data_position(step)["rows"]:
-        lines.append("saved again, the data position is another")
-    lines += waste(ours.checkpoint(step))
-    curve, expected = ours.curve(), reference.curve()
-    for later in range(step + 1, step + LEG + 1):
-        if ours.global_batch(later) != reference.global_batch(later):
-            lines.append(f"step {later} has another global batch")
-        if curve[later] != pytest.approx(expected[later], rel=1e-9):
-            lines.append(f"step {later} gives {curve[later]}, not {expected[later]}")
-    return lines
 
 
 @pytest.mark.parametrize("tp, shards", [(1, 5), (2, 3), (2, 8), (3, 6), (4, 4), (8, 7)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.conftest import CONFIGS
+from tests.support.paths import DEBUG_CONFIGS
 from tests.support.routing import own_choices
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
@@ -44,7 +44,7 @@ class Steps(NamedTuple):
 
 def job_of(layout: str, **tables: dict) -> JobConfig:
     """The gate's job in a layout."""
-    job = load_job(["--job.config_file", str(CONFIGS / "gate_deepseek_v3.toml")])
+    job = load_job(["--job.config_file", str(DEBUG_CONFIGS / "gate_deepseek_v3.toml")])
     every = {
         "training": {"global_batch_size": ROWS, "steps": STEPS},
         "parallelism": {"module_fqns_per_model_part": None},

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.unit.ops import move_rows_cases
-from tests.unit.ops.permute_cases import ALIGNMENTS, cases, check
-from tests.unit.ops.test_grouped_mm import SIZES, check_against_the_slow_loop
+from tests.support import move_rows_cases
+from tests.support.grouped_mm_cases import SIZES, check_against_the_slow_loop
+from tests.support.permute_cases import ALIGNMENTS, cases, check
 from titan_moe.ops.move_rows import (
     add_rows,
     add_rows_reference,

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from tests.gpu.precision import GROUPED_NEEDS, LINEAR_NEEDS, compiled_losses, float8_errors, lacks
+from tests.support.precision import (
+    GROUPED_NEEDS,
+    LINEAR_NEEDS,
+    compiled_losses,
+    float8_errors,
+    lacks,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

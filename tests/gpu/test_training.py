@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.launching import REPO
+from tests.support.paths import REPO
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -27,7 +27,7 @@ def _train(folder: Path, name: str, flavor: str) -> list[tuple[float, float]]:
         "metrics.log_freq": 1,
     }
     arguments = [f"--{key}={value}" for key, value in keys.items()]
-    subprocess.run([sys.executable, "-m", "titan_moe.train", *arguments], cwd=REPO, check=True)
+    subprocess.run([sys.executable, "-m", "titan_moe", "train", *arguments], cwd=REPO, check=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(line["loss"], line["grad_norm"]) for line in lines]
 

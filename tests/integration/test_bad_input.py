@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.launching import command, environment, run_train
+from tests.support.launching import command, environment, run_train
 
 _CONFIG, _RUN = 2, 1
 

@@ -1,40 +1,33 @@
-"""compare_losses.py on real runs, as a user starts it."""
+"""verify losses on real runs, as a user starts it."""
 
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.integration.launching import REPO
+from tests.support.commands import start_command
+from tests.support.paths import REPO
 from titan_moe.runtime.revision import code_revision
 from titan_moe.verify.compare.goldens import golden_key, this_device
 
-SCRIPT = REPO / "scripts" / "compare_losses.py"
-COMPARE = str(REPO / "configs" / "debug" / "compare.toml")
-TINY = ["--set", "--model.name mixtral --training.steps 3"]
+COMPARE = ["--config", REPO / "configs" / "debug" / "compare.toml"]
+TINY = ["--model.name", "mixtral", "--training.steps", "3"]
 GOLDENS = sorted(path for path in (REPO / "tests" / "goldens").iterdir() if path.is_dir())
 
 
-def start(*words: str, out: Path) -> subprocess.Popen[str]:
-    variables = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *words, "--out", str(out)],
-        cwd=REPO,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+def start(*words: object, out: Path) -> subprocess.Popen[str]:
+    return start_command(
+        *("verify", "losses", *words, "--out", out),
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         start_new_session=True,
     )
 
 
-def compare(*words: str, out: Path) -> tuple[int, str]:
+def compare(*words: object, out: Path) -> tuple[int, str]:
     process = start(*words, out=out)
     told, _ = process.communicate(timeout=400)
     return process.returncode, told
@@ -43,7 +36,7 @@ def compare(*words: str, out: Path) -> tuple[int, str]:
 @pytest.mark.skipif(code_revision(REPO) is None, reason="git has no commit of this folder")
 def test_my_change_against_the_last_commit(tmp_path: Path):
     sides = ["--baseline", "revision=HEAD ranks=1", "--candidate", "ranks=1"]
-    code, told = compare(COMPARE, *TINY, *sides, out=tmp_path / "out")
+    code, told = compare(*COMPARE, *sides, *TINY, out=tmp_path / "out")
     assert code in (0, 3), told  # What is not committed yet may round differently.
     found = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert found["baseline"]["told"].startswith("HEAD (")
@@ -58,7 +51,7 @@ def test_a_side_that_fails(tmp_path: Path):
     few.write_text("three words only\n")
     data = f"ranks=1 --training.dataset text --training.dataset_path {few}"
     sides = ["--baseline", "ranks=1", "--candidate", data]
-    code, told = compare(COMPARE, *TINY, *sides, out=tmp_path / "out")
+    code, told = compare(*COMPARE, *sides, *TINY, out=tmp_path / "out")
     assert code == 4, told
     assert "candidate of working tree" in told and "fewer than the 8 rows" in told
     assert "Traceback" not in told
@@ -66,7 +59,7 @@ def test_a_side_that_fails(tmp_path: Path):
 
 def test_an_interrupt_and_the_same_command_again(tmp_path: Path):
     sides = ["--baseline", "ranks=1", "--candidate", "ranks=1 --metrics.enable_tensorboard true"]
-    process = start(COMPARE, *TINY, *sides, out=tmp_path / "out")
+    process = start(*COMPARE, *sides, *TINY, out=tmp_path / "out")
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("candidate:"):
@@ -75,7 +68,7 @@ def test_an_interrupt_and_the_same_command_again(tmp_path: Path):
     os.killpg(process.pid, signal.SIGINT)
     rest = process.stdout.read()
     assert process.wait(60) == 130 and "the same command goes on" in rest
-    code, told = compare(COMPARE, *TINY, *sides, out=tmp_path / "out")
+    code, told = compare(*COMPARE, *sides, *TINY, out=tmp_path / "out")
     assert code == 0 and "identical bits" in told, told
 
 

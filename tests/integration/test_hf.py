@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.hf_folders import assert_same_bits, make_folder, read_folder, small_model
-from tests.integration.launching import run_train
+from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
+from tests.support.launching import run_train
 
 
 def _overrides(source: Path, **more):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launching import REPO, command, environment, run_train
+from tests.support.launching import command, environment, run_train
+from tests.support.paths import REPO
 
 _ENDLESS = 100_000
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_resume import checksums, figures, make_job, train_here
+from tests.support.trainings import checksums, figures, make_job, train_here
 from titan_moe.config.job_config import JobConfig
 from titan_moe.testing.ranks import RankError, run_ranks
 

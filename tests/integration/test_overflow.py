@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_resume import make_job, train_here
+from tests.support.trainings import make_job, train_here
 from titan_moe.testing.ranks import RankError, run_ranks
 
 EP2 = {"expert_parallel_degree": 2}

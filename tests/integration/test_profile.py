@@ -1,13 +1,12 @@
 """A profile of a run names every region of a step, forward and backward, on every rank."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.launching import REPO, run_train
+from tests.support.commands import run_command
+from tests.support.launching import run_train
 from titan_moe.debug.regions import REGIONS
 from titan_moe.profiling.summary import EXPOSED, IDLE
 
@@ -26,11 +25,7 @@ def test_a_run_says_where_a_step_goes(tmp_path: Path, ranks: int) -> None:
     )
     assert run.returncode == 0, run.stderr
     step = tmp_path / "profile_traces" / "step-3"
-    shown = subprocess.run(
-        [sys.executable, REPO / "scripts" / "profile_summary.py", step],
-        capture_output=True,
-        text=True,
-    )
+    shown = run_command("report", "profile", step)
     assert shown.returncode == 0, shown.stderr
     facts = json.loads((step / "summary.json").read_text())
     assert facts["ranks"] == list(range(ranks)) and facts["steps"] == 1

@@ -1,60 +1,13 @@
 """A run that stops and goes on is the run that never stopped: the same bits."""
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
+from tests.support.trainings import STEPS, checksums, figures, make_job, train_here
 from titan_moe.config.job_config import JobConfig
 from titan_moe.testing.ranks import RankError, run_ranks
-
-STEPS = 20
-
-
-def make_job(folder: Path, *, steps: int = STEPS, dtype: str = "float32", **tables) -> JobConfig:
-    base = {
-        "job": {"dump_folder": str(folder)},
-        "model": {"flavor": "2M"},
-        "training": {
-            "dataset": "synthetic",
-            "local_batch_size": 2,
-            "global_batch_size": 8,
-            "seq_len": 64,
-            "steps": steps,
-            "mixed_precision_param": dtype,
-        },
-        "lr_scheduler": {"total_steps": STEPS, "warmup_steps": 5},
-        "moe": {"global_aux_loss_weight": 0.01},
-        "activation_checkpoint": {"mode": "none"},
-        "checkpoint": {"enable": True, "interval": 5},
-        "metrics": {"log_freq": 1},
-    }
-    return JobConfig.model_validate(
-        {**base, **{key: {**base.get(key, {}), **table} for key, table in tables.items()}}
-    )
-
-
-def train_here(job: JobConfig, *, disturb: bool = False, kill: tuple[str, int] | None = None):
-    """Train on this rank; `disturb` starts from other random states and a warm thread pool."""
-    import torch
-    import torch.distributed as dist
-
-    from titan_moe.models.hf import model_of_job
-    from titan_moe.runtime.process import Process
-    from titan_moe.trainer import train
-
-    if disturb:
-        torch.manual_seed(12345)
-        torch.set_num_threads(2)
-        (torch.randn(700, 700) @ torch.randn(700, 700)).sum()
-        torch.set_num_threads(1)
-    if kill is not None:
-        _plant_kill(*kill)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    process = Process(rank=rank, world_size=world_size, device=torch.device("cpu"))
-    train(job, model_of_job(job.model), process)
 
 
 def disturbed(job: JobConfig):
@@ -63,48 +16,6 @@ def disturbed(job: JobConfig):
 
 def killed(job: JobConfig, where: str, rank: int):
     train_here(job, kill=(where, rank))
-
-
-def _plant_kill(where: str, rank: int) -> None:
-    """Let this process die by SIGKILL in the second half of the run."""
-    import torch.distributed as dist
-
-    from titan_moe import train_step
-    from titan_moe.checkpoint import checkpointer, storage
-
-    if dist.get_rank() != rank:
-        return
-
-    def die(*args, **kwargs):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if where == "in a step":
-        calls = iter(range(100))
-        update = train_step.update_routers
-        train_step.update_routers = lambda *args: die() if next(calls) == 12 else update(*args)
-        return
-    module, name = {
-        "writing tensors": (checkpointer, "_write_tensors"),
-        "before the rename": (storage, "commit"),
-    }[where]
-    saves = iter(range(100))
-    original = getattr(module, name)
-
-    def die_at_the_third(*args, **kwargs):
-        return die() if next(saves) == 2 else original(*args, **kwargs)
-
-    setattr(module, name, die_at_the_third)
-
-
-def figures(folder: Path) -> list[tuple]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    keys = ("step", "loss", "grad_norm", "lr", "tokens", "balance_loss")
-    return [tuple(line[key] for key in keys) for line in lines]
-
-
-def checksums(folder: Path) -> dict:
-    """Of every parameter, buffer and optimizer tensor after the last step."""
-    return json.loads((folder / f"checkpoint/step-{STEPS}/manifest.json").read_text())["checksums"]
 
 
 def assert_same_run(ours: Path, undisturbed: Path) -> None:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from tests.integration.launching import run_train
-from tests.integration.test_resume import make_job, train_here
+from tests.support.launching import run_train
 from tests.support.routing import own_choices
+from tests.support.trainings import make_job, train_here
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.routing.record import Record
 from titan_moe.testing.ranks import run_ranks

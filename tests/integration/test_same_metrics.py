@@ -7,7 +7,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from tests.integration.test_resume import train_here
+from tests.support.trainings import train_here
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.testing.ranks import run_ranks

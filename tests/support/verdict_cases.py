@@ -1,4 +1,4 @@
-"""Runs whose curves are known, for comparisons."""
+"""Records of runs whose curves are known."""
 
 from dataclasses import replace
 
@@ -7,6 +7,8 @@ import numpy as np
 from titan_moe.verify.compare.records import Curve, RunRecord
 
 STEPS = list(range(1, 21))
+
+
 FACTS = {
     "torch": "2.13.0",
     "device": "cpu",

@@ -67,4 +67,4 @@ class Debug(Section):
     """Folder of a routing_record whose experts every token goes to, in whatever layout."""
     capture_step: NonNegativeInt = 0
     """The step of which to write a summary of every tensor, to capture/ in job.dump_folder, for
-    scripts/localize_difference.py; 0: none."""
+    titan-moe verify localize; 0: none."""

@@ -90,7 +90,7 @@ def known_keys(section: type[Section] = JobConfig, prefix: str = "") -> dict[str
 
 def _split_config_file(argv: list[str]) -> tuple[str | None, list[str]]:
     parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument(f"--{_CONFIG_FILE}", dest="path", metavar="PATH")
+    parser.add_argument(f"--{_CONFIG_FILE}", "--config", dest="path", metavar="PATH")
     known, rest = parser.parse_known_args(argv)
     return known.path, rest
 
@@ -111,7 +111,13 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _read_command_line(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
     """The overrides as nested tables of text, and the arguments that are no key of ours."""
     parser = _Parser(usage=_USAGE, allow_abbrev=False)
-    parser.add_argument(f"--{_CONFIG_FILE}", metavar="PATH", help="TOML file to start from.")
+    parser.add_argument(
+        f"--{_CONFIG_FILE}",
+        "--config",
+        dest=_CONFIG_FILE,
+        metavar="PATH",
+        help="TOML file to start from.",
+    )
     source: CliSettingsSource[_Parser] = CliSettingsSource(
         _CliSettings,
         root_parser=parser,

@@ -93,7 +93,7 @@ class Training(Section):
 
     dataset: str = "stdlib"
     """'stdlib' (the Python sources on this machine), 'synthetic', 'json', 'parquet', 'text',
-    'tokens' (a folder made by scripts/tokenize_data.py), 'c4', or a Hugging Face dataset name.
+    'tokens' (a folder made by titan-moe tokenize), 'c4', or a Hugging Face dataset name.
     A document is a file of stdlib, a record of json and parquet, a paragraph of text."""
     dataset_path: str | None = None
     """File, folder or glob for json, parquet, text and tokens; a local copy for Hugging Face

@@ -111,7 +111,7 @@ class StreamFeed:
     """A stream in its own order; each data rank reads all of it and keeps its own rows' documents.
 
     The price: N data ranks read the stream N times. Where that is too much, tokenize it once
-    (scripts/tokenize_data.py) and train on the copy.
+    (titan-moe tokenize) and train on the copy.
     """
 
     size: int | None = None

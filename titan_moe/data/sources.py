@@ -68,10 +68,7 @@ def check_source(
 def _open_tokens(dataset_path: str | None, *, key: str, tokenizer: str | None) -> TokenCorpus:
     if dataset_path is None:
         raise ConfigError(
-            [
-                f"{key}dataset='tokens' needs {key}dataset_path: a folder made by "
-                "scripts/tokenize_data.py"
-            ]
+            [f"{key}dataset='tokens' needs {key}dataset_path: a folder made by titan-moe tokenize"]
         )
     folder = Path(dataset_path).expanduser()
     return TokenCorpus(folder, tokenizer=tokenizer, key=f"{key}dataset_path")

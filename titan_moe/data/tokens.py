@@ -67,7 +67,7 @@ def shard_paths(folder: Path, number: int) -> tuple[Path, Path]:
 
 def read_manifest(folder: Path, *, key: str) -> Manifest:
     """Read the manifest; ConfigError naming `key` when the folder is not a whole corpus."""
-    problem = "make it with scripts/tokenize_data.py"
+    problem = "make it with titan-moe tokenize"
     try:
         table = json.loads((folder / MANIFEST).read_bytes())
         if table.get("format") != FORMAT:

@@ -34,7 +34,7 @@ REGIONS = (
 )
 """In the order of a step."""
 _OF_MOE = {
-    "route": ("router.forward", "choose", "router.weigh"),
+    "route": ("router.forward", "routing_fn", "router.gating_weights"),
     "dispatch": ("dispatcher.plan", "dispatcher.send", "dispatcher.receive"),
     "experts": ("experts.forward",),
     "combine": ("dispatcher.combine",),

@@ -1,7 +1,6 @@
 """Recompute a block's activations in the backward instead of keeping them.
 
-The recomputation replays the routing of the forward pass: it asks no router again (rounding could
-send a token elsewhere), counts no token again, and waits for no split sizes again.
+The recomputation replays the routing decisions of the forward pass (`RoutingMemo`).
 
 Recomputing by operation keeps attention with all it does (its kernel, its collectives under context
 parallelism), every matrix product, and the result of every collective that moves rows or adds
@@ -23,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from titan_moe.config.layout import ActivationCheckpoint
-from titan_moe.moe.layer import Assignment, MoE
+from titan_moe.moe.layer import MoE, RoutingMemo
 
 # Not all-gathers: what they return is as large as all ranks' parts together, and FSDP's are
 # parameters.
@@ -62,9 +61,12 @@ def _recomputed(block: nn.Module, by_operation: bool) -> Callable[..., Tensor]:
     moe_layers = [module for module in block.modules() if isinstance(module, MoE)]
     attentions = [module for module in block.modules() if hasattr(module, "core")]
 
+    memo = RoutingMemo()
+    for moe in moe_layers:
+        moe.routing_memo = memo
+
     def contexts() -> Contexts:
-        taken: list[Assignment] = []
-        routing = _recording(moe_layers, taken), _replaying(moe_layers, taken)
+        routing = memo.contexts()
         return _both(routing, _kept_results(attentions)) if by_operation else routing
 
     def forward(*args: object) -> Tensor:
@@ -74,43 +76,6 @@ def _recomputed(block: nn.Module, by_operation: bool) -> Callable[..., Tensor]:
         )
 
     return forward
-
-
-@contextmanager
-def _recording(moe_layers: list[MoE], taken: list[Assignment]) -> Iterator[None]:
-    def record(moe: MoE) -> Callable[[Tensor], Assignment]:
-        def assign(scores_TE: Tensor) -> Assignment:
-            taken.append(moe.decide(scores_TE))
-            return taken[-1]
-
-        return assign
-
-    with _assigning(moe_layers, record):
-        yield
-
-
-@contextmanager
-def _replaying(moe_layers: list[MoE], taken: list[Assignment]) -> Iterator[None]:
-    replay = iter(taken)
-
-    def next_taken(moe: MoE) -> Callable[[Tensor], Assignment]:
-        return lambda scores_TE: next(replay)
-
-    with _assigning(moe_layers, next_taken):
-        yield
-
-
-@contextmanager
-def _assigning(
-    moe_layers: list[MoE], make: Callable[[MoE], Callable[[Tensor], Assignment]]
-) -> Iterator[None]:
-    for moe in moe_layers:
-        moe.assign = make(moe)
-    try:
-        yield
-    finally:
-        for moe in moe_layers:
-            moe.assign = moe.decide
 
 
 @contextmanager

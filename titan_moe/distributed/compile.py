@@ -82,7 +82,7 @@ def _compile_pieces(moe: MoE, backend: str) -> None:
     # The attribute is looked up once per call; the orchestration between the pieces is Python.
     moe.forward = torch.compiler.disable(moe.forward)  # type: ignore[method-assign]
     _compile_attribute(moe.router, "forward", backend)
-    _compile_attribute(moe.router, "weigh", backend)
+    _compile_attribute(moe.router, "gating_weights", backend)
     _compile_attribute(moe.experts, "compute", backend, dynamic=True)
     if moe.shared_experts is not None:
         _compile_attribute(moe.shared_experts, "forward", backend)

@@ -1,7 +1,6 @@
-"""Families by Hugging Face's names: config.json, weights' names, and what differs. No torch.
+"""Models as Hugging Face folders describe them: config.json, weights' names, and what differs.
 
-A family brings `hf_config.py` (MODEL_TYPES, from_hf, to_hf) and `hf_keys.py` (keys; COPIES and
-IGNORED if it has any).
+No torch. `hf_family.py` says what a family's `hf.py` has.
 """
 
 import json
@@ -17,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.sections import Model
 from titan_moe.models.config import ModelConfig, tied_weights
-from titan_moe.models.hf_keys import HFCopies, HFKeys
+from titan_moe.models.hf_family import HFCopies, HFKeys
 from titan_moe.models.registry import FAMILIES, flavors, model_config
 
 CONFIG = "config.json"
@@ -49,18 +48,17 @@ class HFModel:
     @cached_property
     def keys(self) -> HFKeys:
         """Our names -> the ways in which each may be stored."""
-        return _module(self.family, "hf_keys").keys(self.config)
+        return _family_module(self.family).keys(self.config)
 
     @property
     def copies(self) -> HFCopies:
         """Their names of copies in multi-token prediction layers -> our names."""
-        copies = getattr(_module(self.family, "hf_keys"), "COPIES", {})
-        return copies if self.config.num_mtp_layers else {}
+        return _family_module(self.family).COPIES if self.config.num_mtp_layers else {}
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """Patterns (fnmatch) of their tensors that have no place here."""
-        return getattr(_module(self.family, "hf_keys"), "IGNORED", ())
+        return _family_module(self.family).IGNORED
 
     @cached_property
     def first_of_group(self) -> dict[str, str]:
@@ -72,7 +70,7 @@ class HFModel:
 
         Raises ConfigError when the family's published code has no place for something of it.
         """
-        module = _module(self.family, "hf_config")
+        module = _family_module(self.family)
         settings = module.to_hf(self.config)
         try:
             lines = differences(self.config, module.from_hf(settings))
@@ -164,7 +162,7 @@ def model_of(folder: Path) -> HFModel:
     settings = read_settings(folder)
     family = family_of(settings, folder / CONFIG)
     try:
-        config = _module(family, "hf_config").from_hf(settings)
+        config = _family_module(family).from_hf(settings)
         return HFModel(family, replace(config, num_mtp_layers=_mtp_layers(folder, config)))
     except ConfigError as error:
         lines = [line.replace(CONFIG, str(folder / CONFIG), 1) for line in error.lines]
@@ -200,7 +198,7 @@ def family_of(settings: dict[str, Any], path: Path) -> str:
     known = {
         model_type: family
         for family in FAMILIES
-        for model_type in _module(family, "hf_config").MODEL_TYPES
+        for model_type in _family_module(family).MODEL_TYPES
     }
     if wanted not in known:
         raise ConfigError(
@@ -249,5 +247,5 @@ def _flat(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield prefix + key, value
 
 
-def _module(family: str, name: str) -> Any:
-    return import_module(f"titan_moe.models.{family}.{name}")
+def _family_module(family: str) -> Any:
+    return import_module(f"titan_moe.models.{family}.hf")

@@ -1,6 +1,7 @@
 """The mixture-of-experts layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,25 +14,72 @@ from titan_moe.moe.experts import Experts
 from titan_moe.moe.router import Router, Scores
 
 
-class Assignment(NamedTuple):
-    """A routing decision and its dispatch layout: what a recomputation replays."""
+class RoutingDecision(NamedTuple):
+    """The selected experts and the dispatch plan: what a recomputation replays."""
 
     experts_TK: Tensor
     chosen_BE: Tensor | None
-    """How often each sequence chose each expert, where a loss wants to know."""
+    """How often each sequence selected each expert; None if no loss needs it."""
     plan: Any
+
+
+class RoutingMemo:
+    """Replays the routing decisions of a checkpointed forward pass in its recomputation.
+
+    Routing anew could send a token elsewhere (rounding), would count it again, and would wait for
+    split sizes again. Outside the two contexts of `contexts` every decision is made anew.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: list[RoutingDecision] | None = None
+        self._replayed: Iterator[RoutingDecision] | None = None
+
+    def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
+        """For one forward pass and its recomputation: the first records decisions, the second
+        replays them in the same order."""
+        decisions: list[RoutingDecision] = []
+        return self._record(decisions), self._replay(decisions)
+
+    def decide(
+        self, route: Callable[[Tensor], RoutingDecision], scores_BSE: Tensor
+    ) -> RoutingDecision:
+        """`route(scores_BSE)`, or in a recomputation what that returned in the forward pass."""
+        if self._replayed is not None:
+            return next(self._replayed)
+        decision = route(scores_BSE)
+        if self._recorded is not None:
+            self._recorded.append(decision)
+        return decision
+
+    @contextmanager
+    def _record(self, decisions: list[RoutingDecision]) -> Iterator[None]:
+        self._recorded = decisions
+        try:
+            yield
+        finally:
+            self._recorded = None
+
+    @contextmanager
+    def _replay(self, decisions: list[RoutingDecision]) -> Iterator[None]:
+        self._replayed = iter(decisions)
+        try:
+            yield
+        finally:
+            self._replayed = None
 
 
 class MoE(nn.Module):
     """Routed experts, plus a shared expert that sees every token.
 
-    `dispatcher`, `whole_sequences`, `choose` and `assign` are chosen when the model is built:
-    expert parallelism replaces the first; the second sums counts_BE over the ranks that hold parts
-    of the same sequences; routing traces replace the third; recomputation replaces the fourth while
-    it records and replays.
+    Four attributes are strategies, set once when the model is built: `dispatcher` by expert
+    parallelism; `whole_sequences`, which sums counts_BE over the ranks that hold parts of the same
+    sequences; `routing_fn`, scores_TE -> experts_TK, by routing traces; and `routing_memo`, shared
+    with the activation checkpoint around this layer.
+
+    `counts_traffic` says whether this step's traffic is measured, which only a log reads.
 
     Buffers: `rows_sent` [2] sums the dispatcher's traffic of this step's tokens; `rows_dropped` []
-    the (token, expert) choices that found no room, in training or in validation.
+    the (token, expert) choices that exceeded the capacity, in training or in validation.
     """
 
     rows_sent: Tensor
@@ -45,8 +93,9 @@ class MoE(nn.Module):
         self.shared_experts = shared_experts
         self.dispatcher: Dispatcher = LocalDispatcher(config.row_alignment)
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
-        self.choose: Callable[[Tensor], Tensor] = self.router.choose
-        self.assign: Callable[[Tensor], Assignment] = self.decide
+        self.routing_fn: Callable[[Tensor], Tensor] = self.router.select_experts
+        self.routing_memo = RoutingMemo()
+        self.counts_traffic = True
         self.register_buffer("rows_sent", torch.empty(2, dtype=torch.int64), persistent=False)
         self.register_buffer("rows_dropped", torch.empty((), dtype=torch.int64), persistent=False)
         self.init_buffers()
@@ -59,23 +108,24 @@ class MoE(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_TD = x_BSD.flatten(0, 1)
         scores = self.router(x_TD)
-        assignment = self.assign(scores.scores_TE.unflatten(0, x_BSD.shape[:2]))
-        weights_TK = self.router.weigh(scores.scores_TE, assignment.experts_TK)
+        scores_BSE = scores.scores_TE.unflatten(0, x_BSD.shape[:2])
+        decision = self.routing_memo.decide(self.route, scores_BSE)
+        weights_TK = self.router.gating_weights(scores.scores_TE, decision.experts_TK)
         if self.training:
-            loss = self._balance_loss(scores, assignment.chosen_BE, x_BSD.shape[0])
+            loss = self._balance_loss(scores, decision.chosen_BE, x_BSD.shape[0])
             if loss is not None:
                 weights_TK = balance.attach_loss(weights_TK, loss, self.router.balance_loss)
 
-        sent = self.dispatcher.send(x_TD, weights_TK, assignment.plan)
-        # While rows travel, here and in the backward.
+        sent = self.dispatcher.send(x_TD, weights_TK, decision.plan)
+        # Overlaps with the exchange of rows, here and in the backward.
         shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
-        rows = self.dispatcher.receive(sent, assignment.plan)
-        y_TD = self.dispatcher.combine(self.experts(rows), assignment.plan)
+        rows = self.dispatcher.receive(sent, decision.plan)
+        y_TD = self.dispatcher.combine(self.experts(rows), decision.plan)
         return (y_TD if shared_TD is None else y_TD + shared_TD).view_as(x_BSD)
 
-    def decide(self, scores_BSE: Tensor) -> Assignment:
-        """Choose experts, count them (in training), and plan the dispatch."""
-        experts_TK = self.choose(scores_BSE.flatten(0, 1))
+    def route(self, scores_BSE: Tensor) -> RoutingDecision:
+        """Select experts, count them (in training), and plan the dispatch."""
+        experts_TK = self.routing_fn(scores_BSE.flatten(0, 1))
         counts_E = count_experts(experts_TK, self.config.num_experts)
         plan = self.dispatcher.plan(experts_TK, counts_E)  # First: what it sends is under way.
         if (dropped := self.dispatcher.dropped(plan)) is not None:
@@ -83,12 +133,13 @@ class MoE(nn.Module):
         chosen_BE = None
         if self.training:
             self.router.tokens_per_expert += counts_E
-            self.rows_sent += self.dispatcher.traffic(experts_TK, counts_E)
+            if self.counts_traffic:
+                self.rows_sent += self.dispatcher.traffic(experts_TK, counts_E)
             if self.config.sequence_aux_loss_weight:
                 experts_BN = experts_TK.view(len(scores_BSE), -1)
                 chosen_BE = balance.counts_per_row(experts_BN, self.config.num_experts)
                 chosen_BE = self.whole_sequences(chosen_BE)
-        return Assignment(experts_TK, chosen_BE, plan)
+        return RoutingDecision(experts_TK, chosen_BE, plan)
 
     def _balance_loss(
         self, scores: Scores, chosen_BE: Tensor | None, num_rows: int

@@ -1,4 +1,4 @@
-"""The router: scores, the choice of experts, and the weights of the chosen ones."""
+"""The router: scores, the selection of experts, and their gating weights."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from titan_moe.moe.config import MoEConfig
 
 
 class Scores(NamedTuple):
-    """What a token thinks of each expert, in at least float32."""
+    """Router outputs for each token and expert, in at least float32."""
 
     logits_TE: Tensor
     scores_TE: Tensor
@@ -23,7 +23,7 @@ class Scores(NamedTuple):
 class Router(nn.Module):
     """Scores tokens against experts and picks top_k of them.
 
-    Buffers: `expert_bias` [E] enters the choice but not the weights (arXiv 2408.15664);
+    Buffers: `expert_bias` [E] enters the selection but not the weights (arXiv 2408.15664);
     `previous_load` [E] holds each expert's share of the previous step's tokens; `tokens_per_expert`
     [E] counts this step's; `balance_loss` sums this step's auxiliary losses.
     """
@@ -63,8 +63,8 @@ class Router(nn.Module):
         scores_TE = logits_TE.sigmoid()
         return Scores(logits_TE, scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True))
 
-    def choose(self, scores_TE: Tensor) -> Tensor:
-        """The experts of each token: experts_TK, best first. Has no gradient."""
+    def select_experts(self, scores_TE: Tensor) -> Tensor:
+        """The top_k experts of each token: experts_TK, best first. Has no gradient."""
         config = self.config
         num_tokens = scores_TE.shape[0]
         if config.force_load_balance:
@@ -75,16 +75,16 @@ class Router(nn.Module):
             scores_TE = _keep_top_groups(scores_TE, config)
         return scores_TE.topk(config.top_k, dim=-1).indices
 
-    def weigh(self, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        """The weights of the chosen experts: weights_TK."""
-        weights_TK = _TakeChosen.apply(scores_TE, experts_TK)
+    def gating_weights(self, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        """The weights of the selected experts: weights_TK."""
+        weights_TK = _GatherSelected.apply(scores_TE, experts_TK)
         if self.config.normalize_top_k:
             # As in DeepSeek's reference: sigmoid scores may all underflow.
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         return weights_TK * self.config.route_scale
 
 
-class _TakeChosen(torch.autograd.Function):
+class _GatherSelected(torch.autograd.Function):
     """A gather whose backward writes instead of adding: a token's experts are distinct."""
 
     @staticmethod

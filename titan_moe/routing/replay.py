@@ -40,8 +40,8 @@ from titan_moe.runtime.process import Process
 
 FLIPS_FILE = "routing_flips.jsonl"
 
-Choice = Callable[[Tensor], Tensor]
-"""scores_TE -> experts_TK: `MoE.choose`."""
+RoutingFn = Callable[[Tensor], Tensor]
+"""scores_TE -> experts_TK: `MoE.routing_fn`."""
 
 
 class RoutingTrace:
@@ -126,7 +126,7 @@ class _Recording:
         self._taken: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for name, moe in _named(sharded).items():
             self._taken[name] = []
-            moe.choose = _kept(moe, self._taken[name])
+            moe.routing_fn = _kept(moe, self._taken[name])
 
     def begin(self, step: int, tokens: Tokens) -> None:
         for taken in self._taken.values():
@@ -155,13 +155,13 @@ class _Recording:
         return against.item() == 0
 
 
-def _kept(moe: MoE, taken: list[tuple[Tensor, Tensor]]) -> Choice:
-    choose = moe.choose
+def _kept(moe: MoE, taken: list[tuple[Tensor, Tensor]]) -> RoutingFn:
+    select = moe.routing_fn
 
     def kept(scores_TE: Tensor) -> Tensor:
-        experts_TK = choose(scores_TE)
+        experts_TK = select(scores_TE)
         if moe.training:
-            weights_TK = moe.router.weigh(scores_TE.detach(), experts_TK)
+            weights_TK = moe.router.gating_weights(scores_TE.detach(), experts_TK)
             # 16 bits: as int64, a step's choices would take more memory than their weights.
             taken.append((experts_TK.to(torch.int16), weights_TK.float()))
         return experts_TK
@@ -214,13 +214,13 @@ class _Follower:
     """Chooses for one MoE layer what is `ahead`, and counts its own choices that differ."""
 
     def __init__(self, moe: MoE) -> None:
-        self._moe, self._choose = moe, moe.choose
+        self._moe, self._select = moe, moe.routing_fn
         self._flips: list[Tensor] = []
         self.ahead_TK = torch.empty(0)
-        moe.choose = self
+        moe.routing_fn = self
 
     def __call__(self, scores_TE: Tensor) -> Tensor:
-        own_TK = self._choose(scores_TE)
+        own_TK = self._select(scores_TE)
         if not self._moe.training:
             return own_TK
         num_tokens = len(own_TK)

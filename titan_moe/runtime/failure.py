@@ -1,8 +1,9 @@
 """Which rank failed first, and why: records written by the ranks, read after torchrun has ended.
 
 torchrun itself ends with exit code 1 under a page of its own whatever a rank ended with. So each
-failing rank leaves a record in a folder handed to it, and run_train.sh asks this module for the
-first one. A rank that could leave none (SIGKILL, a segmentation fault) is found on torchrun's page.
+failing rank leaves a record in a folder handed to it, and `titan-moe report failure`, which
+run_train.sh calls, names the first one. A rank that could leave none (SIGKILL, a segmentation
+fault) is found on torchrun's page.
 """
 
 import json
@@ -92,9 +93,3 @@ def print_errors(lines: Sequence[str]) -> None:
     """One `error: ` line each, on standard error."""
     for line in lines:
         print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    words, code = explain(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
-    print_errors(words)
-    sys.exit(code)

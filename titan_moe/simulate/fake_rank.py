@@ -115,7 +115,7 @@ def spread_choice(num_experts: int, top_k: int) -> Callable[[Tensor], Tensor]:
     router that is balanced: a dispatcher may send a token once to each of them.
     """
 
-    def choose(scores_TE: Tensor) -> Tensor:
+    def select_experts(scores_TE: Tensor) -> Tensor:
         num_tokens = len(scores_TE)
         # Not torch's random numbers: on paper they are floats without values.
         generator = np.random.default_rng(num_experts)
@@ -126,7 +126,7 @@ def spread_choice(num_experts: int, top_k: int) -> Callable[[Tensor], Tensor]:
         experts_TK = ((sets_NK + shift_NT1) % num_experts).reshape(-1, top_k)[:num_tokens]
         return torch.from_numpy(experts_TK).to(scores_TE.device)
 
-    return choose
+    return select_experts
 
 
 class PaperRank:
@@ -218,6 +218,6 @@ class Counted:
 
 
 def spread_tokens(sharded: ShardedModel) -> None:
-    """Give every router the choice of `spread_choice`."""
+    """Let every MoE layer select experts by `spread_choice`."""
     for moe in sharded.moe_layers().values():
-        moe.choose = spread_choice(moe.config.num_experts, moe.config.top_k)
+        moe.routing_fn = spread_choice(moe.config.num_experts, moe.config.top_k)

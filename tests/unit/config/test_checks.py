@@ -1,51 +1,14 @@
 """Rules across tables: every broken one gives its one line."""
 
 import importlib.util
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.support.config_checks import Experts, Shape, problems
 from titan_moe.config.checks.job import check, check_vocabulary
 from titan_moe.config.parse import load_job
 from titan_moe.config.resolve import resolve
-
-
-@dataclass(frozen=True)
-class _Heads:
-    num_heads: int = 16
-    num_kv_heads: int = 8
-
-
-@dataclass(frozen=True)
-class _Experts:
-    num_experts: int = 8
-    top_k: int = 2
-    hidden_dim: int = 256
-    num_shared_experts: int = 1
-    projection_bias: bool = False
-
-
-@dataclass(frozen=True)
-class _Shape:
-    vocab_size: int = 272
-    max_seq_len: int = 4096
-    num_layers: int = 4
-    dim: int = 64
-    attention: _Heads = _Heads()
-    hidden_dim: int = 512
-    num_dense_layers: int = 1
-    moe: _Experts | None = _Experts()
-    num_mtp_layers: int = 0
-
-    def is_moe_layer(self, layer: int) -> bool:
-        return self.moe is not None and layer >= self.num_dense_layers
-
-
-def _check(arguments: str, ranks: int = 1, gpus: int = 0, moe: bool = True) -> list[str]:
-    model = _Shape(moe=_Experts() if moe else None)
-    return check(load_job(arguments.split()), model, ranks, num_gpus=gpus)
-
 
 _FLOAT8 = '--model.converters ["quantize.linear.float8","quantize.grouped_mm.float8"]'
 _EMULATED = f"{_FLOAT8} --quantize.linear.float8.emulate true"
@@ -281,34 +244,34 @@ def _layout(words: str) -> tuple[str, int]:
 
 @pytest.mark.parametrize(("layout", "words"), PARALLEL_RULES)
 def test_an_illegal_layout_is_one_line(layout: str, words: str) -> None:
-    (line,) = _check(*_layout(layout))
+    (line,) = problems(*_layout(layout))
     assert words in line and "\n" not in line
 
 
 @pytest.mark.parametrize("layout", LEGAL_LAYOUTS)
 def test_a_legal_layout_is_silent(layout: str) -> None:
-    assert _check(*_layout(layout)) == []
+    assert problems(*_layout(layout)) == []
 
 
 def test_tensor_parallelism_need_not_divide_what_is_not_there() -> None:
     """A model of MoE layers alone has no dense hidden dim, and may have no shared experts."""
-    experts = _Experts(num_shared_experts=0, hidden_dim=7)
-    model = _Shape(hidden_dim=7, num_dense_layers=0, moe=experts)
+    experts = Experts(num_shared_experts=0, hidden_dim=7)
+    model = Shape(hidden_dim=7, num_dense_layers=0, moe=experts)
     job = load_job(["--parallelism.tensor_parallel_degree", "8"])
     assert check(job, model, 8, num_gpus=0) == []
 
 
 def test_expert_biases_want_the_models_dim_to_divide() -> None:
-    experts = _Experts(projection_bias=True)
+    experts = Experts(projection_bias=True)
     job = load_job(["--parallelism.expert_tensor_parallel_degree", "4"])
-    assert check(job, _Shape(moe=experts), 4, num_gpus=0) == []
-    (line,) = check(job, _Shape(moe=experts, dim=66), 4, num_gpus=0)
+    assert check(job, Shape(moe=experts), 4, num_gpus=0) == []
+    (line,) = check(job, Shape(moe=experts, dim=66), 4, num_gpus=0)
     assert "must divide dim=66: choose a divisor such as 1, 2" in line
 
 
 @pytest.mark.parametrize(("arguments", "ranks", "words"), RULES)
 def test_a_broken_rule_is_one_line(arguments: str, ranks: int, words: str) -> None:
-    (line,) = _check(arguments, ranks)
+    (line,) = problems(arguments, ranks)
     assert words in line and "\n" not in line
 
 
@@ -333,11 +296,11 @@ def test_a_broken_rule_is_one_line(arguments: str, ranks: int, words: str) -> No
     ],
 )
 def test_what_fits_is_silent(arguments: str, ranks: int) -> None:
-    assert _check(arguments, ranks) == []
+    assert problems(arguments, ranks) == []
 
 
 def test_everything_broken_is_said_at_once() -> None:
-    lines = _check(
+    lines = problems(
         "--training.enable_cpu_offload --training.seq_len 9999 --validation.seq_len 9999",
         ranks=1,
     )
@@ -346,33 +309,33 @@ def test_everything_broken_is_said_at_once() -> None:
 
 def test_float8_units_want_bfloat16_and_whole_rows() -> None:
     wide = f"{_FLOAT8} --training.mixed_precision_param float32 --training.seq_len 40"
-    first, second = _check(wide + " --training.local_batch_size 1", gpus=1)
+    first, second = problems(wide + " --training.local_batch_size 1", gpus=1)
     assert first.startswith("training.mixed_precision_param=float32: float8 products of a GPU go")
     assert "1 rows / cp x tp 1 are 40 tokens" in second and "a multiple of 16" in second
 
 
 def test_float8_experts_want_experts() -> None:
-    (line,) = _check(_EMULATED, moe=False)
+    (line,) = problems(_EMULATED, moe=False)
     assert "grouped_mm.float8: deepseek_v3 debugmodel has no experts; leave it out" in line
 
 
 def test_float8_without_torchao_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (line,) = _check(_EMULATED)
+    (line,) = problems(_EMULATED)
     assert "needs torchao, which is not installed: pip install 'titan_moe[float8]'" in line
 
 
 def test_offload_is_fine_with_a_gpu() -> None:
-    assert _check("--training.enable_cpu_offload", gpus=1) == []
+    assert problems("--training.enable_cpu_offload", gpus=1) == []
 
 
 def test_a_dense_model_has_no_expert_settings() -> None:
     arguments = "--parallelism.expert_parallel_degree 2 --debug.moe_force_load_balance"
-    lines = _check(arguments, ranks=2, moe=False)
+    lines = problems(arguments, ranks=2, moe=False)
     assert len(lines) == 2 and all(
         "deepseek_v3 debugmodel has no experts" in line for line in lines
     )
-    assert _check("", moe=False) == []
+    assert problems("", moe=False) == []
 
 
 def test_routing_traces(tmp_path: Path) -> None:
@@ -380,58 +343,58 @@ def test_routing_traces(tmp_path: Path) -> None:
     for folder, name in ((full, "notes.txt"), (record, "record.json")):
         folder.mkdir()
         (folder / name).touch()
-    (line,) = _check(f"--debug.routing_record {full}")
+    (line,) = problems(f"--debug.routing_record {full}")
     assert line == f"debug.routing_record={full} holds other files: choose a new folder"
-    (line,) = _check(f"--debug.routing_record {full}/notes.txt")
+    (line,) = problems(f"--debug.routing_record {full}/notes.txt")
     assert "notes.txt holds other files" in line
-    (line,) = _check(f"--debug.routing_replay {tmp_path}/none")
+    (line,) = problems(f"--debug.routing_replay {tmp_path}/none")
     assert "routing_replay" in line and "has no record.json: name the folder of a" in line
-    (line,) = _check(f"--debug.routing_replay {record} --debug.routing_record {full}/../record")
+    (line,) = problems(f"--debug.routing_replay {record} --debug.routing_record {full}/../record")
     assert "is what is replayed: choose another folder" in line
-    (line,) = _check(f"--debug.routing_replay {record} --debug.moe_force_load_balance")
+    (line,) = problems(f"--debug.routing_replay {record} --debug.moe_force_load_balance")
     assert "both say where tokens go: choose one" in line
-    lines = _check(f"--debug.routing_replay {record} --debug.routing_record new", moe=False)
+    lines = problems(f"--debug.routing_replay {record} --debug.routing_record new", moe=False)
     assert [line.partition("=")[0] for line in lines] == [
         "debug.routing_record",
         "debug.routing_replay",
     ]
     assert all("deepseek_v3 debugmodel has no experts; leave it out" in line for line in lines)
-    assert _check(f"--debug.routing_record {tmp_path}/new --debug.routing_replay {record}") == []
-    assert _check(f"--debug.routing_record {record}") == []
+    assert problems(f"--debug.routing_record {tmp_path}/new --debug.routing_replay {record}") == []
+    assert problems(f"--debug.routing_record {record}") == []
 
 
 def test_a_capture_is_of_a_step_of_the_run() -> None:
-    (line,) = _check("--debug.capture_step 9 --training.steps 8")
+    (line,) = problems("--debug.capture_step 9 --training.steps 8")
     assert line.startswith("debug.capture_step=9 is beyond training.steps=8")
-    assert _check("--debug.capture_step 8 --training.steps 8") == []
+    assert problems("--debug.capture_step 8 --training.steps 8") == []
 
 
 def test_settings_of_experts_say_that_a_dense_model_has_none() -> None:
     arguments = "--moe.row_alignment 16 --moe.bias_update_speed 0.1"
-    lines = _check(arguments, moe=False)
+    lines = problems(arguments, moe=False)
     assert lines == [
         f"moe.{setting}: deepseek_v3 debugmodel has no experts; leave it out"
         for setting in ("row_alignment=16", "bias_update_speed=0.1")
     ]
-    assert _check(arguments) == []
+    assert problems(arguments) == []
 
 
 def test_multi_token_prediction_wants_rows_longer_than_it_looks_ahead() -> None:
-    model = _Shape(num_mtp_layers=2)
+    model = Shape(num_mtp_layers=2)
     job = load_job(["--training.seq_len", "2", "--validation.seq_len", "3"])
     (line,) = check(job, model, 1, num_gpus=0)
     assert "training.seq_len=2 must be more than the 2 tokens ahead" in line
     assert "choose at least 3, or fewer layers" in line
     job = load_job(["--training.seq_len", "3", "--training.mtp_loss_weight", "0.1"])
     assert check(job, model, 1, num_gpus=0) == []
-    (line,) = check(job, _Shape(), 1, num_gpus=0)
+    (line,) = check(job, Shape(), 1, num_gpus=0)
     assert "training.mtp_loss_weight=0.1: deepseek_v3 debugmodel has no multi-token" in line
 
 
 def test_a_tokenizer_must_fit_the_vocabulary() -> None:
     job = load_job(["--model.tokenizer_path", "big"])
-    assert check_vocabulary(job, _Shape(), 272) == []
-    (line,) = check_vocabulary(job, _Shape(), 273)
+    assert check_vocabulary(job, Shape(), 272) == []
+    (line,) = check_vocabulary(job, Shape(), 273)
     assert "model.tokenizer_path=big" in line and "273" in line and "vocab_size=272" in line
 
 
@@ -443,13 +406,13 @@ def test_the_global_batch_is_pinned_for_the_ranks_of_the_run() -> None:
 
 
 def test_keys_of_optimizers_that_contradict_each_other():
-    (line,) = _check("--optimizer.muon_steps 6")
+    (line,) = problems("--optimizer.muon_steps 6")
     assert line.startswith("optimizer.muon_steps=6 is Muon's: leave it out")
-    assert _check("--optimizer.muon_steps 6 --optimizer.name Muon") == []
+    assert problems("--optimizer.muon_steps 6 --optimizer.name Muon") == []
     narrow = "--optimizer.state_dtype bfloat16"
-    (line,) = _check(f"{narrow} --optimizer.beta2 0.999")
+    (line,) = problems(f"{narrow} --optimizer.beta2 0.999")
     assert line.startswith("optimizer.beta2=0.999 changes a moment by less than")
     assert line.endswith("choose 0.99 or less, or float32")
-    (line,) = _check(f"{narrow} --optimizer.name Muon --optimizer.muon_momentum 0.995")
+    (line,) = problems(f"{narrow} --optimizer.name Muon --optimizer.muon_momentum 0.995")
     assert line.startswith("optimizer.muon_momentum=0.995")
-    assert _check(narrow) == []
+    assert problems(narrow) == []

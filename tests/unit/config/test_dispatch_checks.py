@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.config.test_checks import _check
+from tests.support.config_checks import problems
 
 _EP, _P = "--parallelism.expert_parallel_degree 2", "--parallelism.expert_parallel"
 
@@ -38,7 +38,7 @@ _EP, _P = "--parallelism.expert_parallel_degree 2", "--parallelism.expert_parall
     ],
 )
 def test_one_line(arguments: str, line: str) -> None:
-    assert _check(arguments, ranks=2) == [line]
+    assert problems(arguments, ranks=2) == [line]
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def test_one_line(arguments: str, line: str) -> None:
     ],
 )
 def test_nothing_to_say(arguments: str) -> None:
-    assert _check(arguments, ranks=2) == []
+    assert problems(arguments, ranks=2) == []
 
 
 def test_a_model_without_experts() -> None:
-    (line,) = _check(f"{_P}_comm_backend deduplicated", moe=False)
+    (line,) = problems(f"{_P}_comm_backend deduplicated", moe=False)
     assert line.startswith("parallelism.expert_parallel_comm_backend=deduplicated: ")
     assert line.endswith("has no experts; leave it out")

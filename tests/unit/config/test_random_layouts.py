@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.random_layouts import draw, ill_formed
+from tests.support.random_layouts import draw, ill_formed
 
 
 @settings(max_examples=300, deadline=None)

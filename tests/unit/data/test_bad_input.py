@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.unit.data.oracles import write_jsonl
+from tests.support.documents import write_jsonl
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.sections import Training, Validation
 from titan_moe.data.build import build_loader, check_data

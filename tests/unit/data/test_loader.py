@@ -4,7 +4,7 @@ import time
 import pytest
 import torch
 
-from tests.unit.data.oracles import random_texts, slow_rows, write_jsonl
+from tests.support.documents import random_texts, slow_rows, write_jsonl
 from titan_moe.config.sections import Dataset, Training
 from titan_moe.data.build import build_loader
 from titan_moe.data.documents import Document

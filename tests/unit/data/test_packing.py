@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.data.oracles import slow_rows
+from tests.support.documents import slow_rows
 from titan_moe.data.packing import IGNORE_INDEX, Encoded, Packer
 
 EOS = 99

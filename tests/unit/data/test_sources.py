@@ -6,7 +6,7 @@ import json
 import pytest
 import zstandard
 
-from tests.unit.data.oracles import ListCorpus, write_jsonl
+from tests.support.documents import ListCorpus, write_jsonl
 from titan_moe.data import hub
 from titan_moe.data.feed import CorpusFeed, Split, StreamFeed
 from titan_moe.data.hub import FileCorpus, HubStream

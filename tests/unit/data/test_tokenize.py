@@ -1,14 +1,12 @@
 import json
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.unit.data.oracles import ListCorpus, random_texts, write_jsonl
-from tests.unit.data.test_tokenizer import write_bpe
+from tests.support.commands import TITAN_MOE, run_command
+from tests.support.documents import ListCorpus, random_texts, write_bpe, write_jsonl
 from titan_moe.config.errors import ConfigError
 from titan_moe.data import tokenize
 from titan_moe.data.hub import HubStream
@@ -19,7 +17,6 @@ from titan_moe.runtime.errors import RunError
 
 TOKENIZER = load_tokenizer("bytes")
 TEXTS = random_texts(1500)
-SCRIPT = Path(__file__).parents[3] / "scripts" / "tokenize_data.py"
 
 
 def write(source, out, **options):
@@ -102,8 +99,8 @@ def test_killed_before_the_renaming(tmp_path, monkeypatch):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_the_script_survives_sigkill(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--dataset", "stdlib", "--out"]
+def test_the_command_survives_sigkill(tmp_path):
+    command = [*TITAN_MOE, "tokenize", "--out"]
     out, partial = tmp_path / "out", tmp_path / "out.partial" / "shard-00000.tokens"
     process = subprocess.Popen([*command, str(out)], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -138,8 +135,8 @@ def test_damage_is_found(tmp_path):
     content[100] ^= 1
     tokens.write_bytes(content)
     assert damaged_files(out) == ["shard-00001.tokens"]
-    run = subprocess.run([sys.executable, str(SCRIPT), "--verify", str(out)], capture_output=True)
-    assert run.returncode == 1 and b"wrong checksum of shard-00001.tokens" in run.stderr
+    run = run_command("tokenize", "--verify", out)
+    assert run.returncode == 1 and "wrong checksum of shard-00001.tokens" in run.stderr
     tokens.write_bytes(content[:-2])
     with pytest.raises(
         ConfigError, match=r"shard-00001.tokens has [\d,]+ bytes, not the [\d,]+ of"

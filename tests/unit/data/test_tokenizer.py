@@ -1,10 +1,10 @@
-import base64
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.documents import write_bpe
 from titan_moe.config.errors import ConfigError
 from titan_moe.data.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -23,13 +23,6 @@ def test_bytes_special_tokens():
     tokenizer = load_tokenizer("bytes")
     assert tokenizer.vocab_size == ByteTokenizer.encoding().n_vocab == 259
     assert tokenizer.decode([104, 105, tokenizer.eos_id]) == "hi<|eos|>"
-
-
-def write_bpe(path, merges=(b"re", b"tu", b"retu")):
-    tokens = [bytes([byte]) for byte in range(256)] + list(merges)
-    lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
-    path.write_bytes(b"\n".join(lines) + b"\n")
-    return str(path)
 
 
 def test_tiktoken_file(tmp_path):

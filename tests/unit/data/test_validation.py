@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from tests.unit.data.oracles import random_texts, write_jsonl
+from tests.support.documents import random_texts, write_jsonl
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.sections import Dataset, Training, Validation
 from titan_moe.data.build import build_loader, build_validation

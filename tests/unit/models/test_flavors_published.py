@@ -222,7 +222,7 @@ _ALL = [(name, flavor) for name in FAMILIES for flavor in flavors(name)]
 def test_a_flavor_has_the_dimensions_of_the_published_file(name: str, flavor: str):
     settings = PUBLISHED[name, flavor]
     assert family_of(settings, Path("config.json")) == name
-    published = import_module(f"titan_moe.models.{name}.hf_config").from_hf(settings)
+    published = import_module(f"titan_moe.models.{name}.hf").from_hf(settings)
     ours = model_config(name, flavor)
     assert differences(ours, published) == []
     assert ours.max_seq_len == published.max_seq_len
@@ -255,7 +255,7 @@ def test_a_flavor_goes_out_as_config_json_and_comes_back(name: str, flavor: str)
 def test_what_is_not_supported_is_named(
     name: str, flavor: str, change: dict[str, Any], expected: str
 ):
-    module = import_module(f"titan_moe.models.{name}.hf_config")
+    module = import_module(f"titan_moe.models.{name}.hf")
     with pytest.raises(ConfigError) as refused:
         module.from_hf(PUBLISHED[name, flavor] | change)
     assert expected in str(refused.value)
@@ -269,7 +269,7 @@ def test_what_is_not_supported_is_named(
     ],
 )
 def test_llama4_layers_must_repeat(change: dict[str, Any], expected: str):
-    module = import_module("titan_moe.models.llama4.hf_config")
+    module = import_module("titan_moe.models.llama4.hf")
     with pytest.raises(ConfigError) as refused:
         module.from_hf(_LLAMA4 | {"num_local_experts": 16} | change)
     assert expected in str(refused.value)

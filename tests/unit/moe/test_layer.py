@@ -168,7 +168,7 @@ def test_a_choice_made_elsewhere_is_weighed_by_the_layers_own_scores() -> None:
     layer = _layer(CONFIG)
     x_BSD = torch.randn(2, 3, DIM, dtype=torch.float64)
     experts_TK = torch.tensor([[5, 0], [1, 2], [3, 4], [0, 1], [2, 5], [4, 3]])
-    layer.choose = lambda scores_TE: experts_TK
+    layer.routing_fn = lambda scores_TE: experts_TK
     layer(x_BSD).sum().backward()
     counts_E = layer.router.tokens_per_expert
     assert counts_E.tolist() == [2, 2, 2, 2, 2, 2]
@@ -184,3 +184,36 @@ def test_a_choice_made_elsewhere_is_weighed_by_the_layers_own_scores() -> None:
     torch.testing.assert_close(layer(x_BSD), y_BSD)
     y_BSD.sum().backward()
     torch.testing.assert_close(grad, layer.router.gate.weight.grad)
+
+
+class _ThreeRowsForTwo(LocalDispatcher):
+    def traffic(self, experts_TK, counts_E):
+        return torch.tensor([3, 2])
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_traffic_is_measured_where_it_is_logged(counted: bool):
+    layer = _layer(CONFIG)
+    layer.dispatcher = _ThreeRowsForTwo(1)
+    layer.counts_traffic = counted
+    layer(torch.randn(1, 4, DIM, dtype=torch.float64))
+    assert layer.rows_sent.tolist() == ([3, 2] if counted else [0, 0])
+
+
+def test_a_recomputation_replays_the_decisions_of_its_own_forward_pass():
+    layer = _layer(CONFIG)
+    scores_BSE = torch.rand(2, 3, 6, dtype=torch.float64)
+    decisions, contexts = [], []
+    for shift in range(2):  # Two microbatches, as in a pipeline.
+        record, replay = layer.routing_memo.contexts()
+        with record:
+            scores = scores_BSE.roll(shift, 1)
+            decisions.append(layer.routing_memo.decide(layer.route, scores))
+        contexts.append(replay)
+    counts_E = layer.router.tokens_per_expert.clone()
+    for decision, replay in zip(decisions, contexts, strict=True):
+        with replay:
+            assert layer.routing_memo.decide(layer.route, scores_BSE) is decision
+    assert torch.equal(layer.router.tokens_per_expert, counts_E)
+    layer.routing_memo.decide(layer.route, scores_BSE)
+    assert torch.equal(layer.router.tokens_per_expert.sum(), counts_E.sum() * 3 // 2)

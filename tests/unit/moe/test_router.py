@@ -32,9 +32,9 @@ def test_bias_enters_the_choice_but_not_the_weights():
     router = _router(CONFIG)
     router.expert_bias[5] = 10.0
     scores_TE = torch.rand(20, 8)
-    experts_TK = router.choose(scores_TE)
+    experts_TK = router.select_experts(scores_TE)
     assert (experts_TK[:, 0] == 5).all()
-    assert torch.equal(router.weigh(scores_TE, experts_TK)[:, 0], scores_TE[:, 5])
+    assert torch.equal(router.gating_weights(scores_TE, experts_TK)[:, 0], scores_TE[:, 5])
 
 
 @pytest.mark.parametrize("group_score_top", [1, 2])
@@ -43,7 +43,7 @@ def test_group_limited_choice_matches_a_loop(group_score_top: int):
     router = _router(config)
     router.expert_bias.normal_()
     scores_TE = torch.rand(50, 8)
-    experts_TK = router.choose(scores_TE)
+    experts_TK = router.select_experts(scores_TE)
     for scores, experts in zip(scores_TE + router.expert_bias, experts_TK, strict=True):
         groups = scores.view(4, 2)
         worth = [sum(sorted(group.tolist())[-group_score_top:]) for group in groups]
@@ -56,14 +56,14 @@ def test_group_limited_choice_matches_a_loop(group_score_top: int):
 def test_weights_are_normalised_scaled_and_differentiable():
     router = _router(replace(CONFIG, normalize_top_k=True, route_scale=2.5))
     scores_TE = torch.rand(6, 8, dtype=torch.float64, requires_grad=True)
-    experts_TK = router.choose(scores_TE)
-    weights_TK = router.weigh(scores_TE, experts_TK)
+    experts_TK = router.select_experts(scores_TE)
+    weights_TK = router.gating_weights(scores_TE, experts_TK)
     torch.testing.assert_close(weights_TK.sum(-1), torch.full((6,), 2.5, dtype=torch.float64))
-    assert torch.autograd.gradcheck(lambda s: router.weigh(s, experts_TK), scores_TE)
+    assert torch.autograd.gradcheck(lambda s: router.gating_weights(s, experts_TK), scores_TE)
 
 
 def test_forced_balance_gives_every_expert_the_same_number_of_tokens():
     router = _router(replace(CONFIG, force_load_balance=True))
-    experts_TK = router.choose(torch.rand(16, 8))
+    experts_TK = router.select_experts(torch.rand(16, 8))
     assert experts_TK.flatten().bincount().tolist() == [6] * 8
     assert all(len(set(experts)) == 3 for experts in experts_TK.tolist())

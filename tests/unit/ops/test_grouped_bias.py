@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.unit.ops.test_grouped_mm import SIZES
+from tests.support.grouped_mm_cases import SIZES
 from titan_moe.ops.grouped_bias import add_bias
 
 

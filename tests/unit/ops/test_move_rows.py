@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.unit.ops.move_rows_cases import DTYPES, SIZES, check
+from tests.support.move_rows_cases import DTYPES, SIZES, check
 from titan_moe.ops.move_rows import copy_rows
 
 
@@ -26,7 +26,7 @@ def test_triton_kernels_in_the_interpreter_equal_the_slow_loops() -> None:
     pytest.importorskip("triton")
     # A process of its own: Triton reads the variable when it is imported.
     run = subprocess.run(
-        [sys.executable, "-m", "tests.unit.ops.interpret_move_rows"],
+        [sys.executable, "-m", "tests.support.interpret_move_rows"],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

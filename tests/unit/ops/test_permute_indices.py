@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.ops.permute_cases import ALIGNMENTS, cases, check
+from tests.support.permute_cases import ALIGNMENTS, cases, check
 from titan_moe.ops.permute_indices import max_padded_rows, permute_indices
 
 
@@ -69,7 +69,7 @@ def test_triton_kernel_in_the_interpreter_equals_the_slow_loop():
     pytest.importorskip("triton")
     # A process of its own: Triton reads the variable when it is imported.
     run = subprocess.run(
-        [sys.executable, "-m", "tests.unit.ops.interpret_permute_indices"],
+        [sys.executable, "-m", "tests.support.interpret_permute_indices"],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

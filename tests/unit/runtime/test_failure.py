@@ -7,7 +7,7 @@ import pytest
 from titan_moe.runtime.failure import Failure, explain, report
 
 _PAGE = """
-titan_moe.train FAILED
+titan_moe FAILED
 Failures:
 [1]:
   time      : 2026-01-01_00:00:00

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import REPO
 from titan_moe.config.layout import ActivationCheckpoint, Parallelism
 from titan_moe.config.sections import Training
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
 from titan_moe.simulate.memory import GIB, Memory, memory
 from titan_moe.train import prepare
 
-_CONFIGS = Path(__file__).parents[3] / "configs"
+_CONFIGS = REPO / "configs"
 _SIZED = sorted(path for path in _CONFIGS.rglob("*.toml") if "# ranks: " in path.read_text())
 # Of the 80 GB of an H100, 78 GiB are there; CUDA, NCCL and fragmentation take about 5.
 _USABLE = 73 * GIB

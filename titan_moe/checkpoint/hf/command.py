@@ -1,4 +1,4 @@
-"""What the scripts that convert have in common: processes, and errors as lines."""
+"""Processes of a conversion: torchrun's, or this one."""
 
 import os
 from collections.abc import Callable
@@ -7,21 +7,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.failure import print_errors
 from titan_moe.runtime.launch import Launch, cpu_threads
 from titan_moe.runtime.log import start_logging
 
 _TIMEOUT = timedelta(hours=1)  # Ranks wait for the one with the slowest disk.
 
 
-def run(action: Callable[[], str]) -> int:
-    """Run a conversion over torchrun's processes, or this one; returns the exit code.
-
-    What it returns is the last line on standard output. Errors that a user can mend are one line
-    each, of rank 0.
-    """
+def in_processes(action: Callable[[], str]) -> str:
+    """Run a conversion over torchrun's processes, or this one; returns what it returns."""
     launch = Launch.from_environment(os.environ)
     start_logging(launch.rank, {0}, color=False)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -35,13 +28,6 @@ def run(action: Callable[[], str]) -> int:
         timeout=_TIMEOUT,
     )
     try:
-        line = action()
-    except (RunError, ConfigError) as error:
-        if launch.rank == 0:
-            print_errors(error.lines if isinstance(error, ConfigError) else [str(error)])
-        return 2 if isinstance(error, ConfigError) else 1
+        return action()
     finally:
         dist.destroy_process_group()
-    if launch.rank == 0:
-        print(line)
-    return 0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.pieces import Stored
 from titan_moe.models.hf import HFModel, model_of
-from titan_moe.models.hf_keys import HFWeight
+from titan_moe.models.hf_family import HFWeight
 from titan_moe.runtime.errors import RunError
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from titan_moe.models.hf_keys import HFWeight
+from titan_moe.models.hf_family import HFWeight
 
 Box = tuple[slice, ...]
 

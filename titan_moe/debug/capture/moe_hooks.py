@@ -57,8 +57,8 @@ class MoEHooks:
         moe = self._moe
         with ExitStack() as stack:
             for holder, name, around in (
-                (moe, "choose", self._choosing),
-                (moe.router, "weigh", self._weighing),
+                (moe, "routing_fn", self._choosing),
+                (moe.router, "gating_weights", self._weighing),
                 (moe.dispatcher, "send", self._sending),
                 (moe.dispatcher, "receive", self._receiving),
                 (moe.dispatcher, "combine", self._combining),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
 
-REPO = Path(__file__).parents[2]
+REPO = Path(__file__).resolve().parents[3]
 WORKTREES = ".comparison_worktrees"
 """In the output folder; nothing of a user's has this name."""
 _RUNS = ("titan_moe/**/*.py", "scripts/*", "run_train.sh", "configs/schema.json")

@@ -38,7 +38,7 @@ _ACCEPTED = {
 
 
 class Entry(Section):
-    """One comparison; runs are written as for scripts/compare_losses.py."""
+    """One comparison; runs are written as for titan-moe verify losses."""
 
     name: str
     """What it is called in the summary, and its folder."""
@@ -181,7 +181,7 @@ def suite_page(title: str, rows: Sequence[SuiteRow]) -> str:
 def sbatch(suite: Suite, path: Path, repo: Path) -> str:
     """The command that runs a suite in a Slurm allocation."""
     slurm = suite.slurm or Slurm()
-    words = ["python", "scripts/regression_job.py", str(path.resolve())]
+    words = ["python", "-m", "titan_moe", "verify", "suite", str(path.resolve())]
     inside = f"cd {shlex.quote(str(repo))} && {shlex.join(words)}"
     return (
         f"sbatch --job-name regression-{path.stem} --nodes {slurm.nodes} --ntasks-per-node 1 "

@@ -13,11 +13,11 @@ def watch_margins(model: Decoder, margins: list[float]) -> None:
     """Append each routing decision's margin: the distance between the last score chosen and the
     first one rejected, of experts and of their groups, smallest over tokens."""
     for moe in model.moe_layers().values():
-        moe.choose = _watched(moe.router, margins)
+        moe.routing_fn = _watched(moe.router, margins)
 
 
 def _watched(router: Router, margins: list[float]) -> Callable[[Tensor], Tensor]:
-    choose, config = router.choose, router.config
+    select, config = router.select_experts, router.config
 
     def watched(scores_TE: Tensor) -> Tensor:
         biased_TE = scores_TE.detach() + router.expert_bias
@@ -29,7 +29,7 @@ def _watched(router: Router, margins: list[float]) -> Callable[[Tensor], Tensor]
             out_TG1 = (groups_TG < least_T1)[..., None]
             biased_TE = biased_TGE.masked_fill(out_TG1, float("-inf")).flatten(1)
         margins.append(_margin(biased_TE, config.top_k))
-        return choose(scores_TE)
+        return select(scores_TE)
 
     return watched
 

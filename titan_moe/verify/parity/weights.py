@@ -1,4 +1,4 @@
-"""Their tensors by our names: `hf_keys` applied in memory, a second time beside checkpoint/hf.
+"""Their tensors by our names: `hf.keys` applied in memory, a second time beside checkpoint/hf.
 
 Small models only. Carries gradients over, which no folder holds.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.models.hf import HFModel
-from titan_moe.models.hf_keys import HFWeight
+from titan_moe.models.hf_family import HFWeight
 
 
 def from_theirs(tensors: Mapping[str, Tensor], model: HFModel) -> dict[str, Tensor]:

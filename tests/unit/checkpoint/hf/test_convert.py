@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.hf_folders import assert_same_bits, make_folder, read_folder, small_model
+from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.hf import convert, reading, writing
 from titan_moe.checkpoint.hf.alone import load_alone

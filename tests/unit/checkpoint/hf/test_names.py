@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.hf_folders import make_folder, read_folder, small_model
+from tests.support.hf_folders import make_folder, read_folder, small_model
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.names import find
 from titan_moe.checkpoint.hf.shapes import model_shapes

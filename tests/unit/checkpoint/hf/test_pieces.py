@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from titan_moe.checkpoint.hf.pieces import Stored, cut, lengths, relative, runs, whole
-from titan_moe.models.hf_keys import HFWeight
+from titan_moe.models.hf_family import HFWeight
 
 EXPERTS, ROWS, COLUMNS = 3, 4, 6
 PARTS = ("whole", "first half", "second half", "even", "odd")

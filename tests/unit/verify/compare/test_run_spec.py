@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import DEBUG_CONFIGS
 from titan_moe.config.errors import ConfigError
 from titan_moe.verify.compare.control_runs import batch_words, control_specs
 from titan_moe.verify.compare.run_spec import RunSpec, parse_overrides, parse_run_spec
 
-COMPARE = Path(__file__).parents[4] / "configs" / "debug" / "compare.toml"
+COMPARE = DEBUG_CONFIGS / "compare.toml"
 COMMON = RunSpec(config=COMPARE, overrides=(("training.steps", "5"),))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.paths import DEBUG_CONFIGS
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import known_keys
 from titan_moe.runtime.device import describe_device
@@ -19,7 +20,7 @@ from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
 from titan_moe.verify.compare.runner import Plan, compare, update_golden
 
 CPU = torch.device("cpu")
-COMPARE = Path(__file__).parents[4] / "configs" / "debug" / "compare.toml"
+COMPARE = DEBUG_CONFIGS / "compare.toml"
 COMMON = RunSpec(config=COMPARE, overrides=(("training.steps", "6"),))
 
 STUB = """#!/usr/bin/env python3

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import REPO
 from tests.support.verdict_cases import run
 from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
@@ -14,8 +15,7 @@ from titan_moe.verify.compare.control_runs import batch_words
 from titan_moe.verify.compare.launch import TrainingError
 from titan_moe.verify.compare.suite import Suite, load_suite, plan_of, run_suite, sbatch
 
-REPO = Path(__file__).parents[4]
-SUITES = sorted((REPO / "suites").glob("*.toml"))
+SUITES = sorted((REPO / "configs" / "suites").glob("*.toml"))
 
 
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
@@ -65,10 +65,10 @@ def test_what_is_no_suite_is_told(tmp_path: Path, text: str, told: str):
 
 
 def test_the_slurm_command_has_nodes_and_time():
-    path = REPO / "suites" / "64gpu.toml"
+    path = REPO / "configs" / "suites" / "64gpu.toml"
     command = sbatch(load_suite(path), path, REPO)
     assert "--nodes 8" in command and "--gpus-per-node 8" in command
-    assert command.endswith(f"regression_job.py {path}'")
+    assert command.endswith(f"python -m titan_moe verify suite {path}'")
 
 
 def make_suite(**expects: str) -> Suite:

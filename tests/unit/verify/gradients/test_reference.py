@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.paths import DEBUG_CONFIGS
 from titan_moe.config.parse import load_job
 from titan_moe.distributed.parallelize import first_names
 from titan_moe.models.registry import model_config
@@ -19,7 +20,6 @@ from titan_moe.verify.gradients.fixture import NUM_STEPS, at_depth, easy, make_f
 from titan_moe.verify.layouts.layouts import SEQ_LEN
 
 _ALLOWED = ("titan_moe.models", "titan_moe.moe", "titan_moe.config.")
-_GATE = Path(__file__).parents[4] / "configs" / "debug"
 
 
 def test_the_reference_imports_nothing_of_what_it_judges():
@@ -62,7 +62,7 @@ def test_choice_and_balance_losses(score, groups):
     router.previous_load.uniform_()
     scores = router(torch.randn(12, 6, dtype=torch.float64))
     experts_TK = reference.chosen_experts(scores.logits_TE, router)
-    assert torch.equal(experts_TK, router.choose(scores.scores_TE))
+    assert torch.equal(experts_TK, router.select_experts(scores.scores_TE))
     chosen_E = experts_TK.flatten().bincount(minlength=8)
     ours = reference.balance_loss(scores.logits_TE, chosen_E, router.previous_load, config)
     shares_BSE = scores.shares_TE[None]
@@ -76,7 +76,7 @@ def test_choice_and_balance_losses(score, groups):
 
 @pytest.fixture(scope="module", params=["deepseek_v3", "gpt_oss", "qwen3"])
 def gate_case(request):
-    job = load_job(["--job.config_file", str(_GATE / f"gate_{request.param}.toml")])
+    job = load_job(["--job.config_file", str(DEBUG_CONFIGS / f"gate_{request.param}.toml")])
     training = job.training.model_copy(update={"seq_len": SEQ_LEN})
     job = job.model_copy(update={"training": training})
     config = at_depth(model_config(job.model.name, job.model.flavor), 3)

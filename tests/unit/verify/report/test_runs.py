@@ -1,16 +1,15 @@
-"""Pages of ordinary runs, of a job, and the script."""
+"""Pages of ordinary runs, of a job, and the command."""
 
 import json
 import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.commands import run_command
 from tests.support.report_cases import Page, facts, run
 from titan_moe.verify.compare.records import Curve, RunRecord, read_run
 from titan_moe.verify.compare.suite import SuiteRow, suite_page
@@ -19,8 +18,6 @@ from titan_moe.verify.report.png import runs_png
 from titan_moe.verify.report.render import PALETTE
 from titan_moe.verify.report.runs import runs_page
 from titan_moe.verify.report.words import distinct_names
-
-_SCRIPT = Path(__file__).resolve().parents[4] / "scripts/report_run.py"
 
 
 def write(folder: Path, steps: int, *, planned: int = 30, tail: str = "") -> Path:
@@ -34,12 +31,6 @@ def write(folder: Path, steps: int, *, planned: int = 30, tail: str = "") -> Pat
     (folder / "metrics.jsonl").write_text(text + tail)
     (folder / "config.toml").write_text(f"[training]\nsteps = {planned}\n")
     return folder
-
-
-def script(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(_SCRIPT), *map(str, arguments)], capture_output=True, text=True
-    )
 
 
 def test_one_run_from_its_metrics_alone(tmp_path: Path):
@@ -98,14 +89,15 @@ def test_charts_have_the_page_s_colours_and_titles():
     assert len(names) == len(set(names))
 
 
-def test_the_script_writes_both_and_refuses_in_one_line(tmp_path: Path):
+def test_the_command_writes_both_and_refuses_in_one_line(tmp_path: Path):
     first, second = write(tmp_path / "x/run", 4), write(tmp_path / "y/run", 3)
-    done = script(first, second / "metrics.jsonl")
+    done = run_command("report", "run", first, second / "metrics.jsonl")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(first / "report.html"), str(first / "report.png")]
     assert "x/run" in (first / "report.html").read_text()
     (tmp_path / "empty").mkdir()
-    failed = script(first, tmp_path / "nowhere", tmp_path / "empty", "--out", tmp_path / "out")
+    words = [first, tmp_path / "nowhere", tmp_path / "empty", "--out", tmp_path / "out"]
+    failed = run_command("report", "run", *words)
     assert failed.returncode == 2 and not (tmp_path / "out").exists()
     lines = failed.stderr.splitlines()
     assert len(lines) == 2 and "nowhere: no such folder" in lines[0]

@@ -1,0 +1,109 @@
+"""Copies of one parameter: their gradients are summed over all of them, and they stay alike."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.trainings import make_job, train_here
+from titan_moe.checkpoint.manifest import read_manifest
+from titan_moe.distributed.tied_weights import find_ties, sum_copies
+from titan_moe.testing.ranks import RankError, run_ranks
+
+GROUPS = [["first", "copy", "ahead"]]
+
+
+def on_rank(names_by_rank: list[list[str]], ends: tuple[int, int]) -> dict[str, torch.Tensor]:
+    names = names_by_rank[dist.get_rank()]
+    parameters = {name: nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)) for name in names}
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for name, parameter in parameters.items():
+        if name != "idle":
+            parameter.grad = torch.randn(3, 2, dtype=torch.float64, generator=generator)
+    before = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    if "copy" in names and dist.get_world_size() == 1:
+        parameters["copy"].grad = None  # As where no token came by.
+        before.pop("copy")
+    ties = find_ties(GROUPS, parameters, ends)
+    sum_copies(ties, dist.group.WORLD, torch.device("cpu"))
+    followers = {name for name, p in parameters.items() if p in ties.followers}
+    assert followers == {"copy", "ahead"} & set(names)
+    after = {name: p.grad for name, p in parameters.items()}
+    return {f"before {n}": g for n, g in before.items()} | {
+        f"after {n}": g for n, g in after.items()
+    }
+
+
+def test_the_two_ends_of_a_pipeline_get_the_same_bits():
+    found = run_ranks(on_rank, 3, [["first", "other"], ["other"], ["copy", "ahead"]], (0, 2))
+    first, middle, last = found
+    tied = ("first", "copy", "ahead")
+    parts = [part[f"before {n}"] for part in found for n in tied if f"before {n}" in part]
+    assert len(parts) == 3
+    torch.testing.assert_close(first["after first"], sum(parts))
+    for copy in ("copy", "ahead"):
+        assert torch.equal(last[f"after {copy}"], first["after first"])
+    for part in (first, middle):
+        assert torch.equal(part["after other"], part["before other"])
+
+
+def test_both_ends_on_one_rank():
+    (found,) = run_ranks(on_rank, 1, [["first", "copy", "other"]], (0, 0))
+    assert torch.equal(found["after first"], found["before first"])
+    assert torch.equal(found["after copy"], found["before first"])
+    assert torch.equal(found["after other"], found["before other"])
+
+
+def job_of(folder: Path):
+    return make_job(
+        folder,
+        steps=4,
+        dtype="bfloat16",
+        model={"name": "qwen3", "flavor": "gate"},
+        training={"local_batch_size": 4},
+        parallelism={"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2},
+        checkpoint={"interval": 4},
+    )
+
+
+def train_untied(job) -> None:
+    from titan_moe import train_step
+
+    train_step.sum_copies = lambda *_: None
+    train_here(job)
+
+
+def test_copies_on_two_stages_stay_the_same_bits_in_bfloat16(tmp_path: Path):
+    run_ranks(train_here, 4, job_of(tmp_path))
+    sums = read_manifest(tmp_path / "checkpoint" / "step-4").checksums
+    assert sums["model.output.weight"] == sums["model.tok_embeddings.weight"]
+
+
+def test_copies_that_drifted_are_not_saved(tmp_path: Path):
+    with pytest.raises(RankError) as failed:
+        run_ranks(train_untied, 4, job_of(tmp_path))
+    assert "tok_embeddings.weight and its copies output.weight are not the same" in str(
+        failed.value
+    )
+    assert not (tmp_path / "checkpoint" / "step-4").exists()
+
+
+def train_as_if_untied(job) -> None:
+    from titan_moe.checkpoint.checkpointer import Checkpointer
+
+    Checkpointer._unlike_copies = lambda *_: []
+    train_untied(job)
+
+
+def test_a_checkpoint_of_a_model_without_the_tie_is_not_loaded(tmp_path: Path):
+    job = job_of(tmp_path)
+    run_ranks(train_as_if_untied, 4, job)
+    folder = tmp_path / "checkpoint" / "step-4"
+    assert folder.exists()
+    initial = job.checkpoint.model_copy(update={"initial_load_path": str(folder)})
+    other = job.job.model_copy(update={"dump_folder": str(tmp_path / "other")})
+    job = job.model_copy(update={"checkpoint": initial, "job": other})
+    with pytest.raises(RankError, match=r"not fit the model: .* are not the same"):
+        run_ranks(train_here, 4, job)

@@ -1,0 +1,58 @@
+"""Run a command of titan-moe: in this process, or as a user does."""
+
+import io
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+
+import torch
+
+from tests.support.paths import REPO
+from titan_moe.cli.main import main
+
+TITAN_MOE = [sys.executable, "-m", "titan_moe"]
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_command(*words: object) -> subprocess.CompletedProcess[str]:
+    """In this process, which is as it was afterwards."""
+    argv = [str(word) for word in words]
+    out, err = io.StringIO(), io.StringIO()
+    with _undone(), redirect_stdout(out), redirect_stderr(err):
+        code = main(argv)
+    return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
+
+
+def start_command(*words: object, **options: object) -> subprocess.Popen[str]:
+    """In a process of its own, on the CPU; both outputs are one."""
+    return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
+        [*TITAN_MOE, *map(str, words)],
+        cwd=REPO,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+@contextmanager
+def _undone() -> Iterator[None]:
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    logger, threads = logging.getLogger("titan_moe"), torch.get_num_threads()
+    logs = logger.handlers[:], logger.propagate, logger.level
+    variables = dict(os.environ)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        logger.handlers[:], logger.propagate = logs[0], logs[1]
+        logger.setLevel(logs[2])
+        torch.set_num_threads(threads)
+        os.environ.clear()
+        os.environ.update(variables)

@@ -1,0 +1,20 @@
+"""What a Python file imports, read from its syntax tree."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def imports_of(tree: ast.Module, path: Path) -> Iterator[str]:
+    """Dotted names of all imported modules, and of what is imported from them."""
+    package = path.parent.parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package[: len(package) + 1 - node.level] if node.level else ()
+            module = ".".join((*parts, *(node.module or "").split("."))).strip(".")
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            # A name put together at run time is the registry's: it starts with an f-string.
+            yield from (str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))

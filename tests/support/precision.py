@@ -1,0 +1,84 @@
+"""Figures of float8 and torch.compile on one GPU, for tests and for scripts that print them."""
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.tiny import global_batch, make_job, tiny
+from titan_moe.ops.float8 import float8_grouped_mm, float8_linear
+
+LINEAR_NEEDS, GROUPED_NEEDS = (8, 9), (9, 0)
+STEPS = 6
+
+
+def lacks(capability: tuple[int, int]) -> bool:
+    """Whether this machine has no GPU of that capability."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() < capability
+
+
+def float8_errors(
+    what: str, rows: int = 1024, size: int = 512, experts: int = 8
+) -> dict[str, float]:
+    """Relative differences between float8 units and their emulation: of y and of both gradients.
+
+    Args:
+        what: a recipe of `float8_linear`, or "grouped".
+    """
+    torch.manual_seed(0)
+    x = torch.randn(rows, size, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn(rows, 2 * size, device="cuda", dtype=torch.bfloat16)
+    shape = (experts, 2 * size, size) if what == "grouped" else (2 * size, size)
+    w = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    ends = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32) * (rows // experts)
+
+    def run(emulate: bool) -> list[Tensor]:
+        own_x, own_w = (each.clone().requires_grad_() for each in (x, w))
+        if what == "grouped":
+            y = float8_grouped_mm(emulate=emulate)(own_x, own_w, ends)
+        else:
+            y = float8_linear(what, emulate=emulate)(own_x, own_w)
+        y.backward(grad)
+        return [y, own_x.grad, own_w.grad]
+
+    pairs = zip(("y", "grad x", "grad w"), run(False), run(True), strict=True)
+    return {n: ((a - b).float().norm() / b.float().norm()).item() for n, a, b in pairs}
+
+
+def compiled_losses(*, enable: bool, float8: bool) -> tuple[list[float], list[int]]:
+    """Losses of a few steps of a tiny model in bfloat16, and the graphs compiled after each."""
+    from torch._dynamo.utils import counters
+
+    from titan_moe.data.batch import Batch
+    from titan_moe.distributed.parallelize import build_sharded_model
+    from titan_moe.optim.optimizers import build_optimizer
+    from titan_moe.train_step import TrainStep
+
+    torch._dynamo.reset()
+    counters.clear()
+    job = make_job(
+        "qwen3",
+        training={"dtype": "float32", "mixed_precision_param": "bfloat16", "local_batch_size": 8},
+        compile={"enable": enable},
+    )
+    if float8:
+        converters = ["quantize.linear.float8", "quantize.grouped_mm.float8"]
+        model = job.model.model_copy(update={"converters": converters})
+        job = job.model_copy(update={"model": model})
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+        try:
+            device = torch.device("cuda", 0)
+            sharded = build_sharded_model(job, tiny(job), device=device, world_size=1)
+            optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+            step = TrainStep(sharded, optimizer, job.training, device=device)
+            losses, graphs = [], []
+            for number in range(STEPS):
+                rows = (x[:8] for x in global_batch(number, 96))
+                losses.append(step([Batch(*rows, [[]] * 8)]).loss)
+                graphs.append(counters["stats"]["unique_graphs"])
+        finally:
+            dist.destroy_process_group()
+    return losses, graphs

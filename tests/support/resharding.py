@@ -1,0 +1,343 @@
+"""Runs that stop in one layout and go on in another, watched from outside.
+
+What ranks hold is put together into whole tensors by arithmetic alone
+(titan_moe.verify.layouts.shards):
+neither DTensor's placements, nor DCP's metadata, nor the checkpoint's checksums have a say in it.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.paths import DEBUG_CONFIGS
+from titan_moe.checkpoint.manifest import Manifest, read_manifest
+from titan_moe.checkpoint.safe_reader import METADATA, SafeReader
+from titan_moe.config.checks.job import check
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import load_job
+from titan_moe.distributed.dtensor import local_part, local_slices
+from titan_moe.metrics import curves
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.registry import model_config
+from titan_moe.runtime.process import Process
+from titan_moe.testing.ranks import run_ranks
+from titan_moe.trainer import Trainer
+from titan_moe.verify.gradients.fixture import at_depth
+from titan_moe.verify.layouts.layouts import Layout, apply_layout
+from titan_moe.verify.layouts.shards import Box, Shards, tensor_dims
+
+ROWS = 24
+"""Rows of a global batch: each of 1, 2, 3, 4, 6 and 8 data ranks gets some."""
+LEG = 2
+"""Steps from one change of layout to the next, and from one checkpoint to the next."""
+LONGEST = 3 * LEG
+_BUFFERS = ("expert_bias", "previous_load")
+_PER_CHUNK = 2000
+"""Bytes that a piece of a tensor costs besides its elements: torch.save's archive and an entry of
+DCP's index."""
+
+
+@dataclass
+class Piece:
+    """One rank's part of a tensor."""
+
+    box: Box
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    bits: np.ndarray
+    """The elements as unsigned integers: equal means the same bits, NaN and -0 included."""
+
+
+@dataclass
+class Watched:
+    """What one rank saw in a run."""
+
+    rows: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict)
+    """By step: tokens, labels, documents and sample names of its rows, in order."""
+    saved: dict[int, dict[str, Piece]] = field(default_factory=dict)
+    """By step: all that it held when that step was saved."""
+    loaded: dict[str, Piece] = field(default_factory=dict)
+    odd_slices: list[str] = field(default_factory=list)
+    """Parameters that lie elsewhere by local_slices than by arithmetic."""
+
+
+@dataclass
+class Run:
+    """One run or one leg of it, over all its ranks."""
+
+    layout: Layout
+    folder: Path
+    ranks: list[Watched]
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoint" / f"step-{step}"
+
+    def manifest(self, step: int) -> Manifest:
+        return read_manifest(self.checkpoint(step))
+
+    def data_position(self, step: int) -> dict[str, Any]:
+        return json.loads((self.checkpoint(step) / "train_state.json").read_text())["data"]
+
+    def curve(self) -> dict[int, tuple[float, ...]]:
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        keys = ("loss", "grad_norm", "balance_loss")
+        return {line["step"]: tuple(line[key] for key in keys) for line in map(json.loads, lines)}
+
+    def global_batch(self, step: int) -> list[tuple[Any, ...]]:
+        """All rows of a step in their order; ranks that should read the same rows must have."""
+        shards = Shards(self.layout)
+        of_place: dict[int, list[tuple[Any, ...]]] = {}
+        for rank, watched in enumerate(self.ranks):
+            place = shards.coordinate(rank, "dp_replicate") * self.layout.dp_shard
+            place += shards.coordinate(rank, "dp_shard")
+            rows = of_place.setdefault(place, watched.rows[step])
+            assert rows == watched.rows[step], f"rank {rank} reads other rows than its replica"
+        return [row for place in sorted(of_place) for row in of_place[place]]
+
+
+def make_job(
+    family: str,
+    layout: Layout,
+    folder: Path,
+    *,
+    steps: int,
+    rows: int = ROWS,
+    optimizer: dict[str, Any] | None = None,
+) -> JobConfig:
+    """The family's gate configuration in a layout, in float64, with a checkpoint every LEG."""
+    job = load_job(["--job.config_file", str(DEBUG_CONFIGS / f"gate_{family}.toml")])
+    own = rows // layout.data_ranks
+    local, microbatch = (own // 2, 1) if own % 2 == 0 else (own, 1)
+    if layout.pp > 1:
+        runs = 2 if own >= 4 * layout.num_stages else 1
+        local = own // runs
+        microbatch = max(1, local // layout.num_stages)
+    tables = {
+        "parallelism": {
+            # Production's own split: the depth need not be the one that layouts.stages is made for.
+            "module_fqns_per_model_part": None,
+            "pipeline_parallel_microbatch_size": microbatch,
+        },
+        "training": {
+            "local_batch_size": local,
+            "global_batch_size": rows,
+            "steps": steps,
+            # Text would cost each rank the import of `datasets`, half of what it computes here.
+            "dataset": "synthetic",
+            "dataset_path": None,
+        },
+        "job": {"dump_folder": str(folder)},
+        "lr_scheduler": {"total_steps": LONGEST},
+        "checkpoint": {"enable": True, "interval": LEG},
+        "optimizer": optimizer or {},
+    }
+    return apply_layout(job, layout, tables)
+
+
+def run(
+    family: str,
+    layout: Layout,
+    folder: Path,
+    *,
+    steps: int,
+    depth: int,
+    save_last: bool = False,
+    plant: Callable[[], None] | None = None,
+    optimizer: dict[str, Any] | None = None,
+) -> Run:
+    """Train to `steps` on a model of `depth` layers; goes on from the folder's last checkpoint.
+
+    `plant` runs on every rank before anything else. The end is saved only for those who go on.
+    """
+    job = make_job(family, layout, folder, steps=steps, optimizer=optimizer)
+    config = at_depth(model_config(family, "gate"), depth)
+    problems = check(job, config, layout.world_size, num_gpus=0)
+    assert not problems, f"{layout}: {problems}"
+    ranks = run_ranks(train_watched, layout.world_size, job, config, layout, save_last, plant)
+    return Run(layout, folder, ranks)
+
+
+def go_on(family: str, source: Run, step: int, layout: Layout, folder: Path, **how: Any) -> Run:
+    """Train LEG steps more from a checkpoint of another run, in a folder of its own."""
+    target = folder / "checkpoint" / f"step-{step}"
+    shutil.copytree(source.checkpoint(step), target)
+    return run(family, layout, folder, steps=step + LEG, **how)
+
+
+def train_watched(
+    job: JobConfig,
+    config: ModelConfig,
+    layout: Layout,
+    save_last: bool,
+    plant: Callable[[], None] | None,
+) -> Watched:
+    """On every rank: train as titan_moe.train does; what was loaded is saved again at once."""
+    curves.plot_curves = lambda *_: None  # A second of a run's few.
+    if plant is not None:
+        plant()
+    process = Process(
+        rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device("cpu")
+    )
+    trainer = Trainer(job, config, process)
+    watched = Watched()
+    shards = Shards(layout, tensor_dims())
+    resume, save = trainer._resume, trainer.checkpointer.save
+
+    def save_and_keep(step: int, state: dict[str, Any], *, last: bool = False) -> None:
+        if save_last or not last:
+            watched.saved[step] = _pieces(trainer, shards)
+            save(step, state, last=last)
+
+    def resume_and_save_again() -> None:
+        resume()
+        if trainer.progress.step > 0:
+            watched.loaded = _pieces(trainer, shards)
+            save(trainer.progress.step, trainer._state())
+        next_step = trainer.loader.next_step
+
+        def next_step_and_keep() -> list:
+            batches = next_step()
+            rows = [row for batch in batches for row in _rows(batch)]
+            watched.rows[trainer.progress.step + 1] = rows
+            return batches
+
+        trainer.loader.next_step = next_step_and_keep
+
+    trainer._resume = resume_and_save_again
+    trainer.checkpointer.save = save_and_keep
+    watched.odd_slices = _odd_slices(trainer, shards)
+    trainer.train()
+    return watched
+
+
+def _rows(batch: Any) -> list[tuple[Any, ...]]:
+    tensors = (batch.tokens_BS, batch.labels_BS, batch.documents_BS)
+    contents = [tensor.numpy().tobytes() for row in zip(*tensors, strict=True) for tensor in row]
+    return [
+        (*contents[3 * row : 3 * row + 3], tuple(names)) for row, names in enumerate(batch.samples)
+    ]
+
+
+def _pieces(trainer: Trainer, shards: Shards) -> dict[str, Piece]:
+    rank = dist.get_rank()
+    pieces = {}
+    for name, parameter in trainer.sharded.named_parameters():
+        box = shards.box(rank, name, parameter.shape)
+        state = trainer.optimizer.state[parameter]
+        for kind, tensor in [("parameter", parameter), *state.items()]:
+            scalar = tensor.ndim == 0
+            pieces[f"{kind} {name}"] = Piece(
+                () if scalar else box, tuple(tensor.shape), _bits(local_part(tensor.detach()))
+            )
+    for layer, moe in trainer.sharded.moe_layers().items():
+        for buffer in _BUFFERS:
+            tensor = getattr(moe.router, buffer)
+            box = (slice(0, len(tensor)),)
+            pieces[f"{buffer} {layer}"] = Piece(box, tuple(tensor.shape), _bits(tensor))
+    return pieces
+
+
+def _odd_slices(trainer: Trainer, shards: Shards) -> list[str]:
+    odd = []
+    for name, parameter in trainer.sharded.named_parameters():
+        box, ours = shards.box(dist.get_rank(), name, parameter.shape), local_slices(parameter)
+        # Where nothing lies, it does not matter where.
+        if ours != box and (_volume(ours) or _volume(box)):
+            odd.append(f"rank {dist.get_rank()}: {name} {ours}, by arithmetic {box}")
+    return odd
+
+
+def _volume(box: Box) -> int:
+    return int(np.prod([part.stop - part.start for part in box]))
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:  # Which numpy does not know.
+        tensor = tensor.contiguous().view(torch.int16)
+    array = np.ascontiguousarray(tensor.numpy())
+    # ascontiguousarray makes a scalar a row.
+    return array.view(f"u{array.itemsize}").reshape(tensor.shape).copy()
+
+
+def whole(ranks: list[dict[str, Piece]]) -> dict[str, np.ndarray]:
+    """Whole tensors from all ranks' pieces.
+
+    Raises AssertionError when a tensor has a gap, or replicas of a part differ.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    filled: dict[str, np.ndarray] = {}
+    for rank, pieces in enumerate(ranks):
+        for name, piece in pieces.items():
+            tensor = tensors.setdefault(name, np.zeros(piece.shape, piece.bits.dtype))
+            seen = filled.setdefault(name, np.zeros(piece.shape, bool))
+            part, known = tensor[piece.box], seen[piece.box]
+            assert part.shape == piece.bits.shape, f"rank {rank}: {name} has {piece.bits.shape}"
+            assert (part[known] == piece.bits[known]).all(), f"rank {rank}: {name} differs"
+            tensor[piece.box] = piece.bits
+            seen[piece.box] = True
+    gaps = [name for name, seen in filled.items() if not seen.all()]
+    assert not gaps, f"no rank holds all of {gaps}"
+    return tensors
+
+
+def differences(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> list[str]:
+    """Names of tensors that are on one side only, or differ in any bit."""
+    names = expected.keys() ^ found.keys()
+    names |= {
+        name
+        for name in expected.keys() & found.keys()
+        if not np.array_equal(expected[name], found[name])
+    }
+    return sorted(names)
+
+
+def waste(folder: Path) -> list[str]:
+    """Why a checkpoint is larger or holds less than its tensors; nothing if neither is so."""
+    manifest = read_manifest(folder)
+    metadata = SafeReader(folder).read_metadata()
+    lines = []
+    stored = metadata.state_dict_metadata
+    if stored.keys() != manifest.tensors.keys():
+        lines.append(f"manifest and files differ in {stored.keys() ^ manifest.tensors.keys()}")
+    elements = chunks = 0
+    for name, entry in stored.items():
+        whole_size = int(np.prod(manifest.tensors[name].shape))
+        size = sum(int(np.prod(chunk.sizes)) for chunk in entry.chunks)
+        if size != whole_size:
+            lines.append(f"{name} of {whole_size} elements takes {size}")
+        elements += whole_size * entry.properties.dtype.itemsize
+        chunks += len(entry.chunks)
+    files = [*folder.glob("*.distcp"), folder / METADATA]
+    size = sum(path.stat().st_size for path in files)
+    if len(metadata.storage_data) != chunks or size > elements + _PER_CHUNK * chunks:
+        written = len(metadata.storage_data)
+        lines.append(f"{size} bytes for {elements} of {chunks} pieces, {written} of them written")
+    return lines
+
+
+def problems(source: Run, ours: Run, reference: Run, step: int) -> list[str]:
+    """Why `ours` is not `source` gone on with after `step`, as `reference` went on."""
+    lines = [line for ran in (source, ours) for rank in ran.ranks for line in rank.odd_slices]
+    saved = whole([rank.saved[step] for rank in source.ranks])
+    for name in differences(saved, whole([rank.loaded for rank in ours.ranks])):
+        lines.append(f"{name} is not what was saved")
+    if ours.manifest(step).checksums != source.manifest(step).checksums:
+        lines.append("saved again, the checksums are others")
+    if ours.data_position(step)["rows"] != source.data_position(step)["rows"]:
+        lines.append("saved again, the data position is another")
+    lines += waste(ours.checkpoint(step))
+    curve, expected = ours.curve(), reference.curve()
+    for later in range(step + 1, step + LEG + 1):
+        if ours.global_batch(later) != reference.global_batch(later):
+            lines.append(f"step {later} has another global batch")
+        if curve[later] != pytest.approx(expected[later], rel=1e-9):
+            lines.append(f"step {later} gives {curve[later]}, not {expected[later]}")
+    return lines

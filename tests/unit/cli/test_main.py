@@ -1,0 +1,129 @@
+"""titan-moe: its help, its common options, and how it ends."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import run_command
+from titan_moe.cli.command import Answer, Command
+from titan_moe.cli.main import COMMANDS
+from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.errors import RunError
+
+_CLI = Path(__file__).parents[3] / "titan_moe" / "cli"
+_HELP = """
+import os, sys
+from titan_moe.cli.main import COMMANDS, main
+words = sys.argv[1:]
+try:
+    main([*words, "--help"])
+except SystemExit as stop:
+    assert not stop.code, stop.code
+heavy = {"torch", "numpy", "matplotlib", "transformers"} & set(sys.modules)
+assert not heavy, heavy
+print(sum(os.times()[:2]), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("words", ["", "verify", *COMMANDS])
+def test_help_imports_no_torch_and_takes_less_than_a_second(words: str) -> None:
+    command = [sys.executable, "-c", _HELP, *words.split()]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert float(shown.stderr) < 1, "seconds of processor time"
+    if words in COMMANDS:
+        assert "exit code" in shown.stdout.lower() and f"titan-moe {words}" in shown.stdout
+
+
+def test_every_module_is_a_command_and_every_command_a_module() -> None:
+    shared = {"__init__", "command", "main", "sides"}
+    modules = {path.stem for path in _CLI.glob("*.py")} - shared
+    assert modules == {name.replace(" ", "_") for name in COMMANDS}
+    for name in modules:
+        assert isinstance(import_module(f"titan_moe.cli.{name}").COMMAND, Command)
+
+
+def test_all_of_a_command_s_lines_fit_their_aim() -> None:
+    assert sum(len(path.read_text().splitlines()) for path in _CLI.glob("*.py")) <= 1500
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["bogus"], "titan-moe bogus: no such command"),
+        (["verify", "bogus"], "titan-moe verify bogus: no such command"),
+        (["report", "run", "x", "--bogus"], "report run: unknown argument '--bogus'"),
+        (["memory", "--ranks", "0"], "--ranks: 0 must be a positive number"),
+        (["memory", "--training.stepz", "3"], "did you mean training.steps?"),
+        (["memory", "--config", "nowhere.toml"], "nowhere.toml: cannot be read"),
+        (["check", "--ranks", "3", "--nodes", "2"], "--ranks 3 must be a multiple of --nodes 2"),
+        (["verify", "losses", "--repeats", "x"], "--repeats: invalid int value"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(words: list[str], says: str) -> None:
+    done = run_command(*words)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and says in line
+    assert done.returncode == 2 and not done.stdout
+
+
+def test_config_and_job_config_file_are_the_same(tmp_path: Path) -> None:
+    config = tmp_path / "a.toml"
+    config.write_text('[model]\nname = "qwen3"\nflavor = "30B-A3B"\n')
+    texts = {
+        run_command("memory", flag, config, "--ranks", 64).stdout
+        for flag in ("--config", "--job.config_file")
+    }
+    (text,) = texts
+    assert "30.5 G parameters" in text
+
+
+def test_json_is_all_that_standard_output_has(tmp_path: Path) -> None:
+    found = json.loads(run_command("memory", "--ranks", 8, "--json").stdout)
+    assert found["parameters"] > found["active_parameters"] > 0 and "stored" in found["bytes"]
+    command = Command(lambda options: print("progress") or Answer([1], ["one"]))  # type: ignore[func-returns-value]
+    assert _ended(command, "--json") == (0, "[\n 1\n]\n", "progress\n")
+    assert _ended(command) == (0, "progress\none\n", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (ConfigError(["a", "b"]), 2, "error: a\nerror: b\n"),
+        (RunError("a\n  | b"), 4, "error: a\n  | b\n"),
+        (OSError("full"), 4, "error: full\n"),
+        (LookupError("mistake"), 2, "error: 'mistake'\n".replace("'", "")),
+        (AssertionError("ours"), 70, "AssertionError: ours\n"),
+        (KeyboardInterrupt(), 130, "\ninterrupted; the same command goes on where it stopped\n"),
+    ],
+)
+def test_how_a_command_ends(error: BaseException, code: int, says: str) -> None:
+    def run(options: object) -> Answer:
+        raise error
+
+    command = Command(run, resumable=True, mistakes=(LookupError,), failed=4, crashed=70)
+    ended = _ended(command)
+    assert ended[:2] == (code, "") and ended[2].endswith(says)
+
+
+def _ended(command: Command, *words: str) -> tuple[int, str, str]:
+    """Its exit code and both outputs, as a command of the name "x"."""
+    module = type(sys)("titan_moe.cli.x")
+    module.COMMAND = command  # type: ignore[attr-defined]
+    sys.modules["titan_moe.cli.x"] = module
+    COMMANDS["x"] = ""
+    try:
+        done = run_command("x", *words)
+    finally:
+        del COMMANDS["x"], sys.modules["titan_moe.cli.x"]
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_of_several_ranks_the_first_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "RANK", "1")
+    assert _ended(Command(lambda options: Answer(1, ["one"]))) == (0, "", "")

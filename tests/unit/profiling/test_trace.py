@@ -1,0 +1,187 @@
+"""Traces written by hand, whose figures are known, and files that are no traces."""
+
+import gzip
+import json
+
+import pytest
+
+from tests.support.commands import run_command
+from titan_moe.profiling.summary import EXPOSED, IDLE, read_profiles, summary, table
+from titan_moe.profiling.trace import Place, Sweep, read_trace, union
+
+MAIN, BACKWARD, GLOO, STREAM, NCCL = 1, 2, 3, 7, 20
+
+
+def annotation(name, ts, dur, tid=MAIN):
+    return {"ph": "X", "cat": "user_annotation", "name": name, "ts": ts, "dur": dur, "tid": tid}
+
+
+def op(name, ts, dur, tid=MAIN):
+    return annotation(name, ts, dur, tid) | {"cat": "cpu_op"}
+
+
+def launch(correlation, ts, tid=MAIN):
+    event = annotation("cudaLaunchKernel", ts, 1, tid)
+    return event | {"cat": "cuda_runtime", "args": {"correlation": correlation}}
+
+
+def kernel(name, ts, dur, correlation, tid=STREAM):
+    event = annotation(name, ts, dur, tid)
+    return event | {"cat": "kernel", "args": {"correlation": correlation}}
+
+
+def arrow(number, ts_forward, ts_backward, thread=BACKWARD):
+    start = {"ph": "s", "cat": "fwdbwd", "id": number, "tid": MAIN, "ts": ts_forward, "name": "f"}
+    return [start, start | {"ph": "f", "tid": thread, "ts": ts_backward}]
+
+
+def gpu_trace(late: float = 0.0) -> list[dict]:
+    """Two exchanges: one under a matrix product for 30 of its 50 us, one under nothing."""
+    node = "autograd::engine::evaluate_function: MmBackward0"
+    return [
+        annotation("ProfilerStep#3", 0, 1000 + late),
+        annotation("region::experts", 0, 100),
+        op("aten::mm", 10, 20),
+        launch(1, 15),
+        kernel("gemm_bf16", 50, 100, 1),
+        annotation("region::dispatch", 100, 50),
+        op("c10d::alltoall_base_", 105, 10),
+        launch(2, 110),
+        kernel("ncclDevKernel_SendRecv", 120, 50, 2, NCCL),  # 30 under the product, 20 alone.
+        launch(3, 130),
+        kernel("ncclDevKernel_AllGather", 300, 40 + late, 3, NCCL),  # Alone.
+        # The backward, in a thread of its own: the node's product is the experts', and a region
+        # inside is recomputed.
+        op(node, 400, 100, BACKWARD),
+        op("MmBackward0", 405, 40, BACKWARD),
+        launch(4, 410, BACKWARD),
+        kernel("gemm_bf16", 420, 60, 4),
+        annotation("region::attention", 450, 40, BACKWARD),
+        launch(5, 460, BACKWARD),
+        kernel("flash", 480, 25, 5),
+        *arrow(1, 10, 405),
+    ]
+
+
+def cpu_trace() -> list[dict]:
+    return [
+        annotation("ProfilerStep#1", 0, 200),
+        annotation("region::dispatch", 0, 100),
+        op("aten::index_select", 10, 20),
+        op("_c10d_functional::wait_tensor", 40, 50),
+        annotation("gloo:all_to_all", 15, 65, GLOO),  # Computing until 30: 50 us are exposed.
+        annotation("region::experts", 110, 60),
+        op("aten::mm", 110, 60),
+        op("aten::copy_", 120, 10),
+    ]
+
+
+def compiled_trace() -> list[dict]:
+    """A layer that torch.compile runs: its own name, forward and backward."""
+    return [
+        annotation("region::data", 0, 10),
+        op("Torch-Compiled Region: 0/0", 20, 50),
+        op("CompiledFunction", 25, 40),
+        op("autograd::engine::evaluate_function: CompiledFunctionBackward", 100, 30),
+        op("CompiledFunctionBackward", 100, 30),
+        *arrow(1, 25, 100, MAIN),
+    ]
+
+
+def write(path, events, rank=0):
+    trace = {"traceEvents": events, "distributedInfo": {"rank": rank}}
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+    else:
+        path.write_text(json.dumps(trace))
+    return path
+
+
+def test_kernels_belong_to_who_launched_them_and_exposed_is_what_nothing_covers(tmp_path):
+    profile = read_trace(write(tmp_path / "rank-0.json", gpu_trace()))
+    assert profile.on_gpu and profile.wall == 1000
+    assert dict(profile.times) == {
+        Place("experts", "forward"): 100,
+        Place("experts", "backward"): 60,
+        Place("attention", "recompute"): 25,
+    }
+    assert (profile.communication, profile.exposed) == (90, 60)
+    assert profile.idle == 1000 - 185 - 60
+    assert profile.calls == {"experts": 1, "dispatch": 1}
+    assert profile.kernels == {"gemm_bf16": 160, "flash": 25}
+
+
+def test_a_cpu_waits_where_a_collective_runs_and_nothing_is_computed(tmp_path):
+    profile = read_trace(write(tmp_path / "rank-0.json.gz", cpu_trace()))
+    assert not profile.on_gpu
+    assert (profile.communication, profile.exposed) == (65, 50)
+    assert dict(profile.times) == {
+        Place("dispatch", "forward"): 50,
+        Place("experts", "forward"): 60,
+        Place("other", "forward"): 40,
+    }
+    assert profile.idle == 0
+    assert profile.kernels == {"aten::index_select": 20, "aten::mm": 50, "aten::copy_": 10}
+
+
+def test_a_compiled_layer_is_a_region(tmp_path):
+    profile = read_trace(write(tmp_path / "rank-0.json", compiled_trace()))
+    assert profile.times[Place("compiled", "forward")] == 50
+    assert profile.times[Place("compiled", "backward")] == 30
+
+
+def test_the_slowest_rank_is_named(tmp_path):
+    for rank, late in enumerate((0, 400, 100)):
+        write(tmp_path / f"rank-{rank}.json.gz", gpu_trace(late), rank)
+    facts = summary(read_profiles(tmp_path))
+    assert facts["ranks"] == [0, 1, 2]
+    exposed = facts[EXPOSED]
+    assert exposed["slowest_rank"] == 1
+    # An all-gather of 440 us has the backward's 85 us of kernels over it, one of 140 us 20.
+    assert exposed["by_rank"] == pytest.approx([0.060, 0.375, 0.140])
+    assert facts["regions"]["experts"]["backward"] == pytest.approx(0.060)
+    shares = [row["share"] for row in facts["regions"].values()]
+    assert sum(shares) + exposed["share"] + facts[IDLE]["share"] == pytest.approx(1)
+    text = table(facts)
+    assert "rank 1" in text and "exposed communication" in text
+
+
+def test_the_command_writes_a_table_figures_and_a_picture(tmp_path):
+    for rank in range(2):
+        write(tmp_path / f"rank-{rank}.json.gz", cpu_trace(), rank)
+    done = run_command("report", "profile", tmp_path)
+    assert done.returncode == 0 and "communication 0.1 ms a step" in done.stdout
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
+    assert (tmp_path / "summary.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "no such file"),
+        (b"\x1f\x8bbroken", "cannot be read"),
+        (b"{", "cannot be read"),
+        (b'{"a": 1}', "is no trace"),
+        (b'{"traceEvents": [1]}', "is no trace"),
+        (b'{"traceEvents": []}', "names none of titan_moe's regions"),
+    ],
+)
+def test_one_line_says_what_is_wrong_with_a_file(tmp_path, content, says):
+    path = tmp_path / ("rank-0.json.gz" if content and content[0] == 0x1F else "rank-0.json")
+    if content is not None:
+        path.write_bytes(content)
+    done = run_command("report", "profile", path)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and says in line
+
+
+def test_a_folder_of_steps_says_which_to_name(tmp_path):
+    (tmp_path / "step-10").mkdir()
+    done = run_command("report", "profile", tmp_path)
+    assert done.returncode == 2 and "such as" in done.stderr
+
+
+def test_spans():
+    assert union([(3, 4), (0, 2), (1, 3), (6, 7)]) == [(0, 4), (6, 7)]
+    sweep = Sweep([(0, 4), (6, 7), (8, 20)])
+    assert [sweep.overlap(*span) for span in ((1, 3), (3, 7), (7, 8), (9, 30))] == [2, 2, 0, 11]

@@ -1,0 +1,142 @@
+"""The arithmetic of the benchmark scripts, and that what they name exists."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import REPO
+
+_BENCH = REPO / "scripts/bench"
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(_BENCH)
+
+
+def test_a_row_leaves_the_first_steps_out_and_counts_all_ranks() -> None:
+    import training
+
+    row = training.Row("deepseek_v3/2M", "float32", "FSDP 2", 2, 1)
+    speeds = [1.0] * 5 + [100.0, 300.0, 200.0]
+    lines = [
+        {"tokens_per_second": speed, "tflops_per_device": speed / 1e4, "memory/peak_gib": 0.5 + i}
+        for i, speed in enumerate(speeds)
+    ]
+    row.add(lines)
+    cells = row.cells(matmul_tflops=0.08)
+    assert cells[3:] == ["200", "100-300", "7.50", "40.0", "50%"]
+
+
+def test_every_row_is_a_configuration_that_runs(tmp_path: Path) -> None:
+    import tomli_w
+    import training
+
+    from titan_moe.train import prepare
+
+    rows = training.all_rows()
+    assert len({row.name for row in rows}) == len(rows) == 24
+    for row in rows:
+        config = tmp_path / "bench.toml"
+        config.write_text(tomli_w.dumps(training.job_tables(row, 6, str(tmp_path))))
+        job, _ = prepare(["--job.config_file", str(config)], row.num_ranks, {})
+        assert job.training.global_batch_size == 8
+
+
+def test_what_a_step_costs_is_told_by_part_and_kind() -> None:
+    import loop_overhead as bench
+
+    seconds = dict.fromkeys(bench.PARTS, 0.001) | {"the step": 0.010}
+    ranks = [
+        {
+            "seconds": dict.fromkeys(bench.KINDS, seconds),
+            "counts": {kind: {"all-reduces over the world": 1} for kind in bench.KINDS},
+            "updates": {"torch.optim.AdamW": update, "AdamW": 0.002},
+        }
+        for update in (0.003, 0.004)
+    ]
+    lines = bench.table(bench.slowest(ranks))
+    assert "| the rest, ms | " + " | ".join(["4.00"] * 3) + " |" in lines
+    assert lines[-1] == "One update: torch.optim.AdamW 4.00 ms, AdamW 2.00 ms (0.50x)"
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    import startup
+
+    figures = {"start": 12.0, "end": 20.0, "seconds": {"import torch": 3.0, "model": 1.0}}
+    parts = startup.parts_of(10.0, figures)
+    assert parts[startup._TORCHRUN_START] == 2.0
+    assert parts[startup._REST] == 4.0
+    assert sum(parts.values()) == 10.0
+    assert startup.not_ours(parts) == 5.0
+
+
+def test_the_clock_finds_its_functions_and_counts_the_outermost() -> None:
+    import startup_rank as rank
+
+    for _, module, name in rank.FUNCTIONS:
+        owner, attribute = rank.find(module, name)
+        assert callable(getattr(owner, attribute)), name
+
+    stopwatch = rank.Stopwatch()
+    inner = rank.timed(stopwatch, "inner", lambda: 1)
+    outer = rank.timed(stopwatch, "outer", lambda: inner() + 1)
+    assert outer() == 2
+    assert set(stopwatch.seconds) == {"outer"}
+
+
+@pytest.mark.parametrize("script", ["training.py", "peer_torchtitan.py", "startup.py"])
+def test_a_pattern_or_option_that_fits_nothing_is_refused(script: str) -> None:
+    options = {
+        "training.py": ["--rows", "no such model"],
+        "peer_torchtitan.py": ["--rows", "no such model"],
+        "startup.py": ["--rounds", "many"],
+    }
+    command = [sys.executable, str(_BENCH / script), *options[script]]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert options[script][1] in refused.stderr
+
+
+def test_dispatchers_are_summed_over_ranks_and_timed_by_the_slowest() -> None:
+    import dispatch
+
+    ranks = [
+        dispatch.Seen(120.0, 60.0, 100, 50, 0.0, [1.0, 3.0, 2.0]),
+        dispatch.Seen(90.0, 50.0, 50, 50, 0.5, [2.0, 1.0, 1.0]),
+    ]
+    row = dispatch.summary(ranks)
+    assert row["bytes_over_fewest"] == 1.4 and row["between_over_fewest"] == 1.1
+    assert row["ms"] == 2000.0 and row["dropped"] == 0.25
+
+
+def test_the_most_memory_that_a_step_has_alive_at_once_is_counted() -> None:
+    import memory
+    import torch
+
+    mib = 2**20
+    kept = []
+
+    def step() -> None:
+        first = torch.empty(3 * mib, dtype=torch.uint8)
+        second = torch.empty(2 * mib, dtype=torch.uint8)
+        del first
+        kept.append(torch.empty(2 * mib, dtype=torch.uint8))
+        del second
+
+    beyond = memory._allocated_beyond(step, torch.device("cpu"))
+    assert 5 * mib <= beyond < 5.1 * mib
+    way = memory.Way("none", {"mode": "none"}, 0, held=7.0, beyond=beyond)
+    assert way.peak == 7 + beyond
+
+
+def test_compiled_layers_are_told_beside_eager_ones() -> None:
+    import compile as script
+
+    from titan_moe.distributed.compile import Compiled
+
+    row = script.Row("m", "float32", 2.0, 1.0, 9.0, Compiled(graphs=7, breaks=1, seconds=5.0))
+    assert row.cells()[2:] == ["2.000", "1.000", "2.00x", "9.0", "5.0", "7"]
+    assert len(row.cells()) == len(script._COLUMNS)

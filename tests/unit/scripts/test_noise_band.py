@@ -1,0 +1,52 @@
+"""What the evidence for the noise band is made of."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.paths import REPO
+from titan_moe.verify.compare.records import Curve
+
+_BENCH = REPO / "scripts/bench"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(_BENCH)
+    import noise_band
+
+    yield noise_band
+    del sys.modules["noise_band"]
+
+
+def test_no_two_runs_share_the_order_of_their_rows(script) -> None:
+    tasks = script.tasks(["bfloat16"], 40)
+    orders = [task.run.order for task in tasks]
+    assert len(set(orders)) == len(orders) == 32 + 40 + len(script.MISTAKES) + len(script.HALVED)
+    assert [task.name for task in tasks[:32]] == [f"repeat {order}" for order in range(1, 33)]
+    unseen = [task.run for task in tasks if task.name.startswith("unseen")]
+    assert {run.local_batch_size for run in unseen} == {8, 4, 2, None}
+    assert len({str(run.layout) for run in unseen}) == 6
+    assert len({task.path(Path()) for task in tasks}) == len(tasks)
+
+
+def test_runs_of_a_group_have_as_many_ranks(script) -> None:
+    tasks = script.tasks(["float32"], 10)
+    groups = script.groups(tasks)
+    assert sorted(task.name for group in groups for task in group) == sorted(t.name for t in tasks)
+    assert all(len({task.run.layout.world_size for task in group}) == 1 for group in groups)
+
+
+def test_curves_come_back_whole(script, tmp_path: Path) -> None:
+    counts = np.arange(script.STEPS * 8).reshape(script.STEPS, 8).astype(float)
+    losses = np.linspace(6, 1, script.STEPS)
+    scalars = {"loss": losses, "grad_norm": losses / 3, "norm of w[3]": losses / 7}
+    curve = Curve("one", range(1, script.STEPS + 1), scalars, {"layers.1": counts})
+    script.save_curve(curve, tmp_path / "curves" / "one.npz")
+    back = script.read_curve(tmp_path / "curves" / "one.npz", "one")
+    assert list(back.steps) == list(curve.steps) and list(back.scalars) == list(scalars)
+    assert script.bits(back) == script.bits(curve)
+    assert (back.loads["layers.1"] == counts).all()
+    assert [path.name for path in (tmp_path / "curves").iterdir()] == ["one.npz"]

@@ -1,0 +1,158 @@
+"""The arithmetic of scripts/bench/peer_torchtitan.py, and the substitutes that torchtitan gets."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.paths import REPO
+
+_BENCH = REPO / "scripts/bench"
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(_BENCH)
+
+
+def observed(*, first: float, step: float, memory: list[float], peak: float) -> Any:
+    """A run whose steps take `step` seconds each, after a first one at `first`."""
+    from peer_runs import Observed
+
+    return Observed(
+        seconds=[first + step * number for number in range(len(memory))],
+        losses=[7.0] * len(memory),
+        resident_mib=memory,
+        peak_mib=peak,
+        num_parameters=14_428_672,
+    )
+
+
+def test_figures_leave_the_first_steps_out_and_are_beyond_torch_alone() -> None:
+    from peer_runs import Start
+    from peer_torchtitan import figures_of
+
+    memory = [300.0] * 5 + [600.0, 620.0, 640.0]
+    run = observed(first=7.0, step=0.5, memory=memory, peak=700.0)
+    run.seconds[3] += 0.2  # One of the steps that do not count.
+    figures = figures_of([run], [Start(torch=3.0, fsdp=4.5, memory_mib=200.0)])
+    assert figures.tokens_per_second == pytest.approx([4096.0] * 3)
+    assert (figures.first_step, figures.beyond_torch, figures.beyond_fsdp) == (7.0, 4.0, 2.5)
+    assert (figures.memory_mib, figures.growth_mib) == (500.0, 40.0)
+    assert figures.growth == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "times", "matmul_tflops", "fast"),
+    [
+        ("float32", 2.1, 1.0, True),
+        ("float32", 1.9, 1.0, False),
+        ("float32", 1.5, 1e-4, True),  # Nearer to the machine's own rate than anyone could ask.
+        ("bfloat16", 2.9, 1e-4, False),
+        ("bfloat16", 3.1, 1.0, True),
+    ],
+)
+def test_goals(dtype: str, times: float, matmul_tflops: float, fast: bool) -> None:
+    import peer_torchtitan as peer
+
+    row = next(row for row in peer.all_rows() if row.name == f"cmp {dtype} 1 rank")
+    row.starts.append(peer.Start(torch=3.0, fsdp=4.5, memory_mib=200.0))
+    row.ours.append(observed(first=5.5, step=1.0, memory=[300.0] * 8, peak=400.0))
+    row.theirs.append(observed(first=6.0, step=times, memory=[300.0] * 8, peak=610.0))
+    goals = peer.verdicts(row, matmul_tflops)
+    expected = {"memory": True, "flat": True, "first sooner": True}
+    assert goals == {"speed": fast, **expected, "1.5 s, torch": False, "1.5 s, fsdp": True}
+
+
+def test_different_models_are_not_compared() -> None:
+    import peer_torchtitan as peer
+
+    rows = peer.all_rows()
+    assert len({row.name for row in rows}) == len(rows) == 12
+    for model in {row.model for row in rows}:
+        assert peer.different_models(model, model.num_parameters) is None
+        problem = peer.different_models(model, model.num_parameters + 1)
+        assert problem and "different models" in problem
+        assert peer.different_models(model, None)
+
+
+def test_lines_of_both_programs_are_read_once_per_step() -> None:
+    from peer_runs import Observed
+
+    run = Observed()
+    ranks = [{"VmRSS": 10.0, "VmHWM": 30.0}, {"VmRSS": 20.0, "VmHWM": 25.0}]
+    lines = [
+        "[titan] root - INFO - Model qwen3 peer size: 14,428,672 total parameters",
+        "[titan] root - INFO - step:  1  loss:  8.13201  grad_norm:  1.0",
+        "[titan] root - INFO - step:  1  loss:  8.13201  grad_norm:  1.0",  # Another rank.
+        "step  2  loss  7.69075  grad norm   3.7756  lr 4.00e-04",
+    ]
+    for second, line in enumerate(lines):
+        run.read(line, float(second), lambda: ranks)
+    assert run.num_parameters == 14_428_672
+    assert (run.seconds, run.losses) == ([1.0, 3.0], [8.13201, 7.69075])
+    assert (run.resident_mib, run.peak_mib) == ([20.0, 20.0], 30.0)
+    run.read("step  3  loss  7.0", 4.0, list)  # The ranks have ended already.
+    assert (run.resident_mib[-1], run.peak_mib) == (20.0, 30.0)
+
+
+def test_memory_of_this_process_and_of_none() -> None:
+    import os
+
+    from peer_memory import ranks_memory, read_status, resident_mib
+
+    assert read_status("Name:\tx: y\nVmHWM:\t 2048 kB\nVmRSS:\t 1024 kB\n") == {
+        "VmRSS": 1.0,
+        "VmHWM": 2.0,
+    }
+    own = resident_mib(os.getpid())
+    assert 0 < own["VmRSS"] <= own["VmHWM"]
+    assert isinstance(ranks_memory(os.getpid()), list)
+
+
+def test_every_row_of_ours_is_a_configuration_that_runs(tmp_path: Path) -> None:
+    import tomli_w
+    from peer_data import EOS, VOCAB_SIZE, cut_text, write_data
+    from peer_runs import Peer
+    from peer_torchtitan import all_rows
+
+    from titan_moe.data.tokenizer import load_tokenizer
+    from titan_moe.train import prepare
+
+    data, tokenizer = write_data(tmp_path / "text")
+    again, _ = write_data(tmp_path / "text")
+    assert again == data and (data / "records.jsonl").is_file()
+    loaded = load_tokenizer(str(tokenizer))
+    assert (loaded.vocab_size, loaded.decode([loaded.eos_id])) == (VOCAB_SIZE, EOS)
+    assert cut_text("abcdefgh", 3) == ["abc", "def", "gh"] and cut_text("abcde", 4) == ["abcd"]
+
+    peer = Peer(tmp_path, tmp_path / "venv", data, tokenizer)
+    for row in all_rows():
+        config = tmp_path / "peer.toml"
+        tables = peer.our_tables(row.model, row.dtype, row.layout, steps=20)
+        config.write_text(tomli_w.dumps(tables), encoding="utf-8")
+        job, _ = prepare(["--job.config_file", str(config)], row.layout.num_ranks, {})
+        assert job.training.global_batch_size == 8 and not job.training.mask_documents
+
+
+@pytest.mark.parametrize(("ranks", "experts"), [(1, 4), (2, 3)])
+def test_the_substitute_for_tritons_kernel_finds_every_row(ranks: int, experts: int) -> None:
+    from peer_torchtitan_rank import fill_indices
+
+    counts = torch.tensor([[3, 0, 2, 1], [1, 2, 5, 4]])[:ranks, :experts].contiguous()
+    starts = counts.flatten().cumsum(0) - counts.flatten()
+    padded = (counts.sum(0) + 7) // 8 * 8
+    offsets = padded.cumsum(0) - padded
+    size = int(padded.sum()) + 8
+    found = fill_indices(
+        counts.flatten(), starts, offsets, experts, ranks, size, block_size=128
+    ).tolist()
+    # Slow oracle: rows as they arrive, each with its expert, sorted by expert.
+    arrived = [e for r in range(ranks) for e in range(experts) for _ in range(int(counts[r, e]))]
+    for expert in range(experts):
+        rows = [row for row, its in enumerate(arrived) if its == expert]
+        begin = int(offsets[expert])
+        space = int(padded[expert])
+        assert found[begin : begin + space] == rows + [-1] * (space - len(rows))
+    assert found[int(padded.sum()) :] == [-1] * 8

@@ -1,0 +1,178 @@
+"""What all commands share: their common options, --json, errors as lines, exit codes, signals."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.failure import print_errors
+from titan_moe.runtime.launch import end_on_signals
+
+_USAGE, _INTERRUPTED = 2, 130
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command has found out."""
+
+    data: Any = None
+    """What --json prints."""
+    lines: Sequence[str] = ()
+    """What is printed without --json."""
+    exit_code: int = 0
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong argument as any other mistake: one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([f"{self.prog}: {message}"])
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: its arguments, and the call that they are for.
+
+    Modules of commands import what is heavy inside `run`, so that --help is quick.
+    """
+
+    run: Callable[[argparse.Namespace], Answer]
+    """Its namespace has `json`, and `overrides`: the arguments that the parser does not know.
+    Progress may be printed; ConfigError and RunError may be raised."""
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    overrides: bool = False
+    """Takes --config FILE and --table.key value too."""
+    help_of_keys: bool = False
+    """Its --help is that of the keys, which `run` prints."""
+    resumable: bool = False
+    """The same command goes on where it was interrupted."""
+    ends_at_once: bool = False
+    """A signal ends it without any Python, as a rank that waits in a collective needs; else it is
+    a KeyboardInterrupt."""
+    mistakes: tuple[type[Exception], ...] = ()
+    """Errors besides ConfigError that the user's input causes: exit code 2."""
+    failed: int = 1
+    """The exit code of a run that failed; another one where 1 is a verdict."""
+    crashed: int = 1
+    """The exit code of an error in titan_moe itself."""
+
+    def main(self, name: str, description: str, argv: list[str]) -> int:
+        """Parse, run, print, and return the exit code; of torchrun's ranks, the first prints."""
+        self._handle_signals()
+        is_first = os.environ.get("RANK", "0") == "0"
+        try:
+            options = self._parse(name, description, argv)
+            with redirect_stdout(sys.stderr) if options.json else nullcontext():
+                answer = self.run(options)
+        except Exception as error:
+            return self._explain(error, is_first)
+        except KeyboardInterrupt:
+            more = "; the same command goes on where it stopped" if self.resumable else ""
+            print(f"\ninterrupted{more}", file=sys.stderr)
+            return _INTERRUPTED
+        text = json.dumps(answer.data, indent=1) if options.json else "\n".join(answer.lines)
+        if text and is_first:
+            print(text)
+        return answer.exit_code
+
+    def _explain(self, error: Exception, is_first: bool) -> int:
+        """Print one line for each mistake that the user can mend; returns the exit code."""
+        is_mistake = isinstance(error, (ConfigError, *self.mistakes))
+        if not (is_mistake or isinstance(error, (RunError, OSError))):
+            traceback.print_exception(error)
+            return self.crashed
+        if is_first:
+            first, *more = str(error).splitlines() or [type(error).__name__]
+            print_errors(error.lines if isinstance(error, ConfigError) else [first])
+            if isinstance(error, RunError):  # What a failed process printed last.
+                print("".join(f"{line}\n" for line in more), end="", file=sys.stderr)
+        return _USAGE if is_mistake else self.failed
+
+    def _parse(self, name: str, description: str, argv: list[str]) -> argparse.Namespace:
+        parser = Parser(
+            prog=f"titan-moe {name}",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            add_help=not self.help_of_keys,
+            epilog="Every --table.key: titan-moe train --help." if self.overrides else None,
+        )
+        if self.overrides:
+            parser.add_argument(
+                "--config", "--job.config_file", metavar="FILE", help="TOML file to start from"
+            )
+        self.add_arguments(parser)
+        parser.set_defaults(json=False)
+        if not self.help_of_keys:
+            parser.add_argument("--json", action="store_true", help="print the result as JSON")
+        options, rest = parser.parse_known_args(argv)
+        if rest and not self.overrides:
+            raise ConfigError([f"{parser.prog}: unknown argument {rest[0]!r}: see --help"])
+        options.overrides = rest
+        return options
+
+    def _handle_signals(self) -> None:
+        if self.ends_at_once:
+            return end_on_signals()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.default_int_handler)
+
+
+def job_arguments(options: argparse.Namespace) -> list[str]:
+    """The command line of a configuration: its file and its overrides."""
+    file = [] if options.config is None else ["--job.config_file", options.config]
+    return [*file, *options.overrides]
+
+
+def add_ranks(
+    parser: argparse.ArgumentParser, *, default: int | list[int] | None, says: str
+) -> None:
+    """--ranks: one number, or several where the default is a list."""
+    several = isinstance(default, list)
+    parser.add_argument(
+        "--ranks", type=positive, nargs="+" if several else None, default=default, help=says
+    )
+
+
+def add_seed(parser: argparse.ArgumentParser, *, default: int, says: str) -> None:
+    """--seed: of whatever the command draws."""
+    parser.add_argument("--seed", type=int, default=default, help=f"{says}; default: {default}")
+
+
+def add_out(
+    parser: argparse.ArgumentParser, *, default: str | None, says: str, required: bool = False
+) -> None:
+    """--out: the folder, or file, that the results go to."""
+    path = None if default is None else Path(default)
+    parser.add_argument(
+        "--out", type=Path, default=path, metavar="PATH", help=says, required=required
+    )
+
+
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a positive number")
+    return int(text)
+
+
+def make_folder(path: Path) -> Path:
+    """A folder for results; ConfigError where a file lies."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError([f"--out {path}: is a file; name a folder"])
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Results as a file."""
+    path.write_text(json.dumps(data, indent=1) + os.linesep, encoding="utf-8")

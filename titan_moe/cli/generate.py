@@ -1,0 +1,62 @@
+"""Let a model continue a text, to read what it has learned.
+
+    titan-moe generate outputs/checkpoint/step-1000 --prompt "def main("
+    titan-moe generate HF_FOLDER --prompt "Once upon" --temperature 0.8 --top-k 50 --seed 1
+
+The likeliest token each time, unless --temperature is above 0. The model and its tokenizer are
+those that the checkpoint or Hugging Face folder names.
+
+Exit codes: 0; 1 the checkpoint cannot be read; 2 a wrong argument.
+"""
+
+import argparse
+from pathlib import Path
+
+from titan_moe.cli.command import Answer, Command, add_seed
+from titan_moe.config.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
+    parser.add_argument("--prompt", required=True, help="the text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=200, help="default: %(default)s")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0, the default: the likeliest token"
+    )
+    parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest; 0: all")
+    parser.add_argument("--tokenizer", help="as model.tokenizer_path; default: the checkpoint's")
+    parser.add_argument("--bos", action="store_true", help="put the tokenizer's BOS in front")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="default: float32, with a GPU bfloat16"
+    )
+    add_seed(parser, default=0, says="of the drawing")
+
+
+def run(options: argparse.Namespace) -> Answer:
+    if options.temperature < 0 or options.top_k < 0 or options.max_new_tokens < 1:
+        raise ConfigError(
+            ["--temperature and --top-k are 0 or more, --max-new-tokens is 1 or more"]
+        )
+    import torch
+
+    from titan_moe.checkpoint.hf.alone import load_alone
+    from titan_moe.generate import Sampling, decode, first_tokenizer, prompt_ids, readable
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, options.dtype) if options.dtype else default
+    loaded = load_alone(options.checkpoint, dtype=dtype, device=device)
+    tokenizer = first_tokenizer([options.tokenizer] if options.tokenizer else loaded.tokenizers)
+    vocab_size = loaded.model.config.vocab_size
+    ids = prompt_ids(options.prompt, tokenizer, bos=options.bos, vocab_size=vocab_size)
+    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_k, options.seed)
+    pieces = []
+    print(options.prompt, end="", flush=True)
+    for piece in readable(decode(loaded.model, ids, sampling, tokenizer), tokenizer):
+        print(piece, end="", flush=True)
+        pieces.append(piece)
+    print()
+    return Answer({"prompt": options.prompt, "text": "".join(pieces)})
+
+
+COMMAND = Command(run, add_arguments, ends_at_once=True)

@@ -1,0 +1,43 @@
+"""Count what a rank sends, holds and makes in one step of a world of any size, on one CPU core.
+
+    titan-moe simulate step --ranks 64 --config configs/qwen3/30B-A3B_64gpu.toml
+
+The program's own training step runs for one rank of a fake world, with all of its microbatches:
+its collectives are counted, and nothing is sent, stored or multiplied
+(titan_moe/simulate/fake_rank.py).
+Exit codes: 0; 1 it failed; 2 a configuration that cannot run.
+"""
+
+import argparse
+
+from titan_moe.cli.command import (
+    Answer,
+    Command,
+    add_out,
+    add_ranks,
+    job_arguments,
+    positive,
+    write_json,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_ranks(parser, default=8, says="of the world; default: 8")
+    parser.add_argument("--rank", type=int, default=0, help="which of them; default: 0")
+    parser.add_argument("--layers", type=positive, help="only the model's first")
+    add_out(parser, default=None, says="a JSON file for the figures")
+
+
+def run(options: argparse.Namespace) -> Answer:
+    from titan_moe.config.parse import load_job
+    from titan_moe.simulate.rank_step import in_words, rank_step, simulate
+
+    job = load_job(job_arguments(options))
+    task = rank_step(job, options.ranks, rank=options.rank, layers=options.layers)
+    (facts,) = simulate([task])
+    if options.out is not None:
+        write_json(options.out, facts.as_json())
+    return Answer(facts.as_json(), [in_words(facts)])
+
+
+COMMAND = Command(run, add_arguments, overrides=True)

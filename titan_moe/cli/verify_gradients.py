@@ -1,0 +1,105 @@
+"""Prove that layouts train the same model: each against one plain process, tensor by tensor.
+
+    titan-moe verify gradients --config configs/debug/gate_deepseek_v3.toml --all --ranks 8
+    titan-moe verify gradients --config FILE --layouts "dp_shard=2,tp=2,ep=4" "pp=2,cp=2,tp=2,etp=2"
+    titan-moe verify gradients --config FILE --sample 20 --seed 1 --float32
+    titan-moe verify gradients --config FILE --all --ranks 4 --optimizer.name Muon
+
+Options that no argument fixes rotate over the layouts. An interrupted run goes on where it stopped:
+results.jsonl in the output folder holds what passed with the same code. The folder also gets
+results.json and results.html.
+
+Exit codes: 0; 1 a layout does not pass; 2 a wrong argument or configuration; 4 it failed; 70 an
+error in titan_moe; 130 interrupted: the same command goes on.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_moe.cli.command import (
+    Answer,
+    Command,
+    add_out,
+    add_ranks,
+    add_seed,
+    job_arguments,
+    make_folder,
+    positive,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from titan_moe.verify.gradients.gate import Gate, Result
+    from titan_moe.verify.layouts.layouts import Layout
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from titan_moe.verify.layouts.layouts import OPTIONS
+
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--layouts", nargs="+", metavar="LAYOUT", help='such as "dp_shard=2,ep=2"')
+    which.add_argument("--all", action="store_true", help="every legal power-of-two layout")
+    which.add_argument(
+        "--sample", type=positive, metavar="N", help="N layouts; each pair of axes meets"
+    )
+    add_ranks(parser, default=[8], says="of --all and --sample, several numbers; default: 8")
+    parser.add_argument("--float32", action="store_true", help="repeat each layout in float32")
+    for option, values in OPTIONS.items():
+        parser.add_argument(f"--{option.replace('_', '-')}", choices=values, dest=option)
+    add_seed(parser, default=1, says="of the sample")
+    add_out(parser, default="outputs/layouts", says="default: %(default)s")
+
+
+def run(options: argparse.Namespace) -> Answer:
+    from tqdm import tqdm
+
+    from titan_moe.config.parse import load_job
+    from titan_moe.verify.gradients.gate import Gate
+    from titan_moe.verify.gradients.sweep import gate_page, summary, sweep
+
+    job = load_job(job_arguments(options))
+    out = make_folder(options.out)
+    with tempfile.TemporaryDirectory() as folder:
+        gate = Gate(job, Path(folder))
+        dtypes = ["float64", "float32"] if options.float32 else ["float64"]
+        tasks = [(layout, dtype) for layout in _chosen(options, gate) for dtype in dtypes]
+        with tqdm(total=len(tasks), unit="layout", dynamic_ncols=True) as bar:
+
+            def seen(result: "Result") -> None:
+                bar.update()
+                for line in result.lines:
+                    tqdm.write(line)
+
+            results = sweep(gate, tasks, out, seen=seen)
+    facts = summary(results)
+    title = f"Layouts of {job.model.name} {job.model.flavor}"
+    (out / "results.html").write_text(gate_page(title, results, facts), encoding="utf-8")
+    data = {"summary": facts, "results": [result.as_json() for result in results]}
+    write_json(out / "results.json", data)
+    line = (
+        f"{facts['passed']} of {facts['layouts']} pass, worst error {facts['worst_error']:.1e} "
+        f"({facts['worst_tensor']}); {out / 'results.html'}"
+    )
+    return Answer(data, [line], 0 if 0 < facts["passed"] == facts["layouts"] else 1)
+
+
+def _chosen(options: argparse.Namespace, gate: "Gate") -> "list[Layout]":
+    from titan_moe.verify.layouts.covering import cover_options, cover_pairs
+    from titan_moe.verify.layouts.layouts import OPTIONS, legal_layouts, parse, with_options
+
+    fixed = {name: getattr(options, name) for name in OPTIONS if getattr(options, name)}
+    if options.layouts:
+        return [with_options(parse(text), **fixed) for text in options.layouts]
+    layouts = [
+        layout
+        for size in options.ranks
+        for layout in legal_layouts(size, powers_of_two=size & (size - 1) == 0)
+    ]
+    if options.sample:
+        layouts = cover_pairs(layouts, options.sample, options.seed)
+    return cover_options(layouts, fixed=fixed, legal=lambda layout: not gate.refusal(layout))
+
+
+COMMAND = Command(run, add_arguments, overrides=True, resumable=True, failed=4, crashed=70)

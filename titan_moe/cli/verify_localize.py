@@ -1,0 +1,65 @@
+"""Where do two runs part? The first module, tensor, expert and tokens that differ beyond rounding.
+
+    titan-moe verify localize --config FILE --baseline revision=main         # my change
+    titan-moe verify localize --config FILE --candidate layout=tp=2,ep=2     # another layout
+    titan-moe verify localize --baseline outputs/a --candidate outputs/b     # run again
+    titan-moe verify localize --config FILE --candidate layout=tp=2 --step 40
+
+Sides are written as for verify losses. Both are trained to find the first step whose figures differ
+(or --step says it); then both make that step from the baseline's state, and everything is captured:
+sequences, outputs of modules, gradients, updates. The first place in causal order that differs by
+more than harmless repeats of the baseline do (sequences in another order, another layout) is named,
+with both norms. Finished runs are trained again, from their config.toml, by this code. The output
+folder gets finding.json and every run.
+
+Exit codes: 1 a place is named; 0 identical bits; 3 other bits, and nothing beyond rounding; 2
+cannot be run, or no such thing; 4 a side failed; 70 an error in titan_moe; 130 interrupted: the
+same command goes on.
+"""
+
+import argparse
+
+from titan_moe.cli import sides
+from titan_moe.cli.command import Answer, Command, add_out, positive, write_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    sides.add_arguments(parser)
+    parser.add_argument("--step", nargs="+", type=positive, default=[], help="where to look")
+    parser.add_argument("--repeats", type=int, default=2, help="harmless captures; default: 2")
+    add_out(parser, default="outputs/localization", says="default: %(default)s")
+
+
+def run(options: argparse.Namespace) -> Answer:
+    from titan_moe.verify.compare.bisect import bisect
+    from titan_moe.verify.compare.launch import Launcher, workplace
+    from titan_moe.verify.compare.runner import Plan
+
+    baseline, candidate = sides.read_sides(options)
+    plan = Plan(
+        title="",
+        baseline=baseline,
+        candidate=candidate,
+        num_control_runs=options.repeats,
+        steps=options.steps,
+        control_layouts=options.harmless,
+    )
+    with workplace(options.out):
+        findings = bisect(plan, Launcher(options.out), options.step)
+    data = [{"step": each.step, "named": each.named, "lines": each.lines()} for each in findings]
+    write_json(options.out / "finding.json", data)
+    lines = [line for each in findings for line in each.lines()] or ["identical bits"]
+    if not findings:
+        return Answer(data, lines)
+    return Answer(data, lines, 1 if any(each.named for each in findings) else 3)
+
+
+COMMAND = Command(
+    run,
+    add_arguments,
+    overrides=True,
+    resumable=True,
+    mistakes=(ValueError, OSError),
+    failed=4,
+    crashed=70,
+)

@@ -1,0 +1,89 @@
+"""Is it still the same training? Two runs side by side, and a verdict.
+
+    titan-moe verify losses --config FILE --baseline revision=main           # my change
+    titan-moe verify losses --config FILE --candidate layout=tp=2,ep=2       # another layout
+    titan-moe verify losses --config FILE --candidate "--optimizer.lr 1e-3"  # any key
+    titan-moe verify losses --baseline outputs/a --candidate outputs/b --noise outputs/c*
+    titan-moe verify losses --baseline tests/goldens/qwen3                   # a golden file
+    titan-moe verify losses --config FILE --update-golden tests/goldens/mine --reason "..."
+
+A SIDE is "revision=REV config=FILE ranks=N layout=AXIS=N,... --table.key value ...", each word left
+out as the other options have it; or a finished run's folder (metrics.jsonl, TensorBoard); or a
+golden. --table.key value outside of a side is for both. Sides are trained by their own run_train.sh
+from one seed checkpoint. Where their bits differ, harmless repeats of the baseline (sequences in
+another order, other layouts) measure how much rounding alone may do. The output folder gets
+report.html, report.png, comparison.json and every run.
+
+Exit codes: 0 identical bits; 3 inside the noise band; 1 different; 5 not identical, and no repeats
+to judge by; 2 cannot be compared, or no such thing; 4 a side failed; 70 an error in titan_moe;
+130 interrupted: the same command goes on.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_moe.cli import sides
+from titan_moe.cli.command import Answer, Command, add_out
+
+if TYPE_CHECKING:
+    from titan_moe.verify.compare.runner import Plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    sides.add_arguments(parser)
+    parser.add_argument("--repeats", type=int, default=24, help="of the baseline; default: 24")
+    parser.add_argument(
+        "--noise", nargs="+", type=Path, default=[], metavar="RUN", help="finished repeats"
+    )
+    parser.add_argument("--norms", action="store_true", help="compare every parameter's norm")
+    parser.add_argument(
+        "--routing", action="store_true", help="count routings that flip; judge without them too"
+    )
+    add_out(parser, default="outputs/comparison", says="default: %(default)s")
+    parser.add_argument("--update-golden", type=Path, metavar="FOLDER")
+    parser.add_argument("--reason", default="", help="why the golden changes")
+
+
+def run(options: argparse.Namespace) -> Answer:
+    from titan_moe.verify.compare.launch import Launcher, workplace
+    from titan_moe.verify.compare.runner import compare, update_golden
+    from titan_moe.verify.report.comparison import write_comparison
+
+    plan, launcher = _plan(options), Launcher(options.out)
+    with workplace(options.out):
+        if options.update_golden is not None:
+            path = update_golden(plan, launcher, options.update_golden, options.reason, print)
+            return Answer({"golden": str(path)}, [f"golden: {path}"])
+        comparison = compare(plan, launcher)
+    files = [str(path) for path in write_comparison(comparison, options.out)]
+    found = {**comparison.as_json(), "files": files}
+    return Answer(found, [*comparison.lines(), *files], comparison.verdict.exit_code)
+
+
+def _plan(options: argparse.Namespace) -> "Plan":
+    from titan_moe.verify.compare.runner import Plan
+
+    baseline, candidate = sides.read_sides(options)
+    return Plan(
+        title=f"{options.candidate or 'working tree'} against {options.baseline or 'working tree'}",
+        baseline=baseline,
+        candidate=candidate,
+        num_control_runs=options.repeats,
+        steps=options.steps,
+        control_layouts=options.harmless,
+        control_paths=options.noise,
+        norms=options.norms,
+        routing=options.routing,
+    )
+
+
+COMMAND = Command(
+    run,
+    add_arguments,
+    overrides=True,
+    resumable=True,
+    mistakes=(ValueError, OSError),
+    failed=4,
+    crashed=70,
+)

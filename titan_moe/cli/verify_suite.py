@@ -1,0 +1,58 @@
+"""Run a regression suite: comparisons one after another, one summary page, one exit code.
+
+    titan-moe verify suite configs/suites/cpu.toml
+    titan-moe verify suite configs/suites/8gpu.toml --print-sbatch
+
+Started again, a suite that was interrupted goes on: what has been trained under the same code and
+configuration is not trained anew. The output folder gets summary.html and a folder for each
+comparison.
+
+Exit codes: 0 everything as expected; 1 something is not; 2 the suite cannot be read; 70 an error in
+titan_moe; 130 interrupted: the same command goes on.
+"""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from titan_moe.cli.command import Answer, Command, add_out
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "suite", metavar="SUITE", type=Path, help="TOML file, such as configs/suites/cpu.toml"
+    )
+    parser.add_argument("--print-sbatch", action="store_true", help="print the Slurm command")
+    add_out(parser, default=None, says="default: outputs/regression_<suite's name>")
+
+
+def run(options: argparse.Namespace) -> Answer:
+    from titan_moe.verify.compare.code_trees import REPO
+    from titan_moe.verify.compare.launch import workplace
+    from titan_moe.verify.compare.suite import load_suite, plan_of, run_suite, sbatch, suite_page
+
+    suite = load_suite(options.suite)
+    if options.print_sbatch:
+        command = sbatch(suite, options.suite, REPO)
+        return Answer(command, [command])
+    for entry in suite.comparison:
+        plan_of(entry)  # Everything misspelt is reported before the first run.
+    out = options.out or Path("outputs") / f"regression_{options.suite.stem}"
+    rows = []
+    with workplace(out):
+        for row in run_suite(suite, out, lambda line: print(f"  {line}", flush=True)):
+            rows.append(row)
+            mark = "ok" if row.ok else "NOT OK"
+            print(f"{mark}: {row.name}: {row.verdict} (expected {row.expected})", flush=True)
+            if not row.ok:
+                print(row.detail)
+            page = suite_page(suite.description, rows)
+            (out / "summary.html").write_text(page, encoding="utf-8")
+    good, total = sum(row.ok for row in rows), len(suite.comparison)
+    line = f"{good} of {total} as expected; {out / 'summary.html'}"
+    return Answer([asdict(row) for row in rows], [line], 0 if good == total else 1)
+
+
+COMMAND = Command(
+    run, add_arguments, resumable=True, mistakes=(ValueError, OSError), failed=4, crashed=70
+)

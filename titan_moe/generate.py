@@ -1,0 +1,103 @@
+"""Continue a text with a model: plain decoding on one process, to read what it has learned."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
+from titan_moe.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How new tokens are chosen."""
+
+    max_new_tokens: int = 200
+    temperature: float = 0.0
+    """0: the likeliest token each time."""
+    top_k: int = 0
+    """Draw from the k likeliest tokens; 0: from all."""
+    seed: int = 0
+
+
+def first_tokenizer(names: list[str]) -> Tokenizer:
+    """The first of these model.tokenizer_path that can be loaded; raises ConfigError."""
+    first: ConfigError | None = None
+    for name in names:
+        try:
+            return load_tokenizer(name)
+        except ConfigError as error:
+            first = first or error
+    raise first or ConfigError(["the checkpoint names no tokenizer: name one with --tokenizer"])
+
+
+def prompt_ids(prompt: str, tokenizer: Tokenizer, *, bos: bool, vocab_size: int) -> list[int]:
+    """The token ids of a prompt, after the tokenizer's BOS if `bos`.
+
+    Raises ConfigError for no token at all, and for ids that a model of `vocab_size` has not.
+    """
+    ids = [int(token) for token in tokenizer.encode(prompt)]
+    if bos and tokenizer.bos_id is not None:
+        ids = [tokenizer.bos_id, *ids]
+    if not ids:
+        raise ConfigError(["--prompt is empty: give the model a word to continue"])
+    if max(ids) >= vocab_size:
+        raise ConfigError(
+            [
+                f"the tokenizer's ids reach {max(ids)}, the model's vocab_size={vocab_size}:"
+                " name the right one with --tokenizer"
+            ]
+        )
+    return ids
+
+
+def decode(
+    model: Decoder, ids: list[int], sampling: Sampling, tokenizer: Tokenizer
+) -> Iterator[int]:
+    """New tokens, up to the end of the text.
+
+    The whole text is computed anew for each token, at a price that grows with its square: a cache
+    of keys and values would be a second form of each kind of attention, for reading a few lines.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(sampling.seed)
+    tokens_1S = torch.tensor([ids], device=device)
+    for _ in range(sampling.max_new_tokens):
+        tokens_1S = tokens_1S[:, -model.config.max_seq_len :]
+        positions_1S = torch.arange(tokens_1S.shape[1], device=device)[None]
+        with torch.no_grad():
+            logits_V = model(tokens_1S, torch.zeros_like(tokens_1S), positions_1S)[0, -1].float()
+        # The model's vocabulary may be padded to be divisible.
+        token = _choose(logits_V[: tokenizer.vocab_size], sampling, generator)
+        if token == tokenizer.eos_id:
+            return
+        yield token
+        tokens_1S = torch.cat([tokens_1S, tokens_1S.new_tensor([[token]])], dim=1)
+
+
+def _choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    if sampling.temperature == 0:
+        return int(logits_V.argmax())
+    if sampling.top_k:
+        worst = logits_V.topk(min(sampling.top_k, len(logits_V))).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < worst, float("-inf"))
+    shares_V = (logits_V / sampling.temperature).softmax(-1)
+    return int(shares_V.multinomial(1, generator=generator))
+
+
+def readable(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """The text of tokens as it grows; a character of several tokens comes when it is whole."""
+    known: list[int] = []
+    shown = 0
+    for token in tokens:
+        known.append(token)
+        text = tokenizer.decode(known)
+        # Four bytes is the longest character: more than that is no beginning of one.
+        if text.endswith("\ufffd") and not text.endswith("\ufffd" * 4):
+            continue
+        yield text[shown:]
+        shown = len(text)
+    yield tokenizer.decode(known)[shown:]

@@ -1,0 +1,227 @@
+"""What families' `hf.py` are written with: config.json's common keys, and weights' names as data.
+
+No torch. A family's `hf.py` has
+
+    MODEL_TYPES     the model_type values of config.json that it reads
+    from_hf, to_hf  dimensions from config.json, and config.json from dimensions
+    keys            our tensors' names -> theirs, and how each is laid out
+    IGNORED         patterns (fnmatch) of their tensors that have no place here
+    COPIES          their tensors that are published as copies of another
+
+Of config.json two forms are read: that of published models (`rope_theta`, `rope_scaling`), and what
+transformers 5 writes (`rope_parameters`). The first is written, which all readers know.
+
+In names, `{layer}` stands for a number on both sides; theirs counts multi-token prediction layers
+on after the others, ours from 0 under `mtp.layers`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.models.config import Llama3Scaling, RopeConfig, YarnScaling
+
+Settings = Mapping[str, Any]
+
+
+def needed(settings: Settings, key: str) -> Any:
+    """A value without which there is no model. Raises ConfigError where it is missing or null."""
+    if settings.get(key) is None:
+        raise ConfigError([f"config.json: {key} is missing"])
+    return settings[key]
+
+
+def given(settings: Settings, key: str, default: Any) -> Any:
+    """A value, or the default where it is missing or null."""
+    value = settings.get(key)
+    return default if value is None else value
+
+
+def only(settings: Settings, **allowed: tuple[Any, ...]) -> None:
+    """Raises ConfigError for a key with a value other than these; one without a value passes."""
+    lines = [
+        f"config.json: {key}={settings[key]!r} is not supported: only "
+        + " or ".join(map(repr, values))
+        for key, values in allowed.items()
+        if settings.get(key) is not None and settings[key] not in values
+    ]
+    if lines:
+        raise ConfigError(lines)
+
+
+def rope_from_hf(
+    settings: Settings, pairing: Literal["halves", "neighbours"] = "halves", *, latent: bool = False
+) -> RopeConfig:
+    """Rotary positions. Raises ConfigError for a scaling that is not known.
+
+    Args:
+        latent: DeepSeek's attention, whose softmax scale knows YaRN's mscale_all_dim. Elsewhere
+            YaRN as transformers has it: cosines and sines alone are scaled.
+    """
+    parameters = settings.get("rope_parameters")
+    if parameters is None:
+        parameters = {
+            "rope_theta": settings.get("rope_theta"),
+            **(settings.get("rope_scaling") or {}),
+        }
+    theta = float(given(parameters, "rope_theta", given(settings, "rope_theta", 10_000.0)))
+    kind = given(parameters, "rope_type", given(parameters, "type", "default"))
+    if kind == "default":
+        return RopeConfig(theta, pairing)
+    original = given(
+        parameters, "original_max_position_embeddings", settings.get("max_position_embeddings")
+    )
+    if kind == "llama3":
+        scaling: YarnScaling | Llama3Scaling = Llama3Scaling(
+            float(needed(parameters, "factor")),
+            int(original),
+            float(given(parameters, "low_freq_factor", 1.0)),
+            float(given(parameters, "high_freq_factor", 4.0)),
+        )
+    elif kind == "yarn":
+        scaling = _yarn(parameters, int(original), latent=latent)
+    else:
+        raise ConfigError(
+            [f"config.json: rope_type={kind!r} is not supported: only 'yarn' or 'llama3'"]
+        )
+    return RopeConfig(theta, pairing, scaling)
+
+
+def _yarn(parameters: Settings, original: int, *, latent: bool) -> YarnScaling:
+    only(parameters, attention_factor=())
+    both = given(parameters, "mscale", 0) and given(parameters, "mscale_all_dim", 0)
+    if not (both and latent):
+        only(parameters, mscale_all_dim=(0, 0.0))
+    return YarnScaling(
+        float(needed(parameters, "factor")),
+        original,
+        beta_fast=float(given(parameters, "beta_fast", 32.0)),
+        beta_slow=float(given(parameters, "beta_slow", 1.0)),
+        # transformers scales cosines and sines by the plain rule unless both are given.
+        mscale=float(parameters["mscale"]) if both else 1.0,
+        mscale_all_dim=float(given(parameters, "mscale_all_dim", 0.0)) if latent else 0.0,
+        truncate=bool(given(parameters, "truncate", True)),
+    )
+
+
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """The keys rope_theta and rope_scaling."""
+    scaling: dict[str, Any] | None = None
+    match rope.scaling:
+        case YarnScaling() as yarn:
+            scaling = {
+                "type": "yarn",
+                "rope_type": "yarn",
+                "factor": yarn.factor,
+                "original_max_position_embeddings": yarn.original_max_seq_len,
+                "beta_fast": yarn.beta_fast,
+                "beta_slow": yarn.beta_slow,
+            }
+            if yarn.mscale_all_dim:
+                scaling |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
+            if not yarn.truncate:
+                scaling["truncate"] = False
+        case Llama3Scaling() as llama:
+            scaling = {
+                "rope_type": "llama3",
+                "factor": llama.factor,
+                "original_max_position_embeddings": llama.original_max_seq_len,
+                "low_freq_factor": llama.low_freq_factor,
+                "high_freq_factor": llama.high_freq_factor,
+            }
+    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+
+
+def period(key: str, layers: Sequence[bool]) -> int:
+    """N where layers N - 1, 2 N - 1, ... are the true ones; 0 where none is.
+
+    Raises ConfigError for layers without such a rule, naming the key that they come from.
+    """
+    every = layers.index(True) + 1 if True in layers else 0
+    if list(layers) == [bool(every) and (layer + 1) % every == 0 for layer in range(len(layers))]:
+        return every
+    raise ConfigError([f"config.json: {key} must repeat with a fixed step: {list(layers)}"])
+
+
+@dataclass(frozen=True)
+class HFWeight:
+    """One way in which a tensor of ours is stored."""
+
+    name: str
+    """With {layer}; with {expert} where each expert of a stack has a tensor of its own. Without it
+    a stack is stored whole, experts first, like ours."""
+    transposed: bool = False
+    """Their last two dims are ours swapped."""
+    part: Literal["whole", "first half", "second half", "even", "odd"] = "whole"
+    """Which rows of theirs are ours, where gate and up projections share a tensor: of a matrix, its
+    second last dim in our order; of a bias, its last."""
+
+
+# Our name -> the ways it may be stored; the first is how it is published, and exported. What is
+# stored nowhere (the previous load; a bias that the family's published code has not) is left out,
+# and so are copies of tied weights, which take what the first of their group takes.
+HFKeys = Mapping[str, tuple[HFWeight, ...]]
+
+# Their name, with the {layer} of a multi-token prediction layer -> our tensor of which it is
+# published as a copy. Copies may be missing on import, where they are not read.
+HFCopies = Mapping[str, str]
+
+# What Llama's descendants call the weights that all of them have; of one layer.
+EMBEDDINGS: HFKeys = {
+    "tok_embeddings.weight": (HFWeight("model.embed_tokens.weight"),),
+    "norm.weight": (HFWeight("model.norm.weight"),),
+    "output.weight": (HFWeight("lm_head.weight"),),
+}
+BLOCK_NORMS: HFKeys = {
+    "attention_norm.weight": (HFWeight("input_layernorm.weight"),),
+    "ffn_norm.weight": (HFWeight("post_attention_layernorm.weight"),),
+}
+GQA: HFKeys = {
+    f"attention.{ours}": (HFWeight(f"self_attn.{theirs}"),)
+    for ours, theirs in (
+        ("wq.weight", "q_proj.weight"),
+        ("wk.weight", "k_proj.weight"),
+        ("wv.weight", "v_proj.weight"),
+        ("wo.weight", "o_proj.weight"),
+    )
+}
+GQA_BIASES: HFKeys = {
+    name.replace("weight", "bias"): (HFWeight(ways[0].name.replace("weight", "bias")),)
+    for name, ways in GQA.items()
+}
+QK_NORMS: HFKeys = {
+    f"attention.{norm}.weight": (HFWeight(f"self_attn.{norm}.weight"),)
+    for norm in ("q_norm", "k_norm")
+}
+FEED_FORWARD: HFKeys = {
+    "feed_forward.w1.weight": (HFWeight("mlp.gate_proj.weight"),),
+    "feed_forward.w2.weight": (HFWeight("mlp.down_proj.weight"),),
+    "feed_forward.w3.weight": (HFWeight("mlp.up_proj.weight"),),
+}
+# As published by Qwen and DeepSeek, or as transformers 5 keeps them in memory.
+EXPERTS: HFKeys = {
+    "moe.router.gate.weight": (HFWeight("mlp.gate.weight"),),
+    "moe.experts.w1": (
+        HFWeight("mlp.experts.{expert}.gate_proj.weight"),
+        HFWeight("mlp.experts.gate_up_proj", part="first half"),
+    ),
+    "moe.experts.w2": (
+        HFWeight("mlp.experts.{expert}.down_proj.weight"),
+        HFWeight("mlp.experts.down_proj"),
+    ),
+    "moe.experts.w3": (
+        HFWeight("mlp.experts.{expert}.up_proj.weight"),
+        HFWeight("mlp.experts.gate_up_proj", part="second half"),
+    ),
+}
+
+
+def in_layers(
+    block: HFKeys, ours: str = "layers.{layer}.", theirs: str = "model.layers.{layer}."
+) -> HFKeys:
+    """The keys of one block, for all blocks under a prefix."""
+    return {
+        ours + name: tuple(replace(way, name=theirs + way.name) for way in ways)
+        for name, ways in block.items()
+    }

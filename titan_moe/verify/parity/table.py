@@ -1,0 +1,84 @@
+"""Agreement with `transformers` over all cases, as markdown and as records."""
+
+import sys
+from typing import Any
+
+import torch
+import transformers
+from tqdm import tqdm
+
+from titan_moe.verify.parity.cases import ParityCase, cases
+from titan_moe.verify.parity.check import BOUNDS, ParityResult, compare
+
+_TYPES = (torch.float32, torch.float64)
+_HEADER = """\
+| family | option | f32: logits | gradient | losses | export | f64: logits | gradient | losses |
+|---|---|---|---|---|---|---|---|---|"""
+
+Found = dict[ParityCase, dict[torch.dtype, list[ParityResult]]]
+"""Each case's differences in each type, one a seed."""
+
+
+def compare_all(name: str, num_seeds: int) -> Found:
+    """Every case whose name contains `name`, on seeds 0 to num_seeds - 1."""
+    chosen = [case for case in cases() if name in str(case)]
+    return {
+        case: {dtype: [compare(case, seed, dtype) for seed in range(num_seeds)] for dtype in _TYPES}
+        for case in tqdm(chosen, unit="case", disable=not sys.stderr.isatty())
+    }
+
+
+def exceeds_a_bound(found: Found) -> bool:
+    """Whether any difference is larger than its type allows."""
+    return any(
+        each.worst > BOUNDS[dtype]
+        for by_type in found.values()
+        for dtype, differences in by_type.items()
+        for each in differences
+    )
+
+
+def markdown(found: Found, num_seeds: int) -> str:
+    """One row a case: the worst of its seeds; what exceeds a bound in bold."""
+    lines = [
+        f"Worst of {num_seeds} seeds, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}. Bounds: 1e-5 in float32, 1e-10 in float64.",
+        "",
+        _HEADER,
+    ]
+    for case, by_type in found.items():
+        cells = [number for dtype in _TYPES for number in _cells(by_type[dtype], BOUNDS[dtype])]
+        lines.append(f"| {case.family} | {case.option} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cells(differences: list[ParityResult], bound: float) -> list[str]:
+    worst = [
+        max(each.logits for each in differences),
+        max(each.worst_gradient[0] for each in differences),
+        max(each.losses for each in differences),
+    ]
+    exported = [each.exported for each in differences if each.exported is not None]
+    worst += [max(exported)] if exported else []
+    return [f"{value:.1e}" if value <= bound else f"**{value:.1e}**" for value in worst]
+
+
+def records(found: Found) -> list[dict[str, Any]]:
+    """One record a case, type and seed."""
+    return [
+        {
+            "family": case.family,
+            "option": case.option,
+            "dtype": str(dtype).removeprefix("torch."),
+            "seed": seed,
+            "logits": each.logits,
+            "gradient": each.worst_gradient[0],
+            "gradient_of": each.worst_gradient[1],
+            "losses": each.losses,
+            "exported": each.exported,
+            "margin": each.margin,
+        }
+        for case, by_type in found.items()
+        for dtype, differences in by_type.items()
+        for seed, each in enumerate(differences)
+    ]
