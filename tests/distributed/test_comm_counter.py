@@ -18,7 +18,7 @@ from titan_moe.simulate.fake_rank import (
 )
 from titan_moe.testing.process_pool import in_fresh_processes
 from titan_moe.testing.ranks import run_ranks
-from titan_moe.verify.layouts.layouts import overrides, parse
+from titan_moe.verify.layouts.layouts import apply_layout, parse
 
 MICROBATCHES = 4
 LAYOUTS = [
@@ -34,12 +34,10 @@ Sent = dict[Flow, Volume]
 
 def make_job(layout: str) -> JobConfig:
     parsed = parse(layout)
-    tables = load_job(["--job.config_file", "configs/debug/gate_deepseek_v3.toml"]).model_dump()
-    for table, values in overrides(parsed).items():
-        tables[table] |= values
+    job = load_job(["--job.config_file", "configs/debug/gate_deepseek_v3.toml"])
     # Every rank's tokens divide by the number of experts: all experts get as many.
-    tables["training"] |= {"seq_len": 64, "local_batch_size": 4, "global_batch_size": -1}
-    return resolve(JobConfig.model_validate(tables), parsed.world_size)
+    training = {"seq_len": 64, "local_batch_size": 4, "global_batch_size": -1}
+    return resolve(apply_layout(job, parsed, {"training": training}), parsed.world_size)
 
 
 def train_on_gloo(job: JobConfig, planted: bool = False) -> Sent:

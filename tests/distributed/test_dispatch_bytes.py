@@ -36,7 +36,14 @@ from titan_moe.simulate.comm_counter import CommCounter, arguments_of
 from titan_moe.testing.ranks import run_ranks
 from titan_moe.verify.gradients.fixture import make_rows
 from titan_moe.verify.gradients.worker import own_batches
-from titan_moe.verify.layouts.layouts import SEQ_LEN, Layout, num_rows, overrides, parse, stages
+from titan_moe.verify.layouts.layouts import (
+    SEQ_LEN,
+    Layout,
+    apply_layout,
+    num_rows,
+    parse,
+    stages,
+)
 
 ROWS = 16
 LAYOUTS = tiered(
@@ -193,16 +200,14 @@ def plant(moe: Any, bug: str | None, meshes: Any) -> None:
 
 def make_task(layout: str, planted: str | None = None) -> Task:
     parsed = parse(layout)
-    tables = load_job(["--job.config_file", CONFIG]).model_dump()
-    for table, values in overrides(parsed).items():
-        tables[table] |= values
     # Whole sequences' counts are the loss's to sum, not dispatch's.
-    tables["moe"] |= {"sequence_aux_loss_weight": 0.0}
+    tables = {"moe": {"sequence_aux_loss_weight": 0.0}}
+    job = apply_layout(load_job(["--job.config_file", CONFIG]), parsed, tables)
     config = model_config("qwen3", "gate")
     assert config.moe is not None
     moe = replace(config.moe, top_k=TOP_K)
     config = replace(config, num_layers=LAYERS, moe=moe)
-    return Task(JobConfig.model_validate(tables), config, parsed, planted)
+    return Task(job, config, parsed, planted)
 
 
 def run(layout: str, planted: str | None = None) -> list[Seen]:

@@ -14,7 +14,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
-from titan_moe.verify.layouts.layouts import Layout, overrides
+from titan_moe.verify.layouts.layouts import Layout, apply_layout, layout_tables
 
 SEQ_LEN = 4096
 
@@ -82,13 +82,14 @@ def _uneven(ep: int) -> ModelConfig:
 
 
 def _layout_model(family: str, config: ModelConfig, layout: Layout) -> LayoutModel:
-    tables = overrides(layout)
-    training = tables["training"]
-    training["seq_len"] = SEQ_LEN
-    training["global_batch_size"] = training["local_batch_size"] * layout.data_ranks
-    # With one layer per stage, the split of _stages is the only one.
-    tables["parallelism"]["module_fqns_per_model_part"] = None
-    job = JobConfig.model_validate({**tables, "model": {"name": family, "flavor": "gate"}})
+    local = layout_tables(layout)["training"]["local_batch_size"]
+    tables = {
+        "model": {"name": family, "flavor": "gate"},
+        "training": {"seq_len": SEQ_LEN, "global_batch_size": local * layout.data_ranks},
+        # With one layer per stage, the split of _stages is the only one.
+        "parallelism": {"module_fqns_per_model_part": None},
+    }
+    job = apply_layout(JobConfig(), layout, tables)
     num_layers = max(config.num_dense_layers + 1, layout.num_stages)
     return LayoutModel(job, replace(config, num_layers=num_layers), _stages(layout))
 

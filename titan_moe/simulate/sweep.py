@@ -34,10 +34,9 @@ from titan_moe.simulate.tiling import (
     members,
 )
 from titan_moe.testing.process_pool import in_fresh_processes
-from titan_moe.verify.gradients.worker import tensor_dims
-from titan_moe.verify.layouts.covering import rotated, sample
+from titan_moe.verify.layouts.covering import cover_options, cover_pairs
 from titan_moe.verify.layouts.layouts import DENSE_AXES, Layout, legal_layouts
-from titan_moe.verify.layouts.shards import SPARSE_AXES, Box, Shards
+from titan_moe.verify.layouts.shards import SPARSE_AXES, Box, Shards, tensor_dims
 
 # As distributed names them: dp_shard and cp are one.
 _MESH_AXES = ("pp", "dp_replicate", "fsdp", "tp")
@@ -86,12 +85,12 @@ class RankResult(NamedTuple):
 def select_layouts(
     world_sizes: Sequence[int], *, sample_size: int | None = None, seed: int = 1
 ) -> list[Layout]:
-    """All legal power-of-two layouts, or a sample of each size, with rotating options."""
+    """All legal power-of-two layouts, or a sample of each size, with options that cover them."""
     layouts = []
     for world_size in world_sizes:
         legal = legal_layouts(world_size)
-        layouts += legal if sample_size is None else sample(legal, sample_size, seed)
-    return rotated(layouts)
+        layouts += legal if sample_size is None else cover_pairs(legal, sample_size, seed)
+    return cover_options(layouts)
 
 
 def check_layouts(
