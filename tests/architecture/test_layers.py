@@ -20,6 +20,7 @@ _LAYERS = {
     "config": 0,
     "runtime": 0,
     "ops": 0,
+    "profiling.regions": 0,
     "distributed.collectives": 0,
     "moe": 1,
     "models": 2,

@@ -141,7 +141,7 @@ def train_on_rank(task: Task) -> Seen:
     from titan_moe.distributed.expert_parallel import nodes_of
     from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.optim.optimizers import build_optimizer
-    from titan_moe.train_step import TrainStep, own_rows
+    from titan_moe.train_step import TrainStep, local_batch
 
     job, layout, cpu = task.job, task.layout, torch.device("cpu")
     sharded = build_sharded_model(job, task.config, device=cpu, world_size=layout.world_size)
@@ -161,11 +161,11 @@ def train_on_rank(task: Task) -> Seen:
     batches = own_batches(rows, job.training.local_batch_size, place, layout.data_ranks)
     with wire.mode if task.job.activation_checkpoint.mode == "none" else nullcontext():
         for batch in batches:
-            sharded.execution.train(own_rows(batch, sharded, cpu))
+            sharded.execution.train(local_batch(batch, sharded, cpu))
     sent, passed = wire.sent.copy(), wire.passed
     decided = {name: list(chosen) for name, chosen in experts.items()}
     sharded.train(False)
-    sharded.execution.evaluate(own_rows(batches[0], sharded, cpu))
+    sharded.execution.evaluate(local_batch(batches[0], sharded, cpu))
     sharded.train(True)
     layers = sharded.moe_layers().values()
     rows_sent = torch.stack([moe.rows_sent for moe in layers]).sum(0).clone()

@@ -119,7 +119,7 @@ def train_on_rank(task: Task) -> Counter:
     from titan_moe.config.job_config import JobConfig
     from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.models.registry import model_config
-    from titan_moe.train_step import own_rows
+    from titan_moe.train_step import local_batch
 
     layout, cpu = parse(task.layout), torch.device("cpu")
     tables = load_job(["--job.config_file", CONFIG]).model_dump()
@@ -139,7 +139,7 @@ def train_on_rank(task: Task) -> Counter:
     place = sharded.meshes.dims.coordinate(sharded.meshes.rank, "batch")
     batches = own_batches(rows, job.training.local_batch_size, place, layout.data_ranks)
     with seen.mode:
-        sharded.execution.train(own_rows(batches[0], sharded, cpu))
+        sharded.execution.train(local_batch(batches[0], sharded, cpu))
     return seen.seen
 
 

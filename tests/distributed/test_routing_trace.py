@@ -74,7 +74,7 @@ def train(job: JobConfig, noise: float = 0.0, planted: str = "") -> Steps:
     from titan_moe.optim.optimizers import build_optimizer
     from titan_moe.routing.replay import RoutingTrace
     from titan_moe.runtime.process import Process
-    from titan_moe.train_step import TrainStep, own_rows
+    from titan_moe.train_step import TrainStep, local_batch
     from titan_moe.verify.gradients.worker import local, own_batches
 
     cpu, rank, world_size = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
@@ -102,7 +102,7 @@ def train(job: JobConfig, noise: float = 0.0, planted: str = "") -> Steps:
         assert result.counts_LE is not None
         counts.append(result.counts_LE.tolist())
         sharded.train(False)
-        sharded.execution.evaluate(own_rows(batches[0], sharded, cpu))
+        sharded.execution.evaluate(local_batch(batches[0], sharded, cpu))
         sharded.train(True)
     routing.close()
     return Steps(losses, counts)

@@ -28,8 +28,8 @@ from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.distributed.mesh import Meshes, build_meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
-from titan_moe.distributed.tied_weights import Ties, find_ties
-from titan_moe.models.attention_core import AttentionCore, FlexCore, choose_core
+from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
+from titan_moe.models.attention_core import FlexCore, choose_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import (
     Decoder,
@@ -44,6 +44,7 @@ from titan_moe.models.quantize import GROUPED_MM, ROW_ALIGNMENT, check_hardware,
 from titan_moe.models.stats import part_weights
 from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.layer import MoE
+from titan_moe.ops.attention import AttentionCore
 from titan_moe.runtime.log import logger
 
 
@@ -60,7 +61,7 @@ class ShardedModel:
     """Sequence length -> the positions of each row that this rank reads."""
     shared_by_tp: list[nn.Parameter]
     """Parameters whose gradients are still to be summed over `tp`."""
-    ties: Ties
+    tied_weights: TiedWeights
     """Copies of parameters whose gradients are still to be summed over them."""
     names: list[str]
     """Every parameter of the whole model, on whichever rank, in order; of copies, the first."""
@@ -181,7 +182,9 @@ def build_sharded_model(
         execution=_execution(parts, job, config, meshes, device),
         positions=_positions(job.parallelism, meshes),
         shared_by_tp=[named[name] for name in named if name in partial_over_tp],
-        ties=find_ties(tied_weights(config), named, _pipeline_ends(job, meshes, len(stages))),
+        tied_weights=find_tied_weights(
+            tied_weights(config), named, _pipeline_ends(job, meshes, len(stages))
+        ),
         names=names,
         stages=stages,
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",

@@ -36,6 +36,7 @@ from titan_moe.distributed.mesh import Meshes
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.float8 import Float8Linear
+from titan_moe.profiling.regions import region
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], meshes: Meshes) -> set[str]:
@@ -157,11 +158,12 @@ class VocabParallelEmbedding(nn.Module):
         cut_parameter(self, "weight", mesh, [0])
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        weight = local_part(self.weight)
-        row_BS = tokens_BS - self.group.rank() * len(weight)
-        elsewhere_BS = (row_BS < 0) | (row_BS >= len(weight))
-        x_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), weight)
-        return scatter_tokens(x_BSD.masked_fill(elsewhere_BS[..., None], 0), self.group)
+        with region("embedding"):
+            weight = local_part(self.weight)
+            row_BS = tokens_BS - self.group.rank() * len(weight)
+            elsewhere_BS = (row_BS < 0) | (row_BS >= len(weight))
+            x_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), weight)
+            return scatter_tokens(x_BSD.masked_fill(elsewhere_BS[..., None], 0), self.group)
 
 
 class LocalHeads(nn.Module):

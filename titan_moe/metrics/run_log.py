@@ -180,7 +180,7 @@ def _must_be_stored(job: JobConfig, sharded: ShardedModel, process: Process) -> 
     """GiB of one rank that no order of the work can do without; None where that is not counted: for
     a pipeline, and for other states than two moments in the parameters' type."""
     optimizer = job.optimizer
-    two_moments = optimizer.name != "Muon" and optimizer.state_dtype == "float32"
+    two_moments = optimizer.name in ("AdamW", "Adam") and optimizer.state_dtype == "float32"
     if sharded.meshes.dims.pp > 1 or not two_moments:
         return None
     sections = (job.training, job.parallelism, job.activation_checkpoint)

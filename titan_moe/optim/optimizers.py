@@ -53,15 +53,16 @@ def build_optimizer(
         "implementation": _implementation(config, {param.device.type for _, param in trainable}),
         "state_dtype": torch.bfloat16 if config.state_dtype == "bfloat16" else None,
     }
-    if config.name != "Muon":
-        return Adam(groups, **adam)
-    return Muon(
-        groups,
-        momentum=config.muon_momentum,
-        num_steps=config.muon_steps,
-        rms=config.muon_rms,
-        **adam,
-    )
+    if config.name == "Muon":
+        return Muon(
+            groups,
+            momentum=config.muon_momentum,
+            num_steps=config.muon_steps,
+            rms=config.muon_rms,
+            **adam,
+        )
+    assert config.name in ("AdamW", "Adam"), f"optimizer.name={config.name} is built nowhere"
+    return Adam(groups, **adam)
 
 
 def decays(name: str, param: nn.Parameter) -> bool:

@@ -1,6 +1,7 @@
 """How a step runs: optimizer, offloading, recomputed and compiled layers."""
 
 import shutil
+from typing import get_args
 
 from titan_moe.config import pipeline
 from titan_moe.config.checks.run import Check, Run
@@ -9,12 +10,15 @@ from titan_moe.config.checks.run import Check, Run
 def _optimizer(run: Run) -> list[str]:
     optimizer = run.job.optimizer
     muon = optimizer.name == "Muon"
-    defaults = type(optimizer)()
+    fields = type(optimizer).model_fields
     lines = [
-        f"optimizer.{key}={getattr(optimizer, key)} is Muon's: leave it out, or choose "
-        "optimizer.name=Muon"
-        for key in ("muon_momentum", "muon_steps", "muon_rms")
-        if not muon and getattr(optimizer, key) != getattr(defaults, key)
+        f"optimizer.{key}={getattr(optimizer, key)} is {name}'s: leave it out, or choose "
+        f"optimizer.name={name}"
+        for name in get_args(fields["name"].annotation)
+        for key, field in fields.items()
+        if key.startswith(f"{name.lower()}_")
+        and name != optimizer.name
+        and getattr(optimizer, key) != field.default
     ]
     if optimizer.state_dtype == "bfloat16":
         # Half a unit in the last place is up to 1/256: a smaller change is rounded away.

@@ -197,8 +197,7 @@ class StepCapture:
 
 def _moments(optimizer: Optimizer) -> list[str]:
     """The kinds of them. Of what a parameter has none of, zeros are told."""
-    muon = any(group["name"] == "matrices" for group in optimizer.param_groups)
-    return ["exp_avg", "exp_avg_sq", *["momentum_buffer"] * muon]
+    return sorted({key for state in optimizer.state.values() for key in state} - {"step"})
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:

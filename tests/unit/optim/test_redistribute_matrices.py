@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from titan_moe.distributed.whole_matrices import chunk_lengths
+from titan_moe.optim.muon import chunk_lengths
 from titan_moe.testing.ranks import run_ranks
 
 
@@ -25,7 +25,7 @@ def on_every_layout(world_size):
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     from titan_moe.distributed.dtensor import local_part, local_slices
-    from titan_moe.distributed.whole_matrices import matrix_cuts, on_whole_matrices
+    from titan_moe.optim.muon import matrix_cuts, redistribute_matrices
 
     def cut_by_two(shape, dim, fsdp_dim):
         """By one axis first, then by fully_shard: a strided shard where both cut one dim."""
@@ -68,7 +68,7 @@ def on_every_layout(world_size):
         local = local_part(parameter.detach())
         # Three of the same matrices, so that shares are unequal.
         pieces = (local if local.ndim > 2 else local[None]).repeat(3, 1, 1)
-        ours = on_whole_matrices(times_row_and_column, pieces, cuts)
+        ours = redistribute_matrices(times_row_and_column, pieces, cuts)
         whole = torch.arange(parameter.shape.numel(), dtype=torch.float64).view(parameter.shape)
         whole = whole.view(-1, *whole.shape[-2:])
         rows = torch.arange(whole.shape[1], dtype=whole.dtype)[:, None]
