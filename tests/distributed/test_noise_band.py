@@ -37,6 +37,7 @@ def make_job(dtype: str, steps: int) -> JobConfig:
     return with_dtype(JobConfig.model_validate(tables), dtype)
 
 
+@pytest.mark.slow
 def test_a_layout_is_inside_and_mistakes_are_not():
     job = make_job("float32", steps=4)
     repeats = [(job, run) for run in harmless_runs(job, CONFIG, 6, most_ranks=1)]

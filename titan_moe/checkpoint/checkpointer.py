@@ -42,7 +42,7 @@ from titan_moe.checkpoint.train_state import (
     read_train_state,
     restore_random_state,
 )
-from titan_moe.config.sections import Checkpoint
+from titan_moe.config.job_config import Checkpoint
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.models.config import tied_weights
 from titan_moe.models.hf import HFModel, as_record

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.revision import code_revision
+from titan_moe.runtime.revision import running_code
 
 MANIFEST = "manifest.json"
 
@@ -134,10 +134,8 @@ def code_version() -> Code:
         package = version("titan_moe")
     except PackageNotFoundError:
         package = "unknown"
-    root = Path(__file__).resolve().parents[2]
-    # An installed package may lie inside another repository.
-    found = code_revision(root) if (root / ".git").exists() else None
-    revision = f"{found['commit']}{'-dirty' * bool(found['changed'])}" if found else "unknown"
+    code = running_code()
+    revision = f"{code.get('commit', 'unknown')}{'-dirty' if code.get('changed') else ''}"
     return Code(titan_moe=package, revision=revision, torch=torch.__version__)
 
 

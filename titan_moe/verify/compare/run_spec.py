@@ -17,8 +17,7 @@ from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.parse import load_job
-from titan_moe.config.resolve import resolve, shard_degree
+from titan_moe.config.parse import load_job, resolve
 from titan_moe.verify.layouts.layouts import DENSE_AXES, Layout, parse
 from titan_moe.verify.layouts.layouts import overrides as layout_tables
 
@@ -73,7 +72,7 @@ class Side:
         if rows is not None and job.training.global_batch_size == -1:
             training = job.training.model_copy(update={"global_batch_size": rows})
             job = job.model_copy(update={"training": training})
-        if shard_degree(job.parallelism, self.world_size) is None:
+        if job.parallelism.shard_degree(self.world_size) is None:
             told = self.text or "a side"
             raise ConfigError(
                 [f"{told}: the degrees of [parallelism] do not fit {self.world_size} ranks"]

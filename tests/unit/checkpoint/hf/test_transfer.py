@@ -13,7 +13,7 @@ from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.hf import sources, transfer, write_folder
 from titan_moe.checkpoint.hf.transfer import export_checkpoint, import_folder, load_alone
 from titan_moe.checkpoint.manifest import read_manifest
-from titan_moe.config.sections import Checkpoint
+from titan_moe.config.job_config import Checkpoint
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import differences
 from titan_moe.runtime.errors import RunError
