@@ -22,7 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titan_moe.config.checks.job import check
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.distributed.mesh import Meshes, build_meshes
-from titan_moe.distributed.parallelize import lay_out, parallel_dims, resolve_model
+from titan_moe.distributed.parallel_dims import parallel_dims
+from titan_moe.distributed.parallelize import lay_out, resolve_model
 from titan_moe.simulate.models import Subject, subjects
 from titan_moe.simulate.tiling import PARAMETER_AXES, TOKEN_AXES, groups, members
 from titan_moe.verify.gradients.worker import tensor_dims
