@@ -16,7 +16,6 @@ from titan_moe.config.pipeline import model_parts, module_names, schedule_of, st
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.distributed.compile import apply_compile, compile_loss
 from titan_moe.distributed.context_parallel.apply import context_parallel_core, local_positions
-from titan_moe.distributed.cross_entropy import VocabParallelCrossEntropy
 from titan_moe.distributed.execution import Execution, WholeModel
 from titan_moe.distributed.expert_parallel import (
     DispatchOptions,
@@ -27,7 +26,7 @@ from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.distributed.mesh import Meshes, build_meshes
 from titan_moe.distributed.parallel_dims import parallel_dims
-from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
+from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
 from titan_moe.models.attention_core import FlexCore, choose_core
 from titan_moe.models.config import ModelConfig, tied_weights
