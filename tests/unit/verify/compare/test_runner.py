@@ -17,7 +17,7 @@ from titan_moe.verify.compare.code_trees import CodeTree
 from titan_moe.verify.compare.comparison import Verdict
 from titan_moe.verify.compare.launch import Launcher, SideError
 from titan_moe.verify.compare.run_spec import Side, parse_side
-from titan_moe.verify.compare.runner import Experiment, Plan, compare, update_golden
+from titan_moe.verify.compare.runner import Plan, compare, update_golden
 
 CPU = torch.device("cpu")
 COMPARE = DEBUG_CONFIGS / "compare.toml"
@@ -262,4 +262,3 @@ def test_routing_is_recorded_and_replayed(launcher, monkeypatch):
 def test_an_experiment_is_of_this_machine_s_ranks(monkeypatch):
     monkeypatch.setenv("NGPU", "5")
     assert experiment_module.default_ranks() == 5
-    assert isinstance(Experiment(plan(), Launcher(Path("x")), silent), Experiment)
