@@ -97,8 +97,6 @@ def test_a_fixed_number_of_rows_would_be_seen():
 
 @pytest.mark.full
 def test_generated_kernels_train_alike():
-    ((graphs, losses, _),) = run_ranks(
-        train, 1, job_of(1, "inductor", "float32"), False, timeout_s=280
-    )
+    ((graphs, losses, _),) = run_ranks(train, 1, job_of(1, "inductor", "float32"), False)
     ((_, expected, _),) = run_ranks(train, 1, job_of(1, None, "float32"), False)
     assert graphs[1] == graphs[-1] and losses == pytest.approx(expected, rel=1e-4)

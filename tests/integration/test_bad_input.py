@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.launching import command, environment, run_train
+from titan_moe.testing.process_pool import TIMEOUT_S
 
 _CONFIG, _RUN = 2, 1
 
@@ -259,7 +260,7 @@ def test_bad_input_is_one_line(tmp_path: Path, case: Case) -> None:
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (bad.max_file_bytes,) * 2),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT_S,
     )
     assert ended.stderr.count("\n") == 1, ended.stderr
     assert ended.stderr.startswith("error: ")

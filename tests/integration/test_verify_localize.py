@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.commands import run_command, start_command
 from tests.support.paths import REPO
+from titan_moe.testing.process_pool import TIMEOUT_S
 
 COMPARE = ["--config", REPO / "configs" / "debug" / "compare.toml"]
 TINY = ["--model.name", "mixtral", "--training.steps", "3"]
@@ -14,7 +15,7 @@ TINY = ["--model.name", "mixtral", "--training.steps", "3"]
 
 def localize(*words: object, out: Path) -> tuple[int, str]:
     process = start_command("verify", "localize", *words, "--out", out)
-    told, _ = process.communicate(timeout=900)
+    told, _ = process.communicate(timeout=TIMEOUT_S)
     return process.returncode, told
 
 

@@ -11,8 +11,10 @@ import pytest
 
 from tests.support.commands import start_command
 from tests.support.paths import REPO
-from tests.support.tiers import split
+from tests.support.pictures import assert_drawn
+from tests.support.tiers import split, tiered
 from titan_moe.runtime.revision import code_revision
+from titan_moe.testing.process_pool import TIMEOUT_S
 from titan_moe.verify.compare.goldens import golden_key, this_device
 
 COMPARE = ["--config", REPO / "configs" / "debug" / "compare.toml"]
@@ -30,21 +32,30 @@ def start(*words: object, out: Path) -> subprocess.Popen[str]:
 
 def compare(*words: object, out: Path) -> tuple[int, str]:
     process = start(*words, out=out)
-    told, _ = process.communicate(timeout=400)
+    told, _ = process.communicate(timeout=TIMEOUT_S)
     return process.returncode, told
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(code_revision(REPO) is None, reason="git has no commit of this folder")
-def test_my_change_against_the_last_commit(tmp_path: Path):
+@pytest.mark.parametrize(("planted", "code"), tiered([], slow=[(False, 0)], full=[(True, 1)]))
+def test_my_change_against_the_last_commit(tmp_path: Path, planted: bool, code: int):
+    """In a clone, so that what is not committed here has no say."""
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", REPO, clone], check=True)
+    if planted:
+        path, right = clone / "titan_moe" / "optim" / "schedules.py", 'group["lr"] = '
+        text = path.read_text()
+        assert text.count(right) == 1
+        path.write_text(text.replace(right, f"{right}1.5 * "))
     sides = ["--baseline", "revision=HEAD ranks=1", "--candidate", "ranks=1"]
-    code, told = compare(*COMPARE, *sides, *TINY, out=tmp_path / "out")
-    assert code in (0, 3), told  # What is not committed yet may round differently.
+    words = ["verify", "losses", *COMPARE, *sides, *TINY, "--out", tmp_path / "out"]
+    process = start_command(*words, cwd=clone)
+    told, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == code, told
     found = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert found["baseline"]["told"].startswith("HEAD (")
     assert found["candidate"]["told"].startswith("working tree (")
-    for name in ("report.html", "report.png"):
-        assert (tmp_path / "out" / name).stat().st_size > 10_000
+    assert_drawn(tmp_path / "out" / "report.png")
     assert not any((tmp_path / "out" / ".comparison_worktrees").iterdir())
 
 

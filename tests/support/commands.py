@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 
 import torch
 
@@ -27,11 +28,11 @@ def run_command(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
 
 
-def start_command(*words: object, **options: object) -> subprocess.Popen[str]:
-    """In a process of its own, on the CPU; both outputs are one."""
+def start_command(*words: object, cwd: Path = REPO, **options: object) -> subprocess.Popen[str]:
+    """In a process of its own, on the CPU, with the code of `cwd`; both outputs are one."""
     return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
         [*TITAN_MOE, *map(str, words)],
-        cwd=REPO,
+        cwd=cwd,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.paths import REPO
+from titan_moe.testing.process_pool import TIMEOUT_S
 
 _TINY = {
     "model.name": "deepseek_v3",
@@ -40,11 +41,11 @@ def environment(**variables: Any) -> dict[str, str]:
 def run_train(
     folder: Path, variables: dict[str, Any] | None = None, **overrides: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end, within two minutes."""
+    """Run to the end, within the limit of a test."""
     return subprocess.run(
         command(folder, **overrides),
         env=environment(**variables or {}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT_S,
     )

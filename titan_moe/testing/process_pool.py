@@ -1,33 +1,71 @@
-"""Call a function on many arguments, each call in a process of its own, a few at a time."""
+"""Call a function on many arguments, each call in a process of its own, a few at a time.
+
+Processes are forked from a server that has imported what they need once: nothing of one call is
+left for the next (process groups, DTensor's caches, random states), and none imports torch itself.
+"""
 
 import gc
 import multiprocessing
 import pickle
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from signal import Signals
 from typing import Any
 
 TIMEOUT_S = 300.0
-"""The longest that ranks or a process are waited for, the limit of every test too."""
+"""The longest that processes are waited for; tests and the collectives in them end by it too."""
+# FSDP2 and the first optimizer bring in torch._dynamo.
+_PRELOAD = ["torch", "torch._dynamo"]
+_JOIN_S = 5.0
 
 
 class WorkerError(RuntimeError):
-    """A call raised or its process died; the message holds its traceback."""
+    """A call raised, its process died or it took too long; the message holds the traceback."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one call ended."""
+
+    index: int
+    value: Any = None
+    error: str | None = None
+    """The traceback, or how the process died."""
 
 
 def in_fresh_processes(
     fn: Callable[..., Any], tasks: Sequence[tuple], *, num_workers: int
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (index, fn(*tasks[index])) as the calls end.
+    """Yield (index, fn(*tasks[index])) as the calls end; raises WorkerError.
 
-    Processes are forked from a server that has imported `fn`'s module, if no other such server runs
-    yet: nothing of one call is left for the next. `fn` must be a module's top-level function;
-    arguments and results travel by pickle. Raises WorkerError; no process outlives the iteration.
+    `fn` must be a module's top-level function; arguments and results travel by pickle.
+    """
+    for outcome in outcomes(fn, tasks, num_workers=num_workers, preload=[fn.__module__]):
+        if outcome.error is not None:
+            raise WorkerError(f"{fn.__name__} {outcome.index}:\n{outcome.error}")
+        yield outcome.index, outcome.value
+
+
+def outcomes(
+    fn: Callable[..., Any],
+    tasks: Sequence[tuple],
+    *,
+    num_workers: int,
+    preload: Sequence[str],
+    timeout_s: float | None = None,
+) -> Generator[Outcome, None, None]:
+    """The calls' ends in the order they come; no process outlives the iteration.
+
+    `preload` names modules that the server imports besides torch, if none runs yet. Raises
+    WorkerError when calls have not ended after `timeout_s`.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", fn.__module__, __name__])
+    context.set_forkserver_preload([*_PRELOAD, *preload, __name__])
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     running: dict[Any, tuple[int, BaseProcess]] = {}
     waiting = iter(enumerate(tasks))
     try:
@@ -43,32 +81,40 @@ def in_fresh_processes(
                 running[ours] = index, process
             if not running:
                 return
-            for pipe in wait(list(running)):
-                index, process = running.pop(pipe)
-                result = _result(pipe, f"{fn.__name__} {index}")  # type: ignore[arg-type]
-                process.join()
-                yield index, result
+            ready = wait(list(running), None if deadline is None else deadline - time.monotonic())
+            if not ready:
+                late = sorted(index for index, _ in running.values())
+                raise WorkerError(f"{late} had not ended after {timeout_s:g} s")
+            for pipe in ready:
+                yield _outcome(*running.pop(pipe), pipe)  # type: ignore[arg-type]
     finally:
-        for _, process in running.values():
-            process.kill()
-            process.join()
+        for _, left in running.values():
+            left.kill()
+            left.join()
 
 
-def _result(pipe: Connection, what: str) -> Any:
+def _outcome(index: int, process: BaseProcess, pipe: Connection) -> Outcome:
     with pipe:
         try:
             error, value = pickle.loads(pipe.recv_bytes())
         except EOFError:
-            raise WorkerError(f"{what} died without a word") from None
-    if error is not None:
-        raise WorkerError(f"{what}:\n{error}")
-    return value
+            error, value = None, None
+            process.join(_JOIN_S)
+            code = process.exitcode
+            how = f"was killed by {Signals(-code).name}" if code and code < 0 else "ended"
+            error = f"the process {how} without a result (exit code {code})"
+    process.join(_JOIN_S)
+    if process.is_alive():  # Its result is here; what hangs is how it ends.
+        process.kill()
+        process.join()
+    return Outcome(index, value, error)
 
 
 def _call(pipe: Connection, fn: Callable[..., Any], arguments: tuple) -> None:
     # A tenth of the time otherwise; the process ends before its garbage matters.
     gc.disable()
     try:
+        # Plain pickle: multiprocessing's own would share tensors by file handles that die with us.
         pipe.send_bytes(pickle.dumps((None, fn(*arguments))))
-    except BaseException:
+    except BaseException:  # DCP's CheckpointException is no Exception.
         pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from titan_moe.testing.process_pool import TIMEOUT_S
+
 _RUN = """
 import os, sys
 from titan_moe.train import prepare
@@ -34,7 +36,7 @@ def test_one_rank_that_compiles_nothing_leaves_the_compiler_out(tmp_path: Path) 
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT_S,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1].strip() == "", "the compiler was imported"

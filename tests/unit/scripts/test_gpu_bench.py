@@ -91,9 +91,8 @@ def test_a_layers_goals_name_the_published_figures() -> None:
     assert not gpu_moe.Row(gpu_moe.SHAPES[0], "natural", "forward", 1.0, 1.0, 1.0, 1.0).published()
 
 
-def test_all_parts_fit_into_one_call() -> None:
+def test_all_parts_exist() -> None:
     from scripts.bench import gpu_all
 
-    assert sum(limit for _, limit in gpu_all.PARTS.values()) + gpu_all._TESTS_LIMIT < 600
     parts = [command[0] for command, _ in gpu_all.PARTS.values()]
     assert all((REPO / f"scripts/bench/{part}.py").exists() for part in parts)

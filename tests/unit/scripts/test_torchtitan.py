@@ -1,5 +1,8 @@
 """The arithmetic of scripts/bench/torchtitan, and the substitutes that torchtitan gets."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +91,7 @@ def test_lines_of_both_programs_are_read_once_per_step() -> None:
     assert (run.resident_mib[-1], run.peak_mib) == (20.0, 30.0)
 
 
-def test_memory_of_this_process_and_of_none() -> None:
-    import os
-
+def test_memory_of_this_process_and_of_its_children() -> None:
     from scripts.bench.resident import ranks_memory, read_status, resident_mib
 
     assert read_status("Name:\tx: y\nVmHWM:\t 2048 kB\nVmRSS:\t 1024 kB\n") == {
@@ -99,7 +100,19 @@ def test_memory_of_this_process_and_of_none() -> None:
     }
     own = resident_mib(os.getpid())
     assert 0 < own["VmRSS"] <= own["VmHWM"]
-    assert isinstance(ranks_memory(os.getpid()), list)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"],
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    try:
+        started = resident_mib(child.pid)
+        assert started["VmRSS"] > 1 and started in ranks_memory(os.getpid())
+    finally:
+        child.kill()
+        child.communicate()
+    assert started not in ranks_memory(os.getpid())
 
 
 def test_every_row_of_ours_is_a_configuration_that_runs(tmp_path: Path) -> None:

@@ -51,8 +51,23 @@ def test_an_option_changes_what_theirs_computes(name: str):
             ahead_BKS = torch.stack([tokens_BS, tokens_BS], 1)
             logits.append(oracle(tokens_BS, ahead_BKS))
             weights.append({n: t.shape for n, t in oracle.tensors().items()})
-    same = weights[0] == weights[1] and torch.allclose(logits[0][0], logits[1][0])
-    assert not same or len(logits[0]) > 1
+    assert not _same(weights, logits)
+
+
+def _same(weights: list[dict], logits: list[list[torch.Tensor]]) -> bool:
+    """Whether two models have the same weights and give the same logits, those ahead included."""
+    ours, theirs = logits
+    alike = len(ours) == len(theirs) and all(map(torch.allclose, ours, theirs))
+    return weights[0] == weights[1] and alike
+
+
+def test_an_option_without_effect_would_be_seen():
+    logits = [torch.randn(2, 3, generator=torch.Generator().manual_seed(n)) for n in range(2)]
+    shapes = {"w": torch.Size([2])}
+    assert _same([shapes, shapes], [logits, list(logits)])
+    assert not _same([shapes, shapes], [logits, logits[::-1]])
+    assert not _same([shapes, shapes], [logits, logits[:1]])
+    assert not _same([shapes, {}], [logits, logits])
 
 
 def _attention(**changes: object) -> Callable[[ModelConfig], ModelConfig]:

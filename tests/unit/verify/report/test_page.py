@@ -1,7 +1,6 @@
 """The page and the picture of a comparison, parsed as a browser would."""
 
 import math
-import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.pictures import assert_drawn
 from tests.support.report_cases import Page, facts, run
 from titan_moe.verify.compare.comparison import Comparison, FirstDifference, Verdict
 from titan_moe.verify.compare.records import Curve, RunRecord
@@ -204,6 +204,5 @@ def test_the_picture_is_one_of_a_readable_width(kind: str, tmp_path: Path):
         ),
     }[kind]()
     comparison_png(comparison, tmp_path / "report.png")
-    content = (tmp_path / "report.png").read_bytes()
-    width, height = struct.unpack(">II", content[16:24])
-    assert 1000 <= width <= 1400 and 700 <= height <= 1400 and len(content) > 20_000
+    height, width = assert_drawn(tmp_path / "report.png")
+    assert 1000 <= width <= 1400 and 700 <= height <= 1400

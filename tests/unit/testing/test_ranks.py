@@ -1,0 +1,85 @@
+"""Ranks that fail: the cause is named, whoever reports first, and nothing is waited for in vain."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_moe.testing.process_pool import WorkerError, in_fresh_processes
+from titan_moe.testing.ranks import RankError, _told, run_ranks
+
+
+def rank_times(factor: int) -> int:
+    return dist.get_rank() * factor
+
+
+def test_results_come_in_the_order_of_ranks() -> None:
+    assert run_ranks(rank_times, 3, 10) == [0, 10, 20]
+
+
+def fail_while_others_wait(bad_rank: int, how: str) -> None:
+    """All but one rank wait in a collective, which says only that the connection closed."""
+    if dist.get_rank() == bad_rank:
+        time.sleep(0.2)
+        if how == "raises":
+            # Its traceback comes after the others have noticed.
+            dist.destroy_process_group()
+            time.sleep(0.5)
+            raise ValueError("the cause")
+        if how == "exits":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("raises", "ValueError: the cause"),
+        ("exits", "ended without a result (exit code 3)"),
+        ("is killed", "was killed by SIGKILL without a result (exit code -9)"),
+    ],
+)
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_the_cause_is_named_whoever_reports_first(bad_rank: int, how: str, says: str) -> None:
+    with pytest.raises(RankError) as failure:
+        run_ranks(fail_while_others_wait, 2, bad_rank, how)
+    told = str(failure.value)
+    assert told.startswith(f"rank {bad_rank}:") and says in told
+
+
+def test_a_consequence_is_a_line_behind_the_cause() -> None:
+    broken = "Traceback\nRuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer"
+    told = _told({"rank 0": broken, "rank 1": "Traceback\nValueError: the cause"}).splitlines()
+    assert told[:3] == ["rank 1:", "Traceback", "ValueError: the cause"]
+    assert told[3:] == [f"rank 0: {broken.splitlines()[1]}"]
+
+
+def hang(bad_rank: int) -> None:
+    if dist.get_rank() == bad_rank:
+        time.sleep(600)
+
+
+@pytest.mark.slow
+def test_one_timeout_ends_ranks_and_their_collectives() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError) as failure:
+        run_ranks(hang, 2, 1, timeout_s=10)
+    # Rank 0 says where it waited; rank 1 says nothing.
+    assert str(failure.value).startswith("ranks: [1] had not ended after 10 s\nrank 0:\n")
+    assert "dist.barrier()" in str(failure.value)
+    assert time.monotonic() - start < 60
+
+
+def number(n: int) -> int:
+    if n == 1:
+        os._exit(7)
+    return n
+
+
+def test_a_process_that_dies_in_a_pool_is_told_with_its_exit_code() -> None:
+    with pytest.raises(WorkerError, match=r"number 1:\n.*ended without a result \(exit code 7\)"):
+        list(in_fresh_processes(number, [(0,), (1,)], num_workers=1))
