@@ -1,6 +1,6 @@
 """GB/s of Hugging Face import and export beside a plain copy of the same bytes.
 
-    python scripts/bench/hf_io.py [--gigabytes 0.8] [--repeats 3] [--folder DIR] [--json FILE]
+    python -m scripts.bench.hf_io [--gigabytes 0.8] [--repeats 3] [--folder DIR] [--json FILE]
 
 A folder of random bfloat16 weights (Qwen3's layout, experts one by one) is copied, imported and
 exported in turn, each in a process of its own that ends with fsync; medians. GB are those of the
@@ -21,6 +21,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from scripts.bench.measure import REPO, options, print_table, write_json
+from scripts.bench.resident import resident_mib
 
 _PIECE = 2**24
 
@@ -47,37 +50,29 @@ WAYS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, repeats=3, seeded=True)
     parser.add_argument("--gigabytes", type=float, default=0.8, help="default: %(default)s")
-    parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        name, folder = options.child
+    arguments = parser.parse_args()
+    if arguments.child:
+        name, folder = arguments.child
         print(json.dumps(_measure(name, Path(folder))))
         return
-    with tempfile.TemporaryDirectory(dir=options.folder) as place:
-        num_bytes = make_weights(Path(place) / "hf", options.gigabytes)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
+        num_bytes = make_weights(Path(place) / "hf", arguments.gigabytes, arguments.seed)
         base = _child("nothing", place)["peak"]
         found: dict[str, list[dict[str, float]]] = {way.name: [] for way in WAYS}
-        for _ in range(options.repeats):
+        for _ in range(arguments.repeats):
             for way in WAYS:
                 shutil.rmtree(Path(place) / way.target, ignore_errors=True)
                 found[way.name].append(_child(way.name, place))
     rows = table(found, num_bytes, base)
     print(f"{num_bytes / 1e9:.2f} GB of weights; peak memory above {base / 1e9:.2f} GB")
-    for row in rows:
-        print(
-            f"{row['name']:<24} {row['gb_per_s']:>6.2f} GB/s  {row['of_copy']:>6.0%} of the copy  "
-            f"peak +{row['peak_gb']:.2f} GB  CPU {row['cpu_s_per_gb']:.1f} s/GB  ("
-            f"{row['fewest']:.2f} to {row['most']:.2f} GB/s)"
-        )
-    if options.json:
-        options.json.write_text(json.dumps({"num_bytes": num_bytes, "rows": rows}, indent=1))
+    heads = ["", "GB/s", "of the copy", "peak GB", "CPU s/GB", "from", "to"]
+    keys = ["name", "gb_per_s", "of_copy", "peak_gb", "cpu_s_per_gb", "fewest", "most"]
+    print_table(heads, [[row[key] for key in keys] for row in rows])
+    write_json(arguments.json, {"num_bytes": num_bytes, "rows": rows})
 
 
 def table(found: dict[str, list[dict[str, float]]], num_bytes: int, base: float) -> list[dict]:
@@ -94,15 +89,17 @@ def table(found: dict[str, list[dict[str, float]]], num_bytes: int, base: float)
     return rows
 
 
-def make_weights(folder: Path, gigabytes: float) -> int:
+def make_weights(folder: Path, gigabytes: float, seed: int) -> int:
     """Write a folder of about that size; returns its tensors' bytes."""
     import torch
     import torch.distributed as dist
 
     from titan_moe.checkpoint.hf.assets import write_assets
-    from titan_moe.checkpoint.hf.shapes import model_shapes
-    from titan_moe.checkpoint.hf.writing import export
+    from titan_moe.checkpoint.hf.names import model_shapes
+    from titan_moe.checkpoint.hf.pieces import whole
+    from titan_moe.checkpoint.hf.write_folder import export
 
+    torch.manual_seed(seed)
     model = bench_model(gigabytes)
     shapes = model_shapes(model.config)
 
@@ -110,14 +107,13 @@ def make_weights(folder: Path, gigabytes: float) -> int:
         """Random bits in the exponent's middle, one tensor at a time."""
 
         def boxes(self):  # type: ignore[no-untyped-def]
-            return {n: [tuple(slice(0, size) for size in shape)] for n, shape in shapes.items()}
+            return {name: [whole(shape)] for name, shape in shapes.items()}
 
         def read(self, name, box):  # type: ignore[no-untyped-def]
-            if name.endswith("expert_bias"):
-                return torch.zeros(shapes[name])
-            return torch.randn(shapes[name]).mul_(0.02)
+            scale = 0.0 if name.endswith("expert_bias") else 0.02
+            yield box, torch.randn(shapes[name]).mul_(scale)
 
-        def finish(self) -> None:
+        def verify(self) -> None:
             """Nothing to check."""
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -151,8 +147,8 @@ def bench_model(gigabytes: float):  # type: ignore[no-untyped-def]
 
 def _child(name: str, place: str) -> dict[str, float]:
     """Measure in a process of its own."""
-    command = [sys.executable, __file__, "--child", name, place]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "scripts.bench.hf_io", "--child", name, place]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{name}: {done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -161,7 +157,7 @@ def _child(name: str, place: str) -> dict[str, float]:
 def _measure(name: str, place: Path) -> dict[str, float]:
     import torch.distributed as dist
 
-    from titan_moe.checkpoint.hf import convert, live  # noqa: F401  Before the clock starts.
+    from titan_moe.checkpoint.hf import transfer  # noqa: F401  Before the clock starts.
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     way = next((way for way in WAYS if way.name == name), None)
@@ -171,15 +167,14 @@ def _measure(name: str, place: Path) -> dict[str, float]:
     seconds = time.perf_counter() - started
     dist.destroy_process_group()
     # Not getrusage's: that one begins with what the parent had.
-    status = Path("/proc/self/status").read_text()
-    (peak,) = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")]
-    return {"seconds": seconds, "peak": int(peak) * 1024, "cpu": time.process_time() - busy}
+    peak = resident_mib(os.getpid())["VmHWM"] * 2**20
+    return {"seconds": seconds, "peak": peak, "cpu": time.process_time() - busy}
 
 
 def _action(way: Way, place: Path) -> Callable[[], object]:
     import torch
 
-    from titan_moe.checkpoint.hf.convert import export_checkpoint, import_folder
+    from titan_moe.checkpoint.hf.transfer import export_checkpoint, import_folder
 
     source, target = place / way.source, place / way.target
     dtype = getattr(torch, way.dtype)
@@ -196,7 +191,7 @@ def _live(name: str, source: Path, target: Path) -> Callable[[], object]:
     """A model on one rank, in float32; its own memory counts in the peak."""
     import torch
 
-    from titan_moe.checkpoint.hf.live import load_hf, save_hf
+    from titan_moe.checkpoint.hf.transfer import load_hf, save_hf
     from titan_moe.models.decoder import Decoder
     from titan_moe.models.hf import model_of
 

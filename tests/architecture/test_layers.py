@@ -20,9 +20,8 @@ _LAYERS = {
     "config": 0,
     "runtime": 0,
     "ops": 0,
+    "profiling.regions": 0,
     "distributed.collectives": 0,
-    "distributed.numbers": 0,
-    "distributed.totals": 0,
     "moe": 1,
     "models": 2,
     "distributed": 2,
@@ -35,7 +34,7 @@ _LAYERS = {
     "distributed.parallelize": 4,
     "routing.record": 4,
     "debug": 5,
-    "metrics.report": 5,
+    "metrics.run_log": 5,
     "routing": 5,
     "train_step": 5,
     "trainer": 5,
@@ -44,15 +43,20 @@ _LAYERS = {
     "profiling": 6,
     "testing": 6,
     "simulate": 6,
-    "verify": 6,
-    "cli": 7,
-    "__main__": 7,
-    "scripts": 7,
+    "verify.layouts": 4,
+    "verify": 7,
+    "cli": 8,
+    "__main__": 8,
+    "scripts": 8,
 }
 # Packages of one layer that know nothing of each other.
 _SIBLINGS = [{"models", "distributed"}, {"data", "optim", "checkpoint", "metrics"}]
+# Below the trainer a module takes the tables that it reads, not the sum of them.
+_WHOLE_JOB = {"titan_moe.config.job_config", "titan_moe.config.job_config.JobConfig"}
 _TORCH_FREE = ("config", "simulate.memory")
 _LONGEST_FILE = 400
+# Data without logic, in one place for whoever looks for a key.
+_MAY_BE_LONG = "titan_moe/config/job_config.py"
 _LONGEST_FUNCTION = 60
 
 
@@ -62,17 +66,18 @@ def violations(repo: Path) -> list[str]:
     for path in sorted([*repo.glob("titan_moe/**/*.py"), *repo.glob("scripts/**/*.py")]):
         name = path.relative_to(repo).as_posix()
         tree = ast.parse(path.read_text())
-        found += [f"{name}: {problem}" for problem in _size_problems(path, tree)]
+        for problem in _size_problems(path, tree, may_be_long=name == _MAY_BE_LONG):
+            found.append(f"{name}: {problem}")
         for imported in sorted(set(imports_of(tree, path.relative_to(repo)))):
             found += [f"{name}: {problem}" for problem in _import_problems(path, repo, imported)]
     return found
 
 
-def _size_problems(path: Path, tree: ast.Module) -> Iterator[str]:
+def _size_problems(path: Path, tree: ast.Module, *, may_be_long: bool) -> Iterator[str]:
     text = path.read_text()
     if path.name == "__init__.py" and text:
         yield "is not empty"
-    if (lines := len(text.splitlines())) > _LONGEST_FILE:
+    if (lines := len(text.splitlines())) > _LONGEST_FILE and not may_be_long:
         yield f"has {lines} lines"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -97,7 +102,7 @@ def _import_problems(path: Path, repo: Path, imported: str) -> Iterator[str]:
         yield f"imports {imported}, which is above it"
     if here != there and any({here, there} <= siblings for siblings in _SIBLINGS):
         yield f"imports {imported}, its sibling"
-    if imported.startswith("titan_moe.config.job_config") and 0 < _LAYERS[here] < 4:
+    if imported in _WHOLE_JOB and 0 < _LAYERS[here] < 4:
         yield "imports the whole job: take the section"
     family = _family(theirs)
     if here == "models" and family not in (None, _family(ours)) and ours[-1] != "registry":
@@ -132,10 +137,15 @@ PLANTED = [
     ("moe/a.py", _LAZY, "above it"),
     ("distributed/a.py", "from titan_moe.models.decoder import Decoder", "its sibling"),
     ("data/a.py", "from titan_moe.metrics import sinks", "its sibling"),
-    ("data/a.py", "from titan_moe.config.job_config import JobConfig", "whole job"),
+    ("data/a.py", "from titan_moe.config.job_config import Debug, JobConfig", "whole job"),
+    ("data/a.py", "import titan_moe.config.job_config as tables", "whole job"),
+    ("moe/a.py", "from titan_moe.config import job_config", "whole job"),
     ("models/qwen3/a.py", "from titan_moe.models.deepseek_v3 import config", "another family"),
     ("models/decoder.py", "import titan_moe.models.qwen3.model", "another family"),
     ("novel/a.py", "import titan_moe.config.parse", "no layer"),
+    ("simulate/a.py", "from titan_moe.verify.gradients import gate", "above it"),
+    ("trainer.py", "from titan_moe.verify.compare import records", "above it"),
+    ("verify/layouts/a.py", "from titan_moe.verify.gradients import gate", "above it"),
     ("moe/__init__.py", "x = 1", "is not empty"),
     ("moe/a.py", "x = 1\n" * 401, "has 401 lines"),
     ("moe/a.py", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
@@ -155,10 +165,11 @@ def test_what_is_allowed_is_silent(tmp_path: Path) -> None:
     allowed = {
         "titan_moe/distributed/parallelize.py": "from titan_moe.config import job_config\n"
         "import titan_moe.models.a",
-        "titan_moe/models/qwen3/a.py": "import torch\nfrom titan_moe.models.layers import gqa",
+        "titan_moe/models/qwen3/a.py": "import torch\nfrom titan_moe.models import attention",
         "titan_moe/models/registry.py": "import titan_moe.models.qwen3.model",
-        "titan_moe/data/a.py": "from titan_moe.config.sections import Training\nimport numpy",
-        "scripts/a.py": "from titan_moe.verify import ranks",
+        "titan_moe/data/a.py": "from titan_moe.config.job_config import Training\nimport numpy",
+        "titan_moe/simulate/a.py": "from titan_moe.verify.layouts import shards",
+        "scripts/a.py": "from titan_moe.verify.gradients import gate",
     }
     for path, text in allowed.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,8 @@ from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.checksum import checksums
 from titan_moe.checkpoint.manifest import gather_specs
 from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
-from titan_moe.config.sections import Checkpoint
+from titan_moe.config.job_config import Checkpoint, Optimizer
+from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.runtime.errors import RunError
 from titan_moe.testing.ranks import RankError, run_ranks
 
@@ -66,7 +67,7 @@ def _run(folder, layout, *, seed, dtype="float32"):
     torch.manual_seed(seed)
     model = _Toy(getattr(torch, dtype))
     _shard(model, layout)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = build_optimizer(Optimizer(lr=0.1), model.named_parameters())
     checkpointer = Checkpointer(
         Checkpoint(enable=True),
         folder,
@@ -233,9 +234,9 @@ def test_a_failing_rank_fails_all_and_spoils_nothing(tmp_path):
 def _disks_of_their_own(folder):
     _, _, checkpointer = _run(folder, "fsdp", seed=0)
     if dist.get_rank() == 1:
-        write = checkpointer_module._write_tensors
+        write = checkpointer_module.write_tensors
         elsewhere = folder / "other node"
-        checkpointer_module._write_tensors = lambda tensors, _: write(tensors, elsewhere)
+        checkpointer_module.write_tensors = lambda tensors, _: write(tensors, elsewhere)
     try:
         checkpointer.save(1, {})
     except RunError as error:

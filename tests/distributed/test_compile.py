@@ -45,15 +45,14 @@ def train(job: JobConfig, planted: bool) -> tuple[list[int], list[float], list[s
     from torch._dynamo.utils import counters
 
     from titan_moe.data.batch import Batch
-    from titan_moe.distributed import compile as module
     from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.optim.optimizers import build_optimizer
     from titan_moe.train_step import TrainStep
 
     if planted:
-        compile_attribute = module._compile_attribute
-        module._compile_attribute = lambda *args, dynamic=None: compile_attribute(
-            *args, dynamic=None if dynamic is None else False
+        compile_ = torch.compile
+        torch.compile = lambda *args, dynamic=None, **kwargs: compile_(
+            *args, dynamic=None if dynamic is None else False, **kwargs
         )
     device, world_size = torch.device("cpu"), dist.get_world_size()
     sharded = build_sharded_model(job, tiny(job), device=device, world_size=world_size)

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
 from tests.support.tiers import tiered
-from titan_moe.checkpoint.hf.live import load_hf, save_hf
+from titan_moe.checkpoint.hf.transfer import load_hf, save_hf
 from titan_moe.checkpoint.manifest import gather_specs
 from titan_moe.checkpoint.tensors import MODEL, model_tensors
 from titan_moe.config.job_config import JobConfig

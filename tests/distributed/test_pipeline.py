@@ -152,8 +152,8 @@ def test_the_comparison_finds_planted_bugs(references, bug, schedule, shown_by, 
 
 
 def test_a_stage_keeps_names_and_drops_the_rest():
-    from titan_moe.distributed.pipeline.stages import keep_only, stage_units
-    from titan_moe.models.weights import part_weights
+    from titan_moe.models.decoder import keep_only, stage_units
+    from titan_moe.models.stats import part_weights
 
     names = [name for name, _ in new_model().named_parameters()]
     parts = split_parts(part_weights(model_dims(), SEQ_LEN), 4)

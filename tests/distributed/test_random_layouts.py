@@ -7,8 +7,7 @@ import torch
 
 from tests.support.random_layouts import Drawn, draw, ill_formed
 from tests.support.tiers import split
-from titan_moe.config.job_config import JobConfig
-from titan_moe.config.layout import ActivationCheckpoint, Parallelism
+from titan_moe.config.job_config import ActivationCheckpoint, JobConfig, Parallelism
 from titan_moe.models.config import ModelConfig
 from titan_moe.testing.ranks import run_ranks
 

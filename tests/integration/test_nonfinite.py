@@ -19,7 +19,7 @@ def poisoned(job: JobConfig, where: str):
     import torch.distributed as dist
 
     from titan_moe import train_step
-    from titan_moe.models.layers.output import Output
+    from titan_moe.models.output import Output
     from titan_moe.moe.experts import Experts
 
     steps = iter(range(1, 100))

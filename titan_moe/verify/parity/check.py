@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from titan_moe.checkpoint.hf.folder import HFFolder
-from titan_moe.checkpoint.hf.names import find
-from titan_moe.checkpoint.hf.reading import fill_tensors
+from titan_moe.checkpoint.hf.pieces import whole
+from titan_moe.checkpoint.hf.sources import HFSource, fill
+from titan_moe.models.attention_core import choose_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
-from titan_moe.models.layers.attention_core import choose_core
 from titan_moe.verify.parity.cases import ParityCase
 from titan_moe.verify.parity.export import exported_logits
 from titan_moe.verify.parity.margins import watch_margins
@@ -39,7 +39,7 @@ _LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True)
-class Difference:
+class ParityResult:
     """Of one case, seed and type."""
 
     logits: float
@@ -80,7 +80,7 @@ class _Rows:
     ahead_labels_BKS: Tensor | None = None
 
 
-def compare(case: ParityCase, seed: int, dtype: torch.dtype) -> Difference:
+def compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
     """Run one case on both sides. Takes the first seed from `seed` on, in steps of 1000, whose
     routing has no near-ties."""
     for attempt in range(20):
@@ -90,7 +90,7 @@ def compare(case: ParityCase, seed: int, dtype: torch.dtype) -> Difference:
     raise AssertionError(f"{case}: no seed without near-ties in the routing")
 
 
-def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> Difference:
+def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
     with computing_in(dtype):
         oracle = Oracle(case.settings, seed, case.expert_scale)
         found, model = _ours(oracle)
@@ -101,7 +101,7 @@ def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> Difference:
     watch_margins(model, margins)
     ours = _our_side(model, found.config, rows)
     assert theirs.gradients.keys() == ours.gradients.keys()
-    return Difference(
+    return ParityResult(
         logits=max(map(distance, ours.logits, theirs.logits)),
         gradients=_gradient_distances(ours.gradients, theirs.gradients, case),
         losses=max(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True)),
@@ -132,9 +132,10 @@ def load_folder(model: Decoder, found: HFModel, folder: Path) -> None:
     buffers = {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
     with HFFolder(folder) as opened:
         shapes = {name: tuple(t.shape) for name, t in (tensors | buffers).items()}
-        stored = find(found, opened, shapes)
-        fill_tensors(tensors | buffers, stored, opened)
-    assert tensors.keys() <= stored.keys(), f"not filled: {tensors.keys() - stored.keys()}"
+        source = HFSource(opened, found, shapes)
+        fill(tensors | buffers, {name: [whole(shapes[name])] for name in source.found}, source)
+    missing = tensors.keys() - source.found.keys()
+    assert not missing, f"not filled: {missing}"
 
 
 def _rows(case: ParityCase, seed: int, depths: int) -> _Rows:

@@ -1,0 +1,304 @@
+"""titan_moe beside torchtitan 0.2.2: the same models on the same text, in turn, on the CPU.
+
+    python -m scripts.bench.torchtitan.compare --rows 'cmp.*1 rank' --repeats 1
+    python -m scripts.bench.torchtitan.compare --json figures.json     # all rows: over an hour
+
+The first run makes torchtitan an environment of its own from the package registry (--venv), and
+writes the data set and the tokenizer that both programs get (data.py). torchtitan trains on
+CPUs with the substitutes of torchtitan_rank.py. 1 thread per rank, no recomputation, 8 rows of
+256 tokens a step, plain causal attention in both.
+
+Both see the same documents through the same tokenizer, with the same end-of-document token. Rows
+differ in their order: titan_moe shuffles documents, torchtitan takes them as they come, by rank.
+Weights are each program's own draw, by its own rule; the first losses, near ln(2048) = 7.6 in both,
+are printed.
+
+In each round a row is: a torchrun job that only imports torch and starts gloo, then one run of each
+program, whose order alternates. Medians over the rounds; tokens/s over all steps from the 6th on.
+Memory is the peak of the largest rank's resident set beyond that of a process with torch alone, and
+counts as flat when it grows by at most 5 % between the 6th and the last step. The share of the
+matmul rate is the model's own FLOPs (forward and backward of active parameters and causal
+attention) against square products in the row's type, with as many threads as the row has.
+"""
+
+import argparse
+import re
+import signal
+import statistics
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from scripts.bench.measure import (
+    REPO,
+    best_rate,
+    describe,
+    matmul_tflops,
+    options,
+    print_facts,
+    print_matmul,
+    print_table,
+    spread,
+    write_json,
+)
+from scripts.bench.torchtitan.data import write_data
+from scripts.bench.torchtitan.runs import (
+    GLOBAL_BATCH_SIZE,
+    SEQ_LEN,
+    TORCHTITAN,
+    Jobs,
+    Layout,
+    Model,
+    Observed,
+    Start,
+    make_environment,
+)
+from titan_moe.metrics.run_log import model_flops_per_token
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.registry import model_config
+from titan_moe.models.stats import total
+
+_FOLDER = REPO / "outputs/torchtitan"
+_LEFT_OUT = 5  # Steps at the beginning.
+_FLAT = 0.05
+_BEYOND_TORCH = 1.5
+
+_MODELS = (
+    Model("cmp", "qwen3", "debugmodel_moe", "peer", 14_428_672, 3e-4),
+    Model("ds", "deepseek_v3", "debugmodel", "debugmodel", 33_014_016, 8e-4),
+)
+_LAYOUTS = (Layout("1 rank", 1, 1), Layout("FSDP 2", 2, 1), Layout("FSDP 2, EP 2", 2, 2))
+_DTYPES = ("float32", "bfloat16")
+_Matmul = dict[str, list[dict[int, float]]]  # Type and threads -> matmul_tflops of each round.
+# How many times torchtitan's tokens/s; in float32 this share of the matmul rate will do as well.
+_TIMES = {"float32": 2.0, "bfloat16": 3.0}
+_SHARE = {"float32": 0.65}
+
+
+@dataclass
+class Row:
+    """One model, type and layout, and what has been measured of it: one value per round."""
+
+    model: Model
+    dtype: str
+    layout: Layout
+    ours: list[Observed] = field(default_factory=list)
+    theirs: list[Observed] = field(default_factory=list)
+    starts: list[Start] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What --rows is matched against."""
+        return f"{self.model.name} {self.dtype} {self.layout.name}"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One program's figures in one row."""
+
+    tokens_per_second: list[float]
+    """Of every step that counts, of all rounds."""
+    first_step: float
+    """Seconds from the launch to the end of step 1."""
+    beyond_torch: float
+    """Of these, what a job that only starts gloo does not take; beyond_fsdp: nor one that also
+    imports what FSDP2 and torch.optim do."""
+    beyond_fsdp: float
+    memory_mib: float
+    growth_mib: float
+    growth: float
+    """growth_mib over the memory at the 6th step, both beyond torch alone."""
+
+    @property
+    def rate(self) -> float:
+        return statistics.median(self.tokens_per_second)
+
+
+def main() -> None:
+    arguments = _arguments()
+    rows = [row for row in all_rows() if re.search(arguments.rows, row.name)]
+    make_environment(arguments.venv)
+    jobs = Jobs(arguments.out, arguments.venv, *write_data(arguments.out / "text"))
+    matmul: _Matmul = {}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with tqdm(total=arguments.repeats * len(rows), unit="row") as progress:
+            for number in range(arguments.repeats):
+                for row in rows:
+                    progress.set_description(row.name)
+                    torch.set_num_threads(row.layout.num_ranks)
+                    rates = matmul_tflops(getattr(torch, row.dtype))
+                    matmul.setdefault(_matmul_key(row), []).append(rates)
+                    run(row, jobs, arguments.steps, ours_first=number % 2 == 0)
+                    write(arguments.json, rows, matmul)
+                    progress.update()
+    except KeyboardInterrupt:
+        print("stopped: what was measured until then", file=sys.stderr)
+    print_tables([row for row in rows if row.starts], matmul)
+
+
+def write(file: Path | None, rows: list[Row], matmul: _Matmul) -> None:
+    """Everything measured so far, where it is asked for."""
+    figures = [
+        asdict(row) | {"goals": verdicts(row, best_rate(matmul[_matmul_key(row)]))}
+        for row in rows
+        if row.starts
+    ]
+    write_json(file, {"matmul_tflops": matmul, "rows": figures})
+
+
+def _arguments() -> argparse.Namespace:
+    parser = options(__doc__, repeats=3)
+    parser.add_argument("--steps", type=int, default=20, help="steps of each run")
+    parser.add_argument("--rows", metavar="REGEX", default="", help="regular expression")
+    parser.add_argument(
+        "--out", type=Path, default=_FOLDER, help="data, tokenizer and runs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--venv", type=Path, help="torchtitan's environment, made if need be (default: OUT/venv)"
+    )
+    arguments = parser.parse_args()
+    if arguments.steps <= _LEFT_OUT + 1:
+        parser.error(f"--steps {arguments.steps}: the first {_LEFT_OUT} do not count, give more")
+    if not any(re.search(arguments.rows, row.name) for row in all_rows()):
+        names = "\n  ".join(row.name for row in all_rows())
+        parser.error(f"--rows {arguments.rows!r} matches none of\n  {names}")
+    arguments.out = arguments.out.resolve()
+    arguments.venv = (arguments.venv or arguments.out / "venv").absolute()
+    return arguments
+
+
+def all_rows() -> list[Row]:
+    return [
+        Row(model, dtype, layout) for model in _MODELS for layout in _LAYOUTS for dtype in _DTYPES
+    ]
+
+
+def _matmul_key(row: Row) -> str:
+    return f"{row.dtype}, {row.layout.num_ranks} threads"
+
+
+def run(row: Row, jobs: Jobs, steps: int, *, ours_first: bool) -> None:
+    """One round of a row; it counts as a whole or not at all."""
+    job = (row.model, row.dtype, row.layout, steps)
+    start = jobs.start(row.layout)
+    if ours_first:
+        ours, theirs = jobs.ours(*job), jobs.theirs(*job)
+    else:
+        theirs, ours = jobs.theirs(*job), jobs.ours(*job)
+    if problem := different_models(row.model, theirs.num_parameters):
+        sys.exit(problem)
+    row.starts.append(start)
+    row.ours.append(ours)
+    row.theirs.append(theirs)
+
+
+def different_models(model: Model, theirs: int | None) -> str | None:
+    """Why the two programs' models cannot be compared, if they cannot."""
+    size = total(_config(model))
+    ours = size.dense + size.routed
+    if ours == theirs == model.num_parameters:
+        return None
+    return (
+        f"{model.name}: {ours:,} parameters here and {theirs} in torchtitan, expected "
+        f"{model.num_parameters:,}: these are different models"
+    )
+
+
+def _config(model: Model) -> ModelConfig:
+    return model_config(model.family, model.our_flavor)
+
+
+def figures_of(runs: list[Observed], starts: list[Start]) -> Figures:
+    """The figures of one program's runs; `starts` are of the same rounds."""
+    tokens = GLOBAL_BATCH_SIZE * SEQ_LEN
+    rates = [
+        tokens / (end - begin)
+        for one in runs
+        for begin, end in zip(one.seconds[_LEFT_OUT - 1 :], one.seconds[_LEFT_OUT:], strict=False)
+    ]
+    median = statistics.median
+    bare = median(start.memory_mib for start in starts)
+    early = median(one.resident_mib[_LEFT_OUT] - bare for one in runs)
+    growth = median(one.resident_mib[-1] - one.resident_mib[_LEFT_OUT] for one in runs)
+    both = list(zip(runs, starts, strict=True))
+    return Figures(
+        tokens_per_second=rates,
+        first_step=median(one.seconds[0] for one in runs),
+        beyond_torch=median(one.seconds[0] - start.torch for one, start in both),
+        beyond_fsdp=median(one.seconds[0] - start.fsdp for one, start in both),
+        memory_mib=median(one.peak_mib for one in runs) - bare,
+        growth_mib=growth,
+        growth=growth / early,
+    )
+
+
+def share_of_matmul(row: Row, rate: float, matmul_tflops: float) -> float:
+    """The model's FLOPs at `rate` tokens/s over the machine's rate of products."""
+    return rate * model_flops_per_token(_config(row.model), SEQ_LEN) / 1e12 / matmul_tflops
+
+
+def verdicts(row: Row, matmul_tflops: float) -> dict[str, bool]:
+    """Goal -> whether the row's figures meet it; `matmul_tflops` in its type, on its threads."""
+    ours, theirs = figures_of(row.ours, row.starts), figures_of(row.theirs, row.starts)
+    fast = ours.rate >= _TIMES[row.dtype] * theirs.rate
+    if row.dtype in _SHARE:
+        fast |= share_of_matmul(row, ours.rate, matmul_tflops) >= _SHARE[row.dtype]
+    return {
+        "speed": fast,
+        "memory": ours.memory_mib <= theirs.memory_mib / 2,
+        "flat": ours.growth <= _FLAT,
+        "first sooner": ours.first_step < theirs.first_step,
+        "1.5 s, torch": ours.beyond_torch <= _BEYOND_TORCH,
+        # As startup.py counts: what FSDP2 and torch.optim import themselves is torch's start too.
+        "1.5 s, fsdp": ours.beyond_fsdp <= _BEYOND_TORCH,
+    }
+
+
+def print_tables(rows: list[Row], matmul: _Matmul) -> None:
+    """The machine's rates, speed, start and memory, and the goals; on standard output."""
+    print_facts({"": TORCHTITAN, **describe(), "threads per rank": 1})
+    print(f"{GLOBAL_BATCH_SIZE} rows of {SEQ_LEN} tokens a step; median (min-max)")
+    print_matmul(matmul)
+    best = {key: best_rate(rounds) for key, rounds in matmul.items()}
+    speed, memory, goals = [], [], []
+    for row in rows:
+        ours, theirs = figures_of(row.ours, row.starts), figures_of(row.theirs, row.starts)
+        rate = best[_matmul_key(row)]
+        speed.append([row.name, *_speed_cells(row, ours, theirs, rate)])
+        memory.append([row.name, *_memory_cells(ours, theirs)])
+        met = {goal: "met" if is_met else "missed" for goal, is_met in verdicts(row, rate).items()}
+        goals.append({"": row.name, **met})
+    heads = ["", "titan_moe", "torchtitan", "ratio", "of matmul", "loss of step 1"]
+    print_table(heads, speed, "tokens/s")
+    heads = ["", "first", "", "beyond torch", "and fsdp", "memory", "", "ratio", "growth", ""]
+    title = "first step, s from the launch; memory beyond torch alone, MiB; ours, theirs"
+    print_table(heads, memory, title)
+    print_table(list(goals[0]) if goals else [], [list(row.values()) for row in goals], "goals")
+
+
+def _speed_cells(row: Row, ours: Figures, theirs: Figures, matmul_tflops: float) -> list[str]:
+    return [
+        spread(ours.tokens_per_second),
+        spread(theirs.tokens_per_second),
+        f"{ours.rate / theirs.rate:.2f}",
+        f"{share_of_matmul(row, ours.rate, matmul_tflops):.0%}",
+        f"{row.ours[0].losses[0]:.4f}, {row.theirs[0].losses[0]:.4f}",
+    ]
+
+
+def _memory_cells(ours: Figures, theirs: Figures) -> list[str]:
+    return [
+        *(f"{ours.first_step:.1f}", f"{theirs.first_step:.1f}"),
+        *(f"{ours.beyond_torch:.1f}", f"{ours.beyond_fsdp:.1f}"),
+        *(f"{ours.memory_mib:,.0f}", f"{theirs.memory_mib:,.0f}"),
+        f"{ours.memory_mib / theirs.memory_mib:.2f}",
+        *(f"{figures.growth_mib:+,.0f} {figures.growth:+.0%}" for figures in (ours, theirs)),
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""The jobs that compare.py starts, and what it measures of them from outside.
+
+Both programs are measured in the same way: a step ends when its line is on their standard output,
+and memory is what the kernel reports of their ranks at that moment.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from scripts.bench.measure import TRAIN, run_job, torchrun
+from scripts.bench.resident import ranks_memory
+
+SEQ_LEN = 256
+GLOBAL_BATCH_SIZE = 8
+TORCHTITAN = "torchtitan==0.2.2"
+
+_STEP = re.compile(r"\bstep:?\s+(\d+)\s+loss:?\s+(\S+)")
+_PARAMETERS = re.compile(r"size: ([\d,]+) total parameters")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks a job has, and how many of them share the experts."""
+
+    name: str
+    num_ranks: int
+    expert_parallel_degree: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """One network as both programs name it."""
+
+    name: str
+    family: str
+    our_flavor: str
+    their_flavor: str
+    num_parameters: int
+    lr: float
+
+
+@dataclass
+class Observed:
+    """One run as measured from outside; lists have one value per step."""
+
+    seconds: list[float] = field(default_factory=list)
+    """From the launch to the step's end."""
+    losses: list[float] = field(default_factory=list)
+    resident_mib: list[float] = field(default_factory=list)
+    """Of the largest rank."""
+    peak_mib: float = 0.0
+    """Of the largest rank, up to the last step."""
+    num_parameters: int | None = None
+    """As the program prints it, where it does."""
+
+    def read(self, line: str, seconds: float, memory: Callable[[], list[dict[str, float]]]) -> None:
+        """Take one line of output; of ranks that all print a step, the first counts."""
+        if found := _PARAMETERS.search(line):
+            self.num_parameters = int(found[1].replace(",", ""))
+        found = _STEP.search(line)
+        if found is None or int(found[1]) != len(self.seconds) + 1:
+            return
+        self.seconds.append(seconds)
+        self.losses.append(float(found[2]))
+        ranks = memory()
+        before = self.resident_mib[-1] if self.resident_mib else 0.0
+        self.resident_mib.append(max((rank["VmRSS"] for rank in ranks), default=before))
+        self.peak_mib = max([self.peak_mib, *(rank["VmHWM"] for rank in ranks)])
+
+
+@dataclass
+class Start:
+    """A job that only starts: seconds from the launch, and a rank's memory with torch alone."""
+
+    torch: float
+    fsdp: float
+    memory_mib: float
+
+
+class Jobs:
+    """Both programs' jobs: torchtitan's environment, the data, and a folder for each program."""
+
+    def __init__(self, folder: Path, venv: Path, data: Path, tokenizer: Path) -> None:
+        self._folder, self._venv, self._data, self._tokenizer = folder, venv, data, tokenizer
+
+    def ours(self, model: Model, dtype: str, layout: Layout, steps: int) -> Observed:
+        """Train with titan_moe."""
+        tables = self.our_tables(model, dtype, layout, steps)
+        return self._train("titan_moe", tables, layout, sys.executable, TRAIN)
+
+    def our_tables(
+        self, model: Model, dtype: str, layout: Layout, steps: int
+    ) -> dict[str, dict[str, Any]]:
+        """The configuration of titan_moe's run."""
+        tables = self._tables(model, dtype, layout, steps)
+        tables["job"] = {"dump_folder": str(self._folder / "titan_moe")}
+        tables["model"] = {
+            "name": model.family,
+            "flavor": model.our_flavor,
+            "tokenizer_path": str(self._tokenizer),
+        }
+        tables["training"] |= {"dataset": "json", "mask_documents": False}
+        return tables
+
+    def theirs(self, model: Model, dtype: str, layout: Layout, steps: int) -> Observed:
+        """Train with torchtitan."""
+        tables = self._tables(model, dtype, layout, steps)
+        tables["job"] = {"dump_folder": str(self._folder / "torchtitan")}
+        tables["model"] = {
+            "name": model.family,
+            "flavor": model.their_flavor,
+            "hf_assets_path": str(self._tokenizer),
+        }
+        # The one name under which it reads a local folder of any records with a `text`.
+        tables["training"]["dataset"] = "c4_test"
+        script = Path(__file__).with_name("torchtitan_rank.py")
+        python = str(self._venv / "bin/python")
+        return self._train("torchtitan", tables, layout, python, [str(script)])
+
+    def start(self, layout: Layout) -> Start:
+        """Start a job of as many ranks that trains nothing."""
+        found: dict[str, float] = {}
+
+        def read(line: str, seconds: float, pid: int) -> None:
+            word, _, number = line.strip().partition(" ")
+            found.setdefault(word, float(number) if number and word == "memory" else seconds)
+
+        command = [*torchrun(layout.num_ranks), "-m", "scripts.bench.torchtitan.bare_rank"]
+        run_job(command, self._environment("bare"), read)
+        return Start(found["torch"], found["fsdp"], found["memory"])
+
+    def _tables(
+        self, model: Model, dtype: str, layout: Layout, steps: int
+    ) -> dict[str, dict[str, Any]]:
+        """What both configurations have in common, in the names that they share."""
+        return {
+            "metrics": {"log_freq": 1, "disable_color_printing": True},
+            "training": {
+                "dataset_path": str(self._data),
+                "steps": steps,
+                "seq_len": SEQ_LEN,
+                "local_batch_size": GLOBAL_BATCH_SIZE // layout.num_ranks,
+                "global_batch_size": GLOBAL_BATCH_SIZE,
+                "max_norm": 1.0,
+                "mixed_precision_param": dtype,
+            },
+            "optimizer": {"name": "AdamW", "lr": model.lr, "beta2": 0.95, "weight_decay": 0.1},
+            "lr_scheduler": {"warmup_steps": 2},
+            "parallelism": {"expert_parallel_degree": layout.expert_parallel_degree},
+            "activation_checkpoint": {"mode": "none"},
+        }
+
+    def _train(
+        self,
+        program: str,
+        tables: dict[str, dict[str, Any]],
+        layout: Layout,
+        python: str,
+        command: Sequence[str],
+    ) -> Observed:
+        folder = self._folder / program
+        folder.mkdir(parents=True, exist_ok=True)
+        config = folder / "job.toml"
+        config.write_text(tomli_w.dumps(tables), encoding="utf-8")
+        observed = Observed()
+
+        def read(line: str, seconds: float, pid: int) -> None:
+            observed.read(line, seconds, lambda: ranks_memory(pid))
+
+        job = [*torchrun(layout.num_ranks, python), *command, "--job.config_file", str(config)]
+        run_job(job, self._environment(program), read)
+        steps = tables["training"]["steps"]
+        if len(observed.seconds) != steps:
+            sys.exit(f"{program}: {len(observed.seconds)} lines of {steps} steps were understood")
+        return observed
+
+    def _environment(self, program: str) -> dict[str, str]:
+        return {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "HF_HOME": str(self._folder / program / "hf"),
+            "HF_HUB_OFFLINE": "1",
+        }
+
+
+def make_environment(venv: Path) -> None:
+    """Install torchtitan and this environment's release of torch into `venv`, unless it is done."""
+    mark = venv / "installed"
+    wanted = [TORCHTITAN, f"torch=={metadata.version('torch').partition('+')[0]}"]
+    if mark.exists() and mark.read_text(encoding="utf-8").split() == wanted:
+        return
+    print(f"installing {' '.join(wanted)} into {venv}", file=sys.stderr)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
+    pip = [str(venv / "bin/python"), "-m", "pip", "install", *wanted]
+    installed = subprocess.run(pip, capture_output=True, text=True)
+    if installed.returncode:
+        sys.exit(f"{installed.stdout}{installed.stderr}{' '.join(pip)}: failed")
+    mark.write_text("\n".join(wanted), encoding="utf-8")

@@ -1,0 +1,171 @@
+"""A sample of the sweep over layouts of 16, 32 and 64 ranks, and that it finds planted bugs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from titan_moe.distributed import expert_parallel, fsdp, parallel_dims, process_groups
+from titan_moe.distributed import mesh as meshes
+from titan_moe.distributed import parallelize as build
+from titan_moe.simulate import tiling
+from titan_moe.simulate.sweep import (
+    RankResult,
+    check_layouts,
+    check_ranks,
+    select_layouts,
+    summary,
+)
+from titan_moe.testing.process_pool import WorkerError, in_fresh_processes
+from titan_moe.verify.layouts.layouts import Layout, parse
+
+WORLDS = (16, 32, 64)
+
+
+@pytest.mark.slow
+def test_a_sample_is_where_arithmetic_puts_it():
+    layouts = select_layouts(WORLDS, sample_size=20, seed=2)
+    results = check_layouts(layouts, num_workers=2)
+    assert [line for result in results for line in result.problems] == []
+    facts = summary(results, 0.0)
+    assert facts["passed"] == len(layouts) == 60
+    assert facts["layouts_by_world_size"] == {16: 20, 32: 20, 64: 20}
+    assert facts["ranks"] == 120
+    assert facts["parameters_compared"] > 5000
+    assert facts["most_groups_of_a_rank"] <= tiling.MOST_GROUPS
+
+
+def test_all_there_are():
+    assert [len(select_layouts([world])) for world in WORLDS] == [574, 1386, 2982]
+
+
+# --- planted bugs ---------------------------------------------------------------------------------
+
+
+def _tp_outside_cp() -> Any:
+    axes = ("pp", "dp_replicate", "dp_shard", "tp", "cp")
+    return mock.patch.object(parallel_dims, "DENSE_AXES", axes)
+
+
+def _ep_inside_etp() -> Any:
+    axes = ("pp", "dp_replicate", "edp", "etp", "ep")
+    return mock.patch.object(parallel_dims, "SPARSE_AXES", axes)
+
+
+def _fsdp_cuts_the_last_dim() -> Any:
+    def last(shape: Sequence[int], num_shards: int) -> int:
+        dims = [dim for dim, size in enumerate(shape) if size % num_shards == 0]
+        return dims[-1] if dims else 0
+
+    return mock.patch.object(fsdp, "shard_dim", last)
+
+
+def _fsdp_leaves_ranks_empty() -> Any:
+    return mock.patch.object(fsdp, "shard_dim", lambda shape, num_shards: 0)
+
+
+def _a_group_per_name() -> Any:
+    def get(self: Any, ranks: tuple[int, ...], traffic: Any) -> Any:
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+
+    return mock.patch.object(process_groups.ProcessGroups, "get", get)
+
+
+def _one_group_more() -> Any:
+    def joined(moe_layers: object, meshes: Any) -> None:
+        meshes.group("sequence")
+        dist.new_group(list(range(dist.get_world_size())), use_local_synchronization=True)
+
+    return mock.patch.object(build, "join_sequences", joined)
+
+
+def _tokens_travel_with_parameters() -> Any:
+    return mock.patch.object(meshes, "_TOKEN_AXES", frozenset())
+
+
+def _another_hidden_dim() -> Any:
+    return mock.patch.object(expert_parallel, "_CUT_BY_ETP", {"w1": 1, "w2": 1, "w3": 1})
+
+
+def _the_neighbours_stage() -> Any:
+    right = build.stages_of_rank
+    return mock.patch.object(
+        build, "stages_of_rank", lambda s, rank, ranks, n: right(s, (rank + 1) % ranks, ranks, n)
+    )
+
+
+def _routers_left_out_over_tp() -> Any:
+    right = build.apply_tensor_parallel
+
+    def without_routers(*args: Any) -> set[str]:
+        return {name for name in right(*args) if ".router." not in name}
+
+    return mock.patch.object(build, "apply_tensor_parallel", without_routers)
+
+
+def _with_bug(plant: Callable[[], Any], layout: Layout, rank: int) -> RankResult:
+    with plant():
+        return check_ranks([layout], rank)[0]
+
+
+_ALL_AXES = "pp=2,dp_replicate=2,dp_shard=2,cp=2,tp=4,ep=4,etp=2"
+_BUGS = {
+    _tp_outside_cp: (_ALL_AXES, "tp coordinate", "pp=2,dp_shard=8,ep=4"),
+    _ep_inside_etp: (_ALL_AXES, "ep coordinate", "dp_shard=4,tp=4,ep=4"),
+    _fsdp_cuts_the_last_dim: (_ALL_AXES, "wkv_a.weight has", "tp=16,ep=16"),
+    _fsdp_leaves_ranks_empty: ("dp_shard=16,etp=2", "experts.w1 has", "tp=16,ep=16"),
+    _a_group_per_name: (_ALL_AXES, "too many", None),
+    _one_group_more: (_ALL_AXES, "too many", None),
+    _tokens_travel_with_parameters: ("dp_shard=16,ep=16", "too few", "dp_shard=8,tp=2"),
+    _another_hidden_dim: (_ALL_AXES, "w2 (12, 191, 192) does not divide", "dp_shard=8,tp=2,ep=4"),
+    _the_neighbours_stage: (_ALL_AXES, "parameters are not its own", "dp_shard=8,tp=2"),
+    _routers_left_out_over_tp: (_ALL_AXES, "gradients summed over tp", "dp_shard=16,ep=4"),
+}
+
+
+@pytest.fixture(scope="module")
+def findings() -> dict[tuple[Callable, str], RankResult]:
+    """What is found of each bug in each layout, on a rank whose coordinates differ."""
+    calls = [
+        (bug, text) for bug, (on, _, off) in _BUGS.items() for text in (on, off) if text is not None
+    ]
+    tasks = [(bug, parse(text), 11) for bug, text in calls]
+    return {
+        calls[index]: found for index, found in in_fresh_processes(_with_bug, tasks, num_workers=2)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", _BUGS, ids=lambda bug: bug.__name__.strip("_"))
+def test_a_planted_bug_is_found(bug: Callable, findings: dict[tuple[Callable, str], RankResult]):
+    with_axis, words, without = _BUGS[bug]
+    problems = findings[bug, with_axis].problems
+    assert any(words in line for line in problems), problems
+    if without is not None:
+        assert findings[bug, without].problems == []
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def _seen_before(number: int) -> bool:
+    seen = hasattr(build, "seen")
+    build.seen = True  # type: ignore[attr-defined]
+    return seen
+
+
+def _raise(number: int) -> None:
+    if number == 1:
+        raise ValueError("number one")
+
+
+def test_nothing_is_left_for_the_next_call():
+    results = dict(in_fresh_processes(_seen_before, [(n,) for n in range(5)], num_workers=2))
+    assert results == dict.fromkeys(range(5), False)
+
+
+def test_an_error_comes_with_its_traceback():
+    with pytest.raises(WorkerError, match=r"_raise 1:(.|\n)*ValueError: number one"):
+        list(in_fresh_processes(_raise, [(n,) for n in range(5)], num_workers=2))
