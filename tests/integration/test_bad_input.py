@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.launching import command, environment, run_train
+from tests.support.commands import run_command
+from tests.support.launching import EMPTY, command, environment, run_train
+from tests.support.tiers import split
 from titan_moe.testing.process_pool import TIMEOUT_S
 
 _CONFIG, _RUN = 2, 1
@@ -218,7 +220,7 @@ def port_in_use(folder: Path) -> Bad:
     return Bad(_RUN, [endpoint, "in use"], variables=variables, held=server)
 
 
-CASES: list[Case] = [
+CONFIGURATIONS: list[Case] = [
     unknown_key,
     key_of_torchtitan,
     wrong_type,
@@ -233,14 +235,17 @@ CASES: list[Case] = [
     recompute_with_a_split_backward,
     stages_that_miss_a_layer,
     rotation_of_torchtitan,
-    no_rank_to_log,
-    no_number_of_ranks,
-    missing_config_file,
     missing_data,
     empty_data,
     unreadable_data,
     data_smaller_than_one_batch,
     tokenizer_larger_than_vocabulary,
+]
+# What only a launcher or a run can notice.
+RUNS: list[Case] = [
+    no_rank_to_log,
+    no_number_of_ranks,
+    missing_config_file,
     truncated_checkpoint,
     checkpoint_of_another_model,
     foreign_checkpoint,
@@ -248,9 +253,22 @@ CASES: list[Case] = [
     unwritable_folder,
     port_in_use,
 ]
+LAUNCHED = [unknown_key, eight_ranks_started_with_two, missing_data, unwritable_folder]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CONFIGURATIONS)
+def test_a_bad_configuration_is_one_line(tmp_path: Path, case: Case) -> None:
+    """As run_train.sh checks it before any rank starts, in this process."""
+    bad = case(tmp_path)
+    before = _digests(tmp_path, without=set())
+    _, *arguments = command(tmp_path, **bad.overrides)
+    ranks = bad.variables.get("NGPU", 1)
+    ended = run_command("check", "--config", EMPTY, "--ranks", ranks, *arguments)
+    _assert_one_line(bad, ended)
+    assert before == _digests(tmp_path, without=set())
+
+
+@pytest.mark.parametrize("case", split([*CONFIGURATIONS, *RUNS], LAUNCHED))
 def test_bad_input_is_one_line(tmp_path: Path, case: Case) -> None:
     bad = case(tmp_path)
     before = _digests(tmp_path, without=bad.changes)
@@ -262,12 +280,16 @@ def test_bad_input_is_one_line(tmp_path: Path, case: Case) -> None:
         text=True,
         timeout=TIMEOUT_S,
     )
+    _assert_one_line(bad, ended)
+    assert before.items() <= _digests(tmp_path, without=bad.changes).items()
+
+
+def _assert_one_line(bad: Bad, ended: subprocess.CompletedProcess[str]) -> None:
     assert ended.stderr.count("\n") == 1, ended.stderr
     assert ended.stderr.startswith("error: ")
     for word in bad.words:
         assert word in ended.stderr
     assert ended.returncode == bad.code
-    assert before.items() <= _digests(tmp_path, without=bad.changes).items()
 
 
 def _make_checkpoint(folder: Path, **overrides: Any) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from tests.support.paths import REPO
 from titan_moe.testing.process_pool import TIMEOUT_S
 
+EMPTY = REPO / "tests" / "support" / "empty.toml"
+
 _TINY = {
     "model.name": "deepseek_v3",
     "model.flavor": "2M",
@@ -32,9 +34,8 @@ def command(folder: Path, **overrides: Any) -> list[str]:
 def environment(**variables: Any) -> dict[str, str]:
     """The environment of a user whose active Python is this one, on the CPU, with the defaults."""
     mine = {name: value for name, value in os.environ.items() if name != "CONFIG_FILE"}
-    empty = REPO / "tests" / "support" / "empty.toml"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    mine |= {"PATH": path, "CONFIG_FILE": str(empty), "CUDA_VISIBLE_DEVICES": "", "NGPU": "1"}
+    mine |= {"PATH": path, "CONFIG_FILE": str(EMPTY), "CUDA_VISIBLE_DEVICES": "", "NGPU": "1"}
     return mine | {name: str(value) for name, value in variables.items()}
 
 
