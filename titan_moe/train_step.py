@@ -93,6 +93,8 @@ class TrainStep:
         )
         moe = sharded.config.moe
         self._num_experts = moe.num_experts if moe is not None else 0
+        self._tp_group = sharded.meshes.group("tp")
+        self._pp_group = sharded.meshes.group("pp")
         self._ranks_per_stage = dims.world_size // dims.pp
         self._parameter_norms = grad_norm.ParameterNorms(sharded.names, self._num_experts)
         self._device = device
@@ -149,9 +151,10 @@ class TrainStep:
             if observer is not None:
                 observer.reads(batch, rows)
             loss_sum += self._sharded.execution.train(rows)
-        meshes = self._sharded.meshes
-        tensor_parallel.sum_grads(self._sharded.shared_by_tp, meshes.group("tp"), self._device)
-        sum_tied_grads(self._sharded.tied_weights, meshes.group("pp"), self._device)
+        if self._sharded.shared_by_tp:
+            tensor_parallel.sum_grads(self._sharded.shared_by_tp, self._tp_group, self._device)
+        if self._sharded.tied_weights.copies:
+            sum_tied_grads(self._sharded.tied_weights, self._pp_group, self._device)
         if observer is not None:
             observer.accumulated()
         return loss_sum

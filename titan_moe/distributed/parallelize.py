@@ -16,7 +16,6 @@ from titan_moe.config.pipeline import model_parts, module_names, schedule_of, st
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.distributed.compile import apply_compile, compile_loss
 from titan_moe.distributed.context_parallel.apply import context_parallel_core, local_positions
-from titan_moe.distributed.cross_entropy import VocabParallelCrossEntropy
 from titan_moe.distributed.execution import Execution, WholeModel
 from titan_moe.distributed.expert_parallel import (
     DispatchOptions,
@@ -26,8 +25,8 @@ from titan_moe.distributed.expert_parallel import (
 from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.distributed.mesh import Meshes, build_meshes
-from titan_moe.distributed.parallel_dims import ParallelDims
-from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
+from titan_moe.distributed.parallel_dims import parallel_dims
+from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
 from titan_moe.models.attention_core import FlexCore, choose_core
 from titan_moe.models.config import ModelConfig, tied_weights
@@ -100,20 +99,6 @@ class ShardedModel:
     def all_moe_layers(self) -> list[str]:
         """The names of the whole model's MoE layers, in order."""
         return moe_layer_names(self.config)
-
-
-def parallel_dims(parallelism: Parallelism, world_size: int) -> ParallelDims:
-    """The mesh axes of a config."""
-    return ParallelDims(
-        world_size=world_size,
-        pp=parallelism.pipeline_parallel_degree,
-        dp_replicate=parallelism.data_parallel_replicate_degree,
-        dp_shard=parallelism.data_parallel_shard_degree,
-        cp=parallelism.context_parallel_degree,
-        tp=parallelism.tensor_parallel_degree,
-        ep=parallelism.expert_parallel_degree,
-        etp=parallelism.expert_tensor_parallel_degree,
-    )
 
 
 _ROWS_OF_ONEDNN = 64

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from titan_moe.config.checks.job import check
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.distributed.mesh import Meshes, build_meshes
-from titan_moe.distributed.parallelize import lay_out, parallel_dims, resolve_model
+from titan_moe.distributed.parallel_dims import parallel_dims
+from titan_moe.distributed.parallelize import lay_out, resolve_model
 from titan_moe.simulate.fake_rank import CPU, fake_world, known_groups
 from titan_moe.simulate.models import LayoutModel, layout_models
 from titan_moe.simulate.tiling import (
