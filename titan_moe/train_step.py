@@ -20,9 +20,10 @@ from titan_moe.distributed import grad_norm, tensor_parallel
 from titan_moe.distributed.collectives import read, sum_over_world
 from titan_moe.distributed.execution import Microbatch
 from titan_moe.distributed.parallelize import ShardedModel
-from titan_moe.distributed.tied_weights import sum_copies
+from titan_moe.distributed.tied_weights import sum_tied_grads
 from titan_moe.metrics.step_metrics import device_metrics
 from titan_moe.optim.expert_bias import own_counts, update_routers
+from titan_moe.profiling.regions import region
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ class TrainStep:
         self._max_norm = training.max_norm
         self._use_max = training.norm_type == "inf"
         self._parameters = [parameter for _, parameter in sharded.named_parameters()]
-        followers = sharded.ties.followers
-        self._counted = [each for each in self._parameters if each not in followers]
+        replicas = sharded.tied_weights.replicas
+        self._counted = [each for each in self._parameters if each not in replicas]
         self._moe_layers = sharded.moe_layers()
         self._all_moe_layers = sharded.all_moe_layers()
         self._metrics = device_metrics(
@@ -92,6 +93,8 @@ class TrainStep:
         )
         moe = sharded.config.moe
         self._num_experts = moe.num_experts if moe is not None else 0
+        self._tp_group = sharded.meshes.group("tp")
+        self._pp_group = sharded.meshes.group("pp")
         self._ranks_per_stage = dims.world_size // dims.pp
         self._parameter_norms = grad_norm.ParameterNorms(sharded.names, self._num_experts)
         self._device = device
@@ -117,11 +120,13 @@ class TrainStep:
         for moe in self._moe_layers.values():
             moe.counts_traffic = logged
         loss_sum = self._accumulate(batches, observer)
-        result = self._reduce(loss_sum, batches, logged, parameter_norms)
+        with region("grad_norm"):
+            result = self._reduce(loss_sum, batches, logged, parameter_norms)
         if not result.finite or self._sharded.refuses(result.rows_dropped):
             return result
         if result.num_targets > 0:
-            self._update(result)
+            with region("optimizer"):
+                self._update(result)
         if observer is not None:
             observer.updated(result)
         self.discard()
@@ -142,13 +147,14 @@ class TrainStep:
         """All gradients, whole but for the divisor; returns this rank's share of the loss sum."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for batch in batches:
-            rows = own_rows(batch, self._sharded, self._device)
+            rows = local_batch(batch, self._sharded, self._device)
             if observer is not None:
                 observer.reads(batch, rows)
             loss_sum += self._sharded.execution.train(rows)
-        meshes = self._sharded.meshes
-        tensor_parallel.sum_grads(self._sharded.shared_by_tp, meshes.group("tp"), self._device)
-        sum_copies(self._sharded.ties, meshes.group("pp"), self._device)
+        if self._sharded.shared_by_tp:
+            tensor_parallel.sum_grads(self._sharded.shared_by_tp, self._tp_group, self._device)
+        if self._sharded.tied_weights.copies:
+            sum_tied_grads(self._sharded.tied_weights, self._pp_group, self._device)
         if observer is not None:
             observer.accumulated()
         return loss_sum
@@ -161,7 +167,7 @@ class TrainStep:
         squares = grad_norm.sum_of_squares(self._counted, self._ranks_per_stage)
         terms = {
             "loss": loss_sum,
-            "num_targets": self._number(sum(own_targets(b, self._sharded) for b in batches)),
+            "num_targets": self._number(sum(num_local_targets(b, self._sharded) for b in batches)),
             "squares": squares.to(self._device),
         }
         if self._all_moe_layers:
@@ -175,7 +181,9 @@ class TrainStep:
         if logged:
             terms |= self._metrics.terms()
             # Exact: sums of 32-bit numbers over two million sequences fit into 53 bits.
-            terms["data"] = self._number(sum(own_data(batch, self._sharded) for batch in batches))
+            terms["data"] = self._number(
+                sum(local_fingerprints(batch, self._sharded) for batch in batches)
+            )
         if parameter_norms:
             terms["parameters"] = self._parameter_norms.squares(
                 self._sharded.named_parameters(), self._ranks_per_stage, self._device
@@ -217,7 +225,7 @@ class TrainStep:
         return largest.item()
 
 
-def own_rows(batch: Batch, sharded: ShardedModel, device: torch.device) -> Microbatch:
+def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Microbatch:
     """What this rank reads of whole rows: its part of each sequence, and all documents."""
     positions_S = sharded.positions(batch.tokens_BS.shape[1])
     rows = Microbatch(
@@ -252,7 +260,7 @@ def look_ahead(batch: Batch, depths: int) -> tuple[Tensor, Tensor]:
     return torch.stack(tokens, 1), torch.stack(labels, 1)
 
 
-def own_targets(batch: Batch, sharded: ShardedModel) -> int:
+def num_local_targets(batch: Batch, sharded: ShardedModel) -> int:
     """Target tokens among them; 0 where another rank reads the same tokens and counts them."""
     dims, rank = sharded.meshes.dims, sharded.meshes.rank
     if dims.coordinate(rank, "tp") or dims.coordinate(rank, "pp"):
@@ -261,7 +269,7 @@ def own_targets(batch: Batch, sharded: ShardedModel) -> int:
     return int((batch.labels_BS[:, positions_S] != IGNORE_INDEX).sum())
 
 
-def own_data(batch: Batch, sharded: ShardedModel) -> int:
+def local_fingerprints(batch: Batch, sharded: ShardedModel) -> int:
     """The sum of the rows' fingerprints; 0 where another rank reads the same rows."""
     dims, rank = sharded.meshes.dims, sharded.meshes.rank
     if any(dims.coordinate(rank, axis) for axis in ("tp", "cp", "pp")):

@@ -21,7 +21,6 @@ from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.validation import ValidationLoader
 from titan_moe.debug.capture.step import StepCapture
 from titan_moe.debug.nan_locator import describe_nonfinite
-from titan_moe.debug.regions import name_regions
 from titan_moe.distributed.compile import compiled_so_far
 from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
@@ -32,13 +31,14 @@ from titan_moe.models.stats import part_weights
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import lr_factor, set_lr
 from titan_moe.profiling.profiler import profiler
+from titan_moe.profiling.regions import region
 from titan_moe.routing.replay import RoutingTrace
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.garbage import GarbageCollector
 from titan_moe.runtime.lean_start import leave_compiler_out
 from titan_moe.runtime.process import Process, set_timeouts
 from titan_moe.runtime.seeds import seed_everything
-from titan_moe.train_step import StepResult, TrainStep, own_rows, own_targets
+from titan_moe.train_step import StepResult, TrainStep, local_batch, num_local_targets
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +123,6 @@ class Trainer:
             logger.warning("the run of %d steps ends inside its warm-up of %d", steps, warmup)
         garbage = GarbageCollector(self.job.training.gc_freq)
         first = self.progress.step + 1
-        if self.job.profiling.enable_profiling:
-            name_regions(self.sharded, train_step=self.train_step, loader=self.loader)
         with profiler(self.job.profiling, self.folder, self.process.rank) as profile:
             for step in range(first, steps + 1):
                 self._step(step)
@@ -141,7 +139,7 @@ class Trainer:
     def _step(self, step: int) -> None:
         phases, training = self.log.phases, self.job.training
         before = self._state()
-        with phases("data"):
+        with phases("data"), region("data"):
             batches = self.loader.next_step()
         factor = lr_factor(step, self.job.lr_scheduler, training.steps)
         set_lr(self.optimizer, factor)
@@ -265,9 +263,9 @@ class Trainer:
         sums = torch.zeros(3, dtype=torch.float64, device=self.process.device)
         self.sharded.train(False)
         for batch in self.validation:
-            rows = own_rows(batch, self.sharded, self.process.device)
+            rows = local_batch(batch, self.sharded, self.process.device)
             sums[0] += self.sharded.execution.evaluate(rows)
-            sums[1] += own_targets(batch, self.sharded)
+            sums[1] += num_local_targets(batch, self.sharded)
         self.sharded.train(True)
         sums[2] = self.sharded.take_dropped(self.process.device)
         dist.all_reduce(sums)

@@ -22,6 +22,7 @@ from titan_moe.distributed.context_parallel import apply as context_parallel
 from titan_moe.distributed.context_parallel import blocks as block_attention
 from titan_moe.distributed.context_parallel import ring as ring_attention
 from titan_moe.models.attention_core import CausalSdpa, DocumentSdpa
+from titan_moe.ops.attention import AttentionCore
 from titan_moe.testing.ranks import run_ranks
 
 BOUND = 1e-12
@@ -88,7 +89,7 @@ def _run(core, case: Case, tensors: list[Tensor]) -> list[Tensor]:  # type: igno
     return [first.detach(), *grads]
 
 
-def _core(case: Case) -> context_parallel.Core:
+def _core(case: Case) -> AttentionCore:
     return context_parallel.context_parallel_core(
         _plain(case),
         group=dist.group.WORLD,

@@ -21,7 +21,7 @@ def logits_and_labels(scale: float):
 
 def cut_cross_entropy(scale: float, planted: bool = False):
     """This rank's share of the loss, and the gradient of its block of the vocabulary."""
-    from titan_moe.distributed.cross_entropy import VocabParallelCrossEntropy
+    from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy
 
     size, rank = dist.get_world_size(), dist.get_rank()
     logits, labels = logits_and_labels(scale)

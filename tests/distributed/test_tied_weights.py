@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.support.trainings import make_job, train_here
 from titan_moe.checkpoint.manifest import read_manifest
-from titan_moe.distributed.tied_weights import find_ties, sum_copies
+from titan_moe.distributed.tied_weights import find_tied_weights, sum_tied_grads
 from titan_moe.testing.ranks import RankError, run_ranks
 
 GROUPS = [["first", "copy", "ahead"]]
@@ -26,10 +26,10 @@ def on_rank(names_by_rank: list[list[str]], ends: tuple[int, int]) -> dict[str, 
     if "copy" in names and dist.get_world_size() == 1:
         parameters["copy"].grad = None  # As where no token came by.
         before.pop("copy")
-    ties = find_ties(GROUPS, parameters, ends)
-    sum_copies(ties, dist.group.WORLD, torch.device("cpu"))
-    followers = {name for name, p in parameters.items() if p in ties.followers}
-    assert followers == {"copy", "ahead"} & set(names)
+    tied = find_tied_weights(GROUPS, parameters, ends)
+    sum_tied_grads(tied, dist.group.WORLD, torch.device("cpu"))
+    replicas = {name for name, p in parameters.items() if p in tied.replicas}
+    assert replicas == {"copy", "ahead"} & set(names)
     after = {name: p.grad for name, p in parameters.items()}
     return {f"before {n}": g for n, g in before.items()} | {
         f"after {n}": g for n, g in after.items()
@@ -71,7 +71,7 @@ def job_of(folder: Path):
 def train_untied(job) -> None:
     from titan_moe import train_step
 
-    train_step.sum_copies = lambda *_: None
+    train_step.sum_tied_grads = lambda *_: None
     train_here(job)
 
 

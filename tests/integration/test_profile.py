@@ -8,7 +8,7 @@ import pytest
 from tests.support.commands import run_command
 from tests.support.launching import run_train
 from tests.support.tiers import tiered
-from titan_moe.debug.regions import REGIONS
+from titan_moe.profiling.regions import REGIONS
 from titan_moe.profiling.summary import EXPOSED, IDLE
 
 

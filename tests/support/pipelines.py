@@ -155,11 +155,10 @@ def run_pipeline(case: dict, planted: str | None = None) -> list[dict]:
     """This rank's stages over two steps of `runs` schedule runs; gradients come back whole."""
     import torch.distributed as dist
 
-    from titan_moe.distributed.cross_entropy import VocabParallelCrossEntropy
     from titan_moe.distributed.mesh import build_meshes
     from titan_moe.distributed.parallel_dims import ParallelDims
     from titan_moe.distributed.pipeline.schedule import Activations, Pipeline
-    from titan_moe.distributed.tensor_parallel import sum_grads
+    from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, sum_grads
 
     plant(planted)
     dims = ParallelDims(dist.get_world_size(), **case["degrees"])

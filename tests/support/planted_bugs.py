@@ -196,7 +196,7 @@ BUGS = {
         harmless_on="cp=2",
     ),
     "targets counted by every tp rank": Bug(
-        "titan_moe.train_step:own_targets",
+        "titan_moe.train_step:num_local_targets",
         'if dims.coordinate(rank, "tp") or dims.coordinate(rank, "pp"):',
         'if dims.coordinate(rank, "pp"):',
         caught_on=_TP,
@@ -205,7 +205,7 @@ BUGS = {
         harmless_on="pp=2",
     ),
     "loss counted by every tp rank": Bug(
-        f"{_DISTRIBUTED}.cross_entropy:VocabParallelCrossEntropy.__call__",
+        f"{_DISTRIBUTED}.tensor_parallel:VocabParallelCrossEntropy.__call__",
         "return loss_T.tensor_split(group.size())[rank].sum(), grad_TV",
         "return loss_T.sum(), grad_TV",
         caught_on=_TP,
@@ -215,7 +215,7 @@ BUGS = {
     ),
     # --- context parallelism ---
     "labels shifted at a border of cp": Bug(
-        "titan_moe.train_step:own_rows",
+        "titan_moe.train_step:local_batch",
         "labels_BS=batch.labels_BS[:, positions_S]",
         # The token after this one, here: the same but where the next one is on another rank.
         "labels_BS=batch.labels_BS[:, positions_S.roll(-1) - 1]",
@@ -225,7 +225,7 @@ BUGS = {
         harmless_on="dp_shard=2",
     ),
     "positions counted from each rank's first token": Bug(
-        "titan_moe.train_step:own_rows",
+        "titan_moe.train_step:local_batch",
         "positions_BS=positions_S.to(device)",
         "positions_BS=torch.arange(len(positions_S)).to(device)",
         caught_on=_GATHERED,
@@ -308,7 +308,7 @@ BUGS = {
         spared=("loss *", "counts *", "gradient layers.*", "gradient norm.weight"),
     ),
     "the vocabulary's other ranks left out of the largest logit": Bug(
-        f"{_DISTRIBUTED}.cross_entropy:VocabParallelCrossEntropy.__call__",
+        f"{_DISTRIBUTED}.tensor_parallel:VocabParallelCrossEntropy.__call__",
         "dist.all_reduce(largest_T, dist.ReduceOp.MAX, group=group)",
         "pass",
         caught_on=_TP,

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    from titan_moe.verify.compare.bisect import part
+    from titan_moe.verify.compare.bisect import bisect
     from titan_moe.verify.compare.launch import Launcher, workplace
     from titan_moe.verify.compare.runner import Plan
 
@@ -40,15 +40,24 @@ def run(options: argparse.Namespace) -> Answer:
         title="",
         baseline=baseline,
         candidate=candidate,
-        repeats=options.repeats,
+        num_control_runs=options.repeats,
         steps=options.steps,
-        harmless=options.harmless,
+        control_layouts=options.harmless,
     )
+    launcher = Launcher(options.out)
     with workplace(options.out):
-        findings = part(plan, Launcher(options.out), options.step)
-    data = [{"step": each.step, "named": each.named, "lines": each.lines()} for each in findings]
+        findings = bisect(plan, launcher, options.step)
+        code = {
+            "baseline": str(launcher.code(baseline)),
+            "candidate": str(launcher.code(candidate)),
+        }
+    data = [
+        {"step": each.step, "named": each.named, "lines": each.lines(), "code": code}
+        for each in findings
+    ]
     write_json(options.out / "finding.json", data)
     lines = [line for each in findings for line in each.lines()] or ["identical bits"]
+    lines += [f"{role} ran {words}" for role, words in code.items()]
     if not findings:
         return Answer(data, lines)
     return Answer(data, lines, 1 if any(each.named for each in findings) else 3)

@@ -23,6 +23,7 @@ from titan_moe.moe.dispatch.capacity import CapacityDispatcher
 from titan_moe.moe.dispatch.deduplicated import DeduplicatedDispatcher, Nodes
 from titan_moe.moe.experts import Compute, Experts, ExpertWeights
 from titan_moe.moe.layer import MoE
+from titan_moe.ops.grouped_mm import GroupedMM
 
 # The dim that etp cuts of each stack: the hidden dim F. Of b2 [E, D], which is added to a sum over
 # F that the ranks share, it is D: each rank adds it to a slice.
@@ -109,13 +110,13 @@ def on_local_shards(compute: Compute, etp_group: ProcessGroup) -> Compute:
     of D that other ranks add."""
     place, slices = etp_group.rank(), etp_group.size()
 
-    def compute_locally(rows: ExpertRows, weights: ExpertWeights) -> Tensor:
+    def compute_locally(rows: ExpertRows, weights: ExpertWeights, multiply: GroupedMM) -> Tensor:
         own = ExpertWeights(*(None if w is None else local_part(w) for w in weights))  # type: ignore[arg-type]
         if own.b2 is not None and slices > 1:
             width = own.b2.shape[1]
             around = (place * width, (slices - 1 - place) * width)
             own = own._replace(b2=F.pad(own.b2, around))
-        return compute(rows, own)
+        return compute(rows, own, multiply)
 
     return compute_locally
 

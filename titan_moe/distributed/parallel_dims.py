@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+from titan_moe.config.job_config import Parallelism
+
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 SPARSE_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
 DERIVED_AXES: Mapping[str, tuple[str, ...]] = {
@@ -79,3 +81,17 @@ class ParallelDims:
         stride = self.stride(axis)
         first = rank - self.coordinate(rank, axis) * stride
         return tuple(first + i * stride for i in range(self.size(axis)))
+
+
+def parallel_dims(parallelism: Parallelism, world_size: int) -> ParallelDims:
+    """The mesh axes of a config."""
+    return ParallelDims(
+        world_size=world_size,
+        pp=parallelism.pipeline_parallel_degree,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=parallelism.data_parallel_shard_degree,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
+        etp=parallelism.expert_tensor_parallel_degree,
+    )

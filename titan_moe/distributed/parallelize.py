@@ -16,7 +16,6 @@ from titan_moe.config.pipeline import model_parts, module_names, schedule_of, st
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.distributed.compile import apply_compile, compile_loss
 from titan_moe.distributed.context_parallel.apply import context_parallel_core, local_positions
-from titan_moe.distributed.cross_entropy import VocabParallelCrossEntropy
 from titan_moe.distributed.execution import Execution, WholeModel
 from titan_moe.distributed.expert_parallel import (
     DispatchOptions,
@@ -26,10 +25,10 @@ from titan_moe.distributed.expert_parallel import (
 from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.distributed.mesh import Meshes, build_meshes
-from titan_moe.distributed.parallel_dims import ParallelDims
-from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
-from titan_moe.distributed.tied_weights import Ties, find_ties
-from titan_moe.models.attention_core import AttentionCore, FlexCore, choose_core
+from titan_moe.distributed.parallel_dims import parallel_dims
+from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
+from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
+from titan_moe.models.attention_core import FlexCore, choose_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import (
     Decoder,
@@ -44,6 +43,7 @@ from titan_moe.models.quantize import GROUPED_MM, ROW_ALIGNMENT, check_hardware,
 from titan_moe.models.stats import part_weights
 from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.layer import MoE
+from titan_moe.ops.attention import AttentionCore
 from titan_moe.runtime.log import logger
 
 
@@ -60,7 +60,7 @@ class ShardedModel:
     """Sequence length -> the positions of each row that this rank reads."""
     shared_by_tp: list[nn.Parameter]
     """Parameters whose gradients are still to be summed over `tp`."""
-    ties: Ties
+    tied_weights: TiedWeights
     """Copies of parameters whose gradients are still to be summed over them."""
     names: list[str]
     """Every parameter of the whole model, on whichever rank, in order; of copies, the first."""
@@ -101,20 +101,6 @@ class ShardedModel:
         return moe_layer_names(self.config)
 
 
-def parallel_dims(parallelism: Parallelism, world_size: int) -> ParallelDims:
-    """The mesh axes of a config."""
-    return ParallelDims(
-        world_size=world_size,
-        pp=parallelism.pipeline_parallel_degree,
-        dp_replicate=parallelism.data_parallel_replicate_degree,
-        dp_shard=parallelism.data_parallel_shard_degree,
-        cp=parallelism.context_parallel_degree,
-        tp=parallelism.tensor_parallel_degree,
-        ep=parallelism.expert_parallel_degree,
-        etp=parallelism.expert_tensor_parallel_degree,
-    )
-
-
 _ROWS_OF_ONEDNN = 64
 
 
@@ -145,10 +131,12 @@ def build_sharded_model(
     device: torch.device,
     world_size: int,
     ranks_per_node: int | None = None,
+    draw_weights: bool = True,
 ) -> ShardedModel:
     """Lay a model out over an initialised world; collective over all ranks.
 
-    `ranks_per_node`: as the launcher says; left out, all ranks are on one node.
+    `ranks_per_node`: as the launcher says; left out, all ranks are on one node. `draw_weights`:
+    whether to give parameters their initial values; else their memory is left as it is.
     """
     check_hardware(job.model.converters, job.quantize, device)
 
@@ -164,13 +152,9 @@ def build_sharded_model(
     offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
     for part in parts:
         move_off_meta(part, device, parameter_device=offloaded)
-        fill_initial_weights(
-            part,
-            job.debug.seed,
-            lambda name: initial_std(name, config),
-            drawn_as=first_names(config),
-            device=device,
-        )
+        if draw_weights:
+            std_of, drawn_as = partial(initial_std, config=config), first_names(config)
+            fill_initial_weights(part, job.debug.seed, std_of, drawn_as=drawn_as, device=device)
 
     named = {name: p for part in parts for name, p in part.named_parameters()}
     return ShardedModel(
@@ -181,7 +165,9 @@ def build_sharded_model(
         execution=_execution(parts, job, config, meshes, device),
         positions=_positions(job.parallelism, meshes),
         shared_by_tp=[named[name] for name in named if name in partial_over_tp],
-        ties=find_ties(tied_weights(config), named, _pipeline_ends(job, meshes, len(stages))),
+        tied_weights=find_tied_weights(
+            tied_weights(config), named, _pipeline_ends(job, meshes, len(stages))
+        ),
         names=names,
         stages=stages,
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",

@@ -36,6 +36,8 @@ from titan_moe.distributed.mesh import Meshes
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.float8 import Float8Linear
+from titan_moe.ops.linear_cross_entropy import IGNORE_INDEX, at_least_float32
+from titan_moe.profiling.regions import region
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], meshes: Meshes) -> set[str]:
@@ -157,11 +159,12 @@ class VocabParallelEmbedding(nn.Module):
         cut_parameter(self, "weight", mesh, [0])
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        weight = local_part(self.weight)
-        row_BS = tokens_BS - self.group.rank() * len(weight)
-        elsewhere_BS = (row_BS < 0) | (row_BS >= len(weight))
-        x_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), weight)
-        return scatter_tokens(x_BSD.masked_fill(elsewhere_BS[..., None], 0), self.group)
+        with region("embedding"):
+            weight = local_part(self.weight)
+            row_BS = tokens_BS - self.group.rank() * len(weight)
+            elsewhere_BS = (row_BS < 0) | (row_BS >= len(weight))
+            x_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), weight)
+            return scatter_tokens(x_BSD.masked_fill(elsewhere_BS[..., None], 0), self.group)
 
 
 class LocalHeads(nn.Module):
@@ -176,6 +179,42 @@ class LocalHeads(nn.Module):
 
     def forward(self) -> Tensor:
         return local_part(self.weight)
+
+
+class VocabParallelCrossEntropy:
+    """The sum of cross-entropies of logits that are cut by vocabulary, and its gradient.
+
+    Of logits [T, V/tp]: each rank of the group has all tokens and a block of the vocabulary.
+
+    No rank ever holds whole logits; three numbers a token travel (its largest logit, the sum of
+    exponentials, its target's logit). A rank's share of the value is that of its part of the
+    tokens; its gradient is that of the whole sum. Collective over the group.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+        """As `ops.linear_cross_entropy.cross_entropy`."""
+        group, width = self._group, logits_TV.shape[1]
+        rank = dist.get_rank(group)
+        largest_T = logits_TV.amax(-1).to(at_least_float32(logits_TV))
+        dist.all_reduce(largest_T, dist.ReduceOp.MAX, group=group)
+        shifted_TV = logits_TV.to(largest_T.dtype).sub_(largest_T[:, None])
+        column_T = labels_T - rank * width
+        elsewhere_T = (column_T < 0) | (column_T >= width)
+        column_T1 = column_T.masked_fill(elsewhere_T, 0)[:, None]
+        target_T = shifted_TV.gather(1, column_T1)[:, 0].masked_fill(elsewhere_T, 0)
+        exp_TV = shifted_TV.exp_()
+        sum_T, target_T = sums = torch.stack([exp_TV.sum(-1), target_T])
+        dist.all_reduce(sums, group=group)
+        ignored_T = labels_T == IGNORE_INDEX
+        loss_T = (sum_T.log() - target_T).masked_fill(ignored_T, 0)
+        counted_T = (~ignored_T).to(sum_T.dtype)
+        grad_TV = exp_TV.mul_((counted_T / sum_T)[:, None])
+        # One column a token: nothing is added twice.
+        grad_TV.scatter_add_(1, column_T1, -counted_T.masked_fill(elsewhere_T, 0)[:, None])
+        return loss_T.tensor_split(group.size())[rank].sum(), grad_TV
 
 
 def _product(linear: nn.Module) -> Callable[..., Tensor]:

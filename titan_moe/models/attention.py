@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_moe.models.attention_core import AttentionCore
 from titan_moe.models.config import (
     AttentionConfig,
     GQAConfig,
@@ -18,6 +17,7 @@ from titan_moe.models.config import (
     RopeConfig,
 )
 from titan_moe.models.rope import Rotation, rotate, softmax_factor
+from titan_moe.ops.attention import AttentionCore
 
 # Of queries and keys, what tells them where in the row they are.
 Placement = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]

@@ -3,44 +3,20 @@
 A core makes its masks once per microbatch, for all layers, and is chosen when the model is built.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_moe.ops.attention import Flex, Local, first_seen_in_rows, is_seen, sdpa
+from titan_moe.ops.attention import AttentionCore, Flex, first_seen_in_rows, is_seen, sdpa
 from titan_moe.ops.cpu.blockwise import MAX_SEQ_LEN, attend_in_blocks
-
-
-class AttentionCore(Protocol):
-    """What an attention layer calls between its projections."""
-
-    def mask(self, documents_BS: Tensor, local: Local | None = None) -> Any:
-        """The mask of a microbatch for layers that see as far as `local`; None: the whole past.
-
-        `documents_BS` numbers each row's packed documents from 0. Positions are counted in the row.
-        """
-
-    def __call__(
-        self,
-        q_BHSC: Tensor,
-        k_BHSC: Tensor,
-        v_BHSC: Tensor,
-        mask: Any,
-        scale: float,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """Attend; keys and values may have fewer heads than queries. Returns o_BHSC.
-
-        Args:
-            sinks_H: a logit per query head that joins each of its softmaxes and brings no value.
-        """
+from titan_moe.ops.local_attention import LocalAttention
 
 
 class CausalSdpa:
     """Documents packed into a row see each other. Fast where neither windows nor sinks are."""
 
-    def mask(self, documents_BS: Tensor, local: Local | None = None) -> Tensor | None:
+    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> Tensor | None:
         return None if local is None else _explicit(documents_BS, local, mask_documents=False)
 
     def __call__(  # type: ignore[no-untyped-def]
@@ -55,7 +31,7 @@ class CausalSdpa:
 class DocumentSdpa:
     """Causal within each document by an explicit mask [B, 1, S, S]: the CPU's way."""
 
-    def mask(self, documents_BS: Tensor, local: Local | None = None) -> Tensor:
+    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> Tensor:
         return _explicit(documents_BS, local, mask_documents=True)
 
     def __call__(  # type: ignore[no-untyped-def]
@@ -70,7 +46,7 @@ class AllPairs:
     def __init__(self, *, mask_documents: bool) -> None:
         self._mask_documents = mask_documents
 
-    def mask(self, documents_BS: Tensor, local: Local | None = None) -> Tensor:
+    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> Tensor:
         return _explicit(documents_BS, local, mask_documents=self._mask_documents)
 
     def __call__(  # type: ignore[no-untyped-def]
@@ -88,7 +64,9 @@ def _attend(  # type: ignore[no-untyped-def]
     return sdpa(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H, is_causal=mask is None)
 
 
-def _explicit(documents_BS: Tensor, local: Local | None, *, mask_documents: bool) -> Tensor:
+def _explicit(
+    documents_BS: Tensor, local: LocalAttention | None, *, mask_documents: bool
+) -> Tensor:
     first_BS = first_seen_in_rows(documents_BS, local, mask_documents=mask_documents)
     positions_S = torch.arange(first_BS.shape[1], device=first_BS.device)
     return is_seen(positions_S, positions_S, first_BS)[:, None]
@@ -101,7 +79,7 @@ class FlexCore:
         self._mask_documents = mask_documents
         self._flex = Flex(compiled=compiled)
 
-    def mask(self, documents_BS: Tensor, local: Local | None = None) -> Any:
+    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> Any:
         return self._flex.row_mask(
             first_seen_in_rows(documents_BS, local, mask_documents=self._mask_documents)
         )

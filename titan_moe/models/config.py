@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from titan_moe.moe.config import MoEConfig
+from titan_moe.ops.local_attention import LocalAttention
 
 
 @dataclass(frozen=True)
@@ -38,20 +39,6 @@ class RopeConfig:
     pairing: Literal["halves", "neighbours"] = "halves"
     """Channels that rotate together: i and i + C/2 (Hugging Face), or 2i and 2i + 1 (the paper)."""
     scaling: YarnScaling | Llama3Scaling | None = None
-
-
-@dataclass(frozen=True)
-class LocalAttention:
-    """Layers that see the near past alone, between layers that see all of it."""
-
-    kind: Literal["window", "chunk"]
-    """'window': a token sees the last `size` tokens, itself among them (arXiv 2004.05150);
-    'chunk': a row is cut every `size` tokens, and a token sees its own piece (Llama 4)."""
-    size: int
-    global_every: int
-    """Layers global_every - 1, 2 * global_every - 1, ... see all; 0: none does."""
-    global_rotary: bool = True
-    """False: layers that see all have no positions (NoPE, arXiv 2305.19466)."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.models.attention import build_attention
-from titan_moe.models.attention_core import AttentionCore, CausalSdpa
+from titan_moe.models.attention_core import CausalSdpa
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.mtp import MultiTokenPrediction
 from titan_moe.models.output import Embedding, Output
 from titan_moe.models.rope import Rope, Rotation
 from titan_moe.moe.layer import MoE
+from titan_moe.ops.attention import AttentionCore
+from titan_moe.profiling.regions import region
 
 _BIASES = ("b1", "b2", "b3")
 _ENDS = ("tok_embeddings", "norm", "output")
@@ -66,12 +68,17 @@ class Block(nn.Module):
         return self.execute(x_BSD, rotation, mask)
 
     def compute(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotation, mask)
+        h_BSD = self.attention_norm(x_BSD)
+        with region("attention"):
+            h_BSD = self.attention(h_BSD, rotation, mask)
+        x_BSD = x_BSD + h_BSD
         h_BSD = self.ffn_norm(x_BSD)
         if self.moe is not None:
             return x_BSD + self.call_moe(self.moe, h_BSD)
         assert self.feed_forward is not None
-        return x_BSD + self.feed_forward(h_BSD)
+        with region("feed_forward"):
+            h_BSD = self.feed_forward(h_BSD)
+        return x_BSD + h_BSD
 
 
 def _call(moe: MoE, x_BSD: Tensor) -> Tensor:

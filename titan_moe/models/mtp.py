@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_moe.models.config import LocalAttention, ModelConfig
+from titan_moe.models.config import ModelConfig
 from titan_moe.models.output import Embedding
 from titan_moe.models.rope import Rotation
+from titan_moe.ops.local_attention import LocalAttention
 
 Masks = Mapping[LocalAttention | None, Any]
 

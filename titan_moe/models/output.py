@@ -11,6 +11,7 @@ from titan_moe.ops.linear_cross_entropy import (
     cross_entropy,
     linear_cross_entropy,
 )
+from titan_moe.profiling.regions import region
 
 
 class Embedding(nn.Embedding):
@@ -19,6 +20,10 @@ class Embedding(nn.Embedding):
 
     def __init__(self, vocab_size: int, dim: int) -> None:
         super().__init__(vocab_size, dim, _weight=torch.empty(vocab_size, dim))
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        with region("embedding"):
+            return super().forward(tokens_BS)
 
 
 class Output(nn.Linear):
@@ -51,22 +56,23 @@ class Output(nn.Linear):
             factors: as `linear_cross_entropy`; rows lie part after part.
             further: gets the losses of the further parts, each times its factor, added.
         """
-        weight_VD = self.local_weight(self.weight)
-        if labels_BS is None:
-            return nn.functional.linear(x_BSD, weight_VD)
-        losses = linear_cross_entropy(
-            x_BSD.flatten(0, 1),
-            weight_VD,
-            labels_BS.flatten(),
-            factors=factors,
-            chunk_size=self.chunk_size,
-            cross_entropy=self.cross_entropy,
-            watch=self.watch,
-        )
-        if further is not None:
-            with torch.no_grad():
-                further += losses.further
-        return losses.loss
+        with region("loss"):
+            weight_VD = self.local_weight(self.weight)
+            if labels_BS is None:
+                return nn.functional.linear(x_BSD, weight_VD)
+            losses = linear_cross_entropy(
+                x_BSD.flatten(0, 1),
+                weight_VD,
+                labels_BS.flatten(),
+                factors=factors,
+                chunk_size=self.chunk_size,
+                cross_entropy=self.cross_entropy,
+                watch=self.watch,
+            )
+            if further is not None:
+                with torch.no_grad():
+                    further += losses.further
+            return losses.loss
 
 
 def _whole(weight_VD: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from torch import nn
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Quantize
-from titan_moe.moe.float8_experts import multiply_with
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
 from titan_moe.ops.float8 import ROW_ALIGNMENT, Float8Linear, float8_grouped_mm, float8_linear
@@ -57,7 +56,7 @@ def quantize(model: nn.Module, converters: Sequence[str], section: Quantize) -> 
             if isinstance(module, MoE) and _has_word(
                 f"{name}.experts", section.grouped_mm.float8.fqns
             ):
-                multiply_with(module, product)
+                module.experts.grouped_mm = product
                 names.append(name)
     return names
 

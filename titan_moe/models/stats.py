@@ -9,11 +9,11 @@ from typing import NamedTuple
 from titan_moe.models.config import (
     AttentionConfig,
     GQAConfig,
-    LocalAttention,
     MLAConfig,
     ModelConfig,
 )
 from titan_moe.moe.config import MoEConfig
+from titan_moe.ops.local_attention import mean_seen
 
 
 class AttentionStats(NamedTuple):
@@ -136,17 +136,6 @@ def _layer_flops(config: ModelConfig, layer: int, seq_len: int) -> float:
     attention = attention_stats(config.attention, config.dim)
     products = 2.0 * (attention.matrices + attention.score_channels * seen)
     return products + _feed_forward(config, layer)
-
-
-def mean_seen(local: LocalAttention | None, seq_len: int) -> float:
-    """How many tokens of a row of `seq_len` a token sees on average, itself among them."""
-    if local is None:
-        return (seq_len + 1) / 2
-    size = min(local.size, seq_len)
-    if local.kind == "window":
-        return (size * (size + 1) / 2 + (seq_len - size) * size) / seq_len
-    pieces, rest = divmod(seq_len, size)
-    return (pieces * size * (size + 1) / 2 + rest * (rest + 1) / 2) / seq_len
 
 
 def _layer_size(config: ModelConfig, layer: int) -> Size:

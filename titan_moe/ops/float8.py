@@ -24,13 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from titan_moe.ops.grouped_mm import grouped_mm
+from titan_moe.ops.grouped_mm import GroupedMM, grouped_mm
 
 ROW_ALIGNMENT = 16
 """Rows of each expert, and sizes of all dims, are multiples of this for float8 units."""
 
 LinearProduct = Callable[[Tensor, Tensor], Tensor]
-GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Float8Linear(nn.Module):
@@ -81,7 +80,7 @@ def float8_linear(recipe: str, *, emulate: bool) -> LinearProduct:
     return multiply
 
 
-def float8_grouped_mm(*, emulate: bool) -> GroupedProduct:
+def float8_grouped_mm(*, emulate: bool) -> GroupedMM:
     """As `grouped_mm`, each expert's product scaled row-wise, differentiable in both.
 
     Each expert's rows are a multiple of `ROW_ALIGNMENT`, as are both dims of the weights.

@@ -8,10 +8,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_moe.models.attention_core import CausalSdpa
-from titan_moe.models.config import LocalAttention
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
-from titan_moe.models.stats import mean_seen, part_weights
+from titan_moe.models.stats import part_weights
+from titan_moe.ops.local_attention import LocalAttention, mean_seen
 
 _SEQ_LEN = 64
 

@@ -31,6 +31,10 @@ class CodeTree:
     commit: str = ""
     """Of a revision."""
 
+    def __str__(self) -> str:
+        package = self.folder / "titan_moe"
+        return f"{package}, {self.told} (sha256 {package_hash(package)[:12]})"
+
     @property
     def keys(self) -> frozenset[str]:
         """Every key of its configuration, "table.key"; an older revision lacks some."""
@@ -46,7 +50,7 @@ class CodeTree:
             same = self.commit == ran.get("commit", "") and not ran.get("changed")
         if same:
             return ""
-        return f"it ran {code_in_words(ran)} instead of {package}, {self.told}"
+        return f"it ran {code_in_words(ran)} instead of {self}"
 
 
 def code_tree(revision: str, worktrees: Path) -> CodeTree:
