@@ -12,7 +12,7 @@ from pathlib import Path
 from scripts.bench.measure import options, print_table, write_json
 from titan_moe.config.job_config import Training
 from titan_moe.data.build import build_loader
-from titan_moe.data.stdlib import StdlibCorpus
+from titan_moe.data.builtin import StdlibCorpus
 from titan_moe.data.tokenize import tokenize_corpus
 from titan_moe.data.tokenizer import load_tokenizer
 

@@ -10,12 +10,12 @@ from zlib import crc32
 
 import numpy as np
 
-from titan_moe.data.packing import IGNORE_INDEX, PackedRow
+from titan_moe.data.packing import IGNORE_INDEX, PackedSequence
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["IGNORE_INDEX", "Batch", "stack_rows"]
+__all__ = ["IGNORE_INDEX", "Batch", "stack_sequences"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def fingerprints(batch: Batch) -> list[int]:
     return [reduce(lambda crc, x_S: crc32(x_S.numpy(), crc), row, 0) for row in rows]
 
 
-def stack_rows(rows: Sequence[PackedRow]) -> Batch:
+def stack_sequences(rows: Sequence[PackedSequence]) -> Batch:
     """Stack the rows of one microbatch into tensors."""
     import torch  # Here, so that the checks before a run need not wait for torch.
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
+from titan_moe.data.document_order import CorpusOrder, DocumentOrder, Split, StreamOrder
 from titan_moe.data.documents import Corpus
-from titan_moe.data.feed import CorpusFeed, Feed, Split, StreamFeed
 from titan_moe.data.loader import Identity, Loader
-from titan_moe.data.rows import Part, RowStream
+from titan_moe.data.sequences import BlendSource, SequenceStream
 from titan_moe.data.sources import check_source, is_stream, open_source
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.data.validation import ValidationLoader
@@ -66,8 +66,8 @@ def build_loader(
     """
     rows = _own_rows(global_batch_size, rank, num_ranks, permutation)
     parts = [
-        Part(
-            _open_feed(
+        BlendSource(
+            _open_order(
                 source,
                 tokenizer,
                 split=Split.TRAIN,
@@ -81,9 +81,9 @@ def build_loader(
         for source in _training_sources(training)
     ]
     for part in parts:
-        _check_size(part.feed, global_batch_size, repeat=training.repeat_dataset)
+        _check_size(part.order, global_batch_size, repeat=training.repeat_dataset)
     streams = [
-        RowStream(
+        SequenceStream(
             row,
             parts=parts,
             tokenizer=tokenizer,
@@ -94,7 +94,7 @@ def build_loader(
         )
         for row in rows
     ]
-    sources = " + ".join(f"{part.weight:g} x {part.feed.fingerprint}" for part in parts)
+    sources = " + ".join(f"{part.weight:g} x {part.order.fingerprint}" for part in parts)
     return Loader(
         streams,
         parts,
@@ -137,7 +137,7 @@ def build_validation(
     parts = []
     for source in _validation_sources(validation, training):
         held_out = (source.dataset, source.dataset_path) in trained_on
-        feed = _open_feed(
+        order = _open_order(
             source,
             tokenizer,
             split=Split.HELD_OUT if held_out else Split.ALL,
@@ -146,14 +146,14 @@ def build_validation(
             global_batch_size=1,
             repeat=False,
         )
-        if feed.size == 0:
+        if order.size == 0:
             raise ConfigError(
                 [
-                    f"{feed.name} has too few documents to hold one "
+                    f"{order.name} has too few documents to hold one "
                     "out: name a validation.dataset, or set validation.enable=false"
                 ]
             )
-        parts.append(Part(feed, source.weight))
+        parts.append(BlendSource(order, source.weight))
     return ValidationLoader(
         parts,
         tokenizer,
@@ -195,7 +195,7 @@ def _endless_validation(validation: Validation, training: Training) -> list[str]
     ]
 
 
-def _open_feed(
+def _open_order(
     source: _Named,
     tokenizer: Tokenizer,
     *,
@@ -204,7 +204,7 @@ def _open_feed(
     rows: Sequence[int],
     global_batch_size: int,
     repeat: bool,
-) -> Feed:
+) -> DocumentOrder:
     opened = open_source(
         source.dataset,
         source.dataset_path,
@@ -215,8 +215,8 @@ def _open_feed(
     name = f"{source.key}dataset={source.dataset!r}"
     if isinstance(opened, Corpus):
         shuffle = seed if split is Split.TRAIN else None
-        return CorpusFeed(name, opened, split=split, seed=shuffle, repeat=repeat)
-    return StreamFeed(
+        return CorpusOrder(name, opened, split=split, seed=shuffle, repeat=repeat)
+    return StreamOrder(
         name,
         opened,
         split=split,
@@ -226,13 +226,13 @@ def _open_feed(
     )
 
 
-def _check_size(feed: Feed, global_batch_size: int, *, repeat: bool) -> None:
+def _check_size(order: DocumentOrder, global_batch_size: int, *, repeat: bool) -> None:
     """Refuse a source with fewer documents than rows: a row without a document is never filled."""
-    if feed.size is None or feed.size >= (1 if repeat else global_batch_size):
+    if order.size is None or order.size >= (1 if repeat else global_batch_size):
         return
     raise ConfigError(
         [
-            f"{feed.name} has {feed.size:,} documents to train on, fewer "
+            f"{order.name} has {order.size:,} documents to train on, fewer "
             f"than the {global_batch_size:,} rows of training.global_batch_size: add documents, "
             "choose a smaller global_batch_size, or set training.repeat_dataset=true"
         ]

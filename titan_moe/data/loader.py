@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titan_moe.data.batch import Batch, stack_rows
-from titan_moe.data.rows import Part, RowStream
+from titan_moe.data.batch import Batch, stack_sequences
+from titan_moe.data.sequences import BlendSource, SequenceStream
 from titan_moe.runtime.errors import RunError
 
 
@@ -33,8 +33,8 @@ class Loader:
 
     def __init__(
         self,
-        rows: Sequence[RowStream],
-        parts: Sequence[Part],
+        rows: Sequence[SequenceStream],
+        parts: Sequence[BlendSource],
         *,
         identity: Identity,
         local_batch_size: int,
@@ -82,7 +82,7 @@ class Loader:
             )
         self._forget_ahead()
         for part, mark in zip(self._parts, state["marks"], strict=True):
-            part.feed.seek(mark)
+            part.order.seek(mark)
         for row in self._rows:
             row.load_state(state["rows"][str(row.row)])
         self._step = state["step"]
@@ -119,7 +119,7 @@ class Loader:
         self._step += 1
         size = self._local_batch_size
         batches = [
-            stack_rows(packed[first : first + size]) for first in range(0, len(packed), size)
+            stack_sequences(packed[first : first + size]) for first in range(0, len(packed), size)
         ]
         return batches, self._read_state()
 
@@ -130,7 +130,8 @@ class Loader:
             "step": self._step,
             "rows": {str(row.row): row.state() for row in self._rows},
             "marks": [
-                part.feed.mark(position) for part, position in zip(self._parts, oldest, strict=True)
+                part.order.mark(position)
+                for part, position in zip(self._parts, oldest, strict=True)
             ],
         }
 

@@ -20,7 +20,7 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class PackedRow:
+class PackedSequence:
     """One row: tokens_S and labels_S int64, documents_S int32, and the names of its documents."""
 
     tokens_S: np.ndarray
@@ -62,7 +62,7 @@ class Packer:
         """Go on `offset` tokens into `document`; None: with the next one."""
         self._document, self._offset = document, offset
 
-    def next_row(self) -> PackedRow | None:
+    def next_row(self) -> PackedSequence | None:
         """Pack one row; None when the documents have no target left to give."""
         wanted = self._seq_len + 1  # One more than the inputs: the last label.
         tokens = np.full(wanted, self._padding_id, np.int64)
@@ -91,10 +91,10 @@ class Packer:
         if filled == wanted:
             self._offset -= 1  # The last label is the next row's first token.
         held = int(documents[min(filled, self._seq_len) - 1]) + 1
-        return PackedRow(tokens[:-1], labels, documents[:-1], samples[:held])
+        return PackedSequence(tokens[:-1], labels, documents[:-1], samples[:held])
 
 
-def ignored_row(like: PackedRow) -> PackedRow:
+def ignored_sequence(like: PackedSequence) -> PackedSequence:
     """A row without any target, to fill up a batch: another's tokens, since a row of nothing but
     padding would send all of its tokens to the same experts, for which bounded buffers have no
     room."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
 from titan_moe.data.documents import Corpus, Stream
 from titan_moe.data.hub import SUFFIXES, FileCorpus, HubStream, find_files
-from titan_moe.data.stdlib import StdlibCorpus
-from titan_moe.data.synthetic import SyntheticCorpus
 from titan_moe.data.tokens import TokenCorpus
 
 _WITHOUT_PATH = ("stdlib", "synthetic")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from titan_moe.data.batch import Batch, stack_rows
+from titan_moe.data.batch import Batch, stack_sequences
 from titan_moe.data.documents import OutOfDocumentsError
-from titan_moe.data.packing import Encoded, PackedRow, Packer, ignored_row
-from titan_moe.data.rows import Blend, Part, encode_document
+from titan_moe.data.packing import Encoded, PackedSequence, Packer, ignored_sequence
+from titan_moe.data.sequences import Blend, BlendSource, encode_document
 from titan_moe.data.tokenizer import Tokenizer
 
 
@@ -21,7 +21,7 @@ class ValidationLoader:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[BlendSource],
         tokenizer: Tokenizer,
         *,
         seq_len: int,
@@ -48,7 +48,7 @@ class ValidationLoader:
             mask_documents=mask_documents,
             padding_id=tokenizer.eos_id,
         )
-        self._filler: PackedRow | None = None
+        self._filler: PackedSequence | None = None
         self._batches: list[Batch] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -62,11 +62,11 @@ class ValidationLoader:
             own, found = self._next_rows()
             if not found:
                 return batches
-            batches.append(stack_rows(own))
+            batches.append(stack_sequences(own))
 
-    def _next_rows(self) -> tuple[list[PackedRow], bool]:
+    def _next_rows(self) -> tuple[list[PackedSequence], bool]:
         """This rank's rows of the next batch, and whether any rank's hold a document."""
-        own: list[PackedRow] = []
+        own: list[PackedSequence] = []
         found = False
         first = self._rank * self._local_batch_size
         for number in range(self._num_ranks * self._local_batch_size):
@@ -75,10 +75,10 @@ class ValidationLoader:
             self._filler = self._filler or row  # The last one may be mostly padding.
             if found and first <= number < first + self._local_batch_size:
                 assert self._filler is not None
-                own.append(row or ignored_row(self._filler))
+                own.append(row or ignored_sequence(self._filler))
         return own, found
 
-    def _next_row(self) -> PackedRow | None:
+    def _next_row(self) -> PackedSequence | None:
         if self._rows_left is not None:
             if self._rows_left == 0:
                 return None
@@ -89,7 +89,7 @@ class ValidationLoader:
         while self._unread:
             part = self._blend.next_part(self._unread)
             try:
-                document = self._parts[part].feed.document(self._read[part])
+                document = self._parts[part].order.document(self._read[part])
             except OutOfDocumentsError:
                 self._unread.remove(part)
                 continue

@@ -33,7 +33,7 @@ def write_data(folder: Path) -> tuple[Path, Path]:
 
 def records() -> list[str]:
     """Pieces of the standard library's sources, from one end of it to the other."""
-    from titan_moe.data.stdlib import StdlibCorpus
+    from titan_moe.data.builtin import StdlibCorpus
 
     corpus = StdlibCorpus()
     texts = [

@@ -7,10 +7,10 @@ import torch
 from tests.support.documents import random_texts, slow_rows, write_jsonl
 from titan_moe.config.job_config import Dataset, Training
 from titan_moe.data.build import build_loader
+from titan_moe.data.builtin import StdlibCorpus
+from titan_moe.data.document_order import CorpusOrder, Split, StreamOrder
 from titan_moe.data.documents import Document
-from titan_moe.data.feed import CorpusFeed, Split, StreamFeed
 from titan_moe.data.loader import merge_states
-from titan_moe.data.stdlib import StdlibCorpus
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.errors import RunError
 
@@ -48,7 +48,7 @@ def take(ranks, steps):
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    monkeypatch.setattr(StreamFeed, "_MARK_EVERY", 8)  # So that the ranks' marks differ.
+    monkeypatch.setattr(StreamOrder, "_CURSOR_EVERY", 8)  # So that the ranks' marks differ.
     return {
         "json": write_jsonl(tmp_path / "a.jsonl", random_texts(400)),
         "c4": str(tmp_path / "hub"),
@@ -94,11 +94,11 @@ def test_rows_are_the_slow_packing_of_their_documents(mask):
     """Row b packs the documents at positions b, b + G, ... of the seeded order, EOS after each."""
     section = training(dataset="stdlib", seq_len=512, mask_documents=mask)
     steps = take(loaders(section, 1), 40)
-    feed = CorpusFeed("stdlib", StdlibCorpus(), split=Split.TRAIN, seed=3, repeat=False)
+    order = CorpusOrder("stdlib", StdlibCorpus(), split=Split.TRAIN, seed=3, repeat=False)
     for row in range(ROWS):
         documents = []
         for position in range(row, row + 12 * ROWS, ROWS):
-            name, text = feed.document(position)
+            name, text = order.document(position)
             documents.append((name, [*text.encode(), TOKENIZER.eos_id]))
         expected = slow_rows(documents, seq_len=512, mask=mask)
         found = [tuple(part[row] for part in step) for step in steps]

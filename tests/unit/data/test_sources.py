@@ -8,10 +8,9 @@ import zstandard
 
 from tests.support.documents import ListCorpus, write_jsonl
 from titan_moe.data import hub
-from titan_moe.data.feed import CorpusFeed, Split, StreamFeed
+from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
+from titan_moe.data.document_order import CorpusOrder, Split, StreamOrder
 from titan_moe.data.hub import FileCorpus, HubStream
-from titan_moe.data.stdlib import StdlibCorpus
-from titan_moe.data.synthetic import SyntheticCorpus
 
 
 def texts_of(corpus):
@@ -155,7 +154,7 @@ def test_a_stream_goes_on_from_its_mark(tmp_path):
 
 def stream_feed(path, *, rows, split=Split.TRAIN, repeat=False):
     stream = HubStream("c4", path, key="training.")
-    return StreamFeed("c4", stream, split=split, rows=rows, global_batch_size=4, repeat=repeat)
+    return StreamOrder("c4", stream, split=split, rows=rows, global_batch_size=4, repeat=repeat)
 
 
 def test_a_stream_feed_deals_its_documents_to_rows(tmp_path):
@@ -184,8 +183,8 @@ def test_training_never_sees_held_out_documents(size):
     corpus = ListCorpus([str(number) for number in range(size)])
 
     def read(split, seed):
-        feed = CorpusFeed("list", corpus, split=split, seed=seed, repeat=False)
-        return [feed.document(position).content for position in range(feed.size)]
+        order = CorpusOrder("list", corpus, split=split, seed=seed, repeat=False)
+        return [order.document(position).content for position in range(order.size)]
 
     held_out = read(Split.HELD_OUT, None)
     assert len(held_out) == max(1, size // 64)
@@ -195,12 +194,12 @@ def test_training_never_sees_held_out_documents(size):
 
 def test_epochs_have_orders_of_their_own():
     corpus = ListCorpus([str(number) for number in range(100)])
-    feed = CorpusFeed("list", corpus, split=Split.TRAIN, seed=0, repeat=True)
+    order = CorpusOrder("list", corpus, split=Split.TRAIN, seed=0, repeat=True)
     epochs = [
-        [feed.document(epoch * feed.size + index).content for index in range(feed.size)]
+        [order.document(epoch * order.size + index).content for index in range(order.size)]
         for epoch in range(3)
     ]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
     assert len({tuple(epoch) for epoch in epochs}) == 3
     # A jump back finds the same again.
-    assert feed.document(5).content == epochs[0][5]
+    assert order.document(5).content == epochs[0][5]

@@ -1,4 +1,4 @@
-"""Row streams: what one row of the global batch reads, step after step."""
+"""What one sequence of the global batch reads, step after step."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from titan_moe.data.document_order import DocumentOrder
 from titan_moe.data.documents import Document, OutOfDocumentsError, mix
-from titan_moe.data.feed import Feed
-from titan_moe.data.packing import Encoded, PackedRow, Packer
+from titan_moe.data.packing import Encoded, PackedSequence, Packer
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.runtime.errors import RunError
 
 
 @dataclass(frozen=True)
-class Part:
-    """A feed and its share of the tokens, relative to the other parts' weights."""
+class BlendSource:
+    """The documents of one source and their share of the tokens, relative to the other weights."""
 
-    feed: Feed
+    order: DocumentOrder
     weight: float
 
 
@@ -51,14 +51,14 @@ class Blend:
         )
 
 
-class RowStream:
-    """Row b of the global batch: packs the documents at positions b, b + G, b + 2G, ..."""
+class SequenceStream:
+    """Sequence b of the global batch: packs the documents at positions b, b + G, b + 2G, ..."""
 
     def __init__(
         self,
         row: int,
         *,
-        parts: Sequence[Part],
+        parts: Sequence[BlendSource],
         tokenizer: Tokenizer,
         seed: int,
         global_batch_size: int,
@@ -79,7 +79,7 @@ class RowStream:
             padding_id=tokenizer.eos_id,
         )
 
-    def next_row(self) -> PackedRow:
+    def next_row(self) -> PackedSequence:
         """The next seq_len tokens; RunError when a part has no document left."""
         row = self._packer.next_row()
         assert row is not None
@@ -107,7 +107,7 @@ class RowStream:
         if self._part >= 0:
             position = self.oldest(self._part)
             document = encode_document(
-                self._parts[self._part].feed.document(position), self._tokenizer
+                self._parts[self._part].order.document(position), self._tokenizer
             )
         self._packer.resume(document, state["offset"])
 
@@ -116,13 +116,13 @@ class RowStream:
 
     def _next_document(self) -> Encoded:
         part = self._blend.next_part()
-        feed = self._parts[part].feed
+        order = self._parts[part].order
         try:
-            document = feed.document(self._position(part, self._read[part]))
+            document = order.document(self._position(part, self._read[part]))
         except OutOfDocumentsError:
-            of = "" if feed.size is None else f" of the {feed.size:,} documents of an epoch"
+            of = "" if order.size is None else f" of the {order.size:,} documents of an epoch"
             raise RunError(
-                f"{feed.name} ran out: row {self.row} of the global batch of "
+                f"{order.name} ran out: row {self.row} of the global batch of "
                 f"{self._global_batch_size} has used up its {self._read[part]:,}{of} and "
                 f"{self._blend.tokens[part]:,} tokens; set training.repeat_dataset=true to start "
                 "it again, or train fewer steps"

@@ -1,8 +1,8 @@
-"""Feeds: the documents of one source in the order of training or of validation.
+"""The documents of one source in the order of training or of validation.
 
-A feed numbers its documents by position: 0, 1, 2, ... through all epochs. Row b of the global batch
-takes the positions b, b + G, b + 2G, ... (G: global batch size). What stands at a position depends
-on (source, seed) alone.
+A document order numbers its documents by position: 0, 1, 2, ... through all epochs. Sequence b of
+the global batch takes the positions b, b + G, b + 2G, ... (G: global batch size). What stands at a
+position depends on (source, seed) alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Split(Enum):
     ALL = "all"
 
 
-class Feed(Protocol):
+class DocumentOrder(Protocol):
     """Documents by position."""
 
     name: str
@@ -52,7 +52,7 @@ class Feed(Protocol):
         """Go to a place that `mark` named, of this rank or of another."""
 
 
-class CorpusFeed:
+class CorpusOrder:
     """A corpus, each epoch in a seeded order of its own (`seed` None: as it lies)."""
 
     def __init__(
@@ -98,7 +98,7 @@ class CorpusFeed:
         return self._order
 
 
-class _Mark(NamedTuple):
+class Cursor(NamedTuple):
     """A place in a stream: before the document at `position`, number `number` of its epoch."""
 
     position: int
@@ -107,7 +107,7 @@ class _Mark(NamedTuple):
     stream: Any
 
 
-class StreamFeed:
+class StreamOrder:
     """A stream in its own order; each data rank reads all of it and keeps its own rows' documents.
 
     The price: N data ranks read the stream N times. Where that is too much, tokenize it once
@@ -115,7 +115,7 @@ class StreamFeed:
     """
 
     size: int | None = None
-    _MARK_EVERY = 512  # Positions; a resume reads at most these, and a mark costs about 20 us.
+    _CURSOR_EVERY = 512  # Positions; a resume reads at most these, and a mark costs about 20 us.
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class StreamFeed:
         return list(self._marks[0])
 
     def seek(self, mark: Any) -> None:
-        start = _Mark(*mark) if mark else _Mark(0, 0, 0, None)
+        start = Cursor(*mark) if mark else Cursor(0, 0, 0, None)
         self._position, self._epoch, self._number = start.position, start.epoch, start.number
         self._documents: Iterator[Document] = self._stream.read(start.stream)
         self._marks = deque([start])
@@ -175,7 +175,7 @@ class StreamFeed:
             named = Document(f"{document.name}/{number}", document.content)
             self._waiting[row].append((self._position, named))
         self._position += 1
-        if self._position % self._MARK_EVERY == 0:
+        if self._position % self._CURSOR_EVERY == 0:
             self._marks.append(
-                _Mark(self._position, self._epoch, self._number, self._stream.mark())
+                Cursor(self._position, self._epoch, self._number, self._stream.mark())
             )
