@@ -21,6 +21,10 @@ trap 'exit 143' TERM
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
 use_environment ""
 
+# What Python imports is this checkout's, wherever the script is called from and whatever the
+# environment has installed.
+export PYTHONSAFEPATH=1 TITAN_MOE_CHECKOUT="$repo"
+
 case " $* " in
     *" --help "* | *" -h "*) exec "$PYTHON" -m titan_moe train --help ;;
 esac

@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
 # Lint, types, tests. The first use sets up an environment.
 #
-#   ./scripts/test.sh             everything but the long tier
-#   ./scripts/test.sh --full      everything
-#   ./scripts/test.sh -k router   further arguments go to pytest
+#   ./scripts/test.sh                the default tier: at most 10 minutes on 2 cores
+#   ./scripts/test.sh --slow         the default tier and what CI adds to it
+#   ./scripts/test.sh --full         everything: at most 2 hours
+#   ./scripts/test.sh --slice SEED   besides, one test in 20 of the full tier, chosen by the seed
+#   ./scripts/test.sh -k router      further arguments go to pytest
+#
+# Tests share 2 processes, a file in one of them; TEST_PROCESSES is another number.
 set -euo pipefail
 
 # shellcheck source=scripts/environment.sh
@@ -11,13 +15,17 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 use_environment dev
 cd "$repo"
 
-tier=(-m "not full")
-if [[ ${1:-} == --full ]]; then
-    tier=()
+tier=default
+options=()
+while (($#)); do
+    case $1 in
+        --slow | --full) tier=${1#--} ;;
+        *) options+=("$1") ;;
+    esac
     shift
-fi
+done
 
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-"$PYTHON" -m pytest "${tier[@]}" "$@"
+"$PYTHON" -m pytest --tier "$tier" -n "${TEST_PROCESSES:-2}" --dist loadfile "${options[@]}"

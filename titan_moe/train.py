@@ -10,10 +10,8 @@ from collections.abc import Mapping
 
 from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import JobConfig
-from titan_moe.config.layout import Parallelism
-from titan_moe.config.parse import load_job
-from titan_moe.config.resolve import resolve
+from titan_moe.config.job_config import JobConfig, Parallelism
+from titan_moe.config.parse import load_job, resolve
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel, export_problems, model_of_job
 from titan_moe.runtime.errors import RunError

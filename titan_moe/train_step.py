@@ -14,20 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
-from titan_moe.config.sections import Training
+from titan_moe.config.job_config import Training
 from titan_moe.data.batch import IGNORE_INDEX, Batch, fingerprints
 from titan_moe.distributed import grad_norm, tensor_parallel
+from titan_moe.distributed.collectives import read, sum_over_world
 from titan_moe.distributed.execution import Microbatch
 from titan_moe.distributed.parallelize import ShardedModel
-from titan_moe.distributed.tied_weights import sum_copies
-from titan_moe.distributed.totals import added, read, sum_over_world
+from titan_moe.distributed.tied_weights import sum_tied_grads
+from titan_moe.metrics.step_metrics import device_metrics
 from titan_moe.optim.expert_bias import own_counts, update_routers
+from titan_moe.profiling.regions import region
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step measured, the same on every rank. What nothing but a log asks for is None where
-    the step is not logged."""
+    """What a step measured, the same on every rank."""
 
     loss: float
     """Mean cross-entropy over the step's target tokens, in nats."""
@@ -38,17 +39,12 @@ class StepResult:
     """Tokens per MoE layer and expert, over the whole world."""
     rows_dropped: int = 0
     """(token, expert) choices that found no room in a bounded buffer, over all MoE layers."""
-    balance_loss: float | None = None
-    """Sum of all layers' weighted auxiliary losses, per target token."""
-    mtp_loss: float | None = None
-    """Weighted loss of multi-token prediction, per target token; None without it."""
-    data: int | None = None
-    """Sum of the CRC32 of the global batch's rows: which data the step saw, in any order."""
+    metrics: dict[str, float] | None = None
+    """What only a log reads, by its name there; None if the step is not logged. See
+    `metrics.step_metrics`; "data" is the sum of the CRC32 of the global batch's sequences: which
+    data the step saw, in any order."""
     parameter_norms: dict[str, list[float]] | None = None
     """Norms of all parameters' gradients before clipping, each expert's apart, if asked for."""
-    rows_over_bound: float | None = None
-    """Rows that dispatch put on the wire over the fewest that would have done (the distinct pairs
-    of token and destination rank), over all MoE layers; None if nothing had to travel."""
 
     @property
     def finite(self) -> bool:
@@ -85,11 +81,16 @@ class TrainStep:
         self._max_norm = training.max_norm
         self._use_max = training.norm_type == "inf"
         self._parameters = [parameter for _, parameter in sharded.named_parameters()]
-        followers = sharded.ties.followers
-        self._counted = [each for each in self._parameters if each not in followers]
+        replicas = sharded.tied_weights.replicas
+        self._counted = [each for each in self._parameters if each not in replicas]
         self._moe_layers = sharded.moe_layers()
         self._all_moe_layers = sharded.all_moe_layers()
-        self._mtp = [part.mtp for part in sharded.parts if part.mtp is not None]
+        self._metrics = device_metrics(
+            list(self._moe_layers.values()),
+            [part.mtp for part in sharded.parts if part.mtp is not None],
+            predicts_ahead=sharded.config.num_mtp_layers > 0,
+            device=device,
+        )
         moe = sharded.config.moe
         self._num_experts = moe.num_experts if moe is not None else 0
         self._ranks_per_stage = dims.world_size // dims.pp
@@ -117,11 +118,13 @@ class TrainStep:
         for moe in self._moe_layers.values():
             moe.counts_traffic = logged
         loss_sum = self._accumulate(batches, observer)
-        result = self._reduce(loss_sum, batches, logged, parameter_norms)
+        with region("grad_norm"):
+            result = self._reduce(loss_sum, batches, logged, parameter_norms)
         if not result.finite or self._sharded.refuses(result.rows_dropped):
             return result
         if result.num_targets > 0:
-            self._update(result)
+            with region("optimizer"):
+                self._update(result)
         if observer is not None:
             observer.updated(result)
         self.discard()
@@ -142,13 +145,13 @@ class TrainStep:
         """All gradients, whole but for the divisor; returns this rank's share of the loss sum."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for batch in batches:
-            rows = own_rows(batch, self._sharded, self._device)
+            rows = local_batch(batch, self._sharded, self._device)
             if observer is not None:
                 observer.reads(batch, rows)
             loss_sum += self._sharded.execution.train(rows)
         meshes = self._sharded.meshes
         tensor_parallel.sum_grads(self._sharded.shared_by_tp, meshes.group("tp"), self._device)
-        sum_copies(self._sharded.ties, meshes.group("pp"), self._device)
+        sum_tied_grads(self._sharded.tied_weights, meshes.group("pp"), self._device)
         if observer is not None:
             observer.accumulated()
         return loss_sum
@@ -161,7 +164,7 @@ class TrainStep:
         squares = grad_norm.sum_of_squares(self._counted, self._ranks_per_stage)
         terms = {
             "loss": loss_sum,
-            "num_targets": self._number(sum(own_targets(b, self._sharded) for b in batches)),
+            "num_targets": self._number(sum(num_local_targets(b, self._sharded) for b in batches)),
             "squares": squares.to(self._device),
         }
         if self._all_moe_layers:
@@ -173,30 +176,19 @@ class TrainStep:
             )
             terms["rows_dropped"] = self._sharded.take_dropped(self._device)
         if logged:
-            terms |= self._logged_terms(batches)
+            terms |= self._metrics.terms()
+            # Exact: sums of 32-bit numbers over two million sequences fit into 53 bits.
+            terms["data"] = self._number(
+                sum(local_fingerprints(batch, self._sharded) for batch in batches)
+            )
         if parameter_norms:
             terms["parameters"] = self._parameter_norms.squares(
                 self._sharded.named_parameters(), self._ranks_per_stage, self._device
             )
         sums = sum_over_world(terms)
-        self._start_anew()
+        self._metrics.reset()
         # Host sync, once per step: whether to update at all is decided on these numbers.
         return self._result(sums, read(sums))
-
-    def _logged_terms(self, batches: list[Batch]) -> dict[str, Tensor]:
-        """This rank's share of what only a log wants to know: float64 or exact whole numbers."""
-        routers = [moe.router for moe in self._moe_layers.values()]
-        sent = [moe.rows_sent for moe in self._moe_layers.values()]
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        whole = torch.zeros((), dtype=torch.int64, device=self._device)
-        return {
-            "balance_loss": added([router.balance_loss for router in routers], like=zero),
-            "mtp_loss": added([mtp.loss_sum for mtp in self._mtp], like=zero),
-            "rows_sent": added([rows[0] for rows in sent], like=whole),
-            "fewest_rows": added([rows[1] for rows in sent], like=whole),
-            # Exact: sums of 32-bit numbers over two million rows fit into 53 bits.
-            "data": self._number(sum(own_data(batch, self._sharded) for batch in batches)),
-        }
 
     def _result(self, sums: dict[str, Tensor], numbers: dict[str, float]) -> StepResult:
         norm = math.sqrt(numbers["squares"])
@@ -217,23 +209,8 @@ class TrainStep:
             result = replace(result, parameter_norms=norms)
         if "data" not in sums:
             return result
-        fewest = numbers["fewest_rows"]
-        return replace(
-            result,
-            balance_loss=numbers["balance_loss"] / divisor,
-            mtp_loss=numbers["mtp_loss"] / divisor if self._sharded.config.num_mtp_layers else None,
-            data=int(numbers["data"]),
-            rows_over_bound=numbers["rows_sent"] / fewest if fewest else None,
-        )
-
-    def _start_anew(self) -> None:
-        """The layers' own sums, for the next step."""
-        moe_layers = self._moe_layers.values()
-        losses = [moe.router.balance_loss for moe in moe_layers]
-        losses += [mtp.loss_sum for mtp in self._mtp]
-        for sums in (losses, [moe.rows_sent for moe in moe_layers]):
-            if sums:
-                torch._foreach_zero_(sums)
+        values = self._metrics.values(numbers, num_targets=num_targets)
+        return replace(result, metrics={**values, "data": int(numbers["data"])})
 
     def _number(self, number: int) -> Tensor:
         """On the device, without waiting for it, as torch.tensor would."""
@@ -245,7 +222,7 @@ class TrainStep:
         return largest.item()
 
 
-def own_rows(batch: Batch, sharded: ShardedModel, device: torch.device) -> Microbatch:
+def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Microbatch:
     """What this rank reads of whole rows: its part of each sequence, and all documents."""
     positions_S = sharded.positions(batch.tokens_BS.shape[1])
     rows = Microbatch(
@@ -280,7 +257,7 @@ def look_ahead(batch: Batch, depths: int) -> tuple[Tensor, Tensor]:
     return torch.stack(tokens, 1), torch.stack(labels, 1)
 
 
-def own_targets(batch: Batch, sharded: ShardedModel) -> int:
+def num_local_targets(batch: Batch, sharded: ShardedModel) -> int:
     """Target tokens among them; 0 where another rank reads the same tokens and counts them."""
     dims, rank = sharded.meshes.dims, sharded.meshes.rank
     if dims.coordinate(rank, "tp") or dims.coordinate(rank, "pp"):
@@ -289,7 +266,7 @@ def own_targets(batch: Batch, sharded: ShardedModel) -> int:
     return int((batch.labels_BS[:, positions_S] != IGNORE_INDEX).sum())
 
 
-def own_data(batch: Batch, sharded: ShardedModel) -> int:
+def local_fingerprints(batch: Batch, sharded: ShardedModel) -> int:
     """The sum of the rows' fingerprints; 0 where another rank reads the same rows."""
     dims, rank = sharded.meshes.dims, sharded.meshes.rank
     if any(dims.coordinate(rank, axis) for axis in ("tp", "cp", "pp")):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from titan_moe.checkpoint.checkpointer import Checkpointer
-from titan_moe.config.checks.job import check_vocabulary
+from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import as_toml, save_job
@@ -21,24 +21,24 @@ from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.validation import ValidationLoader
 from titan_moe.debug.capture.step import StepCapture
 from titan_moe.debug.nan_locator import describe_nonfinite
-from titan_moe.debug.regions import name_regions
 from titan_moe.distributed.compile import compiled_so_far
 from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
-from titan_moe.metrics.report import Report, run_facts
+from titan_moe.metrics.run_log import RunLog, run_facts
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
-from titan_moe.models.weights import part_weights
+from titan_moe.models.stats import part_weights
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import lr_factor, set_lr
 from titan_moe.profiling.profiler import profiler
+from titan_moe.profiling.regions import region
 from titan_moe.routing.replay import RoutingTrace
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.garbage import GarbageCollector
 from titan_moe.runtime.lean_start import leave_compiler_out
 from titan_moe.runtime.process import Process, set_timeouts
 from titan_moe.runtime.seeds import seed_everything
-from titan_moe.train_step import StepResult, TrainStep, own_rows, own_targets
+from titan_moe.train_step import StepResult, TrainStep, local_batch, num_local_targets
 
 logger = logging.getLogger(__name__)
 
@@ -117,14 +117,12 @@ class Trainer:
             save_job(self.job, self.folder / "config.toml")
             facts = run_facts(self.job, self.sharded, self.process, self.loader.identity)
             (self.folder / "run.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        self.report = Report(self.job, self.sharded, self.process, resume_step=self.progress.step)
+        self.log = RunLog(self.job, self.sharded, self.process, resume_step=self.progress.step)
         if self.job.lr_scheduler.warmup_steps >= steps:
             warmup = self.job.lr_scheduler.warmup_steps
             logger.warning("the run of %d steps ends inside its warm-up of %d", steps, warmup)
         garbage = GarbageCollector(self.job.training.gc_freq)
         first = self.progress.step + 1
-        if self.job.profiling.enable_profiling:
-            name_regions(self.sharded, train_step=self.train_step, loader=self.loader)
         with profiler(self.job.profiling, self.folder, self.process.rank) as profile:
             for step in range(first, steps + 1):
                 self._step(step)
@@ -134,23 +132,24 @@ class Trainer:
                 garbage.step(step)
                 profile.step()
         self.loader.close()
-        self.report.close()
+        self.log.close()
         self.routing.close()
         self._say_goodbye()
 
     def _step(self, step: int) -> None:
-        phases, training = self.report.phases, self.job.training
+        phases, training = self.log.phases, self.job.training
         before = self._state()
-        with phases("data"):
+        with phases("data"), region("data"):
             batches = self.loader.next_step()
         factor = lr_factor(step, self.job.lr_scheduler, training.steps)
         set_lr(self.optimizer, factor)
         capture = self._capture(step) if step == self.job.debug.capture_step else None
+        logged = self.log.wants(step) or self._validates(step) or capture is not None
         with phases("step"), self.routing.step(step, batches):
             result = self.train_step(
                 batches,
-                logged=self.report.wants(step) or self._validates(step),
-                parameter_norms=self.report.wants_norms(step),
+                logged=logged,
+                parameter_norms=self.log.wants_norms(step),
                 observer=capture,
             )
         if capture is not None:
@@ -168,7 +167,7 @@ class Trainer:
         if self._validates(step):
             with phases("validation"):
                 validation_loss = self._validate()
-        self.report.step(
+        self.log.step(
             step,
             result,
             rates={group["name"]: group["lr"] for group in self.optimizer.param_groups},
@@ -264,9 +263,9 @@ class Trainer:
         sums = torch.zeros(3, dtype=torch.float64, device=self.process.device)
         self.sharded.train(False)
         for batch in self.validation:
-            rows = own_rows(batch, self.sharded, self.process.device)
+            rows = local_batch(batch, self.sharded, self.process.device)
             sums[0] += self.sharded.execution.evaluate(rows)
-            sums[1] += own_targets(batch, self.sharded)
+            sums[1] += num_local_targets(batch, self.sharded)
         self.sharded.train(True)
         sums[2] = self.sharded.take_dropped(self.process.device)
         dist.all_reduce(sums)

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.distributed.context_parallel.apply import context_parallel_core, local_positions
-from titan_moe.models.config import LocalAttention
-from titan_moe.models.layers.attention_core import choose_core
+from titan_moe.models.attention_core import choose_core
 from titan_moe.ops.attention import first_seen_in_rows
+from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.testing.ranks import run_ranks
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 4, 64

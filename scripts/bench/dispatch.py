@@ -23,20 +23,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.distributed.expert_parallel import DispatchPolicy, make_dispatcher, nodes_of
+from titan_moe.distributed.expert_parallel import DispatchOptions, make_dispatcher, nodes_of
 from titan_moe.distributed.mesh import build_meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch.base import Dispatcher, count_experts
+from titan_moe.moe.dispatch.base import Dispatcher
+from titan_moe.moe.permute import count_experts
 from titan_moe.simulate.comm_counter import Wire
 from titan_moe.testing.ranks import run_ranks
 
-POLICIES = {
-    "standard": DispatchPolicy(),
-    "deduplicated": DispatchPolicy(deduplicated=True),
-    "by node": DispatchPolicy(deduplicated=True, ranks_per_node=2),
-    "bounded 1.25": DispatchPolicy(capacity_factor=1.25),
-    "bounded 2": DispatchPolicy(capacity_factor=2.0),
+OPTIONS = {
+    "standard": DispatchOptions(),
+    "deduplicated": DispatchOptions("deduplicated"),
+    "by node": DispatchOptions("deduplicated", ranks_per_node=2),
+    "bounded 1.25": DispatchOptions("capacity", capacity_factor=1.25),
+    "bounded 2": DispatchOptions("capacity", capacity_factor=2.0),
 }
 WIDTHS = (6, -14, 9, 9, 9, 9, 9)
 
@@ -147,9 +148,9 @@ def measure(sizes: Sizes) -> dict[str, Seen]:
     )
     inputs, found = (x_TD, weights_TK, experts_TK, counts_E), {}
     dispatchers = {
-        name: make_dispatcher(config, meshes, policy)
-        for name, policy in POLICIES.items()
-        if policy.ranks_per_node is None or nodes is not None
+        name: make_dispatcher(config, meshes, options)
+        for name, options in OPTIONS.items()
+        if options.ranks_per_node is None or nodes is not None
     }
     seconds = _times(list(dispatchers.values()), inputs, sizes.repeats)
     for (name, dispatcher), taken in zip(dispatchers.items(), seconds, strict=True):

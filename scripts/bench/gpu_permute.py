@@ -86,13 +86,13 @@ def measure(
     maps = permute_indices(counts_1E, **sizes)
     source_R = torch.where(maps.source_R < 0, -1, (order_N // top_k)[maps.source_R.clamp_min(0)])
     rows_TK = maps.position_R[invert(order_N)].view(num_tokens, top_k)
-    y_RD = copy_rows(x_TD, source_R, is_padded=True)
+    y_RD = copy_rows(x_TD, source_R)
     token_R = source_R.clamp_min(0)
     total_TD = torch.zeros_like(x_TD)
 
     pieces: list[Callable[[], object]] = [
         lambda: permute_indices(counts_1E, **sizes),
-        lambda: copy_rows(x_TD, source_R, is_padded=alignment > 1),
+        lambda: copy_rows(x_TD, source_R),
         lambda: add_rows(y_RD, rows_TK),
         lambda: total_TD.zero_().index_add_(0, token_R, y_RD),
     ]

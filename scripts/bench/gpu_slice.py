@@ -7,7 +7,7 @@
 The first 4 layers of Qwen3-30B-A3B and DeepSeek-V3-16B at full width, with embedding, output layer,
 clipping and a fused AdamW, in bfloat16 over float32 parameters, rows of 4096 random tokens of one
 document each, nothing recomputed. Eager and compiled, with natural routing (a fresh router's on
-random tokens) and with forced balance. MFU counts the FLOPs of titan_moe/models/weights.py, thrice
+random tokens) and with forced balance. MFU counts the FLOPs of titan_moe/models/stats.py, thrice
 for forward and backward, over the device's dense bfloat16 peak; a slice's output layer weighs more
 than in the whole model. A variant that fails is reported with its error and the others go on.
 """
@@ -26,7 +26,7 @@ import torch
 from gpu_common import Goal, describe, finish, is_toy, print_table, write
 from gpu_training import new_training, world_of_one
 
-from titan_moe.models.weights import part_weights
+from titan_moe.models.stats import part_weights
 from titan_moe.runtime.device import peak_flops
 
 LAYERS, SEQ_LEN, ROWS = 4, 4096, 4

@@ -100,8 +100,9 @@ def make_weights(folder: Path, gigabytes: float) -> int:
     import torch.distributed as dist
 
     from titan_moe.checkpoint.hf.assets import write_assets
-    from titan_moe.checkpoint.hf.shapes import model_shapes
-    from titan_moe.checkpoint.hf.writing import export
+    from titan_moe.checkpoint.hf.names import model_shapes
+    from titan_moe.checkpoint.hf.pieces import whole
+    from titan_moe.checkpoint.hf.write_folder import export
 
     model = bench_model(gigabytes)
     shapes = model_shapes(model.config)
@@ -110,14 +111,13 @@ def make_weights(folder: Path, gigabytes: float) -> int:
         """Random bits in the exponent's middle, one tensor at a time."""
 
         def boxes(self):  # type: ignore[no-untyped-def]
-            return {n: [tuple(slice(0, size) for size in shape)] for n, shape in shapes.items()}
+            return {name: [whole(shape)] for name, shape in shapes.items()}
 
         def read(self, name, box):  # type: ignore[no-untyped-def]
-            if name.endswith("expert_bias"):
-                return torch.zeros(shapes[name])
-            return torch.randn(shapes[name]).mul_(0.02)
+            scale = 0.0 if name.endswith("expert_bias") else 0.02
+            yield box, torch.randn(shapes[name]).mul_(scale)
 
-        def finish(self) -> None:
+        def verify(self) -> None:
             """Nothing to check."""
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -161,7 +161,7 @@ def _child(name: str, place: str) -> dict[str, float]:
 def _measure(name: str, place: Path) -> dict[str, float]:
     import torch.distributed as dist
 
-    from titan_moe.checkpoint.hf import convert, live  # noqa: F401  Before the clock starts.
+    from titan_moe.checkpoint.hf import transfer  # noqa: F401  Before the clock starts.
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     way = next((way for way in WAYS if way.name == name), None)
@@ -179,7 +179,7 @@ def _measure(name: str, place: Path) -> dict[str, float]:
 def _action(way: Way, place: Path) -> Callable[[], object]:
     import torch
 
-    from titan_moe.checkpoint.hf.convert import export_checkpoint, import_folder
+    from titan_moe.checkpoint.hf.transfer import export_checkpoint, import_folder
 
     source, target = place / way.source, place / way.target
     dtype = getattr(torch, way.dtype)
@@ -196,7 +196,7 @@ def _live(name: str, source: Path, target: Path) -> Callable[[], object]:
     """A model on one rank, in float32; its own memory counts in the peak."""
     import torch
 
-    from titan_moe.checkpoint.hf.live import load_hf, save_hf
+    from titan_moe.checkpoint.hf.transfer import load_hf, save_hf
     from titan_moe.models.decoder import Decoder
     from titan_moe.models.hf import model_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch  # noqa: F401  Here, so that no first step waits for it.
 
-from titan_moe.config.sections import Training
+from titan_moe.config.job_config import Training
 from titan_moe.data.build import build_loader
 from titan_moe.data.stdlib import StdlibCorpus
 from titan_moe.data.tokenize import tokenize_corpus

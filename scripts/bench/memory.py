@@ -33,7 +33,7 @@ from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.models.registry import model_config
 from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.moe.experts import ExpertWeights
-from titan_moe.ops.grouped_mm import grouped_mm
+from titan_moe.ops.grouped_mm import GroupedMM
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import set_lr
 from titan_moe.simulate.memory import memory
@@ -160,7 +160,7 @@ def _prepared(way: Way, options: argparse.Namespace, device: torch.device) -> Ca
 def _keep_hidden_rows(sharded: ShardedModel) -> None:
     """As autograd would: silu(gate), its product with up, and that weighted, of every row."""
 
-    def compute(rows: ExpertRows, weights: ExpertWeights) -> Tensor:
+    def compute(rows: ExpertRows, weights: ExpertWeights, grouped_mm: GroupedMM) -> Tensor:
         gate_RF = grouped_mm(rows.x_RD, weights.w1, rows.offsets_E)
         up_RF = grouped_mm(rows.x_RD, weights.w3, rows.offsets_E)
         hidden_RF = torch.nn.functional.silu(gate_RF) * up_RF

@@ -47,10 +47,10 @@ from peer_runs import (
 )
 from tqdm import tqdm
 
-from titan_moe.metrics.report import model_flops_per_token
+from titan_moe.metrics.run_log import model_flops_per_token
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
-from titan_moe.models.sizes import total
+from titan_moe.models.stats import total
 
 _FOLDER = Path(__file__).resolve().parents[2] / "outputs/peer_torchtitan"
 _LEFT_OUT = 5  # Steps at the beginning.

@@ -41,8 +41,8 @@ FUNCTIONS = [
     ("data", "titan_moe.data.loader", "Loader.next_step"),
     ("checkpoint folder", "titan_moe.checkpoint.checkpointer", "Checkpointer.load"),
     ("first step", "titan_moe.train_step", "TrainStep.__call__"),
-    ("report", "titan_moe.metrics.report", "Report.__init__"),
-    ("report", "titan_moe.metrics.report", "Report.step"),
+    ("report", "titan_moe.metrics.run_log", "RunLog.__init__"),
+    ("report", "titan_moe.metrics.run_log", "RunLog.step"),
 ]
 
 

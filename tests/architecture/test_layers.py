@@ -20,9 +20,8 @@ _LAYERS = {
     "config": 0,
     "runtime": 0,
     "ops": 0,
+    "profiling.regions": 0,
     "distributed.collectives": 0,
-    "distributed.numbers": 0,
-    "distributed.totals": 0,
     "moe": 1,
     "models": 2,
     "distributed": 2,
@@ -35,7 +34,7 @@ _LAYERS = {
     "distributed.parallelize": 4,
     "routing.record": 4,
     "debug": 5,
-    "metrics.report": 5,
+    "metrics.run_log": 5,
     "routing": 5,
     "train_step": 5,
     "trainer": 5,
@@ -52,8 +51,12 @@ _LAYERS = {
 }
 # Packages of one layer that know nothing of each other.
 _SIBLINGS = [{"models", "distributed"}, {"data", "optim", "checkpoint", "metrics"}]
+# Below the trainer a module takes the tables that it reads, not the sum of them.
+_WHOLE_JOB = {"titan_moe.config.job_config", "titan_moe.config.job_config.JobConfig"}
 _TORCH_FREE = ("config", "simulate.memory")
 _LONGEST_FILE = 400
+# Data without logic, in one place for whoever looks for a key.
+_MAY_BE_LONG = "titan_moe/config/job_config.py"
 _LONGEST_FUNCTION = 60
 
 
@@ -63,17 +66,18 @@ def violations(repo: Path) -> list[str]:
     for path in sorted([*repo.glob("titan_moe/**/*.py"), *repo.glob("scripts/**/*.py")]):
         name = path.relative_to(repo).as_posix()
         tree = ast.parse(path.read_text())
-        found += [f"{name}: {problem}" for problem in _size_problems(path, tree)]
+        for problem in _size_problems(path, tree, may_be_long=name == _MAY_BE_LONG):
+            found.append(f"{name}: {problem}")
         for imported in sorted(set(imports_of(tree, path.relative_to(repo)))):
             found += [f"{name}: {problem}" for problem in _import_problems(path, repo, imported)]
     return found
 
 
-def _size_problems(path: Path, tree: ast.Module) -> Iterator[str]:
+def _size_problems(path: Path, tree: ast.Module, *, may_be_long: bool) -> Iterator[str]:
     text = path.read_text()
     if path.name == "__init__.py" and text:
         yield "is not empty"
-    if (lines := len(text.splitlines())) > _LONGEST_FILE:
+    if (lines := len(text.splitlines())) > _LONGEST_FILE and not may_be_long:
         yield f"has {lines} lines"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -98,7 +102,7 @@ def _import_problems(path: Path, repo: Path, imported: str) -> Iterator[str]:
         yield f"imports {imported}, which is above it"
     if here != there and any({here, there} <= siblings for siblings in _SIBLINGS):
         yield f"imports {imported}, its sibling"
-    if imported.startswith("titan_moe.config.job_config") and 0 < _LAYERS[here] < 4:
+    if imported in _WHOLE_JOB and 0 < _LAYERS[here] < 4:
         yield "imports the whole job: take the section"
     family = _family(theirs)
     if here == "models" and family not in (None, _family(ours)) and ours[-1] != "registry":
@@ -133,7 +137,9 @@ PLANTED = [
     ("moe/a.py", _LAZY, "above it"),
     ("distributed/a.py", "from titan_moe.models.decoder import Decoder", "its sibling"),
     ("data/a.py", "from titan_moe.metrics import sinks", "its sibling"),
-    ("data/a.py", "from titan_moe.config.job_config import JobConfig", "whole job"),
+    ("data/a.py", "from titan_moe.config.job_config import Debug, JobConfig", "whole job"),
+    ("data/a.py", "import titan_moe.config.job_config as tables", "whole job"),
+    ("moe/a.py", "from titan_moe.config import job_config", "whole job"),
     ("models/qwen3/a.py", "from titan_moe.models.deepseek_v3 import config", "another family"),
     ("models/decoder.py", "import titan_moe.models.qwen3.model", "another family"),
     ("novel/a.py", "import titan_moe.config.parse", "no layer"),
@@ -159,9 +165,9 @@ def test_what_is_allowed_is_silent(tmp_path: Path) -> None:
     allowed = {
         "titan_moe/distributed/parallelize.py": "from titan_moe.config import job_config\n"
         "import titan_moe.models.a",
-        "titan_moe/models/qwen3/a.py": "import torch\nfrom titan_moe.models.layers import gqa",
+        "titan_moe/models/qwen3/a.py": "import torch\nfrom titan_moe.models import attention",
         "titan_moe/models/registry.py": "import titan_moe.models.qwen3.model",
-        "titan_moe/data/a.py": "from titan_moe.config.sections import Training\nimport numpy",
+        "titan_moe/data/a.py": "from titan_moe.config.job_config import Training\nimport numpy",
         "titan_moe/simulate/a.py": "from titan_moe.verify.layouts import shards",
         "scripts/a.py": "from titan_moe.verify.gradients import gate",
     }

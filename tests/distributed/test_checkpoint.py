@@ -15,13 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.support.tiers import tiered
 from titan_moe.checkpoint import checkpointer as checkpointer_module
 from titan_moe.checkpoint import safe_reader, storage
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.checksum import checksums
 from titan_moe.checkpoint.manifest import gather_specs
 from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
-from titan_moe.config.sections import Checkpoint
+from titan_moe.config.job_config import Checkpoint, Optimizer
+from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.runtime.errors import RunError
 from titan_moe.testing.ranks import RankError, run_ranks
 
@@ -65,7 +67,7 @@ def _run(folder, layout, *, seed, dtype="float32"):
     torch.manual_seed(seed)
     model = _Toy(getattr(torch, dtype))
     _shard(model, layout)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = build_optimizer(Optimizer(lr=0.1), model.named_parameters())
     checkpointer = Checkpointer(
         Checkpoint(enable=True),
         folder,
@@ -123,6 +125,7 @@ def _pass_on(folder, layouts, dtypes):
     return found
 
 
+@pytest.mark.slow
 def test_resharding_is_exact(tmp_path):
     dtypes = ["float32", "bfloat16"]
     expected = run_ranks(_train_and_save, 2, tmp_path, "fsdp", dtypes)[0]
@@ -182,6 +185,7 @@ def _odd_placements():
     return checksums(tensors, dict.fromkeys([*tensors, "stage 0"], whole.shape))
 
 
+@pytest.mark.slow
 def test_checksums_under_any_placement():
     for found in run_ranks(_odd_placements, 4):
         assert len(found) == 7 and len(set(found.values())) == 1
@@ -239,6 +243,7 @@ def _disks_of_their_own(folder):
         return str(error), max(storage.saved_steps(checkpointer.folder), default=None)
 
 
+@pytest.mark.slow
 def test_nodes_without_a_shared_folder_are_noticed(tmp_path):
     for line, latest in run_ranks(_disks_of_their_own, 2, tmp_path):
         assert "__1_0.distcp is missing: job.dump_folder must be one folder for all nodes" in line
@@ -256,6 +261,7 @@ def _unreadable_on_rank_one(folder):
         return str(error)
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_read_stops_all(tmp_path):
     for line in run_ranks(_unreadable_on_rank_one, 2, tmp_path):
         assert line.endswith("step-1 is incomplete: .nothing is missing")
@@ -276,7 +282,7 @@ def _resume(folder):
     return state, sorted(path.name for path in (folder / "checkpoint").iterdir())
 
 
-@pytest.mark.parametrize("where", ["write_json", "commit"])
+@pytest.mark.parametrize("where", tiered(["commit"], slow=["write_json"]))
 def test_a_killed_save_is_invisible_and_cleared(tmp_path, where):
     with pytest.raises(RankError):
         run_ranks(_killed_while_saving, 2, tmp_path, where)

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.tiers import tiered
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.parse import load_job
-from titan_moe.config.resolve import resolve
+from titan_moe.config.parse import load_job, resolve
 from titan_moe.data.batch import Batch
 from titan_moe.models.hf import model_of_job
 from titan_moe.simulate.comm_counter import Flow, Traffic, Wire, axes_of_groups
@@ -19,16 +19,11 @@ from titan_moe.verify.layouts.layouts import apply_layout, parse
 MICROBATCHES = 4
 LAYOUTS = [
     "dp_shard=2,ep=2",
-    "dp_shard=2,tp=2,ep=4,recompute=full",
     "pp=2,dp_shard=2,ep=2",
-    *(
-        pytest.param(layout, marks=pytest.mark.full)
-        for layout in (
-            "dp_replicate=2,dp_shard=2,ep=2,recompute=op",
-            "cp=2,tp=2,ep=2,etp=2,cp_method=ring",
-            "dp_shard=2,cp=2,ep=4,cp_method=ulysses,reshard=always",
-        )
-    ),
+    "dp_shard=2,tp=2,ep=4,recompute=full",
+    "dp_replicate=2,dp_shard=2,ep=2,recompute=op",
+    "cp=2,tp=2,ep=2,etp=2,cp_method=ring",
+    "dp_shard=2,cp=2,ep=4,cp_method=ulysses,reshard=always",
 ]
 Sent = dict[Flow, Traffic]
 
@@ -75,7 +70,7 @@ def train_on_paper(job: JobConfig, world_size: int, rank: int) -> tuple[Sent, Se
     return sent[0], sent[1]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", tiered([], slow=LAYOUTS[:2], full=LAYOUTS[2:]))
 def test_paper_counts_what_gloo_sends(layout: str) -> None:
     job, world_size = make_job(layout), parse(layout).world_size
     on_gloo = run_ranks(train_on_gloo, world_size, job)
@@ -88,6 +83,7 @@ def test_paper_counts_what_gloo_sends(layout: str) -> None:
         assert sum(traffic.bytes for traffic in all_of_them.values()) > 0
 
 
+@pytest.mark.slow
 def test_rows_that_are_sent_twice_are_seen() -> None:
     layout = "dp_shard=2,ep=2"
     first, second = (run_ranks(train_on_gloo, 2, make_job(layout), bug) for bug in (False, True))

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.paths import DEBUG_CONFIGS
+from tests.support.tiers import tiered
 from tests.support.tiny import global_batch, make_job, tiny
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
@@ -28,13 +29,11 @@ def compiled_gate(tmp_path_factory) -> Gate:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        "dp_shard=2,recompute=full",
-        "dp_shard=2,ep=2,recompute=2",
-        "tp=2",
-        "cp=2,cp_method=ring",
-        "pp=2,schedule=Interleaved1F1B",
-    ],
+    tiered(
+        ["dp_shard=2,ep=2,recompute=2"],
+        slow=["tp=2", "cp=2,cp_method=ring"],
+        full=["dp_shard=2,recompute=full", "pp=2,schedule=Interleaved1F1B"],
+    ),
 )
 def test_compiled_layers_train_the_same_model(compiled_gate: Gate, layout: str):
     result = compiled_gate.verify(parse(layout))
@@ -46,15 +45,14 @@ def train(job: JobConfig, planted: bool) -> tuple[list[int], list[float], list[s
     from torch._dynamo.utils import counters
 
     from titan_moe.data.batch import Batch
-    from titan_moe.distributed import compile as module
     from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.optim.optimizers import build_optimizer
     from titan_moe.train_step import TrainStep
 
     if planted:
-        compile_attribute = module._compile_attribute
-        module._compile_attribute = lambda *args, dynamic=None: compile_attribute(
-            *args, dynamic=None if dynamic is None else False
+        compile_ = torch.compile
+        torch.compile = lambda *args, dynamic=None, **kwargs: compile_(
+            *args, dynamic=None if dynamic is None else False, **kwargs
         )
     device, world_size = torch.device("cpu"), dist.get_world_size()
     sharded = build_sharded_model(job, tiny(job), device=device, world_size=world_size)
@@ -80,7 +78,7 @@ def job_of(ep: int, backend: str | None, dtype: str = "float64") -> JobConfig:
     )
 
 
-@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("ep", tiered([], slow=[2], full=[1]))
 def test_nothing_is_compiled_after_the_second_step(ep: int):
     eager = run_ranks(train, ep, job_of(ep, None), False)
     for (graphs, losses, sizes), (none, expected, _) in zip(
@@ -91,11 +89,13 @@ def test_nothing_is_compiled_after_the_second_step(ep: int):
         assert ep == 1 or len(sizes) > 2, "the number of rows did not vary"
 
 
+@pytest.mark.slow
 def test_a_fixed_number_of_rows_would_be_seen():
     for graphs, _, _ in run_ranks(train, 2, job_of(2, "aot_eager"), True):
         assert graphs[1] < graphs[-1]
 
 
+@pytest.mark.full
 def test_generated_kernels_train_alike():
     ((graphs, losses, _),) = run_ranks(
         train, 1, job_of(1, "inductor", "float32"), False, timeout_s=280

@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.tiers import split, tiered
 from titan_moe.distributed.context_parallel import apply as context_parallel
 from titan_moe.distributed.context_parallel import blocks as block_attention
 from titan_moe.distributed.context_parallel import ring as ring_attention
-from titan_moe.models.layers.attention_core import CausalSdpa, DocumentSdpa
+from titan_moe.models.attention_core import CausalSdpa, DocumentSdpa
+from titan_moe.ops.attention import AttentionCore
 from titan_moe.testing.ranks import run_ranks
 
 BOUND = 1e-12
@@ -87,7 +89,7 @@ def _run(core, case: Case, tensors: list[Tensor]) -> list[Tensor]:  # type: igno
     return [first.detach(), *grads]
 
 
-def _core(case: Case) -> context_parallel.Core:
+def _core(case: Case) -> AttentionCore:
     return context_parallel.context_parallel_core(
         _plain(case),
         group=dist.group.WORLD,
@@ -122,7 +124,7 @@ def _check(fn, world_size: int, cases: list[Case]) -> None:  # type: ignore[no-u
             assert max(errors) <= BOUND, f"rank {rank}, {case}: {names} off by {errors}"
 
 
-@pytest.mark.parametrize("cp_size", [2, 3, 4])
+@pytest.mark.parametrize("cp_size", tiered([2], slow=[3, 4]))
 def test_every_method_equals_one_process(cp_size: int) -> None:
     shapes = ["gqa", "mla", "one kv head"]
     cases = [Case(*values) for values in product(METHODS, [True, False], [True, False], shapes)]
@@ -133,7 +135,7 @@ def test_every_method_equals_one_process(cp_size: int) -> None:
 LOCALS = [None, Local("window", 1), Local("window", 29), Local("window", 999), Local("chunk", 24)]
 
 
-@pytest.mark.parametrize("cp_size", [2, 4])
+@pytest.mark.parametrize("cp_size", tiered([2], slow=[4]))
 def test_windows_chunks_and_sinks_equal_one_process(cp_size: int) -> None:
     """Each world takes one half of all combinations, in which any three values meet."""
     cases = [
@@ -146,6 +148,7 @@ def test_windows_chunks_and_sinks_equal_one_process(cp_size: int) -> None:
     _check(largest_errors, cp_size, cases)
 
 
+@pytest.mark.slow
 def test_windows_chunks_and_sinks_of_random_sizes_equal_one_process() -> None:
     draw = random.Random(0)
     cases = [
@@ -163,6 +166,7 @@ def test_windows_chunks_and_sinks_of_random_sizes_equal_one_process() -> None:
     _check(largest_errors, 3, cases)
 
 
+@pytest.mark.full
 def test_eight_ranks_equal_one_process() -> None:
     cases = [Case(method, True, True, "mla") for method in METHODS]
     cases += [case._replace(local=Local("window", 9), sinks=True) for case in cases]
@@ -188,6 +192,7 @@ def test_flex_blocks_equal_one_process() -> None:
     _check(largest_errors_of_flex, 2, cases)
 
 
+@pytest.mark.slow
 def test_bfloat16_errs_about_as_much_as_one_process() -> None:
     cases = [Case(method, True, True, "gqa", torch.bfloat16, sinks=True) for method in METHODS]
     whole = _tensors(cases[0], 4)
@@ -295,7 +300,15 @@ def errors_with(name: str) -> list[list[float]]:
     )
 
 
-@pytest.mark.parametrize("name", BUGS)
+QUICK = [
+    "mask by local positions",
+    "reduce-scatter dropped",
+    "other heads' sinks",
+    "last hop home forgotten",
+]
+
+
+@pytest.mark.parametrize("name", split(BUGS, QUICK))
 def test_a_planted_bug_is_caught(name: str) -> None:
     worst = max(errors[BUGS[name].shown_by] for (errors,) in run_ranks(errors_with, 4, name))
     assert worst > 1e-3

@@ -28,6 +28,7 @@ from tests.support.dispatch_arithmetic import (
     degrees,
     expected,
 )
+from tests.support.tiers import tiered
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.models.config import ModelConfig
@@ -45,29 +46,30 @@ from titan_moe.verify.layouts.layouts import (
 )
 
 ROWS = 16
-LAYOUTS = [
-    "dp_shard=2,ep=2",
-    "dp_shard=2,tp=2,ep=2",
-    "tp=2,etp=2",
-    "dp_shard=2,cp=2,tp=2,ep=8",
-    "dp_shard=2,cp=2,tp=2,ep=2,etp=4",
-    "dp_shard=2,ep=2,dispatch=deduplicated",
-    "dp_shard=2,tp=2,ep=2,etp=2,dispatch=deduplicated",
-    "dp_shard=2,tp=2,ep=4,dispatch=nodes",
-    "dp_shard=2,tp=2,ep=4,dispatch=bounded",
-    "dp_shard=2,tp=2,ep=2,etp=2,dispatch=bounded",
-    *(
-        pytest.param(layout, marks=pytest.mark.full)
-        for layout in (
-            "dp_shard=4,etp=4",
-            "dp_replicate=2,dp_shard=2,tp=2,ep=2,etp=2",
-            "pp=2,dp_shard=2,tp=2,ep=4",
-            "dp_shard=2,cp=2,tp=2,ep=8,dispatch=deduplicated",
-            "dp_shard=2,cp=2,tp=2,ep=4,etp=2,dispatch=nodes",
-            "tp=2,etp=2,dispatch=deduplicated",
-        )
-    ),
-]
+LAYOUTS = tiered(
+    [
+        "dp_shard=2,ep=2",
+        "tp=2,etp=2",
+        "dp_shard=2,ep=2,dispatch=deduplicated",
+        "dp_shard=2,tp=2,ep=4,dispatch=nodes",
+        "dp_shard=2,tp=2,ep=2,etp=2,dispatch=bounded",
+    ],
+    slow=[
+        "dp_shard=2,tp=2,ep=2",
+        "dp_shard=2,cp=2,tp=2,ep=2,etp=4",
+        "dp_shard=2,tp=2,ep=2,etp=2,dispatch=deduplicated",
+        "dp_shard=2,tp=2,ep=4,dispatch=bounded",
+    ],
+    full=[
+        "dp_shard=2,cp=2,tp=2,ep=8",
+        "dp_shard=4,etp=4",
+        "dp_replicate=2,dp_shard=2,tp=2,ep=2,etp=2",
+        "pp=2,dp_shard=2,tp=2,ep=4",
+        "dp_shard=2,cp=2,tp=2,ep=8,dispatch=deduplicated",
+        "dp_shard=2,cp=2,tp=2,ep=4,etp=2,dispatch=nodes",
+        "tp=2,etp=2,dispatch=deduplicated",
+    ],
+)
 
 
 class Seen(NamedTuple):
@@ -146,7 +148,7 @@ def train_on_rank(task: Task) -> Seen:
     from titan_moe.distributed.expert_parallel import nodes_of
     from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.optim.optimizers import build_optimizer
-    from titan_moe.train_step import TrainStep, own_rows
+    from titan_moe.train_step import TrainStep, local_batch
 
     job, layout, cpu = task.job, task.layout, torch.device("cpu")
     sharded = build_sharded_model(job, task.config, device=cpu, world_size=layout.world_size)
@@ -166,11 +168,11 @@ def train_on_rank(task: Task) -> Seen:
     batches = own_batches(rows, job.training.local_batch_size, place, layout.data_ranks)
     with wire.mode if task.job.activation_checkpoint.mode == "none" else nullcontext():
         for batch in batches:
-            sharded.execution.train(own_rows(batch, sharded, cpu))
+            sharded.execution.train(local_batch(batch, sharded, cpu))
     sent, passed = wire.sent.copy(), wire.passed
     decided = {name: list(chosen) for name, chosen in experts.items()}
     sharded.train(False)
-    sharded.execution.evaluate(own_rows(batches[0], sharded, cpu))
+    sharded.execution.evaluate(local_batch(batches[0], sharded, cpu))
     sharded.train(True)
     layers = sharded.moe_layers().values()
     rows_sent = torch.stack([moe.rows_sent for moe in layers]).sum(0).clone()
@@ -314,6 +316,7 @@ def test_what_travels_is_what_the_routing_requires(layout: str):
         assert rows > fewest or layout.endswith("ep=8")  # One expert a rank: nothing to save.
 
 
+@pytest.mark.slow
 def test_no_more_travels_with_tp():
     totals = {}
     for layout in ("dp_shard=4,ep=4", "dp_shard=2,tp=2,ep=4", "tp=4,ep=4"):
@@ -326,6 +329,7 @@ def test_no_more_travels_with_tp():
     assert set(totals.values()) == {2 * num_rows * (2 * dim + 1) * BYTES}
 
 
+@pytest.mark.slow
 def test_recomputation_and_validation_are_not_counted():
     layout = "dp_shard=2,tp=2,ep=2"
     seen = run(f"{layout},recompute=full")
@@ -335,8 +339,9 @@ def test_recomputation_and_validation_are_not_counted():
 
 
 def test_rows_and_pairs_of_a_few_tokens():
+    from titan_moe.moe.config import MoEConfig
     from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
-    from titan_moe.moe.dispatch.base import count_experts
+    from titan_moe.moe.permute import count_experts
 
     class Group:
         def __init__(self, rank: int, size: int) -> None:
@@ -344,7 +349,8 @@ def test_rows_and_pairs_of_a_few_tokens():
 
     def count(experts_TK: list[list[int]], rank: int, etp: int = 1) -> list[int]:
         groups = Group(rank, 2), Group(0, etp)
-        dispatcher = AllToAllDispatcher(*groups, num_local=4, row_alignment=1)
+        config = MoEConfig(num_experts=8, top_k=len(experts_TK[0]), hidden_dim=8)
+        dispatcher = AllToAllDispatcher(*groups, config)
         chosen_TK = torch.tensor(experts_TK)
         return dispatcher.traffic(chosen_TK, count_experts(chosen_TK, 8)).tolist()
 
@@ -358,7 +364,9 @@ def test_rows_and_pairs_of_a_few_tokens():
     assert count([[0, 1], [2, 3]], rank=0, etp=2) == [4, 2]
 
 
-@pytest.mark.parametrize("bug", ["every tp rank dispatches all tokens", "rows are sent twice"])
+@pytest.mark.parametrize(
+    "bug", tiered(["rows are sent twice"], slow=["every tp rank dispatches all tokens"])
+)
 def test_a_planted_bug_is_seen(bug: str):
     layout = "dp_shard=2,tp=2,ep=2"
     assert len(problems(layout, run(layout, bug))) == 4

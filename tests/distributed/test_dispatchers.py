@@ -10,17 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.tiers import tiered
 from titan_moe.testing.ranks import run_ranks
 
 TOKENS, TOP_K, EXPERTS, DIM = 13, 3, 8, 6
+DEDUPLICATED, CAPACITY = "deduplicated", "capacity"
 
 
 class Case(NamedTuple):
     ep: int
     etp: int = 1
-    deduplicated: bool = False
+    name: str = "standard"
     ranks_per_node: int | None = None
-    capacity_factor: float | None = None
+    capacity_factor: float = 1.0
 
 
 class Seen(NamedTuple):
@@ -33,33 +35,38 @@ class Seen(NamedTuple):
 
 
 CASES = {
-    2: [Case(2), Case(2, deduplicated=True), Case(1, 2, True), Case(2, capacity_factor=9)],
+    2: [
+        Case(2),
+        Case(2, name=DEDUPLICATED),
+        Case(1, 2, DEDUPLICATED),
+        Case(2, name=CAPACITY, capacity_factor=9),
+    ],
     4: [
         Case(4),
         Case(2, 2),
         Case(1, 4),
-        Case(4, deduplicated=True),
-        Case(2, 2, True),
-        Case(1, 4, True),
-        Case(2, deduplicated=True),
-        Case(4, deduplicated=True, ranks_per_node=2),
-        Case(4, capacity_factor=9),
-        Case(2, 2, capacity_factor=9),
-        Case(1, 4, capacity_factor=1),
-        Case(4, capacity_factor=2.5),
+        Case(4, name=DEDUPLICATED),
+        Case(2, 2, DEDUPLICATED),
+        Case(1, 4, DEDUPLICATED),
+        Case(2, name=DEDUPLICATED),
+        Case(4, name=DEDUPLICATED, ranks_per_node=2),
+        Case(4, name=CAPACITY, capacity_factor=9),
+        Case(2, 2, name=CAPACITY, capacity_factor=9),
+        Case(1, 4, name=CAPACITY, capacity_factor=1),
+        Case(4, name=CAPACITY, capacity_factor=2.5),
     ],
     8: [
-        Case(8, deduplicated=True),
-        Case(8, deduplicated=True, ranks_per_node=2),
-        Case(8, deduplicated=True, ranks_per_node=4),
-        Case(4, 2, True, ranks_per_node=4),
+        Case(8, name=DEDUPLICATED),
+        Case(8, name=DEDUPLICATED, ranks_per_node=2),
+        Case(8, name=DEDUPLICATED, ranks_per_node=4),
+        Case(4, 2, DEDUPLICATED, ranks_per_node=4),
     ],
 }
 SMALL = [
-    Case(4, capacity_factor=1),
-    Case(4, capacity_factor=0.3),
-    Case(2, 2, capacity_factor=0.7),
-    Case(1, 4, capacity_factor=0.5),
+    Case(4, name=CAPACITY, capacity_factor=1),
+    Case(4, name=CAPACITY, capacity_factor=0.3),
+    Case(2, 2, name=CAPACITY, capacity_factor=0.7),
+    Case(1, 4, name=CAPACITY, capacity_factor=0.5),
 ]
 
 
@@ -68,17 +75,17 @@ def travel(cases: list[Case]) -> list[Seen]:
 
 
 def _travel(case: Case) -> Seen:
-    from titan_moe.distributed.expert_parallel import DispatchPolicy, make_dispatcher
+    from titan_moe.distributed.expert_parallel import DispatchOptions, make_dispatcher
     from titan_moe.distributed.mesh import build_meshes
     from titan_moe.distributed.parallel_dims import ParallelDims
     from titan_moe.moe.config import MoEConfig
-    from titan_moe.moe.dispatch.base import count_experts
+    from titan_moe.moe.permute import count_experts
 
     rank = dist.get_rank()
     dims = ParallelDims(dist.get_world_size(), ep=case.ep, etp=case.etp)
     config = MoEConfig(num_experts=EXPERTS, top_k=TOP_K, hidden_dim=8, row_alignment=4)
-    policy = DispatchPolicy(case.deduplicated, case.capacity_factor, case.ranks_per_node)
-    dispatcher = make_dispatcher(config, build_meshes(dims, "cpu"), policy)
+    options = DispatchOptions(case.name, case.capacity_factor, case.ranks_per_node)
+    dispatcher = make_dispatcher(config, build_meshes(dims, "cpu"), options)
     drawn = torch.Generator().manual_seed(rank)
     options = {"dtype": torch.float64, "generator": drawn}
     x_TD = torch.randn(TOKENS, DIM, requires_grad=True, **options)
@@ -95,7 +102,9 @@ def _travel(case: Case) -> Seen:
     first = dims.coordinate(rank, "ep") * (EXPERTS // case.ep)
     share = (dims.coordinate(rank, "etp") + 1) / sum(range(1, case.etp + 1))
     y_TD = dispatcher.combine(_experts(rows, share * w_EDD[first:]), plan)
-    kept_TK = plan.place_TK >= 0 if case.capacity_factor else torch.ones_like(weights_TK).bool()
+    kept_TK = torch.ones_like(weights_TK).bool()
+    if case.name == CAPACITY:
+        kept_TK = plan.rows.wait().rows_TK >= 0
     expected_TD = sum(
         (weights_TK * kept_TK)[:, k, None]
         * torch.einsum("td,tde->te", x_TD, w_EDD[experts_TK[:, k]])
@@ -126,20 +135,20 @@ def _experts(rows, w_EDD: Tensor) -> Tensor:
     return y_RD.masked_fill((rows.weights_R == 0)[:, None], torch.nan)
 
 
-@pytest.mark.parametrize("world_size", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world_size", tiered([2], slow=[4], full=[8]))
 def test_tokens_come_home_with_what_their_experts_made_of_them(world_size: int):
     for seen in run_ranks(travel, world_size, CASES[world_size]):
         for case, one in zip(CASES[world_size], seen, strict=True):
             assert one.error <= 1e-13, (case, one)
             assert not one.missing or (case.capacity_factor == 2.5 and one.dropped == one.missing)
-            if case.deduplicated:
+            if case.name == DEDUPLICATED:
                 assert one.rows_sent == one.fewest, (case, one)
-            elif case.capacity_factor is None:
+            elif case.name == "standard":
                 assert one.rows_sent >= one.fewest, (case, one)
             assert (one.dropped is None) == (case.capacity_factor != 2.5), (case, one)
 
 
-def test_what_finds_no_room_is_left_out_and_counted():
+def test_what_exceeds_the_capacity_is_left_out_and_counted():
     for seen in run_ranks(travel, 4, SMALL):
         for case, one in zip(SMALL, seen, strict=True):
             assert one.error <= 1e-13, (case, one)
@@ -147,14 +156,23 @@ def test_what_finds_no_room_is_left_out_and_counted():
 
 
 def test_first_choices_come_before_second_ones():
-    from titan_moe.moe.dispatch.capacity import BoundedDispatcher
+    from titan_moe.moe.config import MoEConfig
+    from titan_moe.moe.dispatch.capacity import CapacityDispatcher
 
     class Group:
         rank, size = staticmethod(lambda: 0), staticmethod(lambda: 2)
 
-    dispatcher = BoundedDispatcher(
-        Group(), Group(), num_local=4, row_alignment=1, top_k=2, capacity_factor=1.0
-    )
+    config = MoEConfig(num_experts=8, top_k=2, hidden_dim=8)
+    dispatcher = CapacityDispatcher(Group(), Group(), config, capacity_factor=1.0)
     rank_TK = torch.tensor([[1, 0], [0, 0], [0, 1], [0, 0]])
     kept_TK = dispatcher._first_come(rank_TK, torch.tensor([6, 2]), capacity=4)
     assert kept_TK.tolist() == [[True, True], [True, False], [True, True], [True, False]]
+
+
+def test_an_unknown_word_is_an_error():
+    from titan_moe.distributed.expert_parallel import DispatchOptions, make_dispatcher
+    from titan_moe.moe.config import MoEConfig
+
+    config = MoEConfig(num_experts=8, top_k=2, hidden_dim=8)
+    with pytest.raises(ValueError, match="'doubled' is none of standard, deduplicated, capacity"):
+        make_dispatcher(config, None, DispatchOptions("doubled"))

@@ -20,6 +20,7 @@ from titan_moe.verify.layouts.layouts import Layout, parse
 WORLDS = (16, 32, 64)
 
 
+@pytest.mark.slow
 def test_a_sample_is_where_arithmetic_puts_it():
     layouts = chosen(WORLDS, sample_size=20, seed=2)
     outcomes = check_layouts(layouts, num_workers=2)
@@ -132,6 +133,7 @@ def findings() -> dict[tuple[Callable, str], Finding]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", _BUGS, ids=lambda bug: bug.__name__.strip("_"))
 def test_a_planted_bug_is_found(bug: Callable, findings: dict[tuple[Callable, str], Finding]):
     with_axis, words, without = _BUGS[bug]

@@ -6,15 +6,16 @@ titan-moe verify gradients runs the same on every layout.
 
 import json
 import subprocess
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from tests.support.commands import run_command
-from tests.support.gates import OTHERS, SAMPLE, Gates, cover
+from tests.support.gates import OTHERS, SAMPLE, SMALL, Gates, cover
 from tests.support.paths import DEBUG_CONFIGS
+from tests.support.tiers import split, tiered
 from titan_moe.config.parse import load_job
 from titan_moe.models.registry import FAMILIES
 from titan_moe.testing.ranks import run_ranks
@@ -38,29 +39,32 @@ def deepseek(gates: Gates) -> Gate:
     return gates("deepseek_v3")
 
 
+FEW = cover([4], 6, seed=3)
 UNEVEN = ["dp_shard=3", "dp_shard=3,dp_replicate=2,recompute=2", "dp_shard=3,tp=2,ep=2"]
 
 
 def test_the_sample_covers_each_pair_of_axes_and_each_schedule():
-    layouts = [parse(text) for text in SAMPLE]
-    assert set().union(*(pairs(layout) for layout in layouts)) == set(combinations(AXES, 2))
+    layouts, small = ([parse(text) for text in texts] for texts in (SAMPLE, SMALL))
+    for texts in (layouts, small):
+        assert set().union(*(pairs(layout) for layout in texts)) == set(combinations(AXES, 2))
+    assert len(small) <= 10 and max(layout.world_size for layout in small) <= 4
     for option, values in OPTIONS.items():
         assert {getattr(each, option) for each in layouts if each.has(option)} == set(values)
 
 
-@pytest.mark.parametrize("text", SAMPLE)
+@pytest.mark.parametrize("text", split([*SMALL, *SAMPLE], SMALL, SAMPLE[1::3]))
 def test_a_sampled_layout_trains_the_same_model(deepseek: Gate, text: str):
     result = deepseek.verify(parse(text))
     assert result.passed, "\n".join([*result.lines, result.traceback])
 
 
-@pytest.mark.parametrize("text", UNEVEN)
+@pytest.mark.parametrize("text", split(UNEVEN, UNEVEN[:1]))
 def test_uneven_shards_train_the_same_model(deepseek: Gate, text: str):
     result = deepseek.verify(parse(text))
     assert result.passed, "\n".join([*result.lines, result.traceback])
 
 
-@pytest.mark.parametrize("text", cover([4], 6, seed=3))
+@pytest.mark.parametrize("text", split(FEW, FEW[:2], FEW[2:3]))
 @pytest.mark.parametrize("family", OTHERS)
 def test_another_family_trains_the_same_model(gates: Gates, family: str, text: str):
     result = gates(family).verify(parse(text))
@@ -69,7 +73,10 @@ def test_another_family_trains_the_same_model(gates: Gates, family: str, text: s
 
 @pytest.mark.parametrize(
     "text",
-    ["pp=2,cp=2,schedule=ZBVZeroBubble,cp_balancer=headtail,recompute=none", "pp=2,tp=2"],
+    tiered(
+        ["pp=2,tp=2"],
+        slow=["pp=2,cp=2,schedule=ZBVZeroBubble,cp_balancer=headtail,recompute=none"],
+    ),
 )
 def test_two_depths_and_a_tied_output_train_the_same_model(tmp_path: Path, text: str):
     """Four copies of one embedding, on one rank or on both ends of a pipeline."""
@@ -89,8 +96,14 @@ def test_every_family_trains_the_same_model_in_the_sample(gates: Gates, family: 
     assert result.passed, "\n".join([*result.lines, result.traceback])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("text", ["dp_shard=1", "dp_shard=2,cp=2,ep=2,etp=2", "pp=2,tp=2,ep=2"])
+@pytest.mark.parametrize(
+    "family, text",
+    tiered(
+        [("deepseek_v3", "dp_shard=2,cp=2,ep=2,etp=2")],
+        slow=[*product(FAMILIES, ["pp=2,tp=2,ep=2"])],
+        full=[*product(FAMILIES, ["dp_shard=1"]), *product(OTHERS, ["dp_shard=2,cp=2,ep=2,etp=2"])],
+    ),
+)
 def test_float32_through_grouped_gemms(gates: Gates, family: str, text: str):
     result = gates(family).verify(parse(text), dtype="float32")
     assert result.passed, "\n".join([*result.lines, result.traceback])
@@ -138,11 +151,16 @@ def task_of(gate: Gate, text: str) -> tuple[Layout, Task]:
     "quantity, named",
     [
         ("gradients", "gradient"),
-        ("parameters", "parameter"),
-        ("exp_avg", "exp_avg"),
-        ("exp_avg_sq", "exp_avg_sq"),
-        ("expert_bias", "expert_bias"),
-        ("previous_load", "previous_load"),
+        *tiered(
+            [],
+            slow=[
+                ("parameters", "parameter"),
+                ("exp_avg", "exp_avg"),
+                ("exp_avg_sq", "exp_avg_sq"),
+                ("expert_bias", "expert_bias"),
+                ("previous_load", "previous_load"),
+            ],
+        ),
     ],
 )
 def test_a_replica_that_diverged_is_named(deepseek: Gate, quantity: str, named: str):
@@ -183,6 +201,7 @@ def test_shards_in_another_order_are_seen(deepseek: Gate):
         assert any("begins with other values" in problem for problem in verdict.problems)
 
 
+@pytest.mark.slow
 def test_one_reference_for_each_depth(deepseek: Gate):
     layouts = [parse(text) for text in SAMPLE]
     for layout in layouts:

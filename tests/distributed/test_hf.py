@@ -1,12 +1,14 @@
 """Hugging Face folders into models in any layout and out again, bit for bit."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
-from titan_moe.checkpoint.hf.live import load_hf, save_hf
+from tests.support.tiers import tiered
+from titan_moe.checkpoint.hf.transfer import load_hf, save_hf
 from titan_moe.checkpoint.manifest import gather_specs
 from titan_moe.checkpoint.tensors import MODEL, model_tensors
 from titan_moe.config.job_config import JobConfig
@@ -50,8 +52,18 @@ def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str)
     save_hf(target, model, tensors, shapes, dtype=getattr(torch, dtype), job_record=record)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family, layout",
+    tiered(
+        [*product(FAMILIES, ["one rank"]), ("deepseek_v3", "dp, tp, ep, etp")],
+        slow=[*product(FAMILIES[1:], ["dp, tp, ep, etp"]), ("gpt_oss", "pp")],
+        full=[
+            (family, layout)
+            for family, layout in product(FAMILIES, ["replicas", "pp"])
+            if (family, layout) != ("gpt_oss", "pp")
+        ],
+    ),
+)
 def test_round_trip_in_every_layout(family, layout, tmp_path):
     model = small_model(family)
     wanted = make_folder(tmp_path / "in", model, torch.bfloat16)
@@ -61,8 +73,8 @@ def test_round_trip_in_every_layout(family, layout, tmp_path):
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"eos_token": "<eos>"}'
 
 
-@pytest.mark.parametrize("layout", ["dp, tp, ep, etp", "pp"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3"])
+@pytest.mark.parametrize("layout", tiered(["pp"], slow=["dp, tp, ep, etp"]))
+@pytest.mark.parametrize("family", tiered(["qwen3"], slow=["deepseek_v3"]))
 def test_experts_stored_whole_and_float32(family, layout, tmp_path):
     model = small_model(family)
     wanted = make_folder(tmp_path / "in", model, torch.float32, fused=True, num_files=1)

@@ -12,7 +12,7 @@ def watch_blocks(job: JobConfig) -> tuple[list[int], dict[str, str]]:
     """Forwards of each block in one step, and the types that meet in an MoE block."""
     from titan_moe.data.batch import Batch
     from titan_moe.distributed.parallelize import build_sharded_model
-    from titan_moe.train_step import own_rows
+    from titan_moe.train_step import local_batch
 
     device = torch.device("cpu")
     sharded = build_sharded_model(job, tiny(job), device=device, world_size=2)
@@ -42,7 +42,7 @@ def watch_blocks(job: JobConfig) -> tuple[list[int], dict[str, str]]:
         lambda router, args, scores: types.update(scores=str(scores.scores_TE.dtype))
     )
     tokens, labels, documents = (x[:1] for x in global_batch(0, 96))
-    sharded.execution.train(own_rows(Batch(tokens, labels, documents, [[]]), sharded, device))
+    sharded.execution.train(local_batch(Batch(tokens, labels, documents, [[]]), sharded, device))
     assert tokens.shape[1] == SEQ_LEN
     return calls, types
 

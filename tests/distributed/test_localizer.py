@@ -10,6 +10,7 @@ import pytest
 from tests.support.capturing import captured, setting
 from tests.support.catching import BUGS
 from tests.support.gates import Gates
+from tests.support.tiers import tiered
 from titan_moe.verify.layouts.layouts import depth, num_rows, parse
 from titan_moe.verify.localize.capture_reader import Capture
 from titan_moe.verify.localize.localize import locate
@@ -205,7 +206,7 @@ def matches(text: str, patterns: str) -> bool:
     return any(fnmatchcase(text, pattern) for pattern in patterns.split("|"))
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", tiered(QUICK[:1], slow=QUICK[1:]))
 def test_a_planted_bug_is_named(gates: Gates, baselines: Baselines, name: str, tmp_path: Path):
     named(gates, baselines, name, tmp_path)
 
@@ -222,7 +223,7 @@ def nothing(gates: Gates, baselines: Baselines, family: str, layout: str, folder
     assert finding is None, "\n".join(finding.lines())
 
 
-@pytest.mark.parametrize("layout", HARMLESS)
+@pytest.mark.parametrize("layout", tiered(HARMLESS[:1], slow=HARMLESS[1:]))
 def test_a_layout_alone_is_no_difference(
     gates: Gates, baselines: Baselines, layout: str, tmp_path: Path
 ):

@@ -8,6 +8,7 @@ from tests.support.catching import caught, judge
 from tests.support.gates import cover, gate_of
 from tests.support.planted_muon_bugs import MUON_BUGS
 from tests.support.resharding import LEG, go_on, problems, run
+from tests.support.tiers import split, tiered
 from titan_moe.verify.gradients.gate import Gate
 from titan_moe.verify.layouts.layouts import depth, parse
 
@@ -37,24 +38,25 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("text", LAYOUTS)
+@pytest.mark.parametrize("text", split(LAYOUTS, ["dp_shard=2,tp=2,etp=2"]))
 def test_muon_trains_the_same_model(muon_gates: dict[str, Gate], text: str):
     result = muon_gates["Muon"].verify(parse(text))
     assert result.passed, "\n".join([*result.lines, result.traceback])
 
 
-@pytest.mark.parametrize("text", ["dp_shard=1", "dp_shard=2,tp=2,ep=2"])
+@pytest.mark.parametrize("text", tiered([], slow=["dp_shard=2,tp=2,ep=2"], full=["dp_shard=1"]))
 def test_narrow_moments_are_the_same_in_every_layout(muon_gates: dict[str, Gate], text: str):
     result = muon_gates["narrow"].verify(parse(text))
     assert result.passed, "\n".join([*result.lines, result.traceback])
 
 
-@pytest.mark.parametrize("name", MUON_BUGS)
+@pytest.mark.parametrize("name", split(MUON_BUGS, ["shards made orthogonal"]))
 def test_a_planted_bug_is_caught(muon_gates: dict[str, Gate], name: str, monkeypatch):
     bug = MUON_BUGS[name]
     caught(lambda family: muon_gates["Muon"], bug, bug.caught_on, monkeypatch)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name, bug in MUON_BUGS.items() if bug.harmless_on])
 def test_a_layout_without_its_axis_passes(muon_gates: dict[str, Gate], name: str, monkeypatch):
     bug = MUON_BUGS[name]
@@ -62,6 +64,7 @@ def test_a_layout_without_its_axis_passes(muon_gates: dict[str, Gate], name: str
     assert result.passed, "\n".join([*result.lines, result.traceback])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "before, after", [("dp_shard=2,ep=2", "dp_shard=2,tp=2,etp=2"), ("pp=2,tp=2", "dp_shard=3")]
 )

@@ -39,6 +39,7 @@ def make_job(dtype: str, steps: int) -> JobConfig:
     return with_dtype(with_tables(job, tables), dtype)
 
 
+@pytest.mark.slow
 def test_a_layout_is_inside_and_mistakes_are_not():
     job = make_job("float32", steps=4)
     controls = [(job, run) for run in control_runs(job, CONFIG, 6, most_ranks=1)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.gates import gate_of
+from tests.support.tiers import tiered
 from tests.support.tiny import global_batch, make_job, tiny
 from titan_moe.config.job_config import JobConfig
 from titan_moe.testing.ranks import run_ranks
@@ -22,7 +23,9 @@ def inf_norm_gate(tmp_path_factory) -> Gate:
     return gate
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=1", "dp_shard=2,ep=2", "pp=2,tp=2,ep=2"])
+@pytest.mark.parametrize(
+    "layout", tiered(["dp_shard=2,ep=2"], slow=["pp=2,tp=2,ep=2"], full=["dp_shard=1"])
+)
 def test_the_inf_norm_is_the_largest_gradient(inf_norm_gate: Gate, layout: str):
     result = inf_norm_gate.verify(parse(layout))
     assert result.passed, "\n".join([*result.lines, result.traceback])
@@ -53,7 +56,7 @@ def nan_in_one_gradient(job: JobConfig, bad_rank: int) -> bool:
     return step([Batch(tokens, labels, documents, [[]])]).finite
 
 
-@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("bad_rank", tiered([1], slow=[0]))
 @pytest.mark.parametrize("norm_type", ["2", "inf"])
 def test_a_nan_on_one_rank_is_seen_by_all(norm_type: str, bad_rank: int):
     parallelism = {"expert_parallel_degree": 2}

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.events import Log
 from tests.support.pipelines import plain_training, run_pipeline, wrong
+from tests.support.tiers import tiered
 from tests.support.tiny import SEQ_LEN, global_batch, make_job, tiny
 from tests.support.turns import check_a_pair
 from titan_moe.distributed.pipeline.overlap import Alternation
@@ -66,7 +67,7 @@ def _wait_at_once(dispatcher) -> None:
     dispatcher.receive = lambda sent, plan: sent
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", tiered(["none"], slow=["full"]))
 def test_shared_experts_are_computed_while_rows_travel(recompute: str):
     for flights in run_ranks(log_of_a_step, 2, recompute, ""):
         beside = [phase for phase, inside in flights if "shared experts" in inside]
@@ -201,12 +202,14 @@ def test_a_chunk_computes_while_the_others_rows_travel(reference):
             assert overlapped(pair, "forward") and overlapped(pair, "backward"), pair
 
 
+@pytest.mark.slow
 def test_without_the_option_nothing_alternates(reference):
     results = run_ranks(log_of_pairs, 4, CASE | {"overlap": False}, "")
     assert wrong([records for records, _ in results], reference) == []
     assert not any(pairs for _, pairs in results)
 
 
+@pytest.mark.slow
 def test_halves_that_run_one_after_the_other_are_seen():
     for _, pairs in run_ranks(log_of_pairs, 4, CASE, "serial"):
         assert pairs
@@ -279,6 +282,7 @@ def test_a_forward_and_a_backward_take_turns_and_compute_what_they_do_alone():
     check_a_pair(CPU)
 
 
+@pytest.mark.slow
 def test_an_error_inside_a_chunk_is_the_runs():
     with pytest.raises(RankError, match="no rows today"):
         run_ranks(failing_pipeline, 4, CASE)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.support.paths import DEBUG_CONFIGS
+from tests.support.tiers import split
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.models.registry import model_config
@@ -36,7 +37,10 @@ def test_squares_add_up_to_the_global_norm(plain: Curve):
     np.testing.assert_allclose(total, plain.scalars["grad_norm"], rtol=1e-12)
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "dp_replicate=2,tp=2,etp=2", "pp=2"])
+LAYOUTS = ["dp_shard=2,ep=2", "dp_replicate=2,tp=2,etp=2", "pp=2"]
+
+
+@pytest.mark.parametrize("layout", split(LAYOUTS, LAYOUTS[:1]))
 def test_each_is_that_of_one_process(job: JobConfig, plain: Curve, layout: str):
     found, expected = (
         norms(train(job, CONFIG, Run(parse(layout)), parameter_norms=True)),

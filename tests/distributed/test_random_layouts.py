@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.support.random_layouts import draw, ill_formed
-from titan_moe.config.job_config import JobConfig
-from titan_moe.config.layout import ActivationCheckpoint, Parallelism
+from titan_moe.config.job_config import ActivationCheckpoint, JobConfig, Parallelism
 from titan_moe.models.config import ModelConfig
 from titan_moe.testing.ranks import run_ranks
 

@@ -22,6 +22,7 @@ from tests.support.resharding import (
     run,
     waste,
 )
+from tests.support.tiers import tiered
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.runtime.errors import RunError
@@ -36,10 +37,10 @@ _V3, _QWEN = "deepseek_v3", "qwen3"
 # (family, before, after); the chain 8 -> 2 -> 6 below makes two more.
 SHORT = [
     (_V3, "dp_shard=4,etp=4", "dp_shard=2,cp=2"),
-    (_V3, "dp_shard=2,cp=2,tp=2,ep=8", "dp_replicate=2,dp_shard=4"),
     (_V3, "dp_shard=2,tp=2", "cp=2,tp=2,etp=4,cp_method=ulysses"),
-    (_V3, "pp=2,tp=2,ep=2,schedule=DualPipeV", "pp=2,dp_shard=3,schedule=GPipe"),
     (_V3, "pp=4,schedule=1F1B", "tp=2,dp_shard=2,ep=2,etp=2"),
+    (_V3, "dp_shard=2,cp=2,tp=2,ep=8", "dp_replicate=2,dp_shard=4"),
+    (_V3, "pp=2,tp=2,ep=2,schedule=DualPipeV", "pp=2,dp_shard=3,schedule=GPipe"),
     (_QWEN, "dp_shard=3,tp=2,ep=2", "dp_shard=4"),
 ]
 LONG = [
@@ -95,9 +96,7 @@ def test_the_pairs_change_every_axis_in_both_directions():
     assert [layout.world_size for layout in chain] == [8, 2, 6]
 
 
-@pytest.mark.parametrize(
-    "family, before, after", [*SHORT, *(pytest.param(*p, marks=pytest.mark.full) for p in LONG)]
-)
+@pytest.mark.parametrize("family, before, after", tiered(SHORT[:3], slow=SHORT[3:], full=LONG))
 def test_a_run_goes_on_in_another_layout(
     tmp_path: Path, undisturbed: Undisturbed, family: str, before: str, after: str
 ):
@@ -110,10 +109,11 @@ def test_a_run_goes_on_in_another_layout(
 
 @pytest.mark.parametrize(
     "family, before, after",
-    [
-        *[(family, "tp=2,dp_shard=2,ep=2,etp=2", "pp=2,cp=2,ep=2") for family in OTHERS],
-        *(pytest.param(f, *p, marks=pytest.mark.full) for f in FAMILIES for p in SAMPLED),
-    ],
+    tiered(
+        [],
+        slow=[(family, "tp=2,dp_shard=2,ep=2,etp=2", "pp=2,cp=2,ep=2") for family in OTHERS],
+        full=[(family, *pair) for family in FAMILIES for pair in SAMPLED],
+    ),
 )
 def test_every_family_goes_on_in_another_layout(
     tmp_path: Path, undisturbed: Undisturbed, family: str, before: str, after: str
@@ -121,6 +121,7 @@ def test_every_family_goes_on_in_another_layout(
     test_a_run_goes_on_in_another_layout(tmp_path, undisturbed, family, before, after)
 
 
+@pytest.mark.slow
 def test_from_eight_ranks_to_two_to_six(tmp_path: Path, undisturbed: Undisturbed):
     layouts = [parse(text) for text in CHAIN]
     num_layers = max(map(depth, layouts))
@@ -226,6 +227,7 @@ def test_missing_optimizer_state_of_a_stage_is_noticed(tmp_path: Path):
     assert any(line.startswith("step 4 gives") for line in lines)
 
 
+@pytest.mark.slow
 def test_missing_optimizer_state_does_not_fit_another_layout(tmp_path: Path):
     layout = parse("pp=2,schedule=Interleaved1F1B")
     plant = _first_stage_only
@@ -234,6 +236,7 @@ def test_missing_optimizer_state_does_not_fit_another_layout(tmp_path: Path):
         go_on(_V3, source, LEG, parse("dp_shard=2"), tmp_path / "b", depth=4)
 
 
+@pytest.mark.slow
 def test_data_that_begins_anew_is_noticed(tmp_path: Path, undisturbed: Undisturbed):
     reference = undisturbed(_V3, parse("dp_shard=2"), 3)
     target = parse("dp_shard=1")
@@ -258,6 +261,7 @@ def _save_with_a_drifted_norm(job, config) -> tuple[str, bool]:
     return "", True
 
 
+@pytest.mark.slow
 def test_a_norm_that_drifted_between_tp_ranks_is_refused(tmp_path: Path):
     layout = parse("dp_shard=2,tp=2")
     job = make_job(_V3, layout, tmp_path, steps=1)

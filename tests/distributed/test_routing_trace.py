@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.support.paths import DEBUG_CONFIGS
 from tests.support.routing import own_choices
+from tests.support.tiers import tiered
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
@@ -72,7 +73,7 @@ def train(job: JobConfig, noise: float = 0.0, planted: str = "") -> Steps:
     from titan_moe.optim.optimizers import build_optimizer
     from titan_moe.routing.replay import RoutingTrace
     from titan_moe.runtime.process import Process
-    from titan_moe.train_step import TrainStep, own_rows
+    from titan_moe.train_step import TrainStep, local_batch
     from titan_moe.verify.gradients.worker import local, own_batches
 
     cpu, rank, world_size = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
@@ -100,7 +101,7 @@ def train(job: JobConfig, noise: float = 0.0, planted: str = "") -> Steps:
         assert result.counts_LE is not None
         counts.append(result.counts_LE.tolist())
         sharded.train(False)
-        sharded.execution.evaluate(own_rows(batches[0], sharded, cpu))
+        sharded.execution.evaluate(local_batch(batches[0], sharded, cpu))
         sharded.train(True)
     routing.close()
     return Steps(losses, counts)
@@ -152,15 +153,15 @@ def table(path: Path, step: int, layer: str) -> dict[tuple[RowName, int], tuple]
     return found
 
 
-CASES = [
-    ("tp=2,ep=2", 0),
-    ("cp=2,recompute=op", 0),
-    ("pp=2,schedule=ZBVZeroBubble", 0),
-    ("dp_shard=2,ep=2,recompute=full", 0),
-    ("dp_shard=1", 3),
-    pytest.param("pp=2,tp=2,schedule=DualPipeV", 0, marks=pytest.mark.full),
-    pytest.param("dp_replicate=2,cp=2,tp=2,ep=2,etp=2", 5, marks=pytest.mark.full),
-]
+CASES = tiered(
+    [("dp_shard=1", 3), ("tp=2,ep=2", 0)],
+    slow=[("cp=2,recompute=op", 0), ("pp=2,schedule=ZBVZeroBubble", 0)],
+    full=[
+        ("dp_shard=2,ep=2,recompute=full", 0),
+        ("pp=2,tp=2,schedule=DualPipeV", 0),
+        ("dp_replicate=2,cp=2,tp=2,ep=2,etp=2", 5),
+    ],
+)
 
 
 @pytest.mark.parametrize(("layout", "order"), CASES)
@@ -181,7 +182,9 @@ def test_a_record_is_followed_in_any_layout(
             assert table(tmp_path / "record", step, layer) == expected
 
 
-@pytest.mark.parametrize("mistake", ["positions of other tokens", "rows in another order"])
+@pytest.mark.parametrize(
+    "mistake", tiered(["positions of other tokens"], slow=["rows in another order"])
+)
 def test_a_planted_mistake_is_seen(tmp_path: Path, one_process: Recorded, mistake: str):
     steps = run(tmp_path, "dp_shard=1", 0.0, mistake, replay=one_process.record)
     assert (own_choices(tmp_path)[0] > 50).all()
@@ -226,6 +229,7 @@ def alter(source: Path, target: Path) -> tuple[RowName, int, int, int]:
     return moved
 
 
+@pytest.mark.slow
 def test_a_disturbed_router_flips_and_a_replay_does_not(tmp_path: Path, one_process: Recorded):
     free, bound = tmp_path / "free", tmp_path / "bound"
     run(free, "dp_shard=2", 1e-2)
@@ -276,6 +280,7 @@ def test_other_data_is_refused_when_a_row_is_looked_for(tmp_path: Path, one_proc
         run(tmp_path, "dp_shard=1", 0.0, "other data", replay=one_process.record)
 
 
+@pytest.mark.slow
 def test_a_full_record_ends_with_a_whole_step(tmp_path: Path):
     """Parts of pipeline stages differ in size: the first to be full ends the record for all."""
     debug = {"routing_record": str(tmp_path / "record")}

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from tests.support.tiers import tiered
 from titan_moe.testing.ranks import run_ranks
 
 ROWS, SEQ_LEN, VOCABULARY, IGNORED = 2, 6, 24, -100
@@ -41,7 +42,7 @@ def whole_cross_entropy(scale: float):
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e3])
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", tiered([2, 3], slow=[4], full=[8]))
 def test_a_loss_cut_by_vocabulary_is_the_whole_loss(world_size: int, scale: float):
     loss, grad = whole_cross_entropy(scale)
     shares, grads = zip(*run_ranks(cut_cross_entropy, world_size, scale), strict=True)
@@ -89,7 +90,7 @@ def widest_logits(world_size: int) -> int:
     return max(shape[-1] for shape in seen if shape and shape[-1] in widths)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", tiered([1, 2], slow=[4]))
 def test_no_rank_holds_whole_logits(world_size: int):
     vocab_size = 272
     assert (
@@ -128,6 +129,6 @@ def token_exchanges():
     return all(found)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", tiered([1, 2, 3], slow=[4]))
 def test_gather_and_scatter_of_tokens_are_each_others_backward(world_size: int):
     assert all(run_ranks(token_exchanges, world_size))

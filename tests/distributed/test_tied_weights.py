@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.support.trainings import make_job, train_here
 from titan_moe.checkpoint.manifest import read_manifest
-from titan_moe.distributed.tied_weights import find_ties, sum_copies
+from titan_moe.distributed.tied_weights import find_tied_weights, sum_tied_grads
 from titan_moe.testing.ranks import RankError, run_ranks
 
 GROUPS = [["first", "copy", "ahead"]]
@@ -26,10 +26,10 @@ def on_rank(names_by_rank: list[list[str]], ends: tuple[int, int]) -> dict[str, 
     if "copy" in names and dist.get_world_size() == 1:
         parameters["copy"].grad = None  # As where no token came by.
         before.pop("copy")
-    ties = find_ties(GROUPS, parameters, ends)
-    sum_copies(ties, dist.group.WORLD, torch.device("cpu"))
-    followers = {name for name, p in parameters.items() if p in ties.followers}
-    assert followers == {"copy", "ahead"} & set(names)
+    tied = find_tied_weights(GROUPS, parameters, ends)
+    sum_tied_grads(tied, dist.group.WORLD, torch.device("cpu"))
+    replicas = {name for name, p in parameters.items() if p in tied.replicas}
+    assert replicas == {"copy", "ahead"} & set(names)
     after = {name: p.grad for name, p in parameters.items()}
     return {f"before {n}": g for n, g in before.items()} | {
         f"after {n}": g for n, g in after.items()
@@ -71,16 +71,18 @@ def job_of(folder: Path):
 def train_untied(job) -> None:
     from titan_moe import train_step
 
-    train_step.sum_copies = lambda *_: None
+    train_step.sum_tied_grads = lambda *_: None
     train_here(job)
 
 
+@pytest.mark.slow
 def test_copies_on_two_stages_stay_the_same_bits_in_bfloat16(tmp_path: Path):
     run_ranks(train_here, 4, job_of(tmp_path))
     sums = read_manifest(tmp_path / "checkpoint" / "step-4").checksums
     assert sums["model.output.weight"] == sums["model.tok_embeddings.weight"]
 
 
+@pytest.mark.slow
 def test_copies_that_drifted_are_not_saved(tmp_path: Path):
     with pytest.raises(RankError) as failed:
         run_ranks(train_untied, 4, job_of(tmp_path))
@@ -97,6 +99,7 @@ def train_as_if_untied(job) -> None:
     train_untied(job)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_model_without_the_tie_is_not_loaded(tmp_path: Path):
     job = job_of(tmp_path)
     run_ranks(train_as_if_untied, 4, job)

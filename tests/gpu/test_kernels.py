@@ -67,7 +67,7 @@ def kernels_of(piece) -> list[str]:
 
 @pytest.mark.parametrize("dtype", move_rows_cases.DTYPES, ids=str)
 def test_rows_are_copied_and_added_as_by_the_slow_loops(dtype):
-    assert move_rows_cases.check(dtype, "cuda") == len(move_rows_cases.SIZES)
+    assert move_rows_cases.check(dtype, "cuda") == move_rows_cases.NUM_CASES
 
 
 def test_rows_move_in_one_launch_without_a_wait_and_repeat_their_bits():
@@ -76,13 +76,13 @@ def test_rows_move_in_one_launch_without_a_wait_and_repeat_their_bits():
     slots = torch.randperm(num_tokens * top_k, device="cuda")
     source_R = torch.cat([slots // top_k, torch.full((100,), -1, device="cuda")])
     rows_TK = slots.argsort().view(num_tokens, top_k)
-    y_RD = copy_rows(x_TD, source_R, is_padded=True)
+    y_RD = copy_rows(x_TD, source_R)
     assert torch.equal(y_RD, copy_rows_reference(x_TD, source_R))
     y_RD = torch.randn_like(y_RD)
     y_TD = add_rows(y_RD, rows_TK)
     torch.testing.assert_close(y_TD, add_rows_reference(y_RD, rows_TK))
     for piece in (
-        lambda: copy_rows(x_TD, source_R, is_padded=True),
+        lambda: copy_rows(x_TD, source_R),
         lambda: add_rows(y_RD, rows_TK),
     ):
         assert len(kernels_of(piece)) == 1

@@ -7,6 +7,7 @@ import torch
 
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
 from tests.support.launching import run_train
+from tests.support.tiers import tiered
 
 
 def _overrides(source: Path, **more):
@@ -49,15 +50,20 @@ def test_a_run_from_a_folder_to_a_folder(source, tmp_path):
     assert_same_bits(read_folder(tmp_path / "run/checkpoint/step-2-hf"), read_folder(out))
 
 
+BAD = [
+    ({"checkpoint__initial_load_path": "/nowhere"}, ["/nowhere does not exist"]),
+    ({"model__name": "mixtral"}, ["family 'qwen3': set that"]),
+    ({"moe__bias_update_speed": 0.01}, ["no place for the routing bias", "choose 0"]),
+    ({"checkpoint__enable": "false"}, ["initial_load_in_hf=true has no effect without"]),
+    ({"checkpoint__initial_load_in_hf_quantized": "true"}, ["recognised by themselves"]),
+]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"model__flavor": "debugmodel_moe"}, ["does not fit the model", "dim 256 (there 32)"]),
-        ({"checkpoint__initial_load_path": "/nowhere"}, ["/nowhere does not exist"]),
-        ({"model__name": "mixtral"}, ["family 'qwen3': set that"]),
-        ({"moe__bias_update_speed": 0.01}, ["no place for the routing bias", "choose 0"]),
-        ({"checkpoint__enable": "false"}, ["initial_load_in_hf=true has no effect without"]),
-        ({"checkpoint__initial_load_in_hf_quantized": "true"}, ["recognised by themselves"]),
+        *tiered([], slow=BAD),
     ],
 )
 def test_bad_input_is_named(source, tmp_path, changes, words):
@@ -68,6 +74,7 @@ def test_bad_input_is_named(source, tmp_path, changes, words):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_in_the_way_is_named_before_training(source, tmp_path):
     taken = tmp_path / "run/checkpoint/step-1-hf"
     taken.mkdir(parents=True)

@@ -13,10 +13,12 @@ import pytest
 
 from tests.support.launching import command, environment, run_train
 from tests.support.paths import REPO
+from tests.support.tiers import tiered
 
 _ENDLESS = 100_000
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_the_saved_config_repeats_the_run(tmp_path: Path) -> None:
     first = run_train(tmp_path / "a", {"NGPU": 2}, parallelism__expert_parallel_degree=2)
     assert first.returncode == 0, first.stderr
@@ -41,6 +43,7 @@ def test_help_needs_no_run() -> None:
     assert shown.returncode == 0 and "--training.steps int" in shown.stdout
 
 
+@pytest.mark.slow
 def test_two_nodes_meet(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -108,7 +111,10 @@ def test_an_environment_counts_only_if_it_has_everything(
 
 @pytest.mark.parametrize(
     ("number", "to_the_terminal", "code"),
-    [(signal.SIGINT, True, 130), (signal.SIGINT, False, 130), (signal.SIGTERM, False, 143)],
+    tiered(
+        [(signal.SIGINT, True, 130)],
+        slow=[(signal.SIGINT, False, 130), (signal.SIGTERM, False, 143)],
+    ),
 )
 def test_a_signal_ends_all_ranks_and_says_where_the_files_are(
     tmp_path: Path, number: signal.Signals, to_the_terminal: bool, code: int
@@ -123,6 +129,7 @@ def test_a_signal_ends_all_ranks_and_says_where_the_files_are(
     assert not _pids(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     process = _start_endless(tmp_path)
     (rank_1,) = [pid for pid in _pids(tmp_path) if _variable(pid, "RANK") == "1"]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiers import tiered
 from tests.support.trainings import checksums, figures, make_job, train_here
 from titan_moe.config.job_config import JobConfig
 from titan_moe.testing.ranks import RankError, run_ranks
@@ -18,7 +19,7 @@ def poisoned(job: JobConfig, where: str):
     import torch.distributed as dist
 
     from titan_moe import train_step
-    from titan_moe.models.layers.output import Output
+    from titan_moe.models.output import Output
     from titan_moe.moe.experts import Experts
 
     steps = iter(range(1, 100))
@@ -57,11 +58,14 @@ EP2, PP2 = {"expert_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
 
 @pytest.mark.parametrize(
     "where, place, parallelism",
-    [
-        ("forward", "output of layers.1.moe.experts on rank 1", EP2),
-        ("gradient", "gradient of output.weight", EP2),
-        ("forward", "output of layers.2.moe.experts on rank 1", PP2),
-    ],
+    tiered(
+        [],
+        slow=[
+            ("forward", "output of layers.1.moe.experts on rank 1", EP2),
+            ("gradient", "gradient of output.weight", EP2),
+        ],
+        full=[("forward", "output of layers.2.moe.experts on rank 1", PP2)],
+    ),
 )
 def test_a_run_stops_with_the_state_before_the_bad_step(
     tmp_path: Path, where: str, place: str, parallelism: dict[str, int]
@@ -88,6 +92,7 @@ def saved(folder: Path, step: int) -> dict:
     return json.loads((folder / f"checkpoint/step-{step}/manifest.json").read_text())["checksums"]
 
 
+@pytest.mark.slow
 def test_a_bad_step_can_be_skipped(tmp_path: Path):
     every_step = {"enable": True, "interval": 1, "keep_latest_k": 0}
     job = make_job(tmp_path, training={"on_nonfinite": "skip"}, checkpoint=every_step)

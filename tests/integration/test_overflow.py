@@ -28,6 +28,7 @@ def test_a_run_stops_before_the_update(tmp_path: Path):
     assert not metrics(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_is_dropped_is_told_and_training_goes_on(tmp_path: Path):
     drop = {**NARROW, "expert_parallel_overflow": "drop"}
     run_ranks(train_here, 2, make_job(tmp_path, parallelism=drop))
@@ -37,6 +38,7 @@ def test_what_is_dropped_is_told_and_training_goes_on(tmp_path: Path):
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
+@pytest.mark.slow
 def test_buffers_that_suffice_are_exact_and_say_nothing(tmp_path: Path):
     wide = {**EP2, "expert_parallel_capacity_factor": 1.99}
     for folder, parallelism in (("wide", wide), ("exact", EP2)):

@@ -7,11 +7,12 @@ import pytest
 
 from tests.support.commands import run_command
 from tests.support.launching import run_train
-from titan_moe.debug.regions import REGIONS
+from tests.support.tiers import tiered
+from titan_moe.profiling.regions import REGIONS
 from titan_moe.profiling.summary import EXPOSED, IDLE
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", tiered([], slow=[2], full=[1]))
 def test_a_run_says_where_a_step_goes(tmp_path: Path, ranks: int) -> None:
     run = run_train(
         tmp_path,

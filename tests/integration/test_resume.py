@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiers import tiered
 from tests.support.trainings import STEPS, checksums, figures, make_job, train_here
 from titan_moe.config.job_config import JobConfig
 from titan_moe.testing.ranks import RankError, run_ranks
@@ -24,8 +25,10 @@ def assert_same_run(ours: Path, undisturbed: Path) -> None:
     assert checksums(ours) == checksums(undisturbed)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "world_size, dtype",
+    tiered([(1, "float32")], slow=[(2, "bfloat16")], full=[(1, "bfloat16"), (2, "float32")]),
+)
 def test_ten_steps_and_ten_more_are_twenty(tmp_path: Path, world_size: int, dtype: str):
     parallelism = {"expert_parallel_degree": world_size}
     whole = make_job(tmp_path / "whole", dtype=dtype, parallelism=parallelism)
@@ -38,7 +41,8 @@ def test_ten_steps_and_ten_more_are_twenty(tmp_path: Path, world_size: int, dtyp
 
 
 @pytest.mark.parametrize(
-    "optimizer", [{"name": "Muon"}, {"name": "Muon", "state_dtype": "bfloat16"}]
+    "optimizer",
+    tiered([], slow=[{"name": "Muon", "state_dtype": "bfloat16"}], full=[{"name": "Muon"}]),
 )
 def test_so_they_are_with_muon_and_narrow_moments(tmp_path: Path, optimizer: dict[str, str]):
     tables = {"parallelism": {"expert_parallel_degree": 2}, "optimizer": optimizer}
@@ -64,7 +68,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "where, rank", [("in a step", 1), ("writing tensors", 1), ("before the rename", 0)]
+    "where, rank",
+    tiered([("before the rename", 0)], slow=[("writing tensors", 1), ("in a step", 1)]),
 )
 def test_a_killed_rank_costs_steps_but_changes_nothing(
     tmp_path: Path, undisturbed: Path, where: str, rank: int
@@ -97,6 +102,7 @@ SEEDED = [
 ]
 
 
+@pytest.mark.full
 def test_every_layout_starts_from_one_seed_checkpoint_and_sees_the_same_data(tmp_path: Path):
     seed = make_job(
         tmp_path / "seed",
@@ -126,6 +132,7 @@ def test_every_layout_starts_from_one_seed_checkpoint_and_sees_the_same_data(tmp
             assert ours == pytest.approx(theirs, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_validation_changes_nothing_but_the_validation_loss(tmp_path: Path):
     plain = make_job(tmp_path / "plain", steps=4)
     watched = make_job(
@@ -144,6 +151,7 @@ def test_validation_changes_nothing_but_the_validation_loss(tmp_path: Path):
     assert losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.slow
 def test_going_back_to_an_earlier_step_leaves_the_later_ones_behind(tmp_path: Path):
     run_ranks(train_here, 1, make_job(tmp_path))
     first = figures(tmp_path)
@@ -160,6 +168,7 @@ def test_going_back_to_an_earlier_step_leaves_the_later_ones_behind(tmp_path: Pa
     ]
 
 
+@pytest.mark.slow
 def test_resuming_under_another_number_of_ranks_goes_on_with_the_same_data(tmp_path: Path):
     whole = make_job(tmp_path / "whole", training={"dtype": "float64"})
     run_ranks(train_here, 2, whole)

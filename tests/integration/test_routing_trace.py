@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.launching import run_train
 from tests.support.routing import own_choices
 from tests.support.trainings import make_job, train_here
@@ -15,6 +17,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_json_lines(folder / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_run_records_and_another_follows(tmp_path: Path) -> None:
     record, again = tmp_path / "record", tmp_path / "again"
     validated = {"validation__enable": True, "validation__freq": 1, "validation__steps": 1}
@@ -43,6 +46,7 @@ def test_a_run_records_and_another_follows(tmp_path: Path) -> None:
     assert not (tmp_path / "c" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_goes_on_with_its_record(tmp_path: Path) -> None:
     record = tmp_path / "record"
     tables = {

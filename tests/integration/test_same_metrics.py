@@ -7,6 +7,7 @@ from tempfile import mkdtemp
 
 import pytest
 
+from tests.support.tiers import tiered
 from tests.support.trainings import train_here
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
@@ -55,23 +56,21 @@ def metrics(family: str, world_size: int, **layout: int | str) -> list[dict[str,
     return [{k: v for k, v in line.items() if k not in rates} for line in measured]
 
 
-def full(*case: object):
-    return pytest.param(*case, marks=pytest.mark.full)
-
-
 @pytest.mark.parametrize(
     "family, world_size, layout",
-    [
-        ("deepseek_v3", 4, {"pp": 2, "tp": 2, "ep": 2}),
-        ("deepseek_v3", 8, {"pp": 2, "cp": 2, "ep": 2, "schedule": "ZBVZeroBubble"}),
-        ("gpt_oss", 4, {"cp": 2, "tp": 2, "etp": 2, "cp_method": "ring"}),
-        ("llama4", 4, {"pp": 2, "cp": 2, "ep": 2}),
-        full("mixtral", 4, {"tp": 2, "ep": 4}),
-        full("deepseek_v3", 4, {"pp": 4, "schedule": "Interleaved1F1B"}),
-        full("qwen3", 4, {"tp": 2, "cp": 2, "etp": 2, "cp_method": "ulysses"}),
-        full("qwen3", 4, {"dp_replicate": 2, "cp": 2, "cp_method": "ring"}),
-        full("qwen3", 2, {"pp": 2, "schedule": "DualPipeV"}),
-    ],
+    tiered(
+        [],
+        slow=[("llama4", 4, {"pp": 2, "cp": 2, "ep": 2}), ("mixtral", 4, {"tp": 2, "ep": 4})],
+        full=[
+            ("deepseek_v3", 4, {"pp": 2, "tp": 2, "ep": 2}),
+            ("deepseek_v3", 8, {"pp": 2, "cp": 2, "ep": 2, "schedule": "ZBVZeroBubble"}),
+            ("gpt_oss", 4, {"cp": 2, "tp": 2, "etp": 2, "cp_method": "ring"}),
+            ("deepseek_v3", 4, {"pp": 4, "schedule": "Interleaved1F1B"}),
+            ("qwen3", 4, {"tp": 2, "cp": 2, "etp": 2, "cp_method": "ulysses"}),
+            ("qwen3", 4, {"dp_replicate": 2, "cp": 2, "cp_method": "ring"}),
+            ("qwen3", 2, {"pp": 2, "schedule": "DualPipeV"}),
+        ],
+    ),
 )
 def test_metrics_are_those_of_one_process(family: str, world_size: int, layout: dict):
     expected, found = metrics(family, 1), metrics(family, world_size, **layout)

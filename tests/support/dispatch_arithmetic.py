@@ -81,21 +81,19 @@ def expected(
         wanted = other.choices if what is choices or layout.dispatch == "standard" else other.pairs
         return int(wanted[:, own].sum())
 
-    told = 8 // len(ep)  # Numbers that a rank is told first, and of each choice then.
-    number = 0
+    counts, number = 8 // len(ep), 0  # Numbers exchanged first, and bytes of each choice then.
     if layout.dispatch in ("deduplicated", "nodes"):
-        told += min(TOP_K, 8 // len(ep))
-        number = 4
-    gathered = told + (layout.dispatch == "bounded")
+        counts, number = counts + 1, 4
+    gathered = counts + (layout.dispatch == "bounded")
     width, ints = dim * BYTES, len(decisions) * BYTES
     found: Counter = Counter()
     if layout.dispatch == "nodes" and len(ep) > 2:
-        told += 2 + 2  # Ranks of a node that a token can go to; ranks of a node.
+        counts += 1 + 2  # Rows for a node, and for each of its ranks.
         found += _by_nodes(among, ep, own, width)
     else:
         found["forward", ep] += (out_rows + in_rows) * width
         found["backward", ep] += (out_rows + in_rows) * width
-    found["forward", ep] += ints * told * (len(ep) - 1) + out_choices * (BYTES + number)
+    found["forward", ep] += ints * counts * (len(ep) - 1) + out_choices * (BYTES + number)
     found["backward", ep] += in_choices * BYTES
     reduced = sum(here(other) for other in etp if other != rank)
     weighed = sum(here(other, choices) for other in etp if other != rank)

@@ -27,6 +27,8 @@ def cover(worlds: list[int], count: int, seed: int) -> list[str]:
 
 
 SAMPLE = cover([2, 4, 8], 30, seed=22)
+SMALL = cover([4], 10, seed=0)
+"""Of the default tier: as few ranks and layouts as every pair of axes needs."""
 
 
 OTHERS = [family for family in FAMILIES if family != "deepseek_v3"]

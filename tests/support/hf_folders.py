@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from titan_moe.checkpoint.hf.names import EXPERT_BIAS, write_as
+from titan_moe.checkpoint.hf.names import EXPERT_BIAS, model_shapes, write_as
 from titan_moe.checkpoint.hf.pieces import Stored
-from titan_moe.checkpoint.hf.shapes import model_shapes
 from titan_moe.models.hf import HFModel
 from titan_moe.models.registry import model_config
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.tiny import make_job, tiny
-from titan_moe.config.layout import ActivationCheckpoint
+from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.config.pipeline import SCHEDULES, split_parts, stages_of_rank
 from titan_moe.distributed.execution import Microbatch
 from titan_moe.testing.ranks import run_ranks
@@ -47,8 +47,8 @@ def cross_entropy(logits, labels):
 
 
 def new_model():
+    from titan_moe.models.attention_core import DocumentSdpa
     from titan_moe.models.decoder import Decoder
-    from titan_moe.models.layers.attention_core import DocumentSdpa
 
     with torch.device("meta"):
         model = Decoder(model_dims(), DocumentSdpa())
@@ -120,10 +120,10 @@ def build_parts(case: dict, meshes) -> list:
     from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
     from titan_moe.distributed.expert_parallel import apply_expert_parallel, join_sequences
     from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
-    from titan_moe.distributed.pipeline.stages import keep_only, stage_units
     from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
+    from titan_moe.models.decoder import keep_only, stage_units
+    from titan_moe.models.stats import part_weights
     from titan_moe.models.tensor_plans import DECODER
-    from titan_moe.models.weights import part_weights
 
     schedule, ranks = SCHEDULES[case["schedule"]], meshes.dims.pp
     stages = ranks * case.get("per_rank", 1 if schedule.placement == "single" else 2)

@@ -131,9 +131,9 @@ BUGS = {
         harmless_on="dp_shard=2",
     ),
     "rows come home off by one shard": Bug(
-        "titan_moe.moe.dispatch.all_to_all:AllToAllDispatcher.combine",
+        "titan_moe.moe.dispatch.exchange:ExchangeDispatcher.combine",
         "return combine_rows(y_ND,",
-        "return combine_rows(y_ND.roll(arrival.sizes.sent[0], 0),",
+        "return combine_rows(y_ND.roll(route.rows.sent[0], 0),",
         caught_on=_EP,
         named=("loss*", "counts layers.2*", "gradient *"),
         spared=("counts layers.1", "num_targets *"),
@@ -177,17 +177,17 @@ BUGS = {
         harmless_on="cp=2",
     ),
     "a bias added on every rank of a partial sum": Bug(
-        f"{_DISTRIBUTED}.tensor_parallel:_rowwise",
-        "y = scatter_tokens(product(x, local_part(module.weight)), group)",
-        "return scatter_tokens(product(x, local_part(module.weight)) + "
-        "(0 if module.bias is None else module.bias), group)",
+        f"{_DISTRIBUTED}.tensor_parallel:RowParallelLinear.forward",
+        "y = scatter_tokens(self.product(x, local_part(self.weight)), self.group)",
+        "return scatter_tokens(self.product(x, local_part(self.weight)) + "
+        "(0 if self.bias is None else self.bias), self.group)",
         caught_on=_TP,
         named=("gradient layers.*.attention.wo.bias*", "loss*"),
         spared=("num_targets *",),
         harmless_on="cp=2",
     ),
     "the embedding's gradient without the vocabulary's mask": Bug(
-        f"{_DISTRIBUTED}.tensor_parallel:_vocab_rows",
+        f"{_DISTRIBUTED}.tensor_parallel:VocabParallelEmbedding.forward",
         "x_BSD.masked_fill(elsewhere_BS[..., None], 0)",
         "x_BSD - x_BSD.detach().masked_fill(~elsewhere_BS[..., None], 0)",
         caught_on=_TP,
@@ -196,7 +196,7 @@ BUGS = {
         harmless_on="cp=2",
     ),
     "targets counted by every tp rank": Bug(
-        "titan_moe.train_step:own_targets",
+        "titan_moe.train_step:num_local_targets",
         'if dims.coordinate(rank, "tp") or dims.coordinate(rank, "pp"):',
         'if dims.coordinate(rank, "pp"):',
         caught_on=_TP,
@@ -215,7 +215,7 @@ BUGS = {
     ),
     # --- context parallelism ---
     "labels shifted at a border of cp": Bug(
-        "titan_moe.train_step:own_rows",
+        "titan_moe.train_step:local_batch",
         "labels_BS=batch.labels_BS[:, positions_S]",
         # The token after this one, here: the same but where the next one is on another rank.
         "labels_BS=batch.labels_BS[:, positions_S.roll(-1) - 1]",
@@ -225,7 +225,7 @@ BUGS = {
         harmless_on="dp_shard=2",
     ),
     "positions counted from each rank's first token": Bug(
-        "titan_moe.train_step:own_rows",
+        "titan_moe.train_step:local_batch",
         "positions_BS=positions_S.to(device)",
         "positions_BS=torch.arange(len(positions_S)).to(device)",
         caught_on=_GATHERED,

@@ -12,8 +12,8 @@ _SINKS = "gradient layers.*.attention.sinks.weight"
 FAMILY_BUGS: dict[str, Bug] = {
     # --- tied embeddings ---
     "a tie not summed between the ends of a pipeline": Bug(
-        "titan_moe.distributed.tied_weights:sum_copies",
-        "if ties.partner is not None:",
+        "titan_moe.distributed.tied_weights:sum_tied_grads",
+        "if tied.partner is not None:",
         "if False:",
         caught_on=_PIPELINE,
         named=(f"{_EMBEDDING}*", f"{_OUTPUT}*"),
@@ -22,7 +22,7 @@ FAMILY_BUGS: dict[str, Bug] = {
         family="qwen3",
     ),
     "a tie not summed on a rank that has both": Bug(
-        "titan_moe.distributed.tied_weights:sum_copies",
+        "titan_moe.distributed.tied_weights:sum_tied_grads",
         "total = torch.stack(grads).sum(0)",
         "total = grads[0]",
         caught_on="dp_shard=2,recompute=none",
@@ -33,7 +33,7 @@ FAMILY_BUGS: dict[str, Bug] = {
     ),
     "a tie counted twice in the norm": Bug(
         "titan_moe.train_step:TrainStep.__init__",
-        "if each not in followers]",
+        "if each not in replicas]",
         "]",
         caught_on="dp_shard=2,recompute=none",
         named=("grad_norm*",),
@@ -41,9 +41,9 @@ FAMILY_BUGS: dict[str, Bug] = {
         family="qwen3",
     ),
     "one end of a pipeline adds the other's part of a tie twice": Bug(
-        "titan_moe.distributed.tied_weights:sum_copies",
-        "_exchanged(total.to(device), ties.partner, group)",
-        "(1 + ties.partner) * _exchanged(total.to(device), ties.partner, group)",
+        "titan_moe.distributed.tied_weights:sum_tied_grads",
+        "_exchanged(total.to(device), tied.partner, group)",
+        "(1 + tied.partner) * _exchanged(total.to(device), tied.partner, group)",
         caught_on=_PIPELINE,
         named=(f"{_EMBEDDING}*",),
         spared=("loss *", "counts *", "gradient layers.*", _OUTPUT),
@@ -60,7 +60,7 @@ FAMILY_BUGS: dict[str, Bug] = {
         spared=("loss *", "counts *", "num_targets *", "balance_loss *"),
     ),
     "tokens and labels ahead shifted at a border of cp": Bug(
-        "titan_moe.train_step:own_rows",
+        "titan_moe.train_step:local_batch",
         "(x_BKS[..., positions_S] for x_BKS",
         "(x_BKS[..., positions_S.roll(-1) - 1] for x_BKS",
         caught_on=_GATHERED,
@@ -69,7 +69,7 @@ FAMILY_BUGS: dict[str, Bug] = {
         harmless_on="dp_shard=2",
     ),
     "multi-token prediction's loss lost": Bug(
-        "titan_moe.models.layers.mtp:MultiTokenPrediction.losses",
+        "titan_moe.models.mtp:MultiTokenPrediction.losses",
         "return output(torch.cat(list(hidden)), labels, factors, self.loss_sum)",
         "return output(hidden[0], labels_BS)",
         caught_on="dp_shard=2,recompute=none",
@@ -77,7 +77,7 @@ FAMILY_BUGS: dict[str, Bug] = {
         spared=("loss *", "counts *", "num_targets *"),
     ),
     "multi-token prediction's loss counted by every tp rank": Bug(
-        "titan_moe.models.layers.mtp:MultiTokenPrediction.losses",
+        "titan_moe.models.mtp:MultiTokenPrediction.losses",
         "factors = (1.0, *[self.loss_weight] * len(self.layers))",
         "factors = (1.0, *[2 * self.loss_weight] * len(self.layers))",
         caught_on="tp=2,recompute=none,reshard=default",
@@ -112,9 +112,9 @@ FAMILY_BUGS: dict[str, Bug] = {
         family="gpt_oss",
     ),
     "expert biases not weighted by the router": Bug(
-        "titan_moe.moe.experts:weighted_outputs",
-        "return _with_bias(y_RD, weights.b2, offsets_E, weights_R1)",
-        "return _with_bias(y_RD, weights.b2, offsets_E, weights_R1.detach())",
+        "titan_moe.moe.experts:expert_outputs",
+        "return add_bias(y_RD, weights.b2, offsets_E, after_R1)",
+        "return add_bias(y_RD, weights.b2, offsets_E, after_R1.detach())",
         caught_on="dp_shard=2,recompute=none",
         named=("gradient layers.*.moe.router.gate.*",),
         spared=("loss *", "num_targets *"),
@@ -152,7 +152,7 @@ FAMILY_BUGS: dict[str, Bug] = {
         family="llama4",
     ),
     "temperature from positions in a rank's own part": Bug(
-        "titan_moe.models.layers.gqa:_tempered",
+        "titan_moe.models.attention:_tempered",
         "steps_BS = ((rotation.positions_BS + 1) // temperature.floor).to(dtype)",
         "steps_BS = ((rotation.positions_BS % 24 + 1) // temperature.floor).to(dtype)",
         caught_on=_GATHERED,

@@ -3,7 +3,6 @@
 from tests.support.planted_bugs import Bug
 
 _MUON = "titan_moe.optim.muon"
-_WHOLE = "titan_moe.distributed.whole_matrices"
 _ATTENTION = "parameter layers.*.attention.w*.weight*"
 _EXPERTS = "parameter *.moe.experts.w*"
 _BEFORE = ("gradient *", "loss *", "exp_avg*", "momentum_buffer *", "parameter *norm*")
@@ -11,7 +10,7 @@ _BEFORE = ("gradient *", "loss *", "exp_avg*", "momentum_buffer *", "parameter *
 
 MUON_BUGS: dict[str, Bug] = {
     "shards made orthogonal": Bug(
-        f"{_WHOLE}:on_whole_matrices",
+        f"{_MUON}:redistribute_matrices",
         "if not cuts:",
         "if True:",
         caught_on="dp_shard=2",
@@ -29,7 +28,7 @@ MUON_BUGS: dict[str, Bug] = {
         harmless_on="dp_shard=2,ep=2",
     ),
     "pieces put together in another order": Bug(
-        f"{_WHOLE}:_gather_share",
+        f"{_MUON}:_gather_share",
         "for p, s in zip(parts, shapes, strict=True)]",
         "for p, s in zip(parts, shapes, strict=True)][::-1]",
         caught_on="dp_shard=2",

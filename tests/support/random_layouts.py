@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from titan_moe.config.checks.job import check
 from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import resolve
 from titan_moe.config.pipeline import SCHEDULES
-from titan_moe.config.resolve import resolve
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import FAMILIES, model_config
 

@@ -27,8 +27,7 @@ from torch.optim import Optimizer
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.agreement import on_every_rank, on_rank_zero
 from titan_moe.checkpoint.checksum import checksums
-from titan_moe.checkpoint.hf.live import load_hf, save_hf
-from titan_moe.checkpoint.hf.writing import refuse_existing
+from titan_moe.checkpoint.hf.transfer import load_hf, save_hf
 from titan_moe.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -50,7 +49,7 @@ from titan_moe.checkpoint.train_state import (
     read_train_state,
     restore_random_state,
 )
-from titan_moe.config.sections import Checkpoint
+from titan_moe.config.job_config import Checkpoint
 from titan_moe.models.config import tied_weights
 from titan_moe.models.hf import HFModel, as_record
 from titan_moe.runtime.errors import RunError
@@ -193,7 +192,9 @@ class Checkpointer:
         before training. Collective."""
         if self._config.enable and self._config.last_save_in_hf:
             target = storage.hf_folder(self._folder, last_step)
-            on_rank_zero(lambda: refuse_existing(target), doing=f"cannot export to {target}")
+            on_rank_zero(
+                lambda: storage.refuse_existing(target), doing=f"cannot export to {target}"
+            )
 
     def load(self) -> dict[str, Any] | None:
         """Load the run's own checkpoint, else `initial_load_path`; into the tensors, in place.

@@ -1,6 +1,5 @@
 """manifest.json: what a checkpoint holds, written at save and verified at load."""
 
-import subprocess
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.revision import running_code
 
 MANIFEST = "manifest.json"
 
@@ -134,19 +134,9 @@ def code_version() -> Code:
         package = version("titan_moe")
     except PackageNotFoundError:
         package = "unknown"
-    return Code(titan_moe=package, revision=_git_revision(), torch=torch.__version__)
-
-
-def _git_revision() -> str:
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():  # An installed package may lie inside someone else's clone.
-        return "unknown"
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip()
+    code = running_code()
+    revision = f"{code.get('commit', 'unknown')}{'-dirty' if code.get('changed') else ''}"
+    return Code(titan_moe=package, revision=revision, torch=torch.__version__)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -8,9 +8,14 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from titan_moe.checkpoint.agreement import on_rank_zero
 from titan_moe.runtime.errors import RunError
 
 _STEP = re.compile(r"step-(\d+)")
@@ -48,17 +53,44 @@ def begin(target: Path) -> Path:
 
 def commit(aside: Path, target: Path) -> None:
     """Make a fully written folder visible under its name, replacing an older one of that name."""
-    fsync_folder(aside)
+    fsync(aside)
     if target.exists():
         # No rename replaces a filled folder. A kill between the two loses this step's only.
         remove(target)
     aside.rename(target)
-    fsync_folder(target.parent)
+    fsync(target.parent)
 
 
 def abandon(aside: Path) -> None:
     """Remove a folder that will not be committed, as far as that is possible."""
     shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def new_folder(target: Path, needed: int, *, doing: str) -> Iterator[Path]:
+    """A folder to write into, which gets its name `target` when all in it is on disk; collective.
+
+    Args:
+        needed: bytes that will be written.
+        doing: as on_rank_zero's.
+
+    Raises RunError when there is anything of that name, or the disk has less free. Nothing is left
+    when anything raises.
+    """
+    aside = on_rank_zero(lambda: _begin_new(target, needed), doing=doing)
+    try:
+        yield aside
+        on_rank_zero(lambda: _commit_new(aside, target), doing=doing)
+    except BaseException:
+        if dist.get_rank() == 0:
+            abandon(aside)
+        raise
+
+
+def refuse_existing(target: Path) -> None:
+    """Raises RunError when there is anything of that name."""
+    if target.exists():
+        raise RunError(f"{target} exists: name another folder, or remove it")
 
 
 def keep_latest(folder: Path, *, count: int, newest: int) -> None:
@@ -81,7 +113,7 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
             count += 1
         moved.append(target.rename(kept))
     if moved:
-        fsync_folder(folder)
+        fsync(folder)
     return moved
 
 
@@ -89,7 +121,7 @@ def remove(target: Path) -> None:
     """Remove a checkpoint; if killed midway, what remains is invisible."""
     aside = _aside(target, "deleting")
     target.rename(aside)
-    fsync_folder(target.parent)
+    fsync(target.parent)
     shutil.rmtree(aside)
 
 
@@ -114,13 +146,32 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def fsync_folder(folder: Path) -> None:
-    """Wait until the folder's own entries are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def fsync(path: Path) -> None:
+    """Wait until a file, or a folder's own entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _begin_new(target: Path, needed: int) -> Path:
+    refuse_existing(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise RunError(f"{target} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
+    aside = _aside(target, "writing")
+    shutil.rmtree(aside, ignore_errors=True)  # Of one that was killed.
+    aside.mkdir()
+    return aside
+
+
+def _commit_new(aside: Path, target: Path) -> None:
+    for path in aside.rglob("*"):
+        fsync(path)
+    refuse_existing(target)
+    commit(aside, target)
 
 
 def _aside(target: Path, why: str) -> Path:

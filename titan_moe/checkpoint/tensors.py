@@ -1,22 +1,12 @@
 """The tensors of a checkpoint, by name: `model.<fqn>` and `optimizer.<fqn>.<key>`."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Adam, Optimizer
-from torch.optim.optimizer import _get_scalar_dtype
+from torch.optim import Optimizer
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
-
-
-@runtime_checkable
-class HasZeroState(Protocol):
-    """An optimizer that knows what its state is before the first update."""
-
-    def zero_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]: ...
 
 
 def model_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
@@ -30,10 +20,12 @@ def model_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 def optimizer_tensors(modules: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:
     """The optimizer's state, sharing memory with it, named after the model's parameters.
 
-    State that does not exist yet (before the first step, or for a parameter that never had a
-    gradient) is created as zeros, as torch's own first step would: the names then do not depend on
-    the run's history, and a fresh optimizer can be loaded into. Parameter groups are not here: they
-    follow from the configuration and the step.
+    The optimizer has all of its state before its first step, so that the names do not depend on the
+    run's history and a fresh one can be loaded into. Parameter groups are not here: they follow
+    from the configuration and the step.
+
+    Raises:
+        TypeError: a parameter has no state.
     """
     fqns: dict[Tensor, str] = {}
     for fqn, tensor in _named_tensors(modules).items():
@@ -42,7 +34,7 @@ def optimizer_tensors(modules: Sequence[nn.Module], optimizer: Optimizer) -> dic
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
-                optimizer.state[parameter] = _zero_state(optimizer, group, parameter)
+                raise TypeError(f"{type(optimizer).__name__} has no state of {fqns[parameter]}")
             for key, value in optimizer.state[parameter].items():
                 result[f"{OPTIMIZER}{fqns[parameter]}.{key}"] = value
     return result
@@ -57,21 +49,3 @@ def _named_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
         for fqn, value in module.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor)
     }
-
-
-def _zero_state(
-    optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
-) -> dict[str, Tensor]:
-    if isinstance(optimizer, HasZeroState):
-        return optimizer.zero_state(group, parameter)
-    if not isinstance(optimizer, Adam):
-        raise TypeError(f"cannot create the initial state of {type(optimizer).__name__}")
-    keys = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]
-    on_device = group["fused"] or group["capturable"]
-    step = torch.zeros(
-        (),
-        dtype=_get_scalar_dtype(is_fused=group["fused"]),  # type: ignore[no-untyped-call]
-        device=parameter.device if on_device else "cpu",
-    )
-    zeros = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in keys}
-    return {"step": step, **zeros}

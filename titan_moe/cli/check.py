@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    from titan_moe.config.checks.job import check_vocabulary
+    from titan_moe.config.checks.data import check_vocabulary
     from titan_moe.data.build import check_data
     from titan_moe.data.tokenizer import load_tokenizer
     from titan_moe.runtime.launch import count_gpus

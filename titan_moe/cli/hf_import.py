@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> Answer:
     import torch
 
     from titan_moe.checkpoint.hf.command import in_processes
-    from titan_moe.checkpoint.hf.convert import import_folder
+    from titan_moe.checkpoint.hf.transfer import import_folder
 
     dtype = getattr(torch, options.dtype)
     line = in_processes(lambda: import_folder(options.folder, options.out, dtype))

@@ -1,6 +1,8 @@
 """titan-moe COMMAND: find the command, import its module alone, and run it."""
 
+import os
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from typing import NoReturn
 
@@ -38,6 +40,11 @@ def main(argv: list[str]) -> int:
         module = import_module(f"titan_moe.cli.{name.replace(' ', '_')}")
         command: Command = module.COMMAND
         return command.main(name, module.__doc__ or "", argv[len(name.split()) :])
+    if argv == ["--version"]:
+        from titan_moe.runtime.revision import code_in_words, running_code
+
+        print(f"titan_moe {code_in_words(running_code())}")
+        return 0
     words = [word for word in argv if word not in ("-h", "--help")]
     known = [each for each in COMMANDS if each.split()[: len(words)] == words]
     if not known:
@@ -46,10 +53,37 @@ def main(argv: list[str]) -> int:
     print(f"usage: titan-moe {' '.join([*words, 'COMMAND'])} ...\n")
     for each in known:
         print(f"  {each:<18}{COMMANDS[each]}")
-    print("\nEach has a --help of its own.")
+    print("\nEach has a --help of its own; titan-moe --version names the code that runs.")
     return 0 if words != argv else 2
 
 
 def entry() -> NoReturn:
     """The process's own end: the console script and `python -m titan_moe`."""
+    _run_the_code_of_this_checkout(sys.argv[1:], os.environ)
     sys.exit(main(sys.argv[1:]))
+
+
+def _run_the_code_of_this_checkout(argv: list[str], environment: Mapping[str, str]) -> None:
+    """Start again with the checkout's own package where another one has been imported.
+
+    An environment in which one clone is installed gives that clone's code to a command run in
+    another clone. Exit code 2 where the checkout's own cannot be had.
+    """
+    from titan_moe.runtime.revision import CHECKOUT, wanted_checkout
+
+    wanted = wanted_checkout(environment)
+    if wanted in (None, CHECKOUT):
+        return
+    again = "TITAN_MOE_CHECKOUT" not in environment
+    if again and (wanted / "titan_moe" / "__main__.py").is_file():
+        paths = [str(wanted), *filter(None, [environment.get("PYTHONPATH")])]
+        more = {"PYTHONPATH": os.pathsep.join(paths), "TITAN_MOE_CHECKOUT": str(wanted)}
+        command = [sys.executable, "-m", "titan_moe", *argv]
+        os.execve(sys.executable, command, {**environment, **more})
+    print_errors(
+        [
+            f"this is a command of the checkout {wanted}, but Python imports titan_moe from "
+            f"{CHECKOUT}: leave that folder, and take it out of PYTHONPATH"
+        ]
+    )
+    sys.exit(2)

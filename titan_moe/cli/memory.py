@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.parse import load_job
     from titan_moe.models.hf import model_of_job
-    from titan_moe.models.sizes import total
+    from titan_moe.models.stats import total
     from titan_moe.simulate.memory import memory
 
     job = load_job(job_arguments(options))

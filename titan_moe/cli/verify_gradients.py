@@ -56,6 +56,7 @@ def run(options: argparse.Namespace) -> Answer:
     from tqdm import tqdm
 
     from titan_moe.config.parse import load_job
+    from titan_moe.runtime.revision import running_code
     from titan_moe.verify.gradients.gate import Gate
     from titan_moe.verify.gradients.sweep import gate_page, summary, sweep
 
@@ -76,7 +77,8 @@ def run(options: argparse.Namespace) -> Answer:
     facts = summary(results)
     title = f"Layouts of {job.model.name} {job.model.flavor}"
     (out / "results.html").write_text(gate_page(title, results, facts), encoding="utf-8")
-    data = {"summary": facts, "results": [result.as_json() for result in results]}
+    rows = [result.as_json() for result in results]
+    data = {"summary": facts, "code": running_code(), "results": rows}
     write_json(out / "results.json", data)
     line = (
         f"{facts['passed']} of {facts['layouts']} pass, worst error {facts['worst_error']:.1e} "

@@ -44,11 +44,20 @@ def run(options: argparse.Namespace) -> Answer:
         steps=options.steps,
         control_layouts=options.harmless,
     )
+    launcher = Launcher(options.out)
     with workplace(options.out):
-        findings = bisect(plan, Launcher(options.out), options.step)
-    data = [{"step": each.step, "named": each.named, "lines": each.lines()} for each in findings]
+        findings = bisect(plan, launcher, options.step)
+        code = {
+            "baseline": str(launcher.code(baseline)),
+            "candidate": str(launcher.code(candidate)),
+        }
+    data = [
+        {"step": each.step, "named": each.named, "lines": each.lines(), "code": code}
+        for each in findings
+    ]
     write_json(options.out / "finding.json", data)
     lines = [line for each in findings for line in each.lines()] or ["identical bits"]
+    lines += [f"{role} ran {words}" for role, words in code.items()]
     if not findings:
         return Answer(data, lines)
     return Answer(data, lines, 1 if any(each.named for each in findings) else 3)

@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     from tqdm import tqdm
 
+    from titan_moe.runtime.revision import running_code
     from titan_moe.simulate.sweep import Outcome, as_json, check_layouts, chosen
 
     started = time.perf_counter()
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> Answer:
                 tqdm.write(f"{outcome.layout}: {line}")
 
         outcomes = check_layouts(layouts, num_workers=options.workers, seen=seen)
-    results = as_json(outcomes, time.perf_counter() - started)
+    results = {**as_json(outcomes, time.perf_counter() - started), "code": running_code()}
     make_folder(options.out.parent)
     write_json(options.out, results)
     facts = results["summary"]

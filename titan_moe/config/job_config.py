@@ -1,11 +1,491 @@
-"""JobConfig: the sum of the tables."""
+"""Every TOML table, one class each; a field's docstring is its `--help` text and its schema
+description.
 
-from titan_moe.config.layout import ActivationCheckpoint, Compile, Parallelism
-from titan_moe.config.observation import Debug, Metrics, Profiling
-from titan_moe.config.optimization import LRScheduler, Optimizer
-from titan_moe.config.quantize import Quantize
-from titan_moe.config.section import Section
-from titan_moe.config.sections import Checkpoint, Comm, Job, Model, Moe, Training, Validation
+Names, meanings and (unless the docstring says otherwise) defaults are those of torchtitan 0.2, so
+that its users can bring their files. What has no equivalent here is refused by name: torchtitan.py.
+"""
+
+from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+
+class Section(BaseModel):
+    """A frozen table that knows its keys and no others."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
+
+
+class Job(Section):
+    """Where a run writes and what it prints first."""
+
+    dump_folder: str = "./outputs"
+    """Folder of everything the run writes: config.toml, metrics.jsonl, checkpoints, curves."""
+    description: str = "titan_moe run"
+    """Free text, logged at start."""
+    print_config: bool = False
+    """Print the resolved configuration at start."""
+
+
+class Profiling(Section):
+    """torch.profiler traces."""
+
+    enable_profiling: bool = False
+    """Write a trace every profile_freq steps."""
+    save_traces_folder: str = "profile_traces"
+    """Folder of the traces, inside job.dump_folder."""
+    profile_freq: PositiveInt = 10
+    """Steps from one trace to the next."""
+    profiler_active: PositiveInt = 1
+    """Steps that one trace covers."""
+    profiler_warmup: NonNegativeInt = 3
+    """Steps the profiler runs without recording before each trace."""
+    enable_memory_snapshot: bool = False
+    """Write what CUDA's allocator holds, and who asked for it, every profile_freq steps and when
+    memory runs out. For https://pytorch.org/memory_viz; refused without a GPU."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the memory snapshots, inside job.dump_folder."""
+
+
+class Metrics(Section):
+    """What is logged, how often, and where to. metrics.jsonl and the console are always on."""
+
+    log_freq: PositiveInt = 10
+    """Steps from one logged step to the next; the first and the last step are always logged."""
+    enable_tensorboard: bool = False
+    """Also write TensorBoard events."""
+    save_tb_folder: str = "tb"
+    """Folder of the TensorBoard events, inside job.dump_folder."""
+    disable_color_printing: bool = False
+    """Plain text even on a terminal."""
+    enable_wandb: bool = False
+    """Also log to Weights & Biases, when its package is installed."""
+    log_expert_counts: bool = False
+    """Write the rows of every expert at each logged step, to expert_counts.jsonl."""
+    log_parameter_norms: bool = False
+    """Write the norm of every parameter's and expert's gradient at each logged step, to
+    parameter_norms.jsonl."""
+
+
+class Model(Section):
+    """Which network, and the tokenizer that its vocabulary belongs to."""
+
+    name: str = "deepseek_v3"
+    """Model family: a folder of titan_moe/models."""
+    flavor: str = "debugmodel"
+    """Named dimensions of that family; 'hf': those of hf_assets_path/config.json."""
+    hf_assets_path: str | None = None
+    """A Hugging Face folder of this model: flavor 'hf' takes its dimensions, the tokenizer is read
+    from it unless tokenizer_path says otherwise, and exports take along what is beside its
+    weights."""
+    tokenizer_path: str = "bytes"
+    """'bytes', a tiktoken BPE file (Llama-3 layout), or a folder that holds a tokenizer.json; left
+    out: hf_assets_path if that is set."""
+    converters: list[Literal["quantize.linear.float8", "quantize.grouped_mm.float8"]] = Field([])
+    """Products in low precision, by the names of the tables that say how: Linear layers, routed
+    experts, or both."""
+    num_mtp_layers: NonNegativeInt | None = None
+    """Layers of multi-token prediction (arXiv 2412.19437, section 2.2); left out: the flavor's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokenizer_of_assets(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "tokenizer_path" in values:
+            return values
+        assets = values.get("hf_assets_path")
+        return values if assets is None else values | {"tokenizer_path": assets}
+
+
+class Moe(Section):
+    """Mixture-of-experts settings. A speed or weight left out takes the flavor's own value."""
+
+    row_alignment: Literal[1, 8, 16, 32, 64, 128] | None = None
+    """Each expert's rows are padded to a multiple of this before the grouped GEMM (bf16 1,
+    float8 16, mxfp8 32). Left out: 1, but 64 for bfloat16 on a CPU, where every new number of rows
+    costs time and memory for a kernel of its own."""
+    bias_update_speed: NonNegativeFloat | None = None
+    """Step of the aux-loss-free routing bias per optimizer step (arXiv 2408.15664); 0 switches
+    it off."""
+    sequence_aux_loss_weight: NonNegativeFloat | None = None
+    """Weight of the sequence-wise load-balance loss (arXiv 2412.19437, section 2.1.2)."""
+    global_aux_loss_weight: NonNegativeFloat | None = None
+    """Weight of the global-batch load-balance loss; its frequencies are the previous step's
+    counts."""
+    z_loss_weight: NonNegativeFloat | None = None
+    """Weight of the router z-loss (arXiv 2202.08906)."""
+
+
+class Optimizer(Section):
+    """The optimizer. Norms and biases take no weight decay."""
+
+    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
+    """AdamW decays weights directly; Adam adds the decay to the gradient; Muon makes the momentum
+    of layers' matrices orthogonal, and is AdamW for embeddings, output, routers, norms and biases.
+    """
+    lr: NonNegativeFloat = 8e-4
+    """Peak learning rate."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the square root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Weight decay per unit of learning rate."""
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """How torch runs Adam's update."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What moments are kept in. float32: whatever the parameters are kept in (training.dtype);
+    bfloat16: half the memory, each rounded to nearest after an update in the parameters' type."""
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    """Muon's decay of the momentum, which is Nesterov's."""
+    muon_steps: PositiveInt = 5
+    """Newton-Schulz steps, in training.dtype."""
+    muon_rms: float = Field(0.2, gt=0)
+    """Root mean square of an update by Muon in learning rates; 0.2 is about AdamW's."""
+
+
+class LRScheduler(Section):
+    """Warmup, stable, decay."""
+
+    warmup_steps: NonNegativeInt = 200
+    """Steps of linear warm-up from 0."""
+    total_steps: PositiveInt | None = None
+    """Steps the schedule is laid out over; left out: training.steps."""
+    decay_ratio: float | None = Field(None, ge=0, le=1)
+    """Share of the schedule that decays; left out: everything after the warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: float = Field(0.0, ge=0, le=1)
+    """Learning rate at the end, as a factor of the peak."""
+
+
+class Dataset(Section):
+    """One part of a blend."""
+
+    dataset: str
+    """As training.dataset."""
+    dataset_path: str | None = None
+    """As training.dataset_path."""
+    weight: float = Field(1.0, gt=0)
+    """Share of the rows' tokens drawn from this part, relative to the other parts' weights."""
+
+
+class DataLoader(Section):
+    """Reading ahead of the step."""
+
+    prefetch_factor: PositiveInt = 2
+    """Steps' worth of batches that the background reader keeps ready."""
+
+
+class Training(Section):
+    """Data, batch, steps, precision."""
+
+    dataset: str = "stdlib"
+    """'stdlib' (the Python sources on this machine), 'synthetic', 'json', 'parquet', 'text',
+    'tokens' (a folder made by titan-moe tokenize), 'c4', or a Hugging Face dataset name.
+    A document is a file of stdlib, a record of json and parquet, a paragraph of text."""
+    dataset_path: str | None = None
+    """File, folder or glob for json, parquet, text and tokens; a local copy for Hugging Face
+    names."""
+    blend: list[Dataset] = Field([])
+    """Several datasets with weights, as [[training.blend]] tables; replaces dataset and
+    dataset_path."""
+    repeat_dataset: bool = False
+    """Start the dataset again when a row has used up its documents, instead of stopping with an
+    error."""
+    mask_documents: bool = True
+    """Packed documents do not attend to each other, and no target crosses from one to the next."""
+    local_batch_size: PositiveInt = 8
+    """Rows of one microbatch on one data rank; with a pipeline, rows of one run of its schedule."""
+    global_batch_size: int = -1
+    """Rows of one optimizer step over all data ranks; -1: local_batch_size times the data ranks."""
+    seq_len: PositiveInt = 2048
+    """Tokens of one row."""
+    max_norm: float = Field(1.0, gt=0, allow_inf_nan=True)
+    """Gradients are scaled down to this norm; inf switches clipping off."""
+    norm_type: Literal["2", "inf"] = "2"
+    """The norm that is reported and clipped."""
+    loss_chunk_size: NonNegativeInt = 1024
+    """Most tokens of a rank whose logits exist at once, with their gradients: the loss is computed
+    in chunks; 0: of a whole microbatch."""
+    mtp_loss_weight: NonNegativeFloat | None = None
+    """Weight of the mean of multi-token prediction's losses; left out: the flavor's."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do when a loss or a gradient is not finite: stop with the last good state, or skip
+    the update."""
+    steps: PositiveInt = 10000
+    """Optimizer steps of the run."""
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory (CUDA only)."""
+    dtype: Literal["bfloat16", "float32", "float64"] = "float32"
+    """Type of the stored parameters; float64 computes and reduces in float64 too (verification)."""
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type that forward and backward compute in."""
+    mixed_precision_reduce: Literal["float32"] = "float32"
+    """Type of gradient reductions."""
+    gc_freq: PositiveInt = 50
+    """Steps from one garbage collection to the next, taken by all ranks in the same step."""
+    dataloader: DataLoader = DataLoader()
+
+
+class Parallelism(Section):
+    """Degrees of the mesh axes. The product pp x dp_replicate x dp_shard x cp x tp is the number
+    of ranks."""
+
+    data_parallel_replicate_degree: PositiveInt = 1
+    """Replicas of the sharded model (HSDP); plain data parallel when it is the only degree above
+    1."""
+    data_parallel_shard_degree: int = -1
+    """Ranks that shard parameters (FSDP2); -1: the rest."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free gathered parameters after the forward; 'default' does, but for the output layer, and not
+    in a pipeline, which would gather them for every microbatch; schedules that split the backward
+    never do."""
+    tensor_parallel_degree: PositiveInt = 1
+    """Ranks that split attention heads, hidden dims and the vocabulary, and between layers the
+    sequence."""
+    context_parallel_degree: PositiveInt = 1
+    """Ranks that split the sequence."""
+    context_parallel_rotate_method: Literal["allgather", "ulysses", "ring"] = "allgather"
+    """How attention sees the whole sequence: 'allgather' of keys and values, 'ulysses' (all-to-all
+    over heads), or 'ring' (keys and values pass from rank to rank)."""
+    context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
+    """'headtail': rank r holds pieces r and 2 cp - 1 - r of 2 cp, which evens out causal
+    attention; 'none': consecutive parts."""
+    pipeline_parallel_degree: PositiveInt = 1
+    """Ranks that split the layers."""
+    pipeline_parallel_schedule: Literal[
+        "1F1B",
+        "Interleaved1F1B",
+        "GPipe",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ] = "1F1B"
+    """Order of the forwards and backwards. 1F1B and GPipe have one stage a rank, ZBVZeroBubble and
+    DualPipeV two, the others two unless layers_per_stage says otherwise; InterleavedZeroBubble,
+    ZBVZeroBubble and DualPipeV split the backward and exclude recompute."""
+    pipeline_parallel_microbatch_size: PositiveInt = 1
+    """Rows of one microbatch of the schedule; training.local_batch_size is a multiple."""
+    pipeline_parallel_layers_per_stage: PositiveInt | None = None
+    """Sets the number of stages: all layers divided by this, rounded up; they are then of equal
+    weight, so a stage may hold a layer more. Left out: as few stages as the schedule wants."""
+    pipeline_parallel_first_stage_less_layers: NonNegativeInt | None = None
+    """The embedding counts as this many layers; left out: by its own weight."""
+    pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None
+    """Norm and output count as this many layers; left out: by their own weight."""
+    pipeline_parallel_expert_parallel_overlap: bool = True
+    """DualPipeV computes one chunk while another's rows travel over the ep axis; false: a pair's
+    forward runs before its backward. Makes no difference to other schedules, or without experts'
+    ranks."""
+    module_fqns_per_model_part: list[list[str]] | None = None
+    """The modules of each stage, in order, such as [["tok_embeddings", "layers.0"], ["layers.1",
+    "norm", "output"]]; left out: split by weight."""
+    expert_parallel_degree: PositiveInt = 1
+    """Ranks that split the experts; taken from dp_shard x cp x tp."""
+    expert_tensor_parallel_degree: PositiveInt = 1
+    """Ranks that split each expert's hidden dim; taken from dp_shard x cp x tp."""
+    expert_parallel_comm_backend: Literal["standard", "deduplicated"] = "standard"
+    """How tokens travel over the ep axis: 'standard' sends one row to each expert of a token,
+    'deduplicated' one to each rank, and between nodes one to each node."""
+    expert_parallel_ranks_per_node: PositiveInt | None = None
+    """Ranks of a node, for 'deduplicated'; left out: as many as torchrun started on this one."""
+    expert_parallel_capacity_factor: PositiveFloat | None = None
+    """Rows of the buffer from one rank to another, as a multiple of an even share (tokens x top_k /
+    expert_parallel_degree): the host waits for no sizes. Left out: exact sizes, at one wait a
+    layer."""
+    expert_parallel_overflow: Literal["stop", "drop"] = "stop"
+    """When a buffer of that size does not suffice: 'stop' before the update, or 'drop' a token's
+    least wanted experts and report the share."""
+
+    def shard_degree(self, world_size: int) -> int | None:
+        """Size of the dp_shard axis with -1 resolved to the rest; None when the degrees do not fit
+        the ranks."""
+        shard = self.data_parallel_shard_degree
+        others = (
+            self.pipeline_parallel_degree
+            * self.data_parallel_replicate_degree
+            * self.context_parallel_degree
+            * self.tensor_parallel_degree
+        )
+        if shard == -1:
+            shard = world_size // others
+        return shard if shard > 0 and shard * others == world_size else None
+
+
+class Checkpoint(Section):
+    """Distributed checkpoints."""
+
+    enable: bool = False
+    """Save checkpoints, and resume from the latest complete one."""
+    folder: str = "checkpoint"
+    """Folder of the checkpoints, inside job.dump_folder."""
+    interval: PositiveInt = 500
+    """Steps from one save to the next; the last step is always saved."""
+    initial_load_path: str | None = None
+    """A checkpoint (a step-N folder) to start from when the run has none of its own; with
+    initial_load_in_hf a Hugging Face folder."""
+    initial_load_model_only: bool = True
+    """Take only the model from initial_load_path, not optimizer, step and data position."""
+    initial_load_in_hf: bool = False
+    """Start from Hugging Face weights (safetensors; float8 and MXFP4 are recognised and
+    de-quantised): those of initial_load_path, left out: of model.hf_assets_path."""
+    last_save_in_hf: bool = False
+    """After the last save, write the model as a Hugging Face folder too: step-N-hf beside it."""
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    """Type of the weights of last_save_in_hf."""
+    last_save_model_only: bool = False
+    """The last save holds the model only; such a run cannot be resumed (torchtitan's default is
+    true)."""
+    async_mode: Literal["disabled"] = "disabled"
+    """Saves happen in the step."""
+    keep_latest_k: NonNegativeInt = 10
+    """Checkpoints kept; 0 keeps all."""
+    load_step: int = -1
+    """Step to resume from; -1: the latest complete one."""
+    exclude_from_loading: list[Literal["model", "optimizer", "train_state", "dataloader"]] = Field(
+        []
+    )
+    """Parts of the checkpoint that keep their fresh values."""
+    enable_first_step_checkpoint: bool = False
+    """Save after step 1 too."""
+    create_seed_checkpoint: bool = False
+    """Write the initial weights as step-0 and stop."""
+    load_only: bool = False
+    """Load, but never save."""
+
+
+class ActivationCheckpoint(Section):
+    """Recompute activations in the backward instead of keeping them."""
+
+    mode: Literal["none", "full", "selective"] = "selective"
+    """'full': every layer; 'selective': what selective_ac_option says."""
+    selective_ac_option: str = "2"
+    """N: recompute every N-th layer, whole; 'op': recompute every layer but for its matrix
+    products, attention and collectives, whose results are kept."""
+
+
+class Compile(Section):
+    """torch.compile, layer by layer."""
+
+    enable: bool = False
+    """Compile what `components` names. The first step takes longer; its compile time is logged."""
+    components: list[Literal["model", "loss"]] = Field(["model", "loss"])
+    """'model': every layer, the experts inside; 'loss': the cross-entropy."""
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    """'inductor' generates kernels, with Triton on a GPU and a C++ compiler on a CPU; the others
+    trace only, to look for mistakes."""
+
+
+class Float8Linear(Section):
+    """Linear layers in float8 (torchao); model.converters switches them on."""
+
+    recipe_name: Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"] = "rowwise"
+    """Scales: one for each row or column ('rowwise'), the same but for the weights' gradient, which
+    stays in the compute type ('rowwise_with_gw_hp'), or one for each tensor ('tensorwise',
+    torchtitan's default)."""
+    filter_fqns: list[str] = Field([])
+    """Layers with one of these words in their name are left alone, such as "attention". The output
+    layer and routers always are, and layers whose sizes are no multiples of 16."""
+    emulate: bool = False
+    """Round as float8 does but multiply in float32, on any machine; slow, to look at the effect.
+    Holds for grouped_mm too."""
+
+
+class Linear(Section):
+    """Linear layers."""
+
+    float8: Float8Linear = Float8Linear()
+
+
+class Float8GroupedMM(Section):
+    """Routed experts in float8, scaled row-wise (torchao); model.converters switches them on."""
+
+    fqns: list[str] = Field(["experts"])
+    """Experts with one of these words in their name (torchtitan's default is none)."""
+
+
+class GroupedMM(Section):
+    """Routed experts."""
+
+    float8: Float8GroupedMM = Float8GroupedMM()
+
+
+class Quantize(Section):
+    """Products in low precision; the keys matter where model.converters names their table."""
+
+    linear: Linear = Linear()
+    grouped_mm: GroupedMM = GroupedMM()
+
+
+class Comm(Section):
+    """Process groups."""
+
+    init_timeout_seconds: PositiveInt = 300
+    """Longest wait for a collective until the first step has ended."""
+    train_timeout_seconds: PositiveInt = 100
+    """Longest wait for a collective after the first step."""
+
+
+class Validation(Section):
+    """Loss on held-out data."""
+
+    enable: bool = False
+    """Measure the validation loss."""
+    dataset: str | None = None
+    """As training.dataset; left out: the held-out documents of the training data."""
+    dataset_path: str | None = None
+    """As training.dataset_path."""
+    local_batch_size: PositiveInt = 8
+    """Rows of one batch on one data rank."""
+    seq_len: PositiveInt | None = None
+    """Tokens of one row; left out: training.seq_len."""
+    freq: PositiveInt = 10
+    """Steps from one validation to the next; the last step always validates."""
+    steps: int = -1
+    """Batches of local_batch_size rows in one validation, over all ranks; -1: all of the data."""
+
+
+class Debug(Section):
+    """Reproducibility and benchmarks."""
+
+    seed: int = 0
+    """Initial weights and data order follow from it alone."""
+    deterministic: bool = False
+    """Deterministic kernels only."""
+    deterministic_warn_only: bool = False
+    """Warn instead of failing where no deterministic kernel exists."""
+    moe_force_load_balance: bool = False
+    """Spread tokens evenly over experts regardless of the router (benchmarks only)."""
+    permute_rows: NonNegativeInt = 0
+    """Seed of an order of each global batch's rows, so that the ranks and microbatches that add
+    them up change and nothing else does: how much rounding alone may do. 0: as they come."""
+    routing_record: str | None = None
+    """Folder to write every step's chosen experts and their weights to."""
+    routing_record_gb: float = Field(4.0, gt=0)
+    """Size of a rank's files at which all ranks stop recording."""
+    routing_replay: str | None = None
+    """Folder of a routing_record whose experts every token goes to, in whatever layout."""
+    capture_step: NonNegativeInt = 0
+    """The step of which to write a summary of every tensor, to capture/ in job.dump_folder, for
+    titan-moe verify localize; 0: none."""
 
 
 class JobConfig(Section):

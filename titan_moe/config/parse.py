@@ -17,8 +17,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import JobConfig
-from titan_moe.config.section import Section
+from titan_moe.config.job_config import JobConfig, Section
 from titan_moe.config.torchtitan import unknown_key, value_replacement
 
 if sys.version_info >= (3, 11):
@@ -64,6 +63,19 @@ def load_job(argv: list[str]) -> JobConfig:
     if problems:
         raise ConfigError(problems)
     return JobConfig.model_validate(_merged(from_file, from_cli))
+
+
+def resolve(job: JobConfig, world_size: int) -> JobConfig:
+    """Pin global_batch_size, of which the data order is a function. `job` has passed
+    `checks.job.check`."""
+    if job.training.global_batch_size != -1:
+        return job
+    shard = job.parallelism.shard_degree(world_size)
+    assert shard is not None
+    data_ranks = job.parallelism.data_parallel_replicate_degree * shard
+    sequences = job.training.local_batch_size * data_ranks
+    training = job.training.model_copy(update={"global_batch_size": sequences})
+    return job.model_copy(update={"training": training})
 
 
 def save_job(job: JobConfig, path: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from titan_moe.config.layout import Parallelism
+from titan_moe.config.job_config import Parallelism
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.sections import Training, Validation
+from titan_moe.config.job_config import Training, Validation
 from titan_moe.data.documents import Corpus
 from titan_moe.data.feed import CorpusFeed, Feed, Split, StreamFeed
 from titan_moe.data.loader import Identity, Loader

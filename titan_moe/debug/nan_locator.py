@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.distributed.parallelize import ShardedModel
-from titan_moe.train_step import own_rows
+from titan_moe.train_step import local_batch
 
 _DOCUMENTS_NAMED = 20
 
@@ -97,7 +97,7 @@ def _in_forward(sharded: ShardedModel, batches: list[Batch], device: torch.devic
     # Compiled layers would not call hooks.
     with torch.compiler.set_stance("force_eager"):
         for batch in batches:
-            sharded.execution.evaluate(own_rows(batch, sharded, device))
+            sharded.execution.evaluate(local_batch(batch, sharded, device))
     sharded.train(True)
     for hook in hooks:
         hook.remove()

@@ -13,15 +13,16 @@ layers.
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from titan_moe.config.layout import ActivationCheckpoint
+from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.moe.layer import MoE, RoutingMemo
 
 # Not all-gathers: what they return is as large as all ranks' parts together, and FSDP's are
@@ -37,10 +38,8 @@ _KEPT = {
 Contexts = tuple[AbstractContextManager, AbstractContextManager]
 
 
-def apply_activation_checkpoint(
-    blocks: Mapping[str, nn.Module], section: ActivationCheckpoint
-) -> None:
-    """Recompute as the section says.
+def apply_activation_checkpoint(blocks: Mapping[str, Any], section: ActivationCheckpoint) -> None:
+    """Let the decoder's blocks execute as the section says.
 
     Args:
         blocks: the layers of this rank by their number in the whole model, so that every n-th layer
@@ -53,13 +52,14 @@ def apply_activation_checkpoint(
     every = 1 if by_operation or section.mode == "full" else int(section.selective_ac_option)
     for number, block in blocks.items():
         if int(number) % every == 0:
-            block.forward = _recomputed(block, by_operation)  # type: ignore[method-assign]
+            block.execute = _recomputed(block, by_operation)
 
 
-def _recomputed(block: nn.Module, by_operation: bool) -> Callable[..., Tensor]:
-    compute = block.forward
+def _recomputed(block: Any, by_operation: bool) -> Callable[..., Tensor]:
+    compute = block.execute
     moe_layers = [module for module in block.modules() if isinstance(module, MoE)]
-    attentions = [module for module in block.modules() if hasattr(module, "core")]
+    if by_operation:
+        block.attention.core = KeptAttention(block.attention.core)
 
     memo = RoutingMemo()
     for moe in moe_layers:
@@ -67,15 +67,15 @@ def _recomputed(block: nn.Module, by_operation: bool) -> Callable[..., Tensor]:
 
     def contexts() -> Contexts:
         routing = memo.contexts()
-        return _both(routing, _kept_results(attentions)) if by_operation else routing
+        return _both(routing, _kept_results()) if by_operation else routing
 
-    def forward(*args: object) -> Tensor:
+    def execute(*args: object) -> Tensor:
         # No random numbers are drawn inside a block, so there is no generator state to keep.
         return checkpoint(
             compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
 
-    return forward
+    return execute
 
 
 @contextmanager
@@ -90,15 +90,22 @@ def _both(first: Contexts, second: Contexts) -> Contexts:
     return _entered(first[0], second[0]), _entered(first[1], second[1])
 
 
-def _kept_results(attentions: list[Any]) -> Contexts:
+def _kept_results() -> Contexts:
     """torch's own pair of this kind (create_selective_checkpoint_contexts) refuses a recomputation
     that runs any operation which the forward did not, as FSDP does when it gathers again."""
     kept: dict[Any, deque] = defaultdict(deque)
-    keep, hand_back = _Keep(kept), _HandBack(kept)
-    return (
-        _entered(keep, _attending(attentions, keep.attention)),
-        _entered(hand_back, _attending(attentions, hand_back.attention)),
-    )
+    return _Keep(kept), _HandBack(kept)
+
+
+class KeptAttention:
+    """An attention core that a recomputation by operation does not call again."""
+
+    def __init__(self, core: Callable[..., Tensor]) -> None:
+        self.core = core
+
+    def __call__(self, *args: Any) -> Tensor:
+        keeping = _keeping.get()
+        return self.core(*args) if keeping is None else keeping.attention(self.core, *args)
 
 
 class _Keep(TorchDispatchMode):
@@ -113,6 +120,14 @@ class _Keep(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True  # Else torch.compile gives up on a compiled attention inside.
 
+    def __enter__(self) -> "_Keep":
+        self._before = _keeping.set(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _keeping.reset(self._before)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
         if func in _KEPT and not self.inside_attention:
@@ -120,18 +135,14 @@ class _Keep(TorchDispatchMode):
             self.kept[func].append(result.detach())
         return result
 
-    def attention(self, core: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def attention(self, core: Callable[..., Tensor], *args: Any) -> Tensor:
         """`core`, whose backward finds what it saved, instead of asking for a recomputation."""
-
-        def attend(*args: Any) -> Tensor:
-            self.inside_attention = True
-            with saved_tensors_hooks(Tensor.detach, lambda saved: saved):
-                o_BHSC = core(*args)
-            self.inside_attention = False
-            self.kept["attention"].append(o_BHSC.detach())
-            return o_BHSC
-
-        return attend
+        self.inside_attention = True
+        with saved_tensors_hooks(Tensor.detach, lambda saved: saved):
+            o_BHSC = core(*args)
+        self.inside_attention = False
+        self.kept["attention"].append(o_BHSC.detach())
+        return o_BHSC
 
 
 class _HandBack(_Keep):
@@ -142,20 +153,10 @@ class _HandBack(_Keep):
             return self.kept[func].popleft()
         return func(*args, **(kwargs or {}))
 
-    def attention(self, core: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def attention(self, core: Callable[..., Tensor], *args: Any) -> Tensor:
         """The kept output. It needs a gradient, so that what follows saves what it saved before."""
-        return lambda *args: self.kept["attention"].popleft().requires_grad_()
+        return self.kept["attention"].popleft().requires_grad_()
 
 
-@contextmanager
-def _attending(
-    attentions: list[Any], make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
-) -> Iterator[None]:
-    cores = [attention.core for attention in attentions]
-    for attention, core in zip(attentions, cores, strict=True):
-        attention.core = make(core)
-    try:
-        yield
-    finally:
-        for attention, core in zip(attentions, cores, strict=True):
-            attention.core = core
+# The innermost of this thread: autograd may recompute in a thread of its own.
+_keeping: ContextVar[_Keep | None] = ContextVar("_keeping", default=None)

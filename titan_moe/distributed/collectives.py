@@ -1,7 +1,8 @@
-"""Collectives that autograd can pass through: uneven numbers of rows, and parts of sequences."""
+"""Collectives: of rows and of parts of sequences, which autograd passes through; of counts, which
+ranks exchange before rows; and of a step's sums."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,18 +14,14 @@ from torch.distributed import ProcessGroup
 # write into an argument.
 _functional = torch.ops._c10d_functional
 
+T = TypeVar("T")
 
-class Turns(Protocol):
-    """Lets something else compute while rows travel: called between an exchange's start and its
-    wait."""
-
-    def in_forward(self) -> None: ...
-
-    def in_backward(self) -> None: ...
+# --- rows and sequences, differentiable ---
 
 
-class NoTurns:
-    """Nothing else has a turn."""
+class OverlapHook:
+    """Called between the start and the wait of an exchange of rows, in either direction, so that a
+    pipeline schedule can compute something else meanwhile. This one does nothing."""
 
     def in_forward(self) -> None:
         pass
@@ -33,15 +30,15 @@ class NoTurns:
         pass
 
 
-class Exchange(NamedTuple):
+class AllToAll(NamedTuple):
     """An all-to-all of rows: `sent[p]` consecutive ones to each rank p, `received[p]` from it."""
 
     sent: list[int]
     received: list[int]
     group: ProcessGroup
-    turns: Turns = NoTurns()
+    overlap: OverlapHook = OverlapHook()
 
-    def reverse(self) -> "Exchange":
+    def reverse(self) -> "AllToAll":
         return self._replace(sent=self.received, received=self.sent)
 
 
@@ -55,45 +52,46 @@ def all_to_all_rows(
     Returns:
         The received rows, in the order of their source ranks.
     """
-    exchange = Exchange(list(sent), list(received), group)
-    return wait_rows(start_rows(x_RD, exchange), exchange)
+    exchange = AllToAll(list(sent), list(received), group)
+    return all_to_all_wait(all_to_all_start(x_RD, exchange), exchange)
 
 
-class _Flight:
-    """Rows, or later their gradients, on their way."""
+class _InFlight:
+    """Rows, or later their gradients, between the start and the wait of an exchange."""
 
     rows: Tensor | None = None
 
-    def land(self) -> Tensor:
-        assert self.rows is not None, "nothing is under way"
+    def take(self) -> Tensor:
+        assert self.rows is not None, "nothing is in flight"
         rows, self.rows = self.rows, None
         return rows
 
 
-class Travelling(NamedTuple):
-    """Rows that `start_rows` let go, for `wait_rows`."""
+class AsyncRows(NamedTuple):
+    """The rows of an exchange that `all_to_all_start` started, for `all_to_all_wait`."""
 
     carrier: Tensor
     """Empty: it links the two in autograd, which would refuse gradients of another number of
     rows."""
-    flight: _Flight
+    in_flight: _InFlight
 
 
-def start_rows(x_RD: Tensor, exchange: Exchange) -> Travelling:
-    """Let rows travel; for `wait_rows` alone, which makes the result readable.
+def all_to_all_start(x_RD: Tensor, exchange: AllToAll) -> AsyncRows:
+    """Start an exchange; only `all_to_all_wait` makes its result readable.
 
-    What the program computes between the two runs beside the exchange, on the stream that it would
-    use anyway: NCCL has one of its own, gloo a thread. So does its backward run beside the reverse
-    exchange: autograd takes nodes in the opposite order of their making, `wait_rows`'s backward
-    starts the gradients' way back, and `start_rows`'s waits for it.
+    What the program computes between the two overlaps with the exchange, on the stream that it
+    would use anyway: NCCL has one of its own, gloo a thread. So does its backward overlap with the
+    reverse exchange: autograd runs nodes in the opposite order of their making, the backward of
+    `all_to_all_wait` starts the exchange of the gradients, and that of `all_to_all_start` waits for
+    it.
     """
-    flight = _Flight()
-    return Travelling(_StartRows.apply(x_RD, exchange, flight), flight)
+    in_flight = _InFlight()
+    return AsyncRows(_StartRows.apply(x_RD, exchange, in_flight), in_flight)
 
 
-def wait_rows(travelling: Travelling, exchange: Exchange) -> Tensor:
-    """The received rows of `start_rows`, in the order of their source ranks; once."""
-    return _WaitRows.apply(travelling.carrier, exchange, travelling.flight)
+def all_to_all_wait(rows: AsyncRows, exchange: AllToAll) -> Tensor:
+    """The received rows of `all_to_all_start`, in the order of their source ranks; once."""
+    return _WaitRows.apply(rows.carrier, exchange, rows.in_flight)
 
 
 def all_gather_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -135,19 +133,19 @@ def gather_parts(x: Tensor, group: ProcessGroup) -> Tensor:
     return _functional.wait_tensor(parts).view(group.size(), *x.shape)
 
 
-def _start(x_RD: Tensor, exchange: Exchange) -> Tensor:
+def _start(x_RD: Tensor, exchange: AllToAll) -> Tensor:
     sent, received, group, _ = exchange
     if len(sent) == 1:
         return x_RD
     return _functional.all_to_all_single(x_RD.contiguous(), received, sent, group.group_name)
 
 
-def _wait(x_RD: Tensor, exchange: Exchange) -> Tensor:
+def _wait(x_RD: Tensor, exchange: AllToAll) -> Tensor:
     return x_RD if len(exchange.sent) == 1 else _functional.wait_tensor(x_RD)
 
 
 def _exchange(x_RD: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    exchange = Exchange(sent, received, group)
+    exchange = AllToAll(sent, received, group)
     return _wait(_start(x_RD, exchange), exchange)
 
 
@@ -164,30 +162,32 @@ def _reduce_scatter(x_RD: Tensor, sizes: list[int], group: ProcessGroup) -> Tens
 
 class _StartRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x_RD: Tensor, exchange: Exchange, flight: _Flight) -> Tensor:
-        ctx.exchange, ctx.flight = exchange, flight  # type: ignore[attr-defined]
-        flight.rows = _start(x_RD, exchange)
+    def forward(ctx: FunctionCtx, x_RD: Tensor, exchange: AllToAll, in_flight: _InFlight) -> Tensor:
+        ctx.exchange, ctx.in_flight = exchange, in_flight  # type: ignore[attr-defined]
+        in_flight.rows = _start(x_RD, exchange)
         return x_RD.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[override, no-untyped-def]
-        ctx.exchange.turns.in_backward()
-        return _wait(ctx.flight.land(), ctx.exchange), None, None
+        ctx.exchange.overlap.in_backward()
+        return _wait(ctx.in_flight.take(), ctx.exchange), None, None
 
 
 class _WaitRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, carrier: Tensor, exchange: Exchange, flight: _Flight) -> Tensor:
-        ctx.exchange, ctx.flight = exchange, flight  # type: ignore[attr-defined]
-        exchange.turns.in_forward()
-        rows_RD = _wait(flight.land(), exchange)
-        return rows_RD.detach()  # Who is alone is handed what it gave away, history and all.
+    def forward(
+        ctx: FunctionCtx, carrier: Tensor, exchange: AllToAll, in_flight: _InFlight
+    ) -> Tensor:
+        ctx.exchange, ctx.in_flight = exchange, in_flight  # type: ignore[attr-defined]
+        exchange.overlap.in_forward()
+        rows_RD = _wait(in_flight.take(), exchange)
+        return rows_RD.detach()  # In a group of one, _start returned its input, with a history.
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
-        ctx.flight.rows = _start(grad_RD, ctx.exchange.reverse())
+        ctx.in_flight.rows = _start(grad_RD, ctx.exchange.reverse())
         return grad_RD.new_empty(0), None, None
 
 
@@ -249,3 +249,83 @@ class _ScatterTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[override, no-untyped-def]
         return _gather_tokens(grad, ctx.group), None
+
+
+# --- counts ---
+
+
+class Pending(Generic[T]):
+    """A result that is under way: the first `wait` completes it, and it is kept from then on.
+
+    A recomputation finds what its forward pass waited for. What the result was made of is freed.
+    """
+
+    def __init__(self, complete: Callable[[], T]) -> None:
+        self._complete: Callable[[], T] | None = complete
+
+    def wait(self) -> T:
+        if self._complete is not None:
+            self._result = self._complete()
+            self._complete = None
+        return self._result
+
+
+def exchange_counts(
+    counts: Tensor,
+    group: ProcessGroup,
+    sent: list[int] | None = None,
+    received: list[int] | None = None,
+) -> Pending[Tensor]:
+    """Start an all-to-all of whole numbers: row p of a table to each rank p, or `sent[p]`
+    consecutive rows to it and `received[p]` from it.
+
+    Has no gradient and no part in recomputation, which keeps other collectives' results in the
+    order of their calls. The device waits for the result; the host does not where it has a choice.
+    """
+    if group.size() == 1:
+        return Pending(lambda: counts)
+    rows = len(counts) if received is None else sum(received)
+    result = counts.new_empty(rows, *counts.shape[1:])
+    work = dist.all_to_all_single(result, counts, received, sent, group=group, async_op=True)
+
+    def complete() -> Tensor:
+        work.wait()
+        return result
+
+    return Pending(complete)
+
+
+def to_host(*vectors: Tensor) -> list[list[int]]:
+    """Several vectors as Python ints, in one wait for the device."""
+    numbers = iter(torch.cat(vectors).tolist())
+    return [[next(numbers) for _ in range(len(vector))] for vector in vectors]
+
+
+# --- sums of a step's terms ---
+
+
+def sum_over_world(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every term's sum over all ranks, in its own shape, as float64: whole numbers stay exact up to
+    2^53. Collective, with one all-reduce for all terms; waits for no device.
+
+    `terms` are on one device, and have the same names in the same order on every rank.
+    """
+    flat = torch.cat([term.reshape(-1).double() for term in terms.values()])
+    dist.all_reduce(flat)
+    pieces = flat.split([term.numel() for term in terms.values()])
+    return {
+        name: piece.view(term.shape)
+        for (name, term), piece in zip(terms.items(), pieces, strict=True)
+    }
+
+
+def read(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Those of the sums that are single numbers. Waits for the device, once for all of them."""
+    single = {name: value for name, value in sums.items() if value.ndim == 0}
+    return dict(zip(single, torch.stack(list(single.values())).tolist(), strict=True))
+
+
+def added(terms: Iterable[Tensor], *, like: Tensor) -> Tensor:
+    """The sum of scalars; 0, of the type and on the device of `like`, where there are none."""
+    terms = list(terms)
+    return torch.stack(terms).sum() if terms else torch.zeros_like(like)

@@ -15,18 +15,18 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor
 
-from titan_moe.config.layout import Compile
+from titan_moe.config.job_config import Compile
 from titan_moe.moe.layer import MoE
 
 # Entries of one function's cache: blocks of all kinds, in training and in validation, share it.
 _RECOMPILE_LIMIT = 64
 
 
-def apply_compile(blocks: Iterable[nn.Module], section: Compile, *, eager_attention: bool) -> None:
-    """Compile blocks whose parameters are cut over tp, ep and etp already, and whose forward is not
-    yet wrapped by recomputation: a recomputation runs the compiled block again.
+def apply_compile(blocks: Iterable[Any], section: Compile, *, eager_attention: bool) -> None:
+    """Compile the decoder's blocks, whose parameters are cut over tp, ep and etp already, and which
+    are not yet recomputed: a recomputation runs the compiled block again.
 
     Args:
         eager_attention: whether attention cores must not be traced.
@@ -41,14 +41,18 @@ def apply_compile(blocks: Iterable[nn.Module], section: Compile, *, eager_attent
     torch._dynamo.config.recompile_limit = max(
         torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT
     )
+
+    @torch.compiler.disable
+    def call_untraced(moe: MoE, x_BSD: Tensor) -> Tensor:
+        return moe(x_BSD)
+
     for block in blocks:
-        for module in block.modules():
-            if isinstance(module, MoE):
-                _compile_pieces(module, section.backend)
-            elif eager_attention and hasattr(module, "core"):
-                core: Any = module.core
-                module.core = torch.compiler.disable(core.__call__)
-        _compile_attribute(block, "forward", section.backend)
+        if eager_attention:
+            block.attention.core = torch.compiler.disable(block.attention.core.__call__)
+        if block.moe is not None:
+            _compile_pieces(block.moe, section.backend)
+            block.call_moe = call_untraced
+        block.execute = torch.compile(block.execute, backend=section.backend)
 
 
 def compile_loss(loss: Callable[..., Any], section: Compile) -> Callable[..., Any]:
@@ -79,17 +83,8 @@ def compiled_so_far() -> Compiled:
 
 
 def _compile_pieces(moe: MoE, backend: str) -> None:
-    # The attribute is looked up once per call; the orchestration between the pieces is Python.
-    moe.forward = torch.compiler.disable(moe.forward)  # type: ignore[method-assign]
-    _compile_attribute(moe.router, "forward", backend)
-    _compile_attribute(moe.router, "gating_weights", backend)
-    _compile_attribute(moe.experts, "compute", backend, dynamic=True)
+    moe.router.compile(backend=backend)
+    moe.gating_weights = torch.compile(moe.gating_weights, backend=backend)
+    moe.experts.compute = torch.compile(moe.experts.compute, backend=backend, dynamic=True)
     if moe.shared_experts is not None:
-        _compile_attribute(moe.shared_experts, "forward", backend)
-
-
-def _compile_attribute(
-    holder: nn.Module, name: str, backend: str, *, dynamic: bool | None = None
-) -> None:
-    compiled = torch.compile(getattr(holder, name), backend=backend, dynamic=dynamic)
-    setattr(holder, name, compiled)
+        moe.shared_experts.compile(backend=backend)

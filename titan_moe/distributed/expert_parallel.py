@@ -1,11 +1,12 @@
-"""Expert parallelism: the experts are cut over (ep, etp), and tokens travel to them.
+"""Expert parallelism: the experts are cut over (ep, etp), and tokens are sent to them.
 
 Each rank of an `ep` group holds a block of the experts; each rank of an `etp` group holds a slice
 of those experts' hidden dim. On entry every rank of a (dp_shard x cp x tp) block holds tokens of
 its own, so nothing here needs to know how the dense part of the model was cut.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -18,11 +19,11 @@ from titan_moe.distributed.process_groups import Traffic
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
-from titan_moe.moe.dispatch.capacity import BoundedDispatcher
-from titan_moe.moe.dispatch.deduplicated import DeduplicatedDispatcher
-from titan_moe.moe.dispatch.nodes import Nodes
+from titan_moe.moe.dispatch.capacity import CapacityDispatcher
+from titan_moe.moe.dispatch.deduplicated import DeduplicatedDispatcher, Nodes
 from titan_moe.moe.experts import Compute, Experts, ExpertWeights
 from titan_moe.moe.layer import MoE
+from titan_moe.ops.grouped_mm import GroupedMM
 
 # The dim that etp cuts of each stack: the hidden dim F. Of b2 [E, D], which is added to a sum over
 # F that the ranks share, it is D: each rank adds it to a slice.
@@ -43,51 +44,56 @@ def join_sequences(moe_layers: list[MoE], meshes: Meshes) -> None:
         moe.whole_sequences = whole_sequences
 
 
-@dataclass(frozen=True)
-class DispatchPolicy:
-    """How rows travel."""
+class DispatchOptions(NamedTuple):
+    """Which dispatcher, and what it needs to know."""
 
-    deduplicated: bool = False
-    """A token goes once to each rank, and once to each node."""
-    capacity_factor: float | None = None
-    """Of bounded buffers; None: as large as they must be."""
+    name: str = "standard"
+    """A key of `DISPATCHERS`."""
+    capacity_factor: float = 1.0
+    """Of "capacity"."""
     ranks_per_node: int | None = None
-    """None: all ranks are on one node."""
+    """Of "deduplicated"; None: all ranks are on one node."""
 
 
 def apply_expert_parallel(
-    moe_layers: list[MoE], meshes: Meshes, policy: DispatchPolicy | None = None
+    moe_layers: list[MoE], meshes: Meshes, options: DispatchOptions | None = None
 ) -> None:
-    """Cut the layers' experts over (ep, etp) and let their tokens travel. No-op at degree 1."""
+    """Cut the layers' experts over (ep, etp) and set their dispatchers. No-op at degree 1."""
     dims = meshes.dims
     if dims.ep * dims.etp == 1:
         return
     for moe in moe_layers:
         _cut_experts(moe.experts, meshes)
-        moe.dispatcher = make_dispatcher(moe.config, meshes, policy or DispatchPolicy())
+        moe.dispatcher = make_dispatcher(moe.config, meshes, options or DispatchOptions())
 
 
-def make_dispatcher(config: MoEConfig, meshes: Meshes, policy: DispatchPolicy) -> Dispatcher:
-    """One layer's dispatcher between the ranks of (ep, etp)."""
+def make_dispatcher(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:
+    """One layer's dispatcher between the ranks of (ep, etp). Raises ValueError for a name that
+    `DISPATCHERS` lacks."""
+    if options.name not in DISPATCHERS:
+        raise ValueError(f"dispatcher {options.name!r} is none of {', '.join(DISPATCHERS)}")
+    return DISPATCHERS[options.name](config, meshes, options)
+
+
+def _standard(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:
+    return AllToAllDispatcher(meshes.group("ep"), meshes.group("etp"), config)
+
+
+def _deduplicated(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:
+    nodes = nodes_of(meshes, options.ranks_per_node or meshes.dims.world_size)
+    return DeduplicatedDispatcher(meshes.group("ep"), meshes.group("etp"), config, nodes)
+
+
+def _capacity(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:
     groups = meshes.group("ep"), meshes.group("etp")
-    num_local, alignment = config.num_experts // meshes.dims.ep, config.row_alignment
-    if policy.capacity_factor is not None:
-        return BoundedDispatcher(
-            *groups,
-            num_local=num_local,
-            row_alignment=alignment,
-            top_k=config.top_k,
-            capacity_factor=policy.capacity_factor,
-        )
-    if policy.deduplicated:
-        return DeduplicatedDispatcher(
-            *groups,
-            num_local=num_local,
-            row_alignment=alignment,
-            top_k=config.top_k,
-            nodes=nodes_of(meshes, policy.ranks_per_node or meshes.dims.world_size),
-        )
-    return AllToAllDispatcher(*groups, num_local=num_local, row_alignment=alignment)
+    return CapacityDispatcher(*groups, config, options.capacity_factor)
+
+
+DISPATCHERS: dict[str, Callable[[MoEConfig, Meshes, DispatchOptions], Dispatcher]] = {
+    "standard": _standard,
+    "deduplicated": _deduplicated,
+    "capacity": _capacity,
+}
 
 
 def _cut_experts(experts: Experts, meshes: Meshes) -> None:
@@ -104,13 +110,13 @@ def on_local_shards(compute: Compute, etp_group: ProcessGroup) -> Compute:
     of D that other ranks add."""
     place, slices = etp_group.rank(), etp_group.size()
 
-    def compute_locally(rows: ExpertRows, weights: ExpertWeights) -> Tensor:
+    def compute_locally(rows: ExpertRows, weights: ExpertWeights, multiply: GroupedMM) -> Tensor:
         own = ExpertWeights(*(None if w is None else local_part(w) for w in weights))  # type: ignore[arg-type]
         if own.b2 is not None and slices > 1:
             width = own.b2.shape[1]
             around = (place * width, (slices - 1 - place) * width)
             own = own._replace(b2=F.pad(own.b2, around))
-        return compute(rows, own)
+        return compute(rows, own, multiply)
 
     return compute_locally
 

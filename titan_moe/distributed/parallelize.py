@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_moe.config.job_config import JobConfig
-from titan_moe.config.layout import Parallelism
+from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.pipeline import model_parts, module_names, schedule_of, stages_of_rank
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.distributed.compile import apply_compile, compile_loss
@@ -20,7 +19,7 @@ from titan_moe.distributed.context_parallel.apply import context_parallel_core, 
 from titan_moe.distributed.cross_entropy import VocabParallelCrossEntropy
 from titan_moe.distributed.execution import Execution, WholeModel
 from titan_moe.distributed.expert_parallel import (
-    DispatchPolicy,
+    DispatchOptions,
     apply_expert_parallel,
     join_sequences,
 )
@@ -28,17 +27,24 @@ from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.distributed.mesh import Meshes, build_meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
-from titan_moe.distributed.pipeline.stages import keep_only, stage_units
 from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
-from titan_moe.distributed.tied_weights import Ties, find_ties
+from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
+from titan_moe.models.attention_core import FlexCore, choose_core
 from titan_moe.models.config import ModelConfig, tied_weights
-from titan_moe.models.decoder import Decoder, initial_std, moe_layer_names, move_off_meta
-from titan_moe.models.layers.attention_core import AttentionCore, FlexCore, choose_core
-from titan_moe.models.layers.output import Output
+from titan_moe.models.decoder import (
+    Decoder,
+    initial_std,
+    keep_only,
+    moe_layer_names,
+    move_off_meta,
+    stage_units,
+)
+from titan_moe.models.output import Output
 from titan_moe.models.quantize import GROUPED_MM, ROW_ALIGNMENT, check_hardware, quantize
+from titan_moe.models.stats import part_weights
 from titan_moe.models.tensor_plans import DECODER
-from titan_moe.models.weights import part_weights
 from titan_moe.moe.layer import MoE
+from titan_moe.ops.attention import AttentionCore
 from titan_moe.runtime.log import logger
 
 
@@ -55,7 +61,7 @@ class ShardedModel:
     """Sequence length -> the positions of each row that this rank reads."""
     shared_by_tp: list[nn.Parameter]
     """Parameters whose gradients are still to be summed over `tp`."""
-    ties: Ties
+    tied_weights: TiedWeights
     """Copies of parameters whose gradients are still to be summed over them."""
     names: list[str]
     """Every parameter of the whole model, on whichever rank, in order; of copies, the first."""
@@ -176,7 +182,9 @@ def build_sharded_model(
         execution=_execution(parts, job, config, meshes, device),
         positions=_positions(job.parallelism, meshes),
         shared_by_tp=[named[name] for name in named if name in partial_over_tp],
-        ties=find_ties(tied_weights(config), named, _pipeline_ends(job, meshes, len(stages))),
+        tied_weights=find_tied_weights(
+            tied_weights(config), named, _pipeline_ends(job, meshes, len(stages))
+        ),
         names=names,
         stages=stages,
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
@@ -237,7 +245,7 @@ def lay_out(
     parts = _own_parts(plain, stages, job, meshes)
 
     partial_over_tp = set()
-    dispatch = _dispatch_policy(job.parallelism, ranks_per_node or meshes.dims.world_size)
+    dispatch = _dispatch_options(job.parallelism, ranks_per_node or meshes.dims.world_size)
     for part in parts:
         # 3. What multiplies in float8, while every weight is whole.
         if in_float8 := quantize(part, job.model.converters, job.quantize):
@@ -262,10 +270,11 @@ def lay_out(
     return Parts(parts, partial_over_tp, names, stages)
 
 
-def _dispatch_policy(parallelism: Parallelism, ranks_per_node: int) -> DispatchPolicy:
-    return DispatchPolicy(
-        deduplicated=parallelism.expert_parallel_comm_backend == "deduplicated",
-        capacity_factor=parallelism.expert_parallel_capacity_factor,
+def _dispatch_options(parallelism: Parallelism, ranks_per_node: int) -> DispatchOptions:
+    if (factor := parallelism.expert_parallel_capacity_factor) is not None:
+        return DispatchOptions("capacity", capacity_factor=factor)
+    return DispatchOptions(
+        parallelism.expert_parallel_comm_backend,
         ranks_per_node=parallelism.expert_parallel_ranks_per_node or ranks_per_node,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_moe.config.layout import Parallelism
+from titan_moe.config.job_config import Parallelism
 from titan_moe.config.pipeline import num_microbatches, schedule_of, stages_of_rank
 from titan_moe.config.pipeline_order import bubble_fraction
 from titan_moe.distributed.mesh import Meshes

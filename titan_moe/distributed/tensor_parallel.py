@@ -1,15 +1,16 @@
 """Tensor parallelism with sequence parallelism, applied to a plain model by a plan.
 
 Between blocks each rank holds its part of every sequence (arXiv 2205.05198). A plan names, for
-modules by pattern, how they are cut:
+modules by pattern, how they are cut; a module that is cut gives way to one of this file, with the
+same parameter names:
 
-    gather         the input's parts are gathered: the module sees all tokens
-    colwise        a Linear's outputs are cut (weight dim 0, bias dim 0)
-    rowwise        a Linear's inputs are cut (weight dim 1): partial outputs are summed and
-                   scattered to parts of the sequence; a bias is whole, added after the sum
-    vocab_rows     an Embedding's rows are cut: a token unknown here adds zeros to the sum
-    vocab_columns  gather, then an output layer of its own rows: logits are cut by vocabulary
-    heads          a module that returns its weight, a value per head, returns those of own heads
+    gather         a pre-forward hook gathers the input's parts: the module sees all tokens
+    colwise        ColumnParallelLinear
+    rowwise        RowParallelLinear
+    vocab_rows     VocabParallelEmbedding
+    vocab_columns  gather, then the output layer works on this rank's rows of its weight: logits
+                   are cut by vocabulary
+    heads          LocalHeads
 
 Whatever a plan does not cut, every tp rank holds whole, and uses for a part of the tokens or of the
 heads: its gradient is a part of a sum, which `sum_grads` completes once per step. That rule has no
@@ -34,6 +35,8 @@ from titan_moe.distributed.grad_norm import local_grads
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
+from titan_moe.ops.float8 import Float8Linear
+from titan_moe.profiling.regions import region
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], meshes: Meshes) -> set[str]:
@@ -54,7 +57,9 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], meshes: Mes
                 _refuse_routed(model, name)
                 if how not in _WAYS:
                     raise ValueError(f"{pattern}: {how!r} is none of {', '.join(_WAYS)}")
-                module.forward = _WAYS[how](module, mesh, group)
+                cut = _WAYS[how](module, mesh, group)
+                if cut is not module:
+                    model.set_submodule(name, cut)
     return _held_whole(model)
 
 
@@ -101,79 +106,104 @@ def _held_whole(model: nn.Module) -> set[str]:
     }
 
 
-def _gathered(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> Callable[..., Tensor]:
-    compute = module.forward
+class ColumnParallelLinear(nn.Module):
+    """A Linear whose outputs are cut: weight dim 0, bias dim 0."""
 
-    def forward(x: Tensor, *args: object) -> Tensor:
-        return compute(gather_tokens(x, group), *args)
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
-    return forward
+    def __init__(self, linear: Any, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.product = _product(linear)
+        for name in ("weight", "bias"):
+            self.register_parameter(name, getattr(linear, name))
+        for name, _ in list(self.named_parameters()):
+            cut_parameter(self, name, mesh, [0])
 
-
-def _colwise(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> Callable[..., Tensor]:
-    for name, _ in list(module.named_parameters()):
-        cut_parameter(module, name, mesh, [0])
-    product = _product(module)
-
-    def forward(x: Tensor) -> Tensor:
-        return product(x, local_part(module.weight), _local_bias(module))
-
-    return forward
-
-
-def _rowwise(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> Callable[..., Tensor]:
-    cut_parameter(module, "weight", mesh, [1])
-    product = _product(module)
-
-    def forward(x: Tensor) -> Tensor:
-        y = scatter_tokens(product(x, local_part(module.weight)), group)
-        return y if module.bias is None else y + module.bias
-
-    return forward
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else local_part(self.bias)
+        return self.product(x, local_part(self.weight), bias)
 
 
-def _vocab_rows(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> Callable[..., Tensor]:
-    cut_parameter(module, "weight", mesh, [0])
-    rank = dist.get_rank(group)
+class RowParallelLinear(nn.Module):
+    """A Linear whose inputs are cut (weight dim 1): partial outputs are summed and scattered to
+    parts of the sequence. A bias is whole, added after the sum."""
 
-    def forward(tokens_BS: Tensor) -> Tensor:
-        weight = local_part(module.weight)
-        row_BS = tokens_BS - rank * len(weight)
-        elsewhere_BS = (row_BS < 0) | (row_BS >= len(weight))
-        x_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), weight)
-        return scatter_tokens(x_BSD.masked_fill(elsewhere_BS[..., None], 0), group)
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
-    return forward
+    def __init__(self, linear: Any, mesh: DeviceMesh, group: ProcessGroup) -> None:
+        super().__init__()
+        self.product = _product(linear)
+        self.group = group
+        for name in ("weight", "bias"):
+            self.register_parameter(name, getattr(linear, name))
+        cut_parameter(self, "weight", mesh, [1])
 
-
-def _vocab_columns(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> Callable[..., Tensor]:
-    cut_parameter(module, "weight", mesh, [0])
-
-    def forward(x: Tensor, *args: Any) -> Tensor:
-        return module.compute(gather_tokens(x, group), local_part(module.weight), *args)
-
-    return forward
+    def forward(self, x: Tensor) -> Tensor:
+        y = scatter_tokens(self.product(x, local_part(self.weight)), self.group)
+        return y if self.bias is None else y + self.bias
 
 
-def _heads(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> Callable[..., Tensor]:
-    cut_parameter(module, "weight", mesh, [0])
-    return lambda: local_part(module.weight)
+class VocabParallelEmbedding(nn.Module):
+    """An Embedding whose rows are cut: a token unknown here adds zeros to the sum, which is
+    scattered to parts of the sequence."""
+
+    weight: nn.Parameter
+
+    def __init__(self, embedding: Any, mesh: DeviceMesh, group: ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+        self.register_parameter("weight", embedding.weight)
+        cut_parameter(self, "weight", mesh, [0])
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        with region("embedding"):
+            weight = local_part(self.weight)
+            row_BS = tokens_BS - self.group.rank() * len(weight)
+            elsewhere_BS = (row_BS < 0) | (row_BS >= len(weight))
+            x_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), weight)
+            return scatter_tokens(x_BSD.masked_fill(elsewhere_BS[..., None], 0), self.group)
 
 
-def _product(module: Any) -> Callable[..., Tensor]:
-    """What a Linear multiplies with: low precision sets another `product` before it is cut."""
-    return getattr(module, "product", F.linear)
+class LocalHeads(nn.Module):
+    """Of a module that returns its weight, a value per head: those of this rank's heads."""
+
+    weight: nn.Parameter
+
+    def __init__(self, per_head: Any, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.register_parameter("weight", per_head.weight)
+        cut_parameter(self, "weight", mesh, [0])
+
+    def forward(self) -> Tensor:
+        return local_part(self.weight)
 
 
-def _local_bias(module: Any) -> Tensor | None:
-    return None if module.bias is None else local_part(module.bias)
+def _product(linear: nn.Module) -> Callable[..., Tensor]:
+    """What a Linear multiplies with; low precision is chosen before weights are cut."""
+    return linear.product if isinstance(linear, Float8Linear) else F.linear
 
 
-_WAYS = {
+def _gathered(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> nn.Module:
+    def gather(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return gather_tokens(args[0], group), *args[1:]
+
+    module.register_forward_pre_hook(gather)
+    return module
+
+
+def _vocab_columns(output: Any, mesh: DeviceMesh, group: ProcessGroup) -> nn.Module:
+    cut_parameter(output, "weight", mesh, [0])
+    output.local_weight = local_part
+    return _gathered(output, mesh, group)
+
+
+_WAYS: Mapping[str, Callable[[Any, DeviceMesh, ProcessGroup], nn.Module]] = {
     "gather": _gathered,
-    "colwise": _colwise,
-    "rowwise": _rowwise,
-    "vocab_rows": _vocab_rows,
+    "colwise": lambda linear, mesh, group: ColumnParallelLinear(linear, mesh),
+    "rowwise": RowParallelLinear,
+    "vocab_rows": VocabParallelEmbedding,
     "vocab_columns": _vocab_columns,
-    "heads": _heads,
+    "heads": lambda per_head, mesh, group: LocalHeads(per_head, mesh),
 }

@@ -17,21 +17,21 @@ from torch.distributed import ProcessGroup
 from titan_moe.distributed.dtensor import local_part
 
 
-class Ties(NamedTuple):
-    """The ties that this rank takes part in."""
+class TiedWeights(NamedTuple):
+    """The tied weights that this rank takes part in."""
 
     copies: list[list[nn.Parameter]]
-    """For each tie the copies on this rank."""
-    followers: set[nn.Parameter]
+    """For each of them the copies on this rank."""
+    replicas: set[nn.Parameter]
     """Those that some rank counts under another name: norms leave them out."""
     partner: int | None
     """The rank of the pipeline, other than this one, that has copies too."""
 
 
-def find_ties(
+def find_tied_weights(
     groups: Sequence[Sequence[str]], parameters: Mapping[str, nn.Parameter], ends: tuple[int, int]
-) -> Ties:
-    """The ties of this rank's parameters.
+) -> TiedWeights:
+    """Those of this rank's parameters.
 
     Args:
         groups: names that are one parameter; copies stand on the first or the last stage.
@@ -44,28 +44,26 @@ def find_ties(
     ]
     rank = dist.get_rank()
     others = [end for end in ends if end != rank]
-    return Ties(
+    return TiedWeights(
         copies=[tie for tie in copies if tie],
-        followers={
-            parameters[name] for group in groups for name in group[1:] if name in parameters
-        },
+        replicas={parameters[name] for group in groups for name in group[1:] if name in parameters},
         partner=others[0] if len(others) == 1 else None,
     )
 
 
-def sum_copies(ties: Ties, group: ProcessGroup, device: torch.device) -> None:
+def sum_tied_grads(tied: TiedWeights, group: ProcessGroup, device: torch.device) -> None:
     """Give every copy the sum of all copies' gradients, in place; on two ranks at most.
 
     Two terms are added, here and there, so both ranks get the same bits.
     """
-    for copies in ties.copies:
+    for copies in tied.copies:
         for copy in copies:
             if copy.grad is None:  # No token came by.
                 copy.grad = torch.zeros_like(copy)
         grads = [local_part(copy.grad) for copy in copies]  # type: ignore[arg-type]
         total = torch.stack(grads).sum(0)
-        if ties.partner is not None:
-            total = total + _exchanged(total.to(device), ties.partner, group).to(total.device)
+        if tied.partner is not None:
+            total = total + _exchanged(total.to(device), tied.partner, group).to(total.device)
         for grad in grads:
             grad.copy_(total)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.observation import Metrics
+from titan_moe.config.job_config import Metrics
 from titan_moe.metrics.console import Console
 from titan_moe.metrics.jsonl import JsonLines
 

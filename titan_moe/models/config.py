@@ -1,9 +1,10 @@
 """Dimensions of a decoder. No torch here: checks, planners and `--help` read it."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from titan_moe.moe.config import MoEConfig
+from titan_moe.ops.local_attention import LocalAttention
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,6 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
-class LocalAttention:
-    """Layers that see the near past alone, between layers that see all of it."""
-
-    kind: Literal["window", "chunk"]
-    """'window': a token sees the last `size` tokens, itself among them (arXiv 2004.05150);
-    'chunk': a row is cut every `size` tokens, and a token sees its own piece (Llama 4)."""
-    size: int
-    global_every: int
-    """Layers global_every - 1, 2 * global_every - 1, ... see all; 0: none does."""
-    global_rotary: bool = True
-    """False: layers that see all have no positions (NoPE, arXiv 2305.19466)."""
-
-
-@dataclass(frozen=True)
 class PositionTemperature:
     """Sharper attention far into a row, where layers have no positions (arXiv 2501.19399).
 
@@ -82,6 +69,11 @@ class GQAConfig:
     temperature: PositionTemperature | None = None
     """In layers without positions."""
 
+    @property
+    def rope_dim(self) -> int:
+        """Channels of a head that positions rotate."""
+        return self.head_dim
+
 
 @dataclass(frozen=True)
 class MLAConfig:
@@ -101,10 +93,17 @@ class MLAConfig:
     norm_eps: float = 1e-6
     """Of the latents' norms, which the published code leaves at this whatever the model's own."""
 
+    sinks: ClassVar[bool] = False
+
     @property
     def num_kv_heads(self) -> int:
         """Each head has keys and values of its own, made from the shared latent."""
         return self.num_heads
+
+
+AttentionConfig = GQAConfig | MLAConfig
+"""The variants. A further one has `num_heads`, `num_kv_heads`, `rope_dim` and `sinks` too, its
+module in models/attention.py and its counts in models/stats.py."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class ModelConfig:
     vocab_size: int
     dim: int
     num_layers: int
-    attention: GQAConfig | MLAConfig
+    attention: AttentionConfig
     rope: RopeConfig
     hidden_dim: int
     """Hidden dim of the dense feed-forward layers."""
@@ -145,8 +144,7 @@ class ModelConfig:
     @property
     def local_or_sinks(self) -> bool:
         """Whether any layer's attention is more than causal."""
-        sinks = isinstance(self.attention, GQAConfig) and self.attention.sinks
-        return self.local is not None or sinks
+        return self.local is not None or self.attention.sinks
 
     def local_in(self, layer: int) -> LocalAttention | None:
         """How far a layer sees; None: the whole past."""

@@ -3,36 +3,53 @@
 Parameter names are torchtitan's: `layers.3.moe.experts.w1`, `layers.3.attention.wq.weight`, ...
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_moe.models.config import GQAConfig, ModelConfig
-from titan_moe.models.layers.attention_core import AttentionCore, CausalSdpa
-from titan_moe.models.layers.embedding import Embedding
-from titan_moe.models.layers.feed_forward import FeedForward
-from titan_moe.models.layers.gqa import GQA
-from titan_moe.models.layers.mla import MLA
-from titan_moe.models.layers.mtp import MultiTokenPrediction
-from titan_moe.models.layers.output import Output
-from titan_moe.models.layers.rope import Rope, Rotation
+from titan_moe.models.attention import build_attention
+from titan_moe.models.attention_core import CausalSdpa
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.mtp import MultiTokenPrediction
+from titan_moe.models.output import Embedding, Output
+from titan_moe.models.rope import Rope, Rotation
 from titan_moe.moe.layer import MoE
+from titan_moe.ops.attention import AttentionCore
+from titan_moe.profiling.regions import region
 
 _BIASES = ("b1", "b2", "b3")
+_ENDS = ("tok_embeddings", "norm", "output")
+
+
+class FeedForward(nn.Module):
+    """Dense SwiGLU (arXiv 2002.05202): w2 (silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):
     """Pre-norm attention, then a dense or MoE feed-forward, each added to the stream.
 
-    `local` says which of the decoder's masks is the block's.
+    `local` says which of the decoder's masks is the block's. Two attributes are strategies, set
+    once when the model is laid out: `execute` runs `compute`, maybe compiled, or recomputed in the
+    backward; `call_moe` calls the MoE layer, outside of a compiled block's graph.
     """
 
     def __init__(self, layer: int, config: ModelConfig, core: AttentionCore) -> None:
         super().__init__()
         self.local = config.local_in(layer)
-        self.attention = _attention(layer, config, core)
+        self.attention = build_attention(config.attention, config, layer, core)
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.moe: MoE | None = None
@@ -44,25 +61,28 @@ class Block(nn.Module):
             self.moe = MoE(config.dim, config.moe, shared)
         else:
             self.feed_forward = FeedForward(config.dim, config.hidden_dim)
+        self.execute: Callable[[Tensor, Rotation, Any], Tensor] = self.compute
+        self.call_moe: Callable[[MoE, Tensor], Tensor] = _call
 
     def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotation, mask)
-        feed_forward = self.feed_forward if self.moe is None else self.moe
-        assert feed_forward is not None
-        return x_BSD + feed_forward(self.ffn_norm(x_BSD))
+        return self.execute(x_BSD, rotation, mask)
+
+    def compute(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
+        h_BSD = self.attention_norm(x_BSD)
+        with region("attention"):
+            h_BSD = self.attention(h_BSD, rotation, mask)
+        x_BSD = x_BSD + h_BSD
+        h_BSD = self.ffn_norm(x_BSD)
+        if self.moe is not None:
+            return x_BSD + self.call_moe(self.moe, h_BSD)
+        assert self.feed_forward is not None
+        with region("feed_forward"):
+            h_BSD = self.feed_forward(h_BSD)
+        return x_BSD + h_BSD
 
 
-def _attention(layer: int, config: ModelConfig, core: AttentionCore) -> GQA | MLA:
-    if isinstance(config.attention, GQAConfig):
-        return GQA(
-            config.dim,
-            config.attention,
-            config.rope,
-            norm_eps=config.norm_eps,
-            core=core,
-            rotary=config.rotates(layer),
-        )
-    return MLA(config.dim, config.attention, config.rope, core=core)
+def _call(moe: MoE, x_BSD: Tensor) -> Tensor:
+    return moe(x_BSD)
 
 
 class Decoder(nn.Module):
@@ -73,9 +93,7 @@ class Decoder(nn.Module):
         self.config = config
         self.core = core or CausalSdpa()
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
-        attention = config.attention
-        rope_dim = attention.head_dim if isinstance(attention, GQAConfig) else attention.rope_dim
-        self.rope = Rope(rope_dim, config.rope)
+        self.rope = Rope(config.attention.rope_dim, config.rope)
         make_block = partial(Block, config=config, core=self.core)
         # A dict, not a list: a pipeline stage keeps the numbers of the layers that it holds.
         self.layers = nn.ModuleDict(
@@ -147,6 +165,46 @@ class Decoder(nn.Module):
         return {n: block.moe for n, block in self.blocks().items() if block.moe is not None}
 
 
+def keep_only(model: Decoder, names: Sequence[str]) -> Decoder:
+    """Turn a whole decoder into the stage of these modules, in place; returns it.
+
+    What is missing at an end passes its input on, so that the decoder's forward stays as it is and
+    takes the stream where the embedding is missing. Layers keep their numbers. Rotations stay;
+    multi-token prediction stays with the output layer.
+
+    Args:
+        names: of `config.pipeline.module_names`.
+    """
+    known = {*_ENDS, *(f"layers.{layer}" for layer in model.layers)}
+    assert set(names) <= known, f"no such modules: {sorted(set(names) - known)}"
+    for end in _ENDS:
+        if end not in names:
+            model.set_submodule(end, _PassOn())
+    for layer in list(model.layers):
+        if f"layers.{layer}" not in names:
+            del model.layers[layer]
+    if "output" not in names:
+        model.mtp = None
+    return model
+
+
+def stage_units(part: Decoder) -> list[list[nn.Module]]:
+    """A stage's FSDP units in forward order; a final norm stays with the root.
+
+    In two chains, the second that of multi-token prediction, which an evaluation leaves out.
+    """
+    units = [part.tok_embeddings, *part.layers.children(), part.output]
+    main = [unit for unit in units if not isinstance(unit, nn.Identity)]
+    return [main] if part.mtp is None else [main, list(part.mtp.layers.children())]
+
+
+class _PassOn(nn.Identity):
+    """Where a stage has no such module: its first argument."""
+
+    def forward(self, input: Tensor, *_: object) -> Tensor:
+        return input
+
+
 def moe_layer_names(config: ModelConfig) -> list[str]:
     """The names of `Decoder.moe_layers`, in order, of the whole model."""
     layers, mtp = range(config.num_layers), range(config.num_mtp_layers)
@@ -179,8 +237,8 @@ def move_off_meta(
     """Allocate a meta-device model; buffers get their first values, parameters stay unset."""
     model.to_empty(device=parameter_device)
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
+        buffers = dict(module.named_buffers(recurse=False))
+        for name, buffer in buffers.items():
             setattr(module, name, buffer.to(device))
-        init_buffers = getattr(module, "init_buffers", None)
-        if init_buffers is not None:
-            init_buffers()
+        if buffers:
+            module.init_buffers()  # type: ignore[operator]

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.sections import Model
+from titan_moe.config.job_config import Model
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.hf_family import HFCopies, HFKeys
 from titan_moe.models.registry import FAMILIES, flavors, model_config

@@ -1,22 +1,19 @@
-"""Which products of a model run in float8: a change of what modules multiply with, before anything
-cuts their weights.
+"""Which products of a model run in float8: chosen before anything cuts their weights.
 
 Parameters stay what they were, in type, name and shape. Routers stay in at least float32, since a
 rounded score sends a token elsewhere; embeddings and the output layer in the compute type.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.quantize import Quantize
-from titan_moe.moe.float8_experts import multiply_with
+from titan_moe.config.job_config import Quantize
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
-from titan_moe.ops.float8 import ROW_ALIGNMENT, Linear, float8_grouped_mm, float8_linear
+from titan_moe.ops.float8 import ROW_ALIGNMENT, Float8Linear, float8_grouped_mm, float8_linear
 
 LINEAR, GROUPED_MM = "quantize.linear.float8", "quantize.grouped_mm.float8"
 
@@ -50,8 +47,8 @@ def quantize(model: nn.Module, converters: Sequence[str], section: Quantize) -> 
     if LINEAR in converters:
         linear = section.linear.float8
         multiply = float8_linear(linear.recipe_name, emulate=linear.emulate)
-        for name, module in _linears(model, linear.filter_fqns):
-            _multiply_with(module, multiply)
+        for name, module in list(_linears(model, linear.filter_fqns)):
+            model.set_submodule(name, Float8Linear(module, multiply))
             names.append(name)
     if GROUPED_MM in converters:
         product = float8_grouped_mm(emulate=section.linear.float8.emulate)
@@ -59,7 +56,7 @@ def quantize(model: nn.Module, converters: Sequence[str], section: Quantize) -> 
             if isinstance(module, MoE) and _has_word(
                 f"{name}.experts", section.grouped_mm.float8.fqns
             ):
-                multiply_with(module, product)
+                module.experts.grouped_mm = product
                 names.append(name)
     return names
 
@@ -77,14 +74,3 @@ def _linears(model: nn.Module, left_alone: Sequence[str]) -> Iterator[tuple[str,
 
 def _has_word(name: str, words: Sequence[str]) -> bool:
     return any(word in name for word in words)
-
-
-def _multiply_with(module: Any, multiply: Linear) -> None:
-    """`product` is what tensor parallelism looks for when it cuts a Linear."""
-
-    def product(x, weight, bias=None):  # type: ignore[no-untyped-def]
-        y = multiply(x, weight)
-        return y if bias is None else y + bias
-
-    module.product = product
-    module.forward = lambda x: product(x, module.weight, module.bias)

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from titan_moe.ops.grouped_mm import grouped_mm
-from titan_moe.ops.grouped_mm_backward import grouped_mm_backward
+from titan_moe.ops.grouped_mm import GroupedMM, grouped_mm, grouped_mm_backward
 
 _CLAMP_LIMIT, _CLAMP_ALPHA = 7.0, 1.702
 
@@ -40,19 +39,37 @@ def activated_projection(
     w2_EDF: Tensor,
     offsets_E: Tensor,
     activation: Activation,
+    multiply: GroupedMM = grouped_mm,
 ) -> Tensor:
-    """grouped_mm(weights * activation(gate, up), w2): y_RD. Keeps no hidden rows.
+    """multiply(weights * activation(gate, up), w2): y_RD. With `grouped_mm` keeps no hidden rows.
 
     In a split backward the products of both gradients run twice: one function makes both.
     """
-    return _ActivatedProjection.apply(gate_RF, up_RF, weights_R1, w2_EDF, offsets_E, activation)
+    if multiply is grouped_mm:
+        return _ActivatedProjection.apply(gate_RF, up_RF, weights_R1, w2_EDF, offsets_E, activation)
+    hidden_RF = _Activated.apply(gate_RF, up_RF, activation)
+    if weights_R1 is not None:
+        hidden_RF = hidden_RF * weights_R1
+    return multiply(hidden_RF, w2_EDF, offsets_E)
 
 
-def scaled_projections(
-    x_RD: Tensor, weights_R1: Tensor, w1_EFD: Tensor, w3_EFD: Tensor, offsets_E: Tensor
+def projections(
+    x_RD: Tensor,
+    weights_R1: Tensor | None,
+    w1_EFD: Tensor,
+    w3_EFD: Tensor,
+    offsets_E: Tensor,
+    multiply: GroupedMM = grouped_mm,
 ) -> tuple[Tensor, Tensor]:
-    """grouped_mm of weights * x with w1 and with w3. Keeps x, not the weighted rows."""
-    return _ScaledProjections.apply(x_RD, weights_R1, w1_EFD, w3_EFD, offsets_E)
+    """multiply(weights * x, w) for w1 and for w3. With `grouped_mm` keeps x, not the weighted rows.
+
+    Another product keeps its operands for the backward as it needs them.
+    """
+    if weights_R1 is not None:
+        if multiply is grouped_mm:
+            return _ScaledProjections.apply(x_RD, weights_R1, w1_EFD, w3_EFD, offsets_E)
+        x_RD = x_RD * weights_R1
+    return multiply(x_RD, w1_EFD, offsets_E), multiply(x_RD, w3_EFD, offsets_E)
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -94,6 +111,20 @@ ACTIVATIONS = {
     # (arXiv 2508.10925, section 2.2, and its published reference code).
     "clamped_swiglu": Activation(_clamped_swiglu, _clamped_swiglu_and_pull),
 }
+
+
+class _Activated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, gate_RF: Tensor, up_RF: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate_RF, up_RF)
+        ctx.activation = activation  # type: ignore[attr-defined]
+        return activation.hidden(gate_RF, up_RF)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_RF: Tensor):  # type: ignore[override, no-untyped-def]
+        _, pull = ctx.activation.hidden_and_pull(*ctx.saved_tensors)
+        return *pull(grad_RF.clone()), None
 
 
 class _ActivatedProjection(torch.autograd.Function):

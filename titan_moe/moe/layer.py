@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch.base import Dispatcher, LocalDispatcher, count_experts
+from titan_moe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from titan_moe.moe.experts import Experts
+from titan_moe.moe.permute import count_experts
 from titan_moe.moe.router import Router, Scores
+from titan_moe.profiling.regions import region
 
 
 class RoutingDecision(NamedTuple):
@@ -71,10 +73,10 @@ class RoutingMemo:
 class MoE(nn.Module):
     """Routed experts, plus a shared expert that sees every token.
 
-    Four attributes are strategies, set once when the model is built: `dispatcher` by expert
+    Five attributes are strategies, set once when the model is built: `dispatcher` by expert
     parallelism; `whole_sequences`, which sums counts_BE over the ranks that hold parts of the same
-    sequences; `routing_fn`, scores_TE -> experts_TK, by routing traces; and `routing_memo`, shared
-    with the activation checkpoint around this layer.
+    sequences; `routing_fn`, scores_TE -> experts_TK, by routing traces; `gating_weights`, by
+    compile; and `routing_memo`, shared with the activation checkpoint around this layer.
 
     `counts_traffic` says whether this step's traffic is measured, which only a log reads.
 
@@ -94,6 +96,7 @@ class MoE(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher(config.row_alignment)
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
         self.routing_fn: Callable[[Tensor], Tensor] = self.router.select_experts
+        self.gating_weights: Callable[[Tensor, Tensor], Tensor] = self.router.gating_weights
         self.routing_memo = RoutingMemo()
         self.counts_traffic = True
         self.register_buffer("rows_sent", torch.empty(2, dtype=torch.int64), persistent=False)
@@ -107,27 +110,39 @@ class MoE(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_TD = x_BSD.flatten(0, 1)
-        scores = self.router(x_TD)
+        with region("route"):
+            scores = self.router(x_TD)
         scores_BSE = scores.scores_TE.unflatten(0, x_BSD.shape[:2])
         decision = self.routing_memo.decide(self.route, scores_BSE)
-        weights_TK = self.router.gating_weights(scores.scores_TE, decision.experts_TK)
+        with region("route"):
+            weights_TK = self.gating_weights(scores.scores_TE, decision.experts_TK)
         if self.training:
             loss = self._balance_loss(scores, decision.chosen_BE, x_BSD.shape[0])
             if loss is not None:
                 weights_TK = balance.attach_loss(weights_TK, loss, self.router.balance_loss)
 
-        sent = self.dispatcher.send(x_TD, weights_TK, decision.plan)
+        with region("dispatch"):
+            sent = self.dispatcher.send(x_TD, weights_TK, decision.plan)
         # Overlaps with the exchange of rows, here and in the backward.
-        shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
-        rows = self.dispatcher.receive(sent, decision.plan)
-        y_TD = self.dispatcher.combine(self.experts(rows), decision.plan)
+        shared_TD = None
+        if self.shared_experts is not None:
+            with region("shared_experts"):
+                shared_TD = self.shared_experts(x_TD)
+        with region("dispatch"):
+            rows = self.dispatcher.receive(sent, decision.plan)
+        with region("experts"):
+            y_RD = self.experts(rows)
+        with region("combine"):
+            y_TD = self.dispatcher.combine(y_RD, decision.plan)
         return (y_TD if shared_TD is None else y_TD + shared_TD).view_as(x_BSD)
 
     def route(self, scores_BSE: Tensor) -> RoutingDecision:
         """Select experts, count them (in training), and plan the dispatch."""
-        experts_TK = self.routing_fn(scores_BSE.flatten(0, 1))
+        with region("route"):
+            experts_TK = self.routing_fn(scores_BSE.flatten(0, 1))
         counts_E = count_experts(experts_TK, self.config.num_experts)
-        plan = self.dispatcher.plan(experts_TK, counts_E)  # First: what it sends is under way.
+        with region("dispatch"):  # First: what it sends is under way.
+            plan = self.dispatcher.plan(experts_TK, counts_E)
         if (dropped := self.dispatcher.dropped(plan)) is not None:
             self.rows_dropped += dropped
         chosen_BE = None

@@ -1,35 +1,41 @@
-"""Rows to expert order and back, by gathers alone.
+"""Index maps of dispatch: tokens to rows in expert order, to ranks, and past padding."""
 
-Moving tokens to rows and rows to tokens are each other's transpose, so each one's backward is the
-other's forward: nothing is ever scattered or added atomically, and a repeat gives the same bits on
-any device.
-"""
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
-from titan_moe.ops.move_rows import add_rows, copy_rows
+from titan_moe.ops.move_rows import RowMap
+from titan_moe.ops.permute_indices import PermuteIndices, max_padded_rows, permute_indices
 
 
-def gather_rows(x_TD: Tensor, source_R: Tensor, rows_TK: Tensor) -> Tensor:
-    """Copy token `source_R[r]` into row r; rows whose source is -1 become zeros.
+class SortedRows(NamedTuple):
+    """T*K rows ordered by expert; within an expert, by token."""
 
-    Args:
-        x_TD: tokens.
-        source_R: the token of each row, -1 for padding.
-        rows_TK: the inverse map, the K rows that each token was copied to; the backward adds
-            them in the order of k.
+    tokens: RowMap
+    """Rows as copies of tokens."""
+    slots: RowMap
+    """Rows as copies of flat (token, k) slots, one each."""
 
-    Returns:
-        x_RD.
+
+def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:
+    """How many of the T*K rows each expert gets: counts_E, int64, without a wait for the device.
+
+    Apart from the sort, which takes longer: counts can be exchanged meanwhile. Integers add up to
+    the same sum in any order, so that atomics do no harm here.
     """
-    return _GatherRows.apply(x_TD, source_R, rows_TK)
+    slot_N = experts_TK.flatten()
+    return slot_N.new_zeros(num_experts).scatter_add_(0, slot_N, torch.ones_like(slot_N))
 
 
-def combine_rows(y_RD: Tensor, rows_TK: Tensor, source_R: Tensor) -> Tensor:
-    """Add up each token's K rows, in the order of k: y_TD. The transpose of `gather_rows`."""
-    return _CombineRows.apply(y_RD, rows_TK, source_R)
+def sort_by_expert(experts_TK: Tensor) -> SortedRows:
+    """Order the T*K rows by expert, stably."""
+    slot_N = experts_TK.flatten().sort(stable=True).indices
+    rows_TK = invert(slot_N).view_as(experts_TK)
+    return SortedRows(
+        tokens=RowMap(slot_N // experts_TK.shape[1], rows_TK),
+        slots=RowMap(slot_N, rows_TK.view(-1, 1)),
+    )
 
 
 def invert(order_N: Tensor) -> Tensor:
@@ -39,32 +45,55 @@ def invert(order_N: Tensor) -> Tensor:
     return inverse_N
 
 
-def _copy(x_TD: Tensor, source_R: Tensor, num_real: int) -> Tensor:
-    return copy_rows(x_TD, source_R, is_padded=source_R.numel() != num_real)
+def pad_to_alignment(counts_PE: Tensor, num_rows: int, row_alignment: int) -> PermuteIndices:
+    """Padded expert-major order of `num_rows` rows received in P rank-major parts."""
+    max_rows = max_padded_rows(num_rows, counts_PE.shape[1], row_alignment)
+    return permute_indices(
+        counts_PE, num_rows=num_rows, row_alignment=row_alignment, max_rows=max_rows
+    )
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x_TD: Tensor, source_R: Tensor, rows_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_TK)
-        return _copy(x_TD, source_R, rows_TK.numel())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
-        (rows_TK,) = ctx.saved_tensors
-        return add_rows(grad_RD, rows_TK), None, None
+def row_map(permuted: PermuteIndices) -> RowMap:
+    """From received rows to padded expert-major order."""
+    return RowMap(permuted.source_R, permuted.position_R[:, None])
 
 
-class _CombineRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, y_RD: Tensor, rows_TK: Tensor, source_R: Tensor) -> Tensor:
-        ctx.save_for_backward(source_R)
-        ctx.num_real = rows_TK.numel()  # type: ignore[attr-defined]
-        return add_rows(y_RD, rows_TK)
+def follow(target_N: Tensor, source_R: Tensor) -> Tensor:
+    """target_N[source_R], with padding's -1 kept."""
+    if source_R.numel() == target_N.numel():
+        return target_N[source_R]
+    return torch.where(source_R < 0, -1, target_N[source_R.clamp_min(0)])
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_TD: Tensor):  # type: ignore[override, no-untyped-def]
-        (source_R,) = ctx.saved_tensors
-        return _copy(grad_TD, source_R, ctx.num_real), None, None
+
+def reached_ranks(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
+    """Whether a token has an expert on a rank of `num_local` experts: [T, P], bool."""
+    reached_TP = experts_TK.new_zeros(len(experts_TK), num_ranks, dtype=torch.bool)
+    return reached_TP.scatter_(1, experts_TK // num_local, True)
+
+
+def copy_to_ranks(reached_TP: Tensor, most: int) -> RowMap:
+    """A copy of each row for each rank that it reaches: rank after rank, in the order of rows.
+
+    Without a wait for the device: the map's `source_R` has room for `most` copies of each row, and
+    what follows the last copy has no meaning.
+
+    Args:
+        reached_TP: bool.
+        most: ranks that one row can reach.
+    """
+    num_rows, num_ranks = reached_TP.shape
+    # Meaningless where there is no copy, as is nth_TP: those go to one place past the end.
+    place_TP = (reached_TP.t().flatten().cumsum(0).view(num_ranks, num_rows) - 1).t()
+    nth_TP = reached_TP.cumsum(1) - 1
+    row_TP = torch.arange(num_rows, device=reached_TP.device)[:, None].expand_as(reached_TP)
+    past = num_rows * most
+    source = row_TP.new_zeros(past + 1)
+    source.scatter_(0, place_TP.where(reached_TP, past).flatten(), row_TP.flatten())
+    rows = row_TP.new_full((num_rows, most + 1), -1)
+    rows.scatter_(1, nth_TP.where(reached_TP, most), place_TP)
+    return RowMap(source[:past], rows[:, :most].contiguous())
+
+
+def starts(counts: Tensor) -> Tensor:
+    """Where each of some consecutive parts begins."""
+    return counts.cumsum(0) - counts

@@ -14,20 +14,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class Local(Protocol):
-    """How far back attention sees."""
-
-    @property
-    def kind(self) -> str:
-        """ "window": the last `size` tokens, the query's own among them; "chunk": rows are cut
-        every `size` tokens, and a query sees its own piece."""
-
-    @property
-    def size(self) -> int: ...
+from titan_moe.ops.local_attention import LocalAttention
 
 
-def first_seen(positions_S: Tensor, local: Local | None) -> Tensor:
+class AttentionCore(Protocol):
+    """What an attention layer calls between its projections."""
+
+    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> Any:
+        """The mask of a microbatch for layers that see as far as `local`; None: the whole past.
+
+        `documents_BS` numbers each row's packed documents from 0. Positions are counted in the row.
+        """
+
+    def __call__(
+        self,
+        q_BHSC: Tensor,
+        k_BHSC: Tensor,
+        v_BHSC: Tensor,
+        mask: Any,
+        scale: float,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Attend; keys and values may have fewer heads than queries. Returns o_BHSC.
+
+        Args:
+            sinks_H: a logit per query head that joins each of its softmaxes and brings no value.
+        """
+
+
+def first_seen(positions_S: Tensor, local: LocalAttention | None) -> Tensor:
     """The first position in the row that a query at each of these sees; None: all of the past."""
     if local is None:
         return torch.zeros_like(positions_S)
@@ -38,7 +53,7 @@ def first_seen(positions_S: Tensor, local: Local | None) -> Tensor:
 
 
 def first_seen_in_rows(
-    documents_BS: Tensor, local: Local | None, *, mask_documents: bool
+    documents_BS: Tensor, local: LocalAttention | None, *, mask_documents: bool
 ) -> Tensor:
     """`first_seen` of whole rows: [B, S], or [1, S] where all rows' are the same.
 

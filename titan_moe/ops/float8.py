@@ -21,19 +21,44 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from titan_moe.ops.grouped_mm import grouped_mm
+from titan_moe.ops.grouped_mm import GroupedMM, grouped_mm
 
 ROW_ALIGNMENT = 16
 """Rows of each expert, and sizes of all dims, are multiples of this for float8 units."""
 
-Linear = Callable[[Tensor, Tensor], Tensor]
-GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+LinearProduct = Callable[[Tensor, Tensor], Tensor]
 
 
-def float8_linear(recipe: str, *, emulate: bool) -> Linear:
+class Float8Linear(nn.Module):
+    """A Linear, with its parameters, that multiplies in float8 and adds a bias outside of it.
+
+    Args:
+        linear: has `weight` and `bias`, which stay what they are in type, name and shape.
+        multiply: of `float8_linear`.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, linear: nn.Linear, multiply: LinearProduct) -> None:
+        super().__init__()
+        self.multiply = multiply
+        self.weight = linear.weight  # type: ignore[assignment]
+        self.register_parameter("bias", linear.bias)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight, self.bias)
+
+    def product(self, x: Tensor, w_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        """As F.linear, of any part of the weight."""
+        y = self.multiply(x, w_FD)
+        return y if bias_F is None else y + bias_F
+
+
+def float8_linear(recipe: str, *, emulate: bool) -> LinearProduct:
     """(x [..., D], w_FD) -> x @ w_FD.T in float8, differentiable in both.
 
     Args:
@@ -55,7 +80,7 @@ def float8_linear(recipe: str, *, emulate: bool) -> Linear:
     return multiply
 
 
-def float8_grouped_mm(*, emulate: bool) -> GroupedProduct:
+def float8_grouped_mm(*, emulate: bool) -> GroupedMM:
     """As `grouped_mm`, each expert's product scaled row-wise, differentiable in both.
 
     Each expert's rows are a multiple of `ROW_ALIGNMENT`, as are both dims of the weights.

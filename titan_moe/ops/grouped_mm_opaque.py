@@ -3,15 +3,14 @@
 torch 2.13 traces its grouped GEMM in bfloat16 alone, though it computes it in float32 and float16
 too, and a loop over experts asks for their sizes, which a graph does not know. Importing this file
 registers `torch.ops.titan_moe.grouped_mm`, for `grouped_mm` to call while a graph is traced. As
-there, rows past the last offset belong to nobody.
+there, rows past the last offset belong to no expert.
 """
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from titan_moe.ops.grouped_mm import grouped_mm
-from titan_moe.ops.grouped_mm_backward import grouped_mm_backward
+from titan_moe.ops.grouped_mm import grouped_mm, grouped_mm_backward
 
 
 @torch.library.custom_op("titan_moe::grouped_mm", mutates_args=())

@@ -1,37 +1,78 @@
-"""Whole rows by index: copied to where experts want them, and added up where tokens want them.
+"""Whole rows by index: copied to where experts need them, and added up where tokens need them.
 
-One pass each over what is read and written, which is what bounds them. Both add in a fixed order
-and write each row once, so that a repeat gives the same bits on any device.
+Copying and adding are each other's transpose, so the backward of each is the forward of the other.
+Each reads and writes every row once, which is what bounds it; sums run in a fixed order and nothing
+is added atomically, so that a repeat gives the same bits on any device.
 """
 
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 
-def copy_rows(x_TD: Tensor, source_R: Tensor, *, is_padded: bool) -> Tensor:
-    """x_RD with x_TD[source_R[r]] in row r; zeros where the source is -1.
+class RowMap(NamedTuple):
+    """Which rows are copies of which tokens, by row and by token."""
 
-    Args:
-        x_TD: rows.
-        source_R: int64; which row to copy.
-        is_padded: whether there may be a -1.
+    source_R: Tensor
+    """int64: the token of each row, -1 for padding."""
+    rows_TK: Tensor
+    """int64: the rows that each token is copied to, at most K; -1 for none."""
+
+
+def gather_rows(x_TD: Tensor, row_map: RowMap) -> Tensor:
+    """x_RD with x_TD[source_R[r]] in row r, zeros in padding. Backward: `combine_rows`."""
+    return _GatherRows.apply(x_TD, row_map)
+
+
+def combine_rows(y_RD: Tensor, row_map: RowMap) -> Tensor:
+    """y_TD, the sum of each token's rows in the order of k. Backward: `gather_rows`.
+
+    Padding rows are not read. Sums of narrow types are float32 and rounded once.
     """
+    return _CombineRows.apply(y_RD, row_map)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_TD: Tensor, row_map: RowMap) -> Tensor:
+        ctx.save_for_backward(row_map.rows_TK)
+        return copy_rows(x_TD, row_map.source_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
+        (rows_TK,) = ctx.saved_tensors
+        return add_rows(grad_RD, rows_TK), None
+
+
+class _CombineRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, y_RD: Tensor, row_map: RowMap) -> Tensor:
+        ctx.save_for_backward(row_map.source_R)
+        return add_rows(y_RD, row_map.rows_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TD: Tensor):  # type: ignore[override, no-untyped-def]
+        (source_R,) = ctx.saved_tensors
+        return copy_rows(grad_TD, source_R), None
+
+
+def copy_rows(x_TD: Tensor, source_R: Tensor) -> Tensor:
+    """As `gather_rows`, without a gradient."""
     if x_TD.is_cuda:
         # Imported here: a CPU run has no Triton and no use for it.
         from titan_moe.ops.move_rows_triton import copy_rows as copy_rows_triton
 
         return copy_rows_triton(x_TD, source_R)
-    return copy_rows_reference(x_TD, source_R, is_padded=is_padded)
+    return copy_rows_reference(x_TD, source_R)
 
 
 def add_rows(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
-    """y_TD, the sum of each token's rows y_RD[rows_TK[t]], in the order of k.
-
-    Sums of narrow types are float32 and rounded once.
-
-    Args:
-        y_RD: rows.
-        rows_TK: int64, none negative; the K rows of each token.
-    """
+    """As `combine_rows`, without a gradient."""
     if y_RD.is_cuda:
         from titan_moe.ops.move_rows_triton import add_rows as add_rows_triton
 
@@ -39,18 +80,32 @@ def add_rows(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
     return add_rows_reference(y_RD, rows_TK)
 
 
-def copy_rows_reference(x_TD: Tensor, source_R: Tensor, *, is_padded: bool = True) -> Tensor:
+def copy_rows_reference(x_TD: Tensor, source_R: Tensor) -> Tensor:
     """`copy_rows` in plain torch: two passes where there is padding."""
-    if not is_padded:
+    padding_R = source_R < 0
+    if not padding_R.any():
         return x_TD.index_select(0, source_R)
-    if not len(x_TD):  # All of them are padding, and there is nothing to select from.
+    if not len(x_TD):  # index_select has nothing to select padding from.
         return x_TD.new_zeros(len(source_R), x_TD.shape[1])
     x_RD = x_TD.index_select(0, source_R.clamp_min(0))
-    return x_RD.masked_fill_((source_R < 0)[:, None], 0)
+    return x_RD.masked_fill_(padding_R[:, None], 0)
 
 
 def add_rows_reference(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
-    """`add_rows` in plain torch, by way of a [T * K, D] tensor."""
-    num_tokens, top_k = rows_TK.shape
-    y_ND = y_RD.index_select(0, rows_TK.flatten())
-    return y_ND if top_k == 1 else y_ND.unflatten(0, (num_tokens, top_k)).sum(1)
+    """`add_rows` in plain torch.
+
+    embedding_bag adds without writing the T * K rows down, in a fifth of the time of index_select
+    and sum; but it does not round narrow sums to nearest even.
+    """
+    present_TK = rows_TK >= 0
+    is_full, is_narrow = bool(present_TK.all()), y_RD.dtype.itemsize < 4
+    if is_full and (is_narrow or rows_TK.shape[1] == 1):
+        y_ND = y_RD.index_select(0, rows_TK.flatten())
+        return y_ND if rows_TK.shape[1] == 1 else y_ND.unflatten(0, rows_TK.shape).sum(1)
+    if is_narrow:
+        return add_rows_reference(y_RD.float(), rows_TK).to(y_RD.dtype)
+    if is_full:
+        return F.embedding_bag(rows_TK, y_RD, mode="sum")
+    counts_T = present_TK.sum(1)
+    starts_T = counts_T.cumsum(0) - counts_T
+    return F.embedding_bag(rows_TK[present_TK], y_RD, starts_T, mode="sum")

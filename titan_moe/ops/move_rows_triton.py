@@ -11,7 +11,7 @@ _MAX_ROWS = 512
 
 
 def copy_rows(x_TD: Tensor, source_R: Tensor) -> Tensor:
-    """As move_rows.copy_rows, padded or not."""
+    """As move_rows.copy_rows."""
     x_TD = x_TD.contiguous()
     num_rows, dim = len(source_R), x_TD.shape[1]
     x_RD = x_TD.new_empty(num_rows, dim)
@@ -92,8 +92,12 @@ def _add_rows_kernel(
     inside = is_token[:, None] & (column < DIM)[None, :]
     total = tl.zeros((TOKENS, COLUMNS), dtype=tl.float64 if WIDE else tl.float32)
     for k in tl.static_range(TOP_K):
-        row = tl.load(rows_ptr + token * TOP_K + k, mask=is_token, other=0)
-        y = tl.load(y_ptr + row[:, None] * DIM + column[None, :], mask=inside, other=0)
+        row = tl.load(rows_ptr + token * TOP_K + k, mask=is_token, other=-1)
+        y = tl.load(
+            y_ptr + row[:, None] * DIM + column[None, :],
+            mask=(row >= 0)[:, None] & inside,
+            other=0,
+        )
         total += y.to(total.dtype)
     tl.store(
         out_ptr + token[:, None] * DIM + column[None, :],

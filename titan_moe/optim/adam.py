@@ -19,7 +19,8 @@ class Adam(torch.optim.Optimizer):
 
     The arithmetic is torch's own, on plain tensors: torch.optim.AdamW sends DTensors through their
     dispatch, which takes several times as long as the update of small parameters (measured in
-    scripts/bench/loop_overhead.py). State has torch's names, shapes and placements.
+    scripts/bench/loop_overhead.py). State has torch's names, shapes and placements, and is there
+    from the start, in zeros: checkpoints hold the same tensors whatever has been trained so far.
 
     Moments of another type than the parameters' are widened for the arithmetic, some at a time, and
     rounded to nearest where they are kept. In bfloat16 a moment moves by half a unit in the last
@@ -48,19 +49,18 @@ class Adam(torch.optim.Optimizer):
         self._decoupled = decoupled
         self._how = how
         self._state_dtype = state_dtype
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = self.initial_state(group, parameter)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            parameters = [each for each in group["params"] if each.grad is not None]
-            for parameter in parameters:
-                if not self.state[parameter]:
-                    self.state[parameter] = self.zero_state(group, parameter)
-            self.update(group, parameters)
+            self.update(group, [each for each in group["params"] if each.grad is not None])
 
     def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Update a group's parameters, all with gradients and states."""
+        """Update some of a group's parameters, all with gradients."""
         limit = math.inf if self._state_dtype is None else _WIDENED_TOGETHER
         for some in _chunks(parameters, limit):
             kept = [self.moments(some, key) for key in ("exp_avg", "exp_avg_sq")]
@@ -87,7 +87,7 @@ class Adam(torch.optim.Optimizer):
             for moments, widened in zip(kept, wide, strict=True):
                 self.put_back(moments, widened)
 
-    def zero_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    def initial_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
         """What a parameter's state is before its first update."""
         device = parameter.device if self._how["fused"] else torch.device("cpu")
         step = torch.zeros((), dtype=torch.float32, device=device)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_moe.config.optimization import Optimizer
+from titan_moe.config.job_config import Optimizer
 from titan_moe.models.decoder import is_bias
 from titan_moe.optim.adam import Adam
 from titan_moe.optim.muon import MATRICES, Muon
@@ -53,15 +53,16 @@ def build_optimizer(
         "implementation": _implementation(config, {param.device.type for _, param in trainable}),
         "state_dtype": torch.bfloat16 if config.state_dtype == "bfloat16" else None,
     }
-    if config.name != "Muon":
-        return Adam(groups, **adam)
-    return Muon(
-        groups,
-        momentum=config.muon_momentum,
-        num_steps=config.muon_steps,
-        rms=config.muon_rms,
-        **adam,
-    )
+    if config.name == "Muon":
+        return Muon(
+            groups,
+            momentum=config.muon_momentum,
+            num_steps=config.muon_steps,
+            rms=config.muon_rms,
+            **adam,
+        )
+    assert config.name in ("AdamW", "Adam"), f"optimizer.name={config.name} is built nowhere"
+    return Adam(groups, **adam)
 
 
 def decays(name: str, param: nn.Parameter) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from titan_moe.config.optimization import LRScheduler
+from titan_moe.config.job_config import LRScheduler
 
 _DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,

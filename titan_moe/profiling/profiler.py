@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from titan_moe.config.observation import Profiling
+from titan_moe.config.job_config import Profiling
 from titan_moe.runtime.log import logger
 
 _MOST_EVENTS = 100_000

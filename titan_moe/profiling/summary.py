@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from titan_moe.debug.regions import REGIONS
+from titan_moe.profiling.regions import REGIONS
 from titan_moe.profiling.trace import (
     COMPILED,
     FSDP,

@@ -1,6 +1,6 @@
 """One rank's torch.profiler trace, cut into who spent which time.
 
-Forward: an instant belongs to the innermost region around it (debug/regions.py). Backward: to
+Forward: an instant belongs to the innermost region around it (profiling/regions.py). Backward: to
 the region that made the autograd node which runs, by the arrows from forward operations
 to backward ones. A region that runs inside the backward is a recomputation. FSDP names its own
 work, and so does torch.compile: a compiled layer is one region.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_moe.debug.regions import PREFIX
+from titan_moe.profiling.regions import PREFIX
 
 PHASES = ("forward", "recompute", "backward")
 COMPILED, FSDP, OTHER = "compiled", "fsdp", "other"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from titan_moe.config.sections import Comm
+from titan_moe.config.job_config import Comm
 from titan_moe.runtime.device import backend_for, pick_device
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import Launch, cpu_threads

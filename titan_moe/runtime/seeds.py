@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from titan_moe.config.observation import Debug
+from titan_moe.config.job_config import Debug
 
 
 def seed_everything(debug: Debug) -> None:

@@ -7,10 +7,9 @@ allocator take, about 5 GiB, is not.
 
 from dataclasses import astuple, dataclass
 
-from titan_moe.config.layout import ActivationCheckpoint, Parallelism
-from titan_moe.config.sections import Training
-from titan_moe.models.config import GQAConfig, ModelConfig
-from titan_moe.models.sizes import Size, part_sizes
+from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.stats import Size, attention_stats, part_sizes
 
 GIB = 2**30
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -113,14 +112,7 @@ def _kept(
 
 def _values_per_token(config: ModelConfig) -> float:
     """Elements that one token's forward through the largest layer leaves for the backward."""
-    attention = config.attention
-    if isinstance(attention, GQAConfig):
-        heads = 3 * attention.num_heads + 3 * attention.num_kv_heads
-        own = heads * attention.head_dim
-    else:
-        qk_dim = attention.nope_dim + attention.rope_dim
-        own = attention.num_heads * (3 * qk_dim + attention.nope_dim + 2 * attention.v_dim)
-        own += 2 * (attention.kv_rank + (attention.q_rank or 0))
+    own = attention_stats(config.attention, config.dim).saved
     # Gate, up, silu(gate) and their product.
     feed_forward = 4.0 * config.hidden_dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
@@ -135,14 +127,7 @@ def _values_per_token(config: ModelConfig) -> float:
 def _results_per_token(config: ModelConfig, parallelism: Parallelism) -> float:
     """Elements that recomputation by operation keeps of a token in the largest layer: the layer's
     input, attention with all it keeps, the results of products, and of the rows' two journeys."""
-    attention = config.attention
-    if isinstance(attention, GQAConfig):
-        rows = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
-        own = 2 * rows + attention.num_heads * attention.head_dim
-    else:
-        qk_dim = attention.nope_dim + attention.rope_dim
-        own = attention.num_heads * (3 * qk_dim + attention.nope_dim + 3 * attention.v_dim)
-        own += attention.kv_rank + attention.rope_dim + (attention.q_rank or 0)
+    own = attention_stats(config.attention, config.dim).results
     feed_forward = 2.0 * config.hidden_dim + config.dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
         journeys = 2 * config.dim if parallelism.expert_parallel_degree > 1 else 0

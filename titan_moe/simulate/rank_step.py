@@ -7,7 +7,7 @@ from dataclasses import replace
 from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.resolve import resolve
+from titan_moe.config.parse import resolve
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.simulate.scaling import RankFacts, measure

@@ -9,6 +9,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+TIMEOUT_S = 300.0
+"""The longest that ranks or a process are waited for, the limit of every test too."""
+
 
 class WorkerError(RuntimeError):
     """A call raised or its process died; the message holds its traceback."""

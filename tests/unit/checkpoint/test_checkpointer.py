@@ -13,7 +13,7 @@ from torch import nn
 
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.checkpointer import Checkpointer
-from titan_moe.config.sections import Checkpoint
+from titan_moe.config.job_config import Checkpoint
 from titan_moe.runtime.errors import RunError
 
 

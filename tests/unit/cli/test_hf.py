@@ -122,6 +122,7 @@ def test_bad_folders_are_one_line_and_leave_nothing(case, folder):
         assert (folder.parent / "out" / "mine").read_text() == "kept"
 
 
+@pytest.mark.slow
 def test_there_and_back_and_a_text(folder, tmp_path):
     done = run_command("hf", "import", folder, "--out", tmp_path / "imported")
     assert done.returncode == 0 and "GB/s" in done.stdout.splitlines()[-1], done.stderr

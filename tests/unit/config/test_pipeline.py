@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from titan_moe.config.layout import Parallelism
+from titan_moe.config.job_config import Parallelism
 from titan_moe.config.pipeline import (
     SCHEDULES,
     model_parts,

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.documents import write_jsonl
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.sections import Training, Validation
+from titan_moe.config.job_config import Training, Validation
 from titan_moe.data.build import build_loader, check_data
 from titan_moe.data.tokenizer import load_tokenizer
 
@@ -115,7 +115,7 @@ def test_few_documents_do_when_repeated(folder):
 
 def test_the_check_imports_neither_torch_nor_datasets():
     program = (
-        "import sys; from titan_moe.config.sections import Training, Validation; "
+        "import sys; from titan_moe.config.job_config import Training, Validation; "
         "from titan_moe.data.build import check_data; "
         "assert check_data(Training(), Validation(), 'bytes') == []; "
         "assert not {'torch', 'datasets', 'pandas', 'tokenizers'} & set(sys.modules)"

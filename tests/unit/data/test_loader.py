@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.support.documents import random_texts, slow_rows, write_jsonl
-from titan_moe.config.sections import Dataset, Training
+from titan_moe.config.job_config import Dataset, Training
 from titan_moe.data.build import build_loader
 from titan_moe.data.documents import Document
 from titan_moe.data.feed import CorpusFeed, Split, StreamFeed

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.documents import random_texts, write_jsonl
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.sections import Dataset, Training, Validation
+from titan_moe.config.job_config import Dataset, Training, Validation
 from titan_moe.data.build import build_loader, build_validation
 from titan_moe.data.packing import IGNORE_INDEX
 from titan_moe.data.tokenizer import load_tokenizer

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.observation import Metrics
+from titan_moe.config.job_config import Metrics
 from titan_moe.metrics import sinks
 from titan_moe.metrics.jsonl import read_json_lines
 

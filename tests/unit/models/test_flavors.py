@@ -5,7 +5,7 @@ import torch
 
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import FAMILIES, flavors, model_config
-from titan_moe.models.sizes import Size, part_sizes, total
+from titan_moe.models.stats import Size, part_sizes, total
 
 # In billions, as the model cards and papers say: total, active per token (None: dense), and whether
 # that last number counts the input embedding, which is looked up and not multiplied.

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.sections import Model
+from titan_moe.config.job_config import Model
 from titan_moe.models.config import Llama3Scaling, RopeConfig, YarnScaling
 from titan_moe.models.hf import (
     HFModel,

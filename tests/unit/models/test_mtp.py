@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from titan_moe.data.batch import IGNORE_INDEX, Batch
+from titan_moe.models.attention_core import DocumentSdpa
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig, tied_weights
 from titan_moe.models.decoder import Decoder, moe_layer_names
-from titan_moe.models.layers.attention_core import DocumentSdpa
 from titan_moe.moe.config import MoEConfig
 from titan_moe.train_step import look_ahead
 

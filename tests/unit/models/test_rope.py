@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from titan_moe.models import rope as rope_module
 from titan_moe.models.config import Llama3Scaling, RopeConfig, YarnScaling
-from titan_moe.models.layers import rope as rope_module
-from titan_moe.models.layers.rope import Rope, inverse_frequencies, rotate, softmax_factor
+from titan_moe.models.rope import Rope, inverse_frequencies, rotate, softmax_factor
 
 
 @pytest.mark.parametrize("pairing", ["halves", "neighbours"])

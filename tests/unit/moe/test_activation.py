@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titan_moe.moe.activation import ACTIVATIONS, activated_projection, scaled_projections
+from titan_moe.moe.activation import ACTIVATIONS, activated_projection, projections
 from titan_moe.ops.grouped_mm import grouped_mm_loop
 
 COUNTS, TAIL, D, HIDDEN = [3, 0, 5, 1], 2, 6, 4
@@ -60,7 +60,7 @@ def test_scaled_projections_are_the_plain_ones():
     torch.manual_seed(0)
     x, weights = drawn(ROWS + TAIL, D), drawn(ROWS + TAIL, 1)
     w1, w3 = drawn(len(COUNTS), HIDDEN, D), drawn(len(COUNTS), HIDDEN, D)
-    ours = scaled_projections(x, weights, w1, w3, OFFSETS)
+    ours = projections(x, weights, w1, w3, OFFSETS)
     theirs = [grouped_mm_loop(x * weights, w, OFFSETS) for w in (w1, w3)]
     compared(ours, theirs, [x, weights, w1, w3], of_rows=2)
 

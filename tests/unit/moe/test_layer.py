@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_moe.models.layers.feed_forward import FeedForward
+from titan_moe.models.decoder import FeedForward
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import ExpertRows, LocalDispatcher
 from titan_moe.moe.experts import Experts

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
-from titan_moe.models.layers.feed_forward import FeedForward
+from titan_moe.models.decoder import FeedForward
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.testing.ranks import run_ranks

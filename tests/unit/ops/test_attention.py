@@ -9,7 +9,7 @@ import torch
 from titan_moe.ops.attention import first_seen, first_seen_in_rows, is_seen, sdpa
 
 
-class Local(NamedTuple):
+class LocalAttention(NamedTuple):
     kind: str
     size: int
 
@@ -20,8 +20,8 @@ SIZES = [1, 2, 5, 12, 13, 100]
 def test_first_seen_of_a_few_positions() -> None:
     positions_S = torch.tensor([0, 3, 4, 7, 8])
     assert first_seen(positions_S, None).tolist() == [0] * 5
-    assert first_seen(positions_S, Local("window", 4)).tolist() == [0, 0, 1, 4, 5]
-    assert first_seen(positions_S, Local("chunk", 4)).tolist() == [0, 0, 4, 4, 8]
+    assert first_seen(positions_S, LocalAttention("window", 4)).tolist() == [0, 0, 1, 4, 5]
+    assert first_seen(positions_S, LocalAttention("chunk", 4)).tolist() == [0, 0, 4, 4, 8]
 
 
 @pytest.mark.parametrize("mask_documents", [True, False])
@@ -30,7 +30,7 @@ def test_rows_are_seen_pair_by_pair_as_the_rules_say(kind: str, mask_documents: 
     documents_BS = torch.tensor([[0] * 6 + [1] + [2] * 6, [0] * 13, [7] * 2 + [3] * 11])
     queries_S, keys_S = torch.tensor([2, 5, 6, 11, 12]), torch.tensor([0, 1, 4, 6, 9, 12])
     for size in SIZES:
-        local = Local(kind, size)
+        local = LocalAttention(kind, size)
         first_BS = first_seen_in_rows(documents_BS.int(), local, mask_documents=mask_documents)
         assert len(first_BS) == (3 if mask_documents else 1)
         seen = is_seen(queries_S, keys_S, first_BS[:, queries_S]).expand(3, -1, -1)

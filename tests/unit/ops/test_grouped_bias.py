@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.grouped_mm_cases import SIZES
-from titan_moe.ops.grouped_bias import add_bias
+from titan_moe.ops.grouped_mm import add_bias
 
 
 @pytest.mark.parametrize("weighted", [False, True])

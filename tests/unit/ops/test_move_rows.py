@@ -7,19 +7,30 @@ import sys
 import pytest
 import torch
 
-from tests.support.move_rows_cases import DTYPES, SIZES, check
-from titan_moe.ops.move_rows import copy_rows
+from tests.support.move_rows_cases import DTYPES, NUM_CASES, check
+from titan_moe.ops.move_rows import add_rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reference_equals_the_slow_loops(dtype: torch.dtype) -> None:
-    assert check(dtype) == len(SIZES)
+    assert check(dtype) == NUM_CASES
 
 
-def test_without_padding_rows_are_copied_in_one_pass() -> None:
-    x_TD = torch.randn(4, 3)
-    source_R = torch.tensor([3, 0, 0, 1])
-    assert torch.equal(copy_rows(x_TD, source_R, is_padded=False), x_TD[source_R])
+@pytest.mark.parametrize("lacks_some", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_terms_are_added_in_order_and_narrow_sums_rounded_once(
+    dtype: torch.dtype, lacks_some: bool
+) -> None:
+    torch.manual_seed(0)
+    y_RD = torch.randn(200, 33).to(dtype)
+    rows_TK = torch.randperm(200).view(40, 5)
+    if lacks_some:
+        rows_TK[torch.rand(40, 5) < 0.3] = -1
+    sums_TD = torch.zeros(40, 33, dtype=torch.promote_types(dtype, torch.float32))
+    for rows_T in rows_TK.t():
+        terms_TD = torch.where(rows_T[:, None] < 0, 0, y_RD[rows_T])
+        sums_TD += terms_TD
+    assert torch.equal(add_rows(y_RD, rows_TK), sums_TD.to(dtype))
 
 
 def test_triton_kernels_in_the_interpreter_equal_the_slow_loops() -> None:
@@ -32,4 +43,4 @@ def test_triton_kernels_in_the_interpreter_equal_the_slow_loops() -> None:
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) == len(SIZES) * len(DTYPES)
+    assert int(run.stdout) == NUM_CASES * len(DTYPES)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from titan_moe.config.optimization import Optimizer
+from titan_moe.config.job_config import Optimizer
 from titan_moe.optim.muon import orthogonalized
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.verify.gradients.reference import orthogonal

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_moe.config.optimization import LRScheduler
+from titan_moe.config.job_config import LRScheduler
 from titan_moe.optim.schedules import lr_factor, set_lr
 
 

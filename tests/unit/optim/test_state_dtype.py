@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from titan_moe.config.optimization import Optimizer
+from titan_moe.config.job_config import Optimizer
 from titan_moe.optim import adam as module
 from titan_moe.optim.optimizers import build_optimizer
 

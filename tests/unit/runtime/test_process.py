@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_moe.config.observation import Debug, Profiling
-from titan_moe.config.sections import Comm
+from titan_moe.config.job_config import Comm, Debug, Profiling
 from titan_moe.profiling.profiler import profiler
 from titan_moe.runtime.device import backend_for, peak_flops_of, pick_device
 from titan_moe.runtime.errors import RunError
@@ -25,9 +24,6 @@ from titan_moe.runtime.seeds import seed_everything
 
 _ALONE = """
 import datetime, os, torch, torch.distributed as dist
-from titan_moe.config.sections import Comm
-from titan_moe.runtime.launch import Launch
-from titan_moe.runtime.process import process_group, set_timeouts
 with process_group(Launch.from_environment(os.environ), Comm(), os.environ) as process:
     assert process.is_main and dist.get_world_size() == process.world_size == 1
     backend = dist.group.WORLD._get_backend(process.device)

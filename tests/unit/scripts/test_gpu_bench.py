@@ -40,6 +40,7 @@ def test_toy_sizes_run_the_same_code(name: str, tmp_path: Path, capsys) -> None:
         assert all(row["same bits"] and row["host waits"] == 0 for row in figures["rows"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, options",
     [

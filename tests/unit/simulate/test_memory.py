@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import REPO
-from titan_moe.config.layout import ActivationCheckpoint, Parallelism
-from titan_moe.config.sections import Training
+from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
 from titan_moe.simulate.memory import GIB, Memory, memory
 from titan_moe.train import prepare

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.support.commands import run_command
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.resolve import resolve
+from titan_moe.config.parse import resolve
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.simulate.fake_rank import spread_choice

@@ -7,8 +7,12 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+import torch
+
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.pieces import Stored
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
 from titan_moe.models.hf_family import HFWeight
 from titan_moe.runtime.errors import RunError
@@ -99,6 +103,13 @@ def write_as(model: HFModel, shapes: Shapes) -> dict[str, list[Stored]]:
             way = HFWeight(copy.replace("{layer}", str(layer)))
             targets[source].append(Stored(source, shapes[source], way))
     return targets
+
+
+def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Parameters and persistent buffers by name, as a checkpoint of the model has them."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def has_place(model: HFModel, name: str) -> bool:

@@ -1,44 +1,18 @@
-"""Rules about compiled layers and low precision: what they go with, and what they need."""
+"""Types, and products in low precision: what they go with, and what they need."""
 
 import importlib.util
-import shutil
-from collections.abc import Callable
 
-from titan_moe.config import pipeline
-from titan_moe.config.shape import Run
+from titan_moe.config.checks.run import Check, Run
 
 
-def _compile(run: Run) -> list[str]:
-    section, recompute = run.job.compile, run.job.activation_checkpoint
-    if not section.enable:
+def _precision(run: Run) -> list[str]:
+    training = run.job.training
+    if (training.dtype, training.mixed_precision_param) != ("bfloat16", "float32"):
         return []
-    lines = []
-    if recompute.mode == "selective" and recompute.selective_ac_option == "op":
-        lines.append(
-            "activation_checkpoint.selective_ac_option='op' keeps results of operations that "
-            "compile.enable=true fuses: choose 1, or activation_checkpoint.mode=full or none"
-        )
-    if run.job.debug.capture_step:
-        lines.append(
-            f"debug.capture_step={run.job.debug.capture_step} looks into layers that "
-            "compile.enable=true fuses: choose one"
-        )
-    degrees = run.job.parallelism
-    schedule = pipeline.SCHEDULES[degrees.pipeline_parallel_schedule]
-    piped = degrees.pipeline_parallel_degree > 1
-    if piped and schedule.splits_backward and "model" in section.components:
-        whole = [name for name, known in pipeline.SCHEDULES.items() if not known.splits_backward]
-        lines.append(
-            f"parallelism.pipeline_parallel_schedule={degrees.pipeline_parallel_schedule} splits "
-            f"the backward, which compile.enable=true makes one graph of: choose "
-            f"{' or '.join(whole)}, or compile.components=['loss']"
-        )
-    if section.backend == "inductor" and not run.num_gpus and shutil.which("g++") is None:
-        lines.append(
-            "compile.backend=inductor needs the C++ compiler g++, which was not found: install it, "
-            "or choose compile.enable=false"
-        )
-    return lines
+    return [
+        "training.mixed_precision_param=float32 cannot restore parameters stored with "
+        "training.dtype=bfloat16: choose training.dtype=float32"
+    ]
 
 
 def _float8(run: Run) -> list[str]:
@@ -99,4 +73,4 @@ def _float8_tokens(run: Run) -> list[str]:
     ]
 
 
-PRECISION_RULES: list[Callable[[Run], list[str]]] = [_compile, _float8, _float8_tokens]
+CHECKS: list[Check] = [_precision, _float8, _float8_tokens]

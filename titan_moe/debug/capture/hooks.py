@@ -5,24 +5,26 @@ made by this module alone: a tensor that goes to several goes to each as a view 
 first place that is wrong, in either direction, is the module that went wrong.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from titan_moe.debug.capture.moe_hooks import MoEHooks
 from titan_moe.debug.capture.records import Place
-from titan_moe.debug.capture.watcher import Watcher, on_gradient, replaced
+from titan_moe.debug.capture.watcher import Watcher, on_gradient
 from titan_moe.distributed.parallelize import ShardedModel
+from titan_moe.models.attention import Attention
 from titan_moe.models.decoder import Decoder
-from titan_moe.models.layers.mtp import MultiTokenPrediction
-from titan_moe.models.layers.output import Output
+from titan_moe.models.mtp import MultiTokenPrediction
+from titan_moe.models.output import Output
 from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
+from titan_moe.moe.router import Scores
 
 _CUT_OUTPUTS = ("colwise", "vocab_columns")
 _CUT_INPUTS = ("rowwise",)
@@ -30,26 +32,34 @@ _USERS = {"shares": "{} (balance losses)"}
 """Who makes the gradients of what a router returns, where it is not the router itself."""
 
 
-@contextmanager
-def watched(sharded: ShardedModel, part: Decoder, watcher: Watcher) -> Iterator[None]:
-    """See one stage's modules until the end."""
-    with ExitStack() as stack:
-        start = part.register_forward_pre_hook(watcher.begins, with_kwargs=True)
-        stack.callback(start.remove)
-        for name, module in part.named_modules():
-            for handle in _hooks(name, module, watcher):
-                stack.callback(handle.remove)
-            if isinstance(module, MoE):
-                stack.enter_context(MoEHooks(name, module, watcher, sharded).installed())
-            elif isinstance(module, Output):
-                stack.enter_context(_logits(module, watcher))
-            elif hasattr(module, "core") and module is not part:
-                core = _core(f"{name}.core", module.core, watcher)  # type: ignore[arg-type]
-                stack.enter_context(replaced(module, "core", core))
-        yield
+def watch(sharded: ShardedModel, part: Decoder, watcher: Watcher) -> Callable[[], None]:
+    """See one stage's modules until the function that this returns is called.
+
+    Wrapped strategies (attention cores, dispatchers) stay, and pass calls on from then.
+    """
+    handles = [part.register_forward_pre_hook(watcher.begins, with_kwargs=True)]
+    outputs = []
+    for name, module in part.named_modules():
+        handles += _hooks(name, module, watcher)
+        if isinstance(module, MoE):
+            handles += MoEHooks(name, module, watcher, sharded).install()
+        elif isinstance(module, Output):
+            outputs.append(module)
+            handles.append(_watch_logits(module, watcher))
+        elif isinstance(module, Attention):
+            module.core = _WatchedCore(f"{name}.core", module.core, watcher)
+
+    def end() -> None:
+        watcher.active = False
+        for output in outputs:
+            output.watch = None
+        for handle in handles:
+            handle.remove()
+
+    return end
 
 
-def _hooks(name: str, module: nn.Module, watcher: Watcher) -> list[Any]:
+def _hooks(name: str, module: nn.Module, watcher: Watcher) -> list[RemovableHandle]:
     if not name or isinstance(module, nn.Identity | nn.ModuleDict | Experts):
         return []
     cut_input, cut_output = _is(name, _CUT_INPUTS), _is(name, _CUT_OUTPUTS)
@@ -65,13 +75,14 @@ def _hooks(name: str, module: nn.Module, watcher: Watcher) -> list[Any]:
     def after(module: nn.Module, args: tuple, output: Any) -> None:
         if isinstance(output, Tensor):
             watcher.forward(name, "output", output, cut=cut_output or output.ndim == 4)
-        elif hasattr(output, "_asdict"):
+        elif isinstance(output, Scores):
             for field, x in output._asdict().items():
                 tensor = field.partition("_")[0]
                 watcher.forward(name, tensor, x)
                 watcher.backward(_USERS.get(tensor, "{}").format(name), tensor, x)
 
-    handles = [module.register_forward_pre_hook(before)]
+    # Before a hook of tensor parallelism gathers the input.
+    handles = [module.register_forward_pre_hook(before, prepend=True)]
     # What it returns are its layers' outputs, once more.
     if not isinstance(module, MultiTokenPrediction | Output):
         handles.append(module.register_forward_hook(after))
@@ -82,8 +93,7 @@ def _is(name: str, ways: tuple[str, ...]) -> bool:
     return any(how in ways and fnmatchcase(name, pattern) for pattern, how in DECODER.items())
 
 
-@contextmanager
-def _logits(module: Output, watcher: Watcher) -> Iterator[None]:
+def _watch_logits(module: Output, watcher: Watcher) -> RemovableHandle:
     """Those of the decoder, and below them those of each depth of multi-token prediction; and the
     gradients that the loss makes of them. Both come in chunks, of which none is there later."""
     logits, gradients = [], []
@@ -117,24 +127,26 @@ def _logits(module: Output, watcher: Watcher) -> Iterator[None]:
 
         on_gradient(loss, keep)
 
-    handle = module.register_forward_hook(after)
-    with replaced(module, "watch", watch):
-        yield
-    handle.remove()
+    module.watch = watch
+    return module.register_forward_hook(after)
 
 
-def _core(name: str, core: Callable[..., Tensor], watcher: Watcher) -> Callable[..., Tensor]:
+class _WatchedCore:
     """An attention core whose queries, keys, values and output are seen, head by head."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+    def __init__(self, name: str, core: Callable[..., Tensor], watcher: Watcher) -> None:
+        self._name, self._core, self._watcher = name, core, watcher
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+        name, watcher = self._name, self._watcher
+        if not watcher.active:
+            return self._core(q, k, v, *args)
         seen = []
         for tensor, x_BHSC in (("queries", q), ("keys", k), ("values", v)):
             x_BSHC = x_BHSC.transpose(1, 2)
             watcher.forward(name, tensor, x_BSHC, cut=True)
             x_BSHC = watcher.given(name, tensor, x_BSHC, cut=True)
             seen.append(x_BSHC.transpose(1, 2))
-        o_BHSC = core(*seen, *args)
+        o_BHSC = self._core(*seen, *args)
         watcher.forward(name, "output", o_BHSC.transpose(1, 2), cut=True)
         return o_BHSC
-
-    return attend

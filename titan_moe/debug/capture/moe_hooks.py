@@ -1,20 +1,20 @@
 """What an MoE layer does between its modules: choosing, weighing, dispatch, experts, combine."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from titan_moe.debug.capture.records import EXPERT_SUMS, EXPERTS, TOKENS, Place
 from titan_moe.debug.capture.sketch import sketch_rows
-from titan_moe.debug.capture.watcher import Watcher, on_gradient, recomputing, replaced
+from titan_moe.debug.capture.watcher import Watcher, on_gradient, recomputing
 from titan_moe.distributed.parallelize import ShardedModel
-from titan_moe.moe.dispatch.base import ExpertRows
+from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
 
@@ -45,34 +45,28 @@ class MoEHooks:
     """
 
     def __init__(self, name: str, moe: MoE, watcher: Watcher, sharded: ShardedModel) -> None:
-        self._name, self._moe, self._watcher = name, moe, watcher
+        self._name, self._moe, self.watcher = name, moe, watcher
         dims, rank = sharded.meshes.dims, sharded.meshes.rank
         self._rank, self._slices = rank, dims.etp
         self._chunks = count()  # Rows of one expert on one rank, in several microbatches, add up.
         self._first = dims.coordinate(rank, "ep") * moe.config.num_experts // dims.ep
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """See the layer until the end."""
-        moe = self._moe
-        with ExitStack() as stack:
-            for holder, name, around in (
-                (moe, "routing_fn", self._choosing),
-                (moe.router, "gating_weights", self._weighing),
-                (moe.dispatcher, "send", self._sending),
-                (moe.dispatcher, "receive", self._receiving),
-                (moe.dispatcher, "combine", self._combining),
-            ):
-                stack.enter_context(replaced(holder, name, around(getattr(holder, name))))
-            stack.callback(moe.experts.register_forward_pre_hook(self._before_experts).remove)
-            stack.callback(moe.experts.register_forward_hook(self._after_experts).remove)
-            yield
+    def install(self) -> list[RemovableHandle]:
+        """See the layer while the watcher is active."""
+        moe, watched = self._moe, self.watcher.watched
+        moe.routing_fn = watched(moe.routing_fn, self._choosing(moe.routing_fn))
+        moe.gating_weights = watched(moe.gating_weights, self._weighing(moe.gating_weights))
+        moe.dispatcher = _WatchedDispatcher(moe.dispatcher, self)
+        return [
+            moe.experts.register_forward_pre_hook(self._before_experts),
+            moe.experts.register_forward_hook(self._after_experts),
+        ]
 
     def _choosing(self, choose: Callable[..., Tensor]) -> Callable[..., Tensor]:
         place = Place("forward", f"{self._name}.router", "choice")
 
         def chosen(scores_TE: Tensor) -> Tensor:
-            self._watcher.order(place)  # Before what is called in it: a routing trace weighs, too.
+            self.watcher.order(place)  # Before what is called in it: a routing trace weighs, too.
             experts_TK = choose(scores_TE)
             if not recomputing():
                 self._keep_choice(place, scores_TE.detach(), experts_TK)
@@ -82,7 +76,7 @@ class MoEHooks:
 
     @torch.no_grad()
     def _keep_choice(self, place: Place, scores_TE: Tensor, experts_TK: Tensor) -> None:
-        watcher = self._watcher
+        watcher = self.watcher
         assert watcher.now is not None
         with _disable_current_modes():
             hot_TE = torch.zeros_like(scores_TE).scatter_(1, experts_TK, 1)
@@ -98,7 +92,7 @@ class MoEHooks:
             )
 
     def _weighing(self, weigh: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        name, watcher = f"{self._name}.router.weigh", self._watcher
+        name, watcher = f"{self._name}.router.weigh", self.watcher
 
         def weighed(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
             weights_TK = weigh(watcher.given(name, "scores", scores_TE), experts_TK)
@@ -114,8 +108,8 @@ class MoEHooks:
         with torch.no_grad(), _disable_current_modes():
             return weights_TK.new_zeros(size).scatter_(1, experts_TK, weights_TK.detach())
 
-    def _sending(self, send: Callable[..., Any]) -> Callable[..., Any]:
-        name, watcher = f"{self._name}.dispatcher.dispatch", self._watcher
+    def sending(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        name, watcher = f"{self._name}.dispatcher.dispatch", self.watcher
 
         def sent(x_TD: Tensor, weights_TK: Tensor, plan: Any) -> Any:
             x_TD = watcher.given(name, "tokens", x_TD)
@@ -126,7 +120,7 @@ class MoEHooks:
 
         return sent
 
-    def _receiving(self, receive: Callable[..., ExpertRows]) -> Callable[..., ExpertRows]:
+    def receiving(self, receive: Callable[..., ExpertRows]) -> Callable[..., ExpertRows]:
         name = f"{self._name}.dispatcher.dispatch"
 
         def received(sent: Any, plan: Any) -> ExpertRows:
@@ -140,18 +134,18 @@ class MoEHooks:
     def _weights_backward(self, name: str, weights_TK: Tensor) -> None:
         if recomputing():
             return
-        place, now, experts_TK = Place("backward", name, "weights"), self._watcher.now, self._chosen
+        place, now, experts_TK = Place("backward", name, "weights"), self.watcher.now, self._chosen
         assert now is not None
-        self._watcher.order(place)
+        self.watcher.order(place)
 
         def keep(grad_TK: Tensor) -> None:
             x_TE = self._by_expert(grad_TK, experts_TK)
-            self._watcher.keep(place, now, x_TE, cut=False, gradient=True)
+            self.watcher.keep(place, now, x_TE, cut=False, gradient=True)
 
         on_gradient(weights_TK, keep)
 
-    def _combining(self, combine: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        name, watcher = f"{self._name}.dispatcher.combine", self._watcher
+    def combining(self, combine: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        name, watcher = f"{self._name}.dispatcher.combine", self.watcher
 
         def combined(y_RD: Tensor, plan: Any) -> Tensor:
             if y_RD.requires_grad:
@@ -181,7 +175,7 @@ class MoEHooks:
     def _forward(
         self, name: str, tensor: str, x_RF: Tensor, rows: ExpertRows, *, whole: bool
     ) -> None:
-        if (phase := self._watcher.phase) is not None:
+        if (phase := self.watcher.phase) is not None:
             self._keep(Place(phase, name, tensor), x_RF, rows, whole=whole)
 
     def _backward(
@@ -190,7 +184,7 @@ class MoEHooks:
         if recomputing():
             return
         place = Place("backward", name, tensor)
-        self._watcher.order(place)
+        self.watcher.order(place)
         on_gradient(x_R, lambda grad: self._keep(place, grad, rows, whole=whole))
 
     @torch.no_grad()
@@ -210,7 +204,7 @@ class MoEHooks:
             sums = sketches.new_zeros(len(rows.offsets_E), sketches.shape[1])
             sums.index_add_(0, expert_R[mine_R], sketches)
             experts = torch.arange(self._first, self._first + len(sums))
-            watcher = self._watcher
+            watcher = self.watcher
             watcher.records.add(
                 place,
                 EXPERTS if whole or self._slices == 1 else EXPERT_SUMS,
@@ -219,3 +213,32 @@ class MoEHooks:
                 part=self._rank << 32 | next(self._chunks),
                 values=sums / self._slices if whole else sums,
             )
+
+
+class _WatchedDispatcher(Dispatcher):
+    """Another dispatcher, of which a layer's hooks see what is sent, received and combined."""
+
+    def __init__(self, plain: Dispatcher, hooks: MoEHooks) -> None:
+        self._plain = plain
+        watched = hooks.watcher.watched
+        self._send = watched(plain.send, hooks.sending(plain.send))
+        self._receive = watched(plain.receive, hooks.receiving(plain.receive))
+        self._combine = watched(plain.combine, hooks.combining(plain.combine))
+
+    def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
+        return self._plain.traffic(experts_TK, counts_E)
+
+    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> Any:
+        return self._plain.plan(experts_TK, counts_E)
+
+    def send(self, x_TD: Tensor, weights_TK: Tensor, plan: Any) -> Any:
+        return self._send(x_TD, weights_TK, plan)
+
+    def receive(self, sent: Any, plan: Any) -> ExpertRows:
+        return self._receive(sent, plan)
+
+    def combine(self, y_RD: Tensor, plan: Any) -> Tensor:
+        return self._combine(y_RD, plan)
+
+    def dropped(self, plan: Any) -> Tensor | None:
+        return self._plain.dropped(plan)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from titan_moe.data.batch import Batch, fingerprints
-from titan_moe.debug.capture.hooks import watched
+from titan_moe.debug.capture.hooks import watch
 from titan_moe.debug.capture.records import NUMBERS, PHASES, TENSOR, TOKENS, Kind, Place, Records
 from titan_moe.debug.capture.sketch import sketch_box, sketch_experts, sketch_rows
 from titan_moe.debug.capture.tokens import Microbatch as Tokens
@@ -45,7 +45,7 @@ class StepCapture:
         self._sharded, self._optimizer = sharded, optimizer
         self._step, self._dtype = step, compute_dtype
         self._records = Records()
-        self._hooks = ExitStack()
+        self._watches = ExitStack()
         self._rows: list[int] = []
         dims, rank = sharded.meshes.dims, sharded.meshes.rank
         self._rank = rank
@@ -55,7 +55,7 @@ class StepCapture:
         self._routers("start")
         for part, stage in zip(sharded.parts, self._stages, strict=True):
             watcher = Watcher(self._records, stage, self._tokens_of, interleaved=dims.pp > 1)
-            self._hooks.enter_context(watched(sharded, part, watcher))
+            self._watches.callback(watch(sharded, part, watcher))
 
     def reads(self, batch: Batch, rows: Microbatch) -> None:
         """Before the forward of these rows: what this rank reads of them."""
@@ -80,7 +80,7 @@ class StepCapture:
 
     def accumulated(self) -> None:
         """After all backwards and all sums of gradients over ranks, before clipping."""
-        self._hooks.close()
+        self._watches.close()
         self._parameters("gradient", "gradient", _gradient)
         for number, name in enumerate(self._sharded.all_moe_layers()):
             if (moe := self._sharded.moe_layers().get(name)) is not None:
@@ -90,16 +90,17 @@ class StepCapture:
 
     def updated(self, result: StepResult) -> None:
         """After the update, or where the step makes none."""
+        logged = result.metrics or {}
         for number, (name, value) in enumerate(
             {
                 "num_targets": result.num_targets,
                 "loss": result.loss,
-                "mtp_loss": result.mtp_loss,
+                "mtp_loss": logged.get("mtp_loss"),
             }.items()
         ):
             if value is not None:
                 self._number(Place("loss", "", name), [value], (number, 0))
-        self._number(Place("loss", "", "balance_loss"), [result.balance_loss], (4, 0))
+        self._number(Place("loss", "", "balance_loss"), [logged.get("balance_loss")], (4, 0))
         self._number(Place("norm", "", "grad_norm"), [result.grad_norm], (0, 0))
         if result.counts_LE is not None:
             layers = self._sharded.all_moe_layers()
@@ -114,7 +115,7 @@ class StepCapture:
 
     def write(self, folder: Path) -> None:
         """This rank's file. The hooks are gone."""
-        self._hooks.close()
+        self._watches.close()
         dims = self._sharded.meshes.dims
         axes = dict.fromkeys((*DENSE_AXES, *SPARSE_AXES))
         facts: dict[str, Any] = {
@@ -196,8 +197,7 @@ class StepCapture:
 
 def _moments(optimizer: Optimizer) -> list[str]:
     """The kinds of them. Of what a parameter has none of, zeros are told."""
-    muon = any(group["name"] == "matrices" for group in optimizer.param_groups)
-    return ["exp_avg", "exp_avg_sq", *["momentum_buffer"] * muon]
+    return sorted({key for state in optimizer.state.values() for key in state} - {"step"})
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:

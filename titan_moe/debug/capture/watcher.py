@@ -1,7 +1,6 @@
 """Records what passes by in a step, as hooks hand it over."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +19,8 @@ class Watcher:
         microbatch: of the documents that a stage's forward is given, the rows that they are.
         interleaved: whether other forwards run between one and its backward, so that a
             recomputation would not be known by its rows.
+
+    Until `active` is cleared: what was put in a strategy's place (`watched`) then passes calls on.
     """
 
     def __init__(
@@ -34,12 +35,17 @@ class Watcher:
         self.stage = stage
         self._find = microbatch
         self._interleaved = interleaved
+        self.active = True
         self.now: Microbatch | None = None
         self._numbers: dict[Place, int] = {}
 
     def begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before the stage's forward: which rows it is about."""
         self.now = self._find(kwargs["documents_BS"])
+
+    def watched(self, plain: Callable[..., Any], seen: Callable[..., Any]) -> Callable[..., Any]:
+        """A strategy to take the place of `plain`: `seen` while this watcher is active."""
+        return lambda *args: (seen if self.active else plain)(*args)
 
     def order(self, place: Place) -> tuple[int, int]:
         """Places are numbered as a forward comes by them."""
@@ -101,18 +107,3 @@ def on_gradient(x: Tensor, keep: Callable[[Tensor], None]) -> None:
             keep(grad)
 
     x.register_hook(hook)  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def replaced(holder: Any, name: str, value: object) -> Iterator[None]:
-    """An attribute of an object, replaced until the end; a method by a plain function."""
-    own = name in vars(holder)
-    before = getattr(holder, name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(holder, name, before)
-        else:
-            delattr(holder, name)

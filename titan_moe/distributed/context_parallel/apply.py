@@ -14,7 +14,7 @@ much of the past on every rank. Either way a rank's positions ascend.
 """
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,23 +24,8 @@ from torch.distributed import ProcessGroup
 from titan_moe.distributed.collectives import all_to_all_rows, gather_parts, reduce_scatter_rows
 from titan_moe.distributed.context_parallel.blocks import Block, BlockAttention, choose_blocks
 from titan_moe.distributed.context_parallel.ring import Ring, Step, ring_attention
-from titan_moe.ops.attention import Local, first_seen
-
-
-class Core(Protocol):
-    """What attention layers call: masks per microbatch, then o_BHSC per layer."""
-
-    def mask(self, documents_BS: Tensor, local: Local | None = None) -> Any: ...
-
-    def __call__(
-        self,
-        q_BHSC: Tensor,
-        k_BHSC: Tensor,
-        v_BHSC: Tensor,
-        mask: Any,
-        scale: float,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor: ...
+from titan_moe.ops.attention import AttentionCore, first_seen
+from titan_moe.ops.local_attention import LocalAttention
 
 
 def local_positions(seq_len: int, cp_size: int, cp_rank: int, *, balanced: bool) -> Tensor:
@@ -54,14 +39,14 @@ def local_positions(seq_len: int, cp_size: int, cp_rank: int, *, balanced: bool)
 
 
 def context_parallel_core(
-    plain: Core,
+    plain: AttentionCore,
     *,
     group: ProcessGroup,
     method: str,
     balanced: bool,
     mask_documents: bool,
     device_type: str,
-) -> Core:
+) -> AttentionCore:
     """The core for attention layers whose tokens are cut over `group`.
 
     Its `mask` takes the documents of whole rows [B, S], the same on every rank of the group; its
@@ -95,7 +80,7 @@ class AllGather:
         self._group = group
         self._balanced = balanced
 
-    def mask(self, documents_BS: Tensor, local: Local | None = None) -> list[Block]:
+    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> list[Block]:
         seq_len = documents_BS.shape[1]
         queries_S = local_positions(
             seq_len, self._group.size(), self._group.rank(), balanced=self._balanced
@@ -118,12 +103,12 @@ class AllGather:
 class Ulysses:
     """Whole rows for a share of the heads, between two all-to-alls."""
 
-    def __init__(self, plain: Core, group: ProcessGroup, *, balanced: bool) -> None:
+    def __init__(self, plain: AttentionCore, group: ProcessGroup, *, balanced: bool) -> None:
         self._plain = plain
         self._group = group
         self._balanced = balanced
 
-    def mask(self, documents_BS: Tensor, local: Local | None = None) -> Any:
+    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> Any:
         return self._plain.mask(documents_BS, local)
 
     def __call__(  # type: ignore[no-untyped-def]
@@ -161,7 +146,7 @@ class RingAttention:
         self._group = group
         self._balanced = balanced
 
-    def mask(self, documents_BS: Tensor, local: Local | None = None) -> list[Step]:
+    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> list[Step]:
         seq_len, size, rank = documents_BS.shape[1], self._group.size(), self._group.rank()
         positions = partial(local_positions, seq_len, size, balanced=self._balanced)
         seen = seen_ranks(seq_len, size, local, balanced=self._balanced)
@@ -186,7 +171,7 @@ class RingAttention:
 
 
 def seen_ranks(
-    seq_len: int, cp_size: int, local: Local | None, *, balanced: bool
+    seq_len: int, cp_size: int, local: LocalAttention | None, *, balanced: bool
 ) -> list[set[int]]:
     """The ranks that each rank's queries see keys of, whatever the documents."""
     held = _chunks_of_ranks(cp_size, balanced)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from titan_moe.ops.attention import Flex, Local, first_seen_in_rows, is_seen, sdpa
+from titan_moe.ops.attention import Flex, first_seen_in_rows, is_seen, sdpa
+from titan_moe.ops.local_attention import LocalAttention
 
 
 class Block(NamedTuple):
@@ -39,7 +40,11 @@ class BlockAttention(Protocol):
     """How a device attends within a block. Keys and values may have fewer heads than queries."""
 
     def blocks(
-        self, documents_BS: Tensor, queries_S: Tensor, keys_S: Tensor, local: Local | None = None
+        self,
+        documents_BS: Tensor,
+        queries_S: Tensor,
+        keys_S: Tensor,
+        local: LocalAttention | None = None,
     ) -> list[Block]:
         """Blocks that hold all visible pairs once, in the queries' order.
 
@@ -86,7 +91,11 @@ class ExplicitBlocks:
         self._mask_documents = mask_documents
 
     def blocks(
-        self, documents_BS: Tensor, queries_S: Tensor, keys_S: Tensor, local: Local | None = None
+        self,
+        documents_BS: Tensor,
+        queries_S: Tensor,
+        keys_S: Tensor,
+        local: LocalAttention | None = None,
     ) -> list[Block]:
         first_BS = first_seen_in_rows(documents_BS, local, mask_documents=self._mask_documents)
         half = len(queries_S) // 2
@@ -132,7 +141,11 @@ class FlexBlocks:
         self._flex = Flex(compiled=compiled)
 
     def blocks(
-        self, documents_BS: Tensor, queries_S: Tensor, keys_S: Tensor, local: Local | None = None
+        self,
+        documents_BS: Tensor,
+        queries_S: Tensor,
+        keys_S: Tensor,
+        local: LocalAttention | None = None,
     ) -> list[Block]:
         first_BS = first_seen_in_rows(documents_BS, local, mask_documents=self._mask_documents)
         queries_S, keys_S = queries_S.to(first_BS.device), keys_S.to(first_BS.device)

@@ -22,6 +22,8 @@ from torch.distributed.pipelining.schedules import (
     _wait_batch_p2p,
 )
 
+from titan_moe.distributed.collectives import OverlapHook
+
 _FORWARD, _BACKWARD = "forward", "backward"
 _OTHER = {_FORWARD: _BACKWARD, _BACKWARD: _FORWARD}
 
@@ -30,8 +32,8 @@ class _AbandonedError(Exception):
     """The other half failed."""
 
 
-class Alternation:
-    """Two halves that take turns; the `Turns` of the dispatchers they run through.
+class Alternation(OverlapHook):
+    """Two halves that take turns; the overlap hook of the dispatchers that they run through.
 
     The forward runs in the caller's thread and begins; the backward in one that is kept, on the
     caller's device. Where autograd runs the backward's nodes in another thread (CUDA), those wait

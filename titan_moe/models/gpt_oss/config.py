@@ -1,14 +1,9 @@
 """gpt-oss dimensions (arXiv 2508.10925), from the config.json of openai/gpt-oss-20b and
 openai/gpt-oss-120b."""
 
-from titan_moe.models.config import (
-    GQAConfig,
-    LocalAttention,
-    ModelConfig,
-    RopeConfig,
-    YarnScaling,
-)
+from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig, YarnScaling
 from titan_moe.moe.config import MoEConfig
+from titan_moe.ops.local_attention import LocalAttention
 
 # Cosines and sines times 0.1 ln(factor) + 1, softmax untouched: YaRN as its paper has it.
 _ROPE = RopeConfig(

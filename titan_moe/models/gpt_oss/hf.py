@@ -3,7 +3,7 @@
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.models.config import GQAConfig, LocalAttention, ModelConfig, RopeConfig
+from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
 from titan_moe.models.hf_family import (
     BLOCK_NORMS,
     EMBEDDINGS,
@@ -22,6 +22,7 @@ from titan_moe.models.hf_family import (
     rope_to_hf,
 )
 from titan_moe.moe.config import MoEConfig
+from titan_moe.ops.local_attention import LocalAttention
 
 MODEL_TYPES = ("gpt_oss",)
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)

@@ -8,12 +8,12 @@ of blended channels) and in length (262,144 tokens): import it from its own conf
 from titan_moe.models.config import (
     GQAConfig,
     Llama3Scaling,
-    LocalAttention,
     ModelConfig,
     PositionTemperature,
     RopeConfig,
 )
 from titan_moe.moe.config import MoEConfig
+from titan_moe.ops.local_attention import LocalAttention
 
 FLAVORS: dict[str, ModelConfig] = {
     # For proving layouts: heads, experts and widths divide by 8, every feature and loss is on, and

@@ -4,7 +4,7 @@ one (`llama4`), whose vision tower is left out. Goes out as the text model."""
 from dataclasses import replace
 from typing import Any
 
-from titan_moe.models.config import GQAConfig, LocalAttention, ModelConfig, PositionTemperature
+from titan_moe.models.config import GQAConfig, ModelConfig, PositionTemperature
 from titan_moe.models.hf_family import (
     BLOCK_NORMS,
     EMBEDDINGS,
@@ -23,6 +23,7 @@ from titan_moe.models.hf_family import (
     rope_to_hf,
 )
 from titan_moe.moe.config import MoEConfig
+from titan_moe.ops.local_attention import LocalAttention
 
 MODEL_TYPES = ("llama4", "llama4_text")
 IGNORED = ("vision_model.*", "multi_modal_projector.*", "*.rotary_emb.inv_freq")

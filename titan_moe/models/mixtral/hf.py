@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from titan_moe.models.config import GQAConfig, LocalAttention, ModelConfig
+from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.hf_family import (
     BLOCK_NORMS,
     EMBEDDINGS,
@@ -20,6 +20,7 @@ from titan_moe.models.hf_family import (
     rope_to_hf,
 )
 from titan_moe.moe.config import MoEConfig
+from titan_moe.ops.local_attention import LocalAttention
 
 MODEL_TYPES = ("mixtral",)
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)

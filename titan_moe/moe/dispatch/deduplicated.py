@@ -1,13 +1,13 @@
-"""The deduplicating dispatcher: a token travels once to each rank that holds experts of its own.
+"""The deduplicating dispatcher: a token is sent once to each rank that holds experts of its own.
 
-There it is copied to its experts' rows, and their weighted outputs are added up before one row goes
-home, where the ranks' rows are added. Of each of the T*K (token, expert) choices only its routing
-weight and the number of its row travel, 4 to 8 bytes beside a row's thousands.
+There it is copied to its experts' rows, and their weighted outputs are added up before one row is
+sent back, where the ranks' rows are added. Of each of the T*K (token, expert) choices only its
+routing weight and the number of its row are sent, 4 to 8 bytes beside a row's thousands.
 
-Where an ep group spans several nodes, a token travels once to each node, to the rank that stands
-there where its own rank stands here, and from that rank on to the node's ranks. Outputs are added
-up on that rank before they leave the node. (Hierarchical dispatch, as in DeepSeek's DeepEP library
-and arXiv 2412.19437, section 3.2.2; the planning by one exchange of counts is ours.)
+Where an ep group spans several nodes, a token is sent once to each node, to the rank in the place
+of its own rank there, and from that rank on to the node's ranks. Outputs are added up on that rank
+before they leave the node. (Hierarchical dispatch, as in DeepSeek's DeepEP library and arXiv
+2412.19437, section 3.2.2; the planning by one exchange of counts is ours.)
 """
 
 from typing import NamedTuple
@@ -16,132 +16,100 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import (
-    Exchange,
-    NoTurns,
-    Travelling,
-    Turns,
-    all_gather_rows,
-    gather_parts,
-    reduce_scatter_rows,
-    start_rows,
-    wait_rows,
+from titan_moe.distributed.collectives import AllToAll, Pending, exchange_counts, to_host
+from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.dispatch.exchange import (
+    ExchangeDispatcher,
+    ExchangePlan,
+    ExpertOrder,
+    Hop,
+    Route,
 )
-from titan_moe.distributed.numbers import Told, tell, tell_table, to_host
-from titan_moe.moe.dispatch.all_to_all import reached
-from titan_moe.moe.dispatch.base import (
-    Dispatcher,
-    ExpertRows,
-    Later,
-    SortedTokens,
-    count_experts,
+from titan_moe.moe.permute import (
+    copy_to_ranks,
     follow,
     pad_to_alignment,
+    reached_ranks,
+    row_map,
     sort_by_expert,
-)
-from titan_moe.moe.dispatch.nodes import Nodes
-from titan_moe.moe.permute import gather_rows
-from titan_moe.moe.ragged import (
-    Copies,
-    Spread,
-    add_ragged,
-    copy_ragged,
-    most_first,
-    spread,
     starts,
 )
+from titan_moe.ops.move_rows import RowMap
 
 
-class Hop(NamedTuple):
-    """One exchange of rows, each copied to every rank that it goes to."""
+class Nodes(NamedTuple):
+    """An ep group of A nodes of G ranks each."""
 
-    copies: Copies
-    sent: list[int]
-    received: list[int]
-    group: ProcessGroup
+    across: ProcessGroup
+    """The ranks in this rank's place on their nodes, node after node."""
+    within: ProcessGroup
+    """The ranks of this node."""
 
+    def by_node(self, x_TP: Tensor) -> Tensor:
+        """[T, P] -> [T, A, G]."""
+        return x_TP.unflatten(1, (-1, self.within.size()))
 
-class Arrival(NamedTuple):
-    """What becomes known when the ranks' counts have arrived."""
+    def counts_to_send(self, reached_TP: Tensor) -> Tensor:
+        """For the ranks in this rank's place, [P, 1 + G]: of this rank's tokens, how many go to
+        their node, and how many to each rank there; zeros for the other ranks."""
+        reached_TAG = self.by_node(reached_TP)
+        counts_AG = torch.cat([reached_TAG.any(2).sum(0)[:, None], reached_TAG.sum(0)], 1)
+        sent_AG = counts_AG.new_zeros(len(counts_AG), self.within.size(), counts_AG.shape[1])
+        sent_AG[:, self.within.rank()] = counts_AG
+        return sent_AG.flatten(0, 1)
 
-    first: Hop
-    second: Later[Hop] | None
-    """From the rank on a node to its other ranks."""
-    choices_sent: list[int]
-    choices_received: list[int]
-    rows_gathered: list[int]
-    """Rows of each rank of the etp group."""
-    choices_gathered: list[int]
-    expansion: Later["Expansion"]
+    def counts_received(self, received_P: Tensor, rows_P: Tensor) -> list[Tensor]:
+        """Rows that come from each node [A]; of these, how many go on to each rank here [G]; rows
+        that come here by way of each rank [G].
 
-
-class Expansion(NamedTuple):
-    """From gathered rows to padded expert-major order."""
-
-    copies: Copies
-    choice_R: Tensor
-    """The gathered (token, expert) choice of each padded row, -1 for padding."""
-    position_N1: Tensor
-    """The padded row of each gathered choice."""
-    offsets_E: Tensor
-
-
-class DeduplicatedPlan(NamedTuple):
-    """Where rows go."""
-
-    tokens: SortedTokens
-    arrival: Later[Arrival]
-
-
-class RowsUnderWay(NamedTuple):
-    """Rows and their choices' weights on their way over ep."""
-
-    x_MD: Travelling
-    weights_N1: Travelling
+        Args:
+            received_P: the `counts_to_send` of all ranks.
+            rows_P: rows of each rank that are for this one.
+        """
+        size = self.within.size()
+        received_A = received_P.unflatten(0, (-1, size))[:, self.within.rank()]
+        through_G = rows_P.unflatten(0, (-1, size)).sum(0)
+        return [received_A[:, 0], received_A[:, 1:].sum(0), through_G]
 
 
 class _Draft(NamedTuple):
-    """What a plan is made of while counts travel."""
+    """What a route is made of while counts are exchanged."""
 
-    spread: Spread
-    """Of this rank's tokens, to ranks or to nodes."""
+    copies: RowMap
+    """Of this rank's tokens, to ranks or to nodes: as `copy_to_ranks` returns it."""
+    copies_P: Tensor
+    """How many for each."""
     reached_TP: Tensor
     row_N: Tensor
     """int32: of each choice, in the order of experts, its row among those that its rank is sent
     from here, times J, plus how many of that row's choices come before it."""
 
 
-class DeduplicatedDispatcher(Dispatcher):
-    """As `AllToAllDispatcher`, but for how often a row travels.
+class DeduplicatedDispatcher(ExchangeDispatcher):
+    """As `AllToAllDispatcher`, but for how often a row is sent.
 
-    Sums are in a fixed order: on the experts' rank by k, on the way home by rank. In narrow types
-    each rank's sum is rounded once more than the standard dispatcher would, to travel.
+    Sums are in a fixed order: on the experts' rank by k, on the way back by rank. In narrow types
+    each rank's sum is rounded once more than the standard dispatcher would, to be sent.
 
     Args:
-        top_k: experts of a token, all different.
-        nodes: left out if all of the ep group, or each rank of it alone, are on one node.
+        nodes: None if all of the ep group, or each rank of it alone, are on one node.
     """
 
     def __init__(
         self,
         ep_group: ProcessGroup,
         etp_group: ProcessGroup,
-        *,
-        num_local: int,
-        row_alignment: int,
-        top_k: int,
+        config: MoEConfig,
         nodes: Nodes | None = None,
     ) -> None:
-        self.ep_group, self.etp_group = ep_group, etp_group
-        self.num_local, self.row_alignment = num_local, row_alignment
-        self.top_k, self.nodes = top_k, nodes
-        self.turns: Turns = NoTurns()
-        self._most_here = min(top_k, num_local)
+        super().__init__(ep_group, etp_group, config)
+        self.nodes = nodes
+        self._most_here = min(self.top_k, self.num_local)
         """J: experts of a token on one rank."""
 
     def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
-        """As the protocol says; where there are nodes, of what travels between nodes alone."""
-        reached_TP = self._reached(experts_TK)
+        """As the protocol says; where there are nodes, of what is sent between nodes alone."""
+        reached_TP = reached_ranks(experts_TK, self.num_local, self.ep_group.size())
         if self.nodes is not None:
             on_nodes_A = self.nodes.by_node(reached_TP).any(2).sum(0)
             sent = on_nodes_A.sum() - on_nodes_A[self.nodes.across.rank()]
@@ -150,193 +118,139 @@ class DeduplicatedDispatcher(Dispatcher):
             sent = self.etp_group.size() * rows_P.sum() - rows_P[self.ep_group.rank()]
         return sent.expand(2)
 
-    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> DeduplicatedPlan:
-        degree, most = self.ep_group.size(), self._most_here
-        destination_TK = experts_TK // self.num_local
-        reached_TP = self._reached(experts_TK)
-        same_TKK = destination_TK[:, :, None] == destination_TK[:, None]
-        nth_TK = same_TKK.tril(-1).sum(2)
-        # What ranks tell each other: choices by expert, rows by how many choices they have.
-        nth_PJ = count_experts(destination_TK * most + nth_TK, degree * most).view(degree, most)
-        told = [counts_E.view(degree, -1), nth_PJ]
+    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
+        degree = self.ep_group.size()
+        reached_TP = reached_ranks(experts_TK, self.num_local, degree)
+        # Exchanged first: choices by expert, rows, and what nodes need to know.
+        counts = [counts_E.view(degree, -1), reached_TP.sum(0)[:, None]]
         if self.nodes is not None:
-            told.append(self.nodes.told(reached_TP, min(self.top_k, self.nodes.within.size())))
-        told_P = torch.cat(told, 1)
-        heard = tell_table(told_P, self.ep_group)
+            counts.append(self.nodes.counts_to_send(reached_TP))
+        sent_PX = torch.cat(counts, 1)
+        received = exchange_counts(sent_PX, self.ep_group)
 
-        tokens = sort_by_expert(experts_TK)
-        row_TK = (reached_TP.cumsum(0) - 1).gather(1, destination_TK) * most + nth_TK
-        if self.nodes is None:
-            spread_out = spread(reached_TP, min(self.top_k, degree))
+        _, slots = sort_by_expert(experts_TK)
+        rank_TK = experts_TK // self.num_local
+        nth_TK = (rank_TK[:, :, None] == rank_TK[:, None]).tril(-1).sum(2)
+        row_TK = (reached_TP.cumsum(0) - 1).gather(1, rank_TK) * self._most_here + nth_TK
+        to_TP = reached_TP if self.nodes is None else self.nodes.by_node(reached_TP).any(2)
+        draft = _Draft(
+            copies=copy_to_ranks(to_TP, min(self.top_k, to_TP.shape[1])),
+            copies_P=to_TP.sum(0),
+            reached_TP=reached_TP,
+            row_N=row_TK.flatten()[slots.source_R].int(),
+        )
+        route = Pending(lambda: self._route(draft, sent_PX, received.wait()))
+        return ExchangePlan(
+            rows=Pending(lambda: _cut(draft.copies, route.wait().rows.sent)),
+            weights=slots,
+            route=route,
+        )
+
+    def _route(self, draft: _Draft, sent_PX: Tensor, received_PX: Tensor) -> Route:
+        num_local = self.num_local
+        gathered_QPX = self.gather_counts(received_PX[:, : num_local + 1])
+        counts_QPE, rows_QP = gathered_QPX[..., :num_local], gathered_QPX[..., num_local]
+        if self.ep_group.size() == 1:
+            sizes = self._local_sizes(draft)
         else:
-            on_nodes_TA = self.nodes.by_node(reached_TP).any(2)
-            spread_out = spread(on_nodes_TA, min(self.top_k, on_nodes_TA.shape[1]))
-        draft = _Draft(spread_out, reached_TP, row_TK.flatten()[tokens.slot_N].int())
-        return DeduplicatedPlan(tokens, Later(lambda: self._arrive(draft, told_P, heard.heard())))
-
-    def _arrive(self, draft: _Draft, told_P: Tensor, heard_P: Tensor) -> Arrival:
-        num_local, wide = self.num_local, self.num_local + self._most_here
-        heard_QP = heard_P[None, :, :wide]
-        if self.etp_group.size() > 1:
-            heard_QP = gather_parts(heard_P[:, :wide], self.etp_group)
-        counts_QPE, nth_QPJ = heard_QP[..., :num_local], heard_QP[..., num_local:]
-        rows_QP, nth_J = nth_QPJ[..., 0], nth_QPJ.sum((0, 1))
-        by_nodes = []
+            by_nodes = []
+            if self.nodes is not None:
+                by_nodes = self.nodes.counts_received(
+                    received_PX[:, num_local + 1 :], received_PX[:, num_local]
+                )
+            # Host sync, once per layer: collectives of rows take their sizes as Python ints.
+            sizes = to_host(
+                draft.copies_P,
+                received_PX[:, num_local],
+                sent_PX[:, :num_local].sum(1),
+                received_PX[:, :num_local].sum(1),
+                rows_QP.sum(1),
+                counts_QPE.sum((1, 2)),
+                *by_nodes,
+            )
+        sent, received, choices_sent, choices_received, rows_gathered, choices_gathered = sizes[:6]
+        rows, second_hop = self.all_to_all(sent, received), None
         if self.nodes is not None:
-            by_nodes = self.nodes.heard(heard_P[:, wide:], heard_P[:, num_local])
-        # Host sync, once per layer: collectives of rows want their sizes as Python ints.
-        sizes = self._without_asking(draft) or to_host(
-            draft.spread.sent_P,
-            draft.spread.sizes_I,
-            told_P[:, :num_local].sum(1),
-            heard_P[:, :num_local].sum(1),
-            heard_P[:, num_local],
-            rows_QP.sum(1),
-            counts_QPE.sum((1, 2)),
-            nth_J,
-            *by_nodes,
-        )
-        sent, num_copies, choices_out, choices_in, rows_in, *sizes = sizes
-        rows_gathered, choices_gathered, num_nth, *sizes = sizes
-        copies = draft.spread.copies(num_copies)
-        first, second = Hop(copies, sent, rows_in, self.ep_group), None
-        if self.nodes is not None:
-            on_node, *onward = sizes
-            first = Hop(copies, sent, on_node, self.nodes.across)
-            second = self._second_hop(draft, first, *onward)
-        row_N = tell(draft.row_N, choices_out, choices_in, self.ep_group)
+            from_nodes, onward, through = sizes[6:]
+            rows = self.all_to_all(sent, from_nodes, self.nodes.across)
+            second_hop = self._second_hop(draft, rows, onward, through)
+        row_N = exchange_counts(draft.row_N, self.ep_group, choices_sent, choices_received)
 
-        def expand() -> Expansion:
-            return self._expand(row_N, counts_QPE, nth_QPJ, choices_gathered, num_nth)
+        def order() -> ExpertOrder:
+            return self._order(row_N.wait(), counts_QPE, rows_QP, rows_gathered, choices_gathered)
 
-        return Arrival(
-            first=first,
-            second=second,
-            choices_sent=choices_out,
-            choices_received=choices_in,
+        return Route(
+            rows=rows,
+            weights=AllToAll(choices_sent, choices_received, self.ep_group),
             rows_gathered=rows_gathered,
-            choices_gathered=choices_gathered,
-            expansion=Later(expand),
+            weights_gathered=choices_gathered,
+            expert_order=Pending(order),
+            second_hop=second_hop,
         )
 
-    def _without_asking(self, draft: _Draft) -> list[list[int]] | None:
-        """The sizes where all experts are on this rank, and those who share them have as many
-        tokens."""
-        if self.ep_group.size() > 1:
-            return None
+    def _local_sizes(self, draft: _Draft) -> list[list[int]]:
+        """Where all experts are on this rank, and those who share them have as many tokens."""
         tokens, choices, slices = len(draft.reached_TP), len(draft.row_N), self.etp_group.size()
-        alone = [[tokens], [tokens], [choices], [choices], [tokens]]
-        nth = [slices * tokens] * self._most_here
-        return [*alone, [tokens] * slices, [choices] * slices, nth]
-
-    def _expand(
-        self,
-        told: Told,
-        counts_QPE: Tensor,
-        nth_QPJ: Tensor,
-        choices_gathered: list[int],
-        sizes: list[int],
-    ) -> Expansion:
-        """Where the gathered rows' copies go.
-
-        Args:
-            told: `_Draft.row_N` of the choices that come here.
-            sizes: as `Copies.sizes`.
-        """
-        most, num_rows, num_choices = self._most_here, sizes[0], sum(sizes)
-        row_N = told.heard()
-        if (slices := len(choices_gathered)) > 1:
-            own = [len(row_N)] * slices
-            row_N = tell(row_N.repeat(slices), own, choices_gathered, self.etp_group).heard()
-        row_N, counts_PE = row_N.long(), counts_QPE.flatten(0, 1)
-        permuted = pad_to_alignment(counts_PE, num_choices, self.row_alignment)
-        shift_N = self._row_starts(nth_QPJ[..., 0]).repeat_interleave(
-            counts_PE.sum(1), output_size=num_choices
-        )
-        nth_N, row_N = row_N % most, row_N // most + shift_N
-
-        has_MJ = row_N.new_zeros(num_rows * most).scatter_(0, row_N * most + nth_N, 1)
-        order_M = most_first(has_MJ.view(num_rows, most).sum(1))
-        index_N = starts(nth_QPJ.sum((0, 1)))[nth_N] + order_M[row_N]
-        place_N = torch.empty_like(row_N).scatter_(0, index_N, permuted.position_R)
-        return Expansion(
-            copies=Copies(follow(row_N, permuted.source_R), place_N, sizes, order_M),
-            choice_R=permuted.source_R,
-            position_N1=permuted.position_R[:, None],
-            offsets_E=permuted.offsets_E,
-        )
-
-    def send(self, x_TD: Tensor, weights_TK: Tensor, plan: DeduplicatedPlan) -> RowsUnderWay:
-        tokens = plan.tokens
-        weights_N1 = gather_rows(
-            weights_TK.reshape(-1, 1), tokens.slot_N, tokens.rows_TK.view(-1, 1)
-        )
-        arrival = plan.arrival()
-        x_MD = start_rows(copy_ragged(x_TD, arrival.first.copies), self._out(arrival.first))
-        return RowsUnderWay(x_MD, start_rows(weights_N1, self._choices_out(arrival)))
-
-    def receive(self, sent: RowsUnderWay, plan: DeduplicatedPlan) -> ExpertRows:
-        arrival = plan.arrival()
-        x_MD = wait_rows(sent.x_MD, self._out(arrival.first))
-        weights_N1 = wait_rows(sent.weights_N1, self._choices_out(arrival))
-        if arrival.second is not None:
-            hop = arrival.second()
-            out = self._out(hop)
-            x_MD = wait_rows(start_rows(copy_ragged(x_MD, hop.copies), out), out)
-        if len(arrival.rows_gathered) > 1:
-            x_MD = all_gather_rows(x_MD, arrival.rows_gathered, self.etp_group)
-            weights_N1 = all_gather_rows(weights_N1, arrival.choices_gathered, self.etp_group)
-        expansion = arrival.expansion()
-        weights_R1 = gather_rows(weights_N1, expansion.choice_R, expansion.position_N1)
-        return ExpertRows(
-            x_RD=copy_ragged(x_MD, expansion.copies),
-            weights_R=weights_R1[:, 0],
-            offsets_E=expansion.offsets_E,
-        )
-
-    def combine(self, y_RD: Tensor, plan: DeduplicatedPlan) -> Tensor:
-        arrival = plan.arrival()
-        y_MD = add_ragged(y_RD, arrival.expansion().copies)
-        if len(arrival.rows_gathered) > 1:
-            y_MD = reduce_scatter_rows(y_MD, arrival.rows_gathered, self.etp_group)
-        hops = [arrival.first] if arrival.second is None else [arrival.second(), arrival.first]
-        for hop in hops:
-            home = self._out(hop).reverse()
-            y_MD = add_ragged(wait_rows(start_rows(y_MD, home), home), hop.copies)
-        return y_MD
-
-    def _out(self, hop: Hop) -> Exchange:
-        return Exchange(hop.sent, hop.received, hop.group, self.turns)
-
-    def _choices_out(self, arrival: Arrival) -> Exchange:
-        return Exchange(arrival.choices_sent, arrival.choices_received, self.ep_group)
-
-    def _reached(self, experts_TK: Tensor) -> Tensor:
-        return reached(experts_TK // self.num_local, self.ep_group.size())
+        own = [[tokens], [tokens], [choices], [choices]]
+        return [*own, [tokens] * slices, [choices] * slices]
 
     def _second_hop(
-        self, draft: _Draft, first: Hop, sizes: list[int], sent: list[int], received: list[int]
-    ) -> Later[Hop]:
-        """From this rank to the others of its node; the senders say to which."""
+        self, draft: _Draft, first: AllToAll, sent: list[int], received: list[int]
+    ) -> Pending[Hop]:
+        """From this rank to the others of its node; the ranks that send rows say to which."""
         assert self.nodes is not None
-        within = self.nodes.within
+        within, num_copies = self.nodes.within, sum(first.sent)
         node_M = torch.arange(len(first.sent), device=draft.reached_TP.device).repeat_interleave(
-            draft.spread.sent_P, output_size=sum(first.sent)
+            draft.copies_P, output_size=num_copies
         )
-        reached_MG = self.nodes.by_node(draft.reached_TP)[first.copies.source_R, node_M].byte()
-        onward = tell(reached_MG, first.sent, first.received, first.group)
+        token_M = draft.copies.source_R[:num_copies]
+        reached_MG = self.nodes.by_node(draft.reached_TP)[token_M, node_M].byte()
+        onward = exchange_counts(reached_MG, first.group, first.sent, first.received)
 
         def make() -> Hop:
-            spread_out = spread(onward.heard().bool(), len(sizes))
-            return Hop(spread_out.copies(sizes), sent, received, within)
+            copies = copy_to_ranks(onward.wait().bool(), min(self.top_k, within.size()))
+            return Hop(_cut(copies, sent), self.all_to_all(sent, received, within))
 
-        return Later(make)
+        return Pending(make)
+
+    def _order(
+        self,
+        row_N: Tensor,
+        counts_QPE: Tensor,
+        rows_QP: Tensor,
+        rows_gathered: list[int],
+        choices_gathered: list[int],
+    ) -> ExpertOrder:
+        """Where the gathered rows are copied to.
+
+        Args:
+            row_N: `_Draft.row_N` of the choices that were sent here.
+        """
+        num_choices, most = sum(choices_gathered), self._most_here
+        if (slices := len(choices_gathered)) > 1:
+            own = [len(row_N)] * slices
+            row_N = exchange_counts(
+                row_N.repeat(slices), self.etp_group, own, choices_gathered
+            ).wait()
+        counts_PE = counts_QPE.flatten(0, 1)
+        permuted = pad_to_alignment(counts_PE, num_choices, self.row_alignment)
+        start_N = self._row_starts(rows_QP).repeat_interleave(
+            counts_PE.sum(1), output_size=num_choices
+        )
+        slot_N = row_N.long() + start_N * most
+        rows = slot_N.new_full((sum(rows_gathered) * most,), -1)
+        rows_MJ = rows.scatter_(0, slot_N, permuted.position_R).view(-1, most)
+        return ExpertOrder(
+            rows=RowMap(follow(slot_N // most, permuted.source_R), rows_MJ),
+            weights=row_map(permuted),
+            offsets_E=permuted.offsets_E,
+        )
 
     def _row_starts(self, rows_QP: Tensor) -> Tensor:
         """Where the rows that each rank sent begin among the gathered ones: [Q * P].
 
-        They lie in the order in which they were handed on: rank by rank, or by the rank on this
-        node that they came through, and of those by node.
+        They lie in the order in which they were received: rank by rank, or by the rank on this node
+        that they came through, and of those by node.
         """
         if self.nodes is None:
             return starts(rows_QP.flatten())
@@ -344,3 +258,8 @@ class DeduplicatedDispatcher(Dispatcher):
         rows_QGA = rows_QP.view(slices, -1, size).transpose(1, 2)
         first_QGA = starts(rows_QGA.flatten()).view_as(rows_QGA)
         return first_QGA.transpose(1, 2).flatten()
+
+
+def _cut(copies: RowMap, sent: list[int]) -> RowMap:
+    """Without the room that `copy_to_ranks` left."""
+    return copies._replace(source_R=copies.source_R[: sum(sent)])

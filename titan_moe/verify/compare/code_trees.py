@@ -3,13 +3,16 @@
 import hashlib
 import json
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.revision import CHECKOUT, code_in_words, package_hash
 
-REPO = Path(__file__).resolve().parents[3]
+REPO = CHECKOUT
 WORKTREES = ".comparison_worktrees"
 """In the output folder; nothing of a user's has this name."""
 _RUNS = ("titan_moe/**/*.py", "scripts/*", "run_train.sh", "configs/schema.json")
@@ -25,17 +28,37 @@ class CodeTree:
     """A hash of the files that a run is made of, committed or not."""
     told: str
     """For a person: "main (1a2b3c4)", or "working tree (1a2b3c4, changed)"."""
+    commit: str = ""
+    """Of a revision."""
+
+    def __str__(self) -> str:
+        package = self.folder / "titan_moe"
+        return f"{package}, {self.told} (sha256 {package_hash(package)[:12]})"
 
     @property
     def keys(self) -> frozenset[str]:
         """Every key of its configuration, "table.key"; an older revision lacks some."""
         return _keys(self.folder)
 
+    def problem(self, ran: Mapping[str, Any]) -> str:
+        """Why a run that recorded `ran` (runtime.revision.running_code) ran other code than this;
+        "" if it did not. A revision that records no hash yet is known by its commit."""
+        package = self.folder / "titan_moe"
+        if "sha256" in ran:
+            same = ran["sha256"] == package_hash(package)
+        else:
+            same = self.commit == ran.get("commit", "") and not ran.get("changed")
+        if same:
+            return ""
+        return f"it ran {code_in_words(ran)} instead of {self}"
+
 
 def code_tree(revision: str, worktrees: Path) -> CodeTree:
     """The code of a revision, checked out below `worktrees` if it is not there yet; of "", this
     working tree as it stands. Raises ConfigError for what git does not know."""
     if not revision:
+        if not (REPO / "run_train.sh").is_file():
+            raise ConfigError([f"{REPO} is no checkout: trainings are started by its run_train.sh"])
         return CodeTree(REPO, _hash(REPO), f"working tree ({_head()})")
     commit = _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", ok=(0, 1, 128))
     if not commit:
@@ -49,7 +72,7 @@ def code_tree(revision: str, worktrees: Path) -> CodeTree:
         raise ConfigError([f"{folder}: files were changed there: remove the folder, and run again"])
     if not (folder / "configs" / "schema.json").is_file():
         raise ConfigError([f"revision={revision} is older than run_train.sh and its schema"])
-    return CodeTree(folder, _hash(folder), f"{revision} ({commit[:7]})")
+    return CodeTree(folder, _hash(folder), f"{revision} ({commit[:7]})", commit)
 
 
 def remove_worktrees(worktrees: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from titan_moe.runtime.revision import code_in_words
 from titan_moe.verify.compare.records import RunRecord
 
 if TYPE_CHECKING:
@@ -71,6 +72,9 @@ class Comparison:
     def lines(self) -> list[str]:
         """For a person: the verdict first."""
         found = [f"{self.title}: {self.verdict.value}"]
+        for role, run in (("baseline", self.baseline), ("candidate", self.candidate)):
+            if code := run.facts.get("code"):
+                found.append(f"{role} ran {code_in_words(code)}")
         if self.first is not None:
             found.append(self.first.line())
         if self.band_check is not None and self.band is not None:

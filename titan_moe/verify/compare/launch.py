@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.errors import RunError
 from titan_moe.verify.compare.code_trees import WORKTREES, CodeTree, code_tree, remove_worktrees
 from titan_moe.verify.compare.goldens import golden_key, this_device
 from titan_moe.verify.compare.records import RunRecord, read_run
@@ -35,8 +36,9 @@ _VARIABLES = ("OMP_", "MKL_", "CUDA_", "TORCH", "NCCL_", "ATEN_", "CUBLAS_")
 """Environment variables that may change a run's bits begin so."""
 
 
-class TrainingError(RuntimeError):
-    """A run ended with an exit code other than 0; the message holds its last lines."""
+class TrainingError(RunError):
+    """A run ended with an exit code other than 0, the message holds its last lines; or it was not
+    the run that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,10 @@ class Launcher:
         ranks = record.facts.get("world_size")
         if None not in (ranks, side.ranks) and ranks != side.ranks:
             raise TrainingError(f"{name} ran on {ranks} ranks instead of {side.ranks}")
-        return replace(record, facts={**record.facts, "told": self.code(side).told})
+        code = self.code(side)
+        if problem := code.problem(record.facts.get("code") or {}):
+            raise TrainingError(f"{name} is not what was asked for: {problem}")
+        return replace(record, facts={**record.facts, "told": code.told})
 
     def has(self, side: RunSpec, name: str, *more: tuple[str, str]) -> bool:
         """Whether `run` would find that it has been done."""

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.parse import load_job
-from titan_moe.config.resolve import resolve, shard_degree
+from titan_moe.config.parse import load_job, resolve
 from titan_moe.verify.layouts.layouts import DENSE_AXES, Layout, layout_tables, parse
 
 Words = tuple[tuple[str, str], ...]
@@ -72,7 +71,7 @@ class RunSpec:
         if rows is not None and job.training.global_batch_size == -1:
             training = job.training.model_copy(update={"global_batch_size": rows})
             job = job.model_copy(update={"training": training})
-        if shard_degree(job.parallelism, self.world_size) is None:
+        if job.parallelism.shard_degree(self.world_size) is None:
             name = self.text or "a run"
             raise ConfigError(
                 [f"{name}: the degrees of [parallelism] do not fit {self.world_size} ranks"]

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.section import Section
+from titan_moe.config.job_config import Section
 from titan_moe.verify.compare.comparison import Verdict
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.run_spec import (

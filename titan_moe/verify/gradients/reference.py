@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from titan_moe.config.optimization import Optimizer
-from titan_moe.config.sections import Training
+from titan_moe.config.job_config import Optimizer, Training
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.moe.config import MoEConfig

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from titan_moe.config.job_config import JobConfig
+from titan_moe.runtime.revision import PACKAGE, package_hash
 from titan_moe.verify.gradients.gate import Gate, Result
 from titan_moe.verify.layouts.layouts import AXES, OPTIONS, Layout, parse
 from titan_moe.verify.report.render import render
@@ -19,11 +20,8 @@ RESULTS_FILE = "results.jsonl"
 def code_fingerprint(job: JobConfig) -> str:
     """Changes with the configuration, with every line of the package, and with torch."""
     said = f"{job.model_dump_json()} torch {torch.__version__}"
-    digest = hashlib.blake2b(said.encode(), digest_size=12)
-    root = Path(__file__).parents[1]
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()
+    said += package_hash(PACKAGE)
+    return hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
 
 
 def sweep(

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -161,8 +161,9 @@ class LocalState:
             for name, counts_E in zip(step.counts, result.counts_LE, strict=True)
         ]
         found += differences(number, self.rank, "counts", pairs, floor=self.floor)
+        measured: dict[str, Any] = vars(result) | (result.metrics or {})
         for quantity in ("loss", "grad_norm", "balance_loss", "mtp_loss", "num_targets"):
-            pair = scalars(getattr(result, quantity), getattr(step, quantity))
+            pair = scalars(measured.get(quantity), getattr(step, quantity))
             found += differences(number, self.rank, quantity, [pair], floor=self.floor)
         return found
 

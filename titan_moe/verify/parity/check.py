@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from titan_moe.checkpoint.hf.folder import HFFolder
-from titan_moe.checkpoint.hf.names import find
-from titan_moe.checkpoint.hf.reading import fill_tensors
+from titan_moe.checkpoint.hf.pieces import whole
+from titan_moe.checkpoint.hf.sources import HFSource, fill
+from titan_moe.models.attention_core import choose_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
-from titan_moe.models.layers.attention_core import choose_core
 from titan_moe.verify.parity.cases import ParityCase
 from titan_moe.verify.parity.export import exported_logits
 from titan_moe.verify.parity.margins import watch_margins
@@ -132,9 +132,10 @@ def load_folder(model: Decoder, found: HFModel, folder: Path) -> None:
     buffers = {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
     with HFFolder(folder) as opened:
         shapes = {name: tuple(t.shape) for name, t in (tensors | buffers).items()}
-        stored = find(found, opened, shapes)
-        fill_tensors(tensors | buffers, stored, opened)
-    assert tensors.keys() <= stored.keys(), f"not filled: {tensors.keys() - stored.keys()}"
+        source = HFSource(opened, found, shapes)
+        fill(tensors | buffers, {name: [whole(shapes[name])] for name in source.found}, source)
+    missing = tensors.keys() - source.found.keys()
+    assert not missing, f"not filled: {missing}"
 
 
 def _rows(case: ParityCase, seed: int, depths: int) -> _Rows:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from titan_moe.checkpoint.hf.live import save_hf
+from titan_moe.checkpoint.hf.transfer import save_hf
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel
 

@@ -1,7 +1,7 @@
 """HTML pages from templates: one document each, one stylesheet, no network, light and dark."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -35,14 +35,10 @@ class Table:
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
-    numbers: Iterable[int] = ()
+    numbers: Collection[int] = ()
     """Columns that are aligned on the right."""
     kinds: Sequence[str] = ()
     """A class of each row."""
-    right: frozenset[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "right", frozenset(self.numbers))
 
 
 def render(template: str, **values: Any) -> str:

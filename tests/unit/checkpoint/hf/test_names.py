@@ -9,8 +9,7 @@ from safetensors.torch import save_file
 
 from tests.support.hf_folders import make_folder, read_folder, small_model
 from titan_moe.checkpoint.hf.folder import HFFolder
-from titan_moe.checkpoint.hf.names import find
-from titan_moe.checkpoint.hf.shapes import model_shapes
+from titan_moe.checkpoint.hf.names import find, model_shapes
 from titan_moe.models.hf import HFModel
 from titan_moe.runtime.errors import RunError
 

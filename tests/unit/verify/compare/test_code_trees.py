@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.revision import package_hash
 from titan_moe.verify.compare import code_trees
 from titan_moe.verify.compare.code_trees import code_tree, remove_worktrees
 
@@ -77,3 +78,16 @@ def test_the_working_tree_s_hash_sees_uncommitted_files(repo: Path, tmp_path: Pa
 def test_an_unknown_revision_is_told(repo: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="revision=nowhere: git knows no such commit"):
         code_tree("nowhere", tmp_path)
+
+
+def test_a_run_of_other_code_is_noticed(repo: Path, tmp_path: Path):
+    asked = code_tree("HEAD", tmp_path / "w")
+    sha256 = package_hash(asked.folder / "titan_moe")
+    assert asked.problem({"folder": "/x", "commit": "0" * 40, "sha256": sha256}) == ""
+    found = asked.problem({"folder": "/x", "commit": "a" * 40, "changed": True, "sha256": "b" * 64})
+    assert found.startswith("it ran /x at aaaaaaa, changed (sha256 bbbbbbbbbbbb) instead of ")
+    assert f"{asked.folder / 'titan_moe'}, HEAD (" in found and sha256[:12] in found
+    # What a revision from before the hash records.
+    assert asked.problem({"commit": asked.commit, "changed": False}) == ""
+    for ran in ({"commit": asked.commit, "changed": True}, {"commit": "a" * 40}, {}):
+        assert asked.problem(ran).startswith("it ran a folder that is not recorded")

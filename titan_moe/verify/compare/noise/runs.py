@@ -177,7 +177,7 @@ def _curve(name: str, num_steps: int, layers: Sequence[str], results: list[StepR
         for key, value in row.items():
             found[key][step] = value
     loads = {layer: found.pop(LOAD_OF + layer) for layer in layers}
-    data = [result.data for result in results if result.data is not None]
+    data = [int(each.metrics["data"]) for each in results if each.metrics is not None]
     whole = data if len(data) == num_steps else None
     return Curve(name, range(1, num_steps + 1), found, loads, whole)
 

@@ -1,0 +1,108 @@
+"""The tiers of the suite, what was left out and why, and how long a test may take.
+
+A test without a mark is of the default tier; `slow` and `full` come on top of it. scripts/test.sh
+has the commands; pytest alone runs everything that it is given.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from titan_moe.testing.process_pool import TIMEOUT_S
+
+_TIERS = ("default", "slow", "full")
+_LEFT_OUT = pytest.StashKey[dict[str, int]]()
+_SPENT_S = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tiers")
+    group.addoption("--tier", choices=_TIERS, default="full", help="the highest tier to run")
+    group.addoption("--slice", metavar="SEED", help="with it, the tests of tier full it chooses")
+    parser.addini("slices", "a slice of tier full is one test in so many", default="1")
+    parser.addini("warn_after_s", "seconds after which a default test draws a warning", default="0")
+    parser.addini("fail_after_s", "seconds after which a default test fails", default="0")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    # Later than the ranks' own limit, which says more.
+    if getattr(config.option, "timeout", 0) is None:
+        config.option.timeout = TIMEOUT_S + 30
+
+
+def tier_of(item: pytest.Item) -> str:
+    return next((tier for tier in ("full", "slow") if item.get_closest_marker(tier)), "default")
+
+
+def in_slice(seed: str, name: str, slices: int) -> bool:
+    """Whether a seed chooses a test: a function of both names, whatever else there is."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % slices == 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tier, seed = config.option.tier, config.option.slice
+    slices = int(config.getini("slices"))
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    for item in items:
+        theirs = tier_of(item)
+        chosen = _TIERS.index(theirs) <= _TIERS.index(tier) or (
+            theirs == "full" and seed is not None and in_slice(seed, item.nodeid, slices)
+        )
+        (kept if chosen else left).append(item)
+    counts = Counter(tier_of(item) for item in left)
+    counts["of the slice"] = sum(tier_of(item) == "full" for item in kept)
+    config.stash[_LEFT_OUT] = dict(counts)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist has ended; every worker has collected all tests."""
+    node.config.stash[_LEFT_OUT] = node.workeroutput.get("left_out", {})
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(_LEFT_OUT, {})
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    left, seed = config.stash.get(_LEFT_OUT, {}), config.option.slice
+    if seed is not None:
+        chosen = left.get("of the slice", 0)
+        terminalreporter.write_line(
+            f"slice {seed}: {chosen} of {chosen + left.get('full', 0)} tests of tier full; again: "
+            f"./scripts/test.sh --slice {seed} -m full"
+        )
+    for tier in _TIERS:
+        if left.get(tier):
+            terminalreporter.write_line(f"left out: {left[tier]} tests of tier {tier}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Iterator[pytest.TestReport]:
+    """A default test that takes long draws a warning or fails, what it set up included."""
+    report = yield
+    spent = item.stash[_SPENT_S] = item.stash.get(_SPENT_S, 0.0) + call.duration
+    if report.when == "call" and report.passed and tier_of(item) == "default":
+        warn, fail = (float(item.config.getini(f"{what}_after_s")) for what in ("warn", "fail"))
+        line = f"took {spent:.1f} s in the default tier: make it cheaper, or mark it slow or full"
+        if fail and spent > fail:
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid} {line} (limit {fail:g} s)"
+        elif warn and spent > warn:
+            item.warn(pytest.PytestWarning(line))
+    return report

@@ -1,0 +1,97 @@
+"""verify losses on real runs, as a user starts it."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import start_command
+from tests.support.paths import REPO
+from tests.support.tiers import split
+from titan_moe.runtime.revision import code_revision
+from titan_moe.verify.compare.goldens import golden_key, this_device
+
+COMPARE = ["--config", REPO / "configs" / "debug" / "compare.toml"]
+TINY = ["--model.name", "mixtral", "--training.steps", "3"]
+GOLDENS = sorted(path for path in (REPO / "tests" / "goldens").iterdir() if path.is_dir())
+
+
+def start(*words: object, out: Path) -> subprocess.Popen[str]:
+    return start_command(
+        *("verify", "losses", *words, "--out", out),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        start_new_session=True,
+    )
+
+
+def compare(*words: object, out: Path) -> tuple[int, str]:
+    process = start(*words, out=out)
+    told, _ = process.communicate(timeout=400)
+    return process.returncode, told
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(code_revision(REPO) is None, reason="git has no commit of this folder")
+def test_my_change_against_the_last_commit(tmp_path: Path):
+    sides = ["--baseline", "revision=HEAD ranks=1", "--candidate", "ranks=1"]
+    code, told = compare(*COMPARE, *sides, *TINY, out=tmp_path / "out")
+    assert code in (0, 3), told  # What is not committed yet may round differently.
+    found = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert found["baseline"]["told"].startswith("HEAD (")
+    assert found["candidate"]["told"].startswith("working tree (")
+    for name in ("report.html", "report.png"):
+        assert (tmp_path / "out" / name).stat().st_size > 10_000
+    assert not any((tmp_path / "out" / ".comparison_worktrees").iterdir())
+
+
+@pytest.mark.slow
+def test_a_side_that_fails(tmp_path: Path):
+    few = tmp_path / "few.txt"
+    few.write_text("three words only\n")
+    data = f"ranks=1 --training.dataset text --training.dataset_path {few}"
+    sides = ["--baseline", "ranks=1", "--candidate", data]
+    code, told = compare(*COMPARE, *sides, *TINY, out=tmp_path / "out")
+    assert code == 4, told
+    assert "candidate of working tree" in told and "fewer than the 8 rows" in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.slow
+def test_an_interrupt_and_the_same_command_again(tmp_path: Path):
+    sides = ["--baseline", "ranks=1", "--candidate", "ranks=1 --metrics.enable_tensorboard true"]
+    process = start(*COMPARE, *sides, *TINY, out=tmp_path / "out")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("candidate:"):
+            break
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
+    rest = process.stdout.read()
+    assert process.wait(60) == 130 and "the same command goes on" in rest
+    code, told = compare(*COMPARE, *sides, *TINY, out=tmp_path / "out")
+    assert code == 0 and "identical bits" in told, told
+
+
+def file_of(golden: Path) -> Path:
+    """This machine's; else another's, whose band has room for another order of summation too."""
+    own = golden / f"{golden_key(this_device())}.json"
+    return own if own.is_file() else min(golden.glob("torch-*.json"))
+
+
+@pytest.mark.parametrize("golden", split(GOLDENS, GOLDENS[-1:]), ids=lambda path: path.name)
+def test_the_models_train_as_their_goldens(golden: Path, tmp_path: Path):
+    words = ["--baseline", str(file_of(golden)), "--candidate", "ranks=1"]
+    code, told = compare(*words, out=tmp_path / "out")
+    assert code in (0, 3), told
+
+
+@pytest.mark.slow
+def test_a_golden_sees_a_learning_rate_two_percent_off(tmp_path: Path):
+    golden = REPO / "tests" / "goldens" / "mixtral"
+    words = ["--baseline", str(file_of(golden)), "--candidate", "ranks=1 --optimizer.lr 3.06e-3"]
+    code, told = compare(*words, out=tmp_path / "out")
+    assert code == 1 and "different" in told, told

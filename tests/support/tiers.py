@@ -1,0 +1,29 @@
+"""Which cases of a test run by default, and which in the tiers above."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def tiered(default: Iterable[Any], *, slow: Iterable[Any] = (), full: Iterable[Any] = ()) -> list:
+    """Cases for parametrize, a tuple for several arguments; those above the default marked so."""
+    cases = list(default)
+    for mark, more in ((pytest.mark.slow, slow), (pytest.mark.full, full)):
+        cases += [
+            pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+            for case in more
+        ]
+    return cases
+
+
+def split(cases: Iterable[Any], default: Iterable[Any], slow: Iterable[Any] | None = None) -> list:
+    """All cases: some of the default tier, some slow, the rest full; without `slow`, the rest slow.
+
+    Raises AssertionError if a case that is named is none of them.
+    """
+    cases, default = list(cases), list(default)
+    rest = [case for case in cases if case not in default]
+    slow = rest if slow is None else list(slow)
+    assert all(case in cases for case in [*default, *slow]), "a case named is none of the cases"
+    return tiered(default, slow=slow, full=[case for case in rest if case not in slow])

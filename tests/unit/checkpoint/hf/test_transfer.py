@@ -1,0 +1,218 @@
+"""Folders into checkpoints and out again, in small chunks; quantised ones; transformers agrees."""
+
+import json
+import shutil
+import weakref
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
+from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.checkpoint.hf import sources, transfer, write_folder
+from titan_moe.checkpoint.hf.transfer import export_checkpoint, import_folder, load_alone
+from titan_moe.checkpoint.manifest import read_manifest
+from titan_moe.config.job_config import Checkpoint
+from titan_moe.models.decoder import Decoder
+from titan_moe.models.hf import differences
+from titan_moe.runtime.errors import RunError
+
+FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Everything is cut often, and there are several files."""
+    monkeypatch.setattr(sources, "LARGEST_CHUNK", 700)
+    monkeypatch.setattr(sources, "LARGEST", 300)
+    monkeypatch.setattr(write_folder, "LARGEST", 300)
+    monkeypatch.setattr(write_folder.export, "__kwdefaults__", {"largest_file": 100_000})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_there_and_back(family, dtype, tmp_path, small_pieces):
+    model = small_model(family)
+    wanted = make_folder(tmp_path / "in", model, dtype)
+    settings = json.loads((tmp_path / "in" / "config.json").read_text())
+    settings["torch_dtype"] = str(dtype).removeprefix("torch.")
+    (tmp_path / "in" / "config.json").write_text(json.dumps(settings))
+    import_folder(tmp_path / "in", tmp_path / "step-0", torch.float32)
+    shutil.rmtree(tmp_path / "in")
+    export_checkpoint(tmp_path / "step-0", tmp_path / "out", None)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert_same_bits(read_folder(tmp_path / "out"), wanted)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 1
+    assert (tmp_path / "out" / "generation_config.json").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_checkpoint_of_an_import_is_loaded_by_training(tmp_path):
+    model = small_model("deepseek_v3")
+    make_folder(tmp_path / "in", model, torch.bfloat16)
+    import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
+    plain = Decoder(model.config)
+    checkpointer = Checkpointer(
+        Checkpoint(enable=True, initial_load_path=str(tmp_path / "imported")),
+        tmp_path / "run",
+        modules=[plain],
+        optimizer=None,
+        num_experts=8,
+        job_record={},
+        merge_data=lambda states: states[0],
+        model=model,
+    )
+    assert checkpointer.load() is None
+    direct = load_alone(tmp_path / "in", dtype=torch.float32, device=CPU).model
+    found, wanted = plain.state_dict(), direct.state_dict()
+    assert wanted.keys() <= found.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+    # What training saves can be exported, with the dimensions that it keeps.
+    checkpointer.save(3, {})
+    export_checkpoint(tmp_path / "run" / "checkpoint" / "step-3", tmp_path / "out", torch.bfloat16)
+    assert_same_bits(read_folder(tmp_path / "out"), read_folder(tmp_path / "in"))
+
+
+def test_the_model_of_either_folder_is_the_same(tmp_path):
+    make_folder(tmp_path / "in", small_model("qwen3"), torch.bfloat16)
+    import_folder(tmp_path / "in", tmp_path / "imported", torch.bfloat16)
+    tokens = torch.arange(12)[None]
+    logits = [
+        load_alone(folder, dtype=torch.float32, device=CPU).model(tokens, tokens * 0, tokens)
+        for folder in (tmp_path / "in", tmp_path / "imported")
+    ]
+    assert torch.equal(*logits) and logits[0].isfinite().all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_opens_an_export(family, tmp_path):
+    import transformers
+
+    model = small_model(family)
+    make_folder(tmp_path / "in", model, torch.bfloat16)
+    import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
+    export_checkpoint(tmp_path / "imported", tmp_path / "out", None)
+    opened, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    beyond = f"layers.{model.config.num_layers}."
+    assert all(beyond in name for name in info["unexpected_keys"])
+    assert opened.dtype == torch.bfloat16
+    assert opened.config.eos_token_id == 1 and opened.config.bos_token_id is None
+
+
+def _as_fp8(path, names, block=(16, 16)):
+    """Quantise 2-dim tensors of a folder's single file; returns what they mean."""
+    tensors, meant = read_folder(path), {}
+    for name in names:
+        weight = tensors[name].float()
+        rows, columns = (-(-size // by) for size, by in zip(weight.shape, block, strict=True))
+        scales = torch.rand(rows, columns) + 0.5
+        tensors[name] = weight.to(torch.float8_e4m3fn)
+        tensors[name + "_scale_inv"] = scales
+        spread = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        meant[name] = tensors[name].float() * spread[: weight.shape[0], : weight.shape[1]]
+    save_file({n: t.contiguous() for n, t in tensors.items()}, path / "model.safetensors")
+    settings = json.loads((path / "config.json").read_text())
+    quantized = {"quant_method": "fp8", "weight_block_size": list(block)}
+    settings |= {"quantization_config": quantized, "torch_dtype": "float32"}
+    (path / "config.json").write_text(json.dumps(settings))
+    return meant
+
+
+def test_float8_comes_as_what_it_means(tmp_path):
+    wanted = make_folder(tmp_path / "in", small_model("deepseek_v3"), torch.float32, num_files=1)
+    names = [n for n, t in wanted.items() if t.ndim == 2 and "proj" in n and "eh_proj" not in n]
+    wanted |= _as_fp8(tmp_path / "in", names)
+    import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
+    export_checkpoint(tmp_path / "imported", tmp_path / "out", None)
+    assert_same_bits(read_folder(tmp_path / "out"), wanted)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+def test_mxfp4_comes_as_what_it_means(tmp_path):
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    wanted = make_folder(tmp_path / "in", small_model("gpt_oss"), torch.bfloat16, num_files=1)
+    tensors = dict(wanted)
+    for name, tensor in wanted.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            continue
+        experts, inner, rows = tensor.shape
+        nibbles = torch.randint(0, 16, (experts, rows, inner // 32, 32))
+        scales = torch.randint(120, 130, (experts, rows, inner // 32))
+        meant = values[nibbles] * 2.0 ** (scales - 127)[..., None]
+        wanted[name] = meant.flatten(-2).transpose(1, 2).bfloat16()
+        del tensors[name]
+        tensors[name + "_blocks"] = (nibbles[..., 0::2] + 16 * nibbles[..., 1::2]).byte()
+        tensors[name + "_scales"] = scales.byte()
+    save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "in/model.safetensors")
+    import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
+    export_checkpoint(tmp_path / "imported", tmp_path / "out", torch.bfloat16)
+    assert_same_bits(read_folder(tmp_path / "out"), wanted)
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path):
+    make_folder(tmp_path / "in", small_model("qwen3"), torch.bfloat16)
+    import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
+    (file,) = (tmp_path / "imported").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    at = content.index(read_folder(tmp_path / "in")["model.norm.weight"].float().numpy().tobytes())
+    content[at + 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RunError, match="damaged"):
+        export_checkpoint(tmp_path / "imported", tmp_path / "out", None)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_a_bias_that_would_be_lost_is_refused(tmp_path):
+    make_folder(tmp_path / "in", small_model("qwen3"), torch.bfloat16)
+    loaded = load_alone(tmp_path / "in", dtype=torch.float32, device=CPU)
+    loaded.model.layers["1"].moe.router.expert_bias[3] = 0.25
+    checkpointer = Checkpointer(
+        Checkpoint(enable=True),
+        tmp_path,
+        modules=[loaded.model],
+        optimizer=None,
+        num_experts=8,
+        job_record={},
+        merge_data=lambda states: states[0],
+        model=small_model("qwen3"),
+    )
+    checkpointer.save(1, {})
+    with pytest.raises(RunError, match=r"layers\.1\.moe\.router\.expert_bias.*no place"):
+        export_checkpoint(tmp_path / "checkpoint/step-1", tmp_path / "out", None)
+    with pytest.raises(RunError, match="no place"):
+        checkpointer.export(1)
+    assert not list(tmp_path.rglob("*writing")) and not (tmp_path / "out").exists()
+
+
+def test_memory_of_an_import_is_a_few_chunks(tmp_path, monkeypatch):
+    """At no time are more than four chunks alive: one is written, one or two wait, one is made."""
+    make_folder(tmp_path / "in", small_model("qwen3", num_layers=2), torch.bfloat16)
+    alive, most, count = weakref.WeakSet(), 0, 0
+    read = transfer.read_chunk
+
+    def counted(*arguments):
+        nonlocal most, count
+        values = read(*arguments)
+        alive.add(values)
+        most, count = max(most, len(alive)), count + 1
+        return values
+
+    monkeypatch.setattr(transfer, "read_chunk", counted)
+    import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
+    assert count > 20 and 1 <= most <= 4
+
+
+def test_model_config_is_kept(tmp_path):
+    model = small_model("deepseek_v3")
+    make_folder(tmp_path / "in", model, torch.bfloat16)
+    import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
+    manifest = read_manifest(tmp_path / "imported")
+    found = transfer.model_of_manifest(manifest, tmp_path / "imported")
+    assert found.family == "deepseek_v3" and not differences(found.config, model.config)

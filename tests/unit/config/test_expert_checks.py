@@ -1,0 +1,78 @@
+"""Keys of experts and dispatchers that do nothing, or contradict each other, get one line."""
+
+import pytest
+
+from tests.support.config_checks import problems
+
+_EP, _P = "--parallelism.expert_parallel_degree 2", "--parallelism.expert_parallel"
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (
+            f"{_EP} {_P}_capacity_factor 1.5 {_P}_comm_backend deduplicated",
+            "parallelism.expert_parallel_capacity_factor=1.5 bounds the buffers of "
+            "expert_parallel_comm_backend=standard alone, not of deduplicated: choose one",
+        ),
+        (
+            f"{_P}_capacity_factor 1.5",
+            "parallelism.expert_parallel_capacity_factor=1.5 has no effect without "
+            "expert_parallel_degree above 1: leave it out",
+        ),
+        (
+            f"{_EP} {_P}_overflow drop",
+            "parallelism.expert_parallel_overflow=drop has no effect without "
+            "expert_parallel_capacity_factor: set it",
+        ),
+        (
+            f"{_EP} {_P}_ranks_per_node 2",
+            "parallelism.expert_parallel_ranks_per_node=2 has no effect without "
+            "expert_parallel_comm_backend=deduplicated: set it",
+        ),
+        (
+            f"{_EP} {_P}_comm_backend deduplicated {_P}_ranks_per_node 3",
+            "parallelism.expert_parallel_ranks_per_node=3 must divide the 2 ranks of this run: "
+            "choose 1 or 2",
+        ),
+    ],
+)
+def test_one_line(arguments: str, line: str) -> None:
+    assert problems(arguments, ranks=2) == [line]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        f"{_EP} {_P}_capacity_factor 1.5 {_P}_overflow drop",
+        f"{_EP} {_P}_comm_backend deduplicated {_P}_ranks_per_node 2",
+        f"{_P}_comm_backend deduplicated",  # As good as another where nothing travels.
+    ],
+)
+def test_nothing_to_say(arguments: str) -> None:
+    assert problems(arguments, ranks=2) == []
+
+
+def test_a_model_without_experts() -> None:
+    (line,) = problems(f"{_P}_comm_backend deduplicated", moe=False)
+    assert line.startswith("parallelism.expert_parallel_comm_backend=deduplicated: ")
+    assert line.endswith("has no experts; leave it out")
+
+
+def test_a_dense_model_has_no_expert_settings() -> None:
+    arguments = "--parallelism.expert_parallel_degree 2 --debug.moe_force_load_balance"
+    lines = problems(arguments, ranks=2, moe=False)
+    assert len(lines) == 2 and all(
+        "deepseek_v3 debugmodel has no experts" in line for line in lines
+    )
+    assert problems("", moe=False) == []
+
+
+def test_settings_of_experts_say_that_a_dense_model_has_none() -> None:
+    arguments = "--moe.row_alignment 16 --moe.bias_update_speed 0.1"
+    lines = problems(arguments, moe=False)
+    assert lines == [
+        f"moe.{setting}: deepseek_v3 debugmodel has no experts; leave it out"
+        for setting in ("row_alignment=16", "bias_update_speed=0.1")
+    ]
+    assert problems(arguments) == []

@@ -1,0 +1,67 @@
+"""A further attention variant that was forgotten somewhere is an error that names it there."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
+from titan_moe.models.attention import build_attention
+from titan_moe.models.attention_core import CausalSdpa
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.decoder import Decoder
+from titan_moe.models.registry import FAMILIES, flavors, model_config
+from titan_moe.models.stats import attention_stats, part_sizes, part_weights
+from titan_moe.simulate.memory import memory
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """Dimensions that nothing but the configuration knows."""
+
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    rope_dim: int = 8
+    sinks: bool = False
+
+
+def with_variant(attention: object) -> ModelConfig:
+    return replace(model_config("qwen3", "gate"), attention=attention)
+
+
+def build(config: ModelConfig) -> None:
+    with torch.device("meta"):
+        Decoder(config)
+
+
+def estimate(config: ModelConfig) -> None:
+    memory(config, Training(), Parallelism(), ActivationCheckpoint(), 1)
+
+
+@pytest.mark.parametrize("use", [build, part_sizes, part_weights, estimate])
+def test_an_unknown_variant_is_named(use: Callable[[ModelConfig], object]) -> None:
+    with pytest.raises(TypeError, match="LinearAttention"):
+        use(with_variant(LinearAttention()))
+
+
+def test_dimensions_without_what_all_variants_have_are_refused() -> None:
+    @dataclass(frozen=True)
+    class Bare:
+        num_heads: int = 4
+
+    with pytest.raises(AttributeError, match="sinks"):
+        _ = with_variant(Bare()).local_or_sinks
+    with pytest.raises(AttributeError, match="rope_dim"):
+        build(with_variant(Bare()))
+
+
+def test_counts_of_a_variant_are_those_of_its_module() -> None:
+    for family in FAMILIES:
+        for config in flavors(family).values():
+            with torch.device("meta"):
+                module = build_attention(config.attention, config, 0, CausalSdpa())
+            counted = attention_stats(config.attention, config.dim)
+            assert counted.parameters == sum(p.numel() for p in module.parameters())
+            matrices = [p.numel() for p in module.parameters() if p.ndim == 2]
+            assert counted.matrices == sum(matrices)

@@ -1,0 +1,57 @@
+"""Which code runs, by folder, commit and hash."""
+
+import subprocess
+from pathlib import Path
+
+from titan_moe.runtime.revision import (
+    CHECKOUT,
+    PACKAGE,
+    checkout_around,
+    code_in_words,
+    code_revision,
+    package_hash,
+    running_code,
+    wanted_checkout,
+)
+
+
+def test_the_running_code_is_this_package() -> None:
+    found = running_code()
+    assert found["folder"] == str(PACKAGE) and found["sha256"] == package_hash(PACKAGE)
+    assert (PACKAGE / "trainer.py").is_file()
+    assert code_in_words(found).startswith(str(PACKAGE))
+
+
+def test_a_hash_is_of_names_and_contents(tmp_path: Path) -> None:
+    hashes = []
+    for name, text in (("a.py", "1"), ("a.py", "2"), ("b.py", "2"), ("sub/b.py", "2")):
+        folder = tmp_path / str(len(hashes))
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(text)
+        (folder / "a.txt").write_text(str(len(hashes)))
+        hashes.append(package_hash(folder))
+    assert len(set(hashes)) == 4
+    assert package_hash(tmp_path / "2") == hashes[2]
+
+
+def test_a_revision_is_of_the_folder_s_own_repository(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    assert code_revision(tmp_path) is None, "no commit yet"
+    (tmp_path / "inside").mkdir()
+    assert code_revision(tmp_path / "inside") is None
+    identity = ["-c", "user.name=x", "-c", "user.email=x"]
+    (tmp_path / "file").write_text("1")
+    subprocess.run(["git", "-C", tmp_path, "add", "file"], check=True)
+    subprocess.run(["git", *identity, "-C", tmp_path, "commit", "-qm", "x"], check=True)
+    found = code_revision(tmp_path)
+    assert found is not None and len(str(found["commit"])) == 40 and found["changed"] is False
+    (tmp_path / "file").write_text("2")
+    assert (code_revision(tmp_path) or {})["changed"] is True
+
+
+def test_the_checkout_around_a_folder(tmp_path: Path, monkeypatch) -> None:
+    assert checkout_around(tmp_path) is None
+    assert checkout_around(CHECKOUT / "configs" / "debug") == CHECKOUT
+    monkeypatch.chdir(CHECKOUT / "configs")
+    assert wanted_checkout({}) == CHECKOUT
+    assert wanted_checkout({"TITAN_MOE_CHECKOUT": str(tmp_path)}) == tmp_path.resolve()

@@ -1,0 +1,94 @@
+"""A checkpoint's tensor files written chunk by chunk, each made only when it is written.
+
+DCP's own writer keeps every tensor that it has written until the end of the file.
+"""
+
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.utils.serialization import config
+
+from titan_moe.checkpoint.agreement import on_every_rank, on_rank_zero
+from titan_moe.checkpoint.safe_reader import METADATA
+
+_LARGEST_FILE = 5 * 10**9
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor of the checkpoint."""
+
+    name: str
+    box: tuple[slice, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def write_tensors(
+    folder: Path, chunks: Callable[[], Iterator[tuple[Chunk, Tensor]]], *, doing: str
+) -> None:
+    """Write DCP's files of all ranks' chunks; collective.
+
+    Args:
+        chunks: this rank's, each with its values.
+        doing: as on_every_rank's.
+    """
+    places = on_every_rank(lambda: _write_files(folder, chunks()), doing=doing)
+    everyone: list[list[tuple[Chunk, _StorageInfo]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, places)
+    on_rank_zero(lambda: _write_metadata(folder, chain.from_iterable(everyone)), doing=doing)
+
+
+def _write_files(
+    folder: Path, chunks: Iterator[tuple[Chunk, Tensor]]
+) -> list[tuple[Chunk, _StorageInfo]]:
+    """Files of about `_LARGEST_FILE` bytes; returns where each chunk is."""
+    places: list[tuple[Chunk, _StorageInfo]] = []
+    number, following = 0, next(chunks, None)
+    # The archive's own CRC, at the price of another pass, would say less than the checksums do.
+    with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+        while following is not None:
+            file = f"__{dist.get_rank()}_{number}.distcp"
+            with (folder / file).open("wb") as stream:
+                while following is not None and stream.tell() <= _LARGEST_FILE:
+                    chunk, values = following
+                    offset = stream.tell()
+                    torch.save(values, stream)
+                    places.append((chunk, _StorageInfo(file, offset, stream.tell() - offset)))
+                    del following, values
+                    following = next(chunks, None)
+                stream.flush()
+                os.fsync(stream.fileno())
+            number += 1
+    return places
+
+
+def _write_metadata(folder: Path, places: Iterable[tuple[Chunk, _StorageInfo]]) -> None:
+    metadata = Metadata({}, storage_data={}, storage_meta=StorageMeta())
+    for chunk, place in places:
+        shape, properties = torch.Size(chunk.shape), TensorProperties(dtype=chunk.dtype)
+        entry = metadata.state_dict_metadata.setdefault(
+            chunk.name, TensorStorageMetadata(properties, shape, [])
+        )
+        assert isinstance(entry, TensorStorageMetadata)
+        offsets = torch.Size(part.start for part in chunk.box)
+        sizes = torch.Size(part.stop - part.start for part in chunk.box)
+        entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
+        metadata.storage_data[MetadataIndex(chunk.name, offsets)] = place
+    with (folder / METADATA).open("wb") as file:
+        pickle.dump(metadata, file)

@@ -1,0 +1,63 @@
+"""Lengths and batches of the data, and its vocabulary."""
+
+from titan_moe.config.checks.run import Check, ModelShape, Run, flavor
+from titan_moe.config.job_config import JobConfig
+
+
+def check_vocabulary(job: JobConfig, model: ModelShape, tokenizer_size: int) -> list[str]:
+    """`tokenizer_size` is the largest token id plus one, special tokens included."""
+    if tokenizer_size <= model.vocab_size:
+        return []
+    return [
+        f"model.tokenizer_path={job.model.tokenizer_path}: its {tokenizer_size} tokens do not fit "
+        f"vocab_size={model.vocab_size} of {flavor(job)}: choose a smaller tokenizer or another "
+        f"flavor"
+    ]
+
+
+def _sequence_length(run: Run) -> list[str]:
+    limit = run.model.max_seq_len
+    lengths = {
+        "training.seq_len": run.job.training.seq_len,
+        "validation.seq_len": run.job.validation.seq_len or 0,
+    }
+    return [
+        f"{key}={length} exceeds max_seq_len={limit} of {run.flavor}: choose at most {limit}"
+        for key, length in lengths.items()
+        if length > limit
+    ]
+
+
+def _further_tokens(run: Run) -> list[str]:
+    depths, weight = run.model.num_mtp_layers, run.job.training.mtp_loss_weight
+    if not depths:
+        return [
+            f"training.mtp_loss_weight={weight}: {run.flavor} has no multi-token prediction here; "
+            f"leave it out, or set model.num_mtp_layers"
+        ] * (weight is not None)
+    lengths = {
+        "training.seq_len": run.job.training.seq_len,
+        "validation.seq_len": run.job.validation.seq_len,
+    }
+    return [
+        f"{key}={length} must be more than the {depths} tokens ahead of model.num_mtp_layers: "
+        f"choose at least {depths + 1}, or fewer layers"
+        for key, length in lengths.items()
+        if length is not None and length <= depths
+    ]
+
+
+def _global_batch(run: Run) -> list[str]:
+    rows, local = run.job.training.global_batch_size, run.job.training.local_batch_size
+    if run.data_ranks is None or rows < 1:
+        return []
+    step = local * run.data_ranks
+    if rows % step == 0:
+        return []
+    return [
+        f"training.global_batch_size={rows} must be a multiple of local_batch_size {local} x "
+        f"{run.data_ranks} data ranks = {step}: choose {max(rows // step, 1) * step}"
+    ]
+
+
+CHECKS: list[Check] = [_sequence_length, _further_tokens, _global_batch]

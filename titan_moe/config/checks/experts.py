@@ -1,0 +1,113 @@
+"""Experts: their settings, their mesh axes and their dispatch."""
+
+import math
+
+from titan_moe.config.checks.run import Check, Run, divisors
+from titan_moe.config.job_config import Moe
+
+
+def _moe_settings(run: Run) -> list[str]:
+    if run.model.moe is not None:
+        return []
+    given, plain = run.job.moe.model_dump(), Moe().model_dump()
+    return [
+        f"moe.{key}={value}: {run.flavor} has no experts; leave it out"
+        for key, value in given.items()
+        if value != plain[key]
+    ]
+
+
+def _expert_block(run: Run) -> list[str]:
+    degrees, shard = run.job.parallelism, run.shard
+    if shard is None:
+        return []
+    ep, etp = degrees.expert_parallel_degree, degrees.expert_tensor_parallel_degree
+    cp, tp = degrees.context_parallel_degree, degrees.tensor_parallel_degree
+    block = shard * cp * tp
+    if block % (ep * etp) == 0:
+        return []
+    return [
+        f"parallelism.expert_parallel_degree={ep} x expert_tensor_parallel_degree={etp} must "
+        f"divide dp_shard {shard} x cp {cp} x tp {tp} = {block}: choose {divisors(block)}"
+    ]
+
+
+def _dispatch(run: Run) -> list[str]:
+    degrees, plain = run.job.parallelism, type(run.job.parallelism)()
+    factor, backend = degrees.expert_parallel_capacity_factor, degrees.expert_parallel_comm_backend
+    travels = degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree > 1
+    lines = []
+    if factor is not None and backend != plain.expert_parallel_comm_backend:
+        lines.append(
+            f"parallelism.expert_parallel_capacity_factor={factor} bounds the buffers of "
+            f"expert_parallel_comm_backend={plain.expert_parallel_comm_backend} alone, not of "
+            f"{backend}: choose one"
+        )
+    if factor is not None and run.model.moe is not None and not travels:
+        lines.append(
+            f"parallelism.expert_parallel_capacity_factor={factor} has no effect without "
+            f"expert_parallel_degree above 1: leave it out"
+        )
+    if factor is None and degrees.expert_parallel_overflow != plain.expert_parallel_overflow:
+        lines.append(
+            f"parallelism.expert_parallel_overflow={degrees.expert_parallel_overflow} has no "
+            f"effect without expert_parallel_capacity_factor: set it"
+        )
+    ranks = degrees.expert_parallel_ranks_per_node
+    if ranks is not None and backend != "deduplicated":
+        lines.append(
+            f"parallelism.expert_parallel_ranks_per_node={ranks} has no effect without "
+            f"expert_parallel_comm_backend=deduplicated: set it"
+        )
+    if ranks is not None and run.world_size % ranks:
+        lines.append(
+            f"parallelism.expert_parallel_ranks_per_node={ranks} must divide the {run.world_size} "
+            f"ranks of this run: choose {divisors(run.world_size)}"
+        )
+    return lines
+
+
+def _experts(run: Run) -> list[str]:
+    degree, moe = run.job.parallelism.expert_parallel_degree, run.model.moe
+    slices = run.job.parallelism.expert_tensor_parallel_degree
+    if moe is None:
+        used = {
+            f"parallelism.expert_parallel_degree={degree}": degree > 1,
+            f"parallelism.expert_tensor_parallel_degree={slices}": slices > 1,
+            "parallelism.expert_parallel_comm_backend=deduplicated": (
+                run.job.parallelism.expert_parallel_comm_backend == "deduplicated"
+            ),
+            "debug.moe_force_load_balance=true": run.job.debug.moe_force_load_balance,
+        }
+        return [
+            f"{setting}: {run.flavor} has no experts; leave it out"
+            for setting, is_set in used.items()
+            if is_set
+        ]
+    if moe.num_experts % degree == 0:
+        return []
+    return [
+        f"parallelism.expert_parallel_degree={degree} must divide num_experts={moe.num_experts}: "
+        f"choose {divisors(moe.num_experts)}"
+    ]
+
+
+def _expert_hidden_dim(run: Run) -> list[str]:
+    degree, moe = run.job.parallelism.expert_tensor_parallel_degree, run.model.moe
+    if moe is None:
+        return []
+    sizes = {"the experts' hidden_dim": moe.hidden_dim}
+    if moe.projection_bias:  # The bias after the second projection is cut like what it is added to.
+        sizes["dim"] = run.model.dim
+    broken = [f"{name}={size}" for name, size in sizes.items() if size % degree]
+    if not broken:
+        return []
+    divisor = math.gcd(*sizes.values())
+    legal = ", ".join(str(size) for size in (1, 2, 4, 8) if divisor % size == 0)
+    return [
+        f"parallelism.expert_tensor_parallel_degree={degree} must divide {' and '.join(broken)}: "
+        f"choose a divisor such as {legal}"
+    ]
+
+
+CHECKS: list[Check] = [_moe_settings, _expert_block, _dispatch, _experts, _expert_hidden_dim]

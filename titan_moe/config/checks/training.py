@@ -1,0 +1,84 @@
+"""How a step runs: optimizer, offloading, recomputed and compiled layers."""
+
+import shutil
+from typing import get_args
+
+from titan_moe.config import pipeline
+from titan_moe.config.checks.run import Check, Run
+
+
+def _optimizer(run: Run) -> list[str]:
+    optimizer = run.job.optimizer
+    muon = optimizer.name == "Muon"
+    fields = type(optimizer).model_fields
+    lines = [
+        f"optimizer.{key}={getattr(optimizer, key)} is {name}'s: leave it out, or choose "
+        f"optimizer.name={name}"
+        for name in get_args(fields["name"].annotation)
+        for key, field in fields.items()
+        if key.startswith(f"{name.lower()}_")
+        and name != optimizer.name
+        and getattr(optimizer, key) != field.default
+    ]
+    if optimizer.state_dtype == "bfloat16":
+        # Half a unit in the last place is up to 1/256: a smaller change is rounded away.
+        lines += [
+            f"optimizer.{key}={getattr(optimizer, key)} changes a moment by less than "
+            "optimizer.state_dtype=bfloat16 can tell: choose 0.99 or less, or float32"
+            for key in ("beta1", "beta2", *["muon_momentum"] * muon)
+            if getattr(optimizer, key) > 0.99
+        ]
+    return lines
+
+
+def _cpu_offload(run: Run) -> list[str]:
+    if not run.job.training.enable_cpu_offload or run.num_gpus:
+        return []
+    return ["training.enable_cpu_offload=true needs a CUDA GPU, and none was found: choose false"]
+
+
+def _recompute(run: Run) -> list[str]:
+    every = run.job.activation_checkpoint.selective_ac_option
+    selective = run.job.activation_checkpoint.mode == "selective"
+    if not selective or every == "op" or (every.isdecimal() and int(every) > 0):
+        return []
+    return [
+        f"activation_checkpoint.selective_ac_option={every!r} must be a positive integer N, to "
+        f"recompute every N-th layer, or 'op'"
+    ]
+
+
+def _compile(run: Run) -> list[str]:
+    section, recompute = run.job.compile, run.job.activation_checkpoint
+    if not section.enable:
+        return []
+    lines = []
+    if recompute.mode == "selective" and recompute.selective_ac_option == "op":
+        lines.append(
+            "activation_checkpoint.selective_ac_option='op' keeps results of operations that "
+            "compile.enable=true fuses: choose 1, or activation_checkpoint.mode=full or none"
+        )
+    if run.job.debug.capture_step:
+        lines.append(
+            f"debug.capture_step={run.job.debug.capture_step} looks into layers that "
+            "compile.enable=true fuses: choose one"
+        )
+    degrees = run.job.parallelism
+    schedule = pipeline.SCHEDULES[degrees.pipeline_parallel_schedule]
+    piped = degrees.pipeline_parallel_degree > 1
+    if piped and schedule.splits_backward and "model" in section.components:
+        whole = [name for name, known in pipeline.SCHEDULES.items() if not known.splits_backward]
+        lines.append(
+            f"parallelism.pipeline_parallel_schedule={degrees.pipeline_parallel_schedule} splits "
+            f"the backward, which compile.enable=true makes one graph of: choose "
+            f"{' or '.join(whole)}, or compile.components=['loss']"
+        )
+    if section.backend == "inductor" and not run.num_gpus and shutil.which("g++") is None:
+        lines.append(
+            "compile.backend=inductor needs the C++ compiler g++, which was not found: install it, "
+            "or choose compile.enable=false"
+        )
+    return lines
+
+
+CHECKS: list[Check] = [_optimizer, _cpu_offload, _recompute, _compile]

@@ -1,0 +1,188 @@
+"""The log of a run: at each logged step one line and one JSON object, at the end the curves."""
+
+import logging
+import platform
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_moe.config.job_config import JobConfig
+from titan_moe.data.loader import Identity
+from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
+from titan_moe.distributed.parallelize import ShardedModel
+from titan_moe.metrics.jsonl import JsonLines
+from titan_moe.metrics.performance import Phases, Throughput, memory_metrics
+from titan_moe.metrics.sinks import Sink, build_sinks
+from titan_moe.metrics.step_metrics import expert_load
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.stats import part_weights
+from titan_moe.runtime.device import describe_device, peak_flops
+from titan_moe.runtime.process import Process
+from titan_moe.runtime.revision import running_code
+from titan_moe.simulate.memory import GIB, memory
+from titan_moe.train_step import StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class RunLog:
+    """Collects each step's figures and hands the logged ones to the sinks of the main rank."""
+
+    def __init__(
+        self, job: JobConfig, sharded: ShardedModel, process: Process, *, resume_step: int
+    ) -> None:
+        self.phases = Phases()
+        self._process = process
+        self._log_freq = job.metrics.log_freq
+        self._steps = job.training.steps
+        self._folder = Path(job.job.dump_folder)
+        self._layers = [name.removesuffix(".block") for name in sharded.all_moe_layers()]
+        self._throughput = Throughput(
+            flops_per_token=model_flops_per_token(sharded.config, job.training.seq_len),
+            num_devices=process.world_size,
+            peak_tflops=_peak_tflops(job, process.device),
+        )
+        self._sinks: list[Sink] = []
+        self._details = _details(job, resume_step) if process.is_main else {}
+        self._wants_norms = job.metrics.log_parameter_norms
+        if process.is_main:
+            self._sinks = build_sinks(
+                job.metrics, self._folder, steps=self._steps, resume_step=resume_step
+            )
+        self._must_be_stored = _must_be_stored(job, sharded, process) if process.is_main else None
+        on_cpu = process.device.type == "cpu"
+        self._whose = " in the whole process, Python and torch included" if on_cpu else ""
+        self._first_step = resume_step + 1
+        self._tokens_since = 0
+        self._last_log = time.perf_counter()
+
+    def wants(self, step: int) -> bool:
+        """Whether a step is logged: the first, the last, and every log_freq-th."""
+        return step in (self._first_step, self._steps) or step % self._log_freq == 0
+
+    def wants_norms(self, step: int) -> bool:
+        """Whether the norm of every parameter is to be measured at a step."""
+        return self._wants_norms and self.wants(step)
+
+    def step(
+        self,
+        step: int,
+        result: StepResult,
+        *,
+        rates: dict[str, float],
+        tokens: int,
+        step_tokens: int,
+        validation_loss: float | None,
+    ) -> None:
+        """Take a finished step; log it if it is one to log or has a validation loss.
+
+        Args:
+            rates: learning rate of each parameter group.
+            tokens: tokens of the whole run so far; step_tokens: those of this step.
+        """
+        self._tokens_since += step_tokens
+        if not self.wants(step) and validation_loss is None:
+            return
+        assert result.metrics is not None, "not a logged step"
+        phases = self.phases.take()
+        seconds = time.perf_counter() - self._last_log - phases.get("time/validation", 0.0)
+        values = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": max(rates.values()),
+            "tokens": tokens,
+            **result.metrics,
+            **self._throughput.metrics(self._tokens_since, seconds),
+            **({} if validation_loss is None else {"validation_loss": validation_loss}),
+            **{f"lr/{group}": rate for group, rate in rates.items()},
+            **phases,
+            **memory_metrics(self._process.device),
+        }
+        if result.rows_dropped and result.counts_LE is not None:
+            values["dispatch/dropped"] = result.rows_dropped / result.counts_LE.sum().item()
+        if result.counts_LE is not None and self._sinks:
+            values |= expert_load(result.counts_LE, self._layers)
+        for sink in self._sinks:
+            sink.write(step, values)
+        if step == self._first_step and self._must_be_stored is not None:
+            logger.info(
+                "memory of step %d: at most %.2f GiB%s; must be stored (parameters, gradients, "
+                "optimizer states, values kept for the backward): %.2f GiB by arithmetic",
+                *(step, values["memory/peak_gib"], self._whose, self._must_be_stored),
+            )
+        if (counts := self._details.get("expert_counts")) and result.counts_LE is not None:
+            counts.write(step, dict(zip(self._layers, result.counts_LE.tolist(), strict=True)))
+        if (norms := self._details.get("parameter_norms")) and result.parameter_norms is not None:
+            norms.write(step, result.parameter_norms)
+        self._tokens_since, self._last_log = 0, time.perf_counter()
+
+    def close(self) -> None:
+        """End the sinks and draw the curves; the main rank's job."""
+        for sink in (*self._sinks, *self._details.values()):
+            sink.close()
+        if self._sinks:
+            # Imported here: matplotlib takes most of a second, and only the end needs it.
+            from titan_moe.metrics.curves import plot_curves
+
+            plot_curves(self._folder / "metrics.jsonl", self._folder / "curves.png")
+
+
+def run_facts(
+    job: JobConfig, sharded: ShardedModel, process: Process, data: Identity
+) -> dict[str, Any]:
+    """What a run's figures depend on besides its configuration: for run.json."""
+    dims = sharded.meshes.dims
+    return {
+        "code": running_code(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **describe_device(process.device),
+        "threads": torch.get_num_threads(),
+        "world_size": process.world_size,
+        "layout": {axis: dims.size(axis) for axis in dict.fromkeys((*DENSE_AXES, *SPARSE_AXES))},
+        "tokens_per_step": job.training.global_batch_size * job.training.seq_len,
+        "data": asdict(data),
+    }
+
+
+def _details(job: JobConfig, resume_step: int) -> dict[str, JsonLines]:
+    wanted = {
+        "expert_counts": job.metrics.log_expert_counts,
+        "parameter_norms": job.metrics.log_parameter_norms,
+    }
+    folder = Path(job.job.dump_folder)
+    return {
+        name: JsonLines(folder / f"{name}.jsonl", resume_step=resume_step)
+        for name, on in wanted.items()
+        if on
+    }
+
+
+def model_flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """FLOPs of forward and backward for one token: of its top_k experts, not of all.
+
+    A matrix product costs twice its forward again in the backward (arXiv 2204.02311, appendix B);
+    recomputation does not count.
+    """
+    return 3 * sum(part_weights(config, seq_len).values())
+
+
+def _peak_tflops(job: JobConfig, device: torch.device) -> float | None:
+    """Known for bf16 only, so MFU is left out in other types."""
+    flops = peak_flops(device) if job.training.mixed_precision_param == "bfloat16" else None
+    return None if flops is None or job.training.dtype == "float64" else flops / 1e12
+
+
+def _must_be_stored(job: JobConfig, sharded: ShardedModel, process: Process) -> float | None:
+    """GiB of one rank that no order of the work can do without; None where that is not counted: for
+    a pipeline, and for other states than two moments in the parameters' type."""
+    optimizer = job.optimizer
+    two_moments = optimizer.name in ("AdamW", "Adam") and optimizer.state_dtype == "float32"
+    if sharded.meshes.dims.pp > 1 or not two_moments:
+        return None
+    sections = (job.training, job.parallelism, job.activation_checkpoint)
+    found = memory(sharded.config, *sections, world_size=process.world_size)
+    return (found.stored + found.kept) / GIB

@@ -1,0 +1,136 @@
+"""Figures of a step: sums that layers keep on the device, and how evenly experts are loaded.
+
+To add a device metric, keep a sum in the module that knows it (a float64 or int64 buffer, added to
+in the forward), and name it in `device_metrics`. In a logged step it joins the step's one
+all-reduce, the log writes it under its name, and the buffer starts again from zero.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titan_moe.distributed.collectives import added
+from titan_moe.models.mtp import MultiTokenPrediction
+from titan_moe.moe.layer import MoE
+
+
+@dataclass(frozen=True)
+class DeviceMetric:
+    """The sum of scalars over the layers of all ranks, divided by another such sum."""
+
+    name: str
+    """In metrics.jsonl."""
+    sums: Sequence[Tensor]
+    """Scalars of this rank's layers; ranks without such a layer have none."""
+    per: Sequence[Tensor] | None = None
+    """What the sum is divided by; nothing is logged where that is 0. None: target tokens."""
+    logged: bool = True
+    """False where no rank has such a layer."""
+
+
+class DeviceMetrics:
+    """All device metrics of a step. Every rank makes the same ones in the same order.
+
+    The tensors are kept, and read at every step: they are those that the layers add to.
+    """
+
+    def __init__(self, metrics: Sequence[DeviceMetric], *, device: torch.device) -> None:
+        self._metrics = metrics
+        self._zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._by_type: dict[torch.dtype, list[Tensor]] = {}
+        for metric in metrics:
+            for each in (*metric.sums, *(metric.per or ())):
+                self._by_type.setdefault(each.dtype, []).append(each)
+
+    def terms(self) -> dict[str, Tensor]:
+        """This rank's part of every sum, to be summed over the world."""
+        terms = {}
+        for metric in self._metrics:
+            terms[metric.name] = added(metric.sums, like=self._zero)
+            if metric.per is not None:
+                terms[_divisor(metric)] = added(metric.per, like=self._zero)
+        return terms
+
+    def values(self, sums: Mapping[str, float], *, num_targets: int) -> dict[str, float]:
+        """What a log writes, from the sums of `terms` over the world."""
+        values = {}
+        for metric in self._metrics:
+            divisor = max(num_targets, 1) if metric.per is None else sums[_divisor(metric)]
+            if metric.logged and divisor:
+                values[metric.name] = sums[metric.name] / divisor
+        return values
+
+    def reset(self) -> None:
+        """Start all sums again from zero, logged or not."""
+        for tensors in self._by_type.values():
+            torch._foreach_zero_(tensors)
+
+
+def _divisor(metric: DeviceMetric) -> str:
+    return f"{metric.name} per"
+
+
+def device_metrics(
+    moe_layers: Sequence[MoE],
+    mtp: Sequence[MultiTokenPrediction],
+    *,
+    predicts_ahead: bool,
+    device: torch.device,
+) -> DeviceMetrics:
+    """The device metrics of a model of which this rank has `moe_layers` and `mtp`.
+
+    predicts_ahead: whether the model has multi-token prediction, on any rank.
+    """
+    return DeviceMetrics(
+        [
+            # Sum of all layers' weighted auxiliary losses, per target token.
+            DeviceMetric("balance_loss", [moe.router.balance_loss for moe in moe_layers]),
+            # Weighted loss of multi-token prediction, per target token. Summed where there is none
+            # too: the rounding of the other sums depends on the length of the all-reduce.
+            DeviceMetric("mtp_loss", [part.loss_sum for part in mtp], logged=predicts_ahead),
+            # Rows that dispatch sent between ranks over the fewest that would have done: the
+            # distinct pairs of token and destination rank.
+            DeviceMetric(
+                "dispatch/rows_over_bound",
+                [moe.rows_sent[0] for moe in moe_layers],
+                per=[moe.rows_sent[1] for moe in moe_layers],
+            ),
+        ],
+        device=device,
+    )
+
+
+def expert_load(counts_LE: Tensor, layers: Sequence[str]) -> dict[str, float]:
+    """Load figures of each MoE layer, under "moe/<name>/".
+
+    - "max_over_mean": rows of the busiest expert over the mean: 1 is even, E is collapse.
+    - "cv": coefficient of variation, the standard deviation over the mean.
+    - "entropy": of the load, over ln E: 1 is even, 0 is collapse.
+    - "dead": experts without a single row.
+
+    A layer without any row reads 0, 0, 0 and E.
+
+    Args:
+        counts_LE: rows per MoE layer and expert over the whole job. One host sync for all layers.
+        layers: the name of each of the L layers, such as layers.3.
+    """
+    num_experts = counts_LE.shape[1]
+    load_LE = counts_LE.double()
+    mean_L = load_LE.mean(1)
+    divisor_L = mean_L.clamp(min=1 / num_experts)  # Only a layer without rows lies below.
+    share_LE = load_LE / (divisor_L * num_experts)[:, None]
+    figures = {
+        "max_over_mean": load_LE.amax(1) / divisor_L,
+        "cv": load_LE.std(1, correction=0) / divisor_L,
+        "entropy": torch.special.entr(share_LE).sum(1) / math.log(max(num_experts, 2)),
+        "dead": (counts_LE == 0).sum(1).double(),
+    }
+    rows = torch.stack(list(figures.values()), dim=1).tolist()
+    return {
+        f"moe/{layer}/{name}": value
+        for layer, row in zip(layers, rows, strict=True)
+        for name, value in zip(figures, row, strict=True)
+    }

@@ -1,0 +1,201 @@
+"""The attention variants: GQA and MLA. `build_attention` picks by the type of the dimensions."""
+
+from collections.abc import Callable
+from functools import partial, singledispatch
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_moe.models.config import (
+    AttentionConfig,
+    GQAConfig,
+    MLAConfig,
+    ModelConfig,
+    PositionTemperature,
+    RopeConfig,
+)
+from titan_moe.models.rope import Rotation, rotate, softmax_factor
+from titan_moe.ops.attention import AttentionCore
+
+# Of queries and keys, what tells them where in the row they are.
+Placement = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]
+
+
+class Attention(nn.Module):
+    """What all variants have: `forward(x_BSD, rotation, mask)`, and between its projections `core`,
+    the call of an AttentionCore: a strategy that may be wrapped when the model is laid out."""
+
+    core: Callable[..., Tensor]
+
+
+@singledispatch
+def build_attention(
+    attention: AttentionConfig, config: ModelConfig, layer: int, core: AttentionCore
+) -> Attention:
+    """The attention of one layer. TypeError for dimensions that no variant has registered."""
+    raise TypeError(f"models/attention.py builds no attention from a {type(attention).__name__}")
+
+
+@build_attention.register
+def _(attention: GQAConfig, config: ModelConfig, layer: int, core: AttentionCore) -> Attention:
+    return GQA(
+        config.dim,
+        attention,
+        config.rope,
+        norm_eps=config.norm_eps,
+        core=core,
+        rotary=config.rotates(layer),
+    )
+
+
+@build_attention.register
+def _(attention: MLAConfig, config: ModelConfig, layer: int, core: AttentionCore) -> Attention:
+    return MLA(config.dim, attention, config.rope, core=core)
+
+
+class GQA(Attention):
+    """Grouped-query attention (arXiv 2305.13245).
+
+    Queries in `num_heads` heads, keys and values in `num_kv_heads`; q and k may be normed.
+
+    Args:
+        rotary: whether positions rotate queries and keys; else `config.temperature` may scale them.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        config: GQAConfig,
+        rope: RopeConfig,
+        *,
+        norm_eps: float,
+        core: AttentionCore,
+        rotary: bool = True,
+    ) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5 * softmax_factor(rope)
+        self.core = core
+        self.wq = nn.Linear(dim, config.num_heads * config.head_dim, bias=config.bias)
+        self.wk = nn.Linear(dim, config.num_kv_heads * config.head_dim, bias=config.bias)
+        self.wv = nn.Linear(dim, config.num_kv_heads * config.head_dim, bias=config.bias)
+        self.wo = nn.Linear(config.num_heads * config.head_dim, dim, bias=config.bias)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if config.qk_norm == "learned":
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=norm_eps)
+        self.sinks = Sinks(config.num_heads) if config.sinks else None
+        self.place = _placement(config, rope, norm_eps, rotary)
+
+    def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
+        heads = (-1, self.head_dim)
+        q_BSHC = self.q_norm(self.wq(x_BSD).unflatten(-1, heads))
+        k_BSHC = self.k_norm(self.wk(x_BSD).unflatten(-1, heads))
+        v_BSHC = self.wv(x_BSD).unflatten(-1, heads)
+        q_BSHC, k_BSHC = self.place(q_BSHC, k_BSHC, rotation)
+        q_BHSC, k_BHSC, v_BHSC = (x.transpose(1, 2) for x in (q_BSHC, k_BSHC, v_BSHC))
+        sinks_H = None if self.sinks is None else self.sinks()
+        o_BHSC = self.core(q_BHSC, k_BHSC, v_BHSC, mask, self.scale, sinks_H)
+        return self.wo(o_BHSC.transpose(1, 2).flatten(2))
+
+
+class Sinks(nn.Module):
+    """A logit per head that joins each of its softmaxes: `weight` [H].
+
+    A module, so that tensor parallelism can hand over a rank's heads.
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class MLA(Attention):
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1).
+
+    Keys and values from a low-rank latent; all heads share the rotated part of the key.
+    """
+
+    def __init__(
+        self, dim: int, config: MLAConfig, rope: RopeConfig, *, core: AttentionCore
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.pairing = rope.pairing
+        qk_dim = config.nope_dim + config.rope_dim
+        self.scale = qk_dim**-0.5 * softmax_factor(rope)
+        self.core = core
+        if config.q_rank is None:
+            self.wq = nn.Linear(dim, config.num_heads * qk_dim, bias=False)
+        else:
+            self.wq_a = nn.Linear(dim, config.q_rank, bias=config.bias)
+            self.q_norm = nn.RMSNorm(config.q_rank, eps=config.norm_eps)
+            self.wq_b = nn.Linear(config.q_rank, config.num_heads * qk_dim, bias=False)
+        self.wkv_a = nn.Linear(dim, config.kv_rank + config.rope_dim, bias=config.bias)
+        self.kv_norm = nn.RMSNorm(config.kv_rank, eps=config.norm_eps)
+        kv_dim = config.num_heads * (config.nope_dim + config.v_dim)
+        self.wkv_b = nn.Linear(config.kv_rank, kv_dim, bias=False)
+        self.wo = nn.Linear(config.num_heads * config.v_dim, dim, bias=config.bias)
+
+    def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
+        config = self.config
+        q_BSHC = self._query(x_BSD).unflatten(-1, (-1, config.nope_dim + config.rope_dim))
+        q_nope, q_rope = q_BSHC.split([config.nope_dim, config.rope_dim], dim=-1)
+        q_BSHC = torch.cat([q_nope, rotate(q_rope, rotation, self.pairing)], dim=-1)
+
+        latent_BSR, k_rope = self.wkv_a(x_BSD).split([config.kv_rank, config.rope_dim], dim=-1)
+        kv_BSHC = self.wkv_b(self.kv_norm(latent_BSR))
+        kv_BSHC = kv_BSHC.unflatten(-1, (-1, config.nope_dim + config.v_dim))
+        k_nope, v_BSHC = kv_BSHC.split([config.nope_dim, config.v_dim], dim=-1)
+        k_rope = rotate(k_rope[:, :, None], rotation, self.pairing)
+        k_BSHC = torch.cat([k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)], dim=-1)
+
+        o_BHSC = self.core(
+            q_BSHC.transpose(1, 2), k_BSHC.transpose(1, 2), v_BSHC.transpose(1, 2), mask, self.scale
+        )
+        return self.wo(o_BHSC.transpose(1, 2).flatten(2))
+
+    def _query(self, x_BSD: Tensor) -> Tensor:
+        if self.config.q_rank is None:
+            return self.wq(x_BSD)
+        return self.wq_b(self.q_norm(self.wq_a(x_BSD)))
+
+
+def _placement(config: GQAConfig, rope: RopeConfig, norm_eps: float, rotary: bool) -> Placement:
+    if not rotary:
+        if config.temperature is None:
+            return lambda q_BSHC, k_BSHC, rotation: (q_BSHC, k_BSHC)
+        return partial(_tempered, temperature=config.temperature)
+    rotated = partial(_rotated, pairing=rope.pairing)
+    if config.qk_norm == "unweighted":
+        return partial(_normed, rotated=rotated, norm_eps=norm_eps)
+    return rotated
+
+
+def _rotated(
+    q_BSHC: Tensor, k_BSHC: Tensor, rotation: Rotation, *, pairing: str
+) -> tuple[Tensor, Tensor]:
+    return rotate(q_BSHC, rotation, pairing), rotate(k_BSHC, rotation, pairing)
+
+
+def _normed(
+    q_BSHC: Tensor, k_BSHC: Tensor, rotation: Rotation, *, rotated: Placement, norm_eps: float
+) -> tuple[Tensor, Tensor]:
+    q_BSHC, k_BSHC = rotated(q_BSHC, k_BSHC, rotation)
+    head_dim = q_BSHC.shape[-1:]
+    return F.rms_norm(q_BSHC, head_dim, eps=norm_eps), F.rms_norm(k_BSHC, head_dim, eps=norm_eps)
+
+
+def _tempered(
+    q_BSHC: Tensor, k_BSHC: Tensor, rotation: Rotation, *, temperature: PositionTemperature
+) -> tuple[Tensor, Tensor]:
+    dtype = rotation.cos_BSC.dtype
+    steps_BS = ((rotation.positions_BS + 1) // temperature.floor).to(dtype)
+    scale_BS = 1 + temperature.scale * steps_BS.log1p()
+    return (q_BSHC.to(dtype) * scale_BS[..., None, None]).to(q_BSHC.dtype), k_BSHC

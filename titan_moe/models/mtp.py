@@ -1,0 +1,99 @@
+"""Multi-token prediction (arXiv 2412.19437, section 2.2): training predicts further tokens too.
+
+Depth k sees at position i what depth k - 1 made of it (the first: the decoder, after its final
+norm) and the embedding of token i + k, and predicts token i + k + 1 with the decoder's own output
+layer. Order of the projection's inputs and norms are those of the published weights.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.output import Embedding
+from titan_moe.models.rope import Rotation
+from titan_moe.ops.local_attention import LocalAttention
+
+Masks = Mapping[LocalAttention | None, Any]
+
+
+class MTPLayer(nn.Module):
+    """One depth: norms of both inputs, a projection of both, a block of the decoder, a norm.
+
+    `tok_embeddings` is a copy (see `tied_weights`), as the published weights have one in each.
+    """
+
+    def __init__(self, config: ModelConfig, block: nn.Module) -> None:
+        super().__init__()
+        self.tok_embeddings = Embedding(config.vocab_size, config.dim)
+        self.embedding_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.projection = nn.Linear(2 * config.dim, config.dim, bias=False)
+        self.block = block
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+
+    def forward(
+        self, tokens_BS: Tensor, hidden_BSD: Tensor, rotation: Rotation, mask: Any
+    ) -> Tensor:
+        embedded_BSD = self.tok_embeddings(tokens_BS)
+        both = [self.embedding_norm(embedded_BSD), self.hidden_norm(hidden_BSD)]
+        return self.norm(self.block(self.projection(torch.cat(both, -1)), rotation, mask))
+
+
+class MultiTokenPrediction(nn.Module):
+    """All depths.
+
+    Buffer: `loss_sum` adds up this step's weighted losses.
+    """
+
+    loss_sum: Tensor
+
+    def __init__(self, config: ModelConfig, make_block: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        depths = range(config.num_mtp_layers)
+        self.layers = nn.ModuleDict(
+            {str(k): MTPLayer(config, make_block(config.num_layers + k)) for k in depths}
+        )
+        self.loss_weight = config.mtp_loss_weight / config.num_mtp_layers
+        self.register_buffer("loss_sum", torch.empty((), dtype=torch.float64), persistent=False)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
+        """Values of a run that begins; also called after the module leaves the meta device."""
+        self.loss_sum.zero_()
+
+    def forward(
+        self, hidden_BSD: Tensor, tokens_BKS: Tensor, rotation: Rotation, masks: Masks
+    ) -> list[Tensor]:
+        """What the output layer reads of each depth, x_BSD.
+
+        Args:
+            hidden_BSD: after the decoder's final norm.
+            tokens_BKS: for each depth the tokens k positions on.
+        """
+        hidden = [hidden_BSD]
+        for layer, tokens_BS in zip(self.layers.values(), tokens_BKS.unbind(1), strict=True):
+            mask = masks[layer.block.local]  # type: ignore[union-attr, index]
+            hidden.append(layer(tokens_BS, hidden[-1], rotation, mask))
+        return hidden[1:]
+
+    def losses(
+        self,
+        hidden: Sequence[Tensor],
+        labels_BS: Tensor,
+        ahead_labels_BKS: Tensor,
+        output: Callable[..., Tensor],
+    ) -> Tensor:
+        """The decoder's loss, whose backward is that of the depths' losses too.
+
+        The forward adds those to `loss_sum`: nothing after the blocks is ever recomputed.
+
+        Args:
+            hidden: x_BSD of the decoder and of each depth.
+            output: the decoder's; one pass makes all losses.
+        """
+        factors = (1.0, *[self.loss_weight] * len(self.layers))
+        labels = torch.cat([labels_BS, *ahead_labels_BKS.unbind(1)])
+        return output(torch.cat(list(hidden)), labels, factors, self.loss_sum)

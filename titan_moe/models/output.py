@@ -1,0 +1,79 @@
+"""Both ends of a decoder: the embedding, and the output layer with the loss."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from titan_moe.ops.linear_cross_entropy import (
+    CrossEntropy,
+    Watch,
+    cross_entropy,
+    linear_cross_entropy,
+)
+from titan_moe.profiling.regions import region
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding that draws no values: whoever trains fills all parameters, and to draw on the
+    meta device imports torch's compiler."""
+
+    def __init__(self, vocab_size: int, dim: int) -> None:
+        super().__init__(vocab_size, dim, _weight=torch.empty(vocab_size, dim))
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        with region("embedding"):
+            return super().forward(tokens_BS)
+
+
+class Output(nn.Linear):
+    """A projection to the vocabulary that, given labels, goes on to the loss itself.
+
+    So no logits leave it, and the loss can be computed in chunks of tokens. Chosen when the model
+    is laid out: `chunk_size` and `cross_entropy`, as `linear_cross_entropy` names them, and
+    `local_weight`, by which tensor parallelism hands over this rank's rows. `watch` is for a
+    debugger.
+    """
+
+    def __init__(self, dim: int, vocab_size: int) -> None:
+        super().__init__(dim, vocab_size, bias=False)
+        self.chunk_size = 0
+        self.cross_entropy: CrossEntropy = cross_entropy
+        self.local_weight: Callable[[Tensor], Tensor] = _whole
+        self.watch: Watch | None = None
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        labels_BS: Tensor | None = None,
+        factors: Sequence[float] = (1.0,),
+        further: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, S, V]; with labels this rank's share of the sum of cross-entropies.
+
+        Args:
+            labels_BS: the next token of each; IGNORE_INDEX where there is no target.
+            factors: as `linear_cross_entropy`; rows lie part after part.
+            further: gets the losses of the further parts, each times its factor, added.
+        """
+        with region("loss"):
+            weight_VD = self.local_weight(self.weight)
+            if labels_BS is None:
+                return nn.functional.linear(x_BSD, weight_VD)
+            losses = linear_cross_entropy(
+                x_BSD.flatten(0, 1),
+                weight_VD,
+                labels_BS.flatten(),
+                factors=factors,
+                chunk_size=self.chunk_size,
+                cross_entropy=self.cross_entropy,
+                watch=self.watch,
+            )
+            if further is not None:
+                with torch.no_grad():
+                    further += losses.further
+            return losses.loss
+
+
+def _whole(weight_VD: Tensor) -> Tensor:
+    return weight_VD

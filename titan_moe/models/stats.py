@@ -1,0 +1,163 @@
+"""What a decoder is made of and costs, by arithmetic: parameters, FLOPs, saved elements. No torch.
+
+Pipelines split by it, MFU counts it, the memory estimate adds it up.
+"""
+
+from functools import singledispatch
+from typing import NamedTuple
+
+from titan_moe.models.config import (
+    AttentionConfig,
+    GQAConfig,
+    MLAConfig,
+    ModelConfig,
+)
+from titan_moe.moe.config import MoEConfig
+from titan_moe.ops.local_attention import mean_seen
+
+
+class AttentionStats(NamedTuple):
+    """Of one layer's attention."""
+
+    parameters: int
+    matrices: int
+    """Parameters that each token is multiplied with."""
+    score_channels: int
+    """Multiplications of a token with each token that it sees: its scores, and their values."""
+    saved: int
+    """Elements of a token that its forward leaves for the backward."""
+    results: int
+    """Elements of a token that recomputation by operation keeps: products, and attention with all
+    that it saves."""
+
+
+@singledispatch
+def attention_stats(attention: AttentionConfig, dim: int) -> AttentionStats:
+    """For a residual stream of `dim`. TypeError for a variant that has registered no counts."""
+    raise TypeError(f"models/stats.py has no counts for a {type(attention).__name__}")
+
+
+@attention_stats.register
+def _(attention: GQAConfig, dim: int) -> AttentionStats:
+    heads, kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    matrices = 2 * dim * (heads + kv_heads) * head_dim
+    biases = attention.bias * ((heads + 2 * kv_heads) * head_dim + dim)
+    norms = 2 * head_dim * (attention.qk_norm == "learned")
+    return AttentionStats(
+        parameters=matrices + biases + norms + attention.sinks * heads,
+        matrices=matrices,
+        score_channels=heads * 2 * head_dim,
+        saved=(3 * heads + 3 * kv_heads) * head_dim,
+        results=2 * (heads + 2 * kv_heads) * head_dim + heads * head_dim,
+    )
+
+
+@attention_stats.register
+def _(attention: MLAConfig, dim: int) -> AttentionStats:
+    heads, nope_dim, v_dim = attention.num_heads, attention.nope_dim, attention.v_dim
+    qk_dim, kv_rank, q_rank = nope_dim + attention.rope_dim, attention.kv_rank, attention.q_rank
+    latent = kv_rank + attention.rope_dim
+    matrices = dim * latent + kv_rank * heads * (nope_dim + v_dim) + heads * v_dim * dim
+    matrices += dim * heads * qk_dim if q_rank is None else q_rank * (dim + heads * qk_dim)
+    norms = kv_rank + (q_rank or 0)
+    biases = attention.bias * (latent + dim + (q_rank or 0))
+    by_head = 3 * qk_dim + nope_dim
+    return AttentionStats(
+        parameters=matrices + norms + biases,
+        matrices=matrices,
+        score_channels=heads * (qk_dim + v_dim),
+        saved=heads * (by_head + 2 * v_dim) + 2 * (kv_rank + (q_rank or 0)),
+        results=heads * (by_head + 3 * v_dim) + latent + (q_rank or 0),
+    )
+
+
+class Size(NamedTuple):
+    """Parameters of a part: those that every token meets, and those of all routed experts."""
+
+    dense: int
+    routed: int = 0
+
+    def active(self, config: ModelConfig) -> float:
+        """Of how many a token meets."""
+        moe = config.moe
+        return self.dense + (self.routed * moe.top_k / moe.num_experts if moe else 0.0)
+
+
+def part_sizes(config: ModelConfig) -> dict[str, Size]:
+    """Sizes of all parts in the model's order: "tok_embeddings", "layers.0", ..., "norm", "output",
+    and "mtp" where there is multi-token prediction.
+
+    Copies of tied weights count: each is stored, with its gradient and optimizer state.
+    """
+    embedding = config.vocab_size * config.dim
+    parts = {"tok_embeddings": Size(embedding)}
+    parts |= {f"layers.{layer}": _layer_size(config, layer) for layer in range(config.num_layers)}
+    parts |= {"norm": Size(config.dim), "output": Size(embedding)}
+    if config.num_mtp_layers:
+        blocks = [_layer_size(config, config.num_layers + k) for k in range(config.num_mtp_layers)]
+        around = config.num_mtp_layers * (embedding + 2 * config.dim**2 + 3 * config.dim)
+        dense, routed = (sum(numbers) for numbers in zip(*blocks, strict=True))
+        parts["mtp"] = Size(around + dense, routed)
+    return parts
+
+
+def total(config: ModelConfig) -> Size:
+    """The model as it is published: without multi-token prediction, tied weights once."""
+    parts = part_sizes(config)
+    parts.pop("mtp", None)
+    if config.tied_embeddings:
+        del parts["output"]
+    return Size(sum(p.dense for p in parts.values()), sum(p.routed for p in parts.values()))
+
+
+def part_weights(config: ModelConfig, seq_len: int = 4096) -> dict[str, float]:
+    """FLOPs of the matrix products of one token's forward, of every part in the model's order.
+
+    Keys: "tok_embeddings" and "norm", which multiply no matrices and cost 0, "layers.0", ... and
+    "output". A parameter that a token is multiplied with costs 2 FLOPs, routed experts only where
+    they are active; attention counts the pairs that causal order over `seq_len` tokens and the
+    layer's window or chunk leave. "output" holds all of multi-token prediction, its stage's work.
+    """
+    layers = {
+        f"layers.{layer}": _layer_flops(config, layer, seq_len)
+        for layer in range(config.num_layers)
+    }
+    logits = 2.0 * config.dim * config.vocab_size
+    projection = 2.0 * 2 * config.dim**2
+    ahead = [
+        projection + _layer_flops(config, config.num_layers + depth, seq_len) + logits
+        for depth in range(config.num_mtp_layers)
+    ]
+    return {"tok_embeddings": 0.0, **layers, "norm": 0.0, "output": logits + sum(ahead)}
+
+
+def _layer_flops(config: ModelConfig, layer: int, seq_len: int) -> float:
+    seen = mean_seen(config.local_in(layer), seq_len)
+    attention = attention_stats(config.attention, config.dim)
+    products = 2.0 * (attention.matrices + attention.score_channels * seen)
+    return products + _feed_forward(config, layer)
+
+
+def _layer_size(config: ModelConfig, layer: int) -> Size:
+    dense = 2 * config.dim + attention_stats(config.attention, config.dim).parameters
+    moe = config.moe
+    if not config.is_moe_layer(layer) or moe is None:
+        return Size(dense + 3 * config.dim * config.hidden_dim)
+    expert = 3 * config.dim * moe.hidden_dim
+    router = moe.num_experts * (config.dim + moe.router_bias)
+    biases = moe.projection_bias * (2 * moe.hidden_dim + config.dim)
+    return Size(
+        dense + router + moe.num_shared_experts * expert, moe.num_experts * (expert + biases)
+    )
+
+
+def _feed_forward(config: ModelConfig, layer: int) -> float:
+    if not config.is_moe_layer(layer):
+        return 2.0 * 3 * config.dim * config.hidden_dim
+    assert config.moe is not None
+    return 2.0 * _moe(config.dim, config.moe)
+
+
+def _moe(dim: int, config: MoEConfig) -> int:
+    active = config.top_k + config.num_shared_experts
+    return dim * (config.num_experts + 3 * active * config.hidden_dim)

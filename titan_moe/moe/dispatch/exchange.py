@@ -1,0 +1,162 @@
+"""The exchange of rows between the ranks of (ep, etp), which all dispatchers between ranks share.
+
+    tokens -> rows to send -> all-to-all over ep -> all-gather over etp -> rows in expert order
+
+and back, where each step is the transpose: gathers become sums, the all-gather a reduce-scatter.
+Each rank of an ep group holds some of the experts, each rank of an etp group a slice of the same
+experts. A dispatcher's `plan` says which rows it sends to whom; everything else is here.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from titan_moe.distributed.collectives import (
+    AllToAll,
+    AsyncRows,
+    OverlapHook,
+    Pending,
+    all_gather_rows,
+    all_to_all_start,
+    all_to_all_wait,
+    gather_parts,
+    reduce_scatter_rows,
+)
+from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
+from titan_moe.moe.permute import pad_to_alignment, row_map
+from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
+
+
+class ExpertOrder(NamedTuple):
+    """From the rows of all ranks of the etp group to padded expert-major order."""
+
+    rows: RowMap
+    weights: RowMap
+    offsets_E: Tensor
+
+
+class Hop(NamedTuple):
+    """Received rows copied on to other ranks."""
+
+    copies: RowMap
+    exchange: AllToAll
+
+
+class Route(NamedTuple):
+    """What is known once the ranks have exchanged their counts."""
+
+    rows: AllToAll
+    weights: AllToAll
+    """Of the routing weights: a row may travel for several experts, a weight belongs to one."""
+    rows_gathered: list[int]
+    """Rows of each rank of the etp group."""
+    weights_gathered: list[int]
+    expert_order: Pending[ExpertOrder]
+    second_hop: Pending[Hop] | None = None
+
+
+class ExchangePlan(NamedTuple):
+    """Where rows and routing weights go."""
+
+    rows: Pending[RowMap]
+    """Tokens to the rows that are sent."""
+    weights: RowMap
+    """(token, k) slots to the weights that are sent."""
+    route: Pending[Route]
+    dropped: Tensor | None = None
+
+
+class RowsInFlight(NamedTuple):
+    """Rows and weights between `send` and `receive`."""
+
+    x_ND: AsyncRows
+    weights_N1: AsyncRows
+
+
+class ExchangeDispatcher(Dispatcher):
+    """Rows and their routing weights: all-to-all over ep, then all-gather over etp; and back.
+
+    `overlap` is set once: an overlapped pipeline schedule computes something else in it.
+
+    Args:
+        ep_group: the ranks that hold the other experts.
+        etp_group: the ranks that hold the other slices of the same experts.
+    """
+
+    def __init__(self, ep_group: ProcessGroup, etp_group: ProcessGroup, config: MoEConfig) -> None:
+        self.ep_group, self.etp_group = ep_group, etp_group
+        self.num_local = config.num_experts // ep_group.size()
+        self.top_k, self.row_alignment = config.top_k, config.row_alignment
+        self.overlap = OverlapHook()
+
+    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
+        raise NotImplementedError
+
+    def dropped(self, plan: ExchangePlan) -> Tensor | None:
+        return plan.dropped
+
+    def send(self, x_TD: Tensor, weights_TK: Tensor, plan: ExchangePlan) -> RowsInFlight:
+        # Before the route is waited for: gathering overlaps with the exchange of counts.
+        weights_N1 = gather_rows(weights_TK.reshape(-1, 1), plan.weights)
+        x_ND = gather_rows(x_TD, plan.rows.wait())
+        route = plan.route.wait()
+        return RowsInFlight(
+            all_to_all_start(x_ND, route.rows), all_to_all_start(weights_N1, route.weights)
+        )
+
+    def receive(self, sent: RowsInFlight, plan: ExchangePlan) -> ExpertRows:
+        route = plan.route.wait()
+        x_ND = all_to_all_wait(sent.x_ND, route.rows)
+        weights_N1 = all_to_all_wait(sent.weights_N1, route.weights)
+        if route.second_hop is not None:
+            hop = route.second_hop.wait()
+            x_ND = _exchanged(gather_rows(x_ND, hop.copies), hop.exchange)
+        if self.etp_group.size() > 1:
+            x_ND = all_gather_rows(x_ND, route.rows_gathered, self.etp_group)
+            weights_N1 = all_gather_rows(weights_N1, route.weights_gathered, self.etp_group)
+        order = route.expert_order.wait()
+        return ExpertRows(
+            x_RD=gather_rows(x_ND, order.rows),
+            weights_R=gather_rows(weights_N1, order.weights)[:, 0],
+            offsets_E=order.offsets_E,
+        )
+
+    def combine(self, y_RD: Tensor, plan: ExchangePlan) -> Tensor:
+        route = plan.route.wait()
+        y_ND = combine_rows(y_RD, route.expert_order.wait().rows)
+        if self.etp_group.size() > 1:
+            y_ND = reduce_scatter_rows(y_ND, route.rows_gathered, self.etp_group)
+        if route.second_hop is not None:
+            hop = route.second_hop.wait()
+            y_ND = combine_rows(_exchanged(y_ND, hop.exchange.reverse()), hop.copies)
+        y_ND = _exchanged(y_ND, route.rows.reverse())
+        return combine_rows(y_ND, plan.rows.wait())
+
+    def all_to_all(
+        self, sent: list[int], received: list[int], group: ProcessGroup | None = None
+    ) -> AllToAll:
+        """An exchange of rows, over ep by default, that `overlap` is called in."""
+        return AllToAll(sent, received, group or self.ep_group, self.overlap)
+
+    def gather_counts(self, counts: Tensor) -> Tensor:
+        """The counts of all Q ranks of the etp group: [Q, *counts.shape]."""
+        if self.etp_group.size() == 1:
+            return counts[None]
+        return gather_parts(counts, self.etp_group)
+
+    def expert_order(self, counts_PE: Tensor, num_rows: int, num_local: int) -> ExpertOrder:
+        """Of rows that are sent once for each expert: with their weights.
+
+        Args:
+            counts_PE: rows by the rank that sent them and by expert; experts after the first
+                `num_local` are rows that nothing reads.
+        """
+        permuted = pad_to_alignment(counts_PE, num_rows, self.row_alignment)
+        rows = row_map(permuted)
+        return ExpertOrder(rows, rows, permuted.offsets_E[:num_local])
+
+
+def _exchanged(x_RD: Tensor, exchange: AllToAll) -> Tensor:
+    return all_to_all_wait(all_to_all_start(x_RD, exchange), exchange)

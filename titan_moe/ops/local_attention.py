@@ -1,0 +1,29 @@
+"""How far back a layer's attention sees. No torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class LocalAttention:
+    """Layers that see the near past alone, between layers that see all of it."""
+
+    kind: Literal["window", "chunk"]
+    """'window': a token sees the last `size` tokens, itself among them (arXiv 2004.05150);
+    'chunk': a row is cut every `size` tokens, and a token sees its own piece (Llama 4)."""
+    size: int
+    global_every: int
+    """Layers global_every - 1, 2 * global_every - 1, ... see all; 0: none does."""
+    global_rotary: bool = True
+    """False: layers that see all have no positions (NoPE, arXiv 2305.19466)."""
+
+
+def mean_seen(local: LocalAttention | None, seq_len: int) -> float:
+    """How many tokens of a row of `seq_len` a token sees on average, itself among them."""
+    if local is None:
+        return (seq_len + 1) / 2
+    size = min(local.size, seq_len)
+    if local.kind == "window":
+        return (size * (size + 1) / 2 + (seq_len - size) * size) / seq_len
+    pieces, rest = divmod(seq_len, size)
+    return (pieces * size * (size + 1) / 2 + rest * (rest + 1) / 2) / seq_len
