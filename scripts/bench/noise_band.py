@@ -1,7 +1,7 @@
 """How often the noise band is wrong: false alarms of harmless runs, and mistakes that it misses.
 
-    python scripts/bench/noise_band.py                     # an hour of one core
-    python scripts/bench/noise_band.py --runs 40 --dtypes bfloat16
+    python -m scripts.bench.noise_band                     # an hour of one core
+    python -m scripts.bench.noise_band --runs 40 --dtypes bfloat16
 
 A small DeepSeek-V3 is trained for 50 steps, again and again: harmless repeats that the band is
 calibrated from, other harmless runs that it has never seen (rows in other orders, microbatches of
