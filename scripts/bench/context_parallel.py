@@ -1,7 +1,7 @@
 """Context parallelism's three methods against one process, and how even the work is, as tables.
 
-    python scripts/bench/context_parallel.py                  # 2 gloo ranks on this machine
-    python scripts/bench/context_parallel.py --ranks 4 --seq-len 4096 --repeats 20
+    python -m scripts.bench.context_parallel                  # 2 gloo ranks on this machine
+    python -m scripts.bench.context_parallel --ranks 4 --seq-len 4096 --repeats 20
 
 Times are of one attention core, forward and backward in float32 on the CPU, medians over rounds in
 which the variants take turns. Processor time, of the busiest rank, leaves out what other programs
@@ -9,7 +9,6 @@ take; "of ideal" compares it with the plain core's divided by the number of rank
 sixteenth of the row, within documents; the plain core computes all pairs and masks them out.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scripts.bench.measure import options, print_table, take_turns, write_json
 from titan_moe.distributed.context_parallel.apply import context_parallel_core, local_positions
 from titan_moe.models.attention_core import choose_core
 from titan_moe.ops.attention import first_seen_in_rows
@@ -26,6 +26,7 @@ from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.testing.ranks import run_ranks
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 4, 64
+BALANCED = (True, False)
 METHODS = ["allgather", "ulysses", "ring"]
 
 
@@ -50,51 +51,55 @@ KINDS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, repeats=7, seeded=True)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     ranks, seq_len = arguments.ranks, arguments.seq_len
-
     print(f"{ranks} ranks, {seq_len} tokens, {HEADS} heads, {KV_HEADS} kv heads of {HEAD_DIM}")
-    print_row("mask", "method", "balance", "wall ms", "processor ms", "of ideal")
+    timed = []
     for kind in KINDS:
-        per_rank = run_ranks(times, ranks, kind, seq_len, arguments.repeats, timeout_s=600)
+        per_rank = run_ranks(
+            times, ranks, kind, seq_len, arguments.repeats, arguments.seed, timeout_s=600
+        )
         plain = per_rank[0]["plain", ""][1]
         for variant, (wall, _) in per_rank[0].items():
             busiest = max(found[variant][1] for found in per_rank)
-            ideal = plain if variant == ("plain", "") else plain / ranks
-            print_row(
-                kind.name,
-                *variant,
-                f"{wall * 1e3:.0f}",
-                f"{busiest * 1e3:.0f}",
-                f"{busiest / ideal:.2f}",
-            )
+            of_ideal = busiest / (plain if variant == ("plain", "") else plain / ranks)
+            timed.append([kind.name, *variant, wall * 1e3, busiest * 1e3, of_ideal])
+    heads = ["mask", "method", "balance", "wall ms", "processor ms", "of ideal"]
+    print_table(heads, timed)
 
-    print("\nwork of the busiest rank over the mean, in visible (query, key) pairs of one row")
-    print_row("ranks", "mask", "head-tail", "consecutive")
-    for size in (2, 4, 8, 16):
-        for kind in KINDS:
-            if not kind.sinks:
-                cells = [
-                    f"{mean_unevenness(seq_len, size, kind, balanced=value):.2f}"
-                    for value in (True, False)
-                ]
-                print_row(size, kind.name, *cells)
+    work = [
+        [
+            size,
+            kind.name,
+            *(mean_unevenness(seq_len, size, kind, balanced=b) for b in (True, False)),
+        ]
+        for size in (2, 4, 8, 16)
+        for kind in KINDS
+        if not kind.sinks
+    ]
+    work_heads = ["ranks", "mask", "head-tail", "consecutive"]
+    title = "work of the busiest rank over the mean, in visible (query, key) pairs of one row"
+    print_table(work_heads, work, title)
+    figures = {
+        "times": [dict(zip(heads, row, strict=True)) for row in timed],
+        "work": [dict(zip(work_heads, row, strict=True)) for row in work],
+    }
+    write_json(arguments.json, {"ranks": ranks, "seq_len": seq_len, **figures})
 
 
-def times(kind: Kind, seq_len: int, repeats: int) -> dict[tuple[str, str], tuple[float, float]]:
+def times(
+    kind: Kind, seq_len: int, repeats: int, seed: int
+) -> dict[tuple[str, str], tuple[float, float]]:
     """Median seconds of each variant on this rank: wall clock, processor. Plain runs on rank 0."""
     plain = choose_core(mask_documents=kind.documents, device_type="cpu")
     size, rank = dist.get_world_size(), dist.get_rank()
     own_S = torch.arange(seq_len if rank == 0 else 1)
-    runs = {("plain", ""): _run_of(plain, kind, own_S, seq_len)}
+    runs = {("plain", ""): _run_of(plain, kind, own_S, seq_len, seed)}
     for method in METHODS:
-        for balanced in (True, False):
+        for balanced in BALANCED:
             core = context_parallel_core(
                 plain,
                 group=dist.group.WORLD,  # type: ignore[arg-type]
@@ -104,28 +109,26 @@ def times(kind: Kind, seq_len: int, repeats: int) -> dict[tuple[str, str], tuple
                 device_type="cpu",
             )
             at_S = local_positions(seq_len, size, rank, balanced=balanced)
-            runs[method, "head-tail" if balanced else "none"] = _run_of(core, kind, at_S, seq_len)
+            balance = "head-tail" if balanced else "none"
+            runs[method, balance] = _run_of(core, kind, at_S, seq_len, seed)
     if rank:
         runs["plain", ""] = lambda: None
-    seconds: dict[tuple[str, str], list[tuple[float, float]]] = {name: [] for name in runs}
-    for _ in range(repeats + 1):
-        for name, run in runs.items():
-            dist.barrier()
-            wall, processor = time.perf_counter(), time.process_time()
-            run()
-            seconds[name].append((time.perf_counter() - wall, time.process_time() - processor))
+    taken = take_turns(runs, repeats, clock=_wall_and_processor, before=dist.barrier)
     return {
-        name: (
-            statistics.median(w for w, _ in taken[1:]),
-            statistics.median(p for _, p in taken[1:]),
-        )
-        for name, taken in seconds.items()
+        name: (statistics.median(w for w, _ in each), statistics.median(p for _, p in each))
+        for name, each in taken.items()
     }
 
 
-def _run_of(core, kind: Kind, at_S: Tensor, seq_len: int) -> Callable[[], None]:  # type: ignore[no-untyped-def]
+def _wall_and_processor(run: Callable[[], object]) -> tuple[float, float]:
+    wall, processor = time.perf_counter(), time.process_time()
+    run()
+    return time.perf_counter() - wall, time.process_time() - processor
+
+
+def _run_of(core, kind: Kind, at_S: Tensor, seq_len: int, seed: int) -> Callable[[], None]:  # type: ignore[no-untyped-def]
     """Forward and backward of the core over the tokens at these positions."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(1, len(at_S), heads, HEAD_DIM, generator=generator)
         .transpose(1, 2)
@@ -164,10 +167,6 @@ def unevenness(visible_S: Tensor, cp_size: int, *, balanced: bool) -> float:
         for rank in range(cp_size)
     ]
     return max(pairs) * cp_size / sum(pairs)
-
-
-def print_row(*cells: object) -> None:
-    print("".join(f"{cell!s:>13}" for cell in cells), flush=True)
 
 
 if __name__ == "__main__":

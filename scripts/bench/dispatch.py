@@ -1,7 +1,7 @@
-"""Dispatchers side by side: bytes on the wire over the fewest that would do, and time.
+"""Dispatchers side by side: bytes sent over the fewest that would do, and time.
 
-    python scripts/bench/dispatch.py                            # 2, 4 and 8 gloo ranks here
-    python scripts/bench/dispatch.py --ranks 4 --tokens 4096 --dtype float32 --json out.json
+    python -m scripts.bench.dispatch                            # 2, 4 and 8 gloo ranks here
+    python -m scripts.bench.dispatch --ranks 4 --tokens 4096 --dtype float32 --json out.json
 
 One MoE layer's rows go to their experts and come back, forward and backward, through experts that
 do nothing, so that all time is dispatch's. Routing is skewed: an expert's rows are up to several
@@ -13,33 +13,31 @@ rank, over rounds in which the dispatchers take turns.
 """
 
 import argparse
-import json
 import statistics
-import time
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scripts.bench.measure import options, print_facts, print_table, take_turns, write_json
 from titan_moe.distributed.expert_parallel import DispatchOptions, make_dispatcher, nodes_of
 from titan_moe.distributed.mesh import build_meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import Dispatcher
 from titan_moe.moe.permute import count_experts
-from titan_moe.simulate.comm_counter import Wire
+from titan_moe.simulate.comm_counter import CommCounter
 from titan_moe.testing.ranks import run_ranks
 
-OPTIONS = {
+DISPATCHERS = {
     "standard": DispatchOptions(),
     "deduplicated": DispatchOptions("deduplicated"),
     "by node": DispatchOptions("deduplicated", ranks_per_node=2),
     "bounded 1.25": DispatchOptions("capacity", capacity_factor=1.25),
     "bounded 2": DispatchOptions("capacity", capacity_factor=2.0),
 }
-WIDTHS = (6, -14, 9, 9, 9, 9, 9)
 
 
 class Sizes(NamedTuple):
@@ -49,6 +47,7 @@ class Sizes(NamedTuple):
     top_k: int
     dtype: str
     repeats: int
+    seed: int
 
 
 class Seen(NamedTuple):
@@ -68,47 +67,38 @@ class Seen(NamedTuple):
 
 def main() -> None:
     arguments = _arguments()
-    sizes = Sizes(
-        arguments.tokens,
-        arguments.dim,
-        arguments.experts,
-        arguments.top_k,
-        arguments.dtype,
-        arguments.repeats,
-    )
-    print(", ".join(f"{name} {value}" for name, value in sizes._asdict().items()))
-    print_row("ranks", "dispatcher", "MB sent", "bytes", "between", "ms", "dropped")
+    sizes = Sizes(**{name: getattr(arguments, name) for name in Sizes._fields})
+    print_facts(sizes._asdict())
     rows = []
     for ranks in arguments.ranks:
         per_rank = run_ranks(measure, ranks, sizes, timeout_s=600)
         for name in per_rank[0]:
             row = summary([found[name] for found in per_rank])
             rows.append({"ranks": ranks, "dispatcher": name, **row})
-            print_row(
-                str(ranks),
-                name,
-                f"{row['bytes'] / 1e6:.2f}",
-                f"{row['bytes_over_fewest']:.3f}",
-                "" if row["between_over_fewest"] is None else f"{row['between_over_fewest']:.3f}",
-                f"{row['ms']:.1f}",
-                f"{row['dropped']:.1%}" if row["dropped"] else "",
-            )
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"sizes": sizes._asdict(), "rows": rows}, indent=1))
+    cells = [
+        [
+            row["ranks"],
+            row["dispatcher"],
+            f"{row['bytes'] / 1e6:.2f}",
+            f"{row['bytes_over_fewest']:.3f}",
+            "" if row["between_over_fewest"] is None else f"{row['between_over_fewest']:.3f}",
+            f"{row['ms']:.1f}",
+            f"{row['dropped']:.1%}" if row["dropped"] else "",
+        ]
+        for row in rows
+    ]
+    print_table(["ranks", "dispatcher", "MB sent", "bytes", "between", "ms", "dropped"], cells)
+    write_json(arguments.json, {"sizes": sizes._asdict(), "rows": rows})
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, repeats=7, seeded=True)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--tokens", type=int, default=1024, help="of each rank")
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
@@ -133,11 +123,11 @@ def measure(sizes: Sizes) -> dict[str, Seen]:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     meshes = build_meshes(ParallelDims(ranks, ep=ranks), "cpu")
     config = MoEConfig(num_experts=sizes.experts, top_k=sizes.top_k, hidden_dim=8)
-    drawn = torch.Generator().manual_seed(rank)
+    drawn = torch.Generator().manual_seed(sizes.seed + rank)
     dtype = getattr(torch, sizes.dtype)
     x_TD = torch.randn(sizes.tokens, sizes.dim, generator=drawn).to(dtype).requires_grad_()
     weights_TK = torch.rand(sizes.tokens, sizes.top_k, generator=drawn).to(dtype).requires_grad_()
-    liked_E = 0.7 * torch.randn(sizes.experts, generator=torch.Generator().manual_seed(0))
+    liked_E = 0.7 * torch.randn(sizes.experts, generator=torch.Generator().manual_seed(sizes.seed))
     scores_TE = torch.randn(sizes.tokens, sizes.experts, generator=drawn) + liked_E
     experts_TK = scores_TE.topk(sizes.top_k).indices
     counts_E = count_experts(experts_TK, sizes.experts)
@@ -148,24 +138,25 @@ def measure(sizes: Sizes) -> dict[str, Seen]:
     )
     inputs, found = (x_TD, weights_TK, experts_TK, counts_E), {}
     dispatchers = {
-        name: make_dispatcher(config, meshes, options)
-        for name, options in OPTIONS.items()
-        if options.ranks_per_node is None or nodes is not None
+        name: make_dispatcher(config, meshes, each)
+        for name, each in DISPATCHERS.items()
+        if each.ranks_per_node is None or nodes is not None
     }
-    seconds = _times(list(dispatchers.values()), inputs, sizes.repeats)
-    for (name, dispatcher), taken in zip(dispatchers.items(), seconds, strict=True):
-        wire = Wire()
+    runs = {name: partial(_there_and_back, each, *inputs) for name, each in dispatchers.items()}
+    seconds = take_turns(runs, sizes.repeats, before=dist.barrier)
+    for name, run in runs.items():
+        counter = CommCounter()
         # Its groups: those of which both ends are on one node, or all of which may leave it.
         within = nodes.within.group_name if nodes is not None else ""
-        wire.groups = {"any": "any", within: "within"}
-        with wire:
-            dropped = _there_and_back(dispatcher, *inputs)
-        traffic = wire.traffic()
-        sent = sum(t.bytes for t in traffic.values())
-        inside = sum(t.bytes for flow, t in traffic.items() if flow.axis == "within")
+        counter.groups = {"any": "any", within: "within"}
+        with counter:
+            dropped = run()
+        volumes = counter.volumes()
+        sent = sum(v.bytes for v in volumes.values())
+        inside = sum(v.bytes for flow, v in volumes.items() if flow.axis == "within")
         by_node = name == "by node"
         found[name] = Seen(
-            sent, sent - inside, fewest, fewest_between if by_node else 0, dropped, taken
+            sent, sent - inside, fewest, fewest_between if by_node else 0, dropped, seconds[name]
         )
     return found
 
@@ -188,28 +179,6 @@ def _there_and_back(
     torch.autograd.grad(y_TD, (x_TD, weights_TK), torch.ones_like(y_TD))
     dropped = dispatcher.dropped(plan)
     return 0.0 if dropped is None else dropped.item() / experts_TK.numel()
-
-
-def _times(
-    dispatchers: list[Dispatcher], inputs: tuple[Tensor, ...], repeats: int
-) -> list[list[float]]:
-    """Of each, in turn; the first round is not counted."""
-    taken: list[list[float]] = [[] for _ in dispatchers]
-    for _ in range(repeats + 1):
-        for dispatcher, seconds in zip(dispatchers, taken, strict=True):
-            dist.barrier()
-            start = time.perf_counter()
-            _there_and_back(dispatcher, *inputs)
-            seconds.append(time.perf_counter() - start)
-    return [seconds[1:] for seconds in taken]
-
-
-def print_row(*cells: str) -> None:
-    aligned = (
-        f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}"
-        for cell, width in zip(cells, WIDTHS, strict=True)
-    )
-    print(" ".join(aligned), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,15 +19,14 @@ from typing import Any
 
 import torch
 
-_BENCH = Path(__file__).resolve().parent
-_REPO = _BENCH.parents[1]
-# Script and arguments, and how many seconds it may take on a GPU.
+_REPO = Path(__file__).resolve().parents[2]
+# Benchmark and arguments, and how many seconds it may take on a GPU.
 PARTS: dict[str, tuple[list[str], int]] = {
-    "gpu_permute": (["gpu_permute.py"], 60),
-    "gpu_moe": (["gpu_moe.py"], 90),
-    "gpu_families": (["gpu_families.py"], 90),
-    "gpu_slice_qwen3": (["gpu_slice.py", "--only", "qwen3"], 140),
-    "gpu_slice_deepseek_v3": (["gpu_slice.py", "--only", "deepseek_v3"], 140),
+    "gpu_permute": (["gpu_permute"], 60),
+    "gpu_moe": (["gpu_moe"], 90),
+    "gpu_families": (["gpu_families"], 90),
+    "gpu_slice_qwen3": (["gpu_slice", "--only", "qwen3"], 140),
+    "gpu_slice_deepseek_v3": (["gpu_slice", "--only", "deepseek_v3"], 140),
 }
 _TESTS_LIMIT = 60
 
@@ -51,8 +50,9 @@ def main() -> None:
     for name, (command, limit) in PARTS.items():
         if arguments.only in name:
             file = folder / f"{name}.json"
-            script = [str(_BENCH / command[0]), *command[1:], *toy, "--json", str(file)]
-            summary[name] = run(name, [sys.executable, *script], limit) | read(file)
+            part, *rest = command
+            started = [sys.executable, "-m", f"scripts.bench.{part}", *rest, *toy]
+            summary[name] = run(name, [*started, "--json", str(file)], limit) | read(file)
     if arguments.device == "cuda" and arguments.only in "tests":
         files = ["tests/gpu/test_kernels.py", "tests/gpu/test_overlap.py"]
         tests = [sys.executable, "-m", "pytest", "-q", *files]

@@ -1,7 +1,7 @@
 """Every family trains on the device, and a repeated deterministic run has the same bits.
 
-    python scripts/bench/gpu_families.py --json gpu_families.json
-    python scripts/bench/gpu_families.py --device cpu
+    python -m scripts.bench.gpu_families --json gpu_families.json
+    python -m scripts.bench.gpu_families --device cpu
 
 Three steps of each family's debug model in bfloat16, twice from the same seed: losses, gradient
 norms and every parameter after the last step.
@@ -11,8 +11,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from gpu_common import Goal, describe, finish, is_toy, parse, print_table
-from gpu_training import new_training, world_of_one
+
+from scripts.bench.measure import (
+    Goal,
+    describe,
+    finish,
+    gpu_options,
+    is_toy,
+    parse_gpu,
+    print_facts,
+    print_table,
+)
+from scripts.bench.train_steps import first_gpu_or_cpu, new_training, why, world_of_one
 
 FAMILIES = [
     ("deepseek_v3", "debugmodel"),
@@ -28,19 +38,17 @@ STEPS = 3
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse(__doc__, argv)
-    device = (
-        torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
-    )
+    arguments = parse_gpu(gpu_options(__doc__), argv)
+    device = first_gpu_or_cpu(arguments.device)
     rows = []
     torch.use_deterministic_algorithms(True)
     try:
         with world_of_one(device):
             for family in TOY_FAMILIES if is_toy(arguments) else FAMILIES:
-                rows.append(measure(family, device))
+                rows.append(measure(family, device, arguments.seed))
     finally:
         torch.use_deterministic_algorithms(False)
-    print(", ".join(f"{key} {value}" for key, value in describe(arguments.device).items()))
+    print_facts(describe(arguments.device))
     heads = ["model", "first loss", "last loss", "same bits", "failed"]
     print_table(heads, [[row.get(head, "") for head in heads] for row in rows])
     bits = [Goal(f"{row['model']}, same bits", float(row["same bits"]), 1) for row in rows]
@@ -52,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     finish(arguments, rows, bits + falls)
 
 
-def measure(family: tuple[str, str], device: torch.device) -> dict:
+def measure(family: tuple[str, str], device: torch.device, seed: int) -> dict:
     row = {"model": "/".join(family), "same bits": False}
     try:
-        first, again = (trained(family, device) for _ in range(2))
+        first, again = (trained(family, device, seed) for _ in range(2))
     except Exception as error:
-        return row | {"failed": str(error).strip().splitlines()[0][:120] or repr(error)}
+        return row | {"failed": why(error)}
     losses = first[0]
     return row | {
         "same bits": first == again,
@@ -66,7 +74,7 @@ def measure(family: tuple[str, str], device: torch.device) -> dict:
     }
 
 
-def trained(family: tuple[str, str], device: torch.device) -> tuple[list, list, list]:
+def trained(family: tuple[str, str], device: torch.device, seed: int) -> tuple[list, list, list]:
     """Losses, norms, and a number of each parameter."""
     name, flavor = family
     tables: dict[str, dict[str, Any]] = {
@@ -78,7 +86,7 @@ def trained(family: tuple[str, str], device: torch.device) -> tuple[list, list, 
         "activation_checkpoint": {"mode": "none"},
         "debug": {"deterministic": True},
     }
-    training = new_training(tables, device)
+    training = new_training(tables, device, seed=seed)
     results = [training.run() for _ in range(STEPS)]
     losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
     return losses, norms, training.checksums()

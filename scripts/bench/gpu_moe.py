@@ -1,7 +1,7 @@
 """One MoE layer forward and backward in bfloat16, beside its grouped GEMMs alone.
 
-    python scripts/bench/gpu_moe.py --json gpu_moe.json
-    python scripts/bench/gpu_moe.py --device cpu      # the same code on toy sizes
+    python -m scripts.bench.gpu_moe --json gpu_moe.json
+    python -m scripts.bench.gpu_moe --device cpu      # the same code on toy sizes
 
 (T, D, F, E, K): tokens, model dim, expert hidden dim, experts, experts per token. TFLOP/s count the
 three grouped GEMMs (6 T K D F forward, twice that backward) over the time of the whole layer:
@@ -17,9 +17,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-from gpu_common import Goal, describe, finish, is_toy, medians, parse, print_table
 from torch import Tensor
 
+from scripts.bench.measure import (
+    Goal,
+    describe,
+    finish,
+    gpu_options,
+    is_toy,
+    medians,
+    parse_gpu,
+    print_facts,
+    print_table,
+)
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.moe.layer import MoE
@@ -73,14 +83,14 @@ class Row:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse(__doc__, argv)
+    arguments = parse_gpu(gpu_options(__doc__), argv)
     rows = [
         row
         for shape in (TOY_SHAPES if is_toy(arguments) else SHAPES)
         for routing in ("balanced", "natural")
         for row in measure(shape, routing, arguments.repeats, arguments.device)
     ]
-    print(", ".join(f"{key} {value}" for key, value in describe(arguments.device).items()))
+    print_facts(describe(arguments.device))
     heads = ["T", "D", "F", "E", "K", "routing", "busiest", "direction"]
     heads += ["layer ms", "GEMMs ms", "over GEMMs", "TFLOP/s", "published"]
     print_table(
@@ -116,10 +126,13 @@ def measure(shape: Shape, routing: str, repeats: int, device: str) -> list[Row]:
     def backward() -> None:
         torch.autograd.grad(y_BSD, [x_BSD, *parameters], grad_BSD, retain_graph=True)
 
-    times = medians(
-        [lambda: layer(x_BSD), gemms.forward, backward, gemms.backward], repeats, device
-    )
-    layer_s, gemms_s = times[::2], times[1::2]
+    variants = {
+        ("layer", "forward"): lambda: layer(x_BSD),
+        ("GEMMs", "forward"): gemms.forward,
+        ("layer", "backward"): backward,
+        ("GEMMs", "backward"): gemms.backward,
+    }
+    seconds = medians(variants, repeats, device)
     num_tokens, dim, hidden_dim, num_experts, top_k = shape
     flops = 6 * num_tokens * top_k * dim * hidden_dim
     counts_E = rows.offsets_E.diff(prepend=rows.offsets_E.new_zeros(1))
@@ -130,11 +143,11 @@ def measure(shape: Shape, routing: str, repeats: int, device: str) -> list[Row]:
             routing,
             direction,
             busiest,
-            1e3 * layer_s[place],
-            1e3 * gemms_s[place],
-            (place + 1) * flops / layer_s[place] / 1e12,
+            1e3 * seconds["layer", direction],
+            1e3 * seconds["GEMMs", direction],
+            times * flops / seconds["layer", direction] / 1e12,
         )
-        for place, direction in enumerate(("forward", "backward"))
+        for times, direction in enumerate(("forward", "backward"), 1)
     ]
 
 

@@ -1,7 +1,7 @@
 """permute_indices with gather and combine beside the copy bandwidth, their launches and waits.
 
-    python scripts/bench/gpu_permute.py --json gpu_permute.json
-    python scripts/bench/gpu_permute.py --device cpu      # the same code on toy sizes
+    python -m scripts.bench.gpu_permute --json gpu_permute.json
+    python -m scripts.bench.gpu_permute --device cpu      # the same code on toy sizes
 
 A copy moves two bytes for each that it copies; so are gather (rows read and written) and combine
 (rows read, tokens written) counted. Launches are the kernels that a profiler sees. Every piece runs
@@ -13,9 +13,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from gpu_common import Goal, describe, finish, is_toy, medians, parse, print_table
 from torch import Tensor
 
+from scripts.bench.measure import (
+    Goal,
+    describe,
+    finish,
+    gpu_options,
+    is_toy,
+    medians,
+    parse_gpu,
+    print_facts,
+    print_table,
+)
 from titan_moe.moe.permute import invert
 from titan_moe.ops.move_rows import add_rows, copy_rows
 from titan_moe.ops.permute_indices import max_padded_rows, permute_indices
@@ -32,14 +42,14 @@ LEAST_BANDWIDTH, MOST_OVER_FASTEST = 0.8, 1.05
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse(__doc__, argv)
+    arguments = parse_gpu(gpu_options(__doc__), argv)
     toy, device = is_toy(arguments), arguments.device
     copy_rate = copy_bandwidth(2**20 if toy else 2**30, arguments.repeats, device)
     rows = [
         measure(case, copy_rate, arguments.repeats, device)
         for case in (TOY_CASES if toy else CASES)
     ]
-    print(", ".join(f"{key} {value}" for key, value in describe(device).items()))
+    print_facts(describe(device))
     print(f"copy: {copy_rate / 1e9:.0f} GB/s")
     print_table(list(rows[0]), [list(row.values()) for row in rows])
     finish(arguments, rows, [goal for row in rows for goal in goals_of(row)])
@@ -64,7 +74,7 @@ def copy_bandwidth(num_bytes: int, repeats: int, device: str) -> float:
     """Bytes moved per second by a plain copy."""
     source = torch.zeros(num_bytes, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    (seconds,) = medians([lambda: target.copy_(source)], repeats, device)
+    (seconds,) = medians({"copy": lambda: target.copy_(source)}, repeats, device).values()
     return 2 * num_bytes / seconds
 
 
@@ -96,7 +106,8 @@ def measure(
         lambda: add_rows(y_RD, rows_TK),
         lambda: total_TD.zero_().index_add_(0, token_R, y_RD),
     ]
-    indices_s, gather_s, combine_s, atomic_s = medians(pieces, repeats, device)
+    seconds = medians(dict(enumerate(pieces)), repeats, device)
+    indices_s, gather_s, combine_s, atomic_s = seconds.values()
     gather_bytes = (num_rows + len(source_R)) * dim * 2
     combine_bytes = (num_rows + num_tokens) * dim * 2
     whole = (gather_bytes + combine_bytes) / (indices_s + gather_s + combine_s)

@@ -1,8 +1,8 @@
 """Training steps of a full-width slice of published models: tokens/s and MFU.
 
-    python scripts/bench/gpu_slice.py --json gpu_slice.json
-    python scripts/bench/gpu_slice.py --only qwen3 --rows 8
-    python scripts/bench/gpu_slice.py --device cpu      # the same code on toy sizes
+    python -m scripts.bench.gpu_slice --json gpu_slice.json
+    python -m scripts.bench.gpu_slice --only qwen3 --rows 8
+    python -m scripts.bench.gpu_slice --device cpu      # the same code on toy sizes
 
 The first 4 layers of Qwen3-30B-A3B and DeepSeek-V3-16B at full width, with embedding, output layer,
 clipping and a fused AdamW, in bfloat16 over float32 parameters, rows of 4096 random tokens of one
@@ -16,16 +16,25 @@ import argparse
 import gc
 import math
 import statistics
-import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_common import Goal, describe, finish, is_toy, print_table, write
-from gpu_training import new_training, world_of_one
 
+from scripts.bench.measure import (
+    Goal,
+    describe,
+    finish,
+    gpu_options,
+    is_toy,
+    parse_gpu,
+    print_facts,
+    print_table,
+    take_turns,
+    wall_seconds,
+    write_goals,
+)
+from scripts.bench.train_steps import first_gpu_or_cpu, new_training, why, world_of_one
 from titan_moe.models.stats import part_weights
 from titan_moe.runtime.device import peak_flops
 
@@ -36,21 +45,12 @@ WARMUP_STEPS, LEAST_MFU = 4, 0.45
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser = gpu_options(__doc__, repeats=8)
     parser.add_argument("--rows", type=int, default=ROWS, help="rows of a step")
-    parser.add_argument("--repeats", type=int, default=8, help="timed steps of each variant")
     parser.add_argument("--only", metavar="FAMILY", default="")
     parser.add_argument("--eager-only", action="store_true")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure")
-    arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("no CUDA device here: --device cpu runs the same code on toy sizes")
-    device = (
-        torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
-    )
+    arguments = parse_gpu(parser, argv)
+    device = first_gpu_or_cpu(arguments.device)
     models = [m for m in (TOY_MODELS if is_toy(arguments) else MODELS) if arguments.only in m[0]]
     variants = [
         (model, compiled, balanced)
@@ -63,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for variant in variants:
             rows.append(measure(*variant, arguments, device))
             compare_with_balanced(rows)
-            # Whoever is stopped for taking too long has told what it saw.
-            write(arguments, rows, [goal for row in rows for goal in goals_of(row)])
-    print(", ".join(f"{key} {value}" for key, value in describe(arguments.device).items()))
+            # Figures so far are not lost where a limit of time stops this process.
+            write_goals(arguments, rows, [goal for row in rows for goal in goals_of(row)])
+    print_facts(describe(arguments.device))
     heads = list(dict.fromkeys(key for row in rows for key in row))
     print_table(heads, [[row.get(head, "") for head in heads] for row in rows])
     finish(arguments, rows, [goal for row in rows for goal in goals_of(row)])
@@ -102,7 +102,7 @@ def measure(
     try:
         return row | steps(model, compiled, balanced, arguments, device)
     except Exception as error:
-        return row | {"failed": str(error).strip().splitlines()[0][:120] or repr(error)}
+        return row | {"failed": why(error)}
     finally:
         torch.compiler.reset()
         gc.collect()
@@ -125,21 +125,14 @@ def steps(
     tables["debug"] = {"moe_force_load_balance": balanced}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    training = new_training(tables, device, num_layers=LAYERS)
-    started = time.perf_counter()
-    training.run()
-    first_s = time.perf_counter() - started
-    for _ in range(WARMUP_STEPS - 1):
-        training.run()
-    seconds = []
-    for _ in range(arguments.repeats):
-        started = time.perf_counter()
-        result = training.run()  # Ends with a wait for the device: the loss is read.
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
+    training = new_training(tables, device, num_layers=LAYERS, seed=arguments.seed)
+    first_s = wall_seconds(training.run)
+    results = []
+    variants = {"step": lambda: results.append(training.run())}
+    seconds = take_turns(variants, arguments.repeats, warm_up=WARMUP_STEPS - 1)["step"]
+    result = results[-1]
     rate = arguments.rows * seq_len / statistics.median(seconds)
-    flops = 3 * sum(part_weights(training.config, seq_len).values()) * rate
+    flops = 3 * sum(part_weights(training.sharded.config, seq_len).values()) * rate
     figures = {
         "tokens/s": rate,
         "TFLOP/s": flops / 1e12,

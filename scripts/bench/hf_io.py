@@ -1,6 +1,6 @@
 """GB/s of Hugging Face import and export beside a plain copy of the same bytes.
 
-    python scripts/bench/hf_io.py [--gigabytes 0.8] [--repeats 3] [--folder DIR] [--json FILE]
+    python -m scripts.bench.hf_io [--gigabytes 0.8] [--repeats 3] [--folder DIR] [--json FILE]
 
 A folder of random bfloat16 weights (Qwen3's layout, experts one by one) is copied, imported and
 exported in turn, each in a process of its own that ends with fsync; medians. GB are those of the
@@ -21,6 +21,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from scripts.bench.measure import REPO, options, print_table, write_json
+from scripts.bench.resident import resident_mib
 
 _PIECE = 2**24
 
@@ -47,37 +50,29 @@ WAYS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, repeats=3, seeded=True)
     parser.add_argument("--gigabytes", type=float, default=0.8, help="default: %(default)s")
-    parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        name, folder = options.child
+    arguments = parser.parse_args()
+    if arguments.child:
+        name, folder = arguments.child
         print(json.dumps(_measure(name, Path(folder))))
         return
-    with tempfile.TemporaryDirectory(dir=options.folder) as place:
-        num_bytes = make_weights(Path(place) / "hf", options.gigabytes)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
+        num_bytes = make_weights(Path(place) / "hf", arguments.gigabytes, arguments.seed)
         base = _child("nothing", place)["peak"]
         found: dict[str, list[dict[str, float]]] = {way.name: [] for way in WAYS}
-        for _ in range(options.repeats):
+        for _ in range(arguments.repeats):
             for way in WAYS:
                 shutil.rmtree(Path(place) / way.target, ignore_errors=True)
                 found[way.name].append(_child(way.name, place))
     rows = table(found, num_bytes, base)
     print(f"{num_bytes / 1e9:.2f} GB of weights; peak memory above {base / 1e9:.2f} GB")
-    for row in rows:
-        print(
-            f"{row['name']:<24} {row['gb_per_s']:>6.2f} GB/s  {row['of_copy']:>6.0%} of the copy  "
-            f"peak +{row['peak_gb']:.2f} GB  CPU {row['cpu_s_per_gb']:.1f} s/GB  ("
-            f"{row['fewest']:.2f} to {row['most']:.2f} GB/s)"
-        )
-    if options.json:
-        options.json.write_text(json.dumps({"num_bytes": num_bytes, "rows": rows}, indent=1))
+    heads = ["", "GB/s", "of the copy", "peak GB", "CPU s/GB", "from", "to"]
+    keys = ["name", "gb_per_s", "of_copy", "peak_gb", "cpu_s_per_gb", "fewest", "most"]
+    print_table(heads, [[row[key] for key in keys] for row in rows])
+    write_json(arguments.json, {"num_bytes": num_bytes, "rows": rows})
 
 
 def table(found: dict[str, list[dict[str, float]]], num_bytes: int, base: float) -> list[dict]:
@@ -94,7 +89,7 @@ def table(found: dict[str, list[dict[str, float]]], num_bytes: int, base: float)
     return rows
 
 
-def make_weights(folder: Path, gigabytes: float) -> int:
+def make_weights(folder: Path, gigabytes: float, seed: int) -> int:
     """Write a folder of about that size; returns its tensors' bytes."""
     import torch
     import torch.distributed as dist
@@ -104,6 +99,7 @@ def make_weights(folder: Path, gigabytes: float) -> int:
     from titan_moe.checkpoint.hf.pieces import whole
     from titan_moe.checkpoint.hf.write_folder import export
 
+    torch.manual_seed(seed)
     model = bench_model(gigabytes)
     shapes = model_shapes(model.config)
 
@@ -151,8 +147,8 @@ def bench_model(gigabytes: float):  # type: ignore[no-untyped-def]
 
 def _child(name: str, place: str) -> dict[str, float]:
     """Measure in a process of its own."""
-    command = [sys.executable, __file__, "--child", name, place]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "scripts.bench.hf_io", "--child", name, place]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{name}: {done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -171,9 +167,8 @@ def _measure(name: str, place: Path) -> dict[str, float]:
     seconds = time.perf_counter() - started
     dist.destroy_process_group()
     # Not getrusage's: that one begins with what the parent had.
-    status = Path("/proc/self/status").read_text()
-    (peak,) = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")]
-    return {"seconds": seconds, "peak": int(peak) * 1024, "cpu": time.process_time() - busy}
+    peak = resident_mib(os.getpid())["VmHWM"] * 2**20
+    return {"seconds": seconds, "peak": peak, "cpu": time.process_time() - busy}
 
 
 def _action(way: Way, place: Path) -> Callable[[], object]:

@@ -1,21 +1,27 @@
 """permute_indices and the grouped GEMM against plain loops, as two tables.
 
-    python scripts/bench/kernels.py            # on the GPU where there is one, else on the CPU
-    python scripts/bench/kernels.py --device cpu --repeats 20
+    python -m scripts.bench.kernels            # on the GPU where there is one, else on the CPU
+    python -m scripts.bench.kernels --device cpu --repeats 20
 
 Times are medians in milliseconds. The variants of a row take turns, so that a slow spell of the
 machine hits all of them. Loads of experts are uneven: the busiest gets about 3 times the mean.
 """
 
-import argparse
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from scripts.bench.measure import (
+    describe,
+    options,
+    print_facts,
+    print_table,
+    take_turns,
+    write_json,
+)
 from titan_moe.ops.grouped_mm import grouped_mm, grouped_mm_loop
 from titan_moe.ops.permute_indices import max_padded_rows, permute_indices
 
@@ -27,37 +33,46 @@ CUDA_GEMM_CASES = [(32, 65536, 2048, 1408), (16, 65536, 4096, 1536)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, repeats=10, seeded=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=10, help="timed runs of each variant")
     arguments = parser.parse_args()
     torch.set_default_device(arguments.device)
-    torch.manual_seed(0)
+    torch.manual_seed(arguments.seed)
     is_cuda = torch.get_default_device().type == "cuda"
-    device_name = torch.cuda.get_device_name() if is_cuda else f"{torch.get_num_threads()} threads"
-    print(f"torch {torch.__version__}, {arguments.device}, {device_name}")
+    print_facts(describe(arguments.device) | {"threads": torch.get_num_threads()})
 
-    print("\npermute_indices, ms. loop: one slice assignment per (rank, expert)")
-    print_row("ranks", "experts", "rows", "align", "loop", "ours", "loop/ours")
+    permuted = []
     for permute_case in PERMUTE_CASES:
-        loop, ours = medians(permute_variants(*permute_case), arguments.repeats)
-        print_row(*permute_case, loop, ours, loop / ours)
+        times = milliseconds(permute_variants(*permute_case), arguments.repeats)
+        permuted.append([*permute_case, *times, times[0] / times[1]])
+    heads = ["ranks", "experts", "rows", "align", "loop", "ours", "loop/ours"]
+    title = "permute_indices, ms. loop: one slice assignment per (rank, expert)"
+    print_table(heads, permuted, title)
 
-    print("\ngrouped GEMM forward and backward, ms. slices: x[i:j] @ w[e].T; unbind: our fallback")
-    print_row("experts", "rows", "D", "F", "dtype", "slices", "unbind", "ours", "slices/ours")
+    multiplied = []
     for dtype in (torch.float32, torch.bfloat16):
         for gemm_case in GEMM_CASES + (CUDA_GEMM_CASES if is_cuda else []):
-            variants = gemm_variants(*gemm_case, dtype=dtype)
-            slices, unbind, ours = medians(variants, arguments.repeats)
+            times = milliseconds(gemm_variants(*gemm_case, dtype=dtype), arguments.repeats)
             dtype_name = str(dtype).removeprefix("torch.")
-            print_row(*gemm_case, dtype_name, slices, unbind, ours, slices / ours)
+            multiplied.append([*gemm_case, dtype_name, *times, times[0] / times[-1]])
+    gemm_heads = ["experts", "rows", "D", "F", "dtype", "slices", "unbind", "ours", "slices/ours"]
+    title = "grouped GEMM forward and backward, ms. slices: x[i:j] @ w[e].T; unbind: our fallback"
+    print_table(gemm_heads, multiplied, title)
+    rows = {
+        "permute_indices": [dict(zip(heads, row, strict=True)) for row in permuted],
+        "grouped_gemm": [dict(zip(gemm_heads, row, strict=True)) for row in multiplied],
+    }
+    write_json(arguments.json, rows, arguments.device)
+
+
+def milliseconds(variants: Mapping[str, Callable[[], object]], repeats: int) -> list[float]:
+    """The median of each variant."""
+    return [1e3 * statistics.median(each) for each in take_turns(variants, repeats).values()]
 
 
 def permute_variants(
     num_ranks: int, num_experts: int, num_rows: int, row_alignment: int
-) -> list[Callable[[], object]]:
+) -> dict[str, Callable[[], object]]:
     """The loop and ours on the same counts."""
     counts_PE = uneven_counts(num_rows, num_ranks * num_experts).view(num_ranks, num_experts)
     sizes = {
@@ -65,10 +80,10 @@ def permute_variants(
         "row_alignment": row_alignment,
         "max_rows": max_padded_rows(num_rows, num_experts, row_alignment),
     }
-    return [
-        partial(permute_loop, counts_PE, **sizes),
-        partial(permute_indices, counts_PE, **sizes),
-    ]
+    return {
+        "loop": partial(permute_loop, counts_PE, **sizes),
+        "ours": partial(permute_indices, counts_PE, **sizes),
+    }
 
 
 def permute_loop(
@@ -77,14 +92,14 @@ def permute_loop(
     """The two index maps, segment by segment."""
     source_R = torch.full((max_rows,), -1)
     position_R = torch.empty(num_rows, dtype=torch.int64)
-    arrived_starts_PE = (counts_PE.flatten().cumsum(0).view_as(counts_PE) - counts_PE).tolist()
+    source_starts_PE = (counts_PE.flatten().cumsum(0).view_as(counts_PE) - counts_PE).tolist()
     counts = counts_PE.tolist()
     padded = 0
     for expert in range(len(counts[0])):
         for rank in range(len(counts)):
-            arrived, count = arrived_starts_PE[rank][expert], counts[rank][expert]
-            source_R[padded : padded + count] = torch.arange(arrived, arrived + count)
-            position_R[arrived : arrived + count] = torch.arange(padded, padded + count)
+            first, count = source_starts_PE[rank][expert], counts[rank][expert]
+            source_R[padded : padded + count] = torch.arange(first, first + count)
+            position_R[first : first + count] = torch.arange(padded, padded + count)
             padded += count
         padded += -padded % row_alignment
     return source_R, position_R
@@ -92,7 +107,7 @@ def permute_loop(
 
 def gemm_variants(
     num_experts: int, num_rows: int, dim: int, hidden_dim: int, *, dtype: torch.dtype
-) -> list[Callable[[], object]]:
+) -> dict[str, Callable[[], object]]:
     """The slices, the unbind loop and ours, forward and backward on the same tensors."""
     offsets_E = uneven_counts(num_rows, num_experts).cumsum(0, dtype=torch.int32)
     x_RD = torch.randn(num_rows, dim, dtype=dtype, requires_grad=True)
@@ -102,7 +117,8 @@ def gemm_variants(
     def step(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         torch.autograd.grad(function(x_RD, w_EFD, offsets_E), (x_RD, w_EFD), grad_RF)
 
-    return [partial(step, function) for function in (mm_slices, grouped_mm_loop, grouped_mm)]
+    functions = {"slices": mm_slices, "unbind": grouped_mm_loop, "ours": grouped_mm}
+    return {name: partial(step, function) for name, function in functions.items()}
 
 
 def mm_slices(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
@@ -117,25 +133,6 @@ def uneven_counts(num_rows: int, num_groups: int) -> Tensor:
     shares = torch.empty(num_groups, dtype=torch.float64).exponential_()
     ends = (shares.cumsum(0) / shares.sum() * num_rows).round().long()
     return ends.diff(prepend=ends.new_zeros(1))
-
-
-def medians(variants: list[Callable[[], object]], repeats: int) -> list[float]:
-    """Median milliseconds of each variant, after one untimed round."""
-    times: list[list[float]] = [[] for _ in variants]
-    for timed in range(repeats + 1):
-        for variant, milliseconds in zip(variants, times, strict=True):
-            start = time.perf_counter()
-            variant()
-            if torch.get_default_device().type == "cuda":
-                torch.cuda.synchronize()
-            if timed:
-                milliseconds.append(1e3 * (time.perf_counter() - start))
-    return [statistics.median(milliseconds) for milliseconds in times]
-
-
-def print_row(*cells: object) -> None:
-    texts = [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells]
-    print("".join(f"{text:>12}" for text in texts), flush=True)
 
 
 if __name__ == "__main__":

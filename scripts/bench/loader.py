@@ -1,15 +1,15 @@
 """Tokens per second of the loader alone, on one data rank: no model, nothing to wait for.
 
-python scripts/bench/loader.py
+python -m scripts.bench.loader
+
 """
 
-import argparse
+import statistics
 import tempfile
 import time
 from pathlib import Path
 
-import torch  # noqa: F401  Here, so that no first step waits for it.
-
+from scripts.bench.measure import options, print_table, write_json
 from titan_moe.config.job_config import Training
 from titan_moe.data.build import build_loader
 from titan_moe.data.stdlib import StdlibCorpus
@@ -20,11 +20,11 @@ _GLOBAL_BATCH_SIZE = 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, repeats=1, seeded=True)
     parser.add_argument("--tokens", type=int, default=5_000_000, help="tokens to read per line")
     arguments = parser.parse_args()
     tokenizer = load_tokenizer("bytes")
-    print(f"{'dataset':<10} {'seq_len':>7} {'build s':>8} {'first step s':>12} {'Mtokens/s':>10}")
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "stdlib"
         tokenize_corpus(StdlibCorpus(), tokenizer, copy, progress=lambda documents, tokens: None)
@@ -33,19 +33,24 @@ def main() -> None:
                 training = Training(
                     dataset=dataset, dataset_path=dataset_path, seq_len=seq_len, repeat_dataset=True
                 )
-                build, first, rate = _measure(training, num_tokens=arguments.tokens)
-                print(
-                    f"{dataset:<10} {seq_len:>7} {build:>8.3f} {first:>12.4f} {rate / 1e6:>10.1f}"
-                )
+                runs = [
+                    _measure(training, arguments.seed, num_tokens=arguments.tokens)
+                    for _ in range(arguments.repeats)
+                ]
+                medians = map(statistics.median, zip(*runs, strict=True))
+                rows.append([dataset, seq_len, *medians])
+    heads = ["dataset", "seq_len", "build s", "first step s", "Mtokens/s"]
+    print_table(heads, rows)
+    write_json(arguments.json, {"rows": [dict(zip(heads, row, strict=True)) for row in rows]})
 
 
-def _measure(training: Training, *, num_tokens: int) -> tuple[float, float, float]:
-    """Seconds to build, seconds of the first step, tokens/s of the steps after it."""
+def _measure(training: Training, seed: int, *, num_tokens: int) -> tuple[float, float, float]:
+    """Seconds to build, seconds of the first step, millions of tokens/s of the steps after it."""
     start = time.perf_counter()
     loader = build_loader(
         training,
         load_tokenizer("bytes"),
-        seed=0,
+        seed=seed,
         rank=0,
         num_ranks=1,
         global_batch_size=_GLOBAL_BATCH_SIZE,
@@ -59,7 +64,7 @@ def _measure(training: Training, *, num_tokens: int) -> tuple[float, float, floa
         loader.next_step()
     seconds = time.perf_counter() - first
     loader.close()
-    return built - start, first - built, steps * tokens_per_step / seconds
+    return built - start, first - built, steps * tokens_per_step / seconds / 1e6
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a training step costs beyond forward, backward and optimizer: time, collectives, operations.
 
-    python scripts/bench/loop_overhead.py --ranks 2 --layers 12 --json loop_overhead.json
+    python -m scripts.bench.loop_overhead --ranks 2 --layers 12 --json loop_overhead.json
 
 A tiny model of many layers, so that what is paid by tensor and by layer shows. Each kind of step is
 taken in turn, round after round; times are medians over rounds, the slowest rank's. Operations are
@@ -8,30 +8,25 @@ those that reach torch's dispatcher, views left out: on a GPU about one launch e
 loop's own parts, the same update by torch.optim.AdamW on the same DTensors, and by Muon.
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scripts.bench.measure import Run, options, take_turns, write_json
+from scripts.bench.train_steps import Training, new_training
 from titan_moe import train_step
 from titan_moe.config.job_config import JobConfig
-from titan_moe.data.batch import Batch
-from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
-from titan_moe.models.hf import model_of_job
+from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.testing.ranks import run_ranks
-from titan_moe.train_step import TrainStep
 
 KINDS: dict[str, dict[str, Any]] = {
     "not logged": {"logged": False},
@@ -47,7 +42,12 @@ PARTS = (
     "optimizer",
 )
 _VIEWS = ("view", "detach", "select", "slice", "unbind", "split")
-_ROWS, _SEQ_LEN, _WARM_UP = 2, 64, 2
+_WARM_UP = 2
+TABLES: dict[str, dict[str, Any]] = {
+    "model": {"flavor": "2M"},
+    "training": {"local_batch_size": 2, "seq_len": 64},
+    "activation_checkpoint": {"mode": "none"},
+}
 
 
 class Operations(TorchDispatchMode):
@@ -62,60 +62,36 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def make_job(name: str) -> JobConfig:
-    """Of `name` as the optimizer."""
-    return JobConfig.model_validate(
-        {
-            "model": {"flavor": "2M"},
-            "training": {"local_batch_size": _ROWS, "seq_len": _SEQ_LEN},
-            "activation_checkpoint": {"mode": "none"},
-            "optimizer": {"name": name},
-        }
-    )
-
-
-def measure(num_layers: int, rounds: int) -> dict[str, Any]:
+def measure(num_layers: int, repeats: int, seed: int) -> dict[str, Any]:
     """On one rank: seconds of each part by kind of step, and what one step of each kind does."""
     torch.set_num_threads(1)
-    job = make_job("AdamW")
-    config = replace(model_of_job(job.model), num_layers=num_layers)
-    device, world_size = torch.device("cpu"), dist.get_world_size()
-    sharded = build_sharded_model(job, config, device=device, world_size=world_size)
-    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
-    step = TrainStep(sharded, optimizer, job.training, device=device)
-    tokens = torch.randint(0, config.vocab_size, (_ROWS, _SEQ_LEN))
-    batches = [Batch(tokens, tokens, torch.zeros_like(tokens).int(), [[]] * _ROWS)]
-    counted = {kind: counts(step, batches, how) for kind, how in KINDS.items()}
-    seconds: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-    clock = Clock(sharded, optimizer, step)
-    for turn in range(_WARM_UP + rounds):
-        for kind, how in KINDS.items():
-            dist.barrier()
-            parts = clock.run(partial(step, batches, **how))
-            if turn >= _WARM_UP:
-                seconds[kind].append(parts)
+    cpu, world_size = torch.device("cpu"), dist.get_world_size()
+    training = new_training(TABLES, cpu, num_layers=num_layers, world_size=world_size, seed=seed)
+    steps = {kind: partial(training.step, [training.batch], **how) for kind, how in KINDS.items()}
+    counted = {kind: counts(training, step) for kind, step in steps.items()}
+    clock = Clock(training)
+    seconds = take_turns(steps, repeats, clock=clock.run, warm_up=_WARM_UP, before=dist.barrier)
     return {
         "seconds": {kind: median(each) for kind, each in seconds.items()},
         "counts": counted,
-        "updates": updates(sharded, rounds),
-        "parameters": len(list(sharded.named_parameters())),
-        "moe_layers": len(sharded.all_moe_layers()),
+        "updates": updates(training.sharded, repeats),
+        "parameters": len(list(training.sharded.named_parameters())),
+        "moe_layers": len(training.sharded.all_moe_layers()),
     }
 
 
 class Clock:
     """Around the parts of a step."""
 
-    def __init__(
-        self, sharded: ShardedModel, optimizer: torch.optim.Optimizer, step: TrainStep
-    ) -> None:
+    def __init__(self, training: Training) -> None:
         self._spent: defaultdict[str, float] = defaultdict(float)
+        step = training.step
         places: dict[str, tuple[Any, str]] = {
-            "forward, backward": (sharded.execution, "train"),
+            "forward, backward": (training.sharded.execution, "train"),
             "one reduction": (step, "_reduce"),
             "scaling": (train_step.grad_norm, "scale_grads"),
             "routers": (train_step, "update_routers"),
-            "optimizer": (optimizer, "step"),
+            "optimizer": (training.optimizer, "step"),
         }
         for part, (owner, name) in places.items():
             setattr(owner, name, self._timed(part, getattr(owner, name)))
@@ -127,7 +103,7 @@ class Clock:
 
         step._reduce = wait_and_reduce  # type: ignore[assignment, method-assign]
 
-    def run(self, function: Callable[[], object]) -> dict[str, float]:
+    def run(self, function: Run) -> dict[str, float]:
         """Seconds of each part, and of the whole."""
         self._spent.clear()
         self._timed("the step", function)()
@@ -143,15 +119,15 @@ class Clock:
         return timed
 
 
-def counts(step: TrainStep, batches: list[Batch], how: dict[str, Any]) -> dict[str, int]:
+def counts(training: Training, step: Run) -> dict[str, int]:
     """Of one step's reduction, and of the routers' update: operations, waits, collectives."""
     found: dict[str, int] = {}
     with (
         counted_collectives() as names,
-        operations_of(step, "_reduce") as reduction,
+        operations_of(training.step, "_reduce") as reduction,
         operations_of(train_step, "update_routers") as routers,
     ):
-        step(batches, **how)
+        step()
         found["all-reduces over the world"] = names["all_reduce"]
     found["operations of the reduction"] = reduction.number
     found["operations of the routers' update"] = routers.number
@@ -187,29 +163,26 @@ def counted_collectives() -> Iterator[Counter[str]]:
     dist.all_reduce = function
 
 
-def updates(sharded: ShardedModel, rounds: int) -> dict[str, float]:
+def updates(sharded: ShardedModel, repeats: int) -> dict[str, float]:
     """Seconds of one update of the same parameters, by optimizer, in turn."""
     parameters = [parameter for _, parameter in sharded.named_parameters()]
     keys = {"lr": 1e-3, "weight_decay": 0.1, "fused": True}
-    optimizers = {
-        "torch.optim.AdamW": torch.optim.AdamW(parameters, **keys),  # type: ignore[arg-type]
-        "AdamW": build_optimizer(make_job("AdamW").optimizer, sharded.named_parameters()),
-        "Muon": build_optimizer(make_job("Muon").optimizer, sharded.named_parameters()),
-    }
-    spent: dict[str, list[float]] = {name: [] for name in optimizers}
-    for turn in range(_WARM_UP + rounds):
-        for name, optimizer in optimizers.items():
-            for parameter in parameters:
-                parameter.grad = torch.full_like(parameter, 1e-3)
-            dist.barrier()
-            begun = time.perf_counter()
-            optimizer.step()
-            if turn >= _WARM_UP:
-                spent[name].append(time.perf_counter() - begun)
+    optimizers = {"torch.optim.AdamW": torch.optim.AdamW(parameters, **keys)}  # type: ignore[arg-type]
+    for name in ("AdamW", "Muon"):
+        job = JobConfig.model_validate({**TABLES, "optimizer": {"name": name}})
+        optimizers[name] = build_optimizer(job.optimizer, sharded.named_parameters())  # type: ignore[assignment]
+
+    def make_gradients() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        dist.barrier()
+
+    steps: dict[str, Run] = {name: each.step for name, each in optimizers.items()}
+    spent = take_turns(steps, repeats, warm_up=_WARM_UP, before=make_gradients)
     return {name: statistics.median(each) for name, each in spent.items()}
 
 
-def median(rounds: list[dict[str, float]]) -> dict[str, float]:
+def median(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
     """Part by part."""
     return {part: statistics.median(each[part] for each in rounds) for part in rounds[0]}
 
@@ -252,23 +225,18 @@ def table(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, repeats=20, seeded=True)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="also written here")
     arguments = parser.parse_args()
-    found = slowest(run_ranks(measure, arguments.ranks, arguments.layers, arguments.rounds))
-    facts = {"torch": torch.__version__, "ranks": arguments.ranks, "layers": arguments.layers}
+    ranks, layers = arguments.ranks, arguments.layers
+    found = slowest(run_ranks(measure, ranks, layers, arguments.repeats, arguments.seed))
     print(
-        f"torch {torch.__version__}, {arguments.ranks} ranks, {arguments.layers} layers, "
+        f"torch {torch.__version__}, {ranks} ranks, {layers} layers, "
         f"{found['moe_layers']} with experts, {found['parameters']} parameters"
     )
     print("\n".join(table(found)))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(facts | found, indent=1), encoding="utf-8")
+    write_json(arguments.json, {"ranks": ranks, "layers": layers, **found})
 
 
 if __name__ == "__main__":

@@ -1,35 +1,150 @@
-"""What several scripts of this folder measure and print in the same way."""
+"""What the benchmarks share: options, variants that take turns, jobs, goals, tables and JSON."""
 
+import argparse
+import json
+import math
+import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from titan_moe.runtime.device import peak_flops
 
-def torchrun(num_ranks: int, python: str = sys.executable) -> list[str]:
-    """The beginning of the command of a job on this machine."""
-    return [
-        *(python, "-m", "torch.distributed.run", "--standalone"),
-        f"--nproc-per-node={num_ranks}",
-    ]
+REPO = Path(__file__).resolve().parents[2]
+TRAIN = ("-m", "titan_moe", "train")
+"""What a job of titan_moe runs."""
+MATMUL_SIZES = (512, 1024, 2048)
+_Name = TypeVar("_Name")
+Run = Callable[[], object]
 
-
-def matmul_tflops(size: int, dtype: torch.dtype, repeats: int = 5) -> float:
-    """TFLOP/s of a square matrix product in this process: the median of `repeats`."""
-    a, b = torch.randn(2, size, size).to(dtype)
-    seconds = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        a @ b
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(seconds[1:]) / 1e12
+# --- options and results --------------------------------------------------------------------------
 
 
-def best_rate(rates: dict[int, list[float]]) -> float:
-    """The rate of the size that is fastest in the median."""
-    return max(statistics.median(values) for values in rates.values())
+def options(doc: str | None, *, repeats: int, seeded: bool = False) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks have."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=repeats, help="counted runs of each; default: %(default)s"
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure")
+    if seeded:
+        parser.add_argument("--seed", type=int, default=0, help="of random inputs; default: 0")
+    return parser
+
+
+def gpu_options(doc: str | None, *, repeats: int = 10) -> argparse.ArgumentParser:
+    """The same, and --device; for `parse_gpu`."""
+    parser = options(doc, repeats=repeats, seeded=True)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    return parser
+
+
+def parse_gpu(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """Parse and seed; ends the script with one line where there is no GPU."""
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no CUDA device here: --device cpu runs the same code on toy sizes")
+    torch.manual_seed(arguments.seed)
+    return arguments
+
+
+def is_toy(arguments: argparse.Namespace) -> bool:
+    """Whether to run on sizes that a CPU can do; such figures mean nothing."""
+    return arguments.device == "cpu"
+
+
+def write_json(path: Path | None, figures: Mapping[str, Any], device: str = "cpu") -> None:
+    """Write all figures and what they were measured on, if asked for."""
+    if path is not None:
+        text = json.dumps({**describe(device), **figures}, indent=1, default=str)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def describe(device: str = "cpu") -> dict[str, Any]:
+    """What figures were measured on."""
+    facts: dict[str, Any] = {"torch": torch.__version__, "device": "cpu", "cores": os.cpu_count()}
+    if device.startswith("cuda"):
+        facts["device"] = torch.cuda.get_device_name()
+        facts["peak_tflops"] = (peak_flops(torch.device("cuda", 0)) or 0) / 1e12 or "unknown"
+    return facts
+
+
+def print_facts(facts: Mapping[str, Any]) -> None:
+    """On one line."""
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+
+
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
+    """Columns as wide as they must be; texts to the left, numbers to the right."""
+    if title:
+        print(f"\n{title}")
+    cells = [list(heads), *([_text(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[n]) for row in cells) for n in range(len(heads))]
+    for row in cells:
+        aligned = (
+            f"{cell:>{width}}" if _is_number(rows, n) else f"{cell:<{width}}"
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print("  ".join(aligned).rstrip(), flush=True)
+
+
+def _is_number(rows: Sequence[Sequence[object]], column: int) -> bool:
+    texts = [_text(row[column]) for row in rows]
+    return all(text[:1] in "+-0123456789" for text in texts if text)
+
+
+def _text(cell: object) -> str:
+    return f"{cell:.3g}" if isinstance(cell, float) else str(cell)
+
+
+class Goal(NamedTuple):
+    """A measured number and what it should be."""
+
+    name: str
+    value: float
+    limit: float
+    at_most: bool = False
+    """Small is good."""
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.limit if self.at_most else self.value >= self.limit
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which knows no NaN: None stands for what was not measured."""
+        value = self.value if math.isfinite(self.value) else None
+        return {**self._asdict(), "value": value, "met": self.met}
+
+    def __str__(self) -> str:
+        verdict = "met   " if self.met else "MISSED"
+        sign = "<=" if self.at_most else ">="
+        return f"{verdict} {self.name}: {self.value:.3g} {sign} {self.limit:.3g}"
+
+
+def finish(arguments: argparse.Namespace, rows: Sequence[dict], goals: Sequence[Goal]) -> None:
+    """Print the goals of a GPU benchmark, and write all of it if asked to."""
+    print("\ngoals (toy sizes: they mean nothing)" if is_toy(arguments) else "\ngoals")
+    for goal in goals:
+        print(f"  {goal}")
+    write_goals(arguments, rows, goals)
+
+
+def write_goals(arguments: argparse.Namespace, rows: Sequence[dict], goals: Sequence[Goal]) -> None:
+    """All figures of a GPU benchmark so far, if asked for."""
+    found = [goal.as_dict() for goal in goals]
+    figures = {"toy": is_toy(arguments), "rows": list(rows), "goals": found}
+    write_json(arguments.json, figures, arguments.device)
 
 
 def spread(values: Sequence[float], template: str = "{:,.0f}") -> str:
@@ -40,10 +155,128 @@ def spread(values: Sequence[float], template: str = "{:,.0f}") -> str:
     return f"{middle} ({low}-{high})"
 
 
-def print_row(widths: Sequence[int], cells: Sequence[str]) -> None:
-    """One line of a table; a column of negative width is aligned to the left."""
-    aligned = (
-        f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}"
-        for cell, width in zip(cells, widths, strict=True)
-    )
-    print(" ".join(aligned))
+# --- time -----------------------------------------------------------------------------------------
+
+
+def wall_seconds(run: Run) -> float:
+    """Of one run, until the GPU has done it too."""
+    start = time.perf_counter()
+    run()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def gpu_seconds(run: Run) -> float:
+    """Between two events on the GPU's stream, its second-level cache cold before."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # Also keeps the device busy for a moment, so that launches run ahead of it.
+    torch.empty(512 * 2**20, dtype=torch.int8, device="cuda").zero_()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def take_turns(
+    variants: Mapping[_Name, Run],
+    repeats: int,
+    *,
+    clock: Callable[[Run], Any] = wall_seconds,
+    warm_up: int = 1,
+    before: Run = lambda: None,
+) -> dict[_Name, list[Any]]:
+    """Readings of each variant, after rounds that do not count.
+
+    The variants take turns, so that a slow spell of the machine hits all of them. `before` runs
+    before each, outside the clock.
+    """
+    found: dict[_Name, list[Any]] = {name: [] for name in variants}
+    for turn in range(warm_up + repeats):
+        for name, run in variants.items():
+            before()
+            reading = clock(run)
+            if turn >= warm_up:
+                found[name].append(reading)
+    return found
+
+
+def medians(variants: Mapping[_Name, Run], repeats: int, device: str) -> dict[_Name, float]:
+    """Median seconds of each variant, on a GPU by its own clock."""
+    if device == "cpu":
+        found = take_turns(variants, repeats)
+    else:
+        found = take_turns(variants, repeats, clock=gpu_seconds, warm_up=3)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def matmul_tflops(dtype: torch.dtype, repeats: int = 5) -> dict[int, float]:
+    """Size -> TFLOP/s of a square matrix product in this process: the median of `repeats`."""
+    rates = {}
+    for size in MATMUL_SIZES:
+        a, b = torch.randn(2, size, size).to(dtype)
+        (seconds,) = medians({"": lambda a=a, b=b: a @ b}, repeats, "cpu").values()  # type: ignore[misc]
+        rates[size] = 2 * size**3 / seconds / 1e12
+    return rates
+
+
+def best_rate(rounds: Sequence[Mapping[int, float]]) -> float:
+    """The rate of the size that is fastest in the median."""
+    return max(statistics.median(each[size] for each in rounds) for size in rounds[0])
+
+
+def print_matmul(rounds: Mapping[str, Sequence[Mapping[int, float]]]) -> None:
+    """A table of `matmul_tflops`, by what was multiplied."""
+    rows = [
+        [name, *(spread([1e3 * each[size] for each in found]) for size in MATMUL_SIZES)]
+        for name, found in rounds.items()
+    ]
+    title = "matrix product, one process, GFLOP/s: median (slowest-fastest of the rounds)"
+    print_table(["", *map(str, MATMUL_SIZES)], rows, title)
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+
+def torchrun(num_ranks: int, python: str = sys.executable) -> list[str]:
+    """The beginning of the command of a job on this machine."""
+    return [
+        *(python, "-m", "torch.distributed.run", "--standalone"),
+        f"--nproc-per-node={num_ranks}",
+    ]
+
+
+def run_job(
+    command: Sequence[str],
+    environment: Mapping[str, str] = MappingProxyType({}),
+    on_line: Callable[[str, float, int], bool | None] = lambda line, seconds, pid: None,
+) -> None:
+    """Run a job on the CPU, in the repository's root; ends this script when it fails.
+
+    `on_line` gets each line of its output, the seconds since the launch and the job's pid, and ends
+    the job by returning True.
+    """
+    output: list[str] = []
+    start = time.monotonic()
+    with subprocess.Popen(
+        command,
+        cwd=REPO,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                output.append(line)
+                if on_line(line, time.monotonic() - start, process.pid):
+                    process.terminate()
+                    process.communicate()
+                    return
+        except BaseException:
+            process.terminate()  # torchrun then ends its ranks.
+            raise
+    if process.returncode:
+        sys.exit(f"{''.join(output)}\n{' '.join(command)}: failed")

@@ -1,47 +1,38 @@
 """Peak memory and time of a training step under every way to recompute, beside what must be stored.
 
-    python scripts/bench/memory.py                                 # two minutes on a CPU
-    python scripts/bench/memory.py --vocabulary 32768 --layers 2   # where logits matter
-    python scripts/bench/memory.py --model qwen3 --flavor 30B-A3B --layers 4 --dtype bfloat16
+    python -m scripts.bench.memory                                 # two minutes on a CPU
+    python -m scripts.bench.memory --vocabulary 32768 --layers 2   # where logits matter
+    python -m scripts.bench.memory --model qwen3 --flavor 30B-A3B --layers 4 --dtype bfloat16
 
 One process. All ways train the same model on the same random tokens and take turns in every round.
 The peak is what parameters and optimizer states hold between steps, and the most that a step
 allocates beyond: on CUDA the allocator's own peak, on a CPU the running sum of every allocation and
-release that torch's profiler saw. "must" is planner/memory.py's sum of what cannot be left out:
+release that torch's profiler saw. "must" is simulate/memory.py's sum of what cannot be left out:
 parameters, gradients, optimizer states and the values kept for the backward; "estimate" adds what
 it expects to come and go. Two ways exist here alone, for comparison: hidden rows of experts kept by
 plain autograd, and logits of all tokens at once.
 """
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from measure import print_row
 from torch import Tensor
 
-from titan_moe.config.job_config import JobConfig
-from titan_moe.data.batch import Batch
-from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
-from titan_moe.models.registry import model_config
+from scripts.bench.measure import options, print_table, take_turns, write_json
+from scripts.bench.train_steps import first_gpu_or_cpu, new_training, world_of_one
+from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.moe.experts import ExpertWeights
 from titan_moe.ops.grouped_mm import GroupedMM
-from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import set_lr
 from titan_moe.simulate.memory import memory
-from titan_moe.train_step import TrainStep
 
 _MIB = 2**20
 _COLUMNS = ("way", "peak MiB", "must", "peak/must", "estimate", "beyond", "ms/step", "time")
-_WIDTHS = (-22, 9, 8, 10, 9, 8, 9, 6)
 
 
 @dataclass
@@ -80,30 +71,22 @@ def ways(chunk_size: int) -> list[Way]:
 
 
 def main() -> None:
-    options = _options()
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    lines = ways(options.chunk_size)
-    steps = [_prepared(way, options, device) for way in lines]
-    for _ in range(options.rounds):
-        for way, step in zip(lines, steps, strict=True):
-            way.seconds.append(_timed(step, device))
-    for way, step in zip(lines, steps, strict=True):
-        way.beyond = _allocated_beyond(step, device)
-    _show(lines)
-    if options.json is not None:
-        facts = {"torch": torch.__version__, "device": str(device), **vars(options)}
-        figures = [asdict(way) | {"peak": way.peak} for way in lines]
-        text = json.dumps({**facts, "ways": figures}, indent=1, default=str)
-        options.json.write_text(text + "\n", encoding="utf-8")
-    dist.destroy_process_group()
+    arguments = _arguments()
+    device = first_gpu_or_cpu()
+    lines = {way.name: way for way in ways(arguments.chunk_size)}
+    with world_of_one(device):
+        steps = {name: _prepared(way, arguments, device) for name, way in lines.items()}
+        for name, seconds in take_turns(steps, arguments.repeats, warm_up=0).items():
+            lines[name].seconds = seconds
+        for name, step in steps.items():
+            lines[name].beyond = _allocated_beyond(step, device)
+    _show(list(lines.values()))
+    figures = [asdict(way) | {"peak": way.peak} for way in lines.values()]
+    write_json(arguments.json, {**vars(arguments), "ways": figures}, device.type)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _arguments() -> argparse.Namespace:
+    parser = options(__doc__, repeats=5, seeded=True)
     parser.add_argument("--model", default="qwen3")
     parser.add_argument("--flavor", default="debugmodel_moe")
     parser.add_argument("--layers", type=int, help="of the flavor's layers, the first ones")
@@ -112,49 +95,43 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="rows of a step")
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--chunk-size", type=int, default=512, help="training.loss_chunk_size")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure")
     return parser.parse_args()
 
 
-def _prepared(way: Way, options: argparse.Namespace, device: torch.device) -> Callable[[], object]:
+def _prepared(way: Way, arguments: argparse.Namespace, device: torch.device) -> Callable[[], Any]:
     """A step of this way, after two that made optimizer states and warmed up."""
-    config = model_config(options.model, options.flavor)
-    config = replace(
-        config,
-        num_layers=options.layers or config.num_layers,
-        vocab_size=options.vocabulary or config.vocab_size,
+    tables = {
+        "model": {"name": arguments.model, "flavor": arguments.flavor},
+        "training": {
+            "local_batch_size": arguments.batch,
+            "seq_len": arguments.seq_len,
+            "loss_chunk_size": way.chunk_size,
+            "mixed_precision_param": arguments.dtype,
+        },
+        "parallelism": {"data_parallel_shard_degree": 1},
+        "activation_checkpoint": way.recompute,
+    }
+    training = new_training(
+        tables,
+        device,
+        num_layers=arguments.layers,
+        vocab_size=arguments.vocabulary,
+        seed=arguments.seed,
     )
-    training = {"local_batch_size": options.batch, "seq_len": options.seq_len}
-    training |= {"loss_chunk_size": way.chunk_size, "mixed_precision_param": options.dtype}
-    tables = {"training": training, "activation_checkpoint": way.recompute}
-    tables["model"] = {"name": options.model, "flavor": options.flavor}
-    tables["parallelism"] = {"data_parallel_shard_degree": 1}
-    job = JobConfig.model_validate(tables)
-    sharded = build_sharded_model(job, config, device=device, world_size=1)
     if way.keeps_hidden_rows:
-        _keep_hidden_rows(sharded)
-    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
-    set_lr(optimizer, 1.0)
-    train_step = TrainStep(sharded, optimizer, job.training, device=device)
-    generator = torch.Generator().manual_seed(0)
-    size = (options.batch, options.seq_len + 1)
-    tokens = torch.randint(0, config.vocab_size, size, generator=generator)
-    documents = torch.zeros(options.batch, options.seq_len, dtype=torch.int32)
-    batch = Batch(tokens[:, :-1], tokens[:, 1:], documents, [[] for _ in range(options.batch)])
-
-    def step() -> object:
-        return train_step([batch])
-
-    step()
-    step()
-    held = [*sharded.named_parameters()]
-    states = [x for state in optimizer.state.values() for x in state.values()]
-    tensors = [parameter for _, parameter in held] + [x for x in states if torch.is_tensor(x)]
+        _keep_hidden_rows(training.sharded)
+    set_lr(training.optimizer, 1.0)
+    training.run()
+    training.run()
+    states = [x for state in training.optimizer.state.values() for x in state.values()]
+    tensors: list[Tensor] = [p for _, p in training.sharded.named_parameters()]
+    tensors += [x for x in states if torch.is_tensor(x)]
     way.held = float(sum(x.numel() * x.element_size() for x in tensors))
-    found = memory(config, job.training, job.parallelism, job.activation_checkpoint, 1)
+    job = training.job
+    sections = (job.training, job.parallelism, job.activation_checkpoint)
+    found = memory(training.sharded.config, *sections, 1)
     way.must, way.estimate = found.stored + found.kept, found.total
-    return step
+    return training.run
 
 
 def _keep_hidden_rows(sharded: ShardedModel) -> None:
@@ -170,15 +147,6 @@ def _keep_hidden_rows(sharded: ShardedModel) -> None:
     for moe in sharded.moe_layers().values():
         assert moe.config.weights_scale == "outputs" and moe.config.activation == "swiglu"
         moe.experts.compute = compute
-
-
-def _timed(step: Callable[[], object], device: torch.device) -> float:
-    # A step ends with a wait for the device.
-    start = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def _allocated_beyond(step: Callable[[], object], device: torch.device) -> float:
@@ -206,14 +174,15 @@ def _allocated_beyond(step: Callable[[], object], device: torch.device) -> float
 
 
 def _show(lines: list[Way]) -> None:
-    print_row(_WIDTHS, _COLUMNS)
     first = statistics.median(lines[0].seconds)
+    rows = []
     for way in lines:
         seconds = statistics.median(way.seconds)
         cells = [way.name, *(f"{b / _MIB:,.1f}" for b in (way.peak, way.must))]
         cells += [f"{way.peak / way.must:.2f}", f"{way.estimate / _MIB:,.1f}"]
         cells += [f"{way.beyond / _MIB:,.1f}", f"{1e3 * seconds:,.0f}", f"{seconds / first:.2f}"]
-        print_row(_WIDTHS, cells)
+        rows.append(cells)
+    print_table(_COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How often the noise band is wrong: false alarms of harmless runs, and mistakes that it misses.
 
-    python scripts/bench/noise_band.py                     # an hour of one core
-    python scripts/bench/noise_band.py --runs 40 --dtypes bfloat16
+    python -m scripts.bench.noise_band                     # an hour of one core
+    python -m scripts.bench.noise_band --runs 40 --dtypes bfloat16
 
 A small DeepSeek-V3 is trained for 50 steps, again and again: harmless repeats that the band is
 calibrated from, other harmless runs that it has never seen (rows in other orders, microbatches of
@@ -27,9 +27,10 @@ from titan_moe.config.parse import load_job
 from titan_moe.models.registry import model_config
 from titan_moe.verify.compare.noise.band import FALSE_ALARMS, Band, quantities_of
 from titan_moe.verify.compare.noise.mistakes import MISTAKES, Mistake, scale_an_expert
-from titan_moe.verify.compare.noise.runs import DTYPES, Run, harmless_runs, train_each, with_dtype
+from titan_moe.verify.compare.noise.runs import DTYPES, Run, control_runs, train_each, with_dtype
 from titan_moe.verify.compare.records import NORM_OF, Curve
 from titan_moe.verify.gradients.fixture import at_depth
+from titan_moe.verify.layouts.layouts import with_tables
 
 CONFIG = at_depth(model_config("deepseek_v3", "gate"), 3)
 STEPS = 50
@@ -119,10 +120,8 @@ def train_group(group: Sequence[Task], *, folder: Path) -> int:
 
 
 def base_job(dtype: str) -> JobConfig:
-    tables = load_job(["--job.config_file", "configs/debug/gate_deepseek_v3.toml"]).model_dump()
-    for table, values in SETTINGS.items():
-        tables[table] |= values
-    return with_dtype(JobConfig.model_validate(tables), dtype)
+    job = load_job(["--job.config_file", "configs/debug/gate_deepseek_v3.toml"])
+    return with_dtype(with_tables(job, SETTINGS), dtype)
 
 
 def tasks(dtypes: Sequence[str], num_unseen: int) -> list[Task]:
@@ -130,9 +129,9 @@ def tasks(dtypes: Sequence[str], num_unseen: int) -> list[Task]:
     jobs = {dtype: base_job(dtype) for dtype in dtypes}
     found = []
     for dtype, job in jobs.items():
-        for run in harmless_runs(job, CONFIG, MOST_REPEATS, most_ranks=2):
+        for run in control_runs(job, CONFIG, MOST_REPEATS, most_ranks=2):
             found.append((run.order, Task(dtype, f"repeat {run.order}", job, run)))
-        unseen = harmless_runs(job, CONFIG, 2 * num_unseen, first=FIRST_UNSEEN, most_ranks=2)
+        unseen = control_runs(job, CONFIG, 2 * num_unseen, first=FIRST_UNSEEN, most_ranks=2)
         # Two ranks cost several times as much: of those runs every second is left out.
         costly = [run for run in unseen if run.layout.world_size > 1][1::2]
         for run in [run for run in unseen if run not in costly][:num_unseen]:
@@ -177,8 +176,8 @@ def judge(folder: Path, dtype: str, num_unseen: int) -> dict[str, Any]:
     for number in NUMBERS_OF_REPEATS:
         for norms in (False, True):
             band = Band(repeats[:number], quantities=None if norms else without)
-            judged = [band.judge(curve) for curve in unseen]
-            wrong = {name: band.judge(curves[name]).as_json() for name in (*MISTAKES, *HALVED)}
+            judged = [band.check(curve) for curve in unseen]
+            wrong = {name: band.check(curves[name]).as_json() for name in (*MISTAKES, *HALVED)}
             bands.append(
                 {
                     "repeats": number,

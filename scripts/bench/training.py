@@ -1,7 +1,7 @@
 """Tokens/s and peak memory of the debug models on the CPU, at 1 and at 2 ranks.
 
-    python scripts/bench/training.py       # every row, 3 rounds: half an hour on 2 cores
-    python scripts/bench/training.py --rows '2M.*float32' --rounds 1 --json figures.json
+    python -m scripts.bench.training       # every row, 3 times: half an hour on 2 cores
+    python -m scripts.bench.training --rows '2M.*float32' --repeats 1 --json figures.json
 
 Each row is a real run (`torchrun -m titan_moe train` on the Python sources, all of the loop but
 validation and checkpoints) and its metrics.jsonl. The rows take turns, so that a slow spell of the
@@ -13,13 +13,8 @@ The last column is the model's FLOP/s, without recomputation, as a share of what
 product in the row's compute type reaches on the same threads.
 """
 
-import argparse
-import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,17 +22,27 @@ from typing import Any
 
 import tomli_w
 import torch
-from measure import best_rate, matmul_tflops, print_row, spread, torchrun
 from tqdm import tqdm
 
+from scripts.bench.measure import (
+    TRAIN,
+    best_rate,
+    describe,
+    matmul_tflops,
+    options,
+    print_facts,
+    print_matmul,
+    print_table,
+    run_job,
+    torchrun,
+    write_json,
+)
 from titan_moe.metrics.jsonl import read_json_lines
 
-_REPO = Path(__file__).resolve().parents[2]
 _THREADS = 2
 _SEQ_LEN = 256
 _GLOBAL_BATCH_SIZE = 8
 _WARMUP_STEPS = 5
-_MATMUL_SIZES = (512, 1024, 2048)
 
 _MODELS = (
     "deepseek_v3/2M",
@@ -50,7 +55,6 @@ _DTYPES = ("float32", "bfloat16")
 _LAYOUTS = (("1 rank", 1, 1), ("FSDP 2", 2, 1), ("FSDP 2, EP 2", 2, 2))
 
 _COLUMNS = ("model", "compute", "layout", "tokens/s", "min-max", "peak GiB", "GFLOP/s", "of matmul")
-_WIDTHS = (-23, -9, -13, 9, 16, 9, 9, 10)
 
 
 @dataclass
@@ -98,13 +102,9 @@ class Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, repeats=3, seeded=True)
     parser.add_argument("--steps", type=int, default=15, help="steps of each run")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each row")
     parser.add_argument("--rows", metavar="PATTERN", default="", help="regular expression")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write every measured value")
     arguments = parser.parse_args()
     if arguments.steps <= _WARMUP_STEPS:
         parser.error(f"--steps {arguments.steps} must be more than the {_WARMUP_STEPS} left out")
@@ -114,27 +114,22 @@ def main() -> None:
         parser.error(f"--rows {arguments.rows!r} matches none of\n  {names}")
 
     torch.set_num_threads(_THREADS)
-    matmul: dict[str, dict[int, list[float]]] = {
-        dtype: {size: [] for size in _MATMUL_SIZES} for dtype in _DTYPES
-    }
-    with tqdm(total=arguments.rounds * len(rows), unit="run") as progress:
-        for _ in range(arguments.rounds):
-            for dtype, rates in matmul.items():
-                for size in rates:
-                    rates[size].append(matmul_tflops(size, getattr(torch, dtype)))
+    matmul: dict[str, list[dict[int, float]]] = {dtype: [] for dtype in _DTYPES}
+    with tqdm(total=arguments.repeats * len(rows), unit="run") as progress:
+        for _ in range(arguments.repeats):
+            for dtype, rounds in matmul.items():
+                rounds.append(matmul_tflops(getattr(torch, dtype)))
             for row in rows:
                 progress.set_description(row.name)
-                row.add(run(row, arguments.steps))
+                row.add(run(row, arguments.steps, arguments.seed))
                 progress.update()
 
-    print_tables(rows, matmul)
-    if arguments.json:
-        figures = {
-            "torch": torch.__version__,
-            "matmul_tflops": matmul,
-            "rows": [asdict(row) for row in rows],
-        }
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    print_facts(describe() | {"threads": _THREADS})
+    print_matmul(matmul)
+    title = f"{_GLOBAL_BATCH_SIZE} rows of {_SEQ_LEN} tokens a step"
+    print_table(_COLUMNS, [row.cells(best_rate(matmul[row.dtype])) for row in rows], title)
+    figures = {"matmul_tflops": matmul, "rows": [asdict(row) for row in rows]}
+    write_json(arguments.json, figures)
 
 
 def all_rows() -> list[Row]:
@@ -143,27 +138,18 @@ def all_rows() -> list[Row]:
     ]
 
 
-def run(row: Row, steps: int) -> list[dict[str, float]]:
+def run(row: Row, steps: int, seed: int) -> list[dict[str, float]]:
     """Train once and return the logged steps; ends this script when the run fails."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "bench.toml"
-        config.write_text(tomli_w.dumps(job_tables(row, steps, folder)), encoding="utf-8")
-        module = ["-m", "titan_moe", "train", "--job.config_file", str(config)]
-        threads = {"OMP_NUM_THREADS": str(_THREADS // row.num_ranks), "CUDA_VISIBLE_DEVICES": ""}
-        finished = subprocess.run(
-            [*torchrun(row.num_ranks), *module],
-            cwd=_REPO,
-            env=os.environ | threads,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if finished.returncode:
-            sys.exit(f"{finished.stdout}\n{row.name}: the run failed")
+        tables = job_tables(row, steps, folder, seed)
+        config.write_text(tomli_w.dumps(tables), encoding="utf-8")
+        command = [*torchrun(row.num_ranks), *TRAIN, "--job.config_file", str(config)]
+        run_job(command, {"OMP_NUM_THREADS": str(_THREADS // row.num_ranks)})
         return read_json_lines(Path(folder) / "metrics.jsonl")
 
 
-def job_tables(row: Row, steps: int, folder: str) -> dict[str, dict[str, Any]]:
+def job_tables(row: Row, steps: int, folder: str, seed: int = 0) -> dict[str, dict[str, Any]]:
     """The configuration of a row's run."""
     name, flavor = row.model.split("/")
     return {
@@ -181,22 +167,8 @@ def job_tables(row: Row, steps: int, folder: str) -> dict[str, dict[str, Any]]:
         "lr_scheduler": {"warmup_steps": 2},
         "parallelism": {"expert_parallel_degree": row.expert_parallel_degree},
         "activation_checkpoint": {"mode": "none"},
+        "debug": {"seed": seed},
     }
-
-
-def print_tables(rows: list[Row], matmul: dict[str, dict[int, list[float]]]) -> None:
-    """The machine's rates, then the rows; both on standard output."""
-    print(f"torch {torch.__version__}, {_THREADS} of {os.cpu_count()} cores")
-    print("\nmatrix product, one process, GFLOP/s (median, slowest-fastest of the rounds)")
-    print(f"{'':<10}" + "".join(f"{size:>18}" for size in _MATMUL_SIZES))
-    for dtype, rates in matmul.items():
-        cells = [spread([1e3 * value for value in values]) for values in rates.values()]
-        print(f"{dtype:<10}" + "".join(f"{cell:>18}" for cell in cells))
-
-    print(f"\n{_GLOBAL_BATCH_SIZE} rows of {_SEQ_LEN} tokens a step")
-    print_row(_WIDTHS, _COLUMNS)
-    for row in rows:
-        print_row(_WIDTHS, row.cells(best_rate(matmul[row.dtype])))
 
 
 if __name__ == "__main__":

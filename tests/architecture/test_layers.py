@@ -43,10 +43,11 @@ _LAYERS = {
     "profiling": 6,
     "testing": 6,
     "simulate": 6,
-    "verify": 6,
-    "cli": 7,
-    "__main__": 7,
-    "scripts": 7,
+    "verify.layouts": 4,
+    "verify": 7,
+    "cli": 8,
+    "__main__": 8,
+    "scripts": 8,
 }
 # Packages of one layer that know nothing of each other.
 _SIBLINGS = [{"models", "distributed"}, {"data", "optim", "checkpoint", "metrics"}]
@@ -142,6 +143,9 @@ PLANTED = [
     ("models/qwen3/a.py", "from titan_moe.models.deepseek_v3 import config", "another family"),
     ("models/decoder.py", "import titan_moe.models.qwen3.model", "another family"),
     ("novel/a.py", "import titan_moe.config.parse", "no layer"),
+    ("simulate/a.py", "from titan_moe.verify.gradients import gate", "above it"),
+    ("trainer.py", "from titan_moe.verify.compare import records", "above it"),
+    ("verify/layouts/a.py", "from titan_moe.verify.gradients import gate", "above it"),
     ("moe/__init__.py", "x = 1", "is not empty"),
     ("moe/a.py", "x = 1\n" * 401, "has 401 lines"),
     ("moe/a.py", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
@@ -164,7 +168,8 @@ def test_what_is_allowed_is_silent(tmp_path: Path) -> None:
         "titan_moe/models/qwen3/a.py": "import torch\nfrom titan_moe.models import attention",
         "titan_moe/models/registry.py": "import titan_moe.models.qwen3.model",
         "titan_moe/data/a.py": "from titan_moe.config.job_config import Training\nimport numpy",
-        "scripts/a.py": "from titan_moe.verify import ranks",
+        "titan_moe/simulate/a.py": "from titan_moe.verify.layouts import shards",
+        "scripts/a.py": "from titan_moe.verify.gradients import gate",
     }
     for path, text in allowed.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

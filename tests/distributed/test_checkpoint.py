@@ -234,9 +234,9 @@ def test_a_failing_rank_fails_all_and_spoils_nothing(tmp_path):
 def _disks_of_their_own(folder):
     _, _, checkpointer = _run(folder, "fsdp", seed=0)
     if dist.get_rank() == 1:
-        write = checkpointer_module._write_tensors
+        write = checkpointer_module.write_tensors
         elsewhere = folder / "other node"
-        checkpointer_module._write_tensors = lambda tensors, _: write(tensors, elsewhere)
+        checkpointer_module.write_tensors = lambda tensors, _: write(tensors, elsewhere)
     try:
         checkpointer.save(1, {})
     except RunError as error:

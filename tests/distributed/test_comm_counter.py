@@ -1,4 +1,4 @@
-"""A step on paper sends what a step among gloo's ranks sends, byte by byte."""
+"""A fake rank's step sends what a rank's step among gloo's sends, byte by byte."""
 
 import pytest
 import torch
@@ -7,14 +7,18 @@ import torch.distributed as dist
 from tests.support.tiers import tiered
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job, resolve
-from titan_moe.data.batch import Batch
 from titan_moe.models.hf import model_of_job
-from titan_moe.simulate.comm_counter import Flow, Traffic, Wire, axes_of_groups
-from titan_moe.simulate.fake_rank import PaperRank, spread_tokens
-from titan_moe.simulate.scaling import telling_microbatches
+from titan_moe.simulate.comm_counter import CommCounter, Flow, Volume, axes_of_groups
+from titan_moe.simulate.fake_rank import (
+    FakeRank,
+    balance_routers,
+    empty_batch,
+    fake_world,
+    microbatches_to_run,
+)
 from titan_moe.testing.process_pool import in_fresh_processes
 from titan_moe.testing.ranks import run_ranks
-from titan_moe.verify.layouts.layouts import overrides, parse
+from titan_moe.verify.layouts.layouts import apply_layout, parse
 
 MICROBATCHES = 4
 LAYOUTS = [
@@ -25,17 +29,15 @@ LAYOUTS = [
     "cp=2,tp=2,ep=2,etp=2,cp_method=ring",
     "dp_shard=2,cp=2,ep=4,cp_method=ulysses,reshard=always",
 ]
-Sent = dict[Flow, Traffic]
+Sent = dict[Flow, Volume]
 
 
 def make_job(layout: str) -> JobConfig:
     parsed = parse(layout)
-    tables = load_job(["--job.config_file", "configs/debug/gate_deepseek_v3.toml"]).model_dump()
-    for table, values in overrides(parsed).items():
-        tables[table] |= values
+    job = load_job(["--job.config_file", "configs/debug/gate_deepseek_v3.toml"])
     # Every rank's tokens divide by the number of experts: all experts get as many.
-    tables["training"] |= {"seq_len": 64, "local_batch_size": 4, "global_batch_size": -1}
-    return resolve(JobConfig.model_validate(tables), parsed.world_size)
+    training = {"seq_len": 64, "local_batch_size": 4, "global_batch_size": -1}
+    return resolve(apply_layout(job, parsed, {"training": training}), parsed.world_size)
 
 
 def train_on_gloo(job: JobConfig, planted: bool = False) -> Sent:
@@ -45,44 +47,43 @@ def train_on_gloo(job: JobConfig, planted: bool = False) -> Sent:
 
     config, cpu = model_of_job(job.model), torch.device("cpu")
     sharded = build_sharded_model(job, config, device=cpu, world_size=dist.get_world_size())
-    spread_tokens(sharded)
+    balance_routers(sharded)
     if planted:
         for moe in sharded.moe_layers().values():
             combine = moe.dispatcher.combine
             moe.dispatcher.combine = lambda y, plan, do=combine: (do(y, plan) + do(y, plan)) / 2
-    rows_BS = torch.zeros(job.training.local_batch_size, job.training.seq_len, dtype=torch.int64)
-    batch = Batch(rows_BS, rows_BS, rows_BS.int(), [[""]] * len(rows_BS))
     optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
     train_step = TrainStep(sharded, optimizer, job.training, device=cpu)
-    wire = Wire()
-    with wire:
-        wire.groups = axes_of_groups(sharded.meshes)
-        train_step([batch] * MICROBATCHES)
-    return wire.traffic()
+    counter = CommCounter()
+    with counter:
+        counter.groups = axes_of_groups(sharded.meshes)
+        train_step([empty_batch(job)] * MICROBATCHES)
+    return counter.volumes()
 
 
-def train_on_paper(job: JobConfig, world_size: int, rank: int) -> tuple[Sent, Sent]:
-    """What four microbatches send, and what is said of them after fewer."""
+def train_fake_rank(job: JobConfig, world_size: int, rank: int) -> tuple[Sent, Sent]:
+    """What four microbatches send, and the same as extrapolated from fewer."""
     torch.set_num_threads(1)
-    few = telling_microbatches(job.parallelism.pipeline_parallel_degree)
+    few = microbatches_to_run(job.parallelism.pipeline_parallel_degree)
     sent = []
     for run in (MICROBATCHES, few):
-        with PaperRank(job, model_of_job(job.model), world_size=world_size, rank=rank) as paper:
-            sent.append(paper.step(run).of(MICROBATCHES))
+        with fake_world(rank, world_size):
+            fake = FakeRank(job, model_of_job(job.model))
+            sent.append(fake.step(run).of(MICROBATCHES))
     return sent[0], sent[1]
 
 
 @pytest.mark.parametrize("layout", tiered([], slow=LAYOUTS[:2], full=LAYOUTS[2:]))
-def test_paper_counts_what_gloo_sends(layout: str) -> None:
+def test_a_fake_rank_sends_what_a_real_one_sends(layout: str) -> None:
     job, world_size = make_job(layout), parse(layout).world_size
     on_gloo = run_ranks(train_on_gloo, world_size, job)
     for rank in (0, world_size - 1):
         ((_, (all_of_them, after_few)),) = in_fresh_processes(
-            train_on_paper, [(job, world_size, rank)], num_workers=1
+            train_fake_rank, [(job, world_size, rank)], num_workers=1
         )
         assert all_of_them == on_gloo[rank]
         assert after_few == all_of_them
-        assert sum(traffic.bytes for traffic in all_of_them.values()) > 0
+        assert sum(volume.bytes for volume in all_of_them.values()) > 0
 
 
 @pytest.mark.slow
@@ -94,12 +95,12 @@ def test_rows_that_are_sent_twice_are_seen() -> None:
 
 
 def send_known_bytes() -> Sent:
-    world, wire = dist.group.WORLD, Wire()
+    world, counter = dist.group.WORLD, CommCounter()
     assert world is not None
     x, name = torch.zeros(12, dtype=torch.float32), world.group_name
     functional = torch.ops._c10d_functional
-    with wire:
-        wire.groups = {name: "world"}
+    with counter:
+        counter.groups = {name: "world"}
         dist.all_reduce(x)
         dist.all_gather_into_tensor(torch.empty(36), x)
         dist.reduce_scatter_tensor(torch.empty(4), x)
@@ -114,7 +115,7 @@ def send_known_bytes() -> Sent:
                 work.wait()
         with pytest.raises(NotImplementedError, match="broadcast"):
             dist.broadcast(x, 0)
-    return wire.traffic()
+    return counter.volumes()
 
 
 def test_known_exchanges_among_three_ranks() -> None:

@@ -1,9 +1,9 @@
-"""What MoE layers put on the wire is what the routing requires, byte by byte and rank by rank.
+"""What MoE layers send is what the routing requires, byte by byte and rank by rank.
 
-Every collective on a group that carries tokens is seen from below Python's functions, while a layer
-runs forward or backward. The arithmetic beside it knows only how one process routes the same rows:
-counts, rows and routing weights on the way to the experts, rows on the way back, the same rows
-again in the backward, and nothing more.
+Every collective on a group that carries tokens is counted while a layer runs forward or backward.
+The arithmetic beside it knows only how one process routes the same rows: counts, rows and routing
+weights on the way to the experts, rows on the way back, the same rows again in the backward, and
+nothing more.
 """
 
 from collections import Counter
@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from tests.support.dispatch_arithmetic import (
     BYTES,
@@ -33,10 +32,18 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
+from titan_moe.simulate.comm_counter import CommCounter, arguments_of
 from titan_moe.testing.ranks import run_ranks
 from titan_moe.verify.gradients.fixture import make_rows
 from titan_moe.verify.gradients.worker import own_batches
-from titan_moe.verify.layouts.layouts import SEQ_LEN, Layout, num_rows, overrides, parse, stages
+from titan_moe.verify.layouts.layouts import (
+    SEQ_LEN,
+    Layout,
+    apply_layout,
+    num_rows,
+    parse,
+    stages,
+)
 
 ROWS = 16
 LAYOUTS = tiered(
@@ -78,46 +85,25 @@ class Seen(NamedTuple):
     """Each layer's decisions in the order they were made: experts_TK."""
 
 
-class Wire:
-    """Counts bytes between the borders of MoE layers."""
+class LayerCounter(CommCounter):
+    """Counts what leaves this rank between the borders of MoE layers."""
 
-    def __init__(self, groups: dict[str, tuple[int, ...]]) -> None:
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        wire = self
+    def __init__(self, members: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.groups = {name: name for name in members}
+        self.members = members
         self.phase: str | None = None
         self.sent: Counter = Counter()
         self.passed = 0
 
-        class Mode(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                if wire.phase and func.namespace in ("c10d", "_c10d_functional"):
-                    wire.see(func.__name__.partition(".")[0], func, args)
-                return func(*args, **(kwargs or {}))
-
-        self.mode = Mode()
-        self.groups = groups
-
-    def see(self, name: str, func: Any, args: tuple) -> None:
-        given = dict(zip([a.name for a in func._schema.arguments], args, strict=False))
-        group = given.get("group_name") or given.get("process_group")
-        if isinstance(group, torch.ScriptObject):
-            group = dist.ProcessGroup.unbox(group).group_name
-        group = getattr(group, "group_name", group)
-        if group not in self.groups:  # FSDP's, or no collective but a wait.
-            return
-        members = self.groups[group]
-        own = members.index(dist.get_rank())
-        if name in ("alltoall_base_", "all_to_all_single"):
-            tensor = given["input"]
-            sizes = given.get("input_split_sizes") or [len(tensor) // len(members)] * len(members)
-            rows = sum(sizes) - sizes[own]
-            leaving = rows * tensor[:1].nbytes if rows else 0
-            self.passed += tensor.nbytes
-        else:  # An all-gather is part of the plan; whatever else there is makes the sum wrong.
-            tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-            leaving = (len(members) - 1) * min(x.nbytes for x in tensors)
-        self.sent[self.phase, members] += leaving
+    def count(self, func: Any, args: tuple) -> None:
+        self.clear()
+        super().count(func, args)
+        for flow, volume in self.volumes().items():
+            if self.phase and flow.axis in self.members:  # Else FSDP's or the world's.
+                self.sent[self.phase, self.members[flow.axis]] += volume.bytes
+                if flow.op == "all_to_all":
+                    self.passed += arguments_of(func, args)["input"].nbytes
 
     def around(self, forward: Any) -> Any:
         """A layer's forward with its borders marked, for both directions."""
@@ -147,22 +133,23 @@ def train_on_rank(task: Task) -> Seen:
     sharded = build_sharded_model(job, task.config, device=cpu, world_size=layout.world_size)
     meshes, rank = sharded.meshes, dist.get_rank()
     axes = [axis for axis in ("cp", "tp", "sequence", "ep", "etp") if meshes.dims.size(axis) > 1]
-    wire = Wire({meshes.group(a).group_name: meshes.dims.group_of(rank, a) for a in axes})
+    members = {meshes.group(a).group_name: meshes.dims.group_of(rank, a) for a in axes}
     for group in nodes_of(meshes, 2 * meshes.dims.etp) or ():
-        wire.groups[group.group_name] = tuple(dist.get_process_group_ranks(group))
+        members[group.group_name] = tuple(dist.get_process_group_ranks(group))
+    counter = LayerCounter(members)
     experts: dict[str, list[Tensor]] = {}
     for name, moe in sharded.moe_layers().items():
-        moe.forward = wire.around(moe.forward)
+        moe.forward = counter.around(moe.forward)
         plant(moe, task.planted, meshes)
         experts[name] = []
         moe.routing_fn = _kept(moe.routing_fn, experts[name])
     rows = make_rows(num_rows(layout), SEQ_LEN, task.config.vocab_size, seed=1)
     place = meshes.dims.coordinate(rank, "batch")
     batches = own_batches(rows, job.training.local_batch_size, place, layout.data_ranks)
-    with wire.mode if task.job.activation_checkpoint.mode == "none" else nullcontext():
+    with counter if task.job.activation_checkpoint.mode == "none" else nullcontext():
         for batch in batches:
             sharded.execution.train(local_batch(batch, sharded, cpu))
-    sent, passed = wire.sent.copy(), wire.passed
+    sent, passed = counter.sent.copy(), counter.passed
     decided = {name: list(chosen) for name, chosen in experts.items()}
     sharded.train(False)
     sharded.execution.evaluate(local_batch(batches[0], sharded, cpu))
@@ -213,16 +200,14 @@ def plant(moe: Any, bug: str | None, meshes: Any) -> None:
 
 def make_task(layout: str, planted: str | None = None) -> Task:
     parsed = parse(layout)
-    tables = load_job(["--job.config_file", CONFIG]).model_dump()
-    for table, values in overrides(parsed).items():
-        tables[table] |= values
     # Whole sequences' counts are the loss's to sum, not dispatch's.
-    tables["moe"] |= {"sequence_aux_loss_weight": 0.0}
+    tables = {"moe": {"sequence_aux_loss_weight": 0.0}}
+    job = apply_layout(load_job(["--job.config_file", CONFIG]), parsed, tables)
     config = model_config("qwen3", "gate")
     assert config.moe is not None
     moe = replace(config.moe, top_k=TOP_K)
     config = replace(config, num_layers=LAYERS, moe=moe)
-    return Task(JobConfig.model_validate(tables), config, parsed, planted)
+    return Task(job, config, parsed, planted)
 
 
 def run(layout: str, planted: str | None = None) -> list[Seen]:

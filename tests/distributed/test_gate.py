@@ -19,10 +19,10 @@ from tests.support.tiers import split, tiered
 from titan_moe.config.parse import load_job
 from titan_moe.models.registry import FAMILIES
 from titan_moe.testing.ranks import run_ranks
-from titan_moe.verify.gradients import worker as on_rank
+from titan_moe.verify.gradients import worker
 from titan_moe.verify.gradients.compare import TOLERANCES
 from titan_moe.verify.gradients.gate import Gate
-from titan_moe.verify.gradients.worker import Task, Verdict, verify_on_rank
+from titan_moe.verify.gradients.worker import RankReport, Task, verify_on_rank
 from titan_moe.verify.layouts.covering import pairs
 from titan_moe.verify.layouts.layouts import (
     AXES,
@@ -125,9 +125,9 @@ def test_an_illegal_layout_gets_one_line(deepseek: Gate):
 # --- every comparison can fail --------------------------------------------------------------------
 
 
-def spoilt_rank(task: Task, quantity: str, bad_rank: int) -> Verdict:
+def spoilt_rank(task: Task, quantity: str, bad_rank: int) -> RankReport:
     """The gate with one number of one rank's snapshot changed by a millionth."""
-    snapshot = on_rank._snapshot
+    snapshot = worker._snapshot
 
     def spoilt(*args):
         taken = snapshot(*args)
@@ -136,14 +136,14 @@ def spoilt_rank(task: Task, quantity: str, bad_rank: int) -> Verdict:
             tensors[sorted(tensors)[-1]].mul_(1 + 1e-6)
         return taken
 
-    on_rank._snapshot = spoilt
+    worker._snapshot = spoilt
     return verify_on_rank(task)
 
 
 def task_of(gate: Gate, text: str) -> tuple[Layout, Task]:
     layout = parse(text)
     job, config = gate._setting(layout, "float64")
-    path, _ = gate._case(layout)
+    path, _ = gate._fixture(layout)
     return layout, Task(job, config, layout, path, TOLERANCES["float64"])
 
 
@@ -171,7 +171,7 @@ def test_a_replica_that_diverged_is_named(deepseek: Gate, quantity: str, named: 
     assert all(difference.rank == 1 for difference in bad.wrong)
 
 
-def reads_a_tail(task: Task) -> Verdict:
+def reads_a_tail(task: Task) -> RankReport:
     """The gate with a dispatcher that adds nothing times the tail to what it brings home."""
     from titan_moe.moe.dispatch.base import LocalDispatcher
 
@@ -186,7 +186,7 @@ def test_who_reads_a_tail_is_seen(deepseek: Gate):
     assert verdict.num_wrong > 0
 
 
-def holds_another_shard(task: Task) -> Verdict:
+def holds_another_shard(task: Task) -> RankReport:
     """The gate told that the ranks stand the other way round."""
     from titan_moe.verify.layouts.shards import Shards
 
@@ -205,9 +205,9 @@ def test_shards_in_another_order_are_seen(deepseek: Gate):
 def test_one_reference_for_each_depth(deepseek: Gate):
     layouts = [parse(text) for text in SAMPLE]
     for layout in layouts:
-        deepseek._case(layout)
+        deepseek._fixture(layout)
     keys = {(depth(layout), num_rows(layout)) for layout in layouts}
-    assert keys <= deepseek._cases.keys() and len(keys) < 6
+    assert keys <= deepseek._fixtures.keys() and len(keys) < 6
 
 
 # --- the command line -----------------------------------------------------------------------------

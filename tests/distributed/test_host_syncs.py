@@ -16,7 +16,7 @@ from titan_moe.ops import move_rows
 from titan_moe.testing.ranks import run_ranks
 from titan_moe.verify.gradients.fixture import make_rows
 from titan_moe.verify.gradients.worker import own_batches
-from titan_moe.verify.layouts.layouts import SEQ_LEN, num_rows, overrides, parse
+from titan_moe.verify.layouts.layouts import SEQ_LEN, apply_layout, num_rows, parse, with_tables
 
 # What the size of the result depends on, or a Python number: CUDA would wait for either. A tensor's
 # truth, item() and int() are the first.
@@ -116,18 +116,15 @@ def train_on_rank(task: Task) -> Counter:
     """A microbatch; what was seen of all layers."""
     from dataclasses import replace
 
-    from titan_moe.config.job_config import JobConfig
     from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.models.registry import model_config
     from titan_moe.train_step import local_batch
 
     layout, cpu = parse(task.layout), torch.device("cpu")
-    tables = load_job(["--job.config_file", CONFIG]).model_dump()
-    for table, values in (*overrides(layout).items(), *task.tables.items()):
-        tables[table] |= values
+    job = apply_layout(load_job(["--job.config_file", CONFIG]), layout, task.tables)
     # Products in float64 are a loop over experts, which reads where each one's rows end.
-    tables["training"] |= {"dtype": "float32", "mixed_precision_param": "float32"}
-    job, config = JobConfig.model_validate(tables), model_config("qwen3", "gate")
+    training = {"dtype": "float32", "mixed_precision_param": "float32"}
+    job, config = with_tables(job, {"training": training}), model_config("qwen3", "gate")
     assert config.moe is not None
     config = replace(config, num_layers=LAYERS, moe=replace(config.moe, top_k=TOP_K))
     sharded = build_sharded_model(job, config, device=cpu, world_size=layout.world_size)

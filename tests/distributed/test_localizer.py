@@ -12,10 +12,10 @@ from tests.support.catching import BUGS
 from tests.support.gates import Gates
 from tests.support.tiers import tiered
 from titan_moe.verify.layouts.layouts import depth, num_rows, parse
-from titan_moe.verify.localize.capture_reader import Captured
+from titan_moe.verify.localize.capture_reader import Capture
 from titan_moe.verify.localize.localize import locate
 
-Baselines = Callable[[str, str], Captured]
+Baselines = Callable[[str, str], Capture]
 
 
 class Expected(NamedTuple):
@@ -168,9 +168,9 @@ MORE_HARMLESS = [
 @pytest.fixture(scope="session")
 def baselines(gates: Gates, tmp_path_factory) -> Baselines:
     """Family and layout -> one plain process on the same model and rows."""
-    made: dict[tuple, Captured] = {}
+    made: dict[tuple, Capture] = {}
 
-    def baseline(family: str, text: str) -> Captured:
+    def baseline(family: str, text: str) -> Capture:
         layout = parse(text)
         key = family, depth(layout), num_rows(layout)
         if key not in made:

@@ -1,4 +1,4 @@
-"""Layouts stay inside the band of harmless repeats, and mistakes do not."""
+"""Layouts stay inside the band of harmless controls, and mistakes do not."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from titan_moe.verify.compare.noise.band import Band, quantities_of
 from titan_moe.verify.compare.noise.mistakes import MISTAKES
 from titan_moe.verify.compare.noise.runs import (
     Run,
-    harmless_runs,
+    control_runs,
     setting,
     train,
     train_each,
@@ -17,7 +17,7 @@ from titan_moe.verify.compare.noise.runs import (
 )
 from titan_moe.verify.compare.records import NORM_OF
 from titan_moe.verify.gradients.fixture import at_depth
-from titan_moe.verify.layouts.layouts import parse
+from titan_moe.verify.layouts.layouts import parse, with_tables
 
 CONFIG = at_depth(model_config("deepseek_v3", "gate"), 3)
 PLANTED = (
@@ -29,48 +29,50 @@ PLANTED = (
 
 
 def make_job(dtype: str, steps: int) -> JobConfig:
-    tables = load_job(["--job.config_file", "configs/debug/gate_deepseek_v3.toml"]).model_dump()
+    job = load_job(["--job.config_file", "configs/debug/gate_deepseek_v3.toml"])
     small = {"steps": steps, "global_batch_size": 8, "local_batch_size": 4, "seq_len": 32}
-    tables["training"] |= {**small, "max_norm": 1.0}
-    tables["optimizer"] |= {"lr": 3e-3}
-    tables["lr_scheduler"] |= {"warmup_steps": 3}
-    return with_dtype(JobConfig.model_validate(tables), dtype)
+    tables = {
+        "training": {**small, "max_norm": 1.0},
+        "optimizer": {"lr": 3e-3},
+        "lr_scheduler": {"warmup_steps": 3},
+    }
+    return with_dtype(with_tables(job, tables), dtype)
 
 
 @pytest.mark.slow
 def test_a_layout_is_inside_and_mistakes_are_not():
     job = make_job("float32", steps=4)
-    repeats = [(job, run) for run in harmless_runs(job, CONFIG, 6, most_ranks=1)]
+    controls = [(job, run) for run in control_runs(job, CONFIG, 6, most_ranks=1)]
     wrong = [(MISTAKES[name].job(job), Run(alter=MISTAKES[name].alter)) for name in PLANTED]
-    curves = train_each([*repeats, *wrong], CONFIG, parameter_norms=True)
+    curves = train_each([*controls, *wrong], CONFIG, parameter_norms=True)
     alone = train(job, CONFIG, Run(parse("dp_shard=2,ep=2")), parameter_norms=True)
-    repeats, wrong = curves[: len(repeats)], curves[len(repeats) :]
-    assert all(curve.data == repeats[0].data for curve in curves)
+    controls, wrong = curves[: len(controls)], curves[len(controls) :]
+    assert all(curve.data == controls[0].data for curve in curves)
 
-    with_norms = Band(repeats)
-    scalars = [q for q in quantities_of(repeats[0]) if not q.startswith(NORM_OF)]
-    without = Band(repeats, quantities=scalars)
+    with_norms = Band(controls)
+    scalars = [q for q in quantities_of(controls[0]) if not q.startswith(NORM_OF)]
+    without = Band(controls, quantities=scalars)
     for band in (with_norms, without):
-        judgement = band.judge(alone)
-        assert judgement.inside, judgement.line()
-    rate, shared, halved, bias = (without.judge(curve) for curve in wrong)
+        band_check = band.check(alone)
+        assert band_check.inside, band_check.line()
+    rate, shared, halved, bias = (without.check(curve) for curve in wrong)
     # The first update shows in the second step's loss; a bias moves loads one step later.
     assert rate.first_outside == 2 and shared.first_outside == 1, rate.line()
     assert halved.first_outside == 1 and halved.quantity == "grad_norm", halved.line()
     assert bias.first_outside == 2, bias.line()
-    named = with_norms.judge(wrong[2]).quantity
+    named = with_norms.check(wrong[2]).quantity
     assert named is not None and named.startswith("norm of layers.2.moe.experts.w"), named
     assert named.endswith("[1]"), named
 
 
 def test_harmless_runs_differ_in_order_microbatches_and_layout():
     job = make_job("float32", steps=4)
-    runs = harmless_runs(job, CONFIG, 12)
+    runs = control_runs(job, CONFIG, 12)
     assert [run.local_batch_size for run in runs[:4]] == [8, 4, 2, None]
     assert len({str(run.layout) for run in runs}) == 4
     orders = {setting(job, run).debug.permute_rows for run in runs}
     assert orders == set(range(1, 13))
-    later = harmless_runs(job, CONFIG, 12, first=101, most_ranks=1)
+    later = control_runs(job, CONFIG, 12, first=101, most_ranks=1)
     assert not orders & {run.order for run in later}
     assert {run.layout.world_size for run in later} == {1}
 
@@ -80,14 +82,14 @@ def test_harmless_runs_differ_in_order_microbatches_and_layout():
 def test_layouts_are_inside_and_mistakes_are_not(dtype: str):
     """In bfloat16 only the expert's own norm shows that its gradient was halved."""
     job = make_job(dtype, steps=50)
-    runs = harmless_runs(job, CONFIG, 32, most_ranks=2)
+    runs = control_runs(job, CONFIG, 32, most_ranks=2)
     band = Band([train(job, CONFIG, run, parameter_norms=True) for run in runs])
     for layout in ("dp_shard=1", "dp_shard=2,tp=2,ep=4", "cp=2,tp=2,etp=2", "pp=2,dp_shard=2"):
         curve = train(job, CONFIG, Run(parse(layout)), parameter_norms=True)
-        judgement = band.judge(curve)
-        assert judgement.inside, judgement.line()
+        band_check = band.check(curve)
+        assert band_check.inside, band_check.line()
     for name in PLANTED:
         mistake = MISTAKES[name]
         run = Run(alter=mistake.alter)
-        judgement = band.judge(train(mistake.job(job), CONFIG, run, parameter_norms=True))
-        assert not judgement.inside, f"{name}: {judgement.line()}"
+        band_check = band.check(train(mistake.job(job), CONFIG, run, parameter_norms=True))
+        assert not band_check.inside, f"{name}: {band_check.line()}"

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.paths import DEBUG_CONFIGS
+from tests.support.routing import own_choices
 from tests.support.tiers import tiered
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
@@ -26,10 +27,10 @@ from titan_moe.routing.record import (
     start_record,
 )
 from titan_moe.testing.ranks import RankError, run_ranks
-from titan_moe.verify.compare.routing_diff import replay_flips, routing_flips
+from titan_moe.verify.compare.routing_diff import routing_diff
 from titan_moe.verify.gradients.fixture import at_depth, make_rows
 from titan_moe.verify.gradients.reference import Rows
-from titan_moe.verify.layouts.layouts import SEQ_LEN, overrides, parse
+from titan_moe.verify.layouts.layouts import SEQ_LEN, apply_layout, parse, with_tables
 
 ROWS, STEPS, LAYERS = 16, 2, 4
 LAST = "mtp.layers.0"
@@ -45,13 +46,11 @@ class Steps(NamedTuple):
 def job_of(layout: str, **tables: dict) -> JobConfig:
     """The gate's job in a layout."""
     job = load_job(["--job.config_file", str(DEBUG_CONFIGS / "gate_deepseek_v3.toml")])
-    laid_out = overrides(parse(layout))
-    laid_out["training"] |= {"global_batch_size": ROWS, "steps": STEPS}
-    laid_out["parallelism"]["module_fqns_per_model_part"] = None
-    merged = job.model_dump()
-    for table, values in (*laid_out.items(), *tables.items()):
-        merged[table] |= values
-    return JobConfig.model_validate(merged)
+    every = {
+        "training": {"global_batch_size": ROWS, "steps": STEPS},
+        "parallelism": {"module_fqns_per_model_part": None},
+    }
+    return with_tables(apply_layout(job, parse(layout), every), tables)
 
 
 def model_of(job: JobConfig) -> ModelConfig:
@@ -172,14 +171,12 @@ def test_a_record_is_followed_in_any_layout(
     steps = run(tmp_path, layout, replay=one_process.record, order=order)
     assert steps.losses == pytest.approx(one_process.steps.losses, rel=1e-12)
     assert steps.counts_SLE == one_process.steps.counts_SLE
-    live = replay_flips(tmp_path)
-    assert live.steps == [1, 2] and live.layers[-1] == LAST and len(live.layers) == LAYERS
-    assert not live.flipped_SL.any()
-    flips = routing_flips(one_process.record, tmp_path / "record")
-    assert not flips.flipped_SL.any() and (flips.drift_SL < 1e-7).all()
-    assert (flips.slots_SL == live.slots_SL).all() and (flips.slots_SL == ROWS * SEQ_LEN * 2).all()
+    assert own_choices(tmp_path).tolist() == [[0] * LAYERS] * 2
+    diff = routing_diff(one_process.record, tmp_path / "record")
+    assert not diff.changed_SL.any() and (diff.drift_SL < 1e-7).all()
+    assert diff.layers[-1] == LAST and (diff.slots_SL == ROWS * SEQ_LEN * 2).all()
     for step in (1, 2):
-        for layer in flips.layers:
+        for layer in diff.layers:
             expected = table(one_process.record, step, layer)
             assert len(expected) == ROWS * SEQ_LEN
             assert table(tmp_path / "record", step, layer) == expected
@@ -190,7 +187,7 @@ def test_a_record_is_followed_in_any_layout(
 )
 def test_a_planted_mistake_is_seen(tmp_path: Path, one_process: Recorded, mistake: str):
     steps = run(tmp_path, "dp_shard=1", 0.0, mistake, replay=one_process.record)
-    assert (replay_flips(tmp_path).flipped_SL[0] > 50).all()
+    assert (own_choices(tmp_path)[0] > 50).all()
     assert steps.losses != pytest.approx(one_process.steps.losses, rel=1e-6)
 
 
@@ -201,9 +198,9 @@ def test_one_altered_token_goes_where_the_record_says(tmp_path: Path, one_proces
     steps = run(tmp_path, "tp=2,ep=2", replay=tmp_path / "altered")
     moved = np.array(steps.counts_SLE[0]) - one_process.steps.counts_SLE[0]
     assert moved[-1, away] == -1 and moved[-1, to] == 1 and np.abs(moved).sum() == 2
-    assert replay_flips(tmp_path).flipped_SL[0].tolist() == [0] * (LAYERS - 1) + [1]
-    flips = routing_flips(one_process.record, tmp_path / "record")
-    assert flips.flipped_SL[0].tolist() == [0] * (LAYERS - 1) + [1]
+    assert own_choices(tmp_path)[0].tolist() == [0] * (LAYERS - 1) + [1]
+    diff = routing_diff(one_process.record, tmp_path / "record")
+    assert diff.changed_SL[0].tolist() == [0] * (LAYERS - 1) + [1]
     assert to in table(tmp_path / "record", 1, LAST)[row, position]
     # What depths of multi-token prediction do is in no step's loss, but in the next step's weights.
     assert 1e-9 < abs(steps.losses[1] - one_process.steps.losses[1]) < 1e-2
@@ -236,13 +233,13 @@ def alter(source: Path, target: Path) -> tuple[RowName, int, int, int]:
 def test_a_disturbed_router_flips_and_a_replay_does_not(tmp_path: Path, one_process: Recorded):
     free, bound = tmp_path / "free", tmp_path / "bound"
     run(free, "dp_shard=2", 1e-2)
-    flips = routing_flips(one_process.record, free / "record")
-    assert (flips.flipped_SL > 0).all() and (flips.share_SL < 0.5).all()
-    assert (flips.drift_SL > 1e-4).all()
+    diff = routing_diff(one_process.record, free / "record")
+    assert (diff.changed_SL > 0).all() and (diff.share_SL < 0.5).all()
+    assert (diff.drift_SL > 1e-4).all()
     run(bound, "dp_shard=2", 1e-2, replay=one_process.record)
-    followed = routing_flips(one_process.record, bound / "record")
-    assert not followed.flipped_SL.any() and (followed.drift_SL > 1e-4).all()
-    assert replay_flips(bound).flipped_SL[0].sum() > 0
+    followed = routing_diff(one_process.record, bound / "record")
+    assert not followed.changed_SL.any() and (followed.drift_SL > 1e-4).all()
+    assert own_choices(bound)[0].sum() > 0
 
 
 def refusals(job: JobConfig, replays: list[str]) -> list[str]:

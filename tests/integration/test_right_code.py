@@ -122,6 +122,7 @@ def test_run_train_checks_by_its_own_code(clones: Clones) -> None:
     assert (exit_code, told) == (2, "error: this is mine\n")
 
 
+@pytest.mark.slow
 def test_a_comparison_trains_the_clone_that_it_is_called_in(clones: Clones) -> None:
     """A mistake that is not committed, against the last commit."""
     with (clones.mine / "titan_moe" / "train.py").open("a") as file:

@@ -12,32 +12,32 @@ from tests.support.planted_dispatch_bugs import DISPATCH_BUGS
 from tests.support.planted_family_bugs import FAMILY_BUGS
 from titan_moe.testing.ranks import run_ranks
 from titan_moe.verify.gradients import gate as gate_module
-from titan_moe.verify.gradients import worker as on_rank
-from titan_moe.verify.gradients.compare import Difference
+from titan_moe.verify.gradients import worker
+from titan_moe.verify.gradients.compare import TensorDifference
 from titan_moe.verify.gradients.gate import Gate, Result
-from titan_moe.verify.gradients.worker import Task, Verdict, verify_on_rank
+from titan_moe.verify.gradients.worker import RankReport, Task, verify_on_rank
 from titan_moe.verify.layouts.layouts import parse
 
 BUGS = COMMON_BUGS | FAMILY_BUGS | DISPATCH_BUGS
 
 
-def with_bug(bug: Bug, task: Task) -> Verdict:
+def with_bug(bug: Bug, task: Task) -> RankReport:
     """The gate's rank, wrong in one line; tells all differences."""
     plant(bug)
-    on_rank._MOST_SHOWN = 10**6
+    worker._MOST_SHOWN = 10**6
     return verify_on_rank(task)
 
 
 def judge(
     gate: Gate, bug: Bug, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Result, list[Difference]]:
+) -> tuple[Result, list[TensorDifference]]:
     """What the gate says of a layout trained with a bug, and all that it found."""
-    found: list[Difference] = []
+    found: list[TensorDifference] = []
 
-    def run_with_bug(fn: object, world_size: int, task: Task) -> list[Verdict]:
-        verdicts = run_ranks(with_bug, world_size, bug, task)
-        found.extend(difference for verdict in verdicts for difference in verdict.wrong)
-        return [replace(v, wrong=v.wrong[: on_rank._MOST_SHOWN]) for v in verdicts]
+    def run_with_bug(fn: object, world_size: int, task: Task) -> list[RankReport]:
+        reports = run_ranks(with_bug, world_size, bug, task)
+        found.extend(difference for report in reports for difference in report.wrong)
+        return [replace(v, wrong=v.wrong[: worker._MOST_SHOWN]) for v in reports]
 
     monkeypatch.setattr(gate_module, "run_ranks", run_with_bug)
     return gate.verify(parse(layout)), found

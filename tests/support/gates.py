@@ -9,7 +9,7 @@ from tests.support.paths import DEBUG_CONFIGS
 from titan_moe.config.parse import load_job
 from titan_moe.models.registry import FAMILIES
 from titan_moe.verify.gradients.gate import Gate
-from titan_moe.verify.layouts.covering import rotated, sample
+from titan_moe.verify.layouts.covering import cover_options, cover_pairs
 from titan_moe.verify.layouts.layouts import legal_layouts
 
 Gates = Callable[[str], Gate]
@@ -23,7 +23,7 @@ def gate_of(family: str, folder: Path) -> Gate:
 def cover(worlds: list[int], count: int, seed: int) -> list[str]:
     """A sample as text, of which the smaller worlds give what they can."""
     layouts = [layout for world in worlds for layout in legal_layouts(world)]
-    return [str(layout) for layout in rotated(sample(layouts, count, seed))]
+    return [str(layout) for layout in cover_options(cover_pairs(layouts, count, seed))]
 
 
 SAMPLE = cover([2, 4, 8], 30, seed=22)

@@ -31,9 +31,8 @@ from titan_moe.runtime.process import Process
 from titan_moe.testing.ranks import run_ranks
 from titan_moe.trainer import Trainer
 from titan_moe.verify.gradients.fixture import at_depth
-from titan_moe.verify.gradients.worker import tensor_dims
-from titan_moe.verify.layouts.layouts import Layout, overrides
-from titan_moe.verify.layouts.shards import Box, Shards
+from titan_moe.verify.layouts.layouts import Layout, apply_layout
+from titan_moe.verify.layouts.shards import Box, Shards, tensor_dims
 
 ROWS = 24
 """Rows of a global batch: each of 1, 2, 3, 4, 6 and 8 data ranks gets some."""
@@ -114,34 +113,33 @@ def make_job(
     optimizer: dict[str, Any] | None = None,
 ) -> JobConfig:
     """The family's gate configuration in a layout, in float64, with a checkpoint every LEG."""
-    job = load_job(["--job.config_file", str(DEBUG_CONFIGS / f"gate_{family}.toml")]).model_dump()
-    tables = overrides(layout)
-    # Production's own split: the depth need not be the one that layouts.stages is made for.
-    tables["parallelism"]["module_fqns_per_model_part"] = None
+    job = load_job(["--job.config_file", str(DEBUG_CONFIGS / f"gate_{family}.toml")])
     own = rows // layout.data_ranks
     local, microbatch = (own // 2, 1) if own % 2 == 0 else (own, 1)
     if layout.pp > 1:
         runs = 2 if own >= 4 * layout.num_stages else 1
         local = own // runs
         microbatch = max(1, local // layout.num_stages)
-    tables["parallelism"]["pipeline_parallel_microbatch_size"] = microbatch
-    tables["training"] |= {
-        "local_batch_size": local,
-        "global_batch_size": rows,
-        "steps": steps,
-        # Text would cost each rank the import of `datasets`, half of what it computes here.
-        "dataset": "synthetic",
-        "dataset_path": None,
-    }
-    tables |= {
+    tables = {
+        "parallelism": {
+            # Production's own split: the depth need not be the one that layouts.stages is made for.
+            "module_fqns_per_model_part": None,
+            "pipeline_parallel_microbatch_size": microbatch,
+        },
+        "training": {
+            "local_batch_size": local,
+            "global_batch_size": rows,
+            "steps": steps,
+            # Text would cost each rank the import of `datasets`, half of what it computes here.
+            "dataset": "synthetic",
+            "dataset_path": None,
+        },
         "job": {"dump_folder": str(folder)},
         "lr_scheduler": {"total_steps": LONGEST},
         "checkpoint": {"enable": True, "interval": LEG},
         "optimizer": optimizer or {},
     }
-    for table, values in tables.items():
-        job[table] |= values
-    return JobConfig.model_validate(job)
+    return apply_layout(job, layout, tables)
 
 
 def run(

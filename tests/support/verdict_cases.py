@@ -35,7 +35,7 @@ def run(name: str, noise: float = 0.0, seed: int = 0, **facts) -> RunRecord:
     return RunRecord(name, curve, FACTS | facts)
 
 
-def repeats(number: int = 12, noise: float = 1e-4) -> list[RunRecord]:
+def controls(number: int = 12, noise: float = 1e-4) -> list[RunRecord]:
     return [run(f"repeat {i}", noise, seed=i) for i in range(1, number + 1)]
 
 

@@ -15,17 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 from torch.optim import Optimizer
 
 from titan_moe.checkpoint import storage
-from titan_moe.checkpoint.agreement import on_every_rank, on_rank_zero
 from titan_moe.checkpoint.checksum import checksums
 from titan_moe.checkpoint.hf.transfer import load_hf, save_hf
 from titan_moe.checkpoint.manifest import (
@@ -38,6 +30,7 @@ from titan_moe.checkpoint.manifest import (
     read_manifest,
 )
 from titan_moe.checkpoint.safe_reader import SafeReader
+from titan_moe.checkpoint.tensor_files import read_tensors, write_tensors
 from titan_moe.checkpoint.tensors import MODEL, OPTIMIZER, model_tensors, optimizer_tensors
 from titan_moe.checkpoint.train_state import (
     DATA,
@@ -50,6 +43,7 @@ from titan_moe.checkpoint.train_state import (
     restore_random_state,
 )
 from titan_moe.config.job_config import Checkpoint
+from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.models.config import tied_weights
 from titan_moe.models.hf import HFModel, as_record
 from titan_moe.runtime.errors import RunError
@@ -161,7 +155,7 @@ class Checkpointer:
 
         aside = on_rank_zero(lambda: storage.begin(target), doing=doing)
         try:
-            on_every_rank(lambda: _write_tensors(tensors, aside), doing=doing)
+            on_every_rank(lambda: write_tensors(tensors, aside), doing=doing)
             on_rank_zero(commit, doing=doing)
         except RunError:
             if dist.get_rank() == 0:
@@ -318,7 +312,7 @@ class Checkpointer:
         doing = f"cannot load checkpoint {source}"
         # Apart from the load, whose first collective a rank that cannot read must not miss.
         reader = on_every_rank(lambda: SafeReader(source), doing=doing)
-        on_every_rank(lambda: _read_tensors(tensors, reader), doing=doing)
+        on_every_rank(lambda: read_tensors(tensors, reader), doing=doing)
         found = checksums(tensors, {name: spec.shape for name, spec in specs.items()})
         if damaged := compare_checksums(manifest, found):
             raise RunError(
@@ -343,39 +337,9 @@ class Checkpointer:
         return state
 
 
-class _Writer(FileSystemWriter):
-    """A FileSystemWriter whose failures are the disk's own words."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            # torch.save covers "no space left" with a complaint about its own archive.
-            first: BaseException = error
-            while first.__context__ is not None:
-                first = first.__context__
-            raise first from None
-
-
-def _write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
-    save_tensors(
-        tensors,
-        storage_writer=_Writer(folder, sync_files=True, thread_count=1),
-        planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-    )
-
-
 def _check_complete(folder: Path) -> None:
     try:
         SafeReader(folder)
     except RunError as error:
         # Each node has written to a disk of its own.
         raise RunError(f"{error}: job.dump_folder must be one folder for all nodes") from None
-
-
-def _read_tensors(tensors: dict[str, Tensor], reader: SafeReader) -> None:
-    load_tensors(
-        tensors,
-        storage_reader=reader,
-        planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-    )

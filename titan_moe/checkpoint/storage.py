@@ -1,7 +1,7 @@
 """Checkpoint folders: `step-N`, each complete or invisible.
 
 A save goes into a hidden sibling, which is renamed when everything in it is on disk. A killed save
-leaves that sibling behind; nobody reads it, and the next save removes it.
+leaves that sibling behind: it is never read, and the next save removes it.
 """
 
 import json
@@ -15,8 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan_moe.checkpoint.agreement import on_rank_zero
+from titan_moe.distributed.agreement import on_rank_zero
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import set_aside
 
 _STEP = re.compile(r"step-(\d+)")
 _ASIDE = re.compile(r"\.step-\d+\.(writing|deleting)")
@@ -108,10 +109,7 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
     """
     moved = []
     for later in (number for number in saved_steps(folder) if number > step):
-        target, count = step_folder(folder, later), 1
-        while (kept := target.with_name(f"{target.name}.abandoned-{count}")).exists():
-            count += 1
-        moved.append(target.rename(kept))
+        moved.append(set_aside(step_folder(folder, later), f"step-{later}.abandoned-{{}}".format))
     if moved:
         fsync(folder)
     return moved

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from titan_moe.cli.command import add_ranks, positive
 
 if TYPE_CHECKING:
-    from titan_moe.verify.compare.run_spec import Side
+    from titan_moe.verify.compare.run_spec import RunSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,20 +20,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ranks(parser, default=None, says="of each side; default: the GPUs found, else 2")
 
 
-def read_sides(options: argparse.Namespace) -> "tuple[Side, Side]":
+def read_sides(options: argparse.Namespace) -> "tuple[RunSpec, RunSpec]":
     """Baseline and candidate; raises ConfigError."""
     from pathlib import Path
 
-    from titan_moe.verify.compare.run_spec import Side, existing, parse_overrides, parse_side
+    from titan_moe.verify.compare.run_spec import RunSpec, existing, parse_overrides, parse_run_spec
     from titan_moe.verify.compare.runner import default_ranks
 
-    common = Side(
+    common = RunSpec(
         config=None if options.config is None else existing(Path(options.config), "--config "),
         ranks=options.ranks,
         overrides=parse_overrides(options.overrides),
     )
     ranks = default_ranks()
     return (
-        parse_side(options.baseline, common, default_ranks=ranks),
-        parse_side(options.candidate, common, default_ranks=ranks),
+        parse_run_spec(options.baseline, common, default_ranks=ranks),
+        parse_run_spec(options.candidate, common, default_ranks=ranks),
     )

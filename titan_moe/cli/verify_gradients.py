@@ -58,8 +58,7 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.parse import load_job
     from titan_moe.runtime.revision import running_code
     from titan_moe.verify.gradients.gate import Gate
-    from titan_moe.verify.gradients.html import page
-    from titan_moe.verify.gradients.sweep import summary, sweep
+    from titan_moe.verify.gradients.sweep import gate_page, summary, sweep
 
     job = load_job(job_arguments(options))
     out = make_folder(options.out)
@@ -77,7 +76,7 @@ def run(options: argparse.Namespace) -> Answer:
             results = sweep(gate, tasks, out, seen=seen)
     facts = summary(results)
     title = f"Layouts of {job.model.name} {job.model.flavor}"
-    (out / "results.html").write_text(page(title, results, facts), encoding="utf-8")
+    (out / "results.html").write_text(gate_page(title, results, facts), encoding="utf-8")
     rows = [result.as_json() for result in results]
     data = {"summary": facts, "code": running_code(), "results": rows}
     write_json(out / "results.json", data)
@@ -89,7 +88,7 @@ def run(options: argparse.Namespace) -> Answer:
 
 
 def _chosen(options: argparse.Namespace, gate: "Gate") -> "list[Layout]":
-    from titan_moe.verify.layouts.covering import rotated, sample
+    from titan_moe.verify.layouts.covering import cover_options, cover_pairs
     from titan_moe.verify.layouts.layouts import OPTIONS, legal_layouts, parse, with_options
 
     fixed = {name: getattr(options, name) for name in OPTIONS if getattr(options, name)}
@@ -101,8 +100,8 @@ def _chosen(options: argparse.Namespace, gate: "Gate") -> "list[Layout]":
         for layout in legal_layouts(size, powers_of_two=size & (size - 1) == 0)
     ]
     if options.sample:
-        layouts = sample(layouts, options.sample, options.seed)
-    return rotated(layouts, fixed=fixed, legal=lambda layout: not gate.refusal(layout))
+        layouts = cover_pairs(layouts, options.sample, options.seed)
+    return cover_options(layouts, fixed=fixed, legal=lambda layout: not gate.refusal(layout))
 
 
 COMMAND = Command(run, add_arguments, overrides=True, resumable=True, failed=4, crashed=70)

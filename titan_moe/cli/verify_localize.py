@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    from titan_moe.verify.compare.bisect import part
+    from titan_moe.verify.compare.bisect import bisect
     from titan_moe.verify.compare.launch import Launcher, workplace
     from titan_moe.verify.compare.runner import Plan
 
@@ -40,13 +40,13 @@ def run(options: argparse.Namespace) -> Answer:
         title="",
         baseline=baseline,
         candidate=candidate,
-        repeats=options.repeats,
+        num_control_runs=options.repeats,
         steps=options.steps,
-        harmless=options.harmless,
+        control_layouts=options.harmless,
     )
     launcher = Launcher(options.out)
     with workplace(options.out):
-        findings = part(plan, launcher, options.step)
+        findings = bisect(plan, launcher, options.step)
         code = {
             "baseline": str(launcher.code(baseline)),
             "candidate": str(launcher.code(candidate)),

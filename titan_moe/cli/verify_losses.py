@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.compare.launch import Launcher, workplace
     from titan_moe.verify.compare.runner import compare, update_golden
-    from titan_moe.verify.report.files import write_comparison
+    from titan_moe.verify.report.comparison import write_comparison
 
     plan, launcher = _plan(options), Launcher(options.out)
     with workplace(options.out):
@@ -69,10 +69,10 @@ def _plan(options: argparse.Namespace) -> "Plan":
         title=f"{options.candidate or 'working tree'} against {options.baseline or 'working tree'}",
         baseline=baseline,
         candidate=candidate,
-        repeats=options.repeats,
+        num_control_runs=options.repeats,
         steps=options.steps,
-        harmless=options.harmless,
-        noise=options.noise,
+        control_layouts=options.harmless,
+        control_paths=options.noise,
         norms=options.norms,
         routing=options.routing,
     )

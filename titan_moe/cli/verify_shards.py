@@ -41,19 +41,19 @@ def run(options: argparse.Namespace) -> Answer:
     from tqdm import tqdm
 
     from titan_moe.runtime.revision import running_code
-    from titan_moe.simulate.sweep import Outcome, as_json, check_layouts, chosen
+    from titan_moe.simulate.sweep import LayoutResult, as_json, check_layouts, select_layouts
 
     started = time.perf_counter()
-    layouts = chosen(options.ranks, sample_size=options.sample, seed=options.seed)
+    layouts = select_layouts(options.ranks, sample_size=options.sample, seed=options.seed)
     with tqdm(total=len(layouts), unit="layout", dynamic_ncols=True) as bar:
 
-        def seen(outcome: Outcome) -> None:
+        def show(result: LayoutResult) -> None:
             bar.update()
-            for line in outcome.problems:
-                tqdm.write(f"{outcome.layout}: {line}")
+            for line in result.problems:
+                tqdm.write(f"{result.layout}: {line}")
 
-        outcomes = check_layouts(layouts, num_workers=options.workers, seen=seen)
-    results = {**as_json(outcomes, time.perf_counter() - started), "code": running_code()}
+        checked = check_layouts(layouts, num_workers=options.workers, on_result=show)
+    results = {**as_json(checked, time.perf_counter() - started), "code": running_code()}
     make_folder(options.out.parent)
     write_json(options.out, results)
     facts = results["summary"]

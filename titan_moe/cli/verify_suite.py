@@ -29,8 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.compare.code_trees import REPO
     from titan_moe.verify.compare.launch import workplace
-    from titan_moe.verify.compare.suite import load_suite, plan_of, run_suite, sbatch
-    from titan_moe.verify.report.suite import suite_page
+    from titan_moe.verify.compare.suite import load_suite, plan_of, run_suite, sbatch, suite_page
 
     suite = load_suite(options.suite)
     if options.print_sbatch:

@@ -131,10 +131,12 @@ def build_sharded_model(
     device: torch.device,
     world_size: int,
     ranks_per_node: int | None = None,
+    draw_weights: bool = True,
 ) -> ShardedModel:
     """Lay a model out over an initialised world; collective over all ranks.
 
-    `ranks_per_node`: as the launcher says; left out, all ranks are on one node.
+    `ranks_per_node`: as the launcher says; left out, all ranks are on one node. `draw_weights`:
+    whether to give parameters their initial values; else their memory is left as it is.
     """
     check_hardware(job.model.converters, job.quantize, device)
 
@@ -150,13 +152,9 @@ def build_sharded_model(
     offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
     for part in parts:
         move_off_meta(part, device, parameter_device=offloaded)
-        fill_initial_weights(
-            part,
-            job.debug.seed,
-            lambda name: initial_std(name, config),
-            drawn_as=first_names(config),
-            device=device,
-        )
+        if draw_weights:
+            std_of, drawn_as = partial(initial_std, config=config), first_names(config)
+            fill_initial_weights(part, job.debug.seed, std_of, drawn_as=drawn_as, device=device)
 
     named = {name: p for part in parts for name, p in part.named_parameters()}
     return ShardedModel(

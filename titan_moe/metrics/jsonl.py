@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from titan_moe.runtime.files import set_aside
+
 logger = logging.getLogger(__name__)
 
 
@@ -23,7 +25,7 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             if resume_step == 0:
-                _set_aside(path)
+                _keep_earlier(path)
             else:
                 drop_lines_after(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
@@ -84,9 +86,6 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
-def _set_aside(path: Path) -> None:
-    number = 1
-    while (target := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(target)
-    logger.info("%s was of an earlier run: kept as %s", path, target.name)
+def _keep_earlier(path: Path) -> None:
+    kept = set_aside(path, lambda number: f"{path.stem}.{number}{path.suffix}")
+    logger.info("%s was of an earlier run: kept as %s", path, kept.name)

@@ -55,7 +55,7 @@ def counts_per_row(experts_BN: Tensor, num_experts: int) -> Tensor:
 def attach_loss(x: Tensor, loss: Tensor, total: Tensor) -> Tensor:
     """Return `x` unchanged; its backward also starts the backward of `loss` with gradient 1.
 
-    So a loss born inside a layer need not travel to the end of the model, or across pipeline
+    So a loss computed inside a layer need not be passed to the end of the model, or across pipeline
     stages. The backward adds the loss to `total`: it runs exactly once per microbatch, whatever is
     recomputed, and never in validation.
     """

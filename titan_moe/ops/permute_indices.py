@@ -1,4 +1,4 @@
-"""Where each routed row goes: from rank-major arrival order to padded, expert-major order.
+"""Where each routed row goes: from rank-major receiving order to padded, expert-major order.
 
 After an all-to-all, the rows of P source ranks lie one rank after the other, each rank's rows
 sorted by local expert. A grouped GEMM wants them expert after expert, each expert's rows padded to
@@ -18,9 +18,9 @@ class PermuteIndices:
     """The two index maps and the group boundaries, all on the device of the counts."""
 
     source_R: Tensor
-    """int64 [max_rows]: the arrived row of each padded row; -1 for padding and the tail."""
+    """int64 [max_rows]: the received row of each padded row; -1 for padding and the tail."""
     position_R: Tensor
-    """int64 [num_rows]: the padded row of each arrived row; -1 past the sum of the counts."""
+    """int64 [num_rows]: the padded row of each received row; -1 past the sum of the counts."""
     offsets_E: Tensor
     """int32 [E]: where each expert's padded rows end, as grouped_mm wants them."""
     counts_E: Tensor
@@ -40,15 +40,15 @@ def max_padded_rows(num_rows: int, num_experts: int, row_alignment: int) -> int:
 def permute_indices(
     counts_PE: Tensor, *, num_rows: int, row_alignment: int, max_rows: int
 ) -> PermuteIndices:
-    """Index maps between rank-major arrival order and padded expert-major order.
+    """Index maps between rank-major receiving order and padded expert-major order.
 
-    Within an expert, rows keep the order of the source ranks, then the order of arrival. An expert
-    without rows takes no padded rows either. Padding lies inside the groups, where a GEMM reads it:
-    the caller fills it with zeros.
+    Within an expert, rows keep the order of the source ranks, then the order of receiving. An
+    expert without rows takes no padded rows either. Padding lies inside the groups, where a GEMM
+    reads it: the caller fills it with zeros.
 
     Args:
         counts_PE: int32 or int64 [P, E], rows that rank p sent for local expert e.
-        num_rows: rows of the arrived buffer, at least the sum of the counts.
+        num_rows: rows of the received buffer, at least the sum of the counts.
         row_alignment: each expert's rows are padded to a multiple of this.
         max_rows: rows of the padded buffer, at least the padded rows: see max_padded_rows.
     """
@@ -64,28 +64,28 @@ def permute_indices(
 def permute_indices_reference(
     counts_PE: Tensor, *, num_rows: int, row_alignment: int, max_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What PermuteIndices holds, in plain torch, from the arrived rows' side."""
+    """What PermuteIndices holds, in plain torch, from the received rows' side."""
     # Where each (rank, expert) segment of rows ends within its expert's rows.
     rank_ends_PE = counts_PE.contiguous().cumsum(0)
     counts_E = rank_ends_PE[-1]
     blocks_E = (counts_E + (row_alignment - 1)) // row_alignment
     offsets_E = (blocks_E * row_alignment).cumsum(0, dtype=torch.int32)
-    # And where it ends in arrival order.
-    arrived_ends_PE = counts_PE.flatten().cumsum(0).view_as(rank_ends_PE)
+    # And where it ends in receiving order.
+    received_ends_PE = counts_PE.flatten().cumsum(0).view_as(rank_ends_PE)
 
     # Rows move as whole segments, each by one shift. Ends serve as well as starts: they differ by
     # the segment's length on both sides.
     expert_starts_E = F.pad(offsets_E[:-1], (1, 0))
-    shift_PE = expert_starts_E + rank_ends_PE - arrived_ends_PE
+    shift_PE = expert_starts_E + rank_ends_PE - received_ends_PE
 
     # One more segment holds the rows past the sum of the counts; they go to a slot past the end.
-    arrived_ends = arrived_ends_PE.flatten()
-    lengths = arrived_ends.diff(
-        prepend=arrived_ends.new_zeros(1), append=arrived_ends.new_tensor([num_rows])
+    received_ends = received_ends_PE.flatten()
+    lengths = received_ends.diff(
+        prepend=received_ends.new_zeros(1), append=received_ends.new_tensor([num_rows])
     )
     shift_R = F.pad(shift_PE.flatten(), (0, 1)).repeat_interleave(lengths, output_size=num_rows)
     row_R = torch.arange(num_rows, device=offsets_E.device)
-    is_unused_R = row_R >= arrived_ends[-1]
+    is_unused_R = row_R >= received_ends[-1]
     slot_R = (row_R + shift_R).masked_fill_(is_unused_R, max_rows)
 
     source_R = row_R.new_full((max_rows + 1,), -1).scatter_(0, slot_R, row_R)[:max_rows]

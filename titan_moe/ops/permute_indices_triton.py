@@ -22,7 +22,7 @@ def permute_indices(
     position_R = counts_PE.new_empty(num_rows, dtype=int64)
     offsets_E = counts_PE.new_empty(num_experts, dtype=int32)
     counts_E = counts_PE.new_empty(num_experts, dtype=int64)
-    # At least one: somebody must say that there is nothing.
+    # At least one: a program must write that there is nothing.
     num_programs = max(triton.cdiv(max(max_rows, num_rows), BLOCK_ROWS), 1)
     _permute_indices_kernel[(num_programs,)](
         counts_PE,
@@ -79,19 +79,19 @@ def _permute_indices_kernel(
     own = first_expert
     while own < last_expert:
         start = tl.sum(tl.where(expert == own, ends - padded, 0), 0)
-        arrived = tl.zeros((), dtype=tl.int64)
+        received = tl.zeros((), dtype=tl.int64)
         for rank in range(NUM_RANKS):
             counts = tl.load(counts_ptr + rank * NUM_EXPERTS + expert, mask=is_expert, other=0).to(
                 tl.int64
             )
             count = tl.sum(tl.where(expert == own, counts, 0), 0)
-            before = arrived + tl.sum(tl.where(expert < own, counts, 0), 0)
+            before = received + tl.sum(tl.where(expert < own, counts, 0), 0)
             is_here = (row >= start) & (row < start + count)
             moved = before + (row - start)
             source = tl.where(is_here, moved, source)
             tl.store(position_ptr + moved, row, mask=is_here)
             start += count
-            arrived += tl.sum(counts, 0)
+            received += tl.sum(counts, 0)
         own += 1
 
     tl.store(source_ptr + row, source, mask=row < max_rows)

@@ -1,4 +1,4 @@
-"""Where a step goes: the traces of all ranks of one profiled step, as numbers and as a table."""
+"""Where a step's time goes: the traces of all ranks of a profiled step, as numbers and a table."""
 
 import re
 from collections.abc import Sequence
@@ -7,16 +7,8 @@ from statistics import mean
 from typing import Any
 
 from titan_moe.profiling.regions import REGIONS
-from titan_moe.profiling.trace import (
-    COMPILED,
-    FSDP,
-    OTHER,
-    PHASES,
-    Place,
-    RankProfile,
-    TraceError,
-    read_trace,
-)
+from titan_moe.profiling.timeline import COMPILED, FSDP, OTHER, PHASES, RegionPhase
+from titan_moe.profiling.trace import RankProfile, TraceError, read_trace
 
 EXPOSED, IDLE = "exposed communication", "idle"
 ORDER = (*REGIONS, COMPILED, FSDP, OTHER)
@@ -45,7 +37,9 @@ def summary(profiles: Sequence[RankProfile]) -> dict[str, Any]:
     regions = {}
     for region in _present(profiles):
         phases = {
-            phase: mean(_milliseconds(p, p.times.get(Place(region, phase), 0)) for p in profiles)
+            phase: mean(
+                _milliseconds(p, p.times.get(RegionPhase(region, phase), 0)) for p in profiles
+            )
             for phase in PHASES
         }
         regions[region] = {
@@ -74,7 +68,7 @@ def summary(profiles: Sequence[RankProfile]) -> dict[str, Any]:
 
 def region_time(profile: RankProfile, region: str) -> float:
     """Milliseconds per step of all phases."""
-    times = (profile.times.get(Place(region, phase), 0) for phase in PHASES)
+    times = (profile.times.get(RegionPhase(region, phase), 0) for phase in PHASES)
     return _milliseconds(profile, sum(times))
 
 

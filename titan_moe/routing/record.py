@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import set_aside
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def start_record(folder: Path, dims: Dims, *, after: int) -> None:
     """
     if (folder / _HEADER).is_file():
         if after == 0:
-            _set_aside(folder)
+            _keep_earlier(folder)
         else:
             Record(folder).check(dims, key="debug.routing_record")
             _drop_after(folder, after)
@@ -106,12 +107,9 @@ def start_record(folder: Path, dims: Dims, *, after: int) -> None:
     header.replace(folder / _HEADER)
 
 
-def _set_aside(folder: Path) -> None:
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    folder.rename(target)
-    logger.info("%s was recorded by an earlier run: kept as %s", folder, target.name)
+def _keep_earlier(folder: Path) -> None:
+    kept = set_aside(folder, lambda number: f"{folder.name}.{number}")
+    logger.info("%s was recorded by an earlier run: kept as %s", folder, kept.name)
 
 
 def _drop_after(folder: Path, step: int) -> None:

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.checkpoint.agreement import on_rank_zero
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch, fingerprints
+from titan_moe.distributed.agreement import on_rank_zero
 from titan_moe.distributed.collectives import gather_parts
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.metrics.jsonl import JsonLines

@@ -1,9 +1,9 @@
-"""Bytes that a rank puts on the wire, counted from below Python's functions while a program runs.
+"""Count the bytes that a rank sends, at torch's dispatcher, while a program runs.
 
-Counted is what has to leave the rank with the algorithm that moves least (a ring for gathers and
-reductions, Patarasuk and Yuan 2009): an all-gather of own n bytes among P ranks sends (P - 1) n, a
-reduce-scatter that leaves n bytes likewise, an all-reduce of n bytes both halves, 2 (P - 1) n / P;
-an all-to-all all but its own part. A receipt is its sender's.
+A collective counts with what has to leave the rank under the algorithm that moves least (a ring for
+gathers and reductions, Patarasuk and Yuan 2009): an all-gather of n own bytes among P ranks sends
+(P - 1) n, a reduce-scatter that leaves n bytes likewise, an all-reduce of n bytes both halves,
+2 (P - 1) n / P; an all-to-all sends all but the rank's own part. Receiving counts nothing.
 """
 
 import sys
@@ -18,11 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_moe.distributed.mesh import Meshes
-from titan_moe.simulate.tiling import PARAMETER_AXES, TOKEN_AXES
+from titan_moe.simulate.tiling import JOINED_AXES, PARAMETER_AXES, TOKEN_AXES
 
-NAMESPACES = ("c10d", "_c10d_functional")
+COLLECTIVES = ("c10d", "_c10d_functional")
+"""Namespaces of the operations that communicate."""
 WORLD = "world"
 _FSDP = "/torch/distributed/fsdp/"
+_BytesSent = Callable[[Mapping[str, Any], dist.ProcessGroup], float]
 
 
 class Flow(NamedTuple):
@@ -33,70 +35,78 @@ class Flow(NamedTuple):
     op: str
 
 
-class Traffic(NamedTuple):
+class Volume(NamedTuple):
     """What left this rank."""
 
     calls: int
     bytes: float
 
 
-class Wire(TorchDispatchMode):
+class CommCounter(TorchDispatchMode):
     """Counts every collective of the thread that it is entered in, backward included (which a CPU
     runs in the same thread); changes nothing.
 
-    `groups` may be filled later than the mode is entered: before, nothing is counted. Raises
-    NotImplementedError at a collective that it does not know, rather than miss its bytes.
+    Nothing is counted while `groups` is empty, so that groups may be made under the mode. Raises
+    NotImplementedError at a collective whose bytes are not known, rather than leave it out.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.groups: dict[str, str] = {}
         """Group name -> its axes, as `axes_of_groups` has them."""
-        self.seen: dict[Flow, float] = defaultdict(float)
-        self.calls: Counter[Flow] = Counter()
+        self._calls: Counter[Flow] = Counter()
+        self._bytes: dict[Flow, float] = defaultdict(float)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor comes again, with what it is made of.
-        if func.namespace in NAMESPACES:
+            return NotImplemented  # DTensor calls again, with its local tensors.
+        if func.namespace in COLLECTIVES and self.groups:
             self.count(func, args)
-        return func(*args, **(kwargs or {}))
+        return self.execute(func, args, kwargs or {})
+
+    def execute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operation; a subclass may do it otherwise."""
+        return func(*args, **kwargs)
 
     def count(self, func: Any, args: tuple) -> None:
         """Add one call."""
         name = func.__name__.partition(".")[0]
-        if not self.groups or name in _SILENT:
+        if name in _SENDS_NOTHING:
             return
-        if name not in _SENT:
+        if name not in _SENDS:
             raise NotImplementedError(f"the bytes of {func} are not known")
-        given = dict(zip([a.name for a in func._schema.arguments], args, strict=False))
-        group = group_of(given)
-        flow = Flow(self._axis(group), _OPS.get(name, name.strip("_")))
-        self.seen[flow] += _SENT[name](given, group)
-        self.calls[flow] += 1
+        op, bytes_sent = _SENDS[name]
+        named = arguments_of(func, args)
+        group = group_of(named)
+        flow = Flow(self._axis(group), op)
+        self._calls[flow] += 1
+        self._bytes[flow] += bytes_sent(named, group)
 
-    def traffic(self) -> dict[Flow, Traffic]:
+    def volumes(self) -> dict[Flow, Volume]:
         """All that was counted."""
-        return {flow: Traffic(self.calls[flow], self.seen[flow]) for flow in sorted(self.calls)}
+        return {flow: Volume(self._calls[flow], self._bytes[flow]) for flow in sorted(self._calls)}
 
     def clear(self) -> None:
-        """Start anew."""
-        self.seen.clear()
-        self.calls.clear()
+        """Forget what was counted."""
+        self._bytes.clear()
+        self._calls.clear()
 
     def _axis(self, group: dist.ProcessGroup) -> str:
-        axis = self.groups.get(group.group_name, "?")
-        # Parameters of all ranks take the world's group, as do the sums that end a step.
+        # The world's group serves the sums that end a step and, where all ranks shard them,
+        # parameters.
         if group is dist.group.WORLD and not _called_by_fsdp():
             return WORLD
-        return axis
+        return self.groups.get(group.group_name, "?")
 
 
 def axes_of_groups(meshes: Meshes) -> dict[str, str]:
     """Group name -> the names of the axes that it serves, "+" between them; makes no group."""
     names: dict[str, list[str]] = {}
     for axis in (*TOKEN_AXES, *PARAMETER_AXES):
-        if meshes.dims.size(axis) == 1 or (axis == "sequence" and "sequence" in _same(meshes)):
+        size = meshes.dims.size(axis)
+        # A joined axis of one of its parts' size is that part.
+        parts = [meshes.dims.size(part) for part in JOINED_AXES.get(axis, ())]
+        if size == 1 or (axis == "sequence" and size in parts):
             continue
         if group := meshes.known_group(axis):
             names.setdefault(group.group_name, []).append(axis)
@@ -105,19 +115,19 @@ def axes_of_groups(meshes: Meshes) -> dict[str, str]:
     return {world.group_name: WORLD} | {name: "+".join(axes) for name, axes in names.items()}
 
 
-def _same(meshes: Meshes) -> tuple[str, ...]:
-    """Joined axes that are one of their parts."""
-    return ("sequence",) if 1 in (meshes.dims.cp, meshes.dims.tp) else ()
+def arguments_of(func: Any, args: tuple) -> dict[str, Any]:
+    """A collective's positional arguments by name."""
+    return dict(zip([a.name for a in func._schema.arguments], args, strict=False))
 
 
-def group_of(given: Mapping[str, Any]) -> dist.ProcessGroup:
-    """The group among a collective's arguments, whichever way it is named."""
-    group = given.get("process_group", given.get("group_name"))
+def group_of(named: Mapping[str, Any]) -> dist.ProcessGroup:
+    """The group among a collective's arguments, in whichever form it is passed."""
+    group = named.get("process_group", named.get("group_name"))
     if isinstance(group, str):
         return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     if isinstance(group, torch.ScriptObject):
         return dist.ProcessGroup.unbox(group)
-    assert isinstance(group, dist.ProcessGroup), f"no group among {sorted(given)}"
+    assert isinstance(group, dist.ProcessGroup), f"no group among {sorted(named)}"
     return group
 
 
@@ -135,55 +145,43 @@ def _bytes(tensors: Any) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def _gather(own: str) -> Callable[[Mapping[str, Any], dist.ProcessGroup], float]:
-    return lambda given, group: (group.size() - 1) * _bytes(given[own])
+def _gather(own: str) -> _BytesSent:
+    return lambda named, group: (group.size() - 1) * _bytes(named[own])
 
 
-def _scatter(whole: str) -> Callable[[Mapping[str, Any], dist.ProcessGroup], float]:
-    return lambda given, group: (group.size() - 1) * _bytes(given[whole]) / group.size()
+def _scatter(whole: str) -> _BytesSent:
+    return lambda named, group: (group.size() - 1) * _bytes(named[whole]) / group.size()
 
 
-def _reduce(name: str) -> Callable[[Mapping[str, Any], dist.ProcessGroup], float]:
-    return lambda given, group: 2 * (group.size() - 1) * _bytes(given[name]) / group.size()
+def _reduce(name: str) -> _BytesSent:
+    return lambda named, group: 2 * (group.size() - 1) * _bytes(named[name]) / group.size()
 
 
-def _all_to_all(splits: str) -> Callable[[Mapping[str, Any], dist.ProcessGroup], float]:
-    def sent(given: Mapping[str, Any], group: dist.ProcessGroup) -> float:
-        x = given["input"]
-        if not given[splits]:
+def _all_to_all(splits: str) -> _BytesSent:
+    def sent(named: Mapping[str, Any], group: dist.ProcessGroup) -> float:
+        x = named["input"]
+        if not named[splits]:
             return (group.size() - 1) * _bytes(x) / group.size()
-        rows = sum(given[splits]) - given[splits][group.rank()]
+        rows = sum(named[splits]) - named[splits][group.rank()]
         return _bytes(x) * rows / len(x) if rows else 0
 
     return sent
 
 
-_SILENT = {"wait_tensor", "barrier", "monitored_barrier_", "recv_", "recv_any_source_"}
-_SENT: Mapping[str, Callable[[Mapping[str, Any], dist.ProcessGroup], float]] = {
-    "allreduce_": _reduce("tensors"),
-    "all_reduce": _reduce("input"),
-    "all_reduce_": _reduce("input"),
-    "allreduce_coalesced_": _reduce("tensors"),
-    "_allgather_base_": _gather("input_tensor"),
-    "all_gather_into_tensor": _gather("input"),
-    "allgather_into_tensor_coalesced_": _gather("inputs"),
-    "_reduce_scatter_base_": _scatter("input_tensor"),
-    "reduce_scatter_tensor": _scatter("input"),
-    "reduce_scatter_tensor_coalesced_": _scatter("inputs"),
-    "alltoall_base_": _all_to_all("input_split_sizes"),
-    "all_to_all_single": _all_to_all("input_split_sizes"),
-    "send": lambda given, group: _bytes(given["tensors"]),
+_SENDS_NOTHING = {"wait_tensor", "barrier", "monitored_barrier_", "recv_", "recv_any_source_"}
+_SENDS: Mapping[str, tuple[str, _BytesSent]] = {
+    "allreduce_": ("all_reduce", _reduce("tensors")),
+    "all_reduce": ("all_reduce", _reduce("input")),
+    "all_reduce_": ("all_reduce", _reduce("input")),
+    "allreduce_coalesced_": ("all_reduce", _reduce("tensors")),
+    "_allgather_base_": ("all_gather", _gather("input_tensor")),
+    "all_gather_into_tensor": ("all_gather", _gather("input")),
+    "allgather_into_tensor_coalesced_": ("all_gather", _gather("inputs")),
+    "_reduce_scatter_base_": ("reduce_scatter", _scatter("input_tensor")),
+    "reduce_scatter_tensor": ("reduce_scatter", _scatter("input")),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", _scatter("inputs")),
+    "alltoall_base_": ("all_to_all", _all_to_all("input_split_sizes")),
+    "all_to_all_single": ("all_to_all", _all_to_all("input_split_sizes")),
+    "send": ("send", lambda named, group: _bytes(named["tensors"])),
 }
-_OPS = {
-    "allreduce_": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all",
-}
+"""Operation -> what it is called here, and the bytes that it sends."""

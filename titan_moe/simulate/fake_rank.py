@@ -2,18 +2,19 @@
 
 The program is the one that trains: `build_sharded_model`, `TrainStep`, FSDP's hooks, recomputation,
 the optimizer. Beneath it, tensors of floats have shapes and no values (torch's FakeTensor), process
-groups exchange nothing (torch's FakeStore), and integers are real, because a dispatcher asks them
-how many rows to send. So a step of 671 billion parameters on one of 1,024 ranks is counted in
+groups exchange nothing (torch's FakeStore), and integers are real, because a dispatcher reads from
+them how many rows to send. So a step of 671 billion parameters on one of 1,024 ranks is counted in
 minutes, on one core, and what is counted is what a rank would do.
 
-Two things are not the program's: initial weights are not drawn, and a router's choice is replaced
-by `spread_choice`, under which every expert gets equally many tokens of every rank; so what a peer
-would send is what this rank sends. Every number that the host asks a float for is 1.
+Two things differ from training: initial weights are not drawn, and the routers' choice is
+`balanced_choice`, under which every expert gets equally many tokens of every rank; so what a peer
+would send is what this rank sends. Every number that the host reads from a float tensor is 1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -31,28 +32,55 @@ from titan_moe.distributed.execution import Microbatch
 from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.optim.optimizers import build_optimizer
-from titan_moe.simulate.comm_counter import NAMESPACES, Flow, Traffic, Wire, axes_of_groups
+from titan_moe.simulate.comm_counter import COLLECTIVES, CommCounter, Flow, Volume, axes_of_groups
 from titan_moe.train_step import StepResult, TrainStep
 
+CPU = torch.device("cpu")
 _aten = torch.ops.aten
-_CPU = torch.device("cpu")
 _INTEGER_FACTORIES = {_aten.arange.default, _aten.arange.start, _aten.arange.start_step}
 
 
-class PaperWire(Wire):
-    """As Wire, where no tensor of floats has values and no collective sends anything."""
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a world without the others: its process groups exchange nothing.
+
+    Torch keeps what it has learnt of a mesh and takes another one of the same ranks for it: what
+    can be cleared is cleared at the end; a process that is several ranks in turn is not safe.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()
+
+
+def known_groups() -> list[tuple[int, ...]]:
+    """The ranks of every process group that torch knows in this process, the world's included."""
+    # Private: torch has no list of groups.
+    known = dist.distributed_c10d._world.pg_group_ranks.values()
+    return [tuple(sorted(ranks)) for ranks in known]
+
+
+def num_new_group_calls() -> int:
+    """Calls of new_group that this process took part in, those for other ranks' groups included."""
+    world = dist.distributed_c10d._world
+    # A group that only its own ranks make has a hash for a name. All others are numbered, even
+    # where this rank is none of theirs; the world's own is the first of them.
+    hashed = [name for name in world.pg_names.values() if not name.isdigit()]
+    return len(hashed) + world.group_count - 1
+
+
+class FakeCommCounter(CommCounter):
+    """Counts where no tensor of floats has values and no collective sends anything."""
 
     def __init__(self) -> None:
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        if func.namespace in NAMESPACES:
-            self.count(func, args)
-            return _pretend(func, args)
+    def execute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if func.namespace in COLLECTIVES:
+            return _fake_collective(func, args)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func is _aten._local_scalar_dense.default and isinstance(tensors[0], FakeTensor):
             return 1.0 if tensors[0].is_floating_point() else 1
@@ -71,21 +99,22 @@ class PaperWire(Wire):
 def _is_real(func: Any, tensors: list[Tensor], dtype: torch.dtype | None) -> bool:
     if tensors:
         return not any(isinstance(x, FakeTensor) or x.is_meta for x in tensors)
-    whole = dtype is not None and not dtype.is_floating_point
-    return whole or (dtype is None and func in _INTEGER_FACTORIES)
+    integers = dtype is not None and not dtype.is_floating_point
+    return integers or (dtype is None and func in _INTEGER_FACTORIES)
 
 
-def _pretend(func: Any, args: tuple) -> Any:
+def _fake_collective(func: Any, args: tuple) -> Any:
     """What a collective returns if every peer holds what this rank does."""
     name, x = func.__name__.partition(".")[0], args[0]
     if func.namespace == "c10d":
         work = FakeWork().boxed()
-        if name == "recv_":  # A vote on how a pipeline begins, or rows of a stream.
+        if name == "recv_":  # A vote on how a pipeline begins, or activations.
             x = [received.fill_(1) for received in x if not isinstance(received, FakeTensor)]
         if name == "alltoall_base_" and not isinstance(args[1], FakeTensor):
             x.copy_(_as_long(args[1], len(x)))
-        alone = ("send", "recv_", "barrier", "alltoall_base_", "allgather_into_tensor_coalesced_")
-        return work if name in alone else (x, work)
+        work_only = ("send", "recv_", "barrier", "alltoall_base_")
+        coalesced = name == "allgather_into_tensor_coalesced_"
+        return work if name in work_only or coalesced else (x, work)
     if name in ("wait_tensor", "all_reduce_"):
         return x
     if name == "all_reduce":
@@ -99,7 +128,7 @@ def _pretend(func: Any, args: tuple) -> Any:
         return x.repeat(args[1], *[1] * (x.ndim - 1))
     if name == "reduce_scatter_tensor":
         return x.new_empty((x.shape[0] // args[2], *x.shape[1:]))
-    raise NotImplementedError(f"{func} in a world on paper")
+    raise NotImplementedError(f"{func} in a fake world")
 
 
 def _as_long(x: Tensor, length: int) -> Tensor:
@@ -107,17 +136,17 @@ def _as_long(x: Tensor, length: int) -> Tensor:
     return x if len(x) == length else x[torch.arange(length) % max(len(x), 1)]
 
 
-def spread_choice(num_experts: int, top_k: int) -> Callable[[Tensor], Tensor]:
+def balanced_choice(num_experts: int, top_k: int) -> Callable[[Tensor], Tensor]:
     """A router's choice: experts_TK of random sets, the same at each call, that give each expert
     equally many tokens of every `num_experts`.
 
-    Sets are random because the ranks that a token reaches are then as many as under a trained
+    Sets are random because the ranks that a token goes to are then as many as under a trained
     router that is balanced: a dispatcher may send a token once to each of them.
     """
 
     def select_experts(scores_TE: Tensor) -> Tensor:
         num_tokens = len(scores_TE)
-        # Not torch's random numbers: on paper they are floats without values.
+        # Not torch's random numbers: in a fake world they are floats without values.
         generator = np.random.default_rng(num_experts)
         blocks = -(-num_tokens // num_experts)
         experts_NE = np.tile(np.arange(num_experts), (blocks, 1))
@@ -129,69 +158,59 @@ def spread_choice(num_experts: int, top_k: int) -> Callable[[Tensor], Tensor]:
     return select_experts
 
 
-class PaperRank:
-    """A rank's model and step on paper, for as long as the context lasts."""
+def balance_routers(sharded: ShardedModel) -> None:
+    """Let every MoE layer select experts by `balanced_choice`."""
+    for moe in sharded.moe_layers().values():
+        moe.routing_fn = balanced_choice(moe.config.num_experts, moe.config.top_k)
 
-    def __init__(self, job: JobConfig, config: ModelConfig, *, world_size: int, rank: int) -> None:
-        self._job, self._config = job, config
-        self._world_size, self._rank = world_size, rank
-        self.wire = PaperWire()
-        self.new_group_calls = 0
 
-    def __enter__(self) -> "PaperRank":
-        dist.init_process_group(
-            "fake", store=FakeStore(), rank=self._rank, world_size=self._world_size
-        )
-        make = dist.new_group
+def empty_batch(job: JobConfig) -> Batch:
+    """A microbatch of the job's size: every token is 0."""
+    training = job.training
+    tokens_BS = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+    return Batch(tokens_BS, tokens_BS, tokens_BS.int(), [[""]] * len(tokens_BS))
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.new_group_calls += 1
-            return make(*args, **kwargs)
 
-        with (
-            mock.patch("titan_moe.distributed.parallelize.fill_initial_weights"),
-            mock.patch.object(dist, "new_group", counted),
-            self.wire,
-        ):
-            self.sharded: ShardedModel = build_sharded_model(
-                self._job, self._config, device=_CPU, world_size=self._world_size
+class FakeRank:
+    """A rank's model in a fake world that exists already, and its steps."""
+
+    def __init__(self, job: JobConfig, config: ModelConfig) -> None:
+        self._job = job
+        self._counter = FakeCommCounter()
+        with self._counter:
+            sharded = build_sharded_model(
+                job, config, device=CPU, world_size=dist.get_world_size(), draw_weights=False
             )
-        return self
+        self.new_group_calls = num_new_group_calls()
+        # Every number that is read is 1, that of dropped rows too: none may stop a step.
+        self.sharded = replace(sharded, stops_on_overflow=False)
+        balance_routers(self.sharded)
 
-    def __exit__(self, *error: object) -> None:
-        dist.destroy_process_group()
-
-    def step(self, num_microbatches: int = 1) -> "Counted":
+    def step(self, num_microbatches: int = 1) -> "StepVolumes":
         """Train on microbatches of the job's size."""
-        training = self._job.training
-        spread_tokens(self.sharded)
-        rows_BS = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
-        batch = Batch(rows_BS, rows_BS, rows_BS.int(), [[""]] * len(rows_BS))
-        counted = Counted(self.wire)
-        self.wire.clear()
-        with self.wire:
+        volumes = StepVolumes(self._counter)
+        self._counter.clear()
+        with self._counter:
             self.optimizer = build_optimizer(self._job.optimizer, self.sharded.named_parameters())
-            train_step = TrainStep(self.sharded, self.optimizer, training, device=_CPU)
-            self.wire.groups = axes_of_groups(self.sharded.meshes)
-            # What was dropped is a number like all others here: 1, though nothing was.
-            with mock.patch.object(type(self.sharded), "refuses", lambda *_: False):
-                train_step([batch] * num_microbatches, observer=counted)
-        assert counted.has_updated, "the step has updated nothing"
-        counted.total = self.wire.traffic()
-        return counted
+            step = TrainStep(self.sharded, self.optimizer, self._job.training, device=CPU)
+            self._counter.groups = axes_of_groups(self.sharded.meshes)
+            step([empty_batch(self._job)] * num_microbatches, observer=volumes)
+        assert volumes.has_updated, "the step has updated nothing"
+        volumes.total = self._counter.volumes()
+        return volumes
 
 
-class Counted:
-    """The traffic of a step of one or two microbatches or more; an Observer of a train step."""
+class StepVolumes:
+    """What a step sends; an Observer of it, to tell its microbatches apart."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-        self._before: list[dict[Flow, Traffic]] = []
-        self.total: dict[Flow, Traffic] = {}
+    def __init__(self, counter: CommCounter) -> None:
+        self._counter = counter
+        self._before: list[dict[Flow, Volume]] = []
+        self.total: dict[Flow, Volume] = {}
         self.has_updated = False
 
     def reads(self, batch: Batch, rows: Microbatch) -> None:
-        self._before.append(self._wire.traffic())
+        self._before.append(self._counter.volumes())
 
     def accumulated(self) -> None:
         pass
@@ -199,9 +218,9 @@ class Counted:
     def updated(self, result: StepResult) -> None:
         self.has_updated = True
 
-    def of(self, num_microbatches: int) -> dict[Flow, Traffic]:
-        """What a step of so many microbatches would have sent: what a further one adds, they all
-        do."""
+    def of(self, num_microbatches: int) -> dict[Flow, Volume]:
+        """What a step of so many microbatches sends, if every further one adds what the last but
+        one has added."""
         further = num_microbatches - len(self._before)
         if not further:
             return self.total
@@ -210,15 +229,14 @@ class Counted:
         first, second = self._before[-2:]
         found = {}
         for flow, (calls, sent) in self.total.items():
-            before, after = (each.get(flow, Traffic(0, 0.0)) for each in (first, second))
-            found[flow] = Traffic(
+            before, after = (each.get(flow, Volume(0, 0.0)) for each in (first, second))
+            found[flow] = Volume(
                 calls + further * (after.calls - before.calls),
                 sent + further * (after.bytes - before.bytes),
             )
         return found
 
 
-def spread_tokens(sharded: ShardedModel) -> None:
-    """Let every MoE layer select experts by `spread_choice`."""
-    for moe in sharded.moe_layers().values():
-        moe.routing_fn = spread_choice(moe.config.num_experts, moe.config.top_k)
+def microbatches_to_run(pp: int) -> int:
+    """How many it takes to know what a further one adds; a pipeline's first one differs."""
+    return 3 if pp > 1 else 2

@@ -1,7 +1,7 @@
-"""Models for layouts of more than 8 ranks: one per family, of shapes that every layout can cut.
+"""Models to check layouts of many ranks with: one per family, of shapes that every layout can cut.
 
-Nothing is trained on them, so they may be as large as published models; only their depth is cut, to
-a layer per pipeline stage.
+They are laid out and never trained, so they may be as wide as published models; only their depth is
+cut, to a layer per pipeline stage.
 """
 
 from dataclasses import dataclass, replace
@@ -14,13 +14,13 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
-from titan_moe.verify.layouts.layouts import Layout, overrides
+from titan_moe.verify.layouts.layouts import Layout, apply_layout, layout_tables
 
 SEQ_LEN = 4096
 
 
 @dataclass(frozen=True)
-class Subject:
+class LayoutModel:
     """A family's configuration in one layout."""
 
     job: JobConfig
@@ -31,7 +31,7 @@ class Subject:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter of the whole model."""
         config = self.config
-        # Layers of a kind are alike: one of each will do.
+        # Layers of a kind have the same shapes: one of each is made.
         kinds: dict[bool, int] = {}
         for layer in range(config.num_layers):
             kinds.setdefault(config.is_moe_layer(layer), layer)
@@ -48,11 +48,11 @@ class Subject:
         }
 
 
-def subjects(layout: Layout) -> dict[str, Subject]:
+def layout_models(layout: Layout) -> dict[str, LayoutModel]:
     """A model of each family."""
     return {
-        "deepseek_v3": _subject("deepseek_v3", _published(), layout),
-        "qwen3": _subject("qwen3", _awkward(layout.ep), layout),
+        "deepseek_v3": _layout_model("deepseek_v3", _published(), layout),
+        "qwen3": _layout_model("qwen3", _uneven(layout.ep), layout),
     }
 
 
@@ -61,8 +61,8 @@ def _published() -> ModelConfig:
     return replace(model_config("deepseek_v3", "671B"), num_dense_layers=1)
 
 
-def _awkward(ep: int) -> ModelConfig:
-    """What tp and ep cut divides, and hardly anything else.
+def _uneven(ep: int) -> ModelConfig:
+    """Sizes of which tp and ep divide those that they cut, and hardly any other.
 
     Of 191 rows the last rank has fewer than the others; of 3 experts a rank, data parallelism of
     four ranks or more must cut another dim; norms of 24 leave some of 32 ranks with nothing.
@@ -81,16 +81,17 @@ def _awkward(ep: int) -> ModelConfig:
     )
 
 
-def _subject(family: str, config: ModelConfig, layout: Layout) -> Subject:
-    tables = overrides(layout)
-    training = tables["training"]
-    training["seq_len"] = SEQ_LEN
-    training["global_batch_size"] = training["local_batch_size"] * layout.data_ranks
-    # A layer for each stage leaves no other split than the one below.
-    tables["parallelism"]["module_fqns_per_model_part"] = None
-    job = JobConfig.model_validate({**tables, "model": {"name": family, "flavor": "gate"}})
+def _layout_model(family: str, config: ModelConfig, layout: Layout) -> LayoutModel:
+    local = layout_tables(layout)["training"]["local_batch_size"]
+    tables = {
+        "model": {"name": family, "flavor": "gate"},
+        "training": {"seq_len": SEQ_LEN, "global_batch_size": local * layout.data_ranks},
+        # With one layer per stage, the split of _stages is the only one.
+        "parallelism": {"module_fqns_per_model_part": None},
+    }
+    job = apply_layout(JobConfig(), layout, tables)
     num_layers = max(config.num_dense_layers + 1, layout.num_stages)
-    return Subject(job, replace(config, num_layers=num_layers), _stages(layout))
+    return LayoutModel(job, replace(config, num_layers=num_layers), _stages(layout))
 
 
 @cache

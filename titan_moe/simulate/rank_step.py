@@ -72,6 +72,7 @@ def in_words(facts: RankFacts) -> str:
             f"own shard {facts.parameter_bytes / 1e9:.3f} GB of weights, "
             f"{facts.optimizer_bytes / 1e9:.3f} GB of optimizer state",
             f"host memory without weights {facts.rss_built / 2**20:.0f} MiB, "
-            f"{facts.rss_import / 2**20:.0f} of it imports; counted in {facts.paper_seconds:.0f} s",
+            f"{facts.rss_import / 2**20:.0f} of it imports; counted in "
+            f"{facts.simulation_seconds:.0f} s",
         ]
     )

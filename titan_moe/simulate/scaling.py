@@ -1,30 +1,28 @@
-"""What a rank of a world of any size does and holds, counted in a world on paper, and the law that
-it must keep: nothing per rank grows with the world faster than the shard that it owns.
+"""What a rank sends, makes and holds in worlds of any size, counted in fake worlds, and the law
+that must hold: nothing per rank grows with the world faster than the shard that it owns.
 """
 
 import gc
 import time
 import tracemalloc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.dtensor import local_part
-from titan_moe.distributed.mesh import Meshes, build_meshes
+from titan_moe.distributed.mesh import build_meshes
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.distributed.parallelize import lay_out, resolve_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.simulate.comm_counter import WORLD
-from titan_moe.simulate.fake_rank import PaperRank
-from titan_moe.simulate.tiling import MOST_GROUPS
+from titan_moe.simulate.fake_rank import CPU, FakeRank, fake_world, microbatches_to_run
+from titan_moe.simulate.tiling import JOINED_AXES, MOST_GROUPS
 
 MOST_METADATA = 256
 """Bytes of bookkeeping that each further rank of the world may cost every rank: torch's own tables
@@ -37,7 +35,7 @@ _STAT_PAGES = Path("/proc/self/statm")
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One rank's."""
+    """What was counted of one rank."""
 
     world_size: int
     degrees: dict[str, int]
@@ -53,11 +51,11 @@ class RankFacts:
     metadata_bytes: int
     """What the groups and meshes keep in the host's memory."""
     mesh_seconds: float
-    """Of the processor, to make all groups and meshes; nothing is exchanged here."""
+    """CPU time to make all groups and meshes; nothing is exchanged."""
     layout_seconds: float
-    """Of the processor, to lay out the model over them: shards, hooks; no weights."""
-    paper_seconds: float
-    """To build and step on paper."""
+    """CPU time to lay out the model over them: shards, hooks; no weights."""
+    simulation_seconds: float
+    """To build the fake rank and run its step."""
     rss_import: int
     """Bytes of this process before there is a world."""
     rss_built: int
@@ -74,30 +72,28 @@ class RankFacts:
         return asdict(self)
 
 
-def telling_microbatches(pp: int) -> int:
-    """How many it takes to know what a further one adds: a pipeline begins its first otherwise."""
-    return 3 if pp > 1 else 2
-
-
 def measure(job: JobConfig, config: ModelConfig, world_size: int, rank: int = 0) -> RankFacts:
-    """Count a rank's step. `job` is resolved for the world: its global batch size says how many
-    microbatches a step has, of which at most two are run. Wants a process of its own."""
+    """Count a rank's step, in a process that has not been another rank.
+
+    `job` is resolved for the world: its global batch size says how many microbatches a step has, of
+    which only the first few are run.
+    """
     torch.set_num_threads(1)
     rss_import = _rss()
     start_up = _start_up(job, config, world_size, rank)
     started = time.perf_counter()
-    with PaperRank(job, config, world_size=world_size, rank=rank) as paper:
-        meshes = paper.sharded.meshes
-        dims = meshes.dims
-        training = job.training
+    with fake_world(rank, world_size):
+        fake = FakeRank(job, config)
+        meshes = fake.sharded.meshes
+        dims, training = meshes.dims, job.training
         microbatch = training.local_batch_size * dims.size("batch")
         microbatches = training.global_batch_size // microbatch
-        counted = paper.step(min(telling_microbatches(dims.pp), microbatches))
+        volumes = fake.step(min(microbatches_to_run(dims.pp), microbatches))
         traffic: dict[str, dict[str, tuple[int, float]]] = {}
-        for flow, (calls, sent) in counted.of(microbatches).items():
+        for flow, (calls, sent) in volumes.of(microbatches).items():
             traffic.setdefault(flow.axis, {})[flow.op] = (calls, sent)
-        parameters = [parameter for _, parameter in paper.sharded.named_parameters()]
-        states = [x for s in paper.optimizer.state.values() for x in s.values()]
+        parameters = [parameter for _, parameter in fake.sharded.named_parameters()]
+        states = [x for s in fake.optimizer.state.values() for x in s.values()]
         axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "edp", "ep", "etp")
         return RankFacts(
             world_size=world_size,
@@ -106,8 +102,8 @@ def measure(job: JobConfig, config: ModelConfig, world_size: int, rank: int = 0)
             tokens=microbatches * training.local_batch_size * training.seq_len // dims.cp,
             traffic=traffic,
             num_groups=meshes.groups.num_groups,
-            new_group_calls=paper.new_group_calls,
-            paper_seconds=time.perf_counter() - started,
+            new_group_calls=fake.new_group_calls,
+            simulation_seconds=time.perf_counter() - started,
             rss_import=rss_import,
             parameter_bytes=_own_bytes(parameters),
             optimizer_bytes=_own_bytes(x for x in states if isinstance(x, Tensor)),
@@ -123,84 +119,77 @@ def violations(curve: Sequence[RankFacts]) -> list[str]:
     the own shard never grows.
     """
     first, *others = sorted(curve, key=lambda facts: facts.world_size)
-    found = []
-    for facts in others:
-        worlds = f"{first.world_size} -> {facts.world_size} ranks"
-        for axis, ops in facts.traffic.items():
-            for op, (calls, sent) in ops.items():
-                if axis not in first.traffic or op not in first.traffic[axis]:
-                    continue  # An axis of one rank there.
-                calls_before, before = first.traffic[axis][op]
-                size = _ranks_of(first, axis)
-                if sent > before * size / (size - 1) * (1 + _PADDING):
-                    found.append(
-                        f"{worlds}: {op} over {axis} from {before:,.0f} to {sent:,.0f} bytes"
-                    )
-                if calls > calls_before:
-                    found.append(f"{worlds}: {op} over {axis} from {calls_before} to {calls} calls")
-        for what in ("num_groups", "new_group_calls"):
-            if getattr(facts, what) > max(getattr(first, what), MOST_GROUPS):
-                found.append(
-                    f"{worlds}: {what} from {getattr(first, what)} to {getattr(facts, what)}"
-                )
-        for what in ("parameter_bytes", "optimizer_bytes"):
-            if getattr(facts, what) > getattr(first, what):
-                found.append(
-                    f"{worlds}: {what} from {getattr(first, what):,} to {getattr(facts, what):,}"
-                )
-        further = facts.world_size - first.world_size
-        if facts.metadata_bytes - first.metadata_bytes > MOST_METADATA * further:
-            grown = facts.metadata_bytes - first.metadata_bytes
-            found.append(
-                f"{worlds}: {grown / further:,.0f} bytes of groups and meshes for each further "
-                f"rank of the world, at most {MOST_METADATA}"
-            )
-        if facts.rss_built - first.rss_built > _MOST_RSS_GROWTH + MOST_METADATA * further:
-            grown = facts.rss_built - first.rss_built
-            found.append(f"{worlds}: {grown / 2**20:,.0f} MiB more of the host's memory")
-    return found
+    return [
+        f"{first.world_size} -> {facts.world_size} ranks: {line}"
+        for facts in others
+        for line in (*_traffic_violations(first, facts), *_other_violations(first, facts))
+    ]
+
+
+def _traffic_violations(first: RankFacts, facts: RankFacts) -> Iterator[str]:
+    for axis, ops in facts.traffic.items():
+        for op, (calls, sent) in ops.items():
+            if axis not in first.traffic or op not in first.traffic[axis]:
+                continue  # An axis of one rank there.
+            calls_before, before = first.traffic[axis][op]
+            size = _ranks_of(first, axis)
+            if sent > before * size / (size - 1) * (1 + _PADDING):
+                yield f"{op} over {axis} from {before:,.0f} to {sent:,.0f} bytes"
+            if calls > calls_before:
+                yield f"{op} over {axis} from {calls_before} to {calls} calls"
+
+
+def _other_violations(first: RankFacts, facts: RankFacts) -> Iterator[str]:
+    limits = {
+        "num_groups": max(first.num_groups, MOST_GROUPS),
+        "new_group_calls": max(first.new_group_calls, MOST_GROUPS),
+        "parameter_bytes": first.parameter_bytes,
+        "optimizer_bytes": first.optimizer_bytes,
+    }
+    for what, limit in limits.items():
+        if getattr(facts, what) > limit:
+            yield f"{what} from {getattr(first, what):,} to {getattr(facts, what):,}"
+    further = facts.world_size - first.world_size
+    grown = facts.metadata_bytes - first.metadata_bytes
+    if grown > MOST_METADATA * further:
+        yield (
+            f"{grown / further:,.0f} bytes of groups and meshes for each further rank of the "
+            f"world, at most {MOST_METADATA}"
+        )
+    grown = facts.rss_built - first.rss_built
+    if grown > _MOST_RSS_GROWTH + MOST_METADATA * further:
+        yield f"{grown / 2**20:,.0f} MiB more of the host's memory"
 
 
 def _ranks_of(facts: RankFacts, axis: str) -> int:
     if axis == WORLD:
         return facts.world_size
     name = axis.split("+")[0]
-    joined = {"fsdp": ("dp_shard", "cp"), "sequence": ("cp", "tp")}
-    size = 1
-    for part in joined.get(name, (name,)):
-        size *= facts.degrees[part]
-    return size
+    return prod(facts.degrees[part] for part in JOINED_AXES.get(name, (name,)))
 
 
 def _start_up(job: JobConfig, config: ModelConfig, world_size: int, rank: int) -> dict[str, Any]:
-    """What a rank does and keeps before its first step, as it is: nothing here is on paper but that
-    groups are made without the others."""
+    """What a rank makes and keeps before its first step."""
     dims = parallel_dims(job.parallelism, world_size)
     config = resolve_model(config, job)
-
-    def make() -> Meshes:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        return build_meshes(dims, "cpu")
-
-    make()  # Imports and caches are no part of it.
-    dist.destroy_process_group()
+    with fake_world(rank, world_size):
+        build_meshes(dims, CPU.type)  # Imports and caches are not counted.
     gc.collect()
     tracemalloc.start()
-    meshes = make()
-    gc.collect()
-    kept = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    kept += meshes.dense.mesh.nbytes + meshes.sparse.mesh.nbytes
-    dist.destroy_process_group()
+    with fake_world(rank, world_size):
+        meshes = build_meshes(dims, CPU.type)
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        kept += meshes.dense.mesh.nbytes + meshes.sparse.mesh.nbytes
     started = time.process_time()
-    meshes = make()
-    made = time.process_time()
-    parts = lay_out(job, config, meshes, torch.device("cpu"))
-    laid_out = time.process_time()
-    rss = _rss()
-    del parts
-    dist.destroy_process_group()
-    _clear_sharding_prop_cache()
+    with fake_world(rank, world_size):
+        meshes = build_meshes(dims, CPU.type)
+        made = time.process_time()
+        parts = lay_out(job, config, meshes, CPU)
+        laid_out = time.process_time()
+        rss = _rss()
+        del parts
     return {
         "metadata_bytes": kept,
         "mesh_seconds": made - started,

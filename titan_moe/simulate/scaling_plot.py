@@ -1,4 +1,4 @@
-"""The curves of what a rank does and holds over the size of the world."""
+"""Curves of what a rank sends, makes and holds over the size of the world."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,15 +20,15 @@ def draw(curve: Sequence[RankFacts], path: Path, title: str) -> None:
     worlds = [facts.world_size for facts in curve]
     figure = Figure(figsize=(12, 8), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
-    (wire, held), (made, host) = figure.subplots(2, 2)
+    (sent, held), (made, host) = figure.subplots(2, 2)
     axes_names = sorted({axis for facts in curve for axis in facts.traffic})
     _lines(
-        wire,
+        sent,
         worlds,
         {f"over {a}": [f.bytes_by_axis().get(a, 0) / 1e6 for f in curve] for a in axes_names},
     )
-    wire.set_title("on the wire, a step", loc="left", fontsize=10)
-    wire.set_ylabel("MB that leave a rank")
+    sent.set_title("sent in a step", loc="left", fontsize=10)
+    sent.set_ylabel("MB that leave a rank")
     shards = {
         "own weights": [facts.parameter_bytes / 1e6 for facts in curve],
         "own optimizer state": [facts.optimizer_bytes / 1e6 for facts in curve],
@@ -64,7 +64,7 @@ def draw(curve: Sequence[RankFacts], path: Path, title: str) -> None:
     title = f"host memory: {each:.0f} bytes of groups and meshes for each further rank"
     host.set_title(title, loc="left", fontsize=10)
     host.set_ylabel("MB")
-    for panel in (wire, held, made, host):
+    for panel in (sent, held, made, host):
         # Below, where no line runs.
         panel.legend(
             fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2

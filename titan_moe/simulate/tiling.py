@@ -1,6 +1,6 @@
 """What must hold of the shards and groups of any layout, however many ranks: by arithmetic alone.
 
-No torch and no process, so that all ranks of thousands of layouts are looked at in seconds.
+No torch and no process, so that all ranks of thousands of layouts are checked in seconds.
 """
 
 from collections import Counter
@@ -20,16 +20,16 @@ JOINED_AXES: Mapping[str, tuple[str, ...]] = {
 TOKEN_AXES = ("pp", "cp", "tp", "sequence", "ep", "etp")
 PARAMETER_AXES = ("dp_replicate", "fsdp", "edp")
 MOST_GROUPS = len(TOKEN_AXES) + len(PARAMETER_AXES) + 2
-"""Of a rank, whatever the world: one for each axis that something is exchanged over, and the two
-ways of rows between and within nodes."""
+"""Of a rank, in a world of any size: one for each axis that something is exchanged over, and two
+for rows between and within nodes."""
 
 Group = tuple[str, tuple[int, ...]]
 """A class of traffic, "tokens" or "parameters", and the ranks, ascending."""
 
 
 def members(layout: Layout, rank: int, axis: str) -> tuple[int, ...]:
-    """The ranks that stand where `rank` stands on every axis of the view but this one, or but the
-    two that it joins."""
+    """The ranks that differ from `rank` at most on this axis of the view, or on the two that it
+    joins."""
     parts = JOINED_AXES.get(axis, (axis,))
     view = DENSE_AXES if parts[0] in DENSE_AXES else SPARSE_AXES
     sizes = tuple(_size(layout, each) for each in view)
@@ -37,7 +37,7 @@ def members(layout: Layout, rank: int, axis: str) -> tuple[int, ...]:
 
 
 def groups(layout: Layout, rank: int) -> set[Group]:
-    """The fewest process groups that a rank can do with.
+    """The fewest process groups that a rank needs.
 
     One for each list of two or more ranks and class of traffic; parameters that go to all ranks
     take the world's own.
@@ -54,8 +54,8 @@ def groups(layout: Layout, rank: int) -> set[Group]:
 
 
 def _of_nodes(layout: Layout, rank: int) -> list[tuple[int, ...]]:
-    """Where two ranks of an ep group share a node: these two, and those that stand on the other
-    nodes where this one does on its own."""
+    """Where two ranks of an ep group share a node: these two, and those with this one's place on
+    the other nodes."""
     if layout.dispatch != "nodes" or layout.ep == 2 or layout.ep % 2:
         return []
     ranks = members(layout, rank, "ep")
@@ -67,7 +67,7 @@ def _of_nodes(layout: Layout, rank: int) -> list[tuple[int, ...]]:
 
 
 def group_problems(layout: Layout) -> list[str]:
-    """Ranks that see other groups than their members do, or more than there may be."""
+    """Ranks that have other groups than their members have, or more than there may be."""
     of_rank = [groups(layout, rank) for rank in range(layout.world_size)]
     found = [
         f"rank {rank} has {len(own)} process groups, rank 0 has {len(of_rank[0])}: at most "
@@ -77,7 +77,7 @@ def group_problems(layout: Layout) -> list[str]:
     ]
     known = Counter(group for own in of_rank for group in own)
     found += [
-        f"{count} of the {len(ranks)} ranks {ranks} know of their group for {traffic}"
+        f"{count} of the {len(ranks)} ranks {ranks} have their group for {traffic}"
         for (traffic, ranks), count in known.items()
         if count != len(ranks)
     ]
@@ -85,7 +85,7 @@ def group_problems(layout: Layout) -> list[str]:
 
 
 class Tiling:
-    """Judges the parts of parameters; what recurs from layout to layout is looked at once."""
+    """Checks the parts of parameters; what recurs from layout to layout is checked once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple, str] = {}
@@ -157,8 +157,7 @@ def tiling_problem(
 
 
 def has_empty_shards(part: Sequence[int], pieces: int) -> bool:
-    """Whether data parallelism cannot cut a rank's part into this many pieces that all hold
-    something.
+    """Whether data parallelism leaves some of this many pieces of a rank's part empty.
 
     It cuts dim 0 into chunks of one size, of which only the last may be smaller, or any other dim
     into equal ones.
@@ -180,7 +179,7 @@ def _members(sizes: tuple[int, ...], free: tuple[bool, ...], rank: int) -> tuple
 
 
 def _owners(shards: Shards) -> tuple[list[tuple[int, ...]], list[str]]:
-    """The ranks of each pipeline stage, and what is wrong with that."""
+    """The ranks of each pipeline stage, and any stage on too many or too few."""
     layout = shards.layout
     world = range(layout.world_size)
     if not shards.stages:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -142,18 +141,15 @@ def test_a_job_is_frozen() -> None:
         JobConfig().training.steps = 3
 
 
-def test_help_is_quick_imports_no_torch_and_shows_every_key() -> None:
+def test_help_imports_no_torch_and_shows_every_key() -> None:
     watch = (
         "import sys\nfrom titan_moe.cli.main import main\n"
         "try:\n    main(['train', '--help'])\n"
         "except SystemExit as stop:\n    assert not stop.code, stop.code\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
     )
-    start = time.monotonic()
     shown = subprocess.run([sys.executable, "-c", watch], capture_output=True, text=True)
-    seconds = time.monotonic() - start
     assert shown.returncode == 0, shown.stderr
     for key in known_keys():
         assert f"--{key} " in shown.stdout
     assert "Optimizer steps of the run. (default: 10000)" in " ".join(shown.stdout.split())
-    assert seconds < 1.5

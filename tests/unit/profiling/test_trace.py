@@ -6,8 +6,10 @@ import json
 import pytest
 
 from tests.support.commands import run_command
+from titan_moe.profiling.spans import Overlap, union
 from titan_moe.profiling.summary import EXPOSED, IDLE, read_profiles, summary, table
-from titan_moe.profiling.trace import Place, Sweep, read_trace, union
+from titan_moe.profiling.timeline import RegionPhase
+from titan_moe.profiling.trace import read_trace
 
 MAIN, BACKWARD, GLOO, STREAM, NCCL = 1, 2, 3, 7, 20
 
@@ -101,9 +103,9 @@ def test_kernels_belong_to_who_launched_them_and_exposed_is_what_nothing_covers(
     profile = read_trace(write(tmp_path / "rank-0.json", gpu_trace()))
     assert profile.on_gpu and profile.wall == 1000
     assert dict(profile.times) == {
-        Place("experts", "forward"): 100,
-        Place("experts", "backward"): 60,
-        Place("attention", "recompute"): 25,
+        RegionPhase("experts", "forward"): 100,
+        RegionPhase("experts", "backward"): 60,
+        RegionPhase("attention", "recompute"): 25,
     }
     assert (profile.communication, profile.exposed) == (90, 60)
     assert profile.idle == 1000 - 185 - 60
@@ -116,9 +118,9 @@ def test_a_cpu_waits_where_a_collective_runs_and_nothing_is_computed(tmp_path):
     assert not profile.on_gpu
     assert (profile.communication, profile.exposed) == (65, 50)
     assert dict(profile.times) == {
-        Place("dispatch", "forward"): 50,
-        Place("experts", "forward"): 60,
-        Place("other", "forward"): 40,
+        RegionPhase("dispatch", "forward"): 50,
+        RegionPhase("experts", "forward"): 60,
+        RegionPhase("other", "forward"): 40,
     }
     assert profile.idle == 0
     assert profile.kernels == {"aten::index_select": 20, "aten::mm": 50, "aten::copy_": 10}
@@ -126,8 +128,8 @@ def test_a_cpu_waits_where_a_collective_runs_and_nothing_is_computed(tmp_path):
 
 def test_a_compiled_layer_is_a_region(tmp_path):
     profile = read_trace(write(tmp_path / "rank-0.json", compiled_trace()))
-    assert profile.times[Place("compiled", "forward")] == 50
-    assert profile.times[Place("compiled", "backward")] == 30
+    assert profile.times[RegionPhase("compiled", "forward")] == 50
+    assert profile.times[RegionPhase("compiled", "backward")] == 30
 
 
 def test_the_slowest_rank_is_named(tmp_path):
@@ -183,5 +185,5 @@ def test_a_folder_of_steps_says_which_to_name(tmp_path):
 
 def test_spans():
     assert union([(3, 4), (0, 2), (1, 3), (6, 7)]) == [(0, 4), (6, 7)]
-    sweep = Sweep([(0, 4), (6, 7), (8, 20)])
-    assert [sweep.overlap(*span) for span in ((1, 3), (3, 7), (7, 8), (9, 30))] == [2, 2, 0, 11]
+    overlap = Overlap([(0, 4), (6, 7), (8, 20)])
+    assert [overlap.of(*span) for span in ((1, 3), (3, 7), (7, 8), (9, 30))] == [2, 2, 0, 11]

@@ -8,16 +8,9 @@ import pytest
 
 from tests.support.paths import REPO
 
-_BENCH = REPO / "scripts/bench"
-
-
-@pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(_BENCH)
-
 
 def test_a_row_leaves_the_first_steps_out_and_counts_all_ranks() -> None:
-    import training
+    from scripts.bench import training
 
     row = training.Row("deepseek_v3/2M", "float32", "FSDP 2", 2, 1)
     speeds = [1.0] * 5 + [100.0, 300.0, 200.0]
@@ -32,8 +25,8 @@ def test_a_row_leaves_the_first_steps_out_and_counts_all_ranks() -> None:
 
 def test_every_row_is_a_configuration_that_runs(tmp_path: Path) -> None:
     import tomli_w
-    import training
 
+    from scripts.bench import training
     from titan_moe.train import prepare
 
     rows = training.all_rows()
@@ -46,7 +39,7 @@ def test_every_row_is_a_configuration_that_runs(tmp_path: Path) -> None:
 
 
 def test_what_a_step_costs_is_told_by_part_and_kind() -> None:
-    import loop_overhead as bench
+    from scripts.bench import loop_overhead as bench
 
     seconds = dict.fromkeys(bench.PARTS, 0.001) | {"the step": 0.010}
     ranks = [
@@ -63,7 +56,7 @@ def test_what_a_step_costs_is_told_by_part_and_kind() -> None:
 
 
 def test_parts_add_up_to_the_whole() -> None:
-    import startup
+    from scripts.bench.torchtitan import startup
 
     figures = {"start": 12.0, "end": 20.0, "seconds": {"import torch": 3.0, "model": 1.0}}
     parts = startup.parts_of(10.0, figures)
@@ -74,7 +67,7 @@ def test_parts_add_up_to_the_whole() -> None:
 
 
 def test_the_clock_finds_its_functions_and_counts_the_outermost() -> None:
-    import startup_rank as rank
+    from scripts.bench.torchtitan import startup_rank as rank
 
     for _, module, name in rank.FUNCTIONS:
         owner, attribute = rank.find(module, name)
@@ -87,21 +80,23 @@ def test_the_clock_finds_its_functions_and_counts_the_outermost() -> None:
     assert set(stopwatch.seconds) == {"outer"}
 
 
-@pytest.mark.parametrize("script", ["training.py", "peer_torchtitan.py", "startup.py"])
-def test_a_pattern_or_option_that_fits_nothing_is_refused(script: str) -> None:
-    options = {
-        "training.py": ["--rows", "no such model"],
-        "peer_torchtitan.py": ["--rows", "no such model"],
-        "startup.py": ["--rounds", "many"],
-    }
-    command = [sys.executable, str(_BENCH / script), *options[script]]
-    refused = subprocess.run(command, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("training", ["--rows", "no such model"]),
+        ("torchtitan.compare", ["--rows", "no such model"]),
+        ("torchtitan.startup", ["--repeats", "many"]),
+    ],
+)
+def test_a_pattern_or_option_that_fits_nothing_is_refused(script: str, options: list[str]) -> None:
+    command = [sys.executable, "-m", f"scripts.bench.{script}", *options]
+    refused = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert refused.returncode == 2
-    assert options[script][1] in refused.stderr
+    assert options[1] in refused.stderr
 
 
 def test_dispatchers_are_summed_over_ranks_and_timed_by_the_slowest() -> None:
-    import dispatch
+    from scripts.bench import dispatch
 
     ranks = [
         dispatch.Seen(120.0, 60.0, 100, 50, 0.0, [1.0, 3.0, 2.0]),
@@ -113,8 +108,9 @@ def test_dispatchers_are_summed_over_ranks_and_timed_by_the_slowest() -> None:
 
 
 def test_the_most_memory_that_a_step_has_alive_at_once_is_counted() -> None:
-    import memory
     import torch
+
+    from scripts.bench import memory
 
     mib = 2**20
     kept = []
@@ -133,8 +129,7 @@ def test_the_most_memory_that_a_step_has_alive_at_once_is_counted() -> None:
 
 
 def test_compiled_layers_are_told_beside_eager_ones() -> None:
-    import compile as script
-
+    from scripts.bench import compile as script
     from titan_moe.distributed.compile import Compiled
 
     row = script.Row("m", "float32", 2.0, 1.0, 9.0, Compiled(graphs=7, breaks=1, seconds=5.0))

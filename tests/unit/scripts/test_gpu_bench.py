@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,19 +11,13 @@ import torch
 
 from tests.support.paths import REPO
 
-_BENCH = REPO / "scripts/bench"
 SCRIPTS = ["gpu_moe", "gpu_permute", "gpu_slice", "gpu_families"]
-
-
-@pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(_BENCH)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", [*SCRIPTS, "gpu_all"])
 def test_without_a_gpu_one_line_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = __import__(name)
+    module = import_module(f"scripts.bench.{name}")
     monkeypatch.setattr(sys, "argv", [name, *(["folder"] if name == "gpu_all" else [])])
     with pytest.raises(SystemExit, match=r"^no CUDA device here: --device cpu .*$"):
         module.main()
@@ -31,7 +26,7 @@ def test_without_a_gpu_one_line_says_so(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", ["gpu_moe", "gpu_permute"])
 def test_toy_sizes_run_the_same_code(name: str, tmp_path: Path, capsys) -> None:
     file = tmp_path / "figures.json"
-    module = __import__(name)
+    module = import_module(f"scripts.bench.{name}")
     module.main(["--device", "cpu", "--repeats", "1", "--json", str(file)])
     figures = json.loads(file.read_text())
     assert figures["toy"] and figures["rows"] and figures["goals"]
@@ -51,7 +46,7 @@ def test_toy_sizes_run_the_same_code(name: str, tmp_path: Path, capsys) -> None:
 def test_toy_steps_run_the_same_code(name: str, options: list[str], tmp_path: Path) -> None:
     # A process of its own: it makes a world.
     file = tmp_path / "figures.json"
-    command = [sys.executable, str(_BENCH / f"{name}.py"), "--device", "cpu", *options]
+    command = [sys.executable, "-m", f"scripts.bench.{name}", "--device", "cpu", *options]
     run = subprocess.run(
         [*command, "--json", str(file)],
         cwd=REPO,
@@ -77,7 +72,7 @@ def _environment() -> dict[str, str]:
 
 
 def test_goals_are_met_or_missed() -> None:
-    from gpu_common import Goal
+    from scripts.bench.measure import Goal
 
     assert Goal("ratio", 1.1, 1.15, at_most=True).met
     assert not Goal("ratio", 1.2, 1.15, at_most=True).met
@@ -87,7 +82,7 @@ def test_goals_are_met_or_missed() -> None:
 
 
 def test_a_layers_goals_name_the_published_figures() -> None:
-    import gpu_moe
+    from scripts.bench import gpu_moe
 
     row = gpu_moe.Row(gpu_moe.SHAPES[2], "balanced", "backward", 1.0, 12.0, 10.0, 400.0)
     assert row.over_gemms == 1.2
@@ -97,7 +92,8 @@ def test_a_layers_goals_name_the_published_figures() -> None:
 
 
 def test_all_parts_fit_into_one_call() -> None:
-    import gpu_all
+    from scripts.bench import gpu_all
 
     assert sum(limit for _, limit in gpu_all.PARTS.values()) + gpu_all._TESTS_LIMIT < 600
-    assert all((_BENCH / command[0]).exists() for command, _ in gpu_all.PARTS.values())
+    parts = [command[0] for command, _ in gpu_all.PARTS.values()]
+    assert all((REPO / f"scripts/bench/{part}.py").exists() for part in parts)

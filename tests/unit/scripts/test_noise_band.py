@@ -1,27 +1,14 @@
 """What the evidence for the noise band is made of."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from tests.support.paths import REPO
+from scripts.bench import noise_band as script
 from titan_moe.verify.compare.records import Curve
 
-_BENCH = REPO / "scripts/bench"
 
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(_BENCH)
-    import noise_band
-
-    yield noise_band
-    del sys.modules["noise_band"]
-
-
-def test_no_two_runs_share_the_order_of_their_rows(script) -> None:
+def test_no_two_runs_share_the_order_of_their_rows() -> None:
     tasks = script.tasks(["bfloat16"], 40)
     orders = [task.run.order for task in tasks]
     assert len(set(orders)) == len(orders) == 32 + 40 + len(script.MISTAKES) + len(script.HALVED)
@@ -32,14 +19,14 @@ def test_no_two_runs_share_the_order_of_their_rows(script) -> None:
     assert len({task.path(Path()) for task in tasks}) == len(tasks)
 
 
-def test_runs_of_a_group_have_as_many_ranks(script) -> None:
+def test_runs_of_a_group_have_as_many_ranks() -> None:
     tasks = script.tasks(["float32"], 10)
     groups = script.groups(tasks)
     assert sorted(task.name for group in groups for task in group) == sorted(t.name for t in tasks)
     assert all(len({task.run.layout.world_size for task in group}) == 1 for group in groups)
 
 
-def test_curves_come_back_whole(script, tmp_path: Path) -> None:
+def test_curves_come_back_whole(tmp_path: Path) -> None:
     counts = np.arange(script.STEPS * 8).reshape(script.STEPS, 8).astype(float)
     losses = np.linspace(6, 1, script.STEPS)
     scalars = {"loss": losses, "grad_norm": losses / 3, "norm of w[3]": losses / 7}

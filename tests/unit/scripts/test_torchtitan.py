@@ -1,4 +1,4 @@
-"""The arithmetic of scripts/bench/peer_torchtitan.py, and the substitutes that torchtitan gets."""
+"""The arithmetic of scripts/bench/torchtitan, and the substitutes that torchtitan gets."""
 
 from pathlib import Path
 from typing import Any
@@ -6,19 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.paths import REPO
-
-_BENCH = REPO / "scripts/bench"
-
-
-@pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(_BENCH)
-
 
 def observed(*, first: float, step: float, memory: list[float], peak: float) -> Any:
     """A run whose steps take `step` seconds each, after a first one at `first`."""
-    from peer_runs import Observed
+    from scripts.bench.torchtitan.runs import Observed
 
     return Observed(
         seconds=[first + step * number for number in range(len(memory))],
@@ -30,8 +21,8 @@ def observed(*, first: float, step: float, memory: list[float], peak: float) -> 
 
 
 def test_figures_leave_the_first_steps_out_and_are_beyond_torch_alone() -> None:
-    from peer_runs import Start
-    from peer_torchtitan import figures_of
+    from scripts.bench.torchtitan.compare import figures_of
+    from scripts.bench.torchtitan.runs import Start
 
     memory = [300.0] * 5 + [600.0, 620.0, 640.0]
     run = observed(first=7.0, step=0.5, memory=memory, peak=700.0)
@@ -54,31 +45,31 @@ def test_figures_leave_the_first_steps_out_and_are_beyond_torch_alone() -> None:
     ],
 )
 def test_goals(dtype: str, times: float, matmul_tflops: float, fast: bool) -> None:
-    import peer_torchtitan as peer
+    from scripts.bench.torchtitan import compare
 
-    row = next(row for row in peer.all_rows() if row.name == f"cmp {dtype} 1 rank")
-    row.starts.append(peer.Start(torch=3.0, fsdp=4.5, memory_mib=200.0))
+    row = next(row for row in compare.all_rows() if row.name == f"cmp {dtype} 1 rank")
+    row.starts.append(compare.Start(torch=3.0, fsdp=4.5, memory_mib=200.0))
     row.ours.append(observed(first=5.5, step=1.0, memory=[300.0] * 8, peak=400.0))
     row.theirs.append(observed(first=6.0, step=times, memory=[300.0] * 8, peak=610.0))
-    goals = peer.verdicts(row, matmul_tflops)
+    goals = compare.verdicts(row, matmul_tflops)
     expected = {"memory": True, "flat": True, "first sooner": True}
     assert goals == {"speed": fast, **expected, "1.5 s, torch": False, "1.5 s, fsdp": True}
 
 
 def test_different_models_are_not_compared() -> None:
-    import peer_torchtitan as peer
+    from scripts.bench.torchtitan import compare
 
-    rows = peer.all_rows()
+    rows = compare.all_rows()
     assert len({row.name for row in rows}) == len(rows) == 12
     for model in {row.model for row in rows}:
-        assert peer.different_models(model, model.num_parameters) is None
-        problem = peer.different_models(model, model.num_parameters + 1)
+        assert compare.different_models(model, model.num_parameters) is None
+        problem = compare.different_models(model, model.num_parameters + 1)
         assert problem and "different models" in problem
-        assert peer.different_models(model, None)
+        assert compare.different_models(model, None)
 
 
 def test_lines_of_both_programs_are_read_once_per_step() -> None:
-    from peer_runs import Observed
+    from scripts.bench.torchtitan.runs import Observed
 
     run = Observed()
     ranks = [{"VmRSS": 10.0, "VmHWM": 30.0}, {"VmRSS": 20.0, "VmHWM": 25.0}]
@@ -100,7 +91,7 @@ def test_lines_of_both_programs_are_read_once_per_step() -> None:
 def test_memory_of_this_process_and_of_none() -> None:
     import os
 
-    from peer_memory import ranks_memory, read_status, resident_mib
+    from scripts.bench.resident import ranks_memory, read_status, resident_mib
 
     assert read_status("Name:\tx: y\nVmHWM:\t 2048 kB\nVmRSS:\t 1024 kB\n") == {
         "VmRSS": 1.0,
@@ -113,10 +104,10 @@ def test_memory_of_this_process_and_of_none() -> None:
 
 def test_every_row_of_ours_is_a_configuration_that_runs(tmp_path: Path) -> None:
     import tomli_w
-    from peer_data import EOS, VOCAB_SIZE, cut_text, write_data
-    from peer_runs import Peer
-    from peer_torchtitan import all_rows
 
+    from scripts.bench.torchtitan.compare import all_rows
+    from scripts.bench.torchtitan.data import EOS, VOCAB_SIZE, cut_text, write_data
+    from scripts.bench.torchtitan.runs import Jobs
     from titan_moe.data.tokenizer import load_tokenizer
     from titan_moe.train import prepare
 
@@ -127,10 +118,10 @@ def test_every_row_of_ours_is_a_configuration_that_runs(tmp_path: Path) -> None:
     assert (loaded.vocab_size, loaded.decode([loaded.eos_id])) == (VOCAB_SIZE, EOS)
     assert cut_text("abcdefgh", 3) == ["abc", "def", "gh"] and cut_text("abcde", 4) == ["abcd"]
 
-    peer = Peer(tmp_path, tmp_path / "venv", data, tokenizer)
+    jobs = Jobs(tmp_path, tmp_path / "venv", data, tokenizer)
     for row in all_rows():
-        config = tmp_path / "peer.toml"
-        tables = peer.our_tables(row.model, row.dtype, row.layout, steps=20)
+        config = tmp_path / "job.toml"
+        tables = jobs.our_tables(row.model, row.dtype, row.layout, steps=20)
         config.write_text(tomli_w.dumps(tables), encoding="utf-8")
         job, _ = prepare(["--job.config_file", str(config)], row.layout.num_ranks, {})
         assert job.training.global_batch_size == 8 and not job.training.mask_documents
@@ -138,7 +129,7 @@ def test_every_row_of_ours_is_a_configuration_that_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("ranks", "experts"), [(1, 4), (2, 3)])
 def test_the_substitute_for_tritons_kernel_finds_every_row(ranks: int, experts: int) -> None:
-    from peer_torchtitan_rank import fill_indices
+    from scripts.bench.torchtitan.torchtitan_rank import fill_indices
 
     counts = torch.tensor([[3, 0, 2, 1], [1, 2, 5, 4]])[:ranks, :experts].contiguous()
     starts = counts.flatten().cumsum(0) - counts.flatten()

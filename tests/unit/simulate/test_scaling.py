@@ -1,4 +1,4 @@
-"""The law of growing worlds: kept by the program, and seen when a planted line breaks it."""
+"""The law of growing worlds: the program keeps it, and a planted line that breaks it is caught."""
 
 from dataclasses import replace
 from unittest import mock
@@ -12,7 +12,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import resolve
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
-from titan_moe.simulate.fake_rank import spread_choice
+from titan_moe.simulate.fake_rank import balanced_choice
 from titan_moe.simulate.scaling import RankFacts, measure, violations
 from titan_moe.testing.process_pool import in_fresh_processes
 
@@ -82,7 +82,7 @@ def test_nothing_grows_with_the_world_faster_than_the_shard(degrees: dict[str, i
     curve = [facts for _, facts in sorted(in_fresh_processes(measure, tasks, num_workers=1))]
     assert [facts.world_size for facts in curve] == list(WORLDS)
     assert violations(curve) == []
-    # What travels between a layer's experts is the batch's, whatever the world.
+    # What is sent to a layer's experts depends on the batch, not on the world.
     assert len({facts.bytes_by_axis()["ep"] for facts in curve}) == 1
     assert max(facts.num_groups for facts in curve) <= 4
     if not degrees:
@@ -109,7 +109,7 @@ def test_a_planted_violation_is_caught(bug: str, says: str) -> None:
 
 
 def test_all_experts_get_as_many_tokens_and_a_token_no_expert_twice() -> None:
-    experts_TK = spread_choice(16, 4)(torch.zeros(64, 16))
+    experts_TK = balanced_choice(16, 4)(torch.zeros(64, 16))
     assert experts_TK.flatten().bincount(minlength=16).tolist() == [16] * 16
     assert all(len(set(row)) == 4 for row in experts_TK.tolist())
 

@@ -1,10 +1,10 @@
-"""The arithmetic that judges layouts, and that it can say no."""
+"""The arithmetic that layouts are checked by, and that it finds what is wrong."""
 
 from dataclasses import replace
 
 import pytest
 
-from titan_moe.simulate.models import subjects
+from titan_moe.simulate.models import layout_models
 from titan_moe.simulate.tiling import (
     MOST_GROUPS,
     Tiling,
@@ -143,9 +143,9 @@ def test_groups_do_not_grow_with_the_world():
 
 def test_shapes_of_deep_models_are_those_of_their_kinds():
     layout = Layout(pp=4, tp=4, ep=4, schedule="DualPipeV")
-    for family, subject in subjects(layout).items():
-        shapes = subject.shapes()
-        assert subject.config.num_layers == 8 == len(subject.stages)
+    for family, model in layout_models(layout).items():
+        shapes = model.shapes()
+        assert model.config.num_layers == 8 == len(model.stages)
         assert {name.split(".")[1] for name in shapes if name.startswith("layers")} == set(
             map(str, range(8))
         )

@@ -1,6 +1,9 @@
 """The safetensors format: 8 bytes that give a length, as much JSON, then row-major tensors.
 
-Written and read here without a memory map, whose pages would count as this process's memory.
+Read here and not by the `safetensors` package, which maps files into memory: where a mapped file
+ends early or cannot be read, the process dies of SIGBUS; here a RunError names the file. Written
+here because each rank writes its boxes into their places: the package, and torch's
+HuggingFaceStorageWriter, which uses it, want whole tensors, or a second pass over shards.
 Format: https://github.com/huggingface/safetensors, "Format".
 """
 

@@ -1,7 +1,7 @@
 """Where a model's tensors come from: a Hugging Face folder, a checkpoint, or a model in memory.
 
 All go by our names, and are read box by box. What takes them is `fill` (a model in memory),
-`streamed.write_tensors` (a checkpoint) and `write_folder.export` (a Hugging Face folder).
+`tensor_files.write_chunks` (a checkpoint) and `write_folder.export` (a Hugging Face folder).
 """
 
 from collections import defaultdict

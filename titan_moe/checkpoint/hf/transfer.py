@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.checkpoint import storage
-from titan_moe.checkpoint.agreement import on_every_rank, on_rank_zero
 from titan_moe.checkpoint.checksum import box_sum
 from titan_moe.checkpoint.hf.assets import (
     HF,
@@ -48,8 +47,9 @@ from titan_moe.checkpoint.manifest import (
     read_manifest,
 )
 from titan_moe.checkpoint.safe_reader import SafeReader
-from titan_moe.checkpoint.streamed import Chunk, write_tensors
+from titan_moe.checkpoint.tensor_files import Chunk, write_chunks
 from titan_moe.checkpoint.tensors import MODEL
+from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.distributed.dtensor import local_slices
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder, move_off_meta
@@ -108,7 +108,7 @@ def _write_chunks(
             bar.update(values.numel() * values.element_size())
             return chunk, values
 
-        write_tensors(aside, lambda: one_ahead(make, mine), doing=f"cannot write {out}")
+        write_chunks(aside, lambda: one_ahead(make, mine), doing=f"cannot write {out}")
     return total_checksums(sums)
 
 

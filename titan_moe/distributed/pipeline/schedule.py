@@ -89,7 +89,7 @@ class Pipeline:
         if overlap and schedule == "DualPipeV" and meshes.dims.ep > 1:
             self._alternation = Alternation(device)
             for moe in _moe_layers(parts):
-                moe.dispatcher.overlap = self._alternation  # type: ignore[attr-defined]
+                moe.dispatcher.overlap = self._alternation
 
     def train(self, rows: Microbatch) -> Tensor:
         shape = rows.tokens_BS.shape

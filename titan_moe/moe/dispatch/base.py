@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from titan_moe.distributed.collectives import OverlapHook
 from titan_moe.moe.permute import follow, pad_to_alignment, sort_by_expert
 from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
 
@@ -29,6 +30,10 @@ class ExpertRows(NamedTuple):
 class Dispatcher(Protocol):
     """Moves tokens to experts and back. One between ranks derives from `ExchangeDispatcher`, writes
     `traffic` and `plan`, and is named in `expert_parallel.DISPATCHERS`."""
+
+    overlap: OverlapHook = OverlapHook()
+    """Set once: an overlapped pipeline schedule computes something else in it while rows are
+    exchanged."""
 
     def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
         """Rows that this rank's tokens send to other ranks, one way, and the fewest that would do:

@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 from titan_moe.distributed.collectives import (
     AllToAll,
     AsyncRows,
-    OverlapHook,
     Pending,
     all_gather_rows,
     all_to_all_start,
@@ -78,8 +77,6 @@ class RowsInFlight(NamedTuple):
 class ExchangeDispatcher(Dispatcher):
     """Rows and their routing weights: all-to-all over ep, then all-gather over etp; and back.
 
-    `overlap` is set once: an overlapped pipeline schedule computes something else in it.
-
     Args:
         ep_group: the ranks that hold the other experts.
         etp_group: the ranks that hold the other slices of the same experts.
@@ -89,7 +86,6 @@ class ExchangeDispatcher(Dispatcher):
         self.ep_group, self.etp_group = ep_group, etp_group
         self.num_local = config.num_experts // ep_group.size()
         self.top_k, self.row_alignment = config.top_k, config.row_alignment
-        self.overlap = OverlapHook()
 
     def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""Two sides that differ, trained again to the step where they part, with captures of that step.
+"""Two runs that differ, trained again to the step where they diverge, with captures of that step.
 
-Both sides start the step from the same state: the baseline's, which is kept as a checkpoint before
-it. So what differs in the captures was born in that step.
+Both start the step from the same state: the baseline's, which is saved as a checkpoint before it.
+So what differs in the captures arose in that step.
 """
 
 import json
@@ -15,32 +15,33 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.debug.capture.step import FOLDER
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.launch import count_gpus
-from titan_moe.verify.compare.control_runs import harmless_sides
+from titan_moe.verify.compare.control_runs import control_specs
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.records import Curve, RunRecord, read_run
-from titan_moe.verify.compare.run_spec import Side, Words
-from titan_moe.verify.compare.runner import Experiment, Plan, Tell
+from titan_moe.verify.compare.run_spec import RunSpec, Words
+from titan_moe.verify.compare.runner import Plan, Runner, Tell
 from titan_moe.verify.compare.verdict import first_other_bits, on_steps
-from titan_moe.verify.localize.capture_reader import Captured, read_capture
-from titan_moe.verify.localize.localize import BOUNDS, Finding, locate
+from titan_moe.verify.localize.capture_reader import Capture, read_capture
+from titan_moe.verify.localize.difference import BOUNDS
+from titan_moe.verify.localize.finding import Finding
+from titan_moe.verify.localize.localize import locate
 
 _KEY = "debug.capture_step"
-_HARMLESS = 2
 
 
 @dataclass(frozen=True)
-class Parting:
+class StepFinding:
     """What was found at one step."""
 
     step: int
     finding: Finding | None
     """None: nothing differs there beyond rounding."""
     replayed: Finding | None = None
-    """After a flip at a tie: with the baseline's routing."""
+    """After a changed choice at a tie: with the baseline's routing."""
 
     @property
     def named(self) -> bool:
-        """Whether something is wrong that rounding does not explain."""
+        """Whether something differs that rounding does not explain."""
         found = self.replayed if self.finding is not None and self.finding.is_tie else self.finding
         return found is not None
 
@@ -56,55 +57,57 @@ class Parting:
         return lines
 
 
-def part(plan: Plan, launcher: Launcher, steps: Sequence[int], tell: Tell = print) -> list[Parting]:
-    """Look at the steps in their order until one names a difference; empty if no bits differ.
+def bisect(
+    plan: Plan, launcher: Launcher, steps: Sequence[int], tell: Tell = print
+) -> list[StepFinding]:
+    """Capture steps in their order until one shows a difference; empty if no bits differ.
 
     Args:
-        steps: where to look; none: where the sides' figures first differ by a bit, then where they
-            first differ by more than rounding.
+        steps: where to look; none: where the metrics first differ by a bit, then where they first
+            differ by more than rounding.
 
-    Raises ConfigError for sides that cannot be run again, SideError for one that failed.
+    Raises ConfigError for runs that cannot be repeated, TrainingError for one that failed.
     """
     finished = plan.baseline.path, plan.candidate.path
-    plan = replace(plan, baseline=again(plan.baseline), candidate=again(plan.candidate))
-    localizer = Localizer(plan, launcher, tell)
-    localizer.check()
+    plan = replace(plan, baseline=trainable(plan.baseline), candidate=trainable(plan.candidate))
+    bisection = Bisection(plan, launcher, tell)
+    bisection.check()
     if not steps:
-        localizer.check_against(*finished)
-    found: list[Parting] = []
-    for step in steps or localizer.steps():
-        found.append(localizer.at(step))
+        bisection.check_against(*finished)
+    found: list[StepFinding] = []
+    for step in steps or bisection.steps():
+        found.append(bisection.at(step))
         if found[-1].named:
             break
     return found
 
 
-def again(side: Side) -> Side:
-    """A side that can be trained: of a finished run, what its folder says of it."""
-    if side.path is None:
-        return side
-    config, facts = side.path / "config.toml", side.path / "run.json"
+def trainable(spec: RunSpec) -> RunSpec:
+    """A spec that can be trained: of a finished run, from its config.toml and run.json."""
+    if spec.path is None:
+        return spec
+    config, facts = spec.path / "config.toml", spec.path / "run.json"
     if not (config.is_file() and facts.is_file()):
         said = "has no config.toml and run.json: describe what ran as config=... ranks=..."
-        raise ConfigError([f"{side.path} {said}"])
+        raise ConfigError([f"{spec.path} {said}"])
     ranks = int(json.loads(facts.read_text(encoding="utf-8"))["world_size"])
-    return Side(side.text, config=config.resolve(), ranks=ranks)
+    return RunSpec(spec.text, config=config.resolve(), ranks=ranks)
 
 
-class Localizer(Experiment):
+class Bisection(Runner):
     """Runs with captures of one step."""
 
     def check(self) -> None:
-        """As of a comparison; and whether both sides' code knows captures."""
+        """As of a comparison; and whether both revisions have captures."""
         super().check()
-        for side in (self.plan.baseline, self.plan.candidate):
-            code = self.launcher.code(side)
+        for spec in (self.plan.baseline, self.plan.candidate):
+            code = self.launcher.code(spec)
             if _KEY not in code.keys:
                 remedy = "choose a revision that has captures"
                 raise ConfigError([f"{code.told} does not know {_KEY}: {remedy}"])
 
     def check_against(self, baseline: Path | None, candidate: Path | None) -> None:
-        """Whether finished runs, trained again by this code, are what they were; ConfigError."""
+        """Raises ConfigError if a finished run, trained again by this code, has other bits."""
         for path, train in ((baseline, self.baseline), (candidate, self.candidate)):
             if path is None:
                 continue
@@ -119,7 +122,7 @@ class Localizer(Experiment):
                 )
 
     def steps(self) -> list[int]:
-        """Where the sides' figures part: by a bit, and by more than rounding."""
+        """Where the metrics first differ: by a bit, and by more than rounding."""
         baseline, candidate = self.baseline(), self.candidate()
         bits = first_other_bits(baseline.curve, candidate.curve)
         if bits is None:
@@ -133,20 +136,20 @@ class Localizer(Experiment):
         )
         return list(dict.fromkeys([bits.step, *([] if beyond is None else [beyond])]))
 
-    def at(self, step: int) -> Parting:
-        """Train both sides' step from the baseline's state before it, and look."""
+    def at(self, step: int) -> StepFinding:
+        """Train this step on both sides from the baseline's state before it, and compare."""
         before = self._baseline(step)
         start = self._start(before, step)
         candidate = self._captured(self.plan.candidate, f"step-{step}/candidate", step, *start)
         baseline = _read(before)
-        harmless = self._harmless(step, start)
-        finding = locate(baseline, candidate, harmless)
+        controls = self._controls(step, start)
+        finding = locate(baseline, candidate, controls)
         if finding is None or not finding.is_tie:
-            return Parting(step, finding)
+            return StepFinding(step, finding)
         words = (*start, *self._replay(step))
         name = f"step-{step}/candidate-replayed"
         candidate = self._captured(self.plan.candidate, name, step, *words)
-        return Parting(step, finding, locate(baseline, candidate, harmless))
+        return StepFinding(step, finding, locate(baseline, candidate, controls))
 
     def _baseline(self, step: int) -> RunRecord:
         """From the first step to this one, with a checkpoint before it."""
@@ -164,7 +167,7 @@ class Localizer(Experiment):
         return self._run(self.plan.baseline, name, *self._until(step), *words)
 
     def _start(self, baseline: RunRecord, step: int) -> Words:
-        """How the others come to the baseline's state."""
+        """Keys that start a run from the baseline's state."""
         if step == 1:
             return ()
         assert baseline.folder is not None
@@ -179,26 +182,27 @@ class Localizer(Experiment):
             ("checkpoint.initial_load_in_hf", "false"),
         )
 
-    def _harmless(self, step: int, start: Words) -> list[Captured]:
+    def _controls(self, step: int, start: Words) -> list[Capture]:
         """What rounding does in this step: the baseline in other orders and layouts, and of low
-        precision in float32 too; with its routing, as a flip would hide all that comes after."""
-        plan, turns = self.plan, []
-        if plan.repeats:
+        precision in float32 too; with its routing, as one other choice would hide all later
+        differences."""
+        plan, variations = self.plan, []
+        if plan.num_control_runs:
             gpus = count_gpus(os.environ)
-            turns = harmless_sides(
-                plan.baseline, plan.repeats, layouts=plan.harmless, num_gpus=gpus
+            variations = control_specs(
+                plan.baseline, plan.num_control_runs, layouts=plan.control_layouts, num_gpus=gpus
             )
-        if turns and _bound(self._job(plan.baseline)) > BOUNDS["float32"]:
-            turns.append((plan.baseline, (("training.mixed_precision_param", "float32"),)))
+        if variations and _bound(self._job(plan.baseline)) > BOUNDS["float32"]:
+            variations.append((plan.baseline, (("training.mixed_precision_param", "float32"),)))
         return [
             self._captured(
-                side, f"step-{step}/harmless-{number}", step, *start, *words, *self._replay(step)
+                spec, f"step-{step}/control-{number}", step, *start, *words, *self._replay(step)
             )
-            for number, (side, words) in enumerate(turns, 1)
+            for number, (spec, words) in enumerate(variations, 1)
         ]
 
-    def _captured(self, side: Side, name: str, step: int, *more: tuple[str, str]) -> Captured:
-        return _read(self._run(side, name, *self._until(step), *more))
+    def _captured(self, spec: RunSpec, name: str, step: int, *more: tuple[str, str]) -> Capture:
+        return _read(self._run(spec, name, *self._until(step), *more))
 
     def _until(self, step: int) -> Words:
         """End with this step, at the learning rate that it has in the whole training."""
@@ -219,12 +223,12 @@ class Localizer(Experiment):
         return (("debug.routing_replay", str(self._record_of(step))),)
 
     def _routes(self) -> bool:
-        """Whether there is a routing that could flip."""
+        """Whether there is a routing that could change."""
         job = self._job(self.plan.baseline)
         return model_of_job(job.model).moe is not None and not job.debug.moe_force_load_balance
 
 
-def _read(run: RunRecord) -> Captured:
+def _read(run: RunRecord) -> Capture:
     assert run.folder is not None
     return read_capture(run.folder / FOLDER)
 

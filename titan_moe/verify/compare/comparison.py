@@ -10,8 +10,8 @@ from titan_moe.runtime.revision import code_in_words
 from titan_moe.verify.compare.records import RunRecord
 
 if TYPE_CHECKING:
-    from titan_moe.verify.compare.noise.band import Band, Judgement
-    from titan_moe.verify.compare.routing_diff import Flips
+    from titan_moe.verify.compare.noise.band import Band, BandCheck
+    from titan_moe.verify.compare.routing_diff import RoutingDiff
 
 
 _MAIN = ("loss", "grad_norm")
@@ -32,7 +32,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where the candidate left: the band, or the baseline's bits where there is no band."""
+    """Where the candidate first left the band, or the baseline's bits where there is no band."""
 
     step: int
     quantity: str
@@ -61,11 +61,11 @@ class Comparison:
     first: FirstDifference | None = None
     """None if the verdict is IDENTICAL or INSIDE."""
     band: "Band | None" = None
-    judgement: "Judgement | None" = None
+    band_check: "BandCheck | None" = None
     caveats: Sequence[str] = field(default_factory=list)
     """What makes the verdict worth less: another device, another torch, fewer steps, ..."""
-    flips: "Flips | None" = None
-    """Routings that went to other experts, if both runs recorded them."""
+    routing_diff: "RoutingDiff | None" = None
+    """Tokens that went to other experts, if both runs recorded their routing."""
     replayed: "Comparison | None" = None
     """The same with the candidate made to route as the baseline did."""
 
@@ -77,17 +77,17 @@ class Comparison:
                 found.append(f"{role} ran {code_in_words(code)}")
         if self.first is not None:
             found.append(self.first.line())
-        if self.judgement is not None and self.band is not None:
+        if self.band_check is not None and self.band is not None:
             found.append(
-                f"largest distance: {self.judgement.statistic:.2f} of the limit, which "
-                f"{len(self.band.repeats)} harmless runs set; not seen at the last step is a "
+                f"largest distance: {self.band_check.statistic:.2f} of the limit, which "
+                f"{len(self.band.controls)} control runs set; not seen at the last step is a "
                 "relative change "
                 + " or ".join(f"of {q} below {_half_width(self.band, q):.0e}" for q in _MAIN)
-                + f" (one harmless run in {1 / self.band.false_alarms:,.0f} would be called "
+                + f" (one control run in {1 / self.band.false_alarms:,.0f} would be called "
                 "different)"
             )
-        if self.flips is not None:
-            found.append(self.flips.line())
+        if self.routing_diff is not None:
+            found.append(self.routing_diff.line())
         if self.replayed is not None:
             found += self.replayed.lines()
         return found + [f"CAVEAT: {caveat}" for caveat in self.caveats]
@@ -102,9 +102,9 @@ class Comparison:
             "candidate": {"name": self.candidate.name, **self.candidate.facts},
             "steps": list(self.baseline.curve.steps),
             "first": None if self.first is None else asdict(self.first),
-            "judgement": None if self.judgement is None else self.judgement.as_json(),
+            "judgement": None if self.band_check is None else self.band_check.as_json(),
             "band": None if self.band is None else self.band.as_json(),
-            "flips": None if self.flips is None else self.flips.as_json(),
+            "flips": None if self.routing_diff is None else self.routing_diff.as_json(),
             "replayed": None if self.replayed is None else self.replayed.as_json(),
             "caveats": list(self.caveats),
         }

@@ -1,4 +1,4 @@
-"""Harmless variations of a training: they change the order of its sums and nothing else."""
+"""Control runs: variations of a training that change the order of its sums and nothing else."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,41 +9,41 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.models.hf import model_of_job
-from titan_moe.verify.compare.run_spec import Side, Words
+from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.layouts.layouts import Layout, parse
 
 
-def harmless_sides(
-    side: Side, number: int, *, layouts: Sequence[str] = (), num_gpus: int
-) -> list[tuple[Side, Words]]:
-    """`number` variations of a side, and the keys that make them.
+def control_specs(
+    spec: RunSpec, number: int, *, layouts: Sequence[str] = (), num_gpus: int
+) -> list[tuple[RunSpec, Words]]:
+    """`number` variations of a spec, and the keys that make them.
 
-    Each has its rows in another order; every second one another layout too, of those given or of
-    the neighbours of its own, as far as its configuration allows them. The gradient gate proves
-    layouts equal in float64, so what they differ by is rounding.
+    Each has its sequences in another order; every second one has another layout too, of those
+    given or of the neighbours of its own, as far as its configuration allows them. The gradient
+    gate proves layouts equal in float64, so what they differ by is rounding.
 
     Args:
         num_gpus: GPUs of this machine; without any, a single rank's neighbours have two.
     """
-    job = side.job()
-    own = layout_of(job, side.world_size)
+    job = spec.job()
+    own = layout_of(job, spec.world_size)
     others = [parse(text) for text in layouts] or _neighbours(own, on_cpu=num_gpus == 0)
-    sides = [side.with_layout(layout) for layout in others]
-    sides = [other for other in sides if _is_legal(other, job, num_gpus)]
-    turns = [turn for other in sides for turn in (side, other)] or [side]
+    specs = [spec.with_layout(layout) for layout in others]
+    specs = [other for other in specs if _is_legal(other, job, num_gpus)]
+    variations = [each for other in specs for each in (spec, other)] or [spec]
     return [
-        (turn, (*batch_words(turn, job), ("debug.permute_rows", str(seed))))
-        for seed, turn in enumerate(islice(cycle(turns), number), 1)
+        (each, (*batch_words(each, job), ("debug.permute_rows", str(seed))))
+        for seed, each in enumerate(islice(cycle(variations), number), 1)
     ]
 
 
-def batch_words(side: Side, job: JobConfig) -> Words:
-    """The global batch of `job`, and microbatches of it that fit the side's ranks."""
+def batch_words(spec: RunSpec, job: JobConfig) -> Words:
+    """The global batch of `job`, and microbatches of it that fit the spec's ranks."""
     rows = job.training.global_batch_size
-    layout = side.layout or layout_of(job, side.world_size)
+    layout = spec.layout or layout_of(job, spec.world_size)
     own = max(1, rows // layout.data_ranks)
     # A pipeline takes all its rows in one run of its schedule.
-    local = own if side.layout and layout.pp > 1 else min(own, job.training.local_batch_size)
+    local = own if spec.layout and layout.pp > 1 else min(own, job.training.local_batch_size)
     return (
         ("training.global_batch_size", str(rows)),
         ("training.local_batch_size", str(local)),
@@ -81,11 +81,11 @@ def _neighbours(own: Layout, *, on_cpu: bool) -> list[Layout]:
     return [each for each in found if each != own and inner % (each.ep * each.etp) == 0]
 
 
-def _is_legal(side: Side, job: JobConfig, num_gpus: int) -> bool:
+def _is_legal(spec: RunSpec, job: JobConfig, num_gpus: int) -> bool:
     try:
-        words = [*side.file(), *side.arguments(*batch_words(side, job))]
+        words = [*spec.file(), *spec.arguments(*batch_words(spec, job))]
         laid_out = load_job(words)
     except ConfigError:
         return False
     model = model_of_job(laid_out.model)
-    return not check(laid_out, model, side.world_size, num_gpus=num_gpus)
+    return not check(laid_out, model, spec.world_size, num_gpus=num_gpus)

@@ -1,5 +1,5 @@
-"""Golden files: what one training measured, with the band of its harmless repeats, kept in the
-repository and judged against later code.
+"""Golden files: what one training measured, with the band of its control runs, kept in the
+repository and compared with later code.
 
 A golden is a folder, with one file for each minor version of torch and capability of the device:
 NAME/torch-2.13-cpu-AVX512.json. Rounding differs between them, so each has curves of its own.
@@ -34,8 +34,8 @@ class Golden:
     path: Path
     run: RunRecord
     """The run that the file holds, with its resolved configuration and its facts."""
-    repeats: list[Curve]
-    """Its harmless repeats."""
+    controls: list[Curve]
+    """Its control runs."""
     history: list[dict[str, str]]
     """Why it was made and changed: {"date", "reason", "code", "torch"}, the latest last."""
 
@@ -90,7 +90,7 @@ def find_golden(path: Path, device: torch.device) -> Golden:
 
 
 def save_golden(
-    folder: Path, run: RunRecord, repeats: Sequence[Curve], *, reason: str, device: torch.device
+    folder: Path, run: RunRecord, controls: Sequence[Curve], *, reason: str, device: torch.device
 ) -> Path:
     """Write or replace a golden's file for this machine; its earlier reasons are kept.
 
@@ -106,7 +106,7 @@ def save_golden(
         raise ConfigError(
             [f"{run.name} ran on {ran[0]} ({ran[1]}): make its golden there, not on {here[0]}"]
         )
-    band = Band([run.curve, *repeats])  # Raises for repeats that make no band.
+    band = Band([run.curve, *controls])  # Raises for runs that make no band.
     path = folder / f"{golden_key(device)}.json"
     history = _read(path).history if path.is_file() else []
     entry = {
@@ -127,7 +127,7 @@ def save_golden(
         "steps": list(run.curve.steps),
         "data": list(run.curve.data),
         "curve": _as_json(run.curve),
-        "repeats": [_as_json(repeat) for repeat in repeats],
+        "repeats": [_as_json(control) for control in controls],
         "band": _band(band),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,12 +142,12 @@ def _read(path: Path) -> Golden:
             raise ConfigError([f"{path}: format {found['format']}, this code reads {_FORMAT}"])
         steps, data = found["steps"], found["data"]
         curve = _curve(found["curve"], path.parent.name, steps, data)
-        repeats = [
-            _curve(each, f"repeat {number}", steps, data)
+        controls = [
+            _curve(each, f"control {number}", steps, data)
             for number, each in enumerate(found["repeats"], 1)
         ]
         run = RunRecord(f"golden {path.parent.name}", curve, found["facts"], found["config"])
-        return Golden(path, run, repeats, found["history"])
+        return Golden(path, run, controls, found["history"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError([f"{path}: no golden file: {type(error).__name__}: {error}"]) from None
 
@@ -160,7 +160,7 @@ def _as_json(curve: Curve) -> dict[str, Any]:
 
 
 def _band(band: Band) -> dict[str, Any]:
-    """For whoever reads the file; `find_golden` makes the band anew from the repeats."""
+    """For a person who reads the file; `find_golden` computes the band from the control runs."""
     found = band.as_json()
     edges = {
         f"{quantity} {end}": found[end][quantity]
@@ -181,7 +181,7 @@ def _curve(found: dict[str, Any], name: str, steps: list[int], data: list[int]) 
 
 
 def _compact(found: dict[str, Any]) -> str:
-    """A line for each entry and each repeat, so that a change of one is a change of a line."""
+    """A line for each entry and each control run, so that a change of one is a change of a line."""
     lines = []
     for key, value in found.items():
         text = json.dumps(value)

@@ -26,7 +26,7 @@ from titan_moe.runtime.errors import RunError
 from titan_moe.verify.compare.code_trees import WORKTREES, CodeTree, code_tree, remove_worktrees
 from titan_moe.verify.compare.goldens import golden_key, this_device
 from titan_moe.verify.compare.records import RunRecord, read_run
-from titan_moe.verify.compare.run_spec import Side, Words
+from titan_moe.verify.compare.run_spec import RunSpec, Words
 
 _NOTE = "comparison_run.json"
 _LAST_LINES = 12
@@ -36,7 +36,7 @@ _VARIABLES = ("OMP_", "MKL_", "CUDA_", "TORCH", "NCCL_", "ATEN_", "CUBLAS_")
 """Environment variables that may change a run's bits begin so."""
 
 
-class SideError(RunError):
+class TrainingError(RunError):
     """A run ended with an exit code other than 0, the message holds its last lines; or it was not
     the run that was asked for."""
 
@@ -54,41 +54,41 @@ class Launcher:
     _seen: dict[str, str] = field(default_factory=dict)
     """The hash of each revision's code when it was first asked for."""
 
-    def code(self, side: Side) -> CodeTree:
-        """The code that a side runs; SideError if it is not what it was at the first time."""
+    def code(self, side: RunSpec) -> CodeTree:
+        """The code that a side runs; TrainingError if it is not what it was at the first time."""
         code = code_tree(side.revision, self.folder / WORKTREES)
         if self._seen.setdefault(side.revision, code.tree) != code.tree:
-            raise SideError(f"the code of the {code.told} was changed meanwhile: run again")
+            raise TrainingError(f"the code of the {code.told} was changed meanwhile: run again")
         return code
 
-    def run(self, side: Side, name: str, *more: tuple[str, str]) -> RunRecord:
+    def run(self, side: RunSpec, name: str, *more: tuple[str, str]) -> RunRecord:
         """Train a side in the folder `name`, unless it has been done.
 
         Args:
             more: keys that outdo the side's own; those that its code does not know are left out.
 
-        Raises SideError, or KeyboardInterrupt after the run has ended on the same signal.
+        Raises TrainingError, or KeyboardInterrupt after the run has ended on the same signal.
         """
         record = read_run(self._ensure(side, name, more), name=name)
         ranks = record.facts.get("world_size")
         if None not in (ranks, side.ranks) and ranks != side.ranks:
-            raise SideError(f"{name} ran on {ranks} ranks instead of {side.ranks}")
+            raise TrainingError(f"{name} ran on {ranks} ranks instead of {side.ranks}")
         code = self.code(side)
         if problem := code.problem(record.facts.get("code") or {}):
-            raise SideError(f"{name} is not what was asked for: {problem}")
+            raise TrainingError(f"{name} is not what was asked for: {problem}")
         return replace(record, facts={**record.facts, "told": code.told})
 
-    def has(self, side: Side, name: str, *more: tuple[str, str]) -> bool:
+    def has(self, side: RunSpec, name: str, *more: tuple[str, str]) -> bool:
         """Whether `run` would find that it has been done."""
         folder, mark, _ = self._place(side, name, more)
         return _finished(folder, mark)
 
-    def seed(self, side: Side, name: str, *more: tuple[str, str]) -> Path:
+    def seed(self, side: RunSpec, name: str, *more: tuple[str, str]) -> Path:
         """A side's initial weights as a checkpoint, in the folder `name`."""
         switches = ("checkpoint.enable", "true"), ("checkpoint.create_seed_checkpoint", "true")
         return self._ensure(side, name, (*more, *switches)) / "checkpoint" / "step-0"
 
-    def _ensure(self, side: Side, name: str, more: Words) -> Path:
+    def _ensure(self, side: RunSpec, name: str, more: Words) -> Path:
         folder, mark, arguments = self._place(side, name, more)
         if _finished(folder, mark):
             return folder
@@ -100,7 +100,7 @@ class Launcher:
         _note(folder, mark, seconds=round(time.perf_counter() - started, 2))
         return folder
 
-    def _place(self, side: Side, name: str, more: Words) -> tuple[Path, str, list[str]]:
+    def _place(self, side: RunSpec, name: str, more: Words) -> tuple[Path, str, list[str]]:
         """Where a run lies or will, its mark, and its command line."""
         code = self.code(side)
         arguments = side.arguments(*((key, value) for key, value in more if key in code.keys))
@@ -108,7 +108,7 @@ class Launcher:
         folder = self.folder / name if self.shared is None else self.shared / mark[:16]
         return folder.resolve(), mark, arguments
 
-    def _train(self, side: Side, code: CodeTree, folder: Path, arguments: list[str]) -> None:
+    def _train(self, side: RunSpec, code: CodeTree, folder: Path, arguments: list[str]) -> None:
         command, variables = _command(side, code.folder)
         words = [*command, *side.file(), *arguments, "--job.dump_folder", str(folder)]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -127,7 +127,7 @@ class Launcher:
         if exit_code:
             lines = (folder / "console.log").read_text(errors="replace").splitlines()
             shown = "\n".join(f"  | {line}" for line in lines[-_LAST_LINES:])
-            raise SideError(
+            raise TrainingError(
                 f"{folder.name} of {code.told} ended with exit code {exit_code}; its last lines "
                 f"({folder / 'console.log'}):\n{shown}"
             )
@@ -154,7 +154,7 @@ def workplace(folder: Path) -> Iterator[None]:
                 remove_worktrees(worktrees)
 
 
-def _command(side: Side, folder: Path) -> tuple[list[str], dict[str, str]]:
+def _command(side: RunSpec, folder: Path) -> tuple[list[str], dict[str, str]]:
     ranks = {} if side.ranks is None else {"NGPU": str(side.ranks)}
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     if nodes == 1:
@@ -200,7 +200,7 @@ def _note(folder: Path, mark: str, *, seconds: float | None) -> None:
     aside.replace(folder / _NOTE)
 
 
-def _mark(side: Side, code: CodeTree, arguments: list[str], variables: Mapping[str, str]) -> str:
+def _mark(side: RunSpec, code: CodeTree, arguments: list[str], variables: Mapping[str, str]) -> str:
     """A hash of all that a run follows from."""
     config = "" if side.config is None else side.config.read_text(encoding="utf-8")
     machine = golden_key(this_device()), platform.node(), version("torch")

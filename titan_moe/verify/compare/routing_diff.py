@@ -1,6 +1,6 @@
-"""Routing flips: tokens that two runs sent to other experts.
+"""Which expert choices two runs made differently.
 
-A slot is one of a token's top_k choices. It has flipped where its expert is not among the other
+A slot is one of a token's top_k choices. It has changed where its expert is not among the other
 run's choices for the same token; the order of a token's experts does not count.
 """
 
@@ -13,9 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.routing.record import Record, RecordedStep
-from titan_moe.routing.replay import FLIPS_FILE
 from titan_moe.runtime.errors import RunError
 
 Counts = NDArray[np.int64]
@@ -23,32 +21,32 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Flips:
-    """Flipped slots by step and MoE layer."""
+class RoutingDiff:
+    """Changed slots by step and MoE layer."""
 
     steps: Sequence[int]
     layers: Sequence[str]
-    flipped_SL: Counts
+    changed_SL: Counts
     slots_SL: Counts
     drift_SL: Array | None = None
-    """Mean relative difference of the weights of slots that did not flip; None if not recorded."""
+    """Mean relative difference of the weights of slots that did not change; None: not recorded."""
 
     @property
     def share_SL(self) -> Array:  # noqa: N802  Named as what it returns.
-        """Flipped slots of all."""
-        return self.flipped_SL / self.slots_SL
+        """Changed slots of all."""
+        return self.changed_SL / self.slots_SL
 
     def line(self) -> str:
         """One sentence for a person."""
-        flipped, slots = int(self.flipped_SL.sum()), int(self.slots_SL.sum())
+        changed, slots = int(self.changed_SL.sum()), int(self.slots_SL.sum())
         first, last = self.steps[0], self.steps[-1]
-        said = f"{flipped:,} of {slots:,} routings flipped in steps {first} to {last}"
-        if flipped:
-            begins = self.steps[int(self.flipped_SL.any(1).argmax())]
-            share_L = self.flipped_SL.sum(0) / self.slots_SL.sum(0)
+        said = f"{changed:,} of {slots:,} expert choices differ in steps {first} to {last}"
+        if changed:
+            begins = self.steps[int(self.changed_SL.any(1).argmax())]
+            share_L = self.changed_SL.sum(0) / self.slots_SL.sum(0)
             worst = int(share_L.argmax())
             said += (
-                f" ({flipped / slots:.2g} of all), the first in step {begins}, most in "
+                f" ({changed / slots:.2g} of all), the first in step {begins}, most in "
                 f"{self.layers[worst]} ({share_L[worst]:.2g})"
             )
         if self.drift_SL is not None:
@@ -56,17 +54,17 @@ class Flips:
         return said
 
     def as_json(self) -> dict[str, Any]:
-        """Plain lists, [S][L]."""
+        """Plain lists, [S][L], under the keys of comparison.json."""
         return {
             "steps": list(self.steps),
             "layers": list(self.layers),
-            "flipped": self.flipped_SL.tolist(),
+            "flipped": self.changed_SL.tolist(),
             "slots": self.slots_SL.tolist(),
             "drift": None if self.drift_SL is None else self.drift_SL.tolist(),
         }
 
 
-def routing_flips(baseline: Path, candidate: Path) -> Flips:
+def routing_diff(baseline: Path, candidate: Path) -> RoutingDiff:
     """Compare the steps that two records of one model and data share, made in whatever layouts.
 
     Raises ConfigError for records of different models or without a common step, RunError for
@@ -82,29 +80,14 @@ def routing_flips(baseline: Path, candidate: Path) -> Flips:
     for step in steps:
         pair = ours.step(step), theirs.step(step)
         cells_SL.append([_compare(*pair, layer) for layer in layers])
-    flipped_SL, slots_SL, drift_SL = (
-        np.array([[cell[place] for cell in cells_L] for cells_L in cells_SL]) for place in range(3)
+    changed_SL, slots_SL, drift_SL = (
+        np.array([[cell[field] for cell in cells_L] for cells_L in cells_SL]) for field in range(3)
     )
-    return Flips(steps, layers, flipped_SL, slots_SL, drift_SL)
-
-
-def replay_flips(folder: Path) -> Flips:
-    """What a run with `debug.routing_replay` would have chosen otherwise, from its folder.
-
-    Raises ConfigError if there is no such run.
-    """
-    path = folder / FLIPS_FILE
-    lines = [line for line in read_json_lines(path) if "step" in line] if path.is_file() else []
-    if not lines:
-        raise ConfigError([f"{path} is not there: the run replayed no routings"])
-    layers = list(lines[0]["flips"])
-    flipped_SL = np.array([[line["flips"][layer] for layer in layers] for line in lines])
-    slots_SL = np.array([[line["slots"]] * len(layers) for line in lines])
-    return Flips([line["step"] for line in lines], layers, flipped_SL, slots_SL)
+    return RoutingDiff(steps, layers, changed_SL, slots_SL, drift_SL)
 
 
 class _Cell(NamedTuple):
-    flipped: int
+    changed: int
     slots: int
     drift: float
 
@@ -113,7 +96,7 @@ def _compare(ours: RecordedStep, theirs: RecordedStep, layer: str) -> _Cell:
     """One layer of one step, part by part of the candidate. RunError if the data are others."""
     if ours.num_tokens(layer) != theirs.num_tokens(layer):
         raise RunError(f"{ours.name} and {theirs.name} do not have the same tokens")
-    flipped, slots, drift = 0, 0, 0.0
+    changed, slots, drift = 0, 0, 0.0
     for part in theirs.parts:
         if layer not in part.layers:
             continue
@@ -128,6 +111,6 @@ def _compare(ours: RecordedStep, theirs: RecordedStep, layer: str) -> _Cell:
         apart_RPK = np.abs(their_weights.astype(np.float64) - our_weights)
         apart_RPK /= np.maximum(np.abs(our_weights), np.finfo(np.float32).tiny)
         drift += float(apart_RPK[agreed_RPK].sum())
-        flipped += int((~agreed_RPK).sum())
+        changed += int((~agreed_RPK).sum())
         slots += agreed_RPK.size
-    return _Cell(flipped, slots, drift / max(slots - flipped, 1))
+    return _Cell(changed, slots, drift / max(slots - changed, 1))

@@ -18,8 +18,7 @@ from pathlib import Path
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job, resolve
-from titan_moe.verify.layouts.layouts import DENSE_AXES, Layout, parse
-from titan_moe.verify.layouts.layouts import overrides as layout_tables
+from titan_moe.verify.layouts.layouts import DENSE_AXES, Layout, layout_tables, parse
 
 Words = tuple[tuple[str, str], ...]
 """Overrides as pairs of key and text; of a key that comes twice, the last counts."""
@@ -42,7 +41,7 @@ _OPTION_KEYS = {
 
 
 @dataclass(frozen=True)
-class Side:
+class RunSpec:
     """A finished run by its path, or a training to be run."""
 
     text: str = ""
@@ -58,7 +57,7 @@ class Side:
     overrides: Words = ()
 
     def arguments(self, *more: tuple[str, str]) -> list[str]:
-        """The command line of this training, without its file; `more` outdoes all else."""
+        """The command line of this training, without its file; `more` overrides all else."""
         pairs = dict((*self.overrides, *self._layout_words(), *more))
         return [word for key, value in pairs.items() for word in (f"--{key}", value)]
 
@@ -73,9 +72,9 @@ class Side:
             training = job.training.model_copy(update={"global_batch_size": rows})
             job = job.model_copy(update={"training": training})
         if job.parallelism.shard_degree(self.world_size) is None:
-            told = self.text or "a side"
+            name = self.text or "a run"
             raise ConfigError(
-                [f"{told}: the degrees of [parallelism] do not fit {self.world_size} ranks"]
+                [f"{name}: the degrees of [parallelism] do not fit {self.world_size} ranks"]
             )
         return resolve(job, self.world_size)
 
@@ -87,7 +86,7 @@ class Side:
         """Ranks of this training."""
         return 1 if self.ranks is None else self.ranks
 
-    def with_layout(self, layout: Layout) -> "Side":
+    def with_layout(self, layout: Layout) -> "RunSpec":
         """In another layout, of as many ranks as it has."""
         named = {option for option in _OPTION_KEYS if layout.has(option)}
         return replace(
@@ -111,8 +110,8 @@ class Side:
         return tuple(words.items())
 
 
-def parse_side(text: str, common: Side, *, default_ranks: int = 1) -> Side:
-    """A side as described above; what it leaves out is as `common` has it, and where nothing
+def parse_run_spec(text: str, common: RunSpec, *, default_ranks: int = 1) -> RunSpec:
+    """A run as described above; what it leaves out is as `common` has it, and where nothing
     tells the ranks, `default_ranks`.
 
     Raises ConfigError with a line for a word that means nothing.
@@ -133,19 +132,19 @@ def parse_side(text: str, common: Side, *, default_ranks: int = 1) -> Side:
                 ]
             )
         values[key] = value
-    side = replace(
+    spec = replace(
         common,
         text=text,
         revision=values.get("revision", common.revision),
         overrides=common.overrides + parse_overrides(overrides),
     )
     if "config" in values:
-        side = replace(side, config=existing(Path(values["config"]), "config="))
+        spec = replace(spec, config=existing(Path(values["config"]), "config="))
     if "ranks" in values:
-        side = replace(side, ranks=_positive("ranks", values["ranks"]))
+        spec = replace(spec, ranks=_positive("ranks", values["ranks"]))
     if "layout" in values:
-        side = _laid_out(side, values["layout"], ranks=side.ranks)
-    return side if side.ranks is not None else replace(side, ranks=default_ranks)
+        spec = _laid_out(spec, values["layout"], ranks=spec.ranks)
+    return spec if spec.ranks is not None else replace(spec, ranks=default_ranks)
 
 
 def split_words(text: str) -> list[str]:
@@ -157,8 +156,8 @@ def split_words(text: str) -> list[str]:
 
 
 def parse_overrides(words: Sequence[str]) -> Words:
-    """`--table.key value`, `--table.key=value` and bare switches. Paths become absolute: sides run
-    in folders of their own."""
+    """`--table.key value`, `--table.key=value` and bare switches. Paths become absolute: each run
+    has a working folder of its own."""
     pairs: list[tuple[str, str | None]] = []
     for word in words:
         if word.startswith("--"):
@@ -182,16 +181,16 @@ def _absolute(key: str, value: str) -> str:
     return str(Path(value).resolve()) if key in _PATHS and Path(value).exists() else value
 
 
-def _finished(text: str, path: Path, overrides: list[str]) -> Side:
+def _finished(text: str, path: Path, overrides: list[str]) -> RunSpec:
     if overrides:
         raise ConfigError([f"{text!r}: a finished run takes no overrides: leave {overrides} out"])
     if not path.exists():
         keys = ", ".join(f"{key}=..." for key in _KEYS)
         raise ConfigError([f"{text!r}: no such run; a run to be made is written as {keys}"])
-    return Side(text, path=path)
+    return RunSpec(text, path=path)
 
 
-def _laid_out(side: Side, text: str, *, ranks: int | None) -> Side:
+def _laid_out(spec: RunSpec, text: str, *, ranks: int | None) -> RunSpec:
     """What the layout does not name of dp_shard is the rest of the ranks, or what ep and etp ask
     for."""
     words = [word.partition("=") for word in text.split(",")]
@@ -205,7 +204,7 @@ def _laid_out(side: Side, text: str, *, ranks: int | None) -> Side:
     if ranks and layout.world_size != ranks:
         raise ConfigError([f"ranks={ranks}: layout={text} is of {layout.world_size} ranks"])
     named = frozenset(key for key, _, _ in words)
-    return replace(side, layout=layout, ranks=layout.world_size, named=named)
+    return replace(spec, layout=layout, ranks=layout.world_size, named=named)
 
 
 def _positive(key: str, value: str) -> int:

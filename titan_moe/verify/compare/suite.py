@@ -3,7 +3,8 @@
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -14,15 +15,15 @@ from titan_moe.config.job_config import Section
 from titan_moe.verify.compare.comparison import Verdict
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.run_spec import (
-    Side,
+    RunSpec,
     existing,
     parse_overrides,
-    parse_side,
+    parse_run_spec,
     split_words,
 )
 from titan_moe.verify.compare.runner import Plan, compare, default_ranks
-from titan_moe.verify.report.files import write_comparison
-from titan_moe.verify.report.suite import SuiteRow
+from titan_moe.verify.report.comparison import write_comparison
+from titan_moe.verify.report.render import render
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,7 +38,7 @@ _ACCEPTED = {
 
 
 class Entry(Section):
-    """One comparison; the sides are written as for titan-moe verify losses."""
+    """One comparison; runs are written as for titan-moe verify losses."""
 
     name: str
     """What it is called in the summary, and its folder."""
@@ -45,11 +46,11 @@ class Entry(Section):
     """The gate: identical bits; those or inside the noise band; or a difference that must be
     seen, so that the suite can fail."""
     config: Path | None = None
-    """TOML file of both sides, from where the suite is started; none with a golden."""
+    """TOML file of both runs, from where the suite is started; none with a golden."""
     baseline: str = ""
     candidate: str = ""
     overrides: str = ""
-    """Keys of both sides: "--table.key value ..."."""
+    """Keys of both runs: "--table.key value ..."."""
     ranks: PositiveInt | None = None
     steps: PositiveInt | None = None
     repeats: NonNegativeInt = 24
@@ -74,6 +75,23 @@ class Suite(Section):
     slurm: Slurm | None = None
 
 
+@dataclass(frozen=True)
+class SuiteRow:
+    """The result of one comparison."""
+
+    name: str
+    expected: str
+    """The verdict that the suite expects, in words."""
+    verdict: str
+    """The one that was found, in words; "failed" where there is none."""
+    ok: bool
+    detail: str
+    """The first difference, or the reason of a failure; may have several lines."""
+    seconds: float
+    href: str = ""
+    """Its own page, relative to the suite's; empty where there is none."""
+
+
 def load_suite(path: Path) -> Suite:
     """Read a suite; raises ConfigError with a line for everything wrong."""
     try:
@@ -95,22 +113,22 @@ def load_suite(path: Path) -> Suite:
 
 def plan_of(entry: Entry) -> Plan:
     """What an entry asks for; raises ConfigError."""
-    common = Side(
+    common = RunSpec(
         config=None if entry.config is None else existing(entry.config, "config = "),
         ranks=entry.ranks,
         overrides=parse_overrides(split_words(entry.overrides)),
     )
     baseline, candidate = (
-        parse_side(text, common, default_ranks=default_ranks())
+        parse_run_spec(text, common, default_ranks=default_ranks())
         for text in (entry.baseline, entry.candidate)
     )
     return Plan(
         title=entry.name,
         baseline=baseline,
         candidate=candidate,
-        repeats=entry.repeats,
+        num_control_runs=entry.repeats,
         steps=entry.steps,
-        harmless=entry.harmless,
+        control_layouts=entry.harmless,
         norms=entry.norms,
         routing=entry.routing,
     )
@@ -144,6 +162,20 @@ def run_suite(suite: Suite, folder: Path, tell: Callable[[str], None]) -> Iterat
             seconds=time.perf_counter() - started,
             href=f"{own.name}/report.html" if verdict != "failed" else "",
         )
+
+
+def suite_page(title: str, rows: Sequence[SuiteRow]) -> str:
+    """Totals on top, then a row for each comparison, those that are not as expected first."""
+    good = sum(row.ok for row in rows)
+    minutes, seconds = divmod(round(sum(row.seconds for row in rows)), 60)
+    duration = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+    return render(
+        "suite.html",
+        title=title,
+        kind="passed" if good == len(rows) else "failed",
+        total=f"{good} of {len(rows)} comparisons are as expected; {duration}.",
+        rows=sorted(rows, key=lambda row: row.ok),
+    )
 
 
 def sbatch(suite: Suite, path: Path, repo: Path) -> str:

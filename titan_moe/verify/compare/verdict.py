@@ -1,4 +1,4 @@
-"""From two runs, and what is known of the noise, to a verdict."""
+"""The verdict on two runs: identical bits, inside the noise band of control runs, or different."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -8,70 +8,70 @@ import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.verify.compare.comparison import Comparison, FirstDifference, Verdict
-from titan_moe.verify.compare.noise.band import FEWEST_REPEATS, Band, quantities_of
+from titan_moe.verify.compare.noise.band import FEWEST_CONTROLS, Band, quantities_of
 from titan_moe.verify.compare.records import LOAD_OF, NORM_OF, Array, Curve, RunRecord
 
 _COMPARED = ("loss", "grad_norm")
 _ENOUGH = 12
-"""Harmless runs. The bound of 7 is several times that of 24, of 12 half as much more."""
+"""Control runs. The bound of 7 is several times that of 24, of 12 half as much more."""
 _TOO_WIDE = 0.5
 """Of the loss, from the band's lower to its upper edge, as a logarithm."""
-_HARMLESS_TABLES = ("job", "metrics", "parallelism", "checkpoint", "profiling", "comm")
-_HARMLESS_KEYS = (
+_CONTROL_TABLES = ("job", "metrics", "parallelism", "checkpoint", "profiling", "comm")
+_CONTROL_KEYS = (
     *("training.local_batch_size", "debug.permute_rows", "debug.routing_record"),
     *("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"),
 )
 _UNEVEN = 100
-"""Spreads; bounds of repeats that are of one kind are 5 to 30."""
+"""In spreads: bounds of control runs that are of one kind are 5 to 30."""
 _ENVIRONMENT = ("torch", "device", "capability")
 
 
-def judge(
+def compare_runs(
     title: str,
     baseline: RunRecord,
     candidate: RunRecord,
     *,
-    repeats: Sequence[RunRecord] = (),
+    controls: Sequence[RunRecord] = (),
     caveats: Sequence[str] = (),
 ) -> Comparison:
     """Compare two runs at the steps that both logged.
 
     Args:
-        repeats: harmless repeats of the baseline; with the baseline's own they make the band.
-        caveats: what is known already to make the verdict worth less.
+        controls: control runs of the baseline; with the baseline itself they make the band.
+        caveats: known reasons to trust the verdict less.
 
     Raises ConfigError for runs that cannot be compared: other data, another number of tokens a
     step, no step or no quantity in common.
     """
-    for other in (candidate, *repeats):
+    for other in (candidate, *controls):
         _refuse_other_trainings(baseline, other)
-    caveats = [*caveats, *_caveats(baseline, candidate), *_other_repeats(baseline, repeats)]
+    caveats = [*caveats, *_caveats(baseline, candidate), *_other_controls(baseline, controls)]
     steps = _common_steps(baseline.curve, candidate.curve)
     ours, theirs = on_steps(baseline.curve, steps), on_steps(candidate.curve, steps)
-    verdict, band, judgement = Verdict.IDENTICAL, None, None
+    verdict, band, band_check = Verdict.IDENTICAL, None, None
     first = first_other_bits(ours, theirs)
     _refuse_other_rows(ours, theirs)
     if first is not None:
         verdict = Verdict.UNJUDGED
-    curves = [ours, *(on_steps(repeat.curve, steps) for repeat in repeats)]
-    if len(curves) >= FEWEST_REPEATS:
+    curves = [ours, *(on_steps(control.curve, steps) for control in controls)]
+    if len(curves) >= FEWEST_CONTROLS:
         band = Band(curves)
         caveats += _weak(band)
         if first is not None and _is_blind(band, first):
-            caveats.append(f"the repeats are no measure of what differs first, {first.quantity}")
+            caveats.append(f"the control runs do not measure what differs first, {first.quantity}")
             band = None
     if first is not None and band is not None:
-        judgement = band.judge(theirs)
-        verdict = Verdict.INSIDE if judgement.inside else Verdict.DIFFERENT
+        band_check = band.check(theirs)
+        verdict = Verdict.INSIDE if band_check.inside else Verdict.DIFFERENT
         first = None
-        if judgement.first_outside is not None and judgement.quantity is not None:
-            end, window = steps.index(judgement.first_outside) + 1, judgement.mean_over or 1
+        if band_check.first_outside is not None and band_check.quantity is not None:
+            end, window = steps.index(band_check.first_outside) + 1, band_check.mean_over or 1
             reach = slice(end - window, end)
             first = FirstDifference(
-                judgement.first_outside,
-                judgement.quantity,
-                float(band.location(judgement.quantity)[reach].mean()),
-                float(band.values(theirs, judgement.quantity)[reach].mean()),
+                band_check.first_outside,
+                band_check.quantity,
+                float(band.location(band_check.quantity)[reach].mean()),
+                float(band.values(theirs, band_check.quantity)[reach].mean()),
                 window,
             )
     return Comparison(
@@ -81,7 +81,7 @@ def judge(
         verdict,
         first=first,
         band=band,
-        judgement=judgement,
+        band_check=band_check,
         caveats=caveats,
     )
 
@@ -134,7 +134,7 @@ def compared(ours: Curve, theirs: Curve) -> list[str]:
 
 
 def _refuse_other_rows(ours: Curve, theirs: Curve) -> None:
-    """Shares of rows say nothing of their number."""
+    """Loads are compared as shares, which do not show the number of rows."""
     for layer in ours.loads.keys() & theirs.loads.keys():
         a, b = ours.loads[layer][0].sum(), theirs.loads[layer][0].sum()
         if a != b:
@@ -220,47 +220,47 @@ def _caveats(baseline: RunRecord, candidate: RunRecord) -> list[str]:
     return lines
 
 
-def _other_repeats(baseline: RunRecord, repeats: Sequence[RunRecord]) -> list[str]:
-    """Repeats that may be no harmless ones: of another configuration, device or torch."""
+def _other_controls(baseline: RunRecord, controls: Sequence[RunRecord]) -> list[str]:
+    """Control runs that may be none: of another configuration, device or torch."""
     lines = []
-    for repeat in repeats:
-        keys = sorted(_other_keys(baseline.config, repeat.config)) if repeat.config else []
-        facts = [key for key in _ENVIRONMENT if _fact(baseline, key) != _fact(repeat, key)]
-        if (baseline.config and keys) or (baseline.facts and repeat.facts and facts):
-            lines.append(f"the repeat {repeat.name} differs in {', '.join([*keys, *facts])}")
+    for control in controls:
+        keys = sorted(_other_keys(baseline.config, control.config)) if control.config else []
+        facts = [key for key in _ENVIRONMENT if _fact(baseline, key) != _fact(control, key)]
+        if (baseline.config and keys) or (baseline.facts and control.facts and facts):
+            lines.append(f"the control run {control.name} differs in {', '.join([*keys, *facts])}")
     return lines
 
 
 def _other_keys(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
-    """Keys in which two configurations differ that harmless repeats have in common."""
+    """Keys in which two configurations differ and that control runs must have in common."""
     for table in ours.keys() | theirs.keys():
-        if table in _HARMLESS_TABLES:
+        if table in _CONTROL_TABLES:
             continue
         a, b = ours.get(table, {}), theirs.get(table, {})
         for key in a.keys() | b.keys():
             name = f"{table}.{key}"
-            if a.get(key) != b.get(key) and name not in _HARMLESS_KEYS:
+            if a.get(key) != b.get(key) and name not in _CONTROL_KEYS:
                 yield name
 
 
 def _is_blind(band: Band, first: FirstDifference) -> bool:
-    """Whether a verdict by this band would say nothing of the difference."""
+    """Whether this band cannot tell anything about the difference."""
     low, high = band.edges(band.quantities[0])
     return first.quantity not in band.quantities or bool(np.log(high / low).max() > _TOO_WIDE)
 
 
 def _weak(band: Band) -> list[str]:
-    """Why the band sees less than it could."""
-    lines, number = [], len(band.repeats)
+    """Why the band shows less than it could."""
+    lines, number = [], len(band.controls)
     if number < _ENOUGH:
         lines.append(
-            f"the band rests on {number} harmless runs and is wide, as it must be: with "
-            f"{_ENOUGH} or more it sees smaller differences"
+            f"the band rests on {number} control runs and is therefore wide: with "
+            f"{_ENOUGH} or more it shows smaller differences"
         )
     if max(band.bounds.values()) > _UNEVEN:
         lines.append(
-            "few of the harmless runs lie far from the others (a token that went elsewhere, and "
-            "what came of it), so the band is far too wide: take more --repeats, or fewer --steps"
+            "few of the control runs lie far from the others (a token went to another expert, and "
+            "its effects grew), so the band is far too wide: take more --repeats, or fewer --steps"
         )
     return lines
 

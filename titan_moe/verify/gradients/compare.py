@@ -32,7 +32,7 @@ _CAUSES_FIRST = (
 TOLERANCES = {"float64": Tolerance(1e-9, 1e-6), "float32": Tolerance(1e-5, 1.0)}
 
 
-class Difference(NamedTuple):
+class TensorDifference(NamedTuple):
     """How far one rank's part of one tensor is from the reference's, after one step."""
 
     step: int
@@ -53,7 +53,7 @@ class Difference(NamedTuple):
         return f"{shown}: off by {self.error:.1e}, norm {self.ratio:.6g} of the reference's{told}"
 
 
-def by_cause(difference: Difference) -> tuple[int, int, float]:
+def by_cause(difference: TensorDifference) -> tuple[int, int, float]:
     """Sorts causes before what follows from them, the largest error of a quantity first."""
     place = next(i for i, names in enumerate(_CAUSES_FIRST) if difference.quantity in names)
     return difference.step, place, -difference.error
@@ -70,14 +70,14 @@ class Pair(NamedTuple):
 
 def differences(
     step: int, rank: int, quantity: str, pairs: Iterable[Pair], *, floor: float
-) -> list[Difference]:
+) -> list[TensorDifference]:
     """One for each pair; a part of another shape is infinitely far off, and so is one with NaN."""
     fitting, found = [], []
     for pair in pairs:
         if pair.ours.shape == pair.theirs.shape:
             fitting.append(pair)
         else:
-            found.append(Difference(step, rank, quantity, pair.name, torch.inf, torch.nan))
+            found.append(TensorDifference(step, rank, quantity, pair.name, torch.inf, torch.nan))
     if not fitting:
         return found
     ours = [pair.ours.double() for pair in fitting]
@@ -91,7 +91,7 @@ def differences(
     ratio = torch.where(our_norm == their_norm, 1.0, our_norm / their_norm)
     error = torch.where(error.isnan(), torch.inf, error)
     numbers = zip(fitting, error.tolist(), ratio.tolist(), strict=True)
-    return found + [Difference(step, rank, quantity, p.name, e, r) for p, e, r in numbers]
+    return found + [TensorDifference(step, rank, quantity, p.name, e, r) for p, e, r in numbers]
 
 
 def fingerprint(ratio: float, axes: Mapping[str, int]) -> str:

@@ -1,6 +1,6 @@
-"""What the gate trains on: first weights, buffers and batches that hide no mistake.
+"""What the gate trains on: first weights, buffers and batches on which every mistake shows.
 
-An easy configuration proves nothing, so `easy` names all that would make this one easy.
+An easy configuration proves nothing: `easy` lists what would make this one easy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,8 +29,8 @@ RATES = (1.0, 0.5)
 
 
 @dataclass
-class Case:
-    """One depth and number of rows: where every layout of it starts and must arrive."""
+class Fixture:
+    """One depth and number of sequences: where every layout of it starts and must end."""
 
     weights: dict[str, Tensor]
     """Float64 values that float32 holds exactly, so that both types start alike."""
@@ -43,7 +43,7 @@ class Case:
     """The layer and the experts that no token chooses: the only gradients declared zero."""
 
 
-def make_case(job: JobConfig, config: ModelConfig, num_rows: int) -> Case:
+def make_fixture(job: JobConfig, config: ModelConfig, num_rows: int) -> Fixture:
     """Draw weights and batches from the job's seed and train the reference on them."""
     config = resolve_model(config, job)
     assert config.moe is not None, "the gate wants a model with experts"
@@ -73,7 +73,7 @@ def make_case(job: JobConfig, config: ModelConfig, num_rows: int) -> Case:
         reference.step(rows, factor * job.optimizer.lr)
         for rows, factor in zip(batches, RATES, strict=True)
     ]
-    return Case(weights, buffers, production, batches, steps, idle)
+    return Fixture(weights, buffers, production, batches, steps, idle)
 
 
 def seed_weights(model: Decoder, seed: int) -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ def seed_weights(model: Decoder, seed: int) -> dict[str, Tensor]:
 def seed_buffers(
     layers: Sequence[str], num_experts: int, idle: tuple[str, range], seed: int
 ) -> dict[str, Tensor]:
-    """Routing biases and loads of a run in its middle; the idle experts' keep all tokens away."""
+    """Routing biases and loads as in mid-training; the idle experts' biases keep tokens away."""
     generator = torch.Generator().manual_seed(seed)
     buffers = {}
     for layer in layers:
@@ -121,35 +121,37 @@ def make_rows(num_rows: int, seq_len: int, vocab_size: int, *, seed: int) -> Row
     return Rows(tokens[:, :-1].contiguous(), labels, documents.int())
 
 
-def easy(case: Case, job: JobConfig, config: ModelConfig) -> list[str]:
-    """Reasons why this case would let a mistake pass; one line each."""
+def easy(fixture: Fixture, job: JobConfig, config: ModelConfig) -> list[str]:
+    """Reasons why this fixture would let a mistake pass; one line each."""
     moe = resolve_model(config, job).moe
     assert moe is not None
-    layer, idle = case.idle
-    first, *later = case.steps
+    layer, idle = fixture.idle
+    first, *later = fixture.steps
     zero = {
         f"{name}[{e}]"
-        for step in case.steps
+        for step in fixture.steps
         for name, norm in norms(step.gradients).items()
         for e in (norm == 0).nonzero().flatten().tolist()
     }
     experts = f"{layer}.moe.experts."
     stacks = [name for name in first.gradients if name.startswith(experts)]
     declared = {f"{name}[{e}]" for name in stacks for e in idle}
-    lengths = [(rows.labels_BS != IGNORED).sum(1) for rows in case.batches]
+    lengths = [(rows.labels_BS != IGNORED).sum(1) for rows in fixture.batches]
     facts = {
-        "clipping is not active": all(s.grad_norm > job.training.max_norm for s in case.steps),
+        "clipping is not active": all(s.grad_norm > job.training.max_norm for s in fixture.steps),
         "optimizer.weight_decay is 0": job.optimizer.weight_decay > 0,
         "moe.bias_update_speed is 0": moe.bias_update_speed > 0,
         "moe.sequence_aux_loss_weight is 0": moe.sequence_aux_loss_weight > 0,
         "moe.global_aux_loss_weight is 0": moe.global_aux_loss_weight > 0,
         "moe.z_loss_weight is 0": moe.z_loss_weight > 0,
         "moe.row_alignment is not 16": moe.row_alignment == 16,
-        "the auxiliary losses are nothing": all(s.balance_loss > 0 for s in case.steps),
+        "the auxiliary losses are nothing": all(s.balance_loss > 0 for s in fixture.steps),
         "every row has the same number of targets": all(len(set(n.tolist())) > 3 for n in lengths),
         "no row is without a target": all(n.min() == 0 for n in lengths),
-        "documents are not packed": all(r.documents_BS.max() > 1 for r in case.batches),
-        "idle experts have tokens": not any(s.counts[layer][list(idle)].any() for s in case.steps),
+        "documents are not packed": all(r.documents_BS.max() > 1 for r in fixture.batches),
+        "idle experts have tokens": not any(
+            s.counts[layer][list(idle)].any() for s in fixture.steps
+        ),
         f"gradients other than the declared are zero: {sorted(zero ^ declared)}": zero == declared,
         "both steps route alike": any(
             not torch.equal(first.counts[name], step.counts[name])

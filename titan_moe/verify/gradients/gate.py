@@ -15,11 +15,11 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.testing.ranks import RankError, run_ranks
-from titan_moe.verify.gradients.compare import TOLERANCES, Difference, by_cause
-from titan_moe.verify.gradients.fixture import Case, at_depth, easy, make_case
+from titan_moe.verify.gradients.compare import TOLERANCES, TensorDifference, by_cause
+from titan_moe.verify.gradients.fixture import Fixture, at_depth, easy, make_fixture
 from titan_moe.verify.gradients.reference import IGNORED
-from titan_moe.verify.gradients.worker import Task, Verdict, own_batches, verify_on_rank
-from titan_moe.verify.layouts.layouts import AXES, Layout, depth, num_rows, overrides
+from titan_moe.verify.gradients.worker import RankReport, Task, own_batches, verify_on_rank
+from titan_moe.verify.layouts.layouts import AXES, Layout, apply_layout, depth, num_rows
 
 _EPS = 1e-3
 """AdamW's, of the gradients' own size: with a tiny one the first updates are signs, and rounding a
@@ -29,7 +29,7 @@ _MOST_LINES = 12
 
 @dataclass
 class Result:
-    """What the gate says about one layout."""
+    """The gate's result for one layout."""
 
     layout: str
     dtype: str
@@ -63,11 +63,11 @@ class Gate:
 
     def __init__(self, job: JobConfig, folder: Path) -> None:
         self.job, self.folder = job, folder
-        self._cases: dict[tuple[int, int], tuple[Path, Case]] = {}
+        self._fixtures: dict[tuple[int, int], tuple[Path, Fixture]] = {}
 
     @cached_property
     def config(self) -> ModelConfig:
-        """Raises ConfigError for a model that the gate does not know how to judge."""
+        """Raises ConfigError for a model that the gate cannot test."""
         name, flavor = self.job.model.name, self.job.model.flavor
         config = model_of_job(self.job.model)
         if config.moe is None:
@@ -89,14 +89,14 @@ class Gate:
             result.lines = [f"{layout}: {refusal}"]
             return result
         job, config = self._setting(layout, dtype)
-        path, case = self._case(layout)
-        problems = easy(case, job, config) + _easy_layout(case, job, layout)
+        path, fixture = self._fixture(layout)
+        problems = easy(fixture, job, config) + _easy_layout(fixture, job, layout)
         if not problems:
             task = Task(job, config, layout, path, TOLERANCES[dtype])
             try:
-                verdicts = run_ranks(verify_on_rank, layout.world_size, task)
-                problems = _judge(result, layout, verdicts)
-                problems = problems or _unpoisoned(verdicts, layout, config)
+                reports = run_ranks(verify_on_rank, layout.world_size, task)
+                problems = _problems(result, layout, reports)
+                problems = problems or _unpoisoned(reports, layout, config)
             except RankError as error:
                 problems, result.traceback = [_headline(str(error))], str(error)
         result.lines = [f"{layout}: {line}" for line in problems]
@@ -105,35 +105,33 @@ class Gate:
         return result
 
     def _setting(self, layout: Layout, dtype: str) -> tuple[JobConfig, ModelConfig]:
-        tables = overrides(layout)
-        tables["training"] |= {"dtype": dtype, "mixed_precision_param": "float32"}
-        tables["optimizer"] = {"eps": _EPS}
-        merged = self.job.model_dump()
-        for table, values in tables.items():
-            merged[table] |= values
-        return JobConfig.model_validate(merged), at_depth(self.config, depth(layout))
+        tables: dict[str, dict[str, Any]] = {
+            "training": {"dtype": dtype, "mixed_precision_param": "float32"},
+            "optimizer": {"eps": _EPS},
+        }
+        return apply_layout(self.job, layout, tables), at_depth(self.config, depth(layout))
 
-    def _case(self, layout: Layout) -> tuple[Path, Case]:
+    def _fixture(self, layout: Layout) -> tuple[Path, Fixture]:
         key = depth(layout), num_rows(layout)
-        if key not in self._cases:
+        if key not in self._fixtures:
             job, config = self._setting(layout, "float64")
             path = self.folder / "reference-{}-layers-{}-rows.pt".format(*key)
-            case = make_case(job, config, num_rows(layout))
-            torch.save(case, path)
-            self._cases[key] = path, case
-        return self._cases[key]
+            fixture = make_fixture(job, config, num_rows(layout))
+            torch.save(fixture, path)
+            self._fixtures[key] = path, fixture
+        return self._fixtures[key]
 
 
-def _judge(result: Result, layout: Layout, verdicts: list[Verdict]) -> list[str]:
-    """Fill the result in from the ranks' verdicts; the lines of what is wrong."""
+def _problems(result: Result, layout: Layout, reports: list[RankReport]) -> list[str]:
+    """Fill in the result from the ranks' reports; returns a line for each problem."""
     axes = {axis: layout.size(axis) for axis in AXES}
     axes |= {"edp": layout.edp, "fsdp": layout.dp_shard * layout.cp, "batch": layout.data_ranks}
-    worst = max((verdict.worst for verdict in verdicts), key=lambda d: d.error)
-    result.num_compared = sum(verdict.num_compared for verdict in verdicts)
-    result.num_wrong = sum(verdict.num_wrong for verdict in verdicts)
+    worst = max((report.worst for report in reports), key=lambda d: d.error)
+    result.num_compared = sum(report.num_compared for report in reports)
+    result.num_wrong = sum(report.num_wrong for report in reports)
     result.worst, result.worst_tensor = worst.error, f"{worst.quantity} {worst.name}".rstrip()
-    lines = [line for verdict in verdicts for line in verdict.problems]
-    lines += _lines([d for verdict in verdicts for d in verdict.wrong], axes)
+    lines = [line for report in reports for line in report.problems]
+    lines += _lines([d for report in reports for d in report.wrong], axes)
     return lines
 
 
@@ -143,27 +141,27 @@ def _headline(error: str) -> str:
     return next(line for line in raised.splitlines() if line and not line.startswith(" "))
 
 
-def _unpoisoned(verdicts: list[Verdict], layout: Layout, config: ModelConfig) -> list[str]:
-    """Kinds of rows that belong to nobody of which there were none."""
+def _unpoisoned(reports: list[RankReport], layout: Layout, config: ModelConfig) -> list[str]:
+    """Kinds of rows without a token of which there were none."""
     assert config.moe is not None
     facts = {
         # A single expert's rows have a length that is known, and so no tail.
         "no row past the last expert's was there to be poisoned": layout.ep
         == config.moe.num_experts
-        or any(verdict.tails for verdict in verdicts),
+        or any(report.tails for report in reports),
         "no padding inside experts' rows was there to be poisoned": any(
-            verdict.paddings for verdict in verdicts
+            report.paddings for report in reports
         ),
     }
     return [line for line, holds in facts.items() if not holds]
 
 
-def _lines(wrong: list[Difference], axes: Mapping[str, int]) -> list[str]:
+def _lines(wrong: list[TensorDifference], axes: Mapping[str, int]) -> list[str]:
     """One line for each tensor, router and number of a step: where it is wrong first.
 
-    A gradient's mistake is not told again of the moments and the parameter that it went into.
+    A gradient's mistake is not repeated for the moments and the parameter that follow from it.
     """
-    seen: dict[str, Difference] = {}
+    seen: dict[str, TensorDifference] = {}
     for difference in sorted(wrong, key=by_cause):
         seen.setdefault(difference.name or difference.quantity, difference)
     lines = [difference.line(axes) for difference in seen.values()]
@@ -171,12 +169,12 @@ def _lines(wrong: list[Difference], axes: Mapping[str, int]) -> list[str]:
     return lines[:_MOST_LINES] + ([f"and {rest} more"] if rest > 0 else [])
 
 
-def _easy_layout(case: Case, job: JobConfig, layout: Layout) -> list[str]:
+def _easy_layout(fixture: Fixture, job: JobConfig, layout: Layout) -> list[str]:
     """Reasons why this layout's own share of the batch would let a mistake pass."""
     local = job.training.local_batch_size
     targets = {
         int((batch.labels_BS != IGNORED).sum())
-        for rows in case.batches
+        for rows in fixture.batches
         for place in range(layout.data_ranks)
         for batch in own_batches(rows, local, place, layout.data_ranks)
     }

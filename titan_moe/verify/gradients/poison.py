@@ -1,4 +1,4 @@
-"""NaN in every row that belongs to nobody, forward and backward: whoever reads one shows it."""
+"""NaN in every row without a token, forward and backward: code that reads one is found."""
 
 from collections.abc import Callable, Iterable
 

@@ -1,8 +1,8 @@
-"""Many layouts through the gate: results as they come, kept for a run that goes on later."""
+"""Many layouts through the gate: results as they come, kept to be resumed, and as a page."""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from titan_moe.config.job_config import JobConfig
 from titan_moe.runtime.revision import PACKAGE, package_hash
 from titan_moe.verify.gradients.gate import Gate, Result
-from titan_moe.verify.layouts.layouts import Layout
+from titan_moe.verify.layouts.layouts import AXES, OPTIONS, Layout, parse
+from titan_moe.verify.report.render import render
 
 RESULTS_FILE = "results.jsonl"
 
@@ -68,6 +69,39 @@ def summary(results: Iterable[Result]) -> dict[str, Any]:
         "worst_tensor": worst.worst_tensor if worst else "",
         "seconds": round(sum(result.seconds for result in results), 1),
     }
+
+
+def gate_page(title: str, results: Sequence[Result], facts: Mapping[str, Any]) -> str:
+    """A table of layouts with a filter, sorted by a click on a column; failures with reasons.
+
+    Args:
+        facts: the summary of the results.
+    """
+    heads = [*AXES, *OPTIONS, "type", "result", "worst error", "tensors", "seconds", "worst tensor"]
+    rows = [_row(result) for result in results]
+    return render("gate.html", title=title, heads=heads, rows=rows, facts=facts)
+
+
+def _row(result: Result) -> dict[str, Any]:
+    layout = parse(result.layout)
+    sizes = [layout.size(axis) for axis in AXES]
+    cells = [_cell(size, kind="n one" if size == 1 else "n") for size in sizes]
+    cells += [_cell(getattr(layout, option) if layout.has(option) else "") for option in OPTIONS]
+    cells += [
+        _cell(result.dtype),
+        _cell(result.status, kind=result.status),
+        _cell(result.worst, f"{result.worst:.1e}", kind="n"),
+        _cell(result.num_compared, f"{result.num_compared:,}", kind="n"),
+        _cell(result.seconds, f"{result.seconds:.1f}", kind="n"),
+        _cell(result.worst_tensor),
+    ]
+    words = [result.layout.replace(",", " "), result.dtype, result.status, result.worst_tensor]
+    return {"text": " ".join(words).lower(), "cells": cells, "lines": result.lines}
+
+
+def _cell(key: object, text: str | None = None, *, kind: str = "") -> dict[str, Any]:
+    """`key` is what a column is sorted by."""
+    return {"key": key, "text": str(key) if text is None else text, "kind": kind}
 
 
 def _load(path: Path, fingerprint: str) -> list[Result]:

@@ -16,45 +16,43 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.layer import MoE
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import set_lr
 from titan_moe.train_step import StepResult, TrainStep
-from titan_moe.verify.gradients.compare import Difference, Pair, Tolerance, by_cause, differences
-from titan_moe.verify.gradients.fixture import RATES, Case, norms
+from titan_moe.verify.gradients.compare import (
+    Pair,
+    TensorDifference,
+    Tolerance,
+    by_cause,
+    differences,
+)
+from titan_moe.verify.gradients.fixture import RATES, Fixture, norms
 from titan_moe.verify.gradients.poison import Poison
 from titan_moe.verify.gradients.reference import Rows, Step
 from titan_moe.verify.layouts.layouts import Layout, stages
-from titan_moe.verify.layouts.shards import Shards
+from titan_moe.verify.layouts.shards import Shards, tensor_dims
 
 _MOST_SHOWN = 40
-_TENSOR_DIMS = {
-    "colwise": {"weight": 0, "bias": 0},
-    "rowwise": {"weight": 1},
-    "vocab_rows": {"weight": 0},
-    "vocab_columns": {"weight": 0, "bias": 0},
-    "heads": {"weight": 0},
-}
 
 
 class Task(NamedTuple):
-    """What every rank of one layout is told."""
+    """What every rank of one layout gets."""
 
     job: JobConfig
     config: ModelConfig
     layout: Layout
-    case_path: Path
-    """A Case, saved; ranks map the same pages."""
+    fixture_path: Path
+    """A saved Fixture; ranks map the same pages."""
     tolerance: Tolerance
 
 
 @dataclass
-class Verdict:
+class RankReport:
     """What one rank found."""
 
-    worst: Difference
-    wrong: list[Difference] = field(default_factory=list)
+    worst: TensorDifference
+    wrong: list[TensorDifference] = field(default_factory=list)
     """Above the bound: the largest of each quantity and step, then causes first; not all."""
     num_wrong: int = 0
     num_compared: int = 0
@@ -65,28 +63,28 @@ class Verdict:
     """Rows that were poisoned."""
 
 
-def verify_on_rank(task: Task) -> Verdict:
+def verify_on_rank(task: Task) -> RankReport:
     """Train two steps and compare this rank's shares with the reference's; collective."""
     # Eight ranks' worth of torch's deprecations would hide the progress bar.
     warnings.simplefilter("ignore", FutureWarning)
-    case: Case = torch.load(task.case_path, mmap=True, weights_only=False)
+    fixture: Fixture = torch.load(task.fixture_path, mmap=True, weights_only=False)
     rank = dist.get_rank()
     sharded = build_sharded_model(
         task.job, task.config, device=torch.device("cpu"), world_size=dist.get_world_size()
     )
-    holding = Holding(sharded, task, case)
-    if holding.problems:
-        return Verdict(Difference(0, rank, "", "", 0.0, 1.0), problems=holding.problems)
-    holding.fill(case)
+    state = LocalState(sharded, task, fixture)
+    if state.problems:
+        return RankReport(TensorDifference(0, rank, "", "", 0.0, 1.0), problems=state.problems)
+    state.fill(fixture)
     poison = Poison()
-    poison.apply(holding.moe_layers.values())
+    poison.apply(state.moe_layers.values())
     found = [
         difference
-        for number, (result, snapshot) in enumerate(_train(sharded, holding, task, case))
-        for difference in holding.compare(number, result, snapshot, case.steps[number])
+        for number, (result, snapshot) in enumerate(_train(sharded, state, task, fixture))
+        for difference in state.compare(number, result, snapshot, fixture.steps[number])
     ]
     wrong = sorted((d for d in found if not d.error <= task.tolerance.bound), key=by_cause)
-    return Verdict(
+    return RankReport(
         worst=max(found, key=lambda d: d.error),
         wrong=_one_of_each(wrong)[:_MOST_SHOWN],
         num_wrong=len(wrong),
@@ -96,16 +94,16 @@ def verify_on_rank(task: Task) -> Verdict:
     )
 
 
-class Holding:
+class LocalState:
     """The parameters, buffers and optimizer state of this rank, and where they lie in the whole."""
 
-    def __init__(self, sharded: ShardedModel, task: Task, case: Case) -> None:
+    def __init__(self, sharded: ShardedModel, task: Task, fixture: Fixture) -> None:
         self.rank = dist.get_rank()
         self.floor = task.tolerance.floor
         self.shards = Shards(task.layout, tensor_dims(), stages(task.layout))
         self.parameters = dict(sharded.named_parameters())
         self.moe_layers: dict[str, MoE] = sharded.moe_layers()
-        held = {name for name in case.weights if self.shards.holds(self.rank, name)}
+        held = {name for name in fixture.weights if self.shards.holds(self.rank, name)}
         self.problems = [
             f"rank {self.rank}: {name} is {'missing' if name in held else 'not its own'}"
             for name in sorted(held ^ self.parameters.keys())
@@ -113,10 +111,10 @@ class Holding:
         if self.problems:
             return
         self.boxes = {
-            name: self.shards.box(self.rank, name, case.weights[name].shape) for name in held
+            name: self.shards.box(self.rank, name, fixture.weights[name].shape) for name in held
         }
         for name, parameter in self.parameters.items():
-            expected = case.production[name][self.boxes[name]].to(parameter.dtype)
+            expected = fixture.production[name][self.boxes[name]].to(parameter.dtype)
             ours = local(parameter).detach()
             if ours.shape != expected.shape:
                 self.problems.append(
@@ -127,19 +125,19 @@ class Holding:
                 self.problems.append(f"rank {self.rank}: {name} begins with other values")
 
     @torch.no_grad()
-    def fill(self, case: Case) -> None:
-        """Take the case's weights and buffers, cut by arithmetic."""
+    def fill(self, fixture: Fixture) -> None:
+        """Take the fixture's weights and buffers, cut by arithmetic."""
         for name, parameter in self.parameters.items():
-            local(parameter).copy_(case.weights[name][self.boxes[name]])
+            local(parameter).copy_(fixture.weights[name][self.boxes[name]])
         for name, layer in self.moe_layers.items():
-            layer.router.expert_bias.copy_(case.buffers[f"{name}.moe.router.expert_bias"])
-            layer.router.previous_load.copy_(case.buffers[f"{name}.moe.router.previous_load"])
+            layer.router.expert_bias.copy_(fixture.buffers[f"{name}.moe.router.expert_bias"])
+            layer.router.previous_load.copy_(fixture.buffers[f"{name}.moe.router.previous_load"])
 
     def compare(
         self, number: int, result: StepResult, snapshot: "Snapshot", step: Step
-    ) -> list[Difference]:
+    ) -> list[TensorDifference]:
         """Everything that a step left on this rank."""
-        found: list[Difference] = []
+        found: list[TensorDifference] = []
         clip = min(1.0, snapshot.max_norm / result.grad_norm)
         gradients = {name: g / clip for name, g in snapshot.gradients.items()}
         for quantity, ours, theirs in (
@@ -207,9 +205,9 @@ class Snapshot(NamedTuple):
 
 
 def _train(
-    sharded: ShardedModel, holding: Holding, task: Task, case: Case
+    sharded: ShardedModel, state: LocalState, task: Task, fixture: Fixture
 ) -> Iterable[tuple[StepResult, Snapshot]]:
-    job, layout, parameters = task.job, task.layout, holding.parameters
+    job, layout, parameters = task.job, task.layout, state.parameters
     optimizer = build_optimizer(job.optimizer, parameters.items())
     step_fn = TrainStep(sharded, optimizer, job.training, device=torch.device("cpu"))
     given: dict[str, Tensor] = {}
@@ -218,13 +216,13 @@ def _train(
         given.update({n: _copy(p.grad) for n, p in parameters.items() if p.grad is not None})
 
     optimizer.register_step_pre_hook(keep)
-    place = holding.shards.coordinate(holding.rank, "dp_replicate") * layout.dp_shard
-    place += holding.shards.coordinate(holding.rank, "dp_shard")
-    for rows, rate in zip(case.batches, RATES, strict=True):
+    place = state.shards.coordinate(state.rank, "dp_replicate") * layout.dp_shard
+    place += state.shards.coordinate(state.rank, "dp_shard")
+    for rows, rate in zip(fixture.batches, RATES, strict=True):
         set_lr(optimizer, rate)
         given.clear()
         result = step_fn(own_batches(rows, job.training.local_batch_size, place, layout.data_ranks))
-        yield result, _snapshot(holding, dict(given), optimizer, job.training.max_norm)
+        yield result, _snapshot(state, dict(given), optimizer, job.training.max_norm)
 
 
 def own_batches(rows: Rows, local_batch_size: int, place: int, data_ranks: int) -> list[Batch]:
@@ -242,37 +240,28 @@ def own_batches(rows: Rows, local_batch_size: int, place: int, data_ranks: int) 
     ]
 
 
-def tensor_dims() -> dict[str, int]:
-    """The tensor dim that tp cuts, by pattern of parameter names, from the plan."""
-    return {
-        f"{module}.{parameter}": dim
-        for module, how in DECODER.items()
-        for parameter, dim in _TENSOR_DIMS.get(how, {}).items()
-    }
-
-
 def local(tensor: Tensor) -> Tensor:
     """The memory that this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _snapshot(
-    holding: Holding, gradients: dict[str, Tensor], optimizer: Optimizer, max_norm: float
+    state: LocalState, gradients: dict[str, Tensor], optimizer: Optimizer, max_norm: float
 ) -> Snapshot:
     def moment(which: str) -> dict[str, Tensor]:
         return {
             name: _copy(optimizer.state[parameter][which])
-            for name, parameter in holding.parameters.items()
+            for name, parameter in state.parameters.items()
             if which in optimizer.state[parameter]
         }
 
     def buffers(which: str) -> dict[str, Tensor]:
-        return {n: getattr(m.router, which).clone() for n, m in holding.moe_layers.items()}
+        return {n: getattr(m.router, which).clone() for n, m in state.moe_layers.items()}
 
     return Snapshot(
         gradients=gradients,
         max_norm=max_norm,
-        parameters={name: _copy(p) for name, p in holding.parameters.items()},
+        parameters={name: _copy(p) for name, p in state.parameters.items()},
         exp_avg=moment("exp_avg"),
         exp_avg_sq=moment("exp_avg_sq"),
         momentum_buffer=moment("momentum_buffer"),
@@ -289,9 +278,9 @@ def _norm(tensor: Tensor) -> float:
     return tensor.double().norm().item()
 
 
-def _one_of_each(wrong: list[Difference]) -> list[Difference]:
+def _one_of_each(wrong: list[TensorDifference]) -> list[TensorDifference]:
     """The largest of each quantity and step first, then the others."""
-    first: dict[tuple[int, str], Difference] = {}
+    first: dict[tuple[int, str], TensorDifference] = {}
     for difference in wrong:
         first.setdefault((difference.step, difference.quantity), difference)
     return [*first.values(), *(d for d in wrong if d not in first.values())]

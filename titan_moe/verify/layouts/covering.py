@@ -10,7 +10,7 @@ from titan_moe.verify.layouts.layouts import OPTIONS, SPLIT_BACKWARD, Layout, wi
 Legal = Callable[[Layout], bool]
 
 
-def rotated(
+def cover_options(
     layouts: Iterable[Layout],
     *,
     fixed: Mapping[str, str] | None = None,
@@ -39,7 +39,7 @@ def rotated(
     return chosen
 
 
-def sample(layouts: Sequence[Layout], count: int, seed: int) -> list[Layout]:
+def cover_pairs(layouts: Sequence[Layout], count: int, seed: int) -> list[Layout]:
     """`count` layouts in which, if they suffice, each pair of axes meets above 1; then by chance.
 
     The same for the same arguments; in the order of `layouts`.

@@ -1,6 +1,6 @@
-"""Layouts by arithmetic: which exist, how one is written on a command line, and as a config.
+"""Layouts by arithmetic: which exist, how one is written on a command line, and applied to a job.
 
-No torch here, and no mesh of titan_moe.distributed: the gate must not learn from what it judges.
+No torch here, and no mesh of titan_moe.distributed: the gate must not depend on what it tests.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import JobConfig
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 AXES = (*DENSE_AXES, "ep", "etp")
@@ -41,7 +42,7 @@ _ONE_STAGE_A_RANK = ("1F1B", "GPipe")
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of every axis, and the options that rotate over layouts."""
+    """Degrees of every axis, and the options that vary over layouts."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -168,7 +169,24 @@ def num_rows(layout: Layout) -> int:
     return -(-16 // step) * step
 
 
-def overrides(layout: Layout) -> dict[str, dict[str, Any]]:
+Tables = Mapping[str, Mapping[str, Any]]
+"""Values by table and key of a configuration."""
+
+
+def apply_layout(job: JobConfig, layout: Layout, tables: Tables | None = None) -> JobConfig:
+    """The job in a layout, with its batch sizes; `tables` override both."""
+    return with_tables(with_tables(job, layout_tables(layout)), tables or {})
+
+
+def with_tables(job: JobConfig, tables: Tables) -> JobConfig:
+    """The job with other values of some keys."""
+    merged = job.model_dump()
+    for table, values in tables.items():
+        merged[table] |= values
+    return JobConfig.model_validate(merged)
+
+
+def layout_tables(layout: Layout) -> dict[str, dict[str, Any]]:
     """The layout as tables of a JobConfig.
 
     A data rank takes its rows as two microbatches; under a pipeline as two runs of the schedule

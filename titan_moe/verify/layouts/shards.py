@@ -1,7 +1,7 @@
 """Which part of which parameter each rank holds, from the layout's numbers alone.
 
-A second account of what titan_moe.distributed does with DTensors, for the gate to judge it by: no
-mesh, no placement, no torch.
+A second account of what titan_moe.distributed does with DTensors, which the gate tests it against:
+no mesh, no placement, no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from types import MappingProxyType
 
+from titan_moe.models.tensor_plans import DECODER
 from titan_moe.verify.layouts.layouts import DENSE_AXES, V_SCHEDULES, Layout
 
 Box = tuple[slice, ...]
@@ -17,6 +18,22 @@ Box = tuple[slice, ...]
 HIDDEN_DIM = {"w1": 1, "w3": 1, "w2": 2, "b1": 1, "b3": 1, "b2": 1}
 """What etp cuts of a stack: the hidden dim, and of b2 [E, D] the model's."""
 SPARSE_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
+_CUT_BY_TP = {
+    "colwise": {"weight": 0, "bias": 0},
+    "rowwise": {"weight": 1},
+    "vocab_rows": {"weight": 0},
+    "vocab_columns": {"weight": 0, "bias": 0},
+    "heads": {"weight": 0},
+}
+
+
+def tensor_dims() -> dict[str, int]:
+    """The tensor dim that tp cuts, by pattern of parameter names, from the plan of all decoders."""
+    return {
+        f"{module}.{parameter}": dim
+        for module, how in DECODER.items()
+        for parameter, dim in _CUT_BY_TP.get(how, {}).items()
+    }
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Copies(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Whole:
+class CapturedTensor:
     """All that a capture knows of one place."""
 
     place: Place
@@ -50,17 +50,17 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Captured:
+class Capture:
     """One step of one run."""
 
     facts: Mapping[str, Any]
     rows: Sequence[int]
     """Fingerprints of the global batch's rows, in the order of the ranks."""
-    places: Mapping[Place, Whole]
+    places: Mapping[Place, CapturedTensor]
     """In the order in which a step makes one from the other, phase by phase."""
 
 
-def read_capture(folder: Path) -> Captured:
+def read_capture(folder: Path) -> Capture:
     """Read a run's capture folder. Raises ConfigError where ranks' files are missing."""
     paths = sorted(folder.glob("rank-*.pt"))
     if not paths:
@@ -79,7 +79,7 @@ def read_capture(folder: Path) -> Captured:
     wholes = {place: _whole(place, held[place]) for place in places}
     ends = [place for place in places if place.phase == "parameters"]
     wholes |= {(made := _update(wholes, place)).place: made for place in ends}
-    return Captured(facts, list(rows), wholes)
+    return Capture(facts, list(rows), wholes)
 
 
 def _order(place: Place, records: Sequence[tuple[int, dict[str, Any]]]) -> tuple[int, int, int]:
@@ -88,7 +88,7 @@ def _order(place: Place, records: Sequence[tuple[int, dict[str, Any]]]) -> tuple
     return PHASES.index(place.phase), sign * stage, sign * number
 
 
-def _whole(place: Place, records: Sequence[tuple[int, dict[str, Any]]]) -> Whole:
+def _whole(place: Place, records: Sequence[tuple[int, dict[str, Any]]]) -> CapturedTensor:
     """Copies are kept once, parts are added."""
     keys_are, exact = records[0][1]["kind"][0], all(record["kind"][1] for _, record in records)
     names = [n for n in records[0][1] if n not in ("place", "kind", "order")]
@@ -115,10 +115,10 @@ def _whole(place: Place, records: Sequence[tuple[int, dict[str, Any]]]) -> Whole
     sums = np.zeros((len(starts), values.shape[1]))
     np.add.at(sums, group, values[first])
     beside = {name: array[order][starts] for name, array in joined.items()}
-    return Whole(place, keys_are, keys[starts], sums, exact, copies, beside)
+    return CapturedTensor(place, keys_are, keys[starts], sums, exact, copies, beside)
 
 
-def _update(wholes: Mapping[Place, Whole], end: Place) -> Whole:
+def _update(wholes: Mapping[Place, CapturedTensor], end: Place) -> CapturedTensor:
     """What the step added to a parameter: sketches can be subtracted, but for sums of squares."""
     last = end.tensor.removeprefix("parameter of ")
     after, before = wholes[end], wholes[Place("start", end.module, last)]

@@ -39,7 +39,7 @@ _LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True)
-class Difference:
+class ParityResult:
     """Of one case, seed and type."""
 
     logits: float
@@ -80,7 +80,7 @@ class _Rows:
     ahead_labels_BKS: Tensor | None = None
 
 
-def compare(case: ParityCase, seed: int, dtype: torch.dtype) -> Difference:
+def compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
     """Run one case on both sides. Takes the first seed from `seed` on, in steps of 1000, whose
     routing has no near-ties."""
     for attempt in range(20):
@@ -90,7 +90,7 @@ def compare(case: ParityCase, seed: int, dtype: torch.dtype) -> Difference:
     raise AssertionError(f"{case}: no seed without near-ties in the routing")
 
 
-def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> Difference:
+def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
     with computing_in(dtype):
         oracle = Oracle(case.settings, seed, case.expert_scale)
         found, model = _ours(oracle)
@@ -101,7 +101,7 @@ def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> Difference:
     watch_margins(model, margins)
     ours = _our_side(model, found.config, rows)
     assert theirs.gradients.keys() == ours.gradients.keys()
-    return Difference(
+    return ParityResult(
         logits=max(map(distance, ours.logits, theirs.logits)),
         gradients=_gradient_distances(ours.gradients, theirs.gradients, case),
         losses=max(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True)),

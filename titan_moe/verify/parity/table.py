@@ -8,14 +8,14 @@ import transformers
 from tqdm import tqdm
 
 from titan_moe.verify.parity.cases import ParityCase, cases
-from titan_moe.verify.parity.check import BOUNDS, Difference, compare
+from titan_moe.verify.parity.check import BOUNDS, ParityResult, compare
 
 _TYPES = (torch.float32, torch.float64)
 _HEADER = """\
 | family | option | f32: logits | gradient | losses | export | f64: logits | gradient | losses |
 |---|---|---|---|---|---|---|---|---|"""
 
-Found = dict[ParityCase, dict[torch.dtype, list[Difference]]]
+Found = dict[ParityCase, dict[torch.dtype, list[ParityResult]]]
 """Each case's differences in each type, one a seed."""
 
 
@@ -52,7 +52,7 @@ def markdown(found: Found, num_seeds: int) -> str:
     return "\n".join(lines)
 
 
-def _cells(differences: list[Difference], bound: float) -> list[str]:
+def _cells(differences: list[ParityResult], bound: float) -> list[str]:
     worst = [
         max(each.logits for each in differences),
         max(each.worst_gradient[0] for each in differences),

@@ -1,24 +1,26 @@
-"""The curves of a report, drawn once: for a page as SVG in its colours, or for a PNG."""
+"""The curves of a report: for a page as SVG in its colours with an HTML legend, or for a PNG."""
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from markupsafe import Markup, escape
 
 from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.noise.band import Band
 from titan_moe.verify.compare.records import Array, Curve, RunRecord
-from titan_moe.verify.report.data import common_steps, relative_difference, thinned
-from titan_moe.verify.report.style import PALETTE
+from titan_moe.verify.report.data import common_steps, equal_steps, relative_difference, thinned
+from titan_moe.verify.report.render import PALETTE
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, FigureBase
+    from matplotlib.figure import FigureBase
 
 INK, SOFT, GRID, BAD, BAND = (PALETTE[name][0] for name in ("ink", "soft", "grid", "bad", "band"))
 FLOAT32 = float(np.finfo(np.float32).eps)
@@ -28,9 +30,13 @@ SERIES = [
 ]
 UNITS = {"loss": "nats per token", "grad_norm": "norm before clipping"}
 _TITLES = {"lr": "learning rate", "grad_norm": "gradient norm"}
-_DASHES = ("-", "--", ":", "-.")
-_MOST_REPEATS = 40
+_DASHES = {"-": "", "--": "6 3", ":": "2 2", "-.": "6 2 2 2"}
+"""Of matplotlib and of SVG."""
+_MARKERS = {"|": "|", "o": "\N{BLACK CIRCLE}", "D": "\N{BLACK DIAMOND}"}
+_MOST_CONTROLS = 40
 _FEW_POINTS, _MANY_POINTS = 12, 300
+_LONGEST_LABEL, _LABEL_INCHES = 80, 0.08
+"""Characters of a legend's entry in a picture, and the width of one."""
 _ID = re.compile(r' id="[A-Za-z.0-9]+_[0-9]+"')
 _FONT = re.compile(r"'DejaVu Sans'[^;\"]*")
 _SIZE = re.compile(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>')
@@ -48,12 +54,24 @@ class Line:
     width: float = 1.2
 
 
-def figure(width: float, height: float) -> "Figure":
-    """An empty figure, in inches; it needs no display."""
-    # Imported here: it costs half a second, and most of what is imported beside it never draws.
-    from matplotlib.figure import Figure
+@dataclass(frozen=True)
+class LegendEntry:
+    """A name and how it is drawn; colours are the page's."""
 
-    return Figure(figsize=(width, height), layout="constrained", facecolor="none")
+    label: str
+    kind: str
+    """"line", "area", or a character like the marker."""
+    color: str
+    width: float = 1.2
+    dash: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of a page."""
+
+    svg: Markup
+    legend: Sequence[LegendEntry]
 
 
 def settings(
@@ -67,23 +85,45 @@ def settings(
     return rc_context(known)
 
 
-def svg(name: str, what: str, draw: Callable[["Figure"], None], *, height: float = 3.2) -> str:
+def chart(name: str, what: str, draw: Callable[["Axes"], None], *, height: float = 2.9) -> Chart:
     """A chart as an element of a page: text is text, colours are the page's, no two charts share
-    an id, the same input gives the same bytes. `what` is read out to who does not see it."""
+    an id, the same input gives the same bytes. `what` describes it to screen readers."""
+    # Imported here: it costs half a second, and most of what is imported beside it never draws.
+    from matplotlib.figure import Figure
+
     text = io.StringIO()
     with settings(8, {"svg.hashsalt": name}):
-        drawn = figure(6.4, height)
-        draw(drawn)
+        drawn = Figure(figsize=(6.4, height), layout="constrained", facecolor="none")
+        axes = drawn.subplots()
+        draw(axes)
         drawn.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+        named = zip(*axes.get_legend_handles_labels(), strict=True)
+        entries = {label: _entry(handle, label) for handle, label in named}
     found = text.getvalue()
     found = re.sub(r"<metadata>.*?</metadata>", "", found[found.index("<svg") :], flags=re.DOTALL)
-    found = _SIZE.sub(
-        rf'<svg class=chart role=img aria-label="{escape(what)}" viewBox="\1">', found
-    )
+    head = f'<svg class="chart" role="img" aria-label="{escape(what)}" viewBox='
+    found = _SIZE.sub(lambda match: f'{head}"{match[1]}">', found)
     found = _FONT.sub("system-ui, sans-serif", _ID.sub("", found))
     for key, (light, _) in PALETTE.items():
         found = found.replace(light, f"var(--{key})")
-    return found
+    return Chart(Markup(found), list(entries.values()))
+
+
+def _entry(handle: "Artist", label: str) -> LegendEntry:
+    """What a legend shows of a line, of points or of a filled area."""
+    from matplotlib.colors import to_hex
+    from matplotlib.lines import Line2D
+
+    label = label.strip("\N{ZERO WIDTH SPACE}")
+    known = {light: f"var(--{key})" for key, (light, _) in PALETTE.items()}
+    if not isinstance(handle, Line2D):
+        color = to_hex(handle.get_facecolor()[0])  # type: ignore[attr-defined]
+        return LegendEntry(label, "area", known.get(color, color))
+    color = to_hex(handle.get_color())
+    style = str(handle.get_linestyle())
+    kind = "line" if style in _DASHES else _MARKERS[str(handle.get_marker())]
+    width = min(max(handle.get_linewidth(), 1.5), 3.0)
+    return LegendEntry(label, kind, known.get(color, color), width, _DASHES.get(style, ""))
 
 
 def run_lines(runs: Sequence[RunRecord], quantity: str) -> list[Line]:
@@ -94,7 +134,7 @@ def run_lines(runs: Sequence[RunRecord], quantity: str) -> list[Line]:
             run.curve.steps,
             run.curve.scalars[quantity],
             SERIES[i % len(SERIES)],
-            _DASHES[i // len(SERIES) % len(_DASHES)],
+            list(_DASHES)[i // len(SERIES) % len(_DASHES)],
             # Wide ones below, so that all are seen where they agree.
             max(1.0, 2.6 - i * 1.6 / max(1, len(runs) - 1)) if len(runs) > 1 else 1.2,
         )
@@ -104,7 +144,7 @@ def run_lines(runs: Sequence[RunRecord], quantity: str) -> list[Line]:
 
 
 def pair_lines(comparison: Comparison, quantity: str) -> list[Line]:
-    """The baseline wide, the candidate thin above it, so that both are seen where they agree."""
+    """The baseline wide, the candidate thin above it: both are visible where they agree."""
     pair = (comparison.baseline, "-", 2.6), (comparison.candidate, "--", 1.2)
     return [
         Line(run.name, run.curve.steps, run.curve.scalars[quantity], color, style, width)
@@ -121,7 +161,7 @@ def draw_curves(
     band: Band | None = None,
     first: int | None = None,
 ) -> None:
-    """The curves, the noise band behind them, and marks where a curve ends in what is no number."""
+    """The curves, the noise band behind them, and a mark where a curve stops being finite."""
     title(axes, _TITLES.get(quantity, quantity.replace("_", " ")), UNITS.get(quantity, ""))
     if band is not None and quantity in band.quantities:
         low, high = band.edges(quantity)
@@ -147,10 +187,13 @@ def draw_curves(
 
 
 def draw_difference(axes: "Axes", quantity: str, comparison: Comparison) -> None:
-    """|candidate - baseline| / baseline on a log scale, beside what repeats do to each other and
-    what float32 can tell."""
+    """|candidate - baseline| / baseline on a log scale, beside how far control runs lie apart and
+    what float32 resolves."""
     title(axes, f"{_TITLES.get(quantity, quantity)}: relative difference", "share of the value")
     first, second = comparison.baseline.curve, comparison.candidate.curve
+    if steps := equal_steps(comparison, quantity):
+        message(axes, f"the same bits in all {steps} steps")
+        return
     common = common_steps(first, second)
     if not common.steps or quantity not in first.scalars or quantity not in second.scalars:
         message(axes, "no step that both runs logged")
@@ -162,10 +205,9 @@ def draw_difference(axes: "Axes", quantity: str, comparison: Comparison) -> None
     band = comparison.band
     if band is not None and quantity in band.quantities:
         _draw_noise(axes, quantity, band, second, floor)
-    line = Line(
-        "candidate from baseline", common.steps, np.where(found > 0, found, np.nan), SERIES[1]
-    )
-    _draw_line(axes, line)
+    if not (found == 0).all():
+        shown = np.where(found > 0, found, np.nan)
+        _draw_line(axes, Line("candidate from baseline", common.steps, shown, SERIES[1]))
     if (equal := found == 0).any():
         at = np.array(common.steps)[equal]
         label = f"equal bits ({equal.sum()} of {len(found)} steps)"
@@ -177,17 +219,17 @@ def draw_difference(axes: "Axes", quantity: str, comparison: Comparison) -> None
     _mark_first(axes, comparison.first.step if comparison.first else None)
 
 
-def draw_standing(axes: "Axes", comparison: Comparison) -> None:
-    """The repeats' own statistics, the limit and where the candidate stands, on one line."""
-    band, judgement = comparison.band, comparison.judgement
-    assert band is not None and judgement is not None
+def draw_statistics(axes: "Axes", comparison: Comparison) -> None:
+    """The control runs' own statistics, the limit and the candidate's, on one line."""
+    band, check = comparison.band, comparison.band_check
+    assert band is not None and check is not None
     title(axes, "how far out each curve is", "")
-    repeats = np.asarray(band.statistics, dtype=float)
-    axes.plot(repeats, np.zeros(len(repeats)), "o", color=SOFT, alpha=0.6, label="harmless repeats")
+    controls = np.asarray(band.statistics, dtype=float)
+    axes.plot(controls, np.zeros(len(controls)), "o", color=SOFT, alpha=0.6, label="control runs")
     axes.axvline(band.limit, color=INK, lw=1, ls="--", label=f"limit {band.limit:.3g}")
-    statistic = judgement.statistic
+    statistic = check.statistic
     if np.isfinite(statistic):
-        color = SERIES[0] if judgement.inside else SERIES[1]
+        color = SERIES[0] if check.inside else SERIES[1]
         label = f"candidate {statistic:.3g}"
         axes.plot([statistic], [0], "D", color=color, markersize=8, label=label)
         if statistic > 10 * band.limit:
@@ -198,17 +240,20 @@ def draw_standing(axes: "Axes", comparison: Comparison) -> None:
     axes.grid(False)
 
 
-def legend(target: "FigureBase", columns: int = 3) -> None:
-    """Below all charts of a figure, each name once."""
+def legend(target: "FigureBase", width: float) -> None:
+    """Below all charts of a figure of this width in inches: each name once, none over another."""
     charts: Any = target.axes
     named = {
         label: handle
         for axes in charts
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    style = {"frameon": False, "fontsize": "small", "labelcolor": INK, "ncols": columns}
+    names = [textwrap.shorten(label, _LONGEST_LABEL, placeholder="...") for label in named]
+    columns = int(width / (_LABEL_INCHES * (max(map(len, names), default=0) + 6)))
+    style = {"frameon": False, "fontsize": "small", "labelcolor": INK}
     if named:
-        target.legend(list(named.values()), list(named), loc="outside lower center", **style)
+        style["ncols"] = min(max(columns, 1), 4)
+        target.legend(list(named.values()), names, loc="outside lower center", **style)
 
 
 def title(axes: "Axes", text: str, unit: str) -> None:
@@ -226,7 +271,7 @@ def title(axes: "Axes", text: str, unit: str) -> None:
 
 
 def message(axes: "Axes", text: str) -> None:
-    """Words where there is nothing to draw."""
+    """Text where there is nothing to draw."""
     if not axes.has_data():
         axes.set(xticks=[], yticks=[])
     axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes, color=SOFT)
@@ -267,9 +312,9 @@ def _draw_noise(axes: "Axes", quantity: str, band: Band, candidate: Curve, floor
     axes.fill_between(
         band.steps, np.full(len(half), floor / 2), half, color=BAND, alpha=0.35, lw=0, label=label
     )
-    for i, repeat in enumerate(band.repeats[:_MOST_REPEATS]):
-        own = relative_difference(middle, band.values(repeat, quantity))
-        name = "harmless repeats from the band's middle" if i == 0 else "_"
+    for i, control in enumerate(band.controls[:_MOST_CONTROLS]):
+        own = relative_difference(middle, band.values(control, quantity))
+        name = "control runs from the band's middle" if i == 0 else "_"
         _draw_line(axes, Line(name, band.steps, np.where(own > 0, own, np.nan), SOFT, "-", 0.4))
     if list(candidate.steps) == list(band.steps):
         own = relative_difference(middle, band.values(candidate, quantity))

@@ -63,6 +63,19 @@ def relative_difference(first: Array, second: Array) -> Array:
     return found
 
 
+def equal_steps(comparison: Comparison, quantity: str) -> int:
+    """The number of common steps if the quantity is the same in all of them and there is no band to
+    draw either; otherwise 0."""
+    first, second = comparison.baseline.curve, comparison.candidate.curve
+    common = common_steps(first, second)
+    if comparison.band is not None or not (
+        quantity in first.scalars and quantity in second.scalars
+    ):
+        return 0
+    ours, theirs = first.scalars[quantity][common.first], second.scalars[quantity][common.second]
+    return len(common.steps) if np.array_equal(ours, theirs) else 0
+
+
 def moved_share(first_SE: Array, second_SE: Array) -> Array:
     """The share of rows that went to other experts, [S], if expert's rows are the same."""
     total_S = np.maximum(first_SE.sum(1), 1.0)

@@ -1,44 +1,35 @@
-"""Heat maps of a page: rows by name and number, steps from left to right, as embedded images."""
+"""Heat maps of expert load: rows by name and number, steps from left to right.
+
+Pages embed them as images, the picture draws them with matplotlib: both from the same levels, so
+that a colour means the same number in both.
+"""
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from titan_moe.verify.compare.records import Array, RunRecord
 from titan_moe.verify.report.data import common_steps, over_mean
-from titan_moe.verify.report.style import folded, paragraph
 
 if TYPE_CHECKING:
     from matplotlib.colors import ListedColormap
 
-STYLE = """
-.heat { display: grid; gap: .25rem .8rem; align-items: center; margin: .4rem 0;
-  grid-template-columns: max-content repeat(var(--columns), minmax(8rem, 1fr)) }
-.heat b { font-size: 12px; overflow-wrap: anywhere }
-.heat .span { display: flex; flex-direction: column; justify-content: space-between;
-  align-self: stretch }
-.heat small { color: var(--soft); display: block }
-.heat img { width: 100%; display: block; image-rendering: pixelated;
-  outline: 1px solid var(--line) }
-.ends { display: flex; justify-content: space-between; color: var(--soft); font-size: 11px }
-.scale { display: inline-flex; gap: .4rem; align-items: center; margin: .2rem 2rem .2rem 0 }
-.scale img { width: 9rem; height: .8rem; outline: 1px solid var(--line) }
-.narrow { overflow-x: auto } .narrow .heat { min-width: 34rem }
-"""
 LOAD, DIFFERENCE = "load", "difference"
 """The colours of a map: from 0 up, or to both sides of 0."""
-_LEVELS = 15
-"""Colours of a map; one more stands for what is no number. 16 fit into 4 bits."""
+LEVELS = 15
+"""Colours of a map; one more stands for NaN. 16 fit into 4 bits."""
 _MOST_COLUMNS = 100
 _MANY_EXPERTS = 256
 """Maps of more experts in all layers are folded, and the candidate's own is left out."""
 _MOST_RUNS = 4
 """Runs of many experts whose maps are drawn: each is a megabyte."""
+_LEAST_LOAD, _LEAST_DIFFERENCE = 2.0, 1e-3
+"""Ends of a scale are at least this."""
 _ORANGE, _BLUE = (213, 94, 0), (0, 114, 178)
 
 
@@ -52,6 +43,7 @@ class Heat:
     """By MoE layer, rows of the busiest expert over the mean, [S]."""
     loads: Mapping[str, Array]
     """By MoE layer, rows of each expert over the mean, [S, E]."""
+    colors: str = LOAD
 
 
 def heat_of(run: RunRecord) -> Heat:
@@ -63,31 +55,6 @@ def heat_of(run: RunRecord) -> Heat:
         if key.startswith(prefix) and key.endswith(suffix):
             busiest.setdefault(key[len(prefix) : -len(suffix)], values)
     return Heat(run.name, run.curve.steps, busiest, loads)
-
-
-def load_maps(heats: Sequence[Heat], difference: Heat | None = None) -> str:
-    """The busiest expert of each layer over time, and every expert's load layer by layer."""
-    heats = [heat for heat in heats if heat.busiest]
-    if not heats:
-        return paragraph(
-            "Unknown: neither rows per expert (metrics.log_expert_counts) nor moe/... were logged."
-        )
-    top = max(2.0, *(_high(values) for heat in heats for values in heat.busiest.values()))
-    spread = _spread([] if difference is None else difference.busiest.values())
-    columns = [(heat.name, heat.steps, _stack(heat.busiest), LOAD, top) for heat in heats]
-    if difference is not None and difference.busiest:
-        stacked = _stack(difference.busiest)
-        columns.append((difference.name, difference.steps, stacked, DIFFERENCE, spread))
-    label = ends(list(heats[0].busiest))
-    scales = scale(LOAD, "0", f"{top:.1f} times the mean")
-    if difference is not None:
-        scales += scale(DIFFERENCE, f"{-spread:.2g}", f"+{spread:.2g} times the mean")
-    shown = (
-        paragraph("Rows of each layer's busiest expert over the mean of its experts; 1 is even.")
-        + scales
-        + grid([name for name, *_ in columns], [(label, [c[1:] for c in columns])])
-    )
-    return shown + _expert_maps(heats, difference)
 
 
 def difference_of(baseline: RunRecord, candidate: RunRecord) -> Heat:
@@ -104,112 +71,142 @@ def difference_of(baseline: RunRecord, candidate: RunRecord) -> Heat:
         for layer, load_SE in first.loads.items()
         if layer in second.loads and second.loads[layer].shape[1] == load_SE.shape[1]
     }
-    return Heat("candidate - baseline", common.steps, busiest, loads)
+    return Heat("candidate - baseline", common.steps, busiest, loads, DIFFERENCE)
 
 
-def grid(
-    heads: Sequence[str],
-    rows: Sequence[tuple[str, Sequence[tuple[Sequence[int], Array, str, float]]]],
-) -> str:
-    """Maps side by side under their names: rows of (label as HTML, (steps, values [R, S], colours,
-    the value at the end of the scale) for each column)."""
-    cells = ["<span></span>", *(f"<b>{escape(head)}</b>" for head in heads)]
-    for label, maps in rows:
-        cells.append(label)
-        cells += [image(values, colors, top) for _, values, colors, top in maps]
-    cells.append("<small>step</small>")
-    for steps, *_ in rows[0][1]:
-        ends = f"<span>{steps[0]}</span><span>{steps[-1]}</span>" if len(steps) else ""
-        cells.append(f"<div class=ends>{ends}</div>")
-    return (
-        f'<div class=narrow><div class=heat style="--columns: {len(heads)}">'
-        f"{''.join(cells)}</div></div>"
-    )
+def scale_end(maps: Iterable[Array], colors: str) -> float:
+    """The number at the end of a scale for all of these maps; a few larger ones are cut off."""
+    least = _LEAST_LOAD if colors == LOAD else _LEAST_DIFFERENCE
+    return max([least, *(_high(np.abs(values)) for values in maps)])
 
 
-def ends(names: Sequence[str]) -> str:
-    """The label of a map whose rows have these names."""
-    if len(names) == 1:
-        return f"<div><b>{escape(names[0])}</b></div>"
-    return f"<div class=span><b>{escape(names[0])}</b><b>{escape(names[-1])}</b></div>"
-
-
-def image(values_RS: Array, colors: str, top: float) -> str:
-    """Rows from the top, one cell a step (of many, their mean); what is no number is empty."""
+def levels(values_RS: Array, colors: str, end: float) -> NDArray[np.uint8]:
+    """The colour of each cell, [R, columns]: one column a step (of many, their mean); LEVELS where
+    the value is NaN."""
     cells = _binned(values_RS)
-    known = np.nan_to_num(cells, nan=0.0, posinf=top, neginf=-top)
+    known = np.nan_to_num(cells, nan=0.0, posinf=end, neginf=-end)
     if colors == DIFFERENCE:
-        # Whatever differs is seen, however little.
-        half = _LEVELS // 2
-        at = half + np.sign(known) * np.ceil(np.abs(known) / top * half)
+        # Every difference is seen, however small.
+        half = LEVELS // 2
+        at = half + np.sign(known) * np.ceil(np.abs(known) / end * half)
     else:
-        at = known / top * _LEVELS
-    level = np.clip(at, 0, _LEVELS - 1).astype(np.uint8)
-    level[np.isnan(cells)] = _LEVELS
-    height = int(min(max(10 * len(cells), 36), 256))
-    return (
-        f'<img style="height: {height}px" alt="{len(cells)} rows, {values_RS.shape[1]} steps" '
-        f'src="{_png(level, colors)}">'
-    )
+        at = known / end * LEVELS
+    level = np.clip(at, 0, LEVELS - 1).astype(np.uint8)
+    level[np.isnan(cells)] = LEVELS
+    return level
 
 
-def scale(colors: str, low: str, high: str) -> str:
-    """What the colours mean."""
-    source = _png(np.arange(_LEVELS, dtype=np.uint8)[None], colors)
-    return f'<span class=scale>{escape(low)} <img alt="scale" src="{source}"> {escape(high)}</span>'
+def shades(colors: str) -> "ListedColormap":
+    """The colours of a map; differences fade to transparent, so that they suit both schemes."""
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+
+    if colors == DIFFERENCE:
+        half = LEVELS // 2
+        sides = [_BLUE if i < half else _ORANGE for i in range(LEVELS)]
+        opacity = [abs(i - half) / half for i in range(LEVELS)]
+        found = [[*(c / 255 for c in side), a] for side, a in zip(sides, opacity, strict=True)]
+        return ListedColormap(found)
+    return ListedColormap(colormaps["viridis"](np.linspace(0, 1, LEVELS)))
 
 
-def _expert_maps(heats: Sequence[Heat], difference: Heat | None) -> str:
+def load_maps(heats: Sequence[Heat], difference: Heat | None = None) -> dict[str, Any]:
+    """For the `expert_load` macro: the busiest expert of each layer over time, and every expert's
+    load layer by layer."""
+    heats = [heat for heat in heats if heat.busiest]
+    if not heats:
+        unknown = "neither rows per expert (metrics.log_expert_counts) nor moe/... were logged"
+        return {"lines": [f"Unknown: {unknown}."], "busiest": None, "experts": None}
+    drawn = [*heats, *([difference] if difference is not None and difference.busiest else [])]
+    ends = _ends(drawn, lambda heat: heat.busiest.values())
+    maps = [
+        _map(np.stack(list(heat.busiest.values())), heat.colors, ends[heat.colors])
+        for heat in drawn
+    ]
+    row = {"names": list(heats[0].busiest), "note": "", "maps": maps}
+    found: dict[str, Any] = {"lines": [], "busiest": _grid(drawn, [row], ends), "experts": None}
+    return found | _expert_maps(heats, difference)
+
+
+def share_map(head: str, names: Sequence[str], steps: Sequence[int], share_SL: Array) -> Any:
+    """For the `heat_grid` macro: one map of shares; None if all are 0."""
+    end = float(np.nanmax(share_SL, initial=0.0))
+    if not end > 0:
+        return None
+    row = {"names": names, "note": "", "maps": [_map(share_SL.T, LOAD, end)]}
+    grid = _grid([Heat(head, steps, {}, {})], [row], {LOAD: end})
+    return grid | {"scales": [_scale(LOAD, "0", f"{end:.2%}")]}
+
+
+def _expert_maps(heats: Sequence[Heat], difference: Heat | None) -> dict[str, Any]:
     """A row of maps for each layer, experts from top to bottom."""
     heats = [heat for heat in heats if heat.loads]
     if not heats:
-        return paragraph("Single experts: unknown, for metrics.log_expert_counts was off.")
+        return {"lines": ["Single experts: unknown, for metrics.log_expert_counts was off."]}
     layers = list(dict.fromkeys(layer for heat in heats for layer in heat.loads))
     experts = sum(heats[0].loads[layer].shape[1] for layer in heats[0].loads)
     many = experts > _MANY_EXPERTS
+    every = [*heats, *([difference] if difference is not None and difference.loads else [])]
+    ends = _ends(every, lambda heat: heat.loads.values())
     if many:
         heats = heats[: 1 if difference is not None else _MOST_RUNS]
-    top = max(2.0, *(_high(load) for heat in heats for load in heat.loads.values()))
-    spread = _spread([] if difference is None else difference.loads.values())
-    drawn = [(heat, LOAD, top) for heat in heats]
-    if difference is not None and difference.loads:
-        drawn.append((difference, DIFFERENCE, spread))
+    drawn = [*heats, *(heat for heat in every if heat.colors == DIFFERENCE)]
     rows = []
     for layer in layers:
-        maps = [
-            (heat.steps, heat.loads[layer].T if layer in heat.loads else _nothing(heat), kind, end)
-            for heat, kind, end in drawn
+        maps = [heat.loads[layer].T if layer in heat.loads else _nothing(heat) for heat in drawn]
+        images = [
+            _map(values, heat.colors, ends[heat.colors])
+            for heat, values in zip(drawn, maps, strict=True)
         ]
-        last = maps[0][1].shape[0] - 1
-        label = f"<div><b>{escape(layer)}</b><small>experts 0 to {last}</small></div>"
-        rows.append((label, maps))
-    scales = scale(LOAD, "0", f"{top:.1f} times the mean")
-    if difference is not None:
-        scales += scale(DIFFERENCE, f"{-spread:.2g}", f"+{spread:.2g} times the mean")
-    body = scales + grid([heat.name for heat, *_ in drawn], rows)
-    return folded(
-        f"Every expert: {len(layers)} layers, {experts} experts in all, expert 0 on top",
-        body,
-        is_open=not many,
-    )
+        note = f"experts 0 to {maps[0].shape[0] - 1}"
+        rows.append({"names": [layer], "note": note, "maps": images})
+    title = f"Every expert: {len(layers)} layers, {experts} experts in all, expert 0 on top"
+    grid = _grid(drawn, rows, ends)
+    return {"experts": grid, "experts_title": title, "experts_open": not many}
+
+
+def _ends(heats: Sequence[Heat], maps_of: Any) -> dict[str, float]:
+    return {
+        colors: scale_end((v for h in heats if h.colors == colors for v in maps_of(h)), colors)
+        for colors in dict.fromkeys(heat.colors for heat in heats)
+    }
+
+
+def _grid(
+    heats: Sequence[Heat], rows: list[dict[str, Any]], ends: Mapping[str, float]
+) -> dict[str, Any]:
+    words = {LOAD: ("0", "{:.1f}"), DIFFERENCE: ("-{:.2g}", "+{:.2g}")}
+    scales = [
+        _scale(
+            colors, words[colors][0].format(end), f"{words[colors][1].format(end)} times the mean"
+        )
+        for colors, end in ends.items()
+    ]
+    steps = [(heat.steps[0], heat.steps[-1]) if len(heat.steps) else () for heat in heats]
+    return {"heads": [heat.name for heat in heats], "rows": rows, "steps": steps, "scales": scales}
+
+
+def _map(values_RS: Array, colors: str, end: float) -> dict[str, Any]:
+    level = levels(values_RS, colors, end)
+    return {
+        "height": int(min(max(10 * len(level), 36), 256)),
+        "text": f"{len(level)} rows, {values_RS.shape[1]} steps",
+        "image": _png(level, colors),
+    }
+
+
+def _scale(colors: str, low: str, high: str) -> dict[str, str]:
+    image = _png(np.arange(LEVELS, dtype=np.uint8)[None], colors)
+    return {"low": low, "high": high, "image": image}
 
 
 def _nothing(heat: Heat) -> Array:
     return np.full((1, len(heat.steps)), np.nan)
 
 
-def _stack(by_layer: Mapping[str, Array]) -> Array:
-    return np.stack(list(by_layer.values()))
-
-
 def _high(values: Array) -> float:
-    """The end of a scale: a few larger values may be cut off."""
     known = values[np.isfinite(values)]
     return float(np.quantile(known, 0.998)) if known.size else 0.0
-
-
-def _spread(differences) -> float:  # type: ignore[no-untyped-def]
-    return max([1e-3, *(_high(np.abs(values)) for values in differences)])
 
 
 def _binned(values_RS: Array) -> Array:
@@ -218,30 +215,16 @@ def _binned(values_RS: Array) -> Array:
     return np.stack(columns, 1) if columns else np.full((len(values_RS), 1), np.nan)
 
 
-def _png(level: np.ndarray, colors: str) -> str:
+def _png(level: NDArray[np.uint8], colors: str) -> str:
     """A data: address."""
-    # Imported here, as matplotlib is, which brings it.
+    # Imported here, as matplotlib is, which requires it.
     from PIL import Image
 
     picture = Image.fromarray(level)
-    found = (np.array(shades(colors)(np.arange(_LEVELS))) * 255).round().astype(np.uint8)
-    # One more, which is not seen.
+    found = (np.array(shades(colors)(np.arange(LEVELS))) * 255).round().astype(np.uint8)
+    # One more, which is transparent.
     found = np.concatenate([found, np.zeros((1, 4), np.uint8)])
     picture.putpalette(found[:, :3].tobytes())
     written = io.BytesIO()
     picture.save(written, "PNG", bits=4, transparency=found[:, 3].tobytes(), optimize=True)
     return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
-
-
-def shades(colors: str) -> "ListedColormap":
-    """The colours of a map; differences fade to nothing, so that they suit both schemes."""
-    from matplotlib import colormaps
-    from matplotlib.colors import ListedColormap
-
-    if colors == DIFFERENCE:
-        half = _LEVELS // 2
-        sides = [_BLUE if i < half else _ORANGE for i in range(_LEVELS)]
-        opacity = [abs(i - half) / half for i in range(_LEVELS)]
-        found = [[*(c / 255 for c in side), a] for side, a in zip(sides, opacity, strict=True)]
-        return ListedColormap(found)
-    return ListedColormap(colormaps["viridis"](np.linspace(0, 1, _LEVELS)))

@@ -22,8 +22,17 @@ from titan_moe.verify.report.charts import (
     settings,
     title,
 )
-from titan_moe.verify.report.heat import DIFFERENCE, LOAD, Heat, difference_of, heat_of, shades
-from titan_moe.verify.report.style import PALETTE
+from titan_moe.verify.report.heat import (
+    DIFFERENCE,
+    LEVELS,
+    Heat,
+    difference_of,
+    heat_of,
+    levels,
+    scale_end,
+    shades,
+)
+from titan_moe.verify.report.render import PALETTE
 from titan_moe.verify.report.words import all_notes, detail, labelled, layout_words
 
 if TYPE_CHECKING:
@@ -66,11 +75,11 @@ def comparison_png(comparison: Comparison, path: Path) -> None:
             lines_of = pair_lines(comparison, quantity)
             draw_curves(axes, quantity, lines_of, band=comparison.band, first=first)
         draw_difference(charts.add_subplot(grid[0, 2:]), "loss", comparison)
-        candidate, difference = heat_of(comparison.candidate), difference_of(*pair)
-        _draw_load(charts.add_subplot(grid[1, 2]), candidate, "expert load, candidate", LOAD)
+        heats, difference = [heat_of(run) for run in pair], difference_of(*pair)
+        _draw_load(charts.add_subplot(grid[1, 2]), heats[1], "expert load, candidate", heats)
         axes = charts.add_subplot(grid[1, 3])
-        _draw_load(axes, difference, "candidate - baseline", DIFFERENCE)
-        legend(charts, columns=4)
+        _draw_load(axes, difference, "candidate - baseline", [difference])
+        legend(charts, _WIDTH)
         drawn.savefig(path, dpi=_DOTS)
 
 
@@ -87,12 +96,12 @@ def runs_png(runs: Sequence[RunRecord], path: Path) -> None:
             (grid[1, :2], "lr"),
         ):
             draw_curves(charts.add_subplot(place), quantity, run_lines(runs, quantity))
-        shown = runs[:_MOST_RUNS]
+        heats, shown = [heat_of(run) for run in runs], runs[:_MOST_RUNS]
         for column, run in enumerate(shown):
             place = grid[1, 2:] if len(shown) == 1 else grid[1, 2 + column]
             axes = charts.add_subplot(place)
-            _draw_load(axes, heat_of(run), f"expert load, {run.name}", LOAD)
-        legend(charts, columns=4)
+            _draw_load(axes, heat_of(run), f"expert load, {run.name}", heats)
+        legend(charts, _WIDTH)
         drawn.savefig(path, dpi=_DOTS)
 
 
@@ -125,44 +134,51 @@ def _empty(head: str, lines: Sequence[str], color: str) -> tuple["Figure", "SubF
     return drawn, charts
 
 
-def _draw_load(axes: "Axes", heat: Heat, head: str, colors: str) -> None:
-    """Layers from top to bottom, in each its experts, or its busiest one where they are many."""
+def _draw_load(axes: "Axes", heat: Heat, head: str, alike: Sequence[Heat]) -> None:
+    """Layers from top to bottom, in each its experts, or its busiest one where they are many; on
+    the scale of all maps of `alike`, as on the page."""
     from matplotlib.ticker import MaxNLocator
 
     by_layer = {layer: load_SE.T for layer, load_SE in heat.loads.items()}
+    maps: list[Array] = [load_SE for each in alike for load_SE in each.loads.values()]
     if not by_layer or sum(map(len, by_layer.values())) > _MOST_ROWS:
         by_layer = {layer: values_S[None] for layer, values_S in heat.busiest.items()}
+        maps = [values_S for each in alike for values_S in each.busiest.values()]
         head = head.replace("expert load", "busiest experts")
     title(axes, head, "")
     if not by_layer or not len(heat.steps):
         message(axes, "not logged")
         return
     rows_RS: Array = np.concatenate(list(by_layer.values()))
-    known = np.abs(rows_RS[np.isfinite(rows_RS)])
-    end = max(float(np.quantile(known, 0.998)) if known.size else 0.0, 1e-3)
-    low = -end if colors == DIFFERENCE else 0.0
+    known = rows_RS[np.isfinite(rows_RS)].any()
+    end = scale_end(maps, heat.colors)
+    level = levels(rows_RS, heat.colors, end)
     ends = heat.steps[0] - 0.5, heat.steps[-1] + 0.5, len(rows_RS) - 0.5, -0.5
     picture = axes.imshow(
-        rows_RS,
+        np.ma.masked_equal(level, LEVELS),
         aspect="auto",
         interpolation="nearest",
-        vmin=low,
-        vmax=end,
+        vmin=-0.5,
+        vmax=LEVELS - 0.5,
         extent=ends,
-        cmap=shades(colors),
+        cmap=shades(heat.colors),
     )
-    if colors == DIFFERENCE and not known.any():
+    if heat.colors == DIFFERENCE and not known:
         message(axes, "no difference")
     edges = np.cumsum([0, *map(len, by_layer.values())]) - 0.5
-    if len(rows_RS) > len(by_layer) and known.any():
+    if len(rows_RS) > len(by_layer) and known:
         axes.hlines(edges[1:-1], *ends[:2], color=SOFT, lw=0.6)
     every = -(-len(by_layer) // 12)
     axes.set_yticks(((edges[1:] + edges[:-1]) / 2)[::every], list(by_layer)[::every], fontsize=7)
     axes.grid(False)
-    if not known.any():
+    if not known:
         return
     bar = axes.figure.colorbar(picture, ax=axes, orientation="horizontal", pad=0.02, aspect=40)
     bar.set_label("rows over the layer's mean", fontsize=7)
+    last = LEVELS - 1
+    if heat.colors == DIFFERENCE:
+        bar.set_ticks([0, last / 2, last], labels=[f"-{end:.2g}", "0", f"+{end:.2g}"])
+    else:
+        bar.set_ticks([-0.5, last / 2, last + 0.5], labels=["0", f"{end / 2:.2g}", f"{end:.2g}"])
     bar.ax.tick_params(labelsize=7)
-    bar.ax.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))

@@ -1,49 +1,41 @@
-"""One or several runs as one self-contained HTML page; nothing is judged."""
+"""One or several runs as one self-contained HTML page; nothing is compared."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from titan_moe.verify.compare.records import NORM_OF, RunRecord
-from titan_moe.verify.report.charts import draw_curves, legend, run_lines, svg
+from titan_moe.verify.report.charts import Chart, chart, draw_curves, run_lines
 from titan_moe.verify.report.heat import heat_of, load_maps
-from titan_moe.verify.report.sections import (
-    configurations,
-    environments,
-    layouts,
-    loud,
-    report,
-    values_table,
-)
-from titan_moe.verify.report.style import folded, paragraph
+from titan_moe.verify.report.render import Table, render
+from titan_moe.verify.report.sections import configuration, environment, layouts, values_table
 from titan_moe.verify.report.words import ABSENT, all_notes, layout_words, number
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _FIRST = ("loss", "grad_norm", "lr", "tokens_per_second")
 
 
 def runs_page(title: str, runs: Sequence[RunRecord]) -> str:
     """Curves, expert load, layouts, configurations and environments of the runs."""
-    sections = [
-        ("curves", "Curves", _curves(runs)),
-        ("load", "Expert load", load_maps([heat_of(run) for run in runs])),
-        ("layouts", "Layouts", layouts(runs)),
-        ("configuration", "Configuration", configurations(runs)),
-        ("environment", "Environment", environments(runs)),
-    ]
-    return report(title, _top(runs), sections)
-
-
-def _top(runs: Sequence[RunRecord]) -> str:
-    lines = [paragraph(_last(run)) for run in runs]
-    return f"<div class=top id=runs>{''.join(lines)}</div>{loud('Note', all_notes(runs))}"
+    logged = list(dict.fromkeys(key for run in runs for key in run.curve.scalars))
+    logged = [key for key in logged if not key.startswith((NORM_OF, "moe/"))]
+    return render(
+        "runs.html",
+        title=title,
+        last=[_last(run) for run in runs],
+        notes=all_notes(runs),
+        charts=[_chart(runs, key) for key in _FIRST if key in logged],
+        more={key: _chart(runs, key) for key in logged if key not in _FIRST},
+        values=_values(runs),
+        load=load_maps([heat_of(run) for run in runs]),
+        layouts=layouts(runs),
+        configuration=configuration(runs),
+        environment=environment(runs),
+    )
 
 
 def _last(run: RunRecord) -> str:
-    """Where a run stands."""
+    """The latest step and its metrics."""
     known = [f"step {run.curve.steps[-1]}"]
     for key in ("loss", "grad_norm", "validation_loss"):
         at = np.flatnonzero(np.isfinite(run.curve.scalars.get(key, [])))
@@ -54,28 +46,13 @@ def _last(run: RunRecord) -> str:
     return f"{run.name} ({layout_words(run)}): {', '.join(known)}"
 
 
-def _curves(runs: Sequence[RunRecord]) -> str:
-    logged = list(dict.fromkeys(key for run in runs for key in run.curve.scalars))
-    logged = [key for key in logged if not key.startswith((NORM_OF, "moe/"))]
-    first = "".join(_chart(runs, key) for key in _FIRST if key in logged)
-    others = [key for key in logged if key not in _FIRST]
-    more = "".join(_chart(runs, key) for key in others)
-    if more:
-        more = folded(f"More curves: {', '.join(others)}", f"<div class=charts>{more}</div>")
-    return f"<div class=charts>{first}</div>{more}{_values(runs)}"
-
-
-def _chart(runs: Sequence[RunRecord], quantity: str) -> str:
-    def draw(figure: "Figure") -> None:
-        draw_curves(figure.subplots(), quantity, run_lines(runs, quantity))
-        legend(figure)
-
-    drawn: Callable[[Figure], None] = draw
+def _chart(runs: Sequence[RunRecord], quantity: str) -> Chart:
     what = f"{quantity} of {len(runs)} runs" if len(runs) > 1 else quantity
-    return f"<div>{svg(quantity, what, drawn)}</div>"
+    draw = partial(draw_curves, quantity=quantity, lines=run_lines(runs, quantity))
+    return chart(quantity, what, draw)
 
 
-def _values(runs: Sequence[RunRecord]) -> str:
+def _values(runs: Sequence[RunRecord]) -> tuple[Table, str]:
     steps = sorted({step for run in runs for step in run.curve.steps})
     heads, columns = ["step"], [list(map(str, steps))]
     for run in runs:
@@ -85,4 +62,4 @@ def _values(runs: Sequence[RunRecord]) -> str:
             known = dict(zip(run.curve.steps, run.curve.scalars[key], strict=True))
             heads.append(f"{run.name}: {key}")
             columns.append([number(known[step]) if step in known else ABSENT for step in steps])
-    return values_table(heads, list(zip(*columns, strict=True)))
+    return values_table(heads, columns)

@@ -1,4 +1,4 @@
-"""What a report says in words: of runs, of their configurations and of a verdict."""
+"""The text of a report: on runs, their configurations and a verdict."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def first_not_finite(curve: Curve, quantity: str) -> int | None:
 
 
 def notes(run: RunRecord) -> list[str]:
-    """What a reader must know of a run before trusting its curves."""
+    """What a reader must know about a run before trusting its curves."""
     found = []
     curve, planned = run.curve, run.config.get("training", {}).get("steps")
     if planned is not None and curve.steps[-1] < planned:
@@ -48,7 +48,7 @@ def notes(run: RunRecord) -> list[str]:
 
 
 def all_notes(runs: Sequence[RunRecord]) -> list[str]:
-    """What a reader must know of each run."""
+    """The notes of all runs."""
     return [line for run in runs for line in notes(run)]
 
 
@@ -115,8 +115,8 @@ def number(value: float) -> str:
 
 
 def detail(comparison: Comparison) -> str:
-    """What stands behind the verdict: the first difference, or how far it is to the limit."""
-    first, judgement = comparison.first, comparison.judgement
+    """The reasons of the verdict: the first difference, or the distance to the limit."""
+    first, check = comparison.first, comparison.band_check
     words = []
     if first is not None:
         mean = f" (mean of the last {first.mean_over} steps)" if first.mean_over > 1 else ""
@@ -124,11 +124,11 @@ def detail(comparison: Comparison) -> str:
         if np.isfinite(first.baseline) or np.isfinite(first.candidate):
             values = f": {number(first.baseline)} baseline, {number(first.candidate)} candidate"
         words.append(f"First in step {first.step}, by {first.quantity}{mean}{values}.")
-    if judgement is not None:
-        of = f" of {len(comparison.band.repeats)}" if comparison.band is not None else ""
+    if check is not None:
+        of = f" of {len(comparison.band.controls)}" if comparison.band is not None else ""
         words.append(
-            f"Its distance is {_short(judgement.statistic)} times what noise may make it (limit "
-            f"{judgement.limit:.3g}); {judgement.repeats_as_far}{of} harmless runs lie as far out "
+            f"Its distance is {_short(check.statistic)} times what noise may cause (limit "
+            f"{check.limit:.3g}); {check.controls_as_far}{of} control runs lie as far out "
             "or further."
         )
     if comparison.verdict is Verdict.IDENTICAL:

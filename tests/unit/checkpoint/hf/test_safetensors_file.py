@@ -106,6 +106,16 @@ def test_truncated(tmp_path, keep):
         read_header(path)
 
 
+def test_a_file_that_ends_early_while_it_is_read(tmp_path):
+    path = tmp_path / "m"
+    save_file({"t": torch.randn(64, 1024)}, path)
+    entry = read_header(path)["t"]
+    with path.open("r+b") as file:
+        file.truncate(50_000)
+        with pytest.raises(RunError, match="m is truncated: it ends at byte 50000"):
+            read_box(file.fileno(), entry, whole((64, 1024)))
+
+
 def test_offsets_that_lie(tmp_path):
     path = tmp_path / "m"
     save_file({"t": torch.randn(64)}, path)

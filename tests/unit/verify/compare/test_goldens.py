@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.verdict_cases import changed, repeats, run
+from tests.support.verdict_cases import changed, controls, run
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.device import describe_device
 from titan_moe.verify.compare.goldens import find_golden, golden_key, is_golden, save_golden
@@ -27,7 +27,7 @@ def save(folder: Path, reason: str = "a first one") -> Path:
 
 
 def curves() -> list[Curve]:
-    return [each.curve for each in repeats()]
+    return [each.curve for each in controls()]
 
 
 def test_another_machine_s_run_makes_no_golden_here(tmp_path: Path):
@@ -45,10 +45,10 @@ def test_what_is_written_is_read(tmp_path: Path):
     assert golden.run.curve.data == record.curve.data
     for key in ("loss", "grad_norm"):
         assert (golden.run.curve.scalars[key] == record.curve.scalars[key]).all()
-        ours, theirs = golden.repeats[3].scalars[key], curves()[3].scalars[key]
+        ours, theirs = golden.controls[3].scalars[key], curves()[3].scalars[key]
         assert (ours == theirs).all()
     assert (golden.run.curve.loads["layers.1"] == record.curve.loads["layers.1"]).all()
-    assert len(golden.repeats) == len(repeats()) and not golden.caveats(device=CPU)
+    assert len(golden.controls) == len(controls()) and not golden.caveats(device=CPU)
     assert "somewhere" not in path.read_text(), "folders of the machine that made it"
     again = golden.write_config(tmp_path / "golden.toml").read_text()
     assert 'name = "qwen3"' in again and "somewhere" not in again
@@ -89,7 +89,7 @@ def test_what_is_no_golden_is_refused(tmp_path: Path, text: str):
         find_golden(tmp_path / "x.json", CPU)
 
 
-def test_a_repeat_is_a_line(tmp_path: Path):
+def test_a_control_run_is_a_line(tmp_path: Path):
     lines = save(tmp_path / "g").read_text().splitlines()
-    assert sum('"grad_norm":' in line for line in lines) == 1 + len(repeats())
+    assert sum('"grad_norm":' in line for line in lines) == 1 + len(controls())
     assert json.loads("\n".join(lines))["format"] == 1

@@ -1,4 +1,4 @@
-"""Flips counted by hand."""
+"""RoutingDiff counted by hand."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from titan_moe.config.errors import ConfigError
 from titan_moe.routing.record import Dims, RecordWriter, Routing, Tokens, name_rows, start_record
 from titan_moe.runtime.errors import RunError
-from titan_moe.verify.compare.routing_diff import replay_flips, routing_flips
+from titan_moe.verify.compare.routing_diff import routing_diff
 
 DIMS = Dims(["layers.0", "layers.1"], 8, 2)
 EXPERTS = np.array([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], dtype=np.uint16)
@@ -27,59 +27,47 @@ def record(folder: Path, steps: dict[int, list[tuple]], tokens: Tokens = TOKENS)
     return folder
 
 
-def test_flips_and_drift(tmp_path: Path) -> None:
+def test_changes_and_drift(tmp_path: Path) -> None:
     same = EXPERTS, WEIGHTS
     other = EXPERTS.copy(), WEIGHTS.copy()
-    other[0][0, 0] = [1, 6]  # One flipped, the other in another place with another weight.
+    other[0][0, 0] = [1, 6]  # One changed, the other in another place with another weight.
     other[1][0, 0] = [0.5, 0.5]
     both = EXPERTS.copy(), WEIGHTS
     both[0][1, 1] = [0, 1]
     turned = EXPERTS[..., ::-1].copy(), WEIGHTS[..., ::-1].copy()
     ours = record(tmp_path / "a", {1: [same, same], 2: [same, same], 3: [same, same]})
     theirs = record(tmp_path / "b", {1: [turned, same], 2: [other, both]})
-    flips = routing_flips(ours, theirs)
-    assert flips.steps == [1, 2] and flips.layers == DIMS.layers
-    assert flips.flipped_SL.tolist() == [[0, 0], [1, 2]]
-    assert flips.slots_SL.tolist() == [[8, 8], [8, 8]]
-    assert flips.share_SL.tolist() == [[0, 0], [1 / 8, 2 / 8]]
+    diff = routing_diff(ours, theirs)
+    assert diff.steps == [1, 2] and diff.layers == DIMS.layers
+    assert diff.changed_SL.tolist() == [[0, 0], [1, 2]]
+    assert diff.slots_SL.tolist() == [[8, 8], [8, 8]]
+    assert diff.share_SL.tolist() == [[0, 0], [1 / 8, 2 / 8]]
     # Expert 1 weighed 0.25, now 0.5, among seven slots that stayed.
-    assert flips.drift_SL.tolist() == [[0, 0], [pytest.approx(1 / 7), 0]]
-    assert flips.line() == (
-        "3 of 32 routings flipped in steps 1 to 2 (0.094 of all), the first in step 2, most in "
-        "layers.1 (0.12); the others' weights differ by 3.6e-02 on average"
+    assert diff.drift_SL.tolist() == [[0, 0], [pytest.approx(1 / 7), 0]]
+    assert diff.line() == (
+        "3 of 32 expert choices differ in steps 1 to 2 (0.094 of all), the first in step 2, most "
+        "in layers.1 (0.12); the others' weights differ by 3.6e-02 on average"
     )
-    assert json.loads(json.dumps(flips.as_json()))["flipped"] == [[0, 0], [1, 2]]
-    back = routing_flips(theirs, ours)
-    assert back.flipped_SL.tolist() == flips.flipped_SL.tolist()
+    assert json.loads(json.dumps(diff.as_json()))["flipped"] == [[0, 0], [1, 2]]
+    back = routing_diff(theirs, ours)
+    assert back.changed_SL.tolist() == diff.changed_SL.tolist()
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     same = EXPERTS, WEIGHTS
     ours = record(tmp_path / "a", {1: [same, same]})
     with pytest.raises(ConfigError, match=r"have no step in common"):
-        routing_flips(ours, record(tmp_path / "later", {2: [same, same]}))
+        routing_diff(ours, record(tmp_path / "later", {2: [same, same]}))
     half = EXPERTS[:1], WEIGHTS[:1]
     fewer = record(tmp_path / "fewer", {1: [half, half]}, Tokens(TOKENS.rows[:1], np.array([0, 1])))
     for pair in ((ours, fewer), (fewer, ours)):
         with pytest.raises(RunError, match=r"do not have the same tokens"):
-            routing_flips(*pair)
+            routing_diff(*pair)
     rows = Tokens(name_rows([11, 33]), np.array([0, 1]))
     with pytest.raises(RunError, match=r"no routing of layers.0 for the row 00000021"):
-        routing_flips(ours, record(tmp_path / "rows", {1: [same, same]}, rows))
+        routing_diff(ours, record(tmp_path / "rows", {1: [same, same]}, rows))
     start_record(tmp_path / "model", Dims(DIMS.layers, 16, 2), after=0)
     with pytest.raises(ConfigError, match=r"num_experts=16, this one has 8"):
-        routing_flips(ours, tmp_path / "model")
+        routing_diff(ours, tmp_path / "model")
     with pytest.raises(ConfigError, match=r"there is no routing record"):
-        routing_flips(ours, tmp_path / "nowhere")
-
-
-def test_flips_of_a_replay_are_read_from_the_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the run replayed no routings"):
-        replay_flips(tmp_path)
-    lines = [{"step": s, "slots": 8, "flips": {"layers.0": 0, "layers.1": s}} for s in (1, 2)]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "routing_flips.jsonl").write_text(text)
-    flips = replay_flips(tmp_path)
-    assert flips.steps == [1, 2] and flips.flipped_SL.tolist() == [[0, 1], [0, 2]]
-    assert flips.slots_SL.tolist() == [[8, 8], [8, 8]] and flips.drift_SL is None
-    assert flips.line().startswith("3 of 32 routings flipped in steps 1 to 2 (0.094 of all)")
+        routing_diff(ours, tmp_path / "nowhere")

@@ -6,27 +6,29 @@ import pytest
 
 from tests.support.paths import DEBUG_CONFIGS
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify.compare.control_runs import batch_words, harmless_sides
-from titan_moe.verify.compare.run_spec import Side, parse_overrides, parse_side
+from titan_moe.verify.compare.control_runs import batch_words, control_specs
+from titan_moe.verify.compare.run_spec import RunSpec, parse_overrides, parse_run_spec
 
 COMPARE = DEBUG_CONFIGS / "compare.toml"
-COMMON = Side(config=COMPARE, overrides=(("training.steps", "5"),))
+COMMON = RunSpec(config=COMPARE, overrides=(("training.steps", "5"),))
 
 
-def argument(side: Side, key: str) -> str | None:
+def argument(side: RunSpec, key: str) -> str | None:
     words = side.arguments()
     return words[words.index(f"--{key}") + 1] if f"--{key}" in words else None
 
 
 def test_what_a_side_leaves_out_is_common():
-    side = parse_side("", COMMON, default_ranks=2)
+    side = parse_run_spec("", COMMON, default_ranks=2)
     assert (side.ranks, side.revision, side.layout) == (2, "", None)
     assert side.arguments() == ["--training.steps", "5"]
     assert side.job().training.steps == 5
 
 
 def test_words_then_overrides():
-    side = parse_side("revision=main ranks=4 layout=tp=2,ep=2 --training.steps=7 --x.on", COMMON)
+    side = parse_run_spec(
+        "revision=main ranks=4 layout=tp=2,ep=2 --training.steps=7 --x.on", COMMON
+    )
     assert (side.revision, side.ranks) == ("main", 4)
     assert side.layout is not None and side.layout.dp_shard == 2
     assert argument(side, "training.steps") == "7"
@@ -40,15 +42,15 @@ def test_words_then_overrides():
     [("tp=2", 2), ("ep=4", 4), ("tp=2,ep=2", 2), ("cp=2,tp=2,ep=8", 8), ("pp=2,dp_shard=2", 4)],
 )
 def test_ranks_follow_from_the_layout(layout: str, ranks: int):
-    assert parse_side(f"layout={layout}", COMMON, default_ranks=16).ranks == ranks
+    assert parse_run_spec(f"layout={layout}", COMMON, default_ranks=16).ranks == ranks
 
 
 def test_options_are_set_only_where_they_are_written():
-    side = parse_side("layout=pp=2,schedule=GPipe", COMMON)
+    side = parse_run_spec("layout=pp=2,schedule=GPipe", COMMON)
     assert argument(side, "parallelism.pipeline_parallel_schedule") == "GPipe"
     assert argument(side, "parallelism.fsdp_reshard_after_forward") is None
     assert argument(side, "activation_checkpoint.mode") is None
-    side = parse_side("layout=tp=2,recompute=op", COMMON)
+    side = parse_run_spec("layout=tp=2,recompute=op", COMMON)
     assert argument(side, "activation_checkpoint.selective_ac_option") == "op"
 
 
@@ -67,7 +69,7 @@ def test_options_are_set_only_where_they_are_written():
 )
 def test_what_means_nothing_is_told_in_a_line(text: str, told: str):
     with pytest.raises(ConfigError) as caught:
-        parse_side(text, COMMON)
+        parse_run_spec(text, COMMON)
     (line,) = caught.value.lines
     assert told in line
 
@@ -78,7 +80,7 @@ def test_overrides_are_pairs():
 
 
 def test_degrees_that_do_not_fit_are_told():
-    side = parse_side("revision=main ranks=3 --parallelism.tensor_parallel_degree 2", COMMON)
+    side = parse_run_spec("revision=main ranks=3 --parallelism.tensor_parallel_degree 2", COMMON)
     with pytest.raises(ConfigError, match="do not fit 3 ranks"):
         side.job()
 
@@ -93,30 +95,30 @@ def test_paths_become_absolute(monkeypatch, tmp_path: Path):
 
 
 def test_microbatches_fit_the_layout():
-    side = parse_side("layout=dp_shard=4", COMMON)
-    job = parse_side("", COMMON).job()
+    side = parse_run_spec("layout=dp_shard=4", COMMON)
+    job = parse_run_spec("", COMMON).job()
     assert dict(batch_words(side, job)) == {
         "training.global_batch_size": "8",
         "training.local_batch_size": "2",
     }
 
 
-def test_harmless_runs_differ_in_order_and_layout():
-    side = parse_side("", COMMON, default_ranks=1)
-    found = harmless_sides(side, 8, num_gpus=0)
+def test_control_runs_differ_in_order_and_layout():
+    side = parse_run_spec("", COMMON, default_ranks=1)
+    found = control_specs(side, 8, num_gpus=0)
     assert [dict(words)["debug.permute_rows"] for _, words in found] == list("12345678")
     layouts = [str(turn.layout) for turn, _ in found]
     assert layouts[::2] == ["None"] * 4 and len(set(layouts[1::2])) == 4
 
 
 def test_neighbours_keep_the_number_of_ranks():
-    side = parse_side("ranks=8", COMMON)
-    found = harmless_sides(side, 6, num_gpus=8)
+    side = parse_run_spec("ranks=8", COMMON)
+    found = control_specs(side, 6, num_gpus=8)
     assert {turn.ranks for turn, _ in found} == {8}
     assert any(turn.layout and turn.layout.tp == 2 for turn, _ in found)
 
 
 def test_given_layouts_take_their_turns_unless_they_are_refused():
-    side = parse_side("", COMMON, default_ranks=1)
-    found = harmless_sides(side, 3, layouts=["tp=2", "tp=3"], num_gpus=0)
+    side = parse_run_spec("", COMMON, default_ranks=1)
+    found = control_specs(side, 3, layouts=["tp=2", "tp=3"], num_gpus=0)
     assert [turn.layout.tp if turn.layout else 1 for turn, _ in found] == [1, 2, 1]

@@ -12,16 +12,16 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import known_keys
 from titan_moe.runtime.device import describe_device
 from titan_moe.verify.compare import launch as launching_module
-from titan_moe.verify.compare import runner as experiment_module
+from titan_moe.verify.compare import runner as runner_module
 from titan_moe.verify.compare.code_trees import CodeTree
 from titan_moe.verify.compare.comparison import Verdict
-from titan_moe.verify.compare.launch import Launcher, SideError
-from titan_moe.verify.compare.run_spec import Side, parse_side
-from titan_moe.verify.compare.runner import Experiment, Plan, compare, update_golden
+from titan_moe.verify.compare.launch import Launcher, TrainingError
+from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
+from titan_moe.verify.compare.runner import Plan, compare, update_golden
 
 CPU = torch.device("cpu")
 COMPARE = DEBUG_CONFIGS / "compare.toml"
-COMMON = Side(config=COMPARE, overrides=(("training.steps", "6"),))
+COMMON = RunSpec(config=COMPARE, overrides=(("training.steps", "6"),))
 
 STUB = """#!/usr/bin/env python3
 import json, os, sys
@@ -55,7 +55,7 @@ folder.joinpath("config.toml").write_text("[model]\\nname = 'deepseek_v3'\\n")
 class Stubbed(Launcher):
     """Every revision is the stub; "old" knows fewer keys."""
 
-    def code(self, side: Side) -> CodeTree:
+    def code(self, side: RunSpec) -> CodeTree:
         tree = StubTree(self.folder.parent / "code", side.revision or "work", side.revision)
         return tree
 
@@ -84,15 +84,15 @@ def calls(launcher: Launcher) -> list[dict[str, str]]:
 
 
 def plan(candidate: str = "", baseline: str = "", **changes) -> Plan:
-    sides = parse_side(baseline, COMMON), parse_side(candidate, COMMON)
-    return replace(Plan("test", *sides, repeats=8), **changes)
+    specs = parse_run_spec(baseline, COMMON), parse_run_spec(candidate, COMMON)
+    return replace(Plan("test", *specs, num_control_runs=8), **changes)
 
 
 def silent(_: str) -> None:
     pass
 
 
-def test_both_sides_start_from_one_seed_and_repeats_are_saved_where_bits_agree(launcher):
+def test_both_runs_start_from_one_seed_and_controls_are_saved_where_bits_agree(launcher):
     found = compare(plan(baseline="revision=main"), launcher, silent)
     assert found.verdict is Verdict.IDENTICAL
     seed, baseline, candidate = calls(launcher)
@@ -120,7 +120,7 @@ def test_an_interrupted_comparison_goes_on(launcher, monkeypatch):
 
     def interrupt(line: str) -> None:
         ended.append(line)
-        if "repeats/03" in line:
+        if "control/03" in line:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -155,15 +155,15 @@ def test_code_that_changes_meanwhile_is_told(launcher, monkeypatch):
 
     monkeypatch.setattr(launching_module, "code_tree", changing)
     plain = Launcher(launcher.folder)
-    with pytest.raises(SideError, match="was changed meanwhile"):
+    with pytest.raises(TrainingError, match="was changed meanwhile"):
         compare(plan("layout=tp=2"), plain, silent)
 
 
-def test_too_few_repeats_and_wrong_noise_are_told_before_anything_runs(launcher, tmp_path: Path):
+def test_too_few_controls_and_missing_ones_are_refused(launcher, tmp_path: Path):
     with pytest.raises(ConfigError, match="--repeats 3: 0, or 4 or more"):
-        compare(plan("layout=tp=2", repeats=3), launcher, silent)
+        compare(plan("layout=tp=2", num_control_runs=3), launcher, silent)
     with pytest.raises(ConfigError, match="there is no such run"):
-        compare(plan("layout=tp=2", noise=[tmp_path / "nowhere"]), launcher, silent)
+        compare(plan("layout=tp=2", control_paths=[tmp_path / "nowhere"]), launcher, silent)
     assert not calls(launcher)
 
 
@@ -176,8 +176,8 @@ def test_a_folder_of_something_else_is_left_alone(launcher):
     assert precious.read_text() == "weights"
 
 
-def test_a_side_that_fails_shows_its_last_lines(launcher):
-    with pytest.raises(SideError) as caught:
+def test_a_run_that_fails_shows_its_last_lines(launcher):
+    with pytest.raises(TrainingError) as caught:
         compare(plan("--debug.seed 13"), launcher, silent)
     told = str(caught.value)
     assert "candidate" in told and "exit code 1" in told
@@ -198,21 +198,21 @@ def test_mistakes_are_told_before_anything_runs(launcher):
 
 def test_an_older_revision_is_not_asked_for_what_it_does_not_know(launcher):
     found = compare(plan("--optimizer.lr 3.1e-3", "revision=old"), launcher, silent)
-    assert any("cannot be repeated harmlessly" in line for line in found.caveats)
+    assert any("has no debug.permute_rows" in line for line in found.caveats)
     with pytest.raises(ConfigError, match=r"--routing: .* does not know debug\.routing_replay"):
         compare(plan("layout=tp=2", "revision=old", routing=True), launcher, silent)
     assert found.verdict is Verdict.DIFFERENT
 
 
-def test_finished_runs_need_no_seed_and_take_finished_repeats(launcher, tmp_path: Path):
+def test_finished_runs_need_no_seed_and_take_finished_controls(launcher, tmp_path: Path):
     compare(plan("layout=tp=2"), launcher, silent)
     before = len(calls(launcher))
     finished = plan(str(launcher.folder / "candidate"), str(launcher.folder / "baseline"))
     told: list[str] = []
     found = compare(finished, launcher, told.append)
-    assert found.verdict is Verdict.UNJUDGED and "only bits are judged" in told[0]
-    noise = sorted((launcher.folder / "repeats").iterdir())
-    found = compare(replace(finished, noise=noise), launcher, silent)
+    assert found.verdict is Verdict.UNJUDGED and "only bits are compared" in told[0]
+    noise = sorted((launcher.folder / "control").iterdir())
+    found = compare(replace(finished, control_paths=noise), launcher, silent)
     assert found.verdict is Verdict.INSIDE and len(calls(launcher)) == before
 
 
@@ -227,20 +227,25 @@ def test_runs_are_shared_by_what_they_follow_from(launcher, tmp_path: Path):
     assert len(calls(launcher)) == 11 and len(list(shared.iterdir())) == 11
 
 
-def test_a_golden_has_its_own_configuration_and_repeats(launcher, tmp_path: Path):
+def test_a_golden_has_its_own_configuration_and_controls(launcher, tmp_path: Path):
     golden = tmp_path / "goldens" / "tiny"
     path = update_golden(plan(), launcher, golden, "a first one", silent)
     assert path.parent == golden and len(calls(launcher)) == 10
-    no_config = Side(overrides=(("training.steps", "6"),))
-    against = Plan("g", parse_side(str(golden), no_config), parse_side("", no_config), repeats=8)
+    no_config = RunSpec(overrides=(("training.steps", "6"),))
+    against = Plan(
+        "g",
+        parse_run_spec(str(golden), no_config),
+        parse_run_spec("", no_config),
+        num_control_runs=8,
+    )
     assert compare(against, launcher, silent).verdict is Verdict.IDENTICAL
     assert calls(launcher)[-1]["folder"] == "candidate" and len(calls(launcher)) == 11
-    wrong = replace(against, candidate=parse_side("--optimizer.lr 3.1e-3", no_config))
+    wrong = replace(against, candidate=parse_run_spec("--optimizer.lr 3.1e-3", no_config))
     assert compare(wrong, launcher, silent).verdict is Verdict.DIFFERENT
     with pytest.raises(ConfigError, match="has its own configuration"):
         compare(replace(against, candidate=COMMON), launcher, silent)
     with pytest.raises(ConfigError, match="a golden is a baseline"):
-        compare(Plan("g", no_config, parse_side(str(golden), no_config), 8), launcher, silent)
+        compare(Plan("g", no_config, parse_run_spec(str(golden), no_config), 8), launcher, silent)
 
 
 def test_a_golden_wants_a_reason_before_anything_runs(launcher, tmp_path: Path):
@@ -250,7 +255,7 @@ def test_a_golden_wants_a_reason_before_anything_runs(launcher, tmp_path: Path):
 
 
 def test_routing_is_recorded_and_replayed(launcher, monkeypatch):
-    monkeypatch.setattr(experiment_module, "routing_flips", lambda *_: None)
+    monkeypatch.setattr(runner_module, "routing_diff", lambda *_: None)
     found = compare(plan("layout=tp=2", routing=True), launcher, silent)
     recorded = [run["debug.routing_record"] for run in calls(launcher)[1:3]]
     assert [Path(path).parent.name for path in recorded] == ["baseline", "candidate"]
@@ -259,7 +264,6 @@ def test_routing_is_recorded_and_replayed(launcher, monkeypatch):
     assert found.replayed is not None and found.replayed.verdict is Verdict.INSIDE
 
 
-def test_an_experiment_is_of_this_machine_s_ranks(monkeypatch):
+def test_default_ranks_are_this_machine_s(monkeypatch):
     monkeypatch.setenv("NGPU", "5")
-    assert experiment_module.default_ranks() == 5
-    assert isinstance(Experiment(plan(), Launcher(Path("x")), silent), Experiment)
+    assert runner_module.default_ranks() == 5

@@ -12,7 +12,7 @@ from titan_moe.models.hf import model_of_job
 from titan_moe.verify.compare import suite as suite_module
 from titan_moe.verify.compare.comparison import Comparison, Verdict
 from titan_moe.verify.compare.control_runs import batch_words
-from titan_moe.verify.compare.launch import SideError
+from titan_moe.verify.compare.launch import TrainingError
 from titan_moe.verify.compare.suite import Suite, load_suite, plan_of, run_suite, sbatch
 
 SUITES = sorted((REPO / "configs" / "suites").glob("*.toml"))
@@ -96,7 +96,7 @@ def test_the_gate_accepts_what_was_expected(verdict, good, tmp_path: Path, monke
 
 def test_a_side_that_fails_is_a_row_and_stops_nothing(tmp_path: Path, monkeypatch):
     def fail(*_):
-        raise SideError("candidate ended with exit code 1:\n  | last line")
+        raise TrainingError("candidate ended with exit code 1:\n  | last line")
 
     monkeypatch.setattr(suite_module, "compare", fail)
     rows = list(run_suite(make_suite(a="inside", b="different"), tmp_path, print))

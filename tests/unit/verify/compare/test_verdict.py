@@ -1,4 +1,4 @@
-"""Verdicts on curves that are known."""
+"""Verdicts on known curves."""
 
 import json
 import math
@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.verdict_cases import STEPS, changed, repeats, run
+from tests.support.verdict_cases import STEPS, changed, controls, run
 from titan_moe.config.errors import ConfigError
 from titan_moe.verify.compare.comparison import Verdict
 from titan_moe.verify.compare.records import read_run
-from titan_moe.verify.compare.verdict import judge, on_steps
+from titan_moe.verify.compare.verdict import compare_runs, on_steps
 
 
-def test_equal_bits_are_identical_with_and_without_repeats():
-    for harmless in ([], repeats()):
-        found = judge("same", run("a"), run("b"), repeats=harmless)
+def test_equal_bits_are_identical_with_and_without_controls():
+    for given in ([], controls()):
+        found = compare_runs("same", run("a"), run("b"), controls=given)
         assert found.verdict is Verdict.IDENTICAL and found.first is None
         assert found.verdict.exit_code == 0 and not found.caveats
 
@@ -30,17 +30,17 @@ def test_one_other_bit_is_not_identical(what: str):
         what = "load of layers.1"
     else:
         other.curve.scalars[what][4] = np.nextafter(other.curve.scalars[what][4], 9)
-    found = judge("bit", run("a"), other)
+    found = compare_runs("bit", run("a"), other)
     assert found.verdict is Verdict.UNJUDGED and found.verdict.exit_code == 5
     assert found.first is not None and (found.first.step, found.first.quantity) == (5, what)
 
 
 def test_noise_is_inside_and_a_shift_is_different():
-    inside = judge("noise", run("a"), run("b", 1e-4, seed=99), repeats=repeats())
+    inside = compare_runs("noise", run("a"), run("b", 1e-4, seed=99), controls=controls())
     assert inside.verdict is Verdict.INSIDE and inside.first is None and inside.band is not None
     shifted = run("c", 1e-4, seed=98)
     shifted.curve.scalars["grad_norm"][10:] *= 1.01
-    found = judge("shift", run("a"), shifted, repeats=repeats())
+    found = compare_runs("shift", run("a"), shifted, controls=controls())
     assert found.verdict is Verdict.DIFFERENT and found.verdict.exit_code == 1
     assert found.first is not None
     assert (found.first.step, found.first.quantity) == (11, "grad_norm")
@@ -52,73 +52,73 @@ def test_noise_is_inside_and_a_shift_is_different():
 def test_a_run_that_became_nan_is_different_from_there():
     broken = run("b", 1e-4, seed=97)
     broken.curve.scalars["loss"][6:] = math.nan
-    found = judge("nan", run("a"), broken, repeats=repeats())
+    found = compare_runs("nan", run("a"), broken, controls=controls())
     assert found.verdict is Verdict.DIFFERENT and found.first is not None
     assert found.first.step == 7
 
 
 def test_other_tokens_and_other_data_are_refused():
     with pytest.raises(ConfigError, match="tokens per step: a has 512, b 1,024"):
-        judge("tokens", run("a"), run("b", tokens_per_step=1024))
+        compare_runs("tokens", run("a"), run("b", tokens_per_step=1024))
     other = changed(run("b"), data=[7 * step + (step > 3) for step in STEPS])
     with pytest.raises(ConfigError, match="different tokens at step 4"):
-        judge("data", run("a"), other)
+        compare_runs("data", run("a"), other)
 
 
 def test_what_is_unknown_or_missing_is_a_caveat():
     short = changed(run("b"), **vars(on_steps(run("b").curve, STEPS[:12])))
-    found = judge("short", run("a"), short, repeats=repeats())
+    found = compare_runs("short", run("a"), short, controls=controls())
     assert found.verdict is Verdict.IDENTICAL and found.candidate.curve.steps == STEPS[:12]
     assert any("only 12 steps are in both" in line for line in found.caveats)
     blind = changed(run("b"), data=None, loads={})
-    found = judge("blind", run("a"), blind)
+    found = compare_runs("blind", run("a"), blind)
     assert any("same data is unknown: b" in line for line in found.caveats)
     assert any("not compared: load of layers.1: b did not" in line for line in found.caveats)
-    found = judge("device", run("a"), run("b", device="NVIDIA H100", capability="9.0"))
+    found = compare_runs("device", run("a"), run("b", device="NVIDIA H100", capability="9.0"))
     assert [line.split(":")[0] for line in found.caveats] == ["device", "capability"]
 
 
 def test_no_common_step_and_other_experts_are_refused():
     later = changed(run("b"), steps=[step + 100 for step in STEPS])
     with pytest.raises(ConfigError, match="no logged step in common"):
-        judge("later", run("a"), later)
+        compare_runs("later", run("a"), later)
     fewer = changed(run("b"), loads={"layers.1": np.ones((20, 3))})
     with pytest.raises(ConfigError, match="4 experts in one run, 3 in the other"):
-        judge("fewer", run("a"), fewer)
+        compare_runs("fewer", run("a"), fewer)
 
 
-def test_repeats_that_are_none_are_refused_or_told():
-    other = [changed(each, data=[1] * 20) for each in repeats()]
+def test_controls_that_are_none_are_refused_or_told():
+    other = [changed(each, data=[1] * 20) for each in controls()]
     with pytest.raises(ConfigError, match="different tokens"):
-        judge("data", run("a"), run("b", 1e-4, seed=99), repeats=other)
+        compare_runs("data", run("a"), run("b", 1e-4, seed=99), controls=other)
     config = {"optimizer": {"lr": 1.0}, "debug": {"permute_rows": 3}}
-    faster = [replace(each, config=config) for each in repeats()]
+    faster = [replace(each, config=config) for each in controls()]
     base = replace(run("a"), config={"optimizer": {"lr": 2.0}, "debug": {"permute_rows": 0}})
-    found = judge("lr", base, run("b", 1e-4, seed=99), repeats=faster)
-    assert "the repeat repeat 1 differs in optimizer.lr" in found.caveats
+    found = compare_runs("lr", base, run("b", 1e-4, seed=99), controls=faster)
+    assert "the control run repeat 1 differs in optimizer.lr" in found.caveats
 
 
 def test_a_band_that_says_nothing_gives_no_verdict():
     wild = [run(f"repeat {i}", 0.3, seed=i) for i in range(1, 8)]
-    found = judge("wild", run("a"), run("b", 1e-4, seed=99), repeats=wild)
+    found = compare_runs("wild", run("a"), run("b", 1e-4, seed=99), controls=wild)
     assert found.verdict is Verdict.UNJUDGED and found.verdict.exit_code == 5
-    blind = [changed(each, loads={}) for each in repeats()]
+    blind = [changed(each, loads={}) for each in controls()]
     moved = run("b")
     moved.curve.loads["layers.1"][4:, :2] += [50, -50]
-    assert judge("blind", run("a"), moved, repeats=blind).verdict is Verdict.UNJUDGED
+    assert compare_runs("blind", run("a"), moved, controls=blind).verdict is Verdict.UNJUDGED
 
 
 def test_runs_that_are_not_finite_are_not_simply_identical():
     a, b = run("a"), run("b")
     for each in (a, b):
         each.curve.scalars["loss"][4:] = math.nan
-    found = judge("nan", a, b)
+    found = compare_runs("nan", a, b)
     assert found.verdict is Verdict.IDENTICAL
     assert "the loss of a is not finite from step 5 on" in found.caveats
     for each in (a, b):
         each.curve.scalars["loss"][:] = math.nan
     with pytest.raises(ConfigError, match="no step has a finite loss"):
-        judge("nan", a, b)
+        compare_runs("nan", a, b)
 
 
 def test_renamed_parameters_and_more_rows_do_not_pass_in_silence():
@@ -126,11 +126,11 @@ def test_renamed_parameters_and_more_rows_do_not_pass_in_silence():
     renamed.curve.scalars["norm of head.weight"] = renamed.curve.scalars.pop(
         "norm of output.weight"
     )
-    found = judge("renamed", run("a"), renamed)
+    found = compare_runs("renamed", run("a"), renamed)
     assert any("not compared: norm of head.weight and 1 more" in line for line in found.caveats)
     twice = changed(run("b"), loads={"layers.1": 2 * run("b").curve.loads["layers.1"]})
     with pytest.raises(ConfigError, match="a sent 1,000 rows to experts, b 2,000"):
-        judge("twice", run("a"), twice)
+        compare_runs("twice", run("a"), twice)
 
 
 def write_run(folder: Path, steps: range, **extra) -> Path:

@@ -7,8 +7,8 @@ import torch
 
 from titan_moe.verify.gradients.compare import (
     TOLERANCES,
-    Difference,
     Pair,
+    TensorDifference,
     differences,
     fingerprint,
 )
@@ -16,7 +16,7 @@ from titan_moe.verify.gradients.compare import (
 AXES = {"pp": 1, "tp": 2, "ep": 4}
 
 
-def difference(ours, theirs, whole=1.0, floor=1e-6) -> Difference:
+def difference(ours, theirs, whole=1.0, floor=1e-6) -> TensorDifference:
     tensors = (torch.tensor(values, dtype=torch.float64) for values in (ours, theirs))
     pair = Pair("w", *tensors, whole)
     (found,) = differences(0, 3, "gradient", [pair], floor=floor)

@@ -16,7 +16,7 @@ from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.router import Router
 from titan_moe.verify.gradients import reference
-from titan_moe.verify.gradients.fixture import NUM_STEPS, at_depth, easy, make_case, norms
+from titan_moe.verify.gradients.fixture import NUM_STEPS, at_depth, easy, make_fixture, norms
 from titan_moe.verify.layouts.layouts import SEQ_LEN
 
 _ALLOWED = ("titan_moe.models", "titan_moe.moe", "titan_moe.config.")
@@ -80,7 +80,7 @@ def gate_case(request):
     training = job.training.model_copy(update={"seq_len": SEQ_LEN})
     job = job.model_copy(update={"training": training})
     config = at_depth(model_config(job.model.name, job.model.flavor), 3)
-    return job, config, make_case(job, config, 16)
+    return job, config, make_fixture(job, config, 16)
 
 
 def test_the_case_is_not_an_easy_one(gate_case):

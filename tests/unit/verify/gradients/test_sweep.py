@@ -5,8 +5,13 @@ from html.parser import HTMLParser
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.verify.gradients.gate import Result
-from titan_moe.verify.gradients.html import page
-from titan_moe.verify.gradients.sweep import RESULTS_FILE, code_fingerprint, summary, sweep
+from titan_moe.verify.gradients.sweep import (
+    RESULTS_FILE,
+    code_fingerprint,
+    gate_page,
+    summary,
+    sweep,
+)
 from titan_moe.verify.layouts.layouts import parse
 
 TASKS = [(parse(text), "float64") for text in ("dp_shard=1", "dp_shard=2", "tp=2,etp=2")]
@@ -67,7 +72,7 @@ def test_summary_and_page(tmp_path):
     facts = summary(results)
     assert (facts["passed"], facts["failed"], facts["refused"]) == (2, 1, 0)
     assert facts["worst_tensor"] == "gradient norm.weight" and facts["tensors_compared"] == 300
-    html = page("Layouts", results, facts)
+    html = gate_page("Layouts", results, facts)
     assert "2 of 3 layouts pass." in html and "gradient &lt;w&gt;" in html
     assert "http" not in html and "src=" not in html
 

@@ -5,16 +5,16 @@ from itertools import combinations
 import pytest
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify.layouts.covering import pairs, rotated, sample
+from titan_moe.verify.layouts.covering import cover_options, cover_pairs, pairs
 from titan_moe.verify.layouts.layouts import (
     AXES,
     OPTIONS,
     SEQ_LEN,
     SPLIT_BACKWARD,
     depth,
+    layout_tables,
     legal_layouts,
     num_rows,
-    overrides,
     parse,
     stages,
 )
@@ -40,7 +40,7 @@ def test_worlds_that_are_no_power_of_two():
 
 
 def test_a_layout_is_read_back_as_written():
-    for layout in rotated(legal_layouts(8)):
+    for layout in cover_options(legal_layouts(8)):
         assert parse(str(layout)) == layout
 
 
@@ -62,7 +62,7 @@ def test_what_is_no_layout_gets_one_line(text: str, words: str):
 
 
 def test_each_value_meets_each_axis():
-    layouts = rotated(legal_layouts(8))
+    layouts = cover_options(legal_layouts(8))
     for option, values in OPTIONS.items():
         for value in values:
             for axis in AXES:
@@ -75,12 +75,12 @@ def test_each_value_meets_each_axis():
 
 
 def test_split_backwards_come_without_recompute():
-    for layout in rotated(legal_layouts(8)):
+    for layout in cover_options(legal_layouts(8)):
         assert layout.pp == 1 or layout.schedule not in SPLIT_BACKWARD or layout.recompute == "none"
 
 
 def test_fixed_options_stay_and_refused_values_are_passed_over():
-    layouts = rotated(
+    layouts = cover_options(
         legal_layouts(4),
         fixed={"recompute": "full"},
         legal=lambda layout: layout.cp_method != "ring",
@@ -92,19 +92,19 @@ def test_fixed_options_stay_and_refused_values_are_passed_over():
 
 @pytest.mark.parametrize("count", [20, 30])
 def test_a_sample_covers_each_pair_of_axes(count: int):
-    layouts = sample(legal_layouts(8), count, seed=1)
-    assert len(layouts) == count and layouts == sample(legal_layouts(8), count, seed=1)
-    assert layouts != sample(legal_layouts(8), count, seed=2)
+    layouts = cover_pairs(legal_layouts(8), count, seed=1)
+    assert len(layouts) == count and layouts == cover_pairs(legal_layouts(8), count, seed=1)
+    assert layouts != cover_pairs(legal_layouts(8), count, seed=2)
     met = set().union(*(pairs(layout) for layout in layouts))
     assert met == set(combinations(AXES, 2))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
 def test_every_layout_gets_microbatches_and_layers_that_fit(world_size: int):
-    for layout in rotated(legal_layouts(world_size, powers_of_two=False)):
-        training = overrides(layout)["training"]
+    for layout in cover_options(legal_layouts(world_size, powers_of_two=False)):
+        training = layout_tables(layout)["training"]
         own, local = num_rows(layout) // layout.data_ranks, training["local_batch_size"]
-        size = overrides(layout)["parallelism"]["pipeline_parallel_microbatch_size"]
+        size = layout_tables(layout)["parallelism"]["pipeline_parallel_microbatch_size"]
         assert num_rows(layout) % layout.data_ranks == own % local == local % size == 0
         assert own // size >= 2
         assert SEQ_LEN % (2 * layout.cp) == SEQ_LEN % (layout.cp * layout.tp) == 0

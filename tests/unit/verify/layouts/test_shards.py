@@ -6,13 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_moe.verify.layouts.covering import rotated
+from titan_moe.verify.layouts.covering import cover_options
 from titan_moe.verify.layouts.layouts import Layout, depth, legal_layouts, stages
 from titan_moe.verify.layouts.shards import Shards
 
 WORLDS = [1, 2, 3, 4, 6, 8, 12, 16]
 TENSOR_DIMS = {"layers.*.wq.weight": 0, "layers.*.wo.weight": 1}
-_BY_WORLD = {world: rotated(legal_layouts(world, powers_of_two=False)) for world in WORLDS}
+_BY_WORLD = {world: cover_options(legal_layouts(world, powers_of_two=False)) for world in WORLDS}
 layouts = st.sampled_from(WORLDS).flatmap(lambda world: st.sampled_from(_BY_WORLD[world]))
 
 

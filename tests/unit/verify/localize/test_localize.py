@@ -8,7 +8,7 @@ import torch
 from titan_moe.config.errors import ConfigError
 from titan_moe.debug.capture.records import NUMBERS, TENSOR, TOKENS, Place, Records
 from titan_moe.debug.capture.sketch import sketch_box, sketch_rows
-from titan_moe.verify.localize.capture_reader import Captured, read_capture
+from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.localize import locate
 
 ROWS, LENGTH, WIDTH = [11, 12], 6, 5
@@ -43,7 +43,7 @@ def write(
     *,
     dtype: str = "float64",
     margin: float = 0.5,
-) -> Captured:
+) -> Capture:
     """Each rank has its part of the tokens, and a copy of all else."""
     for rank, held in enumerate(ranks):
         records = Records()
@@ -77,15 +77,15 @@ def write(
 
 
 @pytest.fixture
-def baseline(tmp_path: Path) -> Captured:
+def baseline(tmp_path: Path) -> Capture:
     return write(tmp_path / "baseline", [values()])
 
 
-def test_ranks_make_one_whole(baseline: Captured, tmp_path: Path):
+def test_ranks_make_one_whole(baseline: Capture, tmp_path: Path):
     assert locate(baseline, write(tmp_path / "two", [values()] * 3)) is None
 
 
-def test_the_first_place_its_tokens_and_norms(baseline: Captured, tmp_path: Path):
+def test_the_first_place_its_tokens_and_norms(baseline: Capture, tmp_path: Path):
     changed = values()
     changed["output"][8:11] *= 2
     changed["next"] += 1
@@ -94,30 +94,30 @@ def test_the_first_place_its_tokens_and_norms(baseline: Captured, tmp_path: Path
     assert finding.tokens == "row 1 (0000000c): positions 2-4"
     norm = values()["output"][8:11].norm().item()
     assert finding.difference.norms == pytest.approx((norm, 2 * norm))
-    assert "exactly 2" in finding.told
-    assert [each.place for each in finding.followers] == [NEXT]
+    assert "exactly 2" in finding.fingerprint
+    assert [each.place for each in finding.later] == [NEXT]
     said = "\n".join(finding.lines())
     assert "layers.0.attention.wo, output (forward)" in said and "2 of 4 places" in said
 
 
-def test_what_rounding_does_is_no_difference(baseline: Captured, tmp_path: Path):
+def test_what_rounding_does_is_no_difference(baseline: Capture, tmp_path: Path):
     rounded = values()
     rounded["output"] *= 1 + 1e-12
     assert locate(baseline, write(tmp_path / "two", [rounded])) is None
 
 
-def test_a_harmless_run_says_what_rounding_may_do(baseline: Captured, tmp_path: Path):
+def test_a_control_run_says_what_rounding_may_do(baseline: Capture, tmp_path: Path):
     far, further = values(), values()
     far["output"] *= 1 + 1e-6
     further["output"] *= 1 + 1e-3
-    harmless = write(tmp_path / "harmless", [far])
+    control = write(tmp_path / "control", [far])
     near = write(tmp_path / "near", [far])
     assert locate(baseline, near) is not None
-    assert locate(baseline, near, [harmless]) is None
-    assert locate(baseline, write(tmp_path / "further", [further]), [harmless]) is not None
+    assert locate(baseline, near, [control]) is None
+    assert locate(baseline, write(tmp_path / "further", [further]), [control]) is not None
 
 
-def test_copies_that_differ(baseline: Captured, tmp_path: Path):
+def test_copies_that_differ(baseline: Capture, tmp_path: Path):
     other = values()
     other["weight"] *= 1.5
     finding = locate(baseline, write(tmp_path / "two", [values(), other]))
@@ -126,7 +126,7 @@ def test_copies_that_differ(baseline: Captured, tmp_path: Path):
     assert "ranks 0 and 1 hold other values" in "\n".join(finding.lines())
 
 
-def test_what_is_no_number_is_found(baseline: Captured, tmp_path: Path):
+def test_what_is_no_number_is_found(baseline: Capture, tmp_path: Path):
     broken = values()
     broken["next"][3, 2] = torch.nan
     finding = locate(baseline, write(tmp_path / "two", [broken]))

@@ -12,24 +12,25 @@ import pytest
 from tests.support.report_cases import Page, facts, run
 from titan_moe.verify.compare.comparison import Comparison, FirstDifference, Verdict
 from titan_moe.verify.compare.records import Curve, RunRecord
-from titan_moe.verify.compare.routing_diff import Flips
-from titan_moe.verify.compare.verdict import judge
-from titan_moe.verify.report.page import comparison_page
+from titan_moe.verify.compare.routing_diff import RoutingDiff
+from titan_moe.verify.compare.verdict import compare_runs
+from titan_moe.verify.report.comparison import comparison_page
 from titan_moe.verify.report.png import comparison_png
-from titan_moe.verify.report.sections import configurations, layouts
+from titan_moe.verify.report.runs import runs_page
+from titan_moe.verify.report.sections import configuration
 
 SECTIONS = ["curves", "load", "quantities", "layouts", "configuration", "environment", "band"]
-REPEATS = [run(f"repeat {i}", noise=1e-6, norms=True).curve for i in range(8)]
+CONTROLS = [run(f"repeat {i}", noise=1e-6, norms=True).curve for i in range(8)]
 EIGHT = facts(world_size=8, pp=2, tp=2, ep=2)
 
 
-def against(candidate: RunRecord, *, repeats: bool = True, **others: object) -> Comparison:
+def against(candidate: RunRecord, *, controls: bool = True, **others: object) -> Comparison:
     baseline = run("base", noise=1e-6, norms=True, facts=facts(world_size=1))
-    found = judge(
+    found = compare_runs(
         "A change",
         baseline,
         candidate,
-        repeats=[RunRecord(curve.name, curve) for curve in REPEATS] if repeats else (),
+        controls=[RunRecord(curve.name, curve) for curve in CONTROLS] if controls else (),
     )
     return replace(found, **others)  # type: ignore[arg-type]
 
@@ -51,7 +52,7 @@ def assert_alone(page: Page) -> None:
     "verdict, make, words",
     [
         (Verdict.IDENTICAL, lambda: run("base", noise=1e-6, norms=True), "loads of 2 layers"),
-        (Verdict.INSIDE, lambda: run("other", noise=1e-6, norms=True), "of 9 harmless runs"),
+        (Verdict.INSIDE, lambda: run("other", noise=1e-6, norms=True), "of 9 control runs"),
         (
             Verdict.DIFFERENT,
             lambda: scaled(run("other", noise=1e-6, norms=True), "norm of w1", 1.01, 20),
@@ -69,7 +70,7 @@ def test_the_verdict_stands_on_top(verdict: Verdict, make: Callable, words: str)
     assert top.index("A change") < top.lower().index(verdict.value) < top.index("Curves")
     assert words in top
     assert_alone(page)
-    assert "9 harmless repeats" in page.text["band"] and "0.01 %" in page.text["band"]
+    assert "9 control runs" in page.text["band"] and "0.01 %" in page.text["band"]
     assert html == comparison_page(comparison)
 
 
@@ -85,9 +86,9 @@ def test_what_left_the_band_is_first_in_its_table():
     assert len(others) == 2 and all(float(row[5]) < 1 and row[6] == "0" for row in others)
 
 
-def test_without_repeats_and_facts_it_says_what_is_unknown():
+def test_without_controls_and_facts_it_says_what_is_unknown():
     bare = RunRecord("curves only", Curve("c", [1, 2], {"loss": np.array([3.0, 2.0])}))
-    page = Page(comparison_page(against(bare, repeats=False)))
+    page = Page(comparison_page(against(bare, controls=False)))
     assert "nothing says how much rounding may do" in page.text[""]
     assert "CAVEAT" not in page.text[""] and "did not record it" in page.text[""]
     assert "candidate curves only: no grad_norm was logged" in page.text[""]
@@ -108,7 +109,7 @@ def test_numbers_that_are_none_and_a_single_step():
     assert "no finite value" in Page(comparison_page(against(nothing))).text["curves"]
 
     single = run("one", steps=[5]), run("two", steps=[5], noise=1e-3)
-    page = Page(comparison_page(judge("One step", *single)))
+    page = Page(comparison_page(compare_runs("One step", *single)))
     assert "1: step 5" in page.text["environment"]
 
 
@@ -134,18 +135,18 @@ def test_names_are_text():
 )
 def test_every_rank_is_drawn_once_in_each_view(degrees: dict[str, int]):
     there = facts(**degrees)
-    page = Page(layouts([run("one", facts=there), run("other", facts=there)]))
+    page = Page(runs_page("Two", [run("one", facts=there), run("other", facts=there)]))
     for ranks in page.ranks.values():
         assert ranks == list(range(degrees["world_size"]))
-    assert "one, other" in page.text[""]
+    assert "one, other" in page.text["layouts"]
 
 
 def test_a_large_world_is_summed_up():
     there = facts(world_size=4096, pp=8, dp_replicate=4, dp_shard=8, cp=4, tp=4, ep=32)
-    page = Page(layouts([run("large", facts=there), run("unknown")]))
+    page = Page(runs_page("Large", [run("large", facts=there), run("unknown")]))
     assert len(page.ranks["dense"]) == 2**5
-    assert "the first 2 of each axis of 4096 ranks" in page.text[""]
-    assert "unknown: the layout is unknown" in page.text[""]
+    assert "the first 2 of each axis of 4096 ranks" in page.text["layouts"]
+    assert "unknown: the layout is unknown" in page.text["layouts"]
     assert page.ranks["dense"][-1] == 512 + 128 + 16 + 4 + 1
 
 
@@ -153,22 +154,21 @@ def test_configurations_show_differing_keys_alone():
     ours = {"optimizer": {"lr": 0.1, "name": "AdamW"}, "job": {"dump_folder": "a"}, "z": {"y": []}}
     theirs = {"optimizer": {"lr": 0.2, "name": "AdamW"}, "job": {"dump_folder": "b"}}
     pair = [run("base", config=ours), run("other", config=theirs)]
-    assert Page(configurations(pair)).tables[""] == [
-        ["key", "base", "other"],
+    assert configuration(pair)["table"].rows == [
         ["optimizer.lr", "0.1", "0.2"],
         ["z.y", "[]", "\N{EM DASH}"],
         ["job.dump_folder", "a", "b"],
     ]
-    assert "All keys are the same" in Page(configurations([pair[0], pair[0]])).text[""]
+    assert configuration([pair[0], pair[0]])["lines"] == ["All keys are the same."]
 
 
-def test_flips_and_the_replay_have_a_section():
+def test_routing_and_the_replay_have_a_section():
     flipped = np.zeros((3, 2), dtype=int)
     flipped[1, 1] = 5
-    flips = Flips([1, 2, 3], ["layers.1", "layers.2"], flipped, np.full((3, 2), 100))
+    diff = RoutingDiff([1, 2, 3], ["layers.1", "layers.2"], flipped, np.full((3, 2), 100))
     replayed = against(run("other", noise=1e-6, norms=True))
-    page = Page(comparison_page(against(run("other"), flips=flips, replayed=replayed)))
-    assert "5 of 600 routings flipped" in page.text["routing"]
+    page = Page(comparison_page(against(run("other"), routing_diff=diff, replayed=replayed)))
+    assert "5 of 600 expert choices differ" in page.text["routing"]
     assert page.tables["routing"][1:] == [
         ["layers.1", "0", "300", "0.0000%"],
         ["layers.2", "5", "300", "1.6667%"],
@@ -197,9 +197,11 @@ def test_the_picture_is_one_of_a_readable_width(kind: str, tmp_path: Path):
         "bare": lambda: against(
             RunRecord("c", Curve("c", [1, 2], {"loss": np.array([3.0, 2.0])})),
             caveats=["a caveat that $goes$ on " * 30],
-            repeats=False,
+            controls=False,
         ),
-        "one step": lambda: judge("One", run("a", steps=[5]), run("b", steps=[5], noise=1e-3)),
+        "one step": lambda: compare_runs(
+            "One", run("a", steps=[5]), run("b", steps=[5], noise=1e-3)
+        ),
     }[kind]()
     comparison_png(comparison, tmp_path / "report.png")
     content = (tmp_path / "report.png").read_bytes()

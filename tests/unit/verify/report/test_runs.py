@@ -12,11 +12,11 @@ import pytest
 from tests.support.commands import run_command
 from tests.support.report_cases import Page, facts, run
 from titan_moe.verify.compare.records import Curve, RunRecord, read_run
+from titan_moe.verify.compare.suite import SuiteRow, suite_page
 from titan_moe.verify.report.data import moved_share, relative_difference, thinned
 from titan_moe.verify.report.png import runs_png
+from titan_moe.verify.report.render import PALETTE
 from titan_moe.verify.report.runs import runs_page
-from titan_moe.verify.report.style import PALETTE
-from titan_moe.verify.report.suite import SuiteRow, suite_page
 from titan_moe.verify.report.words import distinct_names
 
 

@@ -1,32 +1,32 @@
 """How far curves of one training lie apart by rounding alone, and whether another curve lies
 further.
 
-In float32 and bfloat16 two right layouts train different bits, and small differences grow. So the
-band is not a tolerance that someone chose: it is measured from harmless repeats, trainings that
-differ in nothing but the order in which they add up (debug.permute_rows; noise_runs.py).
+In float32 and bfloat16 two correct layouts train different bits, and small differences grow. So the
+band is not a chosen tolerance: it is measured from control runs, trainings that differ only in the
+order of their sums (debug.permute_rows; compare/control_runs.py).
 
 Compared are the logarithms of loss, gradient norm and each parameter's norm, and each layer's
-expert load: the share of its rows that went to other experts than in the repeats' mean. At each
-step the repeats give a location and a spread. A difference is divided by the spread, and looked at
+expert load: the share of its rows that went to other experts than in the controls' mean. At each
+step the controls give a location and a spread. A difference is divided by the spread, and looked at
 alone and as a mean over the last 2, 4, 8, ... steps: noise from step to step averages out, what a
-mistake does to every step does not. Each mean has a spread of its own, again from the repeats. No
+mistake does to every step does not. Each mean has a spread of its own, again from the controls. No
 spread is less than a few roundings of float32 or one row, nor than what the steps after it show on
-average: one token that goes to another expert may start at any step what most repeats only do
+average: one token that goes to another expert may start at any step what most controls only do
 later (the sign rule of the routing bias turns one row into many).
 
 A curve's statistic is its largest distance in spreads over all steps and means: one for the loss,
 one for the gradient norm, one for all loads, one for all parameters' norms. Steps, means and
-parameters depend on each other, so no table knows what is large; the repeats do. Each is measured
+parameters depend on each other, so no table says what is large; the controls do. Each is measured
 against the others, as a candidate is, and each of the four statistics gets a bound:
 
-- the 1 - `false_alarms` / 4 prediction bound of a log-normal distribution, fitted to the repeats'
-  own statistics; the fewer the repeats, the further out. Its rate is as good as that assumption;
+- the 1 - `false_alarms` / 4 prediction bound of a log-normal distribution, fitted to the controls'
+  own statistics; the fewer the controls, the further out. Its rate is as good as that assumption;
 - but no less than what as many normal deviations would reach, independent of each other. This is
-  the bound where the repeats have equal bits, as float32 may have over a few steps.
+  the bound where the controls have equal bits, as float32 may have over a few steps.
 
 A candidate is outside if one of its statistics is beyond its bound, and further beyond than any
-repeat's is. Whatever the noise is like, being further out than every repeat happens to one of the
-N + 1 harmless curves, each as likely: false alarms in at most 1 of N + 1.
+control's is. Whatever the noise is like, being further out than every control happens to one of the
+N + 1 correct curves, each as likely: false alarms in at most 1 of N + 1.
 """
 
 import math
@@ -50,28 +50,27 @@ from titan_moe.verify.compare.noise.fit import (
 )
 from titan_moe.verify.compare.records import LOAD_OF, NORM_OF, Curve
 
-FEWEST_REPEATS = 4
+FEWEST_CONTROLS = 4
 FALSE_ALARMS = 1e-4
 """Of one comparison; of 300, three in a hundred suites have one."""
-REPEATS = 32
-"""Bounds of white noise are then 6 spreads out, with 16 repeats 8, with 8 repeats 20."""
 _FARTHEST = 100.0
 """Of a logarithm: a band that is wider than this is drawn as if it were this wide."""
 _SCALARS = ("loss", "grad_norm")
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """Whether a candidate's curve is one of the repeats' kind."""
+class BandCheck:
+    """Whether a candidate's curve lies inside the band."""
 
     name: str
     inside: bool
     statistic: float
-    """How far out it is, of what harmless curves may be: the largest distance over its bound."""
+    """How far out it is, of what control runs may be: the largest distance over its bound."""
     limit: float
-    """The largest statistic that is still inside: 1, or more where a repeat's own is."""
-    repeats_as_far: int
-    """Repeats whose own statistic is as large: without any assumption, p = (this + 1) / (N + 1)."""
+    """The largest statistic that is still inside: 1, or more where a control run's own is."""
+    controls_as_far: int
+    """Control runs whose own statistic is as large. Without any assumption,
+    p = (this + 1) / (N + 1)."""
     first_outside: int | None
     """The first step at which it is outside, and below the quantity that is furthest out there and
     the number of steps, this one the last, that were taken together."""
@@ -89,47 +88,51 @@ class Judgement:
         return f"{shown}: outside from step {self.first_outside} on, by {self.quantity}{steps}"
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Under the keys of comparison.json."""
+        found = asdict(self)
+        return found | {"repeats_as_far": found.pop("controls_as_far")}
 
 
 class Band:
-    """What harmless repeats of one training measured together.
+    """What the control runs of one training measured together.
 
     Args:
-        repeats: at least FEWEST_REPEATS curves over the same steps.
-        false_alarms: the share of harmless curves that may fall outside, if the logarithm of the
-            statistic is normal; in any case at most 1 / (number of repeats + 1) do.
-        quantities: those to compare; left out, all that every repeat has.
+        controls: at least FEWEST_CONTROLS curves over the same steps.
+        false_alarms: the share of correct curves that may fall outside, if the logarithm of the
+            statistic is normal; in any case at most 1 / (number of controls + 1) do.
+        quantities: those to compare; left out, all that every control has.
 
     Raises ValueError for curves that are too few, not finite, or of different steps.
     """
 
     def __init__(
         self,
-        repeats: Sequence[Curve],
+        controls: Sequence[Curve],
         *,
         false_alarms: float = FALSE_ALARMS,
         quantities: Sequence[str] | None = None,
     ) -> None:
-        if len(repeats) < FEWEST_REPEATS:
-            raise ValueError(f"{len(repeats)} repeats: a band wants {FEWEST_REPEATS} or more")
-        self.steps = list(repeats[0].steps)
-        self.repeats = list(repeats)
+        if len(controls) < FEWEST_CONTROLS:
+            raise ValueError(
+                f"{len(controls)} control runs: a band needs {FEWEST_CONTROLS} or more"
+            )
+        self.steps = list(controls[0].steps)
+        self.controls = list(controls)
         self.false_alarms = false_alarms
-        common = [q for q in quantities_of(repeats[0]) if all(_has(one, q) for one in repeats)]
+        common = [q for q in quantities_of(controls[0]) if all(_has(one, q) for one in controls)]
         self.quantities = tuple(q for q in common if quantities is None or q in quantities)
         """"loss", "grad_norm", "norm of NAME", "load of LAYER", in this order."""
         if not self.quantities:
-            raise ValueError("the repeats have no quantity in common that could be compared")
+            raise ValueError("the control runs have no quantity in common that could be compared")
         self._parts = {
             kind: self._part(kind) for kind in dict.fromkeys(map(_kind, self.quantities))
         }
         self.bounds: dict[str, float] = {}
-        """In spreads, by kind of quantity: what a harmless curve reaches as seldom as stated."""
+        """In spreads, by kind of quantity: what a correct curve reaches as seldom as stated."""
         own_KN = []
         rate = false_alarms / len(self._parts)
         for kind, part in self._parts.items():
-            # At least 1: repeats with equal bits have no distances, and no logarithms of them.
+            # At least 1: controls with equal bits have no distances, and no logarithms of them.
             own_KN.append(np.maximum(1.0, part.largest))
             self.bounds[kind] = max(
                 prediction_bound(own_KN[-1].tolist(), rate),
@@ -137,11 +140,11 @@ class Band:
             )
         bounds_K = np.array(list(self.bounds.values()))
         self.statistics: list[float] = (np.stack(own_KN) / bounds_K[:, None]).max(0).tolist()
-        """Each repeat's, measured against the others."""
+        """Each control run's, measured against the others."""
         self.limit = max(1.0, *self.statistics)
 
-    def judge(self, candidate: Curve) -> Judgement:
-        """Compare a curve that was not among the repeats, in what quantities it has; what is not
+    def check(self, candidate: Curve) -> BandCheck:
+        """Compare a curve that was not among the controls, in what quantities it has; what is not
         finite is outside.
 
         Raises ValueError for other steps, or if it has none of the band's quantities.
@@ -164,12 +167,12 @@ class Band:
                     distance = float(distance_QS[furthest, outside[0]])
                     hits.append((int(outside[0]) + window - 1, window, -distance, names[furthest]))
         first = min(hits, default=None)
-        return Judgement(
+        return BandCheck(
             candidate.name,
             inside=first is None,
             statistic=statistic,
             limit=self.limit,
-            repeats_as_far=sum(own >= statistic for own in self.statistics),
+            controls_as_far=sum(own >= statistic for own in self.statistics),
             first_outside=None if first is None else self.steps[first[0]],
             quantity=None if first is None else first[3],
             mean_over=None if first is None else first[1],
@@ -189,7 +192,7 @@ class Band:
 
     def values(self, curve: Curve, quantity: str) -> Array:
         """What is compared at each step, [S]: the scalar, or for an expert load the share of rows
-        that went to other experts than in the repeats' mean."""
+        that went to other experts than in the controls' mean."""
         row, part = self._find(quantity)
         if isinstance(part, Loads):
             return part.moved(self._compared(curve, "load"))[row]
@@ -216,13 +219,13 @@ class Band:
         """What the band was measured from and what it allows, but for parameters' norms."""
         edges = {q: self.edges(q) for q in self.quantities if not q.startswith(NORM_OF)}
         return {
-            "repeats": [repeat.name for repeat in self.repeats],
+            "repeats": [control.name for control in self.controls],
             "statistics": self.statistics,
             "bounds": self.bounds,
             "limit": self.limit,
             "false_alarms": {
                 "if_log_normal": self.false_alarms,
-                "at_most": 1 / (len(self.repeats) + 1),
+                "at_most": 1 / (len(self.controls) + 1),
             },
             "quantities": list(self.quantities),
             "steps": self.steps,
@@ -235,16 +238,16 @@ class Band:
 
     def _part(self, kind: str) -> Scalars | Loads:
         values = []
-        for repeat in self.repeats:
-            self._check_steps(repeat)
-            values.append(self._compared(repeat, kind))
+        for control in self.controls:
+            self._check_steps(control)
+            values.append(self._compared(control, kind))
             if not np.isfinite(values[-1]).all():
-                raise ValueError(f"the repeat {repeat.name}: {kind} is not finite")
+                raise ValueError(f"the control run {control.name}: {kind} is not finite")
         if kind != "load":
             kin_Q, _ = _stacks(self._names(kind))
             resolution = NORM_RESOLUTION if kind == "norm" else RESOLUTION
             return Scalars(np.stack(values), kin_Q, resolution)
-        num_rows = max(float(np.max(counts[0].sum())) for counts in self.repeats[0].loads.values())
+        num_rows = max(float(np.max(counts[0].sum())) for counts in self.controls[0].loads.values())
         return Loads(np.stack(values), num_rows)
 
     def _compared(self, curve: Curve, kind: str) -> Array:
@@ -252,7 +255,7 @@ class Band:
         if kind != "load":
             return _logs(curve, self._names(kind))
         layers = [q.removeprefix(LOAD_OF) for q in self._names(kind)]
-        num_experts = self.repeats[0].loads[layers[0]].shape[1]
+        num_experts = self.controls[0].loads[layers[0]].shape[1]
         absent = np.zeros((len(self.steps), num_experts))
         counts = [np.asarray(curve.loads.get(layer, absent)) for layer in layers]
         if any(counts_SE.shape != absent.shape for counts_SE in counts):

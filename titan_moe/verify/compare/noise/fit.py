@@ -1,4 +1,4 @@
-"""Location and spread of harmless repeats, and how far from them another curve lies.
+"""Location and spread of control runs, and how far from them another curve lies.
 
 Everything is measured at every step and as means over the last 1, 2, 4, ... steps; the arrays of
 one window have S - window + 1 entries, the first of which ends at step index window - 1.
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 RESOLUTION = 16 * float(np.finfo(np.float32).eps)
 """Losses and norms are added up in float32, whatever the model computes in, and a candidate may add
-up in more ways than the repeats do: nobody is asked for more than this of their logarithms."""
+up in more ways than the controls do: no spread of their logarithms is less than this."""
 NORM_RESOLUTION = 8 * RESOLUTION
 """One parameter's gradient may be a small difference of large sums."""
 NORM_FLOOR = 1e-4
@@ -20,7 +20,7 @@ NORM_FLOOR = 1e-4
 EXPERT_FLOOR = 0.25
 """Of the root mean square over a stack's experts: an expert without rows has a norm of 0."""
 _AHEAD, _BEHIND = 16, 2
-"""Steps whose spread a step has at least: what later repeats show may happen at any time, for it
+"""Steps whose spread a step has at least: what later steps show may happen at any time, for it
 takes one token that goes to another expert."""
 
 Array = NDArray[np.float64]
@@ -28,7 +28,7 @@ Index = NDArray[np.intp]
 
 
 class Fit(NamedTuple):
-    """Where repeats lie at each step, and how far the means of their differences lie apart."""
+    """Where control runs lie at each step, and how far the means of their differences lie apart."""
 
     location: Array
     """[Q, S], of loads [L, E, S]."""
@@ -45,7 +45,7 @@ class Fit(NamedTuple):
 
 
 class Scalars:
-    """Q positive scalars of N repeats, compared by their logarithms, all of them finite.
+    """Q positive scalars of N control runs, compared by their logarithms, all of them finite.
 
     Args:
         logs_NQS: the logarithms.
@@ -62,7 +62,7 @@ class Scalars:
                 for i, own in enumerate(logs_NQS)
             ]
         )
-        """Each repeat's largest distance from the others, in spreads."""
+        """Each control run's largest distance from the others, in spreads."""
 
     def distances(self, logs_QS: Array) -> list[tuple[int, Array]]:
         """In spreads, by window: [Q, S - window + 1]; infinite from the first step on that is not
@@ -94,32 +94,32 @@ def _scalar_distances(logs_QS: Array, fit: Fit) -> list[tuple[int, Array]]:
 
 
 class Loads:
-    """The shares of L layers' rows that their experts took in N repeats, all of them finite.
+    """The shares of L layers' rows that their experts took in N control runs, all of them finite.
 
-    Compared is the share of rows that went to other experts than in the repeats' mean, half the sum
-    of the differences of all experts. It is never below 0, and noise alone makes it large; so a
-    repeat's location and spread are those of the others' distances, each from the mean of the rest.
-    Over several steps the shares are averaged first: what flips to and fro comes to nothing.
+    Compared is the share of rows that went to other experts than in the controls' mean, half the
+    sum of the differences of all experts. It is never below 0, and noise alone makes it large; so a
+    control's location and spread are those of the others' distances, each from the mean of the
+    rest. Over several steps the shares are averaged first: changes to and fro cancel.
 
     Args:
         shares_NLES: the shares.
-        num_rows: of one layer in one step; nobody is asked for less than one row.
+        num_rows: of one layer in one step; no spread is less than one row.
     """
 
     def __init__(self, shares_NLES: Array, num_rows: float) -> None:
         self._resolution = 1 / num_rows
-        everyone = np.arange(len(shares_NLES))
-        self.fit = self._fit(shares_NLES, everyone)
+        every_run = np.arange(len(shares_NLES))
+        self.fit = self._fit(shares_NLES, every_run)
         self.largest = np.array(
             [
-                _largest(_load_distances(own, self._fit(shares_NLES, np.delete(everyone, i))))
+                _largest(_load_distances(own, self._fit(shares_NLES, np.delete(every_run, i))))
                 for i, own in enumerate(shares_NLES)
             ]
         )
-        """Each repeat's largest distance from the others, in spreads."""
+        """Each control run's largest distance from the others, in spreads."""
 
     def moved(self, shares_LES: Array) -> Array:
-        """The share of rows that went to other experts than in the repeats' mean, [L, S]."""
+        """The share of rows that went to other experts than in the controls' mean, [L, S]."""
         return _moved(shares_LES - self.fit.location)
 
     def distances(self, shares_LES: Array) -> list[tuple[int, Array]]:
@@ -130,7 +130,7 @@ class Loads:
         return _until(broken_LS, _load_distances(known_LES, self.fit))
 
     def _fit(self, shares_NLES: Array, kept: Index) -> Fit:
-        """Of the repeats that are kept; layer by layer, for all of them at once are large."""
+        """Of the control runs that are kept; layer by layer, for all of them at once are large."""
         number, num_layers = len(kept), shares_NLES.shape[1]
         location_LES = np.stack([shares_NLES[kept, each].mean(0) for each in range(num_layers)])
 

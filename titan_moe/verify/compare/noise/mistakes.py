@@ -1,4 +1,4 @@
-"""Mistakes of the kind that a noise band is for: the run goes on, and its curve looks right."""
+"""Mistakes of the kind that a noise band must find: training goes on, and the curve looks right."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from titan_moe.distributed.dtensor import local_part
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.moe.layer import MoE
 from titan_moe.train_step import TrainStep
+from titan_moe.verify.layouts.layouts import with_tables
 
 Alter = Callable[[ShardedModel, TrainStep], None]
 
@@ -25,11 +26,8 @@ class Mistake:
 
     def job(self, baseline: JobConfig) -> JobConfig:
         """The baseline's job with the mistake's settings."""
-        tables = baseline.model_dump()
-        tables["optimizer"]["lr"] *= self.lr_factor
-        for table, values in self.settings.items():
-            tables[table] |= values
-        return JobConfig.model_validate(tables)
+        lr = {"optimizer": {"lr": baseline.optimizer.lr * self.lr_factor}}
+        return with_tables(with_tables(baseline, lr), self.settings)
 
 
 def spoil_grads(step_fn: TrainStep, spoil: Callable[[], None]) -> None:

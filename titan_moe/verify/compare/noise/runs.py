@@ -21,7 +21,7 @@ from titan_moe.optim.schedules import lr_factor, set_lr
 from titan_moe.testing.ranks import run_ranks
 from titan_moe.train_step import StepResult, TrainStep
 from titan_moe.verify.compare.records import LOAD_OF, NORM_OF, Curve
-from titan_moe.verify.layouts.layouts import Layout, overrides, parse
+from titan_moe.verify.layouts.layouts import Layout, layout_tables, parse, with_tables
 
 SMALL_LAYOUTS = ("dp_shard=2", "dp_shard=2,ep=2", "tp=2", "cp=2", "tp=2,etp=2", "cp=2,tp=2,ep=4")
 """Proven in float64 by the gate; each adds up in orders of its own."""
@@ -32,7 +32,7 @@ DTYPES: Mapping[str, dict[str, str]] = {
 }
 """What forward and backward compute in; parameters and reductions are in float32."""
 
-_TIMEOUT_S = 1800  # Ranks say nothing before their last step.
+_TIMEOUT_S = 1800  # Ranks report nothing before their last step.
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Run:
         return f"{self.layout}{rows}" + (f",order={self.order}" if self.order else "")
 
 
-def harmless_runs(
+def control_runs(
     job: JobConfig, config: ModelConfig, number: int, *, first: int = 1, most_ranks: int = 4
 ) -> list[Run]:
     """`number` runs that differ by rounding only, those with other `first` numbers by other orders.
@@ -103,20 +103,20 @@ def train_each(
 
 def setting(job: JobConfig, run: Run) -> JobConfig:
     """The job of a run."""
-    tables = overrides(run.layout)
     rows = job.training.global_batch_size // run.layout.data_ranks
     # A pipeline takes all its rows in one run of its schedule.
     local = rows if run.layout.pp > 1 else min(rows, job.training.local_batch_size)
-    tables["training"] = {"local_batch_size": run.local_batch_size or local}
-    tables["debug"] = {"permute_rows": run.order}
-    tables["parallelism"] |= {
+    parallelism = layout_tables(run.layout)["parallelism"] | {
         "module_fqns_per_model_part": None,
         "pipeline_parallel_microbatch_size": 1,
     }
-    merged = job.model_dump()
-    for table, values in tables.items():
-        merged[table] |= values
-    return JobConfig.model_validate(merged)
+    tables = {
+        "parallelism": parallelism,
+        "activation_checkpoint": layout_tables(run.layout)["activation_checkpoint"],
+        "training": {"local_batch_size": run.local_batch_size or local},
+        "debug": {"permute_rows": run.order},
+    }
+    return with_tables(job, tables)
 
 
 def with_dtype(job: JobConfig, dtype: str) -> JobConfig:

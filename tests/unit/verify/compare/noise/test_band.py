@@ -50,22 +50,22 @@ def curves(noise: np.ndarray) -> list[Curve]:
     ]
 
 
-def share_outside(noise: Noise, repeats: int, shift: float = 0.0, bands: int = 25) -> float:
+def share_outside(noise: Noise, controls: int, shift: float = 0.0, bands: int = 25) -> float:
     """Of 20 curves for each of several bands."""
-    rng = np.random.default_rng(repeats)
+    rng = np.random.default_rng(controls)
     outside = 0
     for _ in range(bands):
-        band = Band(curves(noise(rng, repeats)))
-        outside += sum(not band.judge(curve).inside for curve in curves(noise(rng, 20) + shift))
+        band = Band(curves(noise(rng, controls)))
+        outside += sum(not band.check(curve).inside for curve in curves(noise(rng, 20) + shift))
     return outside / (20 * bands)
 
 
-@pytest.mark.parametrize("repeats", [8, 32])
+@pytest.mark.parametrize("controls", [8, 32])
 @pytest.mark.parametrize("noise", [white, drifting, heavy, flipping])
-def test_harmless_curves_are_outside_as_seldom_as_stated(noise: Noise, repeats: int):
+def test_correct_curves_are_outside_as_seldom_as_stated(noise: Noise, controls: int):
     """Stated: 1e-4. Of 3000 curves against 60 bands 1 of white, drifting or flipping noise was
     outside, of heavy-tailed noise, which is not log-normal in its maximum, up to 14."""
-    share = share_outside(noise, repeats, bands=10)
+    share = share_outside(noise, controls, bands=10)
     assert share <= (0.02 if noise is heavy else 0.005)
 
 
@@ -75,12 +75,12 @@ def test_the_rate_is_as_small_as_the_evidence_needs(noise: Noise):
     assert share_outside(noise, 32, bands=250) <= 5e-4
 
 
-def test_without_the_repeats_own_limit_there_would_be_more():
+def test_without_the_controls_own_limit_there_would_be_more():
     """The rule is what keeps the rate: with a textbook's 3 spreads most curves are outside."""
     rng = np.random.default_rng(0)
     band = Band(curves(white(rng, 12)))
     band.limit = 3.0 / band.bounds["loss"]
-    assert np.mean([not band.judge(curve).inside for curve in curves(white(rng, 40))]) > 0.5
+    assert np.mean([not band.check(curve).inside for curve in curves(white(rng, 40))]) > 0.5
 
 
 @pytest.mark.parametrize(("shift", "least"), [(1e-3, 0.05), (2e-3, 0.7), (3e-3, 0.99)])
@@ -91,8 +91,8 @@ def test_shifts_of_one_two_and_three_deviations_are_seen(shift: float, least: fl
 def test_means_over_steps_see_what_no_step_shows():
     rng = np.random.default_rng(3)
     band = Band(curves(white(rng, 16)))
-    judgement = band.judge(curves(white(rng, 1) + 2.5e-3)[0])
-    assert not judgement.inside and judgement.mean_over > 1
+    found = band.check(curves(white(rng, 1) + 2.5e-3)[0])
+    assert not found.inside and found.mean_over > 1
     low, high = band.edges("loss")
     (candidate,) = curves(white(np.random.default_rng(4), 1) + 2.5e-3)
     loss = band.values(candidate, "loss")
@@ -104,11 +104,11 @@ def test_the_first_step_outside_and_its_quantity_are_named():
     band = Band(curves(drifting(rng, 12)))
     noise = drifting(rng, 1)
     noise[0, 1, 10:] += 0.05
-    judgement = band.judge(curves(noise)[0])
-    assert judgement.first_outside == 11 and judgement.quantity == "grad_norm"
-    assert judgement.mean_over == 1 and judgement.repeats_as_far == 0
-    assert "outside from step 11 on, by grad_norm" in judgement.line()
-    assert band.judge(curves(drifting(rng, 1))[0]).line().endswith("inside")
+    found = band.check(curves(noise)[0])
+    assert found.first_outside == 11 and found.quantity == "grad_norm"
+    assert found.mean_over == 1 and found.controls_as_far == 0
+    assert "outside from step 11 on, by grad_norm" in found.line()
+    assert band.check(curves(drifting(rng, 1))[0]).line().endswith("inside")
 
 
 def test_the_band_widens_with_the_noise():
@@ -124,25 +124,25 @@ def test_what_is_not_finite_is_outside_from_there_on():
     band = Band(curves(white(rng, 8)))
     (curve,) = curves(white(rng, 1))
     curve.scalars["loss"][6:] = math.nan
-    judgement = band.judge(curve)
-    assert judgement.first_outside == 7 and judgement.quantity == "loss"
-    assert judgement.statistic == math.inf
+    found = band.check(curve)
+    assert found.first_outside == 7 and found.quantity == "loss"
+    assert found.statistic == math.inf
 
 
-def test_equal_repeats_know_no_more_than_float32():
+def test_equal_controls_know_no_more_than_float32():
     band = Band(curves(np.zeros((6, 2, STEPS))))
     offsets = np.array([0, 1e-6, 1e-4])[:, None, None] * np.ones((1, 2, STEPS))
-    assert [band.judge(curve).inside for curve in curves(offsets)] == [True, True, False]
+    assert [band.check(curve).inside for curve in curves(offsets)] == [True, True, False]
 
 
 def test_what_is_no_band_is_refused():
     good = curves(white(np.random.default_rng(8), 6))
-    with pytest.raises(ValueError, match="3 repeats"):
+    with pytest.raises(ValueError, match="3 control runs"):
         Band(good[:3])
-    with pytest.raises(ValueError, match="the repeat curve 0: loss is not finite"):
+    with pytest.raises(ValueError, match="the control run curve 0: loss is not finite"):
         Band([replace(good[0], scalars={"loss": np.full(STEPS, math.nan)}), *good[1:]])
     with pytest.raises(ValueError, match="has 5 steps, the band 24"):
-        Band(good).judge(Curve("short", range(5), {"loss": np.ones(5)}))
+        Band(good).check(Curve("short", range(5), {"loss": np.ones(5)}))
 
 
 @pytest.mark.parametrize(("degrees", "value"), [(3, 4.541), (7, 2.998), (19, 2.539)])
@@ -170,36 +170,36 @@ def load_curves(rng: np.random.Generator, number: int, flips: float = 1.0) -> li
     return found
 
 
-def test_loads_and_norms_are_judged():
+def test_loads_and_norms_are_compared():
     rng = np.random.default_rng(10)
     band = Band(load_curves(rng, 16))
     norms = ("norm of w[0]", "norm of w[1]", "norm of v", "norm of k")
     loads = ("load of layers.1", "load of layers.2")
     assert band.quantities == ("loss", "grad_norm", *norms, *loads)
     assert set(band.bounds) == {"loss", "grad_norm", "norm", "load"}
-    assert all(band.judge(curve).inside for curve in load_curves(rng, 20))
+    assert all(band.check(curve).inside for curve in load_curves(rng, 20))
 
     moved, halved = load_curves(rng, 2)
     moved.loads["layers.2"][9:, 0] += 20
     moved.loads["layers.2"][9:, 5] -= 20
-    judgement = band.judge(moved)
-    assert judgement.quantity == "load of layers.2" and judgement.first_outside == 10
+    found = band.check(moved)
+    assert found.quantity == "load of layers.2" and found.first_outside == 10
     share = band.values(moved, "load of layers.2")
     assert share[9:].min() > 18 / 512 > share[:9].max()
     low, high = band.edges("load of layers.2")
     assert (low == 0).all() and (band.location("load of layers.2") < high).all()
     halved.scalars["norm of w[0]"][:] /= 2
-    assert band.judge(halved).quantity == "norm of w[0]"
+    assert band.check(halved).quantity == "norm of w[0]"
 
 
 def test_norms_of_zero_are_no_reason_to_fall_outside():
-    """An expert that gets no rows in some repeats, and in none of the candidates."""
+    """An expert that gets no rows in some controls, and in none of the candidates."""
     rng = np.random.default_rng(11)
-    repeats = load_curves(rng, 16)
-    for curve in repeats[::3]:
+    controls = load_curves(rng, 16)
+    for curve in controls[::3]:
         curve.scalars["norm of w[1]"][5::7] = 0.0
-    judgement = Band(repeats).judge(load_curves(rng, 1)[0])
-    assert judgement.inside and math.isfinite(judgement.statistic)
+    found = Band(controls).check(load_curves(rng, 1)[0])
+    assert found.inside and math.isfinite(found.statistic)
 
 
 def test_one_row_more_than_equal_loads_is_no_difference():
@@ -208,8 +208,8 @@ def test_one_row_more_than_equal_loads_is_no_difference():
     one, many = load_curves(rng, 2, flips=0)
     one.loads["layers.1"][8] += np.array([1, -1, 0, 0, 0, 0, 0, 0])
     many.loads["layers.1"][8] += np.array([20, -20, 0, 0, 0, 0, 0, 0])
-    assert band.judge(one).inside
-    assert band.judge(many).quantity == "load of layers.1"
+    assert band.check(one).inside
+    assert band.check(many).quantity == "load of layers.1"
 
 
 def test_averages_of_loads_forget_what_flips_to_and_fro():
@@ -220,32 +220,32 @@ def test_averages_of_loads_forget_what_flips_to_and_fro():
     for counts_SE in shifted.loads.values():
         counts_SE[:, 0] += 12
         counts_SE[:, 1] -= 12
-    judgement = band.judge(shifted)
-    assert judgement.mean_over is not None and judgement.mean_over > 1
-    assert judgement.quantity is not None and judgement.quantity.startswith("load of ")
+    found = band.check(shifted)
+    assert found.mean_over is not None and found.mean_over > 1
+    assert found.quantity is not None and found.quantity.startswith("load of ")
 
 
-def test_a_candidate_is_judged_in_what_it_has():
+def test_a_candidate_is_compared_in_what_it_has():
     """TensorBoard knows loss and gradient norm, in float32."""
     rng = np.random.default_rng(14)
     band = Band(load_curves(rng, 16))
     (full,) = load_curves(rng, 1)
     known = {name: full.scalars[name].astype(np.float32) for name in ("loss", "grad_norm")}
-    judgement = band.judge(replace(full, scalars=known, loads={}))
-    assert judgement.inside and set(judgement.missing) == {*band.quantities} - {*known}
+    found = band.check(replace(full, scalars=known, loads={}))
+    assert found.inside and set(found.missing) == {*band.quantities} - {*known}
     known["loss"] = known["loss"] * 1.1
-    assert band.judge(replace(full, scalars=known, loads={})).quantity == "loss"
+    assert band.check(replace(full, scalars=known, loads={})).quantity == "loss"
     with pytest.raises(ValueError, match="nothing of loss, grad_norm"):
-        band.judge(replace(full, scalars={"lr": known["loss"]}, loads={}))
+        band.check(replace(full, scalars={"lr": known["loss"]}, loads={}))
     with pytest.raises(ValueError, match="layers have not all 8 experts"):
-        band.judge(replace(full, loads={"layers.1": full.loads["layers.1"][:, :4]}))
+        band.check(replace(full, loads={"layers.1": full.loads["layers.1"][:, :4]}))
     narrow = Band(load_curves(rng, 8), quantities=["loss"])
-    assert narrow.quantities == ("loss",) and narrow.judge(full).missing == []
+    assert narrow.quantities == ("loss",) and narrow.check(full).missing == []
 
 
 def test_what_is_written_is_json():
     rng = np.random.default_rng(9)
     band, (outside,) = Band(curves(drifting(rng, 8))), curves(drifting(rng, 1) + 0.1)
-    text = json.dumps([band.as_json(), band.judge(outside).as_json()])
+    text = json.dumps([band.as_json(), band.check(outside).as_json()])
     assert set(json.loads(text)[0]["low"]) == {"loss", "grad_norm"}
     assert json.loads(text)[0]["false_alarms"] == {"if_log_normal": 1e-4, "at_most": 1 / 9}

@@ -1,7 +1,4 @@
-"""A checkpoint's tensor files written chunk by chunk, each made only when it is written.
-
-DCP's own writer keeps every tensor that it has written until the end of the file.
-"""
+"""A checkpoint's tensor files: from and to tensors in memory by DCP, or written chunk by chunk."""
 
 import os
 import pickle
@@ -13,7 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -22,10 +20,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from torch.utils.serialization import config
 
-from titan_moe.checkpoint.agreement import on_every_rank, on_rank_zero
-from titan_moe.checkpoint.safe_reader import METADATA
+from titan_moe.checkpoint.safe_reader import METADATA, SafeReader
+from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 
 _LARGEST_FILE = 5 * 10**9
 
@@ -39,10 +42,44 @@ class Chunk(NamedTuple):
     dtype: torch.dtype
 
 
-def write_tensors(
+def write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write DCP's files of all ranks' tensors; collective."""
+    save_tensors(
+        tensors,
+        storage_writer=_Writer(folder, sync_files=True, thread_count=1),
+        planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+    )
+
+
+def read_tensors(tensors: dict[str, Tensor], reader: SafeReader) -> None:
+    """Read into tensors of any layout, in place; collective."""
+    load_tensors(
+        tensors,
+        storage_reader=reader,
+        planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+    )
+
+
+class _Writer(FileSystemWriter):
+    """A FileSystemWriter whose failures are the disk's own words."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch.save covers "no space left" with a complaint about its own archive.
+            first: BaseException = error
+            while first.__context__ is not None:
+                first = first.__context__
+            raise first from None
+
+
+def write_chunks(
     folder: Path, chunks: Callable[[], Iterator[tuple[Chunk, Tensor]]], *, doing: str
 ) -> None:
-    """Write DCP's files of all ranks' chunks; collective.
+    """Write DCP's files of all ranks' chunks, each made only when it is written; collective.
+
+    DCP's own writer keeps every tensor that it has written until the end of the file.
 
     Args:
         chunks: this rank's, each with its values.

@@ -1,14 +1,12 @@
-"""The jobs that peer_torchtitan.py starts, and what it sees of them from outside.
+"""The jobs that compare.py starts, and what it measures of them from outside.
 
-Both programs are watched in the same way: a step ends when its line arrives on their standard
-output, and memory is what the kernel says of their ranks at that moment.
+Both programs are measured in the same way: a step ends when its line is on their standard output,
+and memory is what the kernel reports of their ranks at that moment.
 """
 
-import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -16,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from measure import torchrun
-from peer_memory import ranks_memory
+
+from scripts.bench.measure import TRAIN, run_job, torchrun
+from scripts.bench.resident import ranks_memory
 
 SEQ_LEN = 256
 GLOBAL_BATCH_SIZE = 8
-PEER = "torchtitan==0.2.2"
+TORCHTITAN = "torchtitan==0.2.2"
 
-_REPO = Path(__file__).resolve().parents[2]
 _STEP = re.compile(r"\bstep:?\s+(\d+)\s+loss:?\s+(\S+)")
 _PARAMETERS = re.compile(r"size: ([\d,]+) total parameters")
 
@@ -51,7 +49,7 @@ class Model:
 
 @dataclass
 class Observed:
-    """One run as seen from outside; lists have one value per step."""
+    """One run as measured from outside; lists have one value per step."""
 
     seconds: list[float] = field(default_factory=list)
     """From the launch to the step's end."""
@@ -61,7 +59,7 @@ class Observed:
     peak_mib: float = 0.0
     """Of the largest rank, up to the last step."""
     num_parameters: int | None = None
-    """As the program says it, where it does."""
+    """As the program prints it, where it does."""
 
     def read(self, line: str, seconds: float, memory: Callable[[], list[dict[str, float]]]) -> None:
         """Take one line of output; of ranks that all print a step, the first counts."""
@@ -87,8 +85,8 @@ class Start:
     memory_mib: float
 
 
-class Peer:
-    """torchtitan's environment, the data, and the folders of both programs, below one folder."""
+class Jobs:
+    """Both programs' jobs: torchtitan's environment, the data, and a folder for each program."""
 
     def __init__(self, folder: Path, venv: Path, data: Path, tokenizer: Path) -> None:
         self._folder, self._venv, self._data, self._tokenizer = folder, venv, data, tokenizer
@@ -96,9 +94,7 @@ class Peer:
     def ours(self, model: Model, dtype: str, layout: Layout, steps: int) -> Observed:
         """Train with titan_moe."""
         tables = self.our_tables(model, dtype, layout, steps)
-        return self._train(
-            "titan_moe", tables, layout, sys.executable, ["-m", "titan_moe", "train"]
-        )
+        return self._train("titan_moe", tables, layout, sys.executable, TRAIN)
 
     def our_tables(
         self, model: Model, dtype: str, layout: Layout, steps: int
@@ -125,21 +121,21 @@ class Peer:
         }
         # The one name under which it reads a local folder of any records with a `text`.
         tables["training"]["dataset"] = "c4_test"
-        script = Path(__file__).with_name("peer_torchtitan_rank.py")
+        script = Path(__file__).with_name("torchtitan_rank.py")
         python = str(self._venv / "bin/python")
         return self._train("torchtitan", tables, layout, python, [str(script)])
 
     def start(self, layout: Layout) -> Start:
         """Start a job of as many ranks that trains nothing."""
-        script = str(Path(__file__).with_name("peer_bare_rank.py"))
-        said: dict[str, float] = {}
+        found: dict[str, float] = {}
 
         def read(line: str, seconds: float, pid: int) -> None:
             word, _, number = line.strip().partition(" ")
-            said.setdefault(word, float(number) if number and word == "memory" else seconds)
+            found.setdefault(word, float(number) if number and word == "memory" else seconds)
 
-        watch([*torchrun(layout.num_ranks), script], self._environment("bare"), read)
-        return Start(said["torch"], said["fsdp"], said["memory"])
+        command = [*torchrun(layout.num_ranks), "-m", "scripts.bench.torchtitan.bare_rank"]
+        run_job(command, self._environment("bare"), read)
+        return Start(found["torch"], found["fsdp"], found["memory"])
 
     def _tables(
         self, model: Model, dtype: str, layout: Layout, steps: int
@@ -172,7 +168,7 @@ class Peer:
     ) -> Observed:
         folder = self._folder / program
         folder.mkdir(parents=True, exist_ok=True)
-        config = folder / "peer.toml"
+        config = folder / "job.toml"
         config.write_text(tomli_w.dumps(tables), encoding="utf-8")
         observed = Observed()
 
@@ -180,55 +176,25 @@ class Peer:
             observed.read(line, seconds, lambda: ranks_memory(pid))
 
         job = [*torchrun(layout.num_ranks, python), *command, "--job.config_file", str(config)]
-        watch(job, self._environment(program), read)
+        run_job(job, self._environment(program), read)
         steps = tables["training"]["steps"]
         if len(observed.seconds) != steps:
             sys.exit(f"{program}: {len(observed.seconds)} lines of {steps} steps were understood")
         return observed
 
     def _environment(self, program: str) -> dict[str, str]:
-        return os.environ | {
+        return {
             "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
             "PYTHONUNBUFFERED": "1",
             "HF_HOME": str(self._folder / program / "hf"),
             "HF_HUB_OFFLINE": "1",
         }
 
 
-def watch(
-    command: Sequence[str], environment: dict[str, str], read: Callable[[str, float, int], None]
-) -> None:
-    """Run a job and hand over each line, with the seconds since the launch and the job's pid.
-
-    Ends this script when the job fails.
-    """
-    output: list[str] = []
-    start = time.monotonic()
-    with subprocess.Popen(
-        command,
-        cwd=_REPO,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                read(line, time.monotonic() - start, process.pid)
-                output.append(line)
-        except BaseException:
-            process.terminate()  # torchrun then ends its ranks.
-            raise
-    if process.returncode:
-        sys.exit(f"{''.join(output)}\n{' '.join(command)}: failed")
-
-
 def make_environment(venv: Path) -> None:
     """Install torchtitan and this environment's release of torch into `venv`, unless it is done."""
     mark = venv / "installed"
-    wanted = [PEER, f"torch=={metadata.version('torch').partition('+')[0]}"]
+    wanted = [TORCHTITAN, f"torch=={metadata.version('torch').partition('+')[0]}"]
     if mark.exists() and mark.read_text(encoding="utf-8").split() == wanted:
         return
     print(f"installing {' '.join(wanted)} into {venv}", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""The rank's half of peer_torchtitan.py: torchtitan 0.2.2 where there is no GPU.
+"""The rank's half of compare.py: torchtitan 0.2.2 where there is no GPU.
 
-    torchrun ... scripts/bench/peer_torchtitan_rank.py --job.config_file ...
+    torchrun ... scripts/bench/torchtitan/torchtitan_rank.py --job.config_file ...
 
 Runs in torchtitan's environment, so it imports nothing of titan_moe. torchtitan asks for CUDA,
 Triton and NCCL in a few places; `substitute` puts the CPU's answers there before it is imported.
@@ -125,9 +125,9 @@ def fill_indices(
 ) -> torch.Tensor:
     """Which received row stands at each place of the order by local expert: int32 [max_len].
 
-    Rows arrive by sending rank, and by expert within it: `tokens_per_expert_group` and
-    `start_index_values` are [num_ranks * experts_per_rank]. Local expert e's rows are written from
-    `write_offsets[e]` on, by sending rank; -1 where no row stands.
+    Received rows are in the order of sending ranks, and of experts within each:
+    `tokens_per_expert_group` and `start_index_values` are [num_ranks * experts_per_rank]. Local
+    expert e's rows are written from `write_offsets[e]` on, by sending rank; -1 where no row stands.
     """
     order = (num_ranks, experts_per_rank)
     lengths = tokens_per_expert_group.view(order).T  # [experts_per_rank, num_ranks]

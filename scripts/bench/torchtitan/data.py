@@ -1,4 +1,4 @@
-"""The text and the tokenizer that peer_torchtitan.py gives to both programs.
+"""The text and the tokenizer that compare.py gives to both programs.
 
 The text is the Python standard library's own sources, cut into records of a few thousand
 characters; the tokenizer a byte-level BPE of 2,048 tokens trained on them. Both are functions of

@@ -1,6 +1,6 @@
 """The rank's half of startup.py: titan_moe.train with a clock around its parts.
 
-    torchrun ... scripts/bench/startup_rank.py FILE --job.config_file ...
+    torchrun ... -m scripts.bench.torchtitan.startup_rank FILE --job.config_file ...
 
 Ends every rank after the first step; rank 0 then has written FILE: {"start": monotonic seconds at
 this file's first line, "end": those at the end of the first step, "seconds": {part: seconds}}.

@@ -1,5 +1,4 @@
-"""Layouts of 16, 32 and 64 ranks: a sample of what titan-moe verify shards looks at, and that it
-finds what is wrong."""
+"""A sample of the sweep over layouts of 16, 32 and 64 ranks, and that it finds planted bugs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +11,13 @@ from titan_moe.distributed import expert_parallel, fsdp, parallel_dims, process_
 from titan_moe.distributed import mesh as meshes
 from titan_moe.distributed import parallelize as build
 from titan_moe.simulate import tiling
-from titan_moe.simulate.fake_world import Finding, check_ranks
-from titan_moe.simulate.sweep import check_layouts, chosen, summary
+from titan_moe.simulate.sweep import (
+    RankResult,
+    check_layouts,
+    check_ranks,
+    select_layouts,
+    summary,
+)
 from titan_moe.testing.process_pool import WorkerError, in_fresh_processes
 from titan_moe.verify.layouts.layouts import Layout, parse
 
@@ -22,10 +26,10 @@ WORLDS = (16, 32, 64)
 
 @pytest.mark.slow
 def test_a_sample_is_where_arithmetic_puts_it():
-    layouts = chosen(WORLDS, sample_size=20, seed=2)
-    outcomes = check_layouts(layouts, num_workers=2)
-    assert [line for outcome in outcomes for line in outcome.problems] == []
-    facts = summary(outcomes, 0.0)
+    layouts = select_layouts(WORLDS, sample_size=20, seed=2)
+    results = check_layouts(layouts, num_workers=2)
+    assert [line for result in results for line in result.problems] == []
+    facts = summary(results, 0.0)
     assert facts["passed"] == len(layouts) == 60
     assert facts["layouts_by_world_size"] == {16: 20, 32: 20, 64: 20}
     assert facts["ranks"] == 120
@@ -34,7 +38,7 @@ def test_a_sample_is_where_arithmetic_puts_it():
 
 
 def test_all_there_are():
-    assert [len(chosen([world])) for world in WORLDS] == [574, 1386, 2982]
+    assert [len(select_layouts([world])) for world in WORLDS] == [574, 1386, 2982]
 
 
 # --- planted bugs ---------------------------------------------------------------------------------
@@ -101,7 +105,7 @@ def _routers_left_out_over_tp() -> Any:
     return mock.patch.object(build, "apply_tensor_parallel", without_routers)
 
 
-def _with_bug(plant: Callable[[], Any], layout: Layout, rank: int) -> Finding:
+def _with_bug(plant: Callable[[], Any], layout: Layout, rank: int) -> RankResult:
     with plant():
         return check_ranks([layout], rank)[0]
 
@@ -122,7 +126,7 @@ _BUGS = {
 
 
 @pytest.fixture(scope="module")
-def findings() -> dict[tuple[Callable, str], Finding]:
+def findings() -> dict[tuple[Callable, str], RankResult]:
     """What is found of each bug in each layout, on a rank whose coordinates differ."""
     calls = [
         (bug, text) for bug, (on, _, off) in _BUGS.items() for text in (on, off) if text is not None
@@ -135,7 +139,7 @@ def findings() -> dict[tuple[Callable, str], Finding]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", _BUGS, ids=lambda bug: bug.__name__.strip("_"))
-def test_a_planted_bug_is_found(bug: Callable, findings: dict[tuple[Callable, str], Finding]):
+def test_a_planted_bug_is_found(bug: Callable, findings: dict[tuple[Callable, str], RankResult]):
     with_axis, words, without = _BUGS[bug]
     problems = findings[bug, with_axis].problems
     assert any(words in line for line in problems), problems

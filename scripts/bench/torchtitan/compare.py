@@ -1,11 +1,11 @@
 """titan_moe beside torchtitan 0.2.2: the same models on the same text, in turn, on the CPU.
 
-    python scripts/bench/peer_torchtitan.py --rows 'cmp.*1 rank' --rounds 1
-    python scripts/bench/peer_torchtitan.py --json figures.json     # all rows: over an hour
+    python -m scripts.bench.torchtitan.compare --rows 'cmp.*1 rank' --repeats 1
+    python -m scripts.bench.torchtitan.compare --json figures.json     # all rows: over an hour
 
 The first run makes torchtitan an environment of its own from the package registry (--venv), and
-writes the data set and the tokenizer that both programs get (peer_data.py). torchtitan trains on
-CPUs with the substitutes of peer_torchtitan_rank.py. 1 thread per rank, no recomputation, 8 rows of
+writes the data set and the tokenizer that both programs get (data.py). torchtitan trains on
+CPUs with the substitutes of torchtitan_rank.py. 1 thread per rank, no recomputation, 8 rows of
 256 tokens a step, plain causal attention in both.
 
 Both see the same documents through the same tokenizer, with the same end-of-document token. Rows
@@ -22,8 +22,6 @@ attention) against square products in the row's type, with as many threads as th
 """
 
 import argparse
-import json
-import os
 import re
 import signal
 import statistics
@@ -32,31 +30,41 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from measure import best_rate, matmul_tflops, print_row, spread
-from peer_data import write_data
-from peer_runs import (
+from tqdm import tqdm
+
+from scripts.bench.measure import (
+    REPO,
+    best_rate,
+    describe,
+    matmul_tflops,
+    options,
+    print_facts,
+    print_matmul,
+    print_table,
+    spread,
+    write_json,
+)
+from scripts.bench.torchtitan.data import write_data
+from scripts.bench.torchtitan.runs import (
     GLOBAL_BATCH_SIZE,
-    PEER,
     SEQ_LEN,
+    TORCHTITAN,
+    Jobs,
     Layout,
     Model,
     Observed,
-    Peer,
     Start,
     make_environment,
 )
-from tqdm import tqdm
-
 from titan_moe.metrics.run_log import model_flops_per_token
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import total
 
-_FOLDER = Path(__file__).resolve().parents[2] / "outputs/peer_torchtitan"
+_FOLDER = REPO / "outputs/torchtitan"
 _LEFT_OUT = 5  # Steps at the beginning.
 _FLAT = 0.05
 _BEYOND_TORCH = 1.5
-_MATMUL_SIZES = (512, 1024, 2048)
 
 _MODELS = (
     Model("cmp", "qwen3", "debugmodel_moe", "peer", 14_428_672, 3e-4),
@@ -64,7 +72,7 @@ _MODELS = (
 )
 _LAYOUTS = (Layout("1 rank", 1, 1), Layout("FSDP 2", 2, 1), Layout("FSDP 2, EP 2", 2, 2))
 _DTYPES = ("float32", "bfloat16")
-_Matmul = dict[str, dict[int, list[float]]]  # Type and threads -> size -> TFLOP/s of each round.
+_Matmul = dict[str, list[dict[int, float]]]  # Type and threads -> matmul_tflops of each round.
 # How many times torchtitan's tokens/s; in float32 this share of the matmul rate will do as well.
 _TIMES = {"float32": 2.0, "bfloat16": 3.0}
 _SHARE = {"float32": 0.65}
@@ -113,16 +121,18 @@ def main() -> None:
     arguments = _arguments()
     rows = [row for row in all_rows() if re.search(arguments.rows, row.name)]
     make_environment(arguments.venv)
-    peer = Peer(arguments.folder, arguments.venv, *write_data(arguments.folder / "text"))
+    jobs = Jobs(arguments.out, arguments.venv, *write_data(arguments.out / "text"))
     matmul: _Matmul = {}
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with tqdm(total=arguments.rounds * len(rows), unit="row") as progress:
-            for number in range(arguments.rounds):
+        with tqdm(total=arguments.repeats * len(rows), unit="row") as progress:
+            for number in range(arguments.repeats):
                 for row in rows:
                     progress.set_description(row.name)
-                    _measure_matmul(row, matmul)
-                    run(row, peer, arguments.steps, ours_first=number % 2 == 0)
+                    torch.set_num_threads(row.layout.num_ranks)
+                    rates = matmul_tflops(getattr(torch, row.dtype))
+                    matmul.setdefault(_matmul_key(row), []).append(rates)
+                    run(row, jobs, arguments.steps, ours_first=number % 2 == 0)
                     write(arguments.json, rows, matmul)
                     progress.update()
     except KeyboardInterrupt:
@@ -132,36 +142,23 @@ def main() -> None:
 
 def write(file: Path | None, rows: list[Row], matmul: _Matmul) -> None:
     """Everything measured so far, where it is asked for."""
-    if file is None:
-        return
-    figures = {
-        "torch": torch.__version__,
-        "matmul_tflops": matmul,
-        "rows": [
-            asdict(row) | {"goals": verdicts(row, best_rate(matmul[_matmul_key(row)]))}
-            for row in rows
-            if row.starts
-        ],
-    }
-    file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    figures = [
+        asdict(row) | {"goals": verdicts(row, best_rate(matmul[_matmul_key(row)]))}
+        for row in rows
+        if row.starts
+    ]
+    write_json(file, {"matmul_tflops": matmul, "rows": figures})
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, repeats=3)
     parser.add_argument("--steps", type=int, default=20, help="steps of each run")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each program in each row")
     parser.add_argument("--rows", metavar="REGEX", default="", help="regular expression")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write every measured value")
     parser.add_argument(
-        "--folder",
-        type=Path,
-        default=_FOLDER,
-        help="data, tokenizer and runs (default: %(default)s)",
+        "--out", type=Path, default=_FOLDER, help="data, tokenizer and runs (default: %(default)s)"
     )
     parser.add_argument(
-        "--venv", type=Path, help="torchtitan's environment, made if need be (default: FOLDER/venv)"
+        "--venv", type=Path, help="torchtitan's environment, made if need be (default: OUT/venv)"
     )
     arguments = parser.parse_args()
     if arguments.steps <= _LEFT_OUT + 1:
@@ -169,8 +166,8 @@ def _arguments() -> argparse.Namespace:
     if not any(re.search(arguments.rows, row.name) for row in all_rows()):
         names = "\n  ".join(row.name for row in all_rows())
         parser.error(f"--rows {arguments.rows!r} matches none of\n  {names}")
-    arguments.folder = arguments.folder.resolve()
-    arguments.venv = (arguments.venv or arguments.folder / "venv").absolute()
+    arguments.out = arguments.out.resolve()
+    arguments.venv = (arguments.venv or arguments.out / "venv").absolute()
     return arguments
 
 
@@ -184,21 +181,14 @@ def _matmul_key(row: Row) -> str:
     return f"{row.dtype}, {row.layout.num_ranks} threads"
 
 
-def _measure_matmul(row: Row, matmul: _Matmul) -> None:
-    torch.set_num_threads(row.layout.num_ranks)
-    rates = matmul.setdefault(_matmul_key(row), {size: [] for size in _MATMUL_SIZES})
-    for size, values in rates.items():
-        values.append(matmul_tflops(size, getattr(torch, row.dtype)))
-
-
-def run(row: Row, peer: Peer, steps: int, *, ours_first: bool) -> None:
+def run(row: Row, jobs: Jobs, steps: int, *, ours_first: bool) -> None:
     """One round of a row; it counts as a whole or not at all."""
     job = (row.model, row.dtype, row.layout, steps)
-    start = peer.start(row.layout)
+    start = jobs.start(row.layout)
     if ours_first:
-        ours, theirs = peer.ours(*job), peer.theirs(*job)
+        ours, theirs = jobs.ours(*job), jobs.theirs(*job)
     else:
-        theirs, ours = peer.theirs(*job), peer.ours(*job)
+        theirs, ours = jobs.theirs(*job), jobs.ours(*job)
     if problem := different_models(row.model, theirs.num_parameters):
         sys.exit(problem)
     row.starts.append(start)
@@ -270,69 +260,44 @@ def verdicts(row: Row, matmul_tflops: float) -> dict[str, bool]:
 
 def print_tables(rows: list[Row], matmul: _Matmul) -> None:
     """The machine's rates, speed, start and memory, and the goals; on standard output."""
-    print(f"{PEER}, torch {torch.__version__}, {os.cpu_count()} cores, 1 thread per rank")
+    print_facts({"": TORCHTITAN, **describe(), "threads per rank": 1})
     print(f"{GLOBAL_BATCH_SIZE} rows of {SEQ_LEN} tokens a step; median (min-max)")
-    print("\nmatrix product, GFLOP/s")
-    widths = (-22, *(18 for _ in _MATMUL_SIZES))
-    print_row(widths, ["", *map(str, _MATMUL_SIZES)])
-    for key, rates in matmul.items():
-        cells = [spread([1e3 * rate for rate in values]) for values in rates.values()]
-        print_row(widths, [key, *cells])
-    both = {
-        row.name: (figures_of(row.ours, row.starts), figures_of(row.theirs, row.starts))
-        for row in rows
-    }
-    _print_speed(rows, both, matmul)
-    _print_memory(rows, both)
-    _print_goals(rows, matmul)
-
-
-_Both = dict[str, tuple[Figures, Figures]]
-
-
-def _print_speed(rows: list[Row], both: _Both, matmul: _Matmul) -> None:
-    widths = (-26, 22, 22, 6, 10, 20)
-    print("\ntokens/s")
-    print_row(widths, ["", "titan_moe", "torchtitan", "ratio", "of matmul", "loss of step 1"])
+    print_matmul(matmul)
+    best = {key: best_rate(rounds) for key, rounds in matmul.items()}
+    speed, memory, goals = [], [], []
     for row in rows:
-        ours, theirs = both[row.name]
-        share = share_of_matmul(row, ours.rate, best_rate(matmul[_matmul_key(row)]))
-        cells = [
-            row.name,
-            spread(ours.tokens_per_second),
-            spread(theirs.tokens_per_second),
-            f"{ours.rate / theirs.rate:.2f}",
-            f"{share:.0%}",
-            f"{row.ours[0].losses[0]:.4f}, {row.theirs[0].losses[0]:.4f}",
-        ]
-        print_row(widths, cells)
+        ours, theirs = figures_of(row.ours, row.starts), figures_of(row.theirs, row.starts)
+        rate = best[_matmul_key(row)]
+        speed.append([row.name, *_speed_cells(row, ours, theirs, rate)])
+        memory.append([row.name, *_memory_cells(ours, theirs)])
+        met = {goal: "met" if is_met else "missed" for goal, is_met in verdicts(row, rate).items()}
+        goals.append({"": row.name, **met})
+    heads = ["", "titan_moe", "torchtitan", "ratio", "of matmul", "loss of step 1"]
+    print_table(heads, speed, "tokens/s")
+    heads = ["", "first", "", "beyond torch", "and fsdp", "memory", "", "ratio", "growth", ""]
+    title = "first step, s from the launch; memory beyond torch alone, MiB; ours, theirs"
+    print_table(heads, memory, title)
+    print_table(list(goals[0]) if goals else [], [list(row.values()) for row in goals], "goals")
 
 
-def _print_memory(rows: list[Row], both: _Both) -> None:
-    widths = (-26, 11, 11, 12, 12, 11, 11, 6, 12, 12)
-    print("\nfirst step, s from the launch; memory beyond torch alone, MiB; ours, theirs")
-    heads = ["first", "", "beyond torch", "and fsdp", "memory", "", "ratio", "growth", ""]
-    print_row(widths, ["", *heads])
-    for row in rows:
-        ours, theirs = both[row.name]
-        cells = [
-            *(row.name, f"{ours.first_step:.1f}", f"{theirs.first_step:.1f}"),
-            *(f"{ours.beyond_torch:.1f}", f"{ours.beyond_fsdp:.1f}"),
-            *(f"{ours.memory_mib:,.0f}", f"{theirs.memory_mib:,.0f}"),
-            f"{ours.memory_mib / theirs.memory_mib:.2f}",
-            *(f"{figures.growth_mib:+,.0f} {figures.growth:+.0%}" for figures in (ours, theirs)),
-        ]
-        print_row(widths, cells)
+def _speed_cells(row: Row, ours: Figures, theirs: Figures, matmul_tflops: float) -> list[str]:
+    return [
+        spread(ours.tokens_per_second),
+        spread(theirs.tokens_per_second),
+        f"{ours.rate / theirs.rate:.2f}",
+        f"{share_of_matmul(row, ours.rate, matmul_tflops):.0%}",
+        f"{row.ours[0].losses[0]:.4f}, {row.theirs[0].losses[0]:.4f}",
+    ]
 
 
-def _print_goals(rows: list[Row], matmul: _Matmul) -> None:
-    print("\ngoals")
-    for number, row in enumerate(rows):
-        goals = verdicts(row, best_rate(matmul[_matmul_key(row)]))
-        widths = (-26, *(14 for _ in goals))
-        if number == 0:
-            print_row(widths, ["", *goals])
-        print_row(widths, [row.name, *("met" if met else "missed" for met in goals.values())])
+def _memory_cells(ours: Figures, theirs: Figures) -> list[str]:
+    return [
+        *(f"{ours.first_step:.1f}", f"{theirs.first_step:.1f}"),
+        *(f"{ours.beyond_torch:.1f}", f"{ours.beyond_fsdp:.1f}"),
+        *(f"{ours.memory_mib:,.0f}", f"{theirs.memory_mib:,.0f}"),
+        f"{ours.memory_mib / theirs.memory_mib:.2f}",
+        *(f"{figures.growth_mib:+,.0f} {figures.growth:+.0%}" for figures in (ours, theirs)),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Training steps of production code in this one process, for the GPU benchmarks."""
+"""Training steps of production code in one process, on random tokens."""
 
 import os
 from collections.abc import Iterator
@@ -8,16 +8,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import IGNORE_INDEX, Batch
-from titan_moe.distributed.parallelize import build_sharded_model
-from titan_moe.models.config import ModelConfig
+from titan_moe.distributed.dtensor import local_part
+from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.models.registry import model_config
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.runtime.device import backend_for
 from titan_moe.train_step import StepResult, TrainStep
+
+
+def first_gpu_or_cpu(wanted: str | None = None) -> torch.device:
+    """The device of this name; left out: a GPU if there is one."""
+    on_gpu = torch.cuda.is_available() if wanted is None else wanted == "cuda"
+    return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
 
 
 @contextmanager
@@ -37,42 +42,53 @@ def world_of_one(device: torch.device) -> Iterator[None]:
 
 @dataclass
 class Training:
-    """A model, its optimizer and the batches that it repeats."""
+    """A model, its optimizer and the batch that it repeats."""
 
+    job: JobConfig
+    sharded: ShardedModel
+    optimizer: torch.optim.Optimizer
     step: TrainStep
     batch: Batch
-    parameters: list[nn.Parameter]
-    config: ModelConfig
 
     def run(self) -> StepResult:
+        """One step."""
         return self.step([self.batch])
 
     def checksums(self) -> list[float]:
         """A number of each parameter; equal numbers stand for equal bits."""
-        return [float(_local(p).double().sum()) for p in self.parameters]
+        parameters = self.sharded.named_parameters()
+        return [float(local_part(p.detach()).double().sum()) for _, p in parameters]
 
 
 def new_training(
-    tables: dict[str, dict[str, Any]], device: torch.device, num_layers: int | None = None
+    tables: dict[str, dict[str, Any]],
+    device: torch.device,
+    *,
+    num_layers: int | None = None,
+    vocab_size: int | None = None,
+    world_size: int = 1,
+    seed: int = 0,
 ) -> Training:
-    """Build as `titan_moe.train` would; `num_layers` keeps the flavor's first layers alone."""
+    """Build as a run would; `num_layers` keeps the flavor's first layers alone."""
     job = JobConfig.model_validate(tables)
     config = model_config(job.model.name, job.model.flavor)
-    if num_layers is not None:
-        config = replace(config, num_layers=num_layers)
-    sharded = build_sharded_model(job, config, device=device, world_size=1)
+    config = replace(
+        config,
+        num_layers=num_layers or config.num_layers,
+        vocab_size=vocab_size or config.vocab_size,
+    )
+    sharded = build_sharded_model(job, config, device=device, world_size=world_size)
     sharded.train(True)
-    named = list(sharded.named_parameters())
-    optimizer = build_optimizer(job.optimizer, named)
+    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
     step = TrainStep(sharded, optimizer, job.training, device=device)
-    rows, seq_len = job.training.local_batch_size, job.training.seq_len
-    batch = random_batch(rows, seq_len, config.vocab_size)
-    return Training(step, batch, [p for _, p in named], config)
+    training = job.training
+    batch = random_batch(training.local_batch_size, training.seq_len, config.vocab_size, seed)
+    return Training(job, sharded, optimizer, step, batch)
 
 
-def random_batch(num_rows: int, seq_len: int, vocab_size: int) -> Batch:
+def random_batch(num_rows: int, seq_len: int, vocab_size: int, seed: int = 0) -> Batch:
     """Tokens without meaning, one document a row."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocab_size, (num_rows, seq_len + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     labels[:, 0] = IGNORE_INDEX
@@ -80,6 +96,6 @@ def random_batch(num_rows: int, seq_len: int, vocab_size: int) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), labels, documents, [["random"]] * num_rows)
 
 
-def _local(parameter: nn.Parameter) -> Tensor:
-    tensor = parameter.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+def why(error: Exception) -> str:
+    """An error's first line, for a table."""
+    return str(error).strip().splitlines()[0][:120] if str(error).strip() else repr(error)

@@ -1,0 +1,62 @@
+"""HTML pages from templates: one document each, one stylesheet, no network, light and dark."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+PALETTE = {
+    "ink": ("#222222", "#e4e4e4"),
+    "soft": ("#767676", "#a0a0a0"),
+    "grid": ("#dddddd", "#444444"),
+    "bad": ("#cc2222", "#ff7b72"),
+    "good": ("#118833", "#5fc97e"),
+    "warn": ("#a05a00", "#f0b455"),
+    "one": ("#0072b2", "#5cb8f0"),
+    "two": ("#d55e00", "#ff9350"),
+    "three": ("#009e73", "#3fd1a4"),
+    "four": ("#b5559a", "#e493c8"),
+    "five": ("#8a6d00", "#d8bb3c"),
+    "six": ("#3aa0dd", "#9fd8ff"),
+    "seven": ("#5b4bc4", "#a99bff"),
+    "eight": ("#555555", "#bbbbbb"),
+    "band": ("#56b4e9", "#3f8fc4"),
+}
+"""Colours by name, in the light and in the dark scheme; neighbours can be told apart without colour
+vision (after Okabe and Ito)."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text for the `table` macro."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: Iterable[int] = ()
+    """Columns that are aligned on the right."""
+    kinds: Sequence[str] = ()
+    """A class of each row."""
+    right: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "right", frozenset(self.numbers))
+
+
+def render(template: str, **values: Any) -> str:
+    """A page from templates/; every value is escaped unless it is markupsafe.Markup."""
+    return _environment().get_template(template).render(palette=PALETTE, **values)
+
+
+@cache
+def _environment() -> Environment:
+    folder = files("titan_moe.verify.report") / "templates"
+    return Environment(
+        loader=FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
