@@ -258,7 +258,7 @@ def problems(layout: str, seen: list[Seen]) -> list[str]:
 
 
 def traffic(layout: str, seen: list[Seen]) -> Tensor:
-    """Rows on the wire and distinct (token, destination rank) pairs, token by token; with nodes,
+    """Rows sent and distinct (token, destination rank) pairs, token by token; with nodes,
     rows between nodes and distinct (token, node) pairs."""
     parsed = parse(layout)
     dims = degrees(parsed)

@@ -1,4 +1,4 @@
-"""What dispatch must put on the wire, by arithmetic on where one process' tokens go."""
+"""What dispatch must send, by arithmetic on where one process' tokens go."""
 
 import math
 from collections import Counter
