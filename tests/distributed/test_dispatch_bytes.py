@@ -159,7 +159,9 @@ def train_on_rank(task: Task) -> Seen:
     optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
     result = TrainStep(sharded, optimizer, job.training, device=cpu)(batches)
     assert not any(moe.rows_sent.any() for moe in layers)
-    return Seen(sent, passed, rows_sent, result.rows_over_bound, decided)
+    assert result.metrics is not None
+    over_bound = result.metrics.get("dispatch/rows_over_bound")
+    return Seen(sent, passed, rows_sent, over_bound, decided)
 
 
 def _kept(choose: Any, taken: list[Tensor]) -> Any:
