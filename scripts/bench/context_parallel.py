@@ -23,7 +23,7 @@ from titan_moe.distributed.context_parallel.apply import context_parallel_core, 
 from titan_moe.models.attention_core import choose_core
 from titan_moe.ops.attention import first_seen_in_rows
 from titan_moe.ops.local_attention import LocalAttention
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 4, 64
 BALANCED = (True, False)
@@ -59,7 +59,7 @@ def main() -> None:
     print(f"{ranks} ranks, {seq_len} tokens, {HEADS} heads, {KV_HEADS} kv heads of {HEAD_DIM}")
     timed = []
     for kind in KINDS:
-        per_rank = run_ranks(
+        per_rank = run_on_ranks(
             times, ranks, kind, seq_len, arguments.repeats, arguments.seed, timeout_s=600
         )
         plain = per_rank[0]["plain", ""][1]

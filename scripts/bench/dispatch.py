@@ -29,7 +29,7 @@ from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import Dispatcher
 from titan_moe.moe.permute import count_experts
 from titan_moe.simulate.comm_counter import CommCounter
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 DISPATCHERS = {
     "standard": DispatchOptions(),
@@ -71,7 +71,7 @@ def main() -> None:
     print_facts(sizes._asdict())
     rows = []
     for ranks in arguments.ranks:
-        per_rank = run_ranks(measure, ranks, sizes, timeout_s=600)
+        per_rank = run_on_ranks(measure, ranks, sizes, timeout_s=600)
         for name in per_rank[0]:
             row = summary([found[name] for found in per_rank])
             rows.append({"ranks": ranks, "dispatcher": name, **row})

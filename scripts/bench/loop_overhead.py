@@ -26,7 +26,7 @@ from titan_moe import train_step
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.optim.optimizers import build_optimizer
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 KINDS: dict[str, dict[str, Any]] = {
     "not logged": {"logged": False},
@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     arguments = parser.parse_args()
     ranks, layers = arguments.ranks, arguments.layers
-    found = slowest(run_ranks(measure, ranks, layers, arguments.repeats, arguments.seed))
+    found = slowest(run_on_ranks(measure, ranks, layers, arguments.repeats, arguments.seed))
     print(
         f"torch {torch.__version__}, {ranks} ranks, {layers} layers, "
         f"{found['moe_layers']} with experts, {found['parameters']} parameters"

@@ -25,7 +25,7 @@ from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
 from titan_moe.config.job_config import Checkpoint, Optimizer
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.runtime.errors import RunError
-from titan_moe.testing.ranks import RankError, run_ranks
+from titan_moe.testing.ranks import RankError, run_on_ranks
 
 EXPERTS = 6  # Over edp 2 and ep 2: 3 per ep rank, then 2 and 1.
 
@@ -128,7 +128,7 @@ def _pass_on(folder, layouts, dtypes):
 @pytest.mark.slow
 def test_resharding_is_exact(tmp_path):
     dtypes = ["float32", "bfloat16"]
-    expected = run_ranks(_train_and_save, 2, tmp_path, "fsdp", dtypes)[0]
+    expected = run_on_ranks(_train_and_save, 2, tmp_path, "fsdp", dtypes)[0]
     assert len(expected["float32"]) == 3 + 2 + 3 * 3
     for world, layouts in [
         (1, ["single"]),
@@ -137,7 +137,7 @@ def test_resharding_is_exact(tmp_path):
         (1, ["single"]),
         (4, ["ep2"]),
     ]:
-        for of_rank in run_ranks(_pass_on, world, tmp_path, layouts, dtypes):
+        for of_rank in run_on_ranks(_pass_on, world, tmp_path, layouts, dtypes):
             for layout, dtype, found in of_rank:
                 for name, value in expected[dtype].items():
                     np.testing.assert_array_equal(found[name], value, f"{layout}@{world} {name}")
@@ -155,12 +155,12 @@ def _sums(layouts, dtypes):
 
 def test_checksums_do_not_know_layouts():
     dtypes = ["float64", "float32", "bfloat16"]
-    (one,) = run_ranks(_sums, 1, ["single"], dtypes)
+    (one,) = run_on_ranks(_sums, 1, ["single"], dtypes)
     expected = {dtype: sums for _, dtype, sums in one}
     # Distinct but for the optimizer's fresh state, which is zero.
     assert all(len(set(sums.values())) == 6 for sums in expected.values())
     for world, layouts in [(2, ["fsdp", "ep2"]), (4, ["fsdp", "ep2", "ep4", "hsdp", "single"])]:
-        for of_rank in run_ranks(_sums, world, layouts, dtypes):
+        for of_rank in run_on_ranks(_sums, world, layouts, dtypes):
             for layout, dtype, found in of_rank:
                 assert found == expected[dtype], f"{layout}@{world} {dtype}"
 
@@ -187,7 +187,7 @@ def _odd_placements():
 
 @pytest.mark.slow
 def test_checksums_under_any_placement():
-    for found in run_ranks(_odd_placements, 4):
+    for found in run_on_ranks(_odd_placements, 4):
         assert len(found) == 7 and len(set(found.values())) == 1
 
 
@@ -200,7 +200,7 @@ def _drifted():
 
 
 def test_replicas_that_differ_are_named():
-    for line in run_ranks(_drifted, 3):
+    for line in run_on_ranks(_drifted, 3):
         assert "replicas: drifted" in line
 
 
@@ -222,7 +222,7 @@ def _disk_full_on_rank_one(folder):
 
 
 def test_a_failing_rank_fails_all_and_spoils_nothing(tmp_path):
-    results = run_ranks(_disk_full_on_rank_one, 2, tmp_path)
+    results = run_on_ranks(_disk_full_on_rank_one, 2, tmp_path)
     assert results[0] == results[1]
     line, names, latest = results[0]
     assert f"cannot save checkpoint {tmp_path}/checkpoint/step-2: " in line and "\n" not in line
@@ -245,7 +245,7 @@ def _disks_of_their_own(folder):
 
 @pytest.mark.slow
 def test_nodes_without_a_shared_folder_are_noticed(tmp_path):
-    for line, latest in run_ranks(_disks_of_their_own, 2, tmp_path):
+    for line, latest in run_on_ranks(_disks_of_their_own, 2, tmp_path):
         assert "__1_0.distcp is missing: job.dump_folder must be one folder for all nodes" in line
         assert latest is None
 
@@ -263,7 +263,7 @@ def _unreadable_on_rank_one(folder):
 
 @pytest.mark.slow
 def test_a_rank_that_cannot_read_stops_all(tmp_path):
-    for line in run_ranks(_unreadable_on_rank_one, 2, tmp_path):
+    for line in run_on_ranks(_unreadable_on_rank_one, 2, tmp_path):
         assert line.endswith("step-1 is incomplete: .nothing is missing")
 
 
@@ -285,12 +285,12 @@ def _resume(folder):
 @pytest.mark.parametrize("where", tiered(["commit"], slow=["write_json"]))
 def test_a_killed_save_is_invisible_and_cleared(tmp_path, where):
     with pytest.raises(RankError):
-        run_ranks(_killed_while_saving, 2, tmp_path, where)
+        run_on_ranks(_killed_while_saving, 2, tmp_path, where)
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == [
         ".step-2.writing",
         "step-1",
     ]
-    for state, names in run_ranks(_resume, 2, tmp_path):
+    for state, names in run_on_ranks(_resume, 2, tmp_path):
         assert state["step"] == 1
         assert names == ["step-1", "step-3"]
 
@@ -312,10 +312,10 @@ def _load_rows(folder):
 
 
 def test_data_position_and_random_state_of_all_ranks(tmp_path):
-    drawn = run_ranks(_save_rows, 2, tmp_path)
+    drawn = run_on_ranks(_save_rows, 2, tmp_path)
     expected = {"step": 1, "data": {"rows": {str(row): row * 10 for row in range(4)}, "batch": 4}}
-    same = run_ranks(_load_rows, 2, tmp_path)
+    same = run_on_ranks(_load_rows, 2, tmp_path)
     assert [state for state, _, _ in same] == [expected] * 2
     assert [value for _, _, value in same] == drawn
-    (state, fresh, _), *_ = run_ranks(_load_rows, 1, tmp_path)
+    (state, fresh, _), *_ = run_on_ranks(_load_rows, 1, tmp_path)
     assert state == expected and fresh

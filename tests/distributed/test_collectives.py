@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 SIZES = [3, 0, 2]
 
@@ -31,7 +31,7 @@ def gather_and_scatter():
 
 
 def test_all_gather_and_reduce_scatter_are_each_others_transpose():
-    results = run_ranks(gather_and_scatter, len(SIZES))
+    results = run_on_ranks(gather_and_scatter, len(SIZES))
     whole = torch.cat([_rows(rank, size) for rank, size in enumerate(SIZES)])
     weights = torch.arange(1.0, 11.0, dtype=torch.float64).view(5, 2) * (1 + 2 + 3)
     summed = sum(_rows(rank, sum(SIZES)) for rank in range(len(SIZES)))
@@ -59,7 +59,7 @@ def exchange(sent_PP: list[list[int]]):
 
 @pytest.mark.parametrize("sent_PP", [[[1, 2], [0, 3]], [[0, 0], [4, 0]], [[5]]])
 def test_all_to_all_sends_gradients_back_where_rows_came_from(sent_PP: list[list[int]]):
-    results = run_ranks(exchange, len(sent_PP), sent_PP)
+    results = run_on_ranks(exchange, len(sent_PP), sent_PP)
     parts = [_rows(rank, sum(sent)).split(sent) for rank, sent in enumerate(sent_PP)]
     for rank, (received, grad) in enumerate(results):
         assert torch.equal(received, torch.cat([part[rank] for part in parts]))

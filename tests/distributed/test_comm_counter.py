@@ -17,7 +17,7 @@ from titan_moe.simulate.fake_rank import (
     microbatches_to_run,
 )
 from titan_moe.testing.process_pool import in_fresh_processes
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 from titan_moe.verify.layouts.layouts import apply_layout, parse
 
 MICROBATCHES = 4
@@ -76,7 +76,7 @@ def train_fake_rank(job: JobConfig, world_size: int, rank: int) -> tuple[Sent, S
 @pytest.mark.parametrize("layout", tiered([], slow=LAYOUTS[:2], full=LAYOUTS[2:]))
 def test_a_fake_rank_sends_what_a_real_one_sends(layout: str) -> None:
     job, world_size = make_job(layout), parse(layout).world_size
-    on_gloo = run_ranks(train_on_gloo, world_size, job)
+    on_gloo = run_on_ranks(train_on_gloo, world_size, job)
     for rank in (0, world_size - 1):
         ((_, (all_of_them, after_few)),) = in_fresh_processes(
             train_fake_rank, [(job, world_size, rank)], num_workers=1
@@ -89,7 +89,7 @@ def test_a_fake_rank_sends_what_a_real_one_sends(layout: str) -> None:
 @pytest.mark.slow
 def test_rows_that_are_sent_twice_are_seen() -> None:
     layout = "dp_shard=2,ep=2"
-    first, second = (run_ranks(train_on_gloo, 2, make_job(layout), bug) for bug in (False, True))
+    first, second = (run_on_ranks(train_on_gloo, 2, make_job(layout), bug) for bug in (False, True))
     (ep,) = (flow for flow in first[0] if flow.axis.startswith("ep") and flow.op == "all_to_all")
     assert second[0][ep].bytes > 1.3 * first[0][ep].bytes
 
@@ -119,7 +119,7 @@ def send_known_bytes() -> Sent:
 
 
 def test_known_exchanges_among_three_ranks() -> None:
-    first, second, third = run_ranks(send_known_bytes, 3)
+    first, second, third = run_on_ranks(send_known_bytes, 3)
     assert first == {
         Flow("world", "all_gather"): (1, 96.0),
         Flow("world", "all_reduce"): (1, 64.0),

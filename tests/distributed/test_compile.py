@@ -11,7 +11,7 @@ from tests.support.tiers import tiered
 from tests.support.tiny import global_batch, make_job, tiny
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 from titan_moe.verify.gradients.gate import Gate
 from titan_moe.verify.layouts.layouts import parse
 
@@ -80,9 +80,9 @@ def job_of(ep: int, backend: str | None, dtype: str = "float64") -> JobConfig:
 
 @pytest.mark.parametrize("ep", tiered([], slow=[2], full=[1]))
 def test_nothing_is_compiled_after_the_second_step(ep: int):
-    eager = run_ranks(train, ep, job_of(ep, None), False)
+    eager = run_on_ranks(train, ep, job_of(ep, None), False)
     for (graphs, losses, sizes), (none, expected, _) in zip(
-        run_ranks(train, ep, job_of(ep, "aot_eager"), False), eager, strict=True
+        run_on_ranks(train, ep, job_of(ep, "aot_eager"), False), eager, strict=True
     ):
         assert 0 < graphs[1] == graphs[-1] and none[-1] == 0
         assert losses == pytest.approx(expected, rel=1e-12)
@@ -91,12 +91,12 @@ def test_nothing_is_compiled_after_the_second_step(ep: int):
 
 @pytest.mark.slow
 def test_a_fixed_number_of_rows_would_be_seen():
-    for graphs, _, _ in run_ranks(train, 2, job_of(2, "aot_eager"), True):
+    for graphs, _, _ in run_on_ranks(train, 2, job_of(2, "aot_eager"), True):
         assert graphs[1] < graphs[-1]
 
 
 @pytest.mark.full
 def test_generated_kernels_train_alike():
-    ((graphs, losses, _),) = run_ranks(train, 1, job_of(1, "inductor", "float32"), False)
-    ((_, expected, _),) = run_ranks(train, 1, job_of(1, None, "float32"), False)
+    ((graphs, losses, _),) = run_on_ranks(train, 1, job_of(1, "inductor", "float32"), False)
+    ((_, expected, _),) = run_on_ranks(train, 1, job_of(1, None, "float32"), False)
     assert graphs[1] == graphs[-1] and losses == pytest.approx(expected, rel=1e-4)

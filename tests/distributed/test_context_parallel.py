@@ -23,7 +23,7 @@ from titan_moe.distributed.context_parallel import blocks as block_attention
 from titan_moe.distributed.context_parallel import ring as ring_attention
 from titan_moe.models.attention_core import CausalSdpa, DocumentSdpa
 from titan_moe.ops.attention import AttentionCore
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 BOUND = 1e-12
 METHODS = ["allgather", "ulysses", "ring"]
@@ -118,7 +118,7 @@ def largest_errors(cases: list[Case]) -> list[list[float]]:
 
 
 def _check(fn, world_size: int, cases: list[Case]) -> None:  # type: ignore[no-untyped-def]
-    for rank, found in enumerate(run_ranks(fn, world_size, cases)):
+    for rank, found in enumerate(run_on_ranks(fn, world_size, cases)):
         for case, errors in zip(cases, found, strict=True):
             names = "o, dq, dk, dv, dsinks"
             assert max(errors) <= BOUND, f"rank {rank}, {case}: {names} off by {errors}"
@@ -200,7 +200,7 @@ def test_bfloat16_errs_about_as_much_as_one_process() -> None:
         _run(DocumentSdpa(), cases[0], x) for x in (whole, [x.double() for x in whole])
     )
     plain_errors = [(a - b).abs().max().item() for a, b in zip(plain, oracle, strict=True)]
-    for found in run_ranks(largest_errors, 4, cases):
+    for found in run_on_ranks(largest_errors, 4, cases):
         for case, errors in zip(cases, found, strict=True):
             for error, plain_error in zip(errors, plain_errors, strict=True):
                 assert error <= 1.5 * plain_error, (case.method, errors, plain_errors)
@@ -310,5 +310,5 @@ QUICK = [
 
 @pytest.mark.parametrize("name", split(BUGS, QUICK))
 def test_a_planted_bug_is_caught(name: str) -> None:
-    worst = max(errors[BUGS[name].shown_by] for (errors,) in run_ranks(errors_with, 4, name))
+    worst = max(errors[BUGS[name].shown_by] for (errors,) in run_on_ranks(errors_with, 4, name))
     assert worst > 1e-3

@@ -33,7 +33,7 @@ from titan_moe.config.parse import load_job
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.simulate.comm_counter import CommCounter, arguments_of
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 from titan_moe.verify.gradients.fixture import make_rows
 from titan_moe.verify.gradients.worker import own_batches
 from titan_moe.verify.layouts.layouts import (
@@ -214,7 +214,7 @@ def make_task(layout: str, planted: str | None = None) -> Task:
 
 def run(layout: str, planted: str | None = None) -> list[Seen]:
     task = make_task(layout, planted)
-    return run_ranks(train_on_rank, task.layout.world_size, task)
+    return run_on_ranks(train_on_rank, task.layout.world_size, task)
 
 
 @cache

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.tiers import tiered
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 TOKENS, TOP_K, EXPERTS, DIM = 13, 3, 8, 6
 DEDUPLICATED, CAPACITY = "deduplicated", "capacity"
@@ -137,7 +137,7 @@ def _experts(rows, w_EDD: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("world_size", tiered([2], slow=[4], full=[8]))
 def test_tokens_come_home_with_what_their_experts_made_of_them(world_size: int):
-    for seen in run_ranks(travel, world_size, CASES[world_size]):
+    for seen in run_on_ranks(travel, world_size, CASES[world_size]):
         for case, one in zip(CASES[world_size], seen, strict=True):
             assert one.error <= 1e-13, (case, one)
             assert not one.missing or (case.capacity_factor == 2.5 and one.dropped == one.missing)
@@ -149,7 +149,7 @@ def test_tokens_come_home_with_what_their_experts_made_of_them(world_size: int):
 
 
 def test_what_exceeds_the_capacity_is_left_out_and_counted():
-    for seen in run_ranks(travel, 4, SMALL):
+    for seen in run_on_ranks(travel, 4, SMALL):
         for case, one in zip(SMALL, seen, strict=True):
             assert one.error <= 1e-13, (case, one)
             assert one.dropped == one.missing > 0, (case, one)

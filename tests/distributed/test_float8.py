@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.support.tiers import split, tiered
 from tests.support.tiny import global_batch, make_job, tiny
 from titan_moe.config.job_config import JobConfig
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 pytest.importorskip("torchao")
 
@@ -94,7 +94,7 @@ def one_rank():
     def find(converters: list[str], recipe: str = "rowwise"):
         key = (*converters, recipe)
         if key not in known:
-            (known[key],) = run_ranks(one_step, 1, job_of(converters, recipe))
+            (known[key],) = run_on_ranks(one_step, 1, job_of(converters, recipe))
         return known[key]
 
     return find
@@ -111,14 +111,14 @@ def test_float8_rounds_within_bounds(one_rank, recipe: str):
 @pytest.mark.parametrize("axis", tiered(["data_parallel_shard"], slow=["data_parallel_replicate"]))
 def test_data_parallel_layouts_have_the_same_bits(one_rank, axis: str):
     loss, grads = one_rank(FLOAT8)
-    for ours, found in run_ranks(one_step, 2, job_of(FLOAT8, "rowwise", **{axis: 2})):
+    for ours, found in run_on_ranks(one_step, 2, job_of(FLOAT8, "rowwise", **{axis: 2})):
         assert ours == loss
         assert all(torch.equal(found[name], grads[name]) for name in grads)
 
 
 def whole(job: JobConfig, world_size: int, planted: bool = False):
     """The loss and the gradients of all ranks' parameters together."""
-    ranks = run_ranks(one_step, world_size, job, planted)
+    ranks = run_on_ranks(one_step, world_size, job, planted)
     return ranks[0][0], {name: grad for _, part in ranks for name, grad in part.items()}
 
 

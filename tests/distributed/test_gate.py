@@ -18,7 +18,7 @@ from tests.support.paths import DEBUG_CONFIGS
 from tests.support.tiers import split, tiered
 from titan_moe.config.parse import load_job
 from titan_moe.models.registry import FAMILIES
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 from titan_moe.verify.gradients import worker
 from titan_moe.verify.gradients.compare import TOLERANCES
 from titan_moe.verify.gradients.gate import Gate
@@ -165,7 +165,7 @@ def task_of(gate: Gate, text: str) -> tuple[Layout, Task]:
 )
 def test_a_replica_that_diverged_is_named(deepseek: Gate, quantity: str, named: str):
     _, task = task_of(deepseek, "dp_replicate=2")
-    good, bad = run_ranks(spoilt_rank, 2, task, quantity, 1)
+    good, bad = run_on_ranks(spoilt_rank, 2, task, quantity, 1)
     assert good.num_wrong == 0 and bad.num_wrong > 0
     assert {difference.quantity for difference in bad.wrong} == {named}
     assert all(difference.rank == 1 for difference in bad.wrong)
@@ -182,7 +182,7 @@ def reads_a_tail(task: Task) -> RankReport:
 
 def test_who_reads_a_tail_is_seen(deepseek: Gate):
     _, task = task_of(deepseek, "dp_shard=1")
-    (verdict,) = run_ranks(reads_a_tail, 1, task)
+    (verdict,) = run_on_ranks(reads_a_tail, 1, task)
     assert verdict.num_wrong > 0
 
 
@@ -197,7 +197,7 @@ def holds_another_shard(task: Task) -> RankReport:
 
 def test_shards_in_another_order_are_seen(deepseek: Gate):
     _, task = task_of(deepseek, "dp_shard=2")
-    for verdict in run_ranks(holds_another_shard, 2, task):
+    for verdict in run_on_ranks(holds_another_shard, 2, task):
         assert any("begins with other values" in problem for problem in verdict.problems)
 
 

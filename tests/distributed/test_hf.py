@@ -14,7 +14,7 @@ from titan_moe.checkpoint.tensors import MODEL, model_tensors
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.hf import HFModel
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3")
 LAYOUTS = {
@@ -67,7 +67,9 @@ def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str)
 def test_round_trip_in_every_layout(family, layout, tmp_path):
     model = small_model(family)
     wanted = make_folder(tmp_path / "in", model, torch.bfloat16)
-    run_ranks(through, RANKS[layout], model, layout, tmp_path / "in", tmp_path / "out", "bfloat16")
+    run_on_ranks(
+        through, RANKS[layout], model, layout, tmp_path / "in", tmp_path / "out", "bfloat16"
+    )
     assert_same_bits(read_folder(tmp_path / "out"), wanted)
     assert not list(tmp_path.glob(".*"))
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"eos_token": "<eos>"}'
@@ -79,5 +81,7 @@ def test_experts_stored_whole_and_float32(family, layout, tmp_path):
     model = small_model(family)
     wanted = make_folder(tmp_path / "in", model, torch.float32, fused=True, num_files=1)
     assert any("gate_up_proj" in name for name in read_folder(tmp_path / "in"))
-    run_ranks(through, RANKS[layout], model, layout, tmp_path / "in", tmp_path / "out", "float32")
+    run_on_ranks(
+        through, RANKS[layout], model, layout, tmp_path / "in", tmp_path / "out", "float32"
+    )
     assert_same_bits(read_folder(tmp_path / "out"), wanted)

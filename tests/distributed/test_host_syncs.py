@@ -13,7 +13,7 @@ from tests.support.dispatch_arithmetic import CONFIG, LAYERS, TOP_K, Border
 from tests.support.tiers import split, tiered
 from titan_moe.config.parse import load_job
 from titan_moe.ops import move_rows
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 from titan_moe.verify.gradients.fixture import make_rows
 from titan_moe.verify.gradients.worker import own_batches
 from titan_moe.verify.layouts.layouts import SEQ_LEN, apply_layout, num_rows, parse, with_tables
@@ -169,7 +169,7 @@ def plant(moe: Any, bug: str | None) -> None:
 def count(layout: str, planted: str | None = None, **parallelism: Any) -> Counter:
     """What the ranks saw, which must be the same for all."""
     task = Task(layout, {"parallelism": parallelism}, planted)
-    first, *others = run_ranks(train_on_rank, parse(layout).world_size, task)
+    first, *others = run_on_ranks(train_on_rank, parse(layout).world_size, task)
     assert all(other == first for other in others)
     return first
 

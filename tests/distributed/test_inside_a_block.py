@@ -5,7 +5,7 @@ import torch
 
 from tests.support.tiny import SEQ_LEN, global_batch, make_job, tiny
 from titan_moe.config.job_config import JobConfig
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 
 def watch_blocks(job: JobConfig) -> tuple[list[int], dict[str, str]]:
@@ -54,13 +54,13 @@ def watch_blocks(job: JobConfig) -> tuple[list[int], dict[str, str]]:
 def test_recomputed_blocks_run_twice(mode: str, every: str, forwards: list[int]):
     recompute = {"mode": mode, "selective_ac_option": every}
     job = make_job("deepseek_v3", activation_checkpoint=recompute)
-    assert run_ranks(watch_blocks, 2, job)[0][0] == forwards
+    assert run_on_ranks(watch_blocks, 2, job)[0][0] == forwards
 
 
 def test_bfloat16_compute_keeps_angles_scores_and_routing_weights_in_float32():
     training = {"dtype": "float32", "mixed_precision_param": "bfloat16", "max_norm": 1.0}
     job = make_job("deepseek_v3", training=training, parallelism={"expert_parallel_degree": 2})
-    _, types = run_ranks(watch_blocks, 2, job)[0]
+    _, types = run_on_ranks(watch_blocks, 2, job)[0]
     bfloat16, float32 = "torch.bfloat16", "torch.float32"
     assert types == {
         "stream": bfloat16,

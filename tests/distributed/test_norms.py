@@ -9,7 +9,7 @@ from tests.support.gates import gate_of
 from tests.support.tiers import tiered
 from tests.support.tiny import global_batch, make_job, tiny
 from titan_moe.config.job_config import JobConfig
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 from titan_moe.verify.gradients.gate import Gate
 from titan_moe.verify.layouts.layouts import parse
 
@@ -61,5 +61,5 @@ def nan_in_one_gradient(job: JobConfig, bad_rank: int) -> bool:
 def test_a_nan_on_one_rank_is_seen_by_all(norm_type: str, bad_rank: int):
     parallelism = {"expert_parallel_degree": 2}
     job = make_job("deepseek_v3", training={"norm_type": norm_type}, parallelism=parallelism)
-    assert run_ranks(nan_in_one_gradient, 2, job, bad_rank) == [False, False]
-    assert run_ranks(nan_in_one_gradient, 2, job, -1) == [True, True]
+    assert run_on_ranks(nan_in_one_gradient, 2, job, bad_rank) == [False, False]
+    assert run_on_ranks(nan_in_one_gradient, 2, job, -1) == [True, True]

@@ -15,7 +15,7 @@ from tests.support.tiers import tiered
 from tests.support.tiny import SEQ_LEN, global_batch, make_job, tiny
 from tests.support.turns import check_a_pair
 from titan_moe.distributed.pipeline.overlap import Alternation
-from titan_moe.testing.ranks import RankError, run_ranks
+from titan_moe.testing.ranks import RankError, run_on_ranks
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ def _wait_at_once(dispatcher) -> None:
 
 @pytest.mark.parametrize("recompute", tiered(["none"], slow=["full"]))
 def test_shared_experts_are_computed_while_rows_travel(recompute: str):
-    for flights in run_ranks(log_of_a_step, 2, recompute, ""):
+    for flights in run_on_ranks(log_of_a_step, 2, recompute, ""):
         beside = [phase for phase, inside in flights if "shared experts" in inside]
         # Tokens and their weights, in each of two layers; recomputation counts as the backward.
         assert beside.count("forward") == 2 * 2
@@ -77,7 +77,7 @@ def test_shared_experts_are_computed_while_rows_travel(recompute: str):
 
 
 def test_the_log_shows_the_serial_order():
-    for flights in run_ranks(log_of_a_step, 2, "none", "serial"):
+    for flights in run_on_ranks(log_of_a_step, 2, "none", "serial"):
         assert not any("shared experts" in inside for _, inside in flights)
 
 
@@ -118,7 +118,7 @@ def gathered_before(events: list[str], what: str, compute: str) -> bool:
 
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_the_next_blocks_parameters_are_gathered_before_a_block_computes(prefetch: bool):
-    for events in run_ranks(log_of_gathers, 2, prefetch):
+    for events in run_on_ranks(log_of_gathers, 2, prefetch):
         turn = next(n for n, event in enumerate(events) if event.startswith("backward"))
         forward, backward = events[:turn], events[turn:]
         ahead = [
@@ -190,7 +190,7 @@ def reference() -> list[dict]:
 
 
 def test_a_chunk_computes_while_the_others_rows_travel(reference):
-    results = run_ranks(log_of_pairs, 4, CASE, "")
+    results = run_on_ranks(log_of_pairs, 4, CASE, "")
     assert wrong([records for records, _ in results], reference) == []
     logs = [pairs for _, pairs in results]
     # The ranks of an ep group issue the same collectives in the same order.
@@ -204,14 +204,14 @@ def test_a_chunk_computes_while_the_others_rows_travel(reference):
 
 @pytest.mark.slow
 def test_without_the_option_nothing_alternates(reference):
-    results = run_ranks(log_of_pairs, 4, CASE | {"overlap": False}, "")
+    results = run_on_ranks(log_of_pairs, 4, CASE | {"overlap": False}, "")
     assert wrong([records for records, _ in results], reference) == []
     assert not any(pairs for _, pairs in results)
 
 
 @pytest.mark.slow
 def test_halves_that_run_one_after_the_other_are_seen():
-    for _, pairs in run_ranks(log_of_pairs, 4, CASE, "serial"):
+    for _, pairs in run_on_ranks(log_of_pairs, 4, CASE, "serial"):
         assert pairs
         assert not any(overlapped(p, "forward") or overlapped(p, "backward") for p in pairs)
 
@@ -285,7 +285,7 @@ def test_a_forward_and_a_backward_take_turns_and_compute_what_they_do_alone():
 @pytest.mark.slow
 def test_an_error_inside_a_chunk_is_the_runs():
     with pytest.raises(RankError, match="no rows today"):
-        run_ranks(failing_pipeline, 4, CASE)
+        run_on_ranks(failing_pipeline, 4, CASE)
 
 
 def failing_pipeline(case: dict) -> None:

@@ -21,7 +21,7 @@ from tests.support.pipelines import (
 )
 from tests.support.tiers import split, tiered
 from titan_moe.config.pipeline import SCHEDULES, module_names, split_parts
-from titan_moe.testing.ranks import RankError, run_ranks
+from titan_moe.testing.ranks import RankError, run_on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_split_backward_with_recompute_fails():
     """Why the configuration refuses it: a block would be recomputed for every weight."""
     case = {**LAYOUTS[0], "schedule": "ZBVZeroBubble", "recompute": True}
     with pytest.raises(RankError, match="recompute_fn"):
-        run_ranks(run_pipeline, 2, case)
+        run_on_ranks(run_pipeline, 2, case)
 
 
 PLANTED = [
@@ -145,7 +145,7 @@ PLANTED = [
 )
 def test_the_comparison_finds_planted_bugs(references, bug, schedule, shown_by, not_by):
     case = {**LAYOUTS[3], "schedule": schedule, "reshard": "always"}
-    results = run_ranks(run_pipeline, 4, case, bug)
+    results = run_on_ranks(run_pipeline, 4, case, bug)
     found = wrong(results, references[case["rows"]])
     assert shown_by in found
     assert not_by not in found

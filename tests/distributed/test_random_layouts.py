@@ -9,7 +9,7 @@ from tests.support.random_layouts import Drawn, draw, ill_formed
 from tests.support.tiers import split
 from titan_moe.config.job_config import ActivationCheckpoint, JobConfig, Parallelism
 from titan_moe.models.config import ModelConfig
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 
 def train_twice(job: JobConfig, model: ModelConfig) -> tuple[float, float, float]:
@@ -56,10 +56,10 @@ def trains_or_is_refused(seed: int) -> bool:
     if problems:
         return False
     job = drawn.resolved()
-    ours = run_ranks(train_twice, drawn.ranks, job, drawn.model)
+    ours = run_on_ranks(train_twice, drawn.ranks, job, drawn.model)
     assert len(set(ours)) == 1, "ranks disagree"
     tables = {"parallelism": Parallelism(), "activation_checkpoint": ActivationCheckpoint()}
-    reference = run_ranks(train_twice, 1, job.model_copy(update=tables), drawn.model)
+    reference = run_on_ranks(train_twice, 1, job.model_copy(update=tables), drawn.model)
     assert ours[0] == pytest.approx(reference[0], rel=1e-9)
     return True
 

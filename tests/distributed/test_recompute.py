@@ -12,7 +12,7 @@ from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 ROWS, SEQ_LEN, LAYERS = 4, 32, 3
 PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten._grouped_mm"}
@@ -121,9 +121,9 @@ def products(calls: Counter) -> int:
     ("family", "ep"), tiered([("deepseek_v3", 2)], slow=[("deepseek_v3", 1), ("qwen3", 2)])
 )
 def test_recompute_changes_no_gradient_and_counts_no_token_twice(family: str, ep: int):
-    reference, *_ = run_ranks(train_once, 2, family, "none", ep)
+    reference, *_ = run_on_ranks(train_once, 2, family, "none", ep)
     for mode in ("full", "every second", "op"):
-        result, *_ = run_ranks(train_once, 2, family, mode, ep)
+        result, *_ = run_on_ranks(train_once, 2, family, mode, ep)
         assert distance(result, reference) <= 1e-12, mode
         for counts, expected in zip(result["counts"], reference["counts"], strict=True):
             assert torch.equal(counts, expected), mode
@@ -133,7 +133,7 @@ def test_recompute_changes_no_gradient_and_counts_no_token_twice(family: str, ep
 @pytest.mark.parametrize("family", tiered(["deepseek_v3"], slow=["qwen3"]))
 def test_recompute_by_operation_neither_multiplies_nor_communicates_again(family: str):
     none, full, op = (
-        run_ranks(train_once, 2, family, mode, 2)[0] for mode in ("none", "full", "op")
+        run_on_ranks(train_once, 2, family, mode, 2)[0] for mode in ("none", "full", "op")
     )
     moe_layers = len(none["counts"])
     for name, own in ((ATTENTION, ATTENTION_CALLS * LAYERS), (ALL_TO_ALL, 3 * moe_layers)):
@@ -149,13 +149,15 @@ def test_recompute_by_operation_neither_multiplies_nor_communicates_again(family
 
 
 def test_planted_bugs_are_seen():
-    reference, *_ = run_ranks(train_once, 2, "deepseek_v3", "op", 2)
-    again, *_ = run_ranks(train_once, 2, "deepseek_v3", "op", 2, "routed again")
+    reference, *_ = run_on_ranks(train_once, 2, "deepseek_v3", "op", 2)
+    again, *_ = run_on_ranks(train_once, 2, "deepseek_v3", "op", 2, "routed again")
     for counts, expected in zip(again["counts"], reference["counts"], strict=True):
         assert torch.equal(counts, 2 * expected)
-    mixed, *_ = run_ranks(train_once, 2, "deepseek_v3", "op", 2, "rows of other tokens handed back")
+    mixed, *_ = run_on_ranks(
+        train_once, 2, "deepseek_v3", "op", 2, "rows of other tokens handed back"
+    )
     assert distance(mixed, reference) > 1e-3
-    forgetful, *_ = run_ranks(train_once, 2, "deepseek_v3", "op", 2, "nothing kept")
+    forgetful, *_ = run_on_ranks(train_once, 2, "deepseek_v3", "op", 2, "nothing kept")
     assert forgetful["backward"][ALL_TO_ALL] > reference["backward"][ALL_TO_ALL]
 
 

@@ -27,7 +27,7 @@ from titan_moe.distributed.dtensor import local_part
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.process import Process
-from titan_moe.testing.ranks import RankError, run_ranks
+from titan_moe.testing.ranks import RankError, run_on_ranks
 from titan_moe.trainer import Trainer
 from titan_moe.verify.gradients.fixture import at_depth
 from titan_moe.verify.layouts.layouts import AXES, Layout, depth, parse
@@ -266,6 +266,6 @@ def test_a_norm_that_drifted_between_tp_ranks_is_refused(tmp_path: Path):
     layout = parse("dp_shard=2,tp=2")
     job = make_job(_V3, layout, tmp_path, steps=1)
     config = at_depth(model_config(_V3, "gate"), 3)
-    for line, written in run_ranks(_save_with_a_drifted_norm, 4, job, config):
+    for line, written in run_on_ranks(_save_with_a_drifted_norm, 4, job, config):
         assert line.endswith("should be replicas: model.layers.1.attention_norm.weight")
         assert not written

@@ -26,7 +26,7 @@ from titan_moe.routing.record import (
     Tokens,
     start_record,
 )
-from titan_moe.testing.ranks import RankError, run_ranks
+from titan_moe.testing.ranks import RankError, run_on_ranks
 from titan_moe.verify.compare.routing_diff import routing_diff
 from titan_moe.verify.gradients.fixture import at_depth, make_rows
 from titan_moe.verify.gradients.reference import Rows
@@ -125,7 +125,7 @@ def run(folder: Path, layout: str, *args: object, replay: Path | None = None, or
     if replay is not None:
         debug["routing_replay"] = str(replay)
     job = job_of(layout, job={"dump_folder": str(folder)}, debug=debug)
-    return run_ranks(train, parse(layout).world_size, job, *args)[0]
+    return run_on_ranks(train, parse(layout).world_size, job, *args)[0]
 
 
 class Recorded(NamedTuple):
@@ -267,7 +267,7 @@ def test_a_record_that_does_not_fit_is_refused(tmp_path: Path, one_process: Reco
     dims = Record(one_process.record).dims
     start_record(tmp_path / "other", Dims([*dims.layers, "layers.9"], 4, 1), after=0)
     job = job_of("dp_shard=1", job={"dump_folder": str(tmp_path)}, training={"steps": STEPS + 1})
-    missing, *other = run_ranks(
+    missing, *other = run_on_ranks(
         refusals, 1, job, [str(one_process.record), str(tmp_path / "other")]
     )[0]
     assert "lacks step 3 of training.steps=3" in missing
@@ -289,10 +289,10 @@ def test_a_full_record_ends_with_a_whole_step(tmp_path: Path):
         ["layers.2", "layers.3", "norm", "output"],
     ]
     job = partial(job_of, "pp=2", parallelism={"module_fqns_per_model_part": stages})
-    run_ranks(train, 2, job(debug=debug, training={"steps": 1}))
+    run_on_ranks(train, 2, job(debug=debug, training={"steps": 1}))
     smaller, larger = sorted(path.stat().st_size for path in (tmp_path / "record").glob("step*"))
     assert larger > smaller + 2000
     debug["routing_record_gb"] = (2 * larger - 1000) / 1e9
-    run_ranks(train, 2, job(debug=debug, training={"steps": 3}))
+    run_on_ranks(train, 2, job(debug=debug, training={"steps": 3}))
     names = sorted(path.name for path in (tmp_path / "record").iterdir())
     assert names == ["record.json", "step-1.rank-0-of-2.npz", "step-1.rank-1-of-2.npz"]

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.support.tiers import tiered
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 ROWS, SEQ_LEN, VOCABULARY, IGNORED = 2, 6, 24, -100
 
@@ -45,7 +45,7 @@ def whole_cross_entropy(scale: float):
 @pytest.mark.parametrize("world_size", tiered([2, 3], slow=[4], full=[8]))
 def test_a_loss_cut_by_vocabulary_is_the_whole_loss(world_size: int, scale: float):
     loss, grad = whole_cross_entropy(scale)
-    shares, grads = zip(*run_ranks(cut_cross_entropy, world_size, scale), strict=True)
+    shares, grads = zip(*run_on_ranks(cut_cross_entropy, world_size, scale), strict=True)
     assert sum(shares) == pytest.approx(loss, rel=1e-13)
     torch.testing.assert_close(torch.cat(grads, -1), grad, rtol=1e-12, atol=1e-15)
     assert len(set(shares)) > 1, "each rank has a share of its own"
@@ -53,7 +53,7 @@ def test_a_loss_cut_by_vocabulary_is_the_whole_loss(world_size: int, scale: floa
 
 def test_a_loss_without_its_reductions_is_seen():
     _, grad = whole_cross_entropy(1.0)
-    _, grads = zip(*run_ranks(cut_cross_entropy, 2, 1.0, True), strict=True)
+    _, grads = zip(*run_on_ranks(cut_cross_entropy, 2, 1.0, True), strict=True)
     assert not torch.allclose(torch.cat(grads, -1), grad, rtol=1e-3)
 
 
@@ -94,7 +94,8 @@ def widest_logits(world_size: int) -> int:
 def test_no_rank_holds_whole_logits(world_size: int):
     vocab_size = 272
     assert (
-        run_ranks(widest_logits, world_size, world_size) == [vocab_size // world_size] * world_size
+        run_on_ranks(widest_logits, world_size, world_size)
+        == [vocab_size // world_size] * world_size
     )
 
 
@@ -131,4 +132,4 @@ def token_exchanges():
 
 @pytest.mark.parametrize("world_size", tiered([1, 2, 3], slow=[4]))
 def test_gather_and_scatter_of_tokens_are_each_others_backward(world_size: int):
-    assert all(run_ranks(token_exchanges, world_size))
+    assert all(run_on_ranks(token_exchanges, world_size))

@@ -10,7 +10,7 @@ from torch import nn
 from tests.support.trainings import make_job, train_here
 from titan_moe.checkpoint.manifest import read_manifest
 from titan_moe.distributed.tied_weights import find_tied_weights, sum_tied_grads
-from titan_moe.testing.ranks import RankError, run_ranks
+from titan_moe.testing.ranks import RankError, run_on_ranks
 
 GROUPS = [["first", "copy", "ahead"]]
 
@@ -37,7 +37,7 @@ def on_rank(names_by_rank: list[list[str]], ends: tuple[int, int]) -> dict[str, 
 
 
 def test_the_two_ends_of_a_pipeline_get_the_same_bits():
-    found = run_ranks(on_rank, 3, [["first", "other"], ["other"], ["copy", "ahead"]], (0, 2))
+    found = run_on_ranks(on_rank, 3, [["first", "other"], ["other"], ["copy", "ahead"]], (0, 2))
     first, middle, last = found
     tied = ("first", "copy", "ahead")
     parts = [part[f"before {n}"] for part in found for n in tied if f"before {n}" in part]
@@ -50,7 +50,7 @@ def test_the_two_ends_of_a_pipeline_get_the_same_bits():
 
 
 def test_both_ends_on_one_rank():
-    (found,) = run_ranks(on_rank, 1, [["first", "copy", "other"]], (0, 0))
+    (found,) = run_on_ranks(on_rank, 1, [["first", "copy", "other"]], (0, 0))
     assert torch.equal(found["after first"], found["before first"])
     assert torch.equal(found["after copy"], found["before first"])
     assert torch.equal(found["after other"], found["before other"])
@@ -77,7 +77,7 @@ def train_untied(job) -> None:
 
 @pytest.mark.slow
 def test_copies_on_two_stages_stay_the_same_bits_in_bfloat16(tmp_path: Path):
-    run_ranks(train_here, 4, job_of(tmp_path))
+    run_on_ranks(train_here, 4, job_of(tmp_path))
     sums = read_manifest(tmp_path / "checkpoint" / "step-4").checksums
     assert sums["model.output.weight"] == sums["model.tok_embeddings.weight"]
 
@@ -85,7 +85,7 @@ def test_copies_on_two_stages_stay_the_same_bits_in_bfloat16(tmp_path: Path):
 @pytest.mark.slow
 def test_copies_that_drifted_are_not_saved(tmp_path: Path):
     with pytest.raises(RankError) as failed:
-        run_ranks(train_untied, 4, job_of(tmp_path))
+        run_on_ranks(train_untied, 4, job_of(tmp_path))
     assert "tok_embeddings.weight and its copies output.weight are not the same" in str(
         failed.value
     )
@@ -102,11 +102,11 @@ def train_as_if_untied(job) -> None:
 @pytest.mark.slow
 def test_a_checkpoint_of_a_model_without_the_tie_is_not_loaded(tmp_path: Path):
     job = job_of(tmp_path)
-    run_ranks(train_as_if_untied, 4, job)
+    run_on_ranks(train_as_if_untied, 4, job)
     folder = tmp_path / "checkpoint" / "step-4"
     assert folder.exists()
     initial = job.checkpoint.model_copy(update={"initial_load_path": str(folder)})
     other = job.job.model_copy(update={"dump_folder": str(tmp_path / "other")})
     job = job.model_copy(update={"checkpoint": initial, "job": other})
     with pytest.raises(RankError, match=r"not fit the model: .* are not the same"):
-        run_ranks(train_here, 4, job)
+        run_on_ranks(train_here, 4, job)

@@ -237,12 +237,12 @@ CONFIGURATIONS: list[Case] = [
     rotation_of_torchtitan,
     missing_data,
     empty_data,
-    unreadable_data,
-    data_smaller_than_one_batch,
     tokenizer_larger_than_vocabulary,
 ]
 # What only a launcher or a run can notice.
 RUNS: list[Case] = [
+    unreadable_data,
+    data_smaller_than_one_batch,
     no_rank_to_log,
     no_number_of_ranks,
     missing_config_file,

@@ -8,7 +8,7 @@ import pytest
 from tests.support.tiers import tiered
 from tests.support.trainings import checksums, figures, make_job, train_here
 from titan_moe.config.job_config import JobConfig
-from titan_moe.testing.ranks import RankError, run_ranks
+from titan_moe.testing.ranks import RankError, run_on_ranks
 
 BAD_STEP = 7
 
@@ -72,7 +72,7 @@ def test_a_run_stops_with_the_state_before_the_bad_step(
 ):
     job = make_job(tmp_path, parallelism=parallelism)
     with pytest.raises(RankError) as failure:
-        run_ranks(poisoned, 2, job, where)
+        run_on_ranks(poisoned, 2, job, where)
     message = str(failure.value)
     assert f"step {BAD_STEP}: " in message
     assert place in message
@@ -81,9 +81,9 @@ def test_a_run_stops_with_the_state_before_the_bad_step(
     assert kept["common"]["step"] == BAD_STEP - 1
 
     # Going on from there without the fault is the run that never had it.
-    run_ranks(train_here, 2, job)
+    run_on_ranks(train_here, 2, job)
     healthy = tmp_path / "healthy"
-    run_ranks(train_here, 2, make_job(healthy, parallelism=parallelism))
+    run_on_ranks(train_here, 2, make_job(healthy, parallelism=parallelism))
     assert figures(tmp_path) == figures(healthy)
     assert checksums(tmp_path) == checksums(healthy)
 
@@ -96,7 +96,7 @@ def saved(folder: Path, step: int) -> dict:
 def test_a_bad_step_can_be_skipped(tmp_path: Path):
     every_step = {"enable": True, "interval": 1, "keep_latest_k": 0}
     job = make_job(tmp_path, training={"on_nonfinite": "skip"}, checkpoint=every_step)
-    run_ranks(poisoned, 2, job, "forward")
+    run_on_ranks(poisoned, 2, job, "forward")
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines]
     assert losses[BAD_STEP - 1] is None

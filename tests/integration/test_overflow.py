@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.trainings import make_job, train_here
-from titan_moe.testing.ranks import RankError, run_ranks
+from titan_moe.testing.ranks import RankError, run_on_ranks
 
 EP2 = {"expert_parallel_degree": 2}
 NARROW = {**EP2, "expert_parallel_capacity_factor": 0.9}
@@ -21,7 +21,7 @@ def metrics(folder: Path) -> list[dict]:
 def test_a_run_stops_before_the_update(tmp_path: Path):
     job = make_job(tmp_path, parallelism=NARROW)
     with pytest.raises(RankError) as failure:
-        run_ranks(train_here, 2, job)
+        run_on_ranks(train_here, 2, job)
     message = str(failure.value)
     assert "step 1: " in message and "no state was kept" in message
     assert "parallelism.expert_parallel_capacity_factor=0.9: choose a larger one" in message
@@ -31,7 +31,7 @@ def test_a_run_stops_before_the_update(tmp_path: Path):
 @pytest.mark.slow
 def test_what_is_dropped_is_told_and_training_goes_on(tmp_path: Path):
     drop = {**NARROW, "expert_parallel_overflow": "drop"}
-    run_ranks(train_here, 2, make_job(tmp_path, parallelism=drop))
+    run_on_ranks(train_here, 2, make_job(tmp_path, parallelism=drop))
     lines = metrics(tmp_path)
     # At least what no routing at all would leave room for.
     assert all(0.09 < line["dispatch/dropped"] < 0.5 for line in lines)
@@ -42,7 +42,7 @@ def test_what_is_dropped_is_told_and_training_goes_on(tmp_path: Path):
 def test_buffers_that_suffice_are_exact_and_say_nothing(tmp_path: Path):
     wide = {**EP2, "expert_parallel_capacity_factor": 1.99}
     for folder, parallelism in (("wide", wide), ("exact", EP2)):
-        run_ranks(train_here, 2, make_job(tmp_path / folder, parallelism=parallelism))
+        run_on_ranks(train_here, 2, make_job(tmp_path / folder, parallelism=parallelism))
     ours, theirs = metrics(tmp_path / "wide"), metrics(tmp_path / "exact")
     assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
     assert not any("dispatch/dropped" in line for line in ours)

@@ -8,7 +8,7 @@ import pytest
 from tests.support.tiers import tiered
 from tests.support.trainings import STEPS, checksums, figures, make_job, train_here
 from titan_moe.config.job_config import JobConfig
-from titan_moe.testing.ranks import RankError, run_ranks
+from titan_moe.testing.ranks import RankError, run_on_ranks
 
 
 def disturbed(job: JobConfig):
@@ -32,11 +32,11 @@ def assert_same_run(ours: Path, undisturbed: Path) -> None:
 def test_ten_steps_and_ten_more_are_twenty(tmp_path: Path, world_size: int, dtype: str):
     parallelism = {"expert_parallel_degree": world_size}
     whole = make_job(tmp_path / "whole", dtype=dtype, parallelism=parallelism)
-    run_ranks(train_here, world_size, whole)
+    run_on_ranks(train_here, world_size, whole)
     first = make_job(tmp_path / "halves", steps=10, dtype=dtype, parallelism=parallelism)
-    run_ranks(train_here, world_size, first)
+    run_on_ranks(train_here, world_size, first)
     second = make_job(tmp_path / "halves", dtype=dtype, parallelism=parallelism)
-    run_ranks(disturbed, world_size, second)
+    run_on_ranks(disturbed, world_size, second)
     assert_same_run(tmp_path / "halves", tmp_path / "whole")
 
 
@@ -46,9 +46,9 @@ def test_ten_steps_and_ten_more_are_twenty(tmp_path: Path, world_size: int, dtyp
 )
 def test_so_they_are_with_muon_and_narrow_moments(tmp_path: Path, optimizer: dict[str, str]):
     tables = {"parallelism": {"expert_parallel_degree": 2}, "optimizer": optimizer}
-    run_ranks(train_here, 2, make_job(tmp_path / "whole", **tables))
-    run_ranks(train_here, 2, make_job(tmp_path / "halves", steps=10, **tables))
-    run_ranks(disturbed, 2, make_job(tmp_path / "halves", **tables))
+    run_on_ranks(train_here, 2, make_job(tmp_path / "whole", **tables))
+    run_on_ranks(train_here, 2, make_job(tmp_path / "halves", steps=10, **tables))
+    run_on_ranks(disturbed, 2, make_job(tmp_path / "halves", **tables))
     assert_same_run(tmp_path / "halves", tmp_path / "whole")
     stored = json.loads((tmp_path / f"whole/checkpoint/step-{STEPS}/manifest.json").read_text())
     dtype = optimizer.get("state_dtype", "float32")
@@ -63,7 +63,7 @@ def test_so_they_are_with_muon_and_narrow_moments(tmp_path: Path, optimizer: dic
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    run_ranks(train_here, 2, make_job(folder, parallelism={"expert_parallel_degree": 2}))
+    run_on_ranks(train_here, 2, make_job(folder, parallelism={"expert_parallel_degree": 2}))
     return folder
 
 
@@ -76,9 +76,9 @@ def test_a_killed_rank_costs_steps_but_changes_nothing(
 ):
     job = make_job(tmp_path, parallelism={"expert_parallel_degree": 2})
     with pytest.raises(RankError):
-        run_ranks(killed, 2, job, where, rank)
+        run_on_ranks(killed, 2, job, where, rank)
     assert not (tmp_path / f"checkpoint/step-{STEPS}").exists()
-    run_ranks(train_here, 2, job)
+    run_on_ranks(train_here, 2, job)
     assert_same_run(tmp_path, undisturbed)
 
 
@@ -110,7 +110,7 @@ def test_every_layout_starts_from_one_seed_checkpoint_and_sees_the_same_data(tmp
         debug={"seed": 1},  # Weights that no run of seed 0 would draw by itself.
         checkpoint={"enable": True, "create_seed_checkpoint": True},
     )
-    run_ranks(train_here, 1, seed)
+    run_on_ranks(train_here, 1, seed)
     initial = str(tmp_path / "seed/checkpoint/step-0")
     losses = []
     for number, (world_size, layout) in enumerate(SEEDED):
@@ -122,10 +122,10 @@ def test_every_layout_starts_from_one_seed_checkpoint_and_sees_the_same_data(tmp
             parallelism=layout,
             checkpoint={"enable": True, "initial_load_path": initial},
         )
-        run_ranks(train_here, world_size, job)
+        run_on_ranks(train_here, world_size, job)
         losses.append([line[1:3] for line in figures(folder)])
     own = make_job(tmp_path / "own", steps=3, training={"dtype": "float64"})
-    run_ranks(train_here, 1, own)
+    run_on_ranks(train_here, 1, own)
     assert figures(tmp_path / "own")[0][1] != pytest.approx(losses[0][0][0], rel=1e-6)
     for other in losses[1:]:
         for ours, theirs in zip(other, losses[0], strict=True):
@@ -138,8 +138,8 @@ def test_validation_changes_nothing_but_the_validation_loss(tmp_path: Path):
     watched = make_job(
         tmp_path / "watched", steps=4, validation={"enable": True, "freq": 1, "steps": 2}
     )
-    run_ranks(train_here, 2, plain)
-    run_ranks(train_here, 2, watched)
+    run_on_ranks(train_here, 2, plain)
+    run_on_ranks(train_here, 2, watched)
     assert figures(tmp_path / "watched") == figures(tmp_path / "plain")
     ours, theirs = (
         json.loads((tmp_path / name / "checkpoint/step-4/manifest.json").read_text())
@@ -153,10 +153,10 @@ def test_validation_changes_nothing_but_the_validation_loss(tmp_path: Path):
 
 @pytest.mark.slow
 def test_going_back_to_an_earlier_step_leaves_the_later_ones_behind(tmp_path: Path):
-    run_ranks(train_here, 1, make_job(tmp_path))
+    run_on_ranks(train_here, 1, make_job(tmp_path))
     first = figures(tmp_path)
     back = make_job(tmp_path, checkpoint={"enable": True, "interval": 100, "load_step": 10})
-    run_ranks(train_here, 1, back)
+    run_on_ranks(train_here, 1, back)
     assert figures(tmp_path) == first, "the same steps again"
     names = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
     assert names == [
@@ -171,13 +171,15 @@ def test_going_back_to_an_earlier_step_leaves_the_later_ones_behind(tmp_path: Pa
 @pytest.mark.slow
 def test_resuming_under_another_number_of_ranks_goes_on_with_the_same_data(tmp_path: Path):
     whole = make_job(tmp_path / "whole", training={"dtype": "float64"})
-    run_ranks(train_here, 2, whole)
-    run_ranks(train_here, 1, make_job(tmp_path / "parts", steps=10, training={"dtype": "float64"}))
+    run_on_ranks(train_here, 2, whole)
+    run_on_ranks(
+        train_here, 1, make_job(tmp_path / "parts", steps=10, training={"dtype": "float64"})
+    )
     second = make_job(
         tmp_path / "parts",
         training={"dtype": "float64"},
         parallelism={"expert_parallel_degree": 4},
     )
-    run_ranks(train_here, 4, second)
+    run_on_ranks(train_here, 4, second)
     for ours, theirs in zip(figures(tmp_path / "parts"), figures(tmp_path / "whole"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-9)

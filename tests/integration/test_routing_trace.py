@@ -9,7 +9,7 @@ from tests.support.routing import own_choices
 from tests.support.trainings import make_job, train_here
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.routing.record import Record
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 from titan_moe.verify.compare.routing_diff import routing_diff
 
 
@@ -53,11 +53,11 @@ def test_a_run_that_resumes_goes_on_with_its_record(tmp_path: Path) -> None:
         "debug": {"routing_record": str(record)},
         "checkpoint": {"enable": True, "interval": 1},
     }
-    run_ranks(train_here, 1, make_job(tmp_path / "run", steps=2, **tables))
+    run_on_ranks(train_here, 1, make_job(tmp_path / "run", steps=2, **tables))
     first = (record / "step-2.rank-0-of-1.npz").read_bytes()
     # Of a step that is run again, as after a kill between its part and its checkpoint.
     (record / "step-3.rank-0-of-1.npz").write_bytes(b"")
-    run_ranks(train_here, 2, make_job(tmp_path / "run", steps=3, **tables))
+    run_on_ranks(train_here, 2, make_job(tmp_path / "run", steps=3, **tables))
     assert Record(record).steps == [1, 2, 3]
     assert len(Record(record).step(3).parts) == 2
     assert (record / "step-2.rank-0-of-1.npz").read_bytes() == first

@@ -11,7 +11,7 @@ from tests.support.tiers import tiered
 from tests.support.trainings import train_here
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 BOUND = 1e-10
 MEASURED = ("loss", "grad_norm", "balance_loss", "mtp_loss", "validation_loss", "moe/", "tokens")
@@ -49,7 +49,7 @@ def make_job(family: str, folder: Path, **layout: int | str) -> JobConfig:
 @cache
 def metrics(family: str, world_size: int, **layout: int | str) -> list[dict[str, float]]:
     folder = Path(mkdtemp())
-    run_ranks(train_here, world_size, make_job(family, folder, **layout))
+    run_on_ranks(train_here, world_size, make_job(family, folder, **layout))
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     measured = [{k: v for k, v in json.loads(x).items() if k.startswith(MEASURED)} for x in lines]
     rates = {"tokens_per_second", "tokens_per_second_per_device"}

@@ -10,7 +10,7 @@ from tests.support.planted_bugs import BUGS as COMMON_BUGS
 from tests.support.planted_bugs import Bug, plant
 from tests.support.planted_dispatch_bugs import DISPATCH_BUGS
 from tests.support.planted_family_bugs import FAMILY_BUGS
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 from titan_moe.verify.gradients import gate as gate_module
 from titan_moe.verify.gradients import worker
 from titan_moe.verify.gradients.compare import TensorDifference
@@ -35,11 +35,11 @@ def judge(
     found: list[TensorDifference] = []
 
     def run_with_bug(fn: object, world_size: int, task: Task) -> list[RankReport]:
-        reports = run_ranks(with_bug, world_size, bug, task)
+        reports = run_on_ranks(with_bug, world_size, bug, task)
         found.extend(difference for report in reports for difference in report.wrong)
         return [replace(v, wrong=v.wrong[: worker._MOST_SHOWN]) for v in reports]
 
-    monkeypatch.setattr(gate_module, "run_ranks", run_with_bug)
+    monkeypatch.setattr(gate_module, "run_on_ranks", run_with_bug)
     return gate.verify(parse(layout)), found
 
 

@@ -12,7 +12,7 @@ from tests.support.tiny import make_job, tiny
 from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.config.pipeline import SCHEDULES, split_parts, stages_of_rank
 from titan_moe.distributed.execution import Microbatch
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 SEQ_LEN, ROWS, BOUND = 16, 32, 1e-9
 CHUNK_SIZE = 5  # No divisor of the tokens of a microbatch.
@@ -296,7 +296,7 @@ def check(references, case: dict) -> list[list[dict]]:
     world_size = 1
     for degree in ("pp", "dp_shard", "dp_replicate", "tp"):
         world_size *= case["degrees"].get(degree, 1)
-    results = run_ranks(run_pipeline, world_size, case)
+    results = run_on_ranks(run_pipeline, world_size, case)
     bound = 1e-4 if "compute" in case else BOUND
     assert wrong(results, references[case["rows"]], bound) == []
     if case.get("fsdp", True):

@@ -28,7 +28,7 @@ from titan_moe.metrics import curves
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.runtime.process import Process
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 from titan_moe.trainer import Trainer
 from titan_moe.verify.gradients.fixture import at_depth
 from titan_moe.verify.layouts.layouts import Layout, apply_layout
@@ -161,7 +161,7 @@ def run(
     config = at_depth(model_config(family, "gate"), depth)
     problems = check(job, config, layout.world_size, num_gpus=0)
     assert not problems, f"{layout}: {problems}"
-    ranks = run_ranks(train_watched, layout.world_size, job, config, layout, save_last, plant)
+    ranks = run_on_ranks(train_watched, layout.world_size, job, config, layout, save_last, plant)
     return Run(layout, folder, ranks)
 
 

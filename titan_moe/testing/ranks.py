@@ -23,7 +23,7 @@ class RankError(RuntimeError):
     """A rank raised or died; the message holds its traceback."""
 
 
-def run_ranks(
+def run_on_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S
 ) -> list:
     """Call `fn(*args)` on every rank of a gloo world and return the ranks' results in rank order.

@@ -3,7 +3,7 @@
 import pytest
 
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, ParallelDims
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 LAYOUTS = [
     {"dp_replicate": 1, "ep": 8},
@@ -42,7 +42,7 @@ def count_new_groups(world_size: int, degrees: dict[str, int], rank: int) -> tup
 @pytest.mark.parametrize("degrees", LAYOUTS)
 def test_one_group_per_list_of_ranks_and_class_of_traffic(world_size: int, degrees: dict[str, int]):
     rank = world_size - 3
-    axes, ranks, calls = run_ranks(count_new_groups, 1, world_size, degrees, rank)[0]
+    axes, ranks, calls = run_on_ranks(count_new_groups, 1, world_size, degrees, rank)[0]
     dims = ParallelDims(world_size, **degrees)
     for axis, members in zip(axes, ranks, strict=True):
         assert tuple(members) == dims.group_of(rank, axis), axis
@@ -67,4 +67,4 @@ def own_timeouts(seconds: float) -> list[float]:
 
 
 def test_groups_wait_as_long_as_the_configuration_says():
-    assert run_ranks(own_timeouts, 2, 77) == [[77, 77]] * 2
+    assert run_on_ranks(own_timeouts, 2, 77) == [[77, 77]] * 2

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from titan_moe.models.decoder import FeedForward
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 ROWS, SEQ_LEN, D, HIDDEN, SHARED, EXPERTS, TOP_K = 2, 30, 16, 8, 24, 4, 2
 TOKENS = ROWS * SEQ_LEN
@@ -79,7 +79,7 @@ def test_of_a_routed_row_x_gate_and_up_are_kept(ep: int, name: str):
     if ep == 1:
         results = [kept(1, **SETTINGS[name])]
     else:
-        results = run_ranks(kept_on_rank, ep, ep, SETTINGS[name])
+        results = run_on_ranks(kept_on_rank, ep, ep, SETTINGS[name])
     for sizes, rows in results:
         wanted = expected(rows)
         assert sizes == Counter({n: c for n, c in wanted.items() if n >= rows * HIDDEN}), rows

@@ -6,7 +6,7 @@ from torch import nn
 
 from titan_moe.config.job_config import Optimizer
 from titan_moe.optim.optimizers import build_optimizer
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 
 def parameters():
@@ -82,5 +82,5 @@ def step_on_two_meshes(implementation):
 
 @pytest.mark.parametrize("implementation", ["foreach", "fused"])
 def test_steps_on_parameters_of_different_meshes(implementation):
-    for values in run_ranks(step_on_two_meshes, 2, implementation):
+    for values in run_on_ranks(step_on_two_meshes, 2, implementation):
         torch.testing.assert_close(torch.tensor(values), torch.full((2, 4, 4), 0.85))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from titan_moe.optim.muon import chunk_lengths
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 
 
 @pytest.mark.parametrize("length, chunks", [(6, 3), (7, 3), (2, 4), (5, 4), (0, 2), (9, 1)])
@@ -82,7 +82,7 @@ def on_every_layout(world_size):
 
 
 def test_pieces_of_what_is_made_of_the_whole_come_back():
-    for found in run_ranks(on_every_layout, 4, 4):
+    for found in run_on_ranks(on_every_layout, 4, 4):
         assert {name: same for name, (same, _) in found.items()} == dict.fromkeys(found, True)
         # Three copies of each matrix, each worked on once by the ranks that cut it.
         assert {name: total // 3 for name, (_, total) in found.items()} == {

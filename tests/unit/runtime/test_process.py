@@ -24,6 +24,9 @@ from titan_moe.runtime.seeds import seed_everything
 
 _ALONE = """
 import datetime, os, torch, torch.distributed as dist
+from titan_moe.config.job_config import Comm
+from titan_moe.runtime.launch import Launch
+from titan_moe.runtime.process import process_group, set_timeouts
 with process_group(Launch.from_environment(os.environ), Comm(), os.environ) as process:
     assert process.is_main and dist.get_world_size() == process.world_size == 1
     backend = dist.group.WORLD._get_backend(process.device)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titan_moe.testing.process_pool import WorkerError, in_fresh_processes
-from titan_moe.testing.ranks import RankError, _told, run_ranks
+from titan_moe.testing.ranks import RankError, _told, run_on_ranks
 
 
 def rank_times(factor: int) -> int:
@@ -17,7 +17,7 @@ def rank_times(factor: int) -> int:
 
 
 def test_results_come_in_the_order_of_ranks() -> None:
-    assert run_ranks(rank_times, 3, 10) == [0, 10, 20]
+    assert run_on_ranks(rank_times, 3, 10) == [0, 10, 20]
 
 
 def fail_while_others_wait(bad_rank: int, how: str) -> None:
@@ -46,7 +46,7 @@ def fail_while_others_wait(bad_rank: int, how: str) -> None:
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_the_cause_is_named_whoever_reports_first(bad_rank: int, how: str, says: str) -> None:
     with pytest.raises(RankError) as failure:
-        run_ranks(fail_while_others_wait, 2, bad_rank, how)
+        run_on_ranks(fail_while_others_wait, 2, bad_rank, how)
     told = str(failure.value)
     assert told.startswith(f"rank {bad_rank}:") and says in told
 
@@ -67,7 +67,7 @@ def hang(bad_rank: int) -> None:
 def test_one_timeout_ends_ranks_and_their_collectives() -> None:
     start = time.monotonic()
     with pytest.raises(RankError) as failure:
-        run_ranks(hang, 2, 1, timeout_s=10)
+        run_on_ranks(hang, 2, 1, timeout_s=10)
     # Rank 0 says where it waited; rank 1 says nothing.
     assert str(failure.value).startswith("ranks: [1] had not ended after 10 s\nrank 0:\n")
     assert "dist.barrier()" in str(failure.value)

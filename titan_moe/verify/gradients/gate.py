@@ -14,7 +14,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
-from titan_moe.testing.ranks import RankError, run_ranks
+from titan_moe.testing.ranks import RankError, run_on_ranks
 from titan_moe.verify.gradients.compare import TOLERANCES, TensorDifference, by_cause
 from titan_moe.verify.gradients.fixture import Fixture, at_depth, easy, make_fixture
 from titan_moe.verify.gradients.reference import IGNORED
@@ -94,7 +94,7 @@ class Gate:
         if not problems:
             task = Task(job, config, layout, path, TOLERANCES[dtype])
             try:
-                reports = run_ranks(verify_on_rank, layout.world_size, task)
+                reports = run_on_ranks(verify_on_rank, layout.world_size, task)
                 problems = _problems(result, layout, reports)
                 problems = problems or _unpoisoned(reports, layout, config)
             except RankError as error:

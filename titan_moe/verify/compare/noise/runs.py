@@ -18,7 +18,7 @@ from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import lr_factor, set_lr
-from titan_moe.testing.ranks import run_ranks
+from titan_moe.testing.ranks import run_on_ranks
 from titan_moe.train_step import StepResult, TrainStep
 from titan_moe.verify.compare.records import LOAD_OF, NORM_OF, Curve
 from titan_moe.verify.layouts.layouts import Layout, layout_tables, parse, with_tables
@@ -92,7 +92,7 @@ def train_each(
             raise ConfigError([f"{run}: {line}" for line in lines])
     tasks = [(setting(job, run), run) for job, run in trainings]
     (world_size,) = {run.layout.world_size for _, run in tasks}
-    found = run_ranks(
+    found = run_on_ranks(
         _train_on_rank, world_size, tasks, config, parameter_norms, timeout_s=_TIMEOUT_S
     )[0]
     return [
