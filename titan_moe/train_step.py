@@ -22,7 +22,7 @@ from titan_moe.distributed.execution import Microbatch
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.distributed.tied_weights import sum_tied_grads
 from titan_moe.metrics.step_metrics import device_metrics
-from titan_moe.optim.expert_bias import own_counts, update_routers
+from titan_moe.moe.router import local_expert_counts, update_routers
 from titan_moe.profiling.regions import region
 
 
@@ -85,6 +85,7 @@ class TrainStep:
         self._counted = [each for each in self._parameters if each not in replicas]
         self._moe_layers = sharded.moe_layers()
         self._all_moe_layers = sharded.all_moe_layers()
+        self._routers = {name: moe.router for name, moe in self._moe_layers.items()}
         self._metrics = device_metrics(
             list(self._moe_layers.values()),
             [part.mtp for part in sharded.parts if part.mtp is not None],
@@ -136,7 +137,7 @@ class TrainStep:
         clip = grad_norm.clip_factor(result.grad_norm, self._max_norm)
         grad_norm.scale_grads(self._parameters, clip / result.num_targets)
         if result.counts_LE is not None:
-            update_routers(self._moe_layers, self._all_moe_layers, result.counts_LE)
+            update_routers(self._routers, self._all_moe_layers, result.counts_LE)
         self._optimizer.step()
 
     def discard(self) -> None:
@@ -171,8 +172,8 @@ class TrainStep:
             "squares": squares.to(self._device),
         }
         if self._all_moe_layers:
-            terms["counts_LE"] = own_counts(
-                self._moe_layers,
+            terms["counts_LE"] = local_expert_counts(
+                self._routers,
                 self._all_moe_layers,
                 num_experts=self._num_experts,
                 device=self._device,

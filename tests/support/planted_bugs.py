@@ -328,8 +328,8 @@ BUGS = {
     ),
     "routing biases of a rank's first stage alone": Bug(
         "titan_moe.train_step:TrainStep._update",
-        "update_routers(self._moe_layers,",
-        "update_routers(self._sharded.parts[0].moe_layers(),",
+        "update_routers(self._routers,",
+        "update_routers({n: m.router for n, m in self._sharded.parts[0].moe_layers().items()},",
         caught_on="pp=2,schedule=Interleaved1F1B,recompute=op,reshard=never",
         named=("expert_bias layers.2*", "expert_bias layers.3*"),
         spared=("loss *", "counts *", "gradient *", "parameter *"),

@@ -93,9 +93,9 @@ FAMILY_BUGS: dict[str, Bug] = {
         spared=("loss *", "mtp_loss *", "counts *", "num_targets *"),
     ),
     "routing bias of multi-token prediction not updated": Bug(
-        "titan_moe.optim.expert_bias:update_routers",
-        "if name in moe_layers]",
-        "if name in moe_layers and not name.startswith('mtp')]",
+        "titan_moe.moe.router:update_routers",
+        "if name in routers]",
+        "if name in routers and not name.startswith('mtp')]",
         caught_on="dp_shard=2,recompute=none",
         named=("expert_bias mtp.layers.0.block*",),
         spared=("loss *", "counts *", "gradient *", "parameter *", "expert_bias layers.*"),

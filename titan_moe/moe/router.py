@@ -1,5 +1,6 @@
-"""The router: scores, the selection of experts, and their gating weights."""
+"""The router: scores, the selection of experts, their gating weights, and the routing bias."""
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from titan_moe.moe.balance import updated_bias
 from titan_moe.moe.config import MoEConfig
 
 
@@ -108,3 +110,47 @@ def _keep_top_groups(scores_TE: Tensor, config: MoEConfig) -> Tensor:
     best_TG = group_scores_TG.topk(config.top_groups, dim=-1).indices
     eligible_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter_(-1, best_TG, True)
     return scores_TGE.masked_fill(~eligible_TG[..., None], float("-inf")).flatten(1)
+
+
+def local_expert_counts(
+    routers: Mapping[str, Router],
+    all_layers: Sequence[str],
+    *,
+    num_experts: int,
+    device: torch.device,
+) -> Tensor:
+    """Tokens per expert that this rank has counted since the last call, and start anew: counts_LE.
+
+    A row for each of `all_layers`; zeros for those of other ranks. To be summed over the world.
+    """
+    counts = {name: router.tokens_per_expert for name, router in routers.items()}
+    nothing = torch.zeros(num_experts, dtype=torch.int64, device=device)
+    counts_LE = torch.stack([counts.get(name, nothing) for name in all_layers])
+    if counts:
+        torch._foreach_zero_(list(counts.values()))
+    return counts_LE
+
+
+@torch.no_grad()
+def update_routers(
+    routers: Mapping[str, Router], all_layers: Sequence[str], counts_LE: Tensor
+) -> None:
+    """Move each layer's routing bias towards an even load, and remember the load.
+
+    Called before the optimizer step, once for all of its microbatches; a few launches, however many
+    layers there are. `counts_LE` has a row for each of `all_layers`; those of other ranks are left
+    to them.
+    """
+    rows = [row for row, name in enumerate(all_layers) if name in routers]
+    if not rows:
+        return
+    local = [routers[all_layers[row]] for row in rows]
+    if len(rows) < len(all_layers):
+        counts_LE = torch.stack([counts_LE[row] for row in rows])
+    loads_LE = counts_LE / counts_LE.sum(-1, keepdim=True)
+    loads = [router.previous_load for router in local]
+    torch._foreach_copy_(loads, list(loads_LE.to(loads[0].dtype).unbind()))
+    if speed := local[0].config.bias_update_speed:
+        biases = [router.expert_bias for router in local]
+        moved_LE = updated_bias(torch.stack(biases), counts_LE, speed)
+        torch._foreach_copy_(biases, list(moved_LE.unbind()))
