@@ -25,7 +25,7 @@ def test_another_choice_of_experts_is_named(tmp_path: Path):
     sides = ["--baseline", "ranks=1", "--candidate", forced, "--step", "1", "--repeats", "0"]
     code, told = localize(*COMPARE, *sides, *TINY, out=tmp_path / "out")
     assert code == 1, told
-    assert "the runs part at: layers.0.moe.router, choice (forward)" in told
+    assert "first difference: layers.0.moe.router, choice (forward)" in told
     assert "equal before it: what the step reads; parameters at the step's start" in told
     assert "a tie" not in told
     (found,) = json.loads((tmp_path / "out" / "finding.json").read_text())

@@ -159,13 +159,14 @@ def run_pipeline(case: dict, planted: str | None = None) -> list[dict]:
     from titan_moe.distributed.parallel_dims import ParallelDims
     from titan_moe.distributed.pipeline.schedule import Activations, Pipeline
     from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, sum_grads
+    from titan_moe.models.output import Output
 
     plant(planted)
     dims = ParallelDims(dist.get_world_size(), **case["degrees"])
     meshes = build_meshes(dims, "cpu")
     parts = build_parts(case, meshes)
     reduced, forwards = count_reductions(parts), count_forwards(parts)
-    for output in (part.output for part in parts if hasattr(part.output, "compute")):
+    for output in (part.output for part in parts if isinstance(part.output, Output)):
         output.chunk_size = CHUNK_SIZE
         if dims.tp > 1:
             output.cross_entropy = VocabParallelCrossEntropy(meshes.group("tp"))

@@ -139,6 +139,9 @@ def make_job(
         "checkpoint": {"enable": True, "interval": LEG},
         "optimizer": optimizer or {},
     }
+    if layout.dispatch == "bounded":
+        # Room for all: synthetic tokens of two families crowd more than the gate's factor takes.
+        tables["parallelism"]["expert_parallel_capacity_factor"] = float(layout.ep)
     return apply_layout(job, layout, tables)
 
 
