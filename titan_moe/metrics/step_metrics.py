@@ -1,7 +1,8 @@
 """Figures of a step: sums that layers keep on the device, and how evenly experts are loaded.
 
-To add a device metric, keep a sum in the module that knows it (a float64 or int64 buffer, added to
-in the forward), and name it in `device_metrics`. In a logged step it joins the step's one
+To add a device metric, keep a sum in the module that knows it (a float64 or int64 buffer, zeroed in
+`init_buffers`), add to it detached, in training, and where recomputation does not come twice (as in
+`MoE.route`), and name it in `device_metrics`. In a logged step it joins the step's one
 all-reduce, the log writes it under its name, and the buffer starts again from zero.
 """
 

@@ -72,8 +72,8 @@ class Gate:
         config = model_of_job(self.job.model)
         if config.moe is None:
             raise ConfigError([f"model.flavor={flavor} of {name} has no experts: choose another"])
-        if self.job.optimizer.name == "Adam":
-            raise ConfigError(["optimizer.name=Adam: choose AdamW or Muon"])
+        if (optimizer := self.job.optimizer.name) not in ("AdamW", "Muon"):
+            raise ConfigError([f"optimizer.name={optimizer}: the gate knows AdamW and Muon"])
         return config
 
     def refusal(self, layout: Layout) -> str:

@@ -237,11 +237,13 @@ def _dispatch(layout: Layout) -> dict[str, Any]:
     if layout.dispatch == "bounded":
         # Room for nearly all rows of a rank in each buffer: they never overflow, and are watched.
         return {"expert_parallel_capacity_factor": 0.97 * layout.ep if layout.ep > 1 else 1.0}
-    keys: dict[str, Any] = {"expert_parallel_comm_backend": "deduplicated"}
     if layout.dispatch == "nodes":
         on_node = 2 if layout.ep % 2 == 0 else 1
-        keys["expert_parallel_ranks_per_node"] = on_node * layout.etp
-    return keys
+        return {
+            "expert_parallel_comm_backend": "deduplicated",
+            "expert_parallel_ranks_per_node": on_node * layout.etp,
+        }
+    return {"expert_parallel_comm_backend": layout.dispatch}
 
 
 def with_options(layout: Layout, **options: str) -> Layout:
