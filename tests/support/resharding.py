@@ -140,7 +140,7 @@ def make_job(
         "optimizer": optimizer or {},
     }
     if layout.dispatch == "bounded":
-        # Room for all: synthetic tokens of two families crowd more than the gate's factor takes.
+        # The gate's own factor drops rows of synthetic tokens in two families; this never does.
         tables["parallelism"]["expert_parallel_capacity_factor"] = float(layout.ep)
     return apply_layout(job, layout, tables)
 

@@ -1,4 +1,4 @@
-"""Ranks that fail: the cause is named, whoever reports first, and nothing is waited for in vain."""
+"""Ranks that fail: the error names the cause, whichever rank reports first, and no wait hangs."""
 
 import os
 import signal
