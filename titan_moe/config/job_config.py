@@ -160,6 +160,16 @@ class Optimizer(Section):
     """Root mean square of an update by Muon in learning rates; 0.2 is about AdamW's."""
 
 
+_ADAM_KEYS = ("beta1", "beta2", "eps", "implementation", "state_dtype")
+OPTIMIZER_KEYS = {
+    "AdamW": _ADAM_KEYS,
+    "Adam": _ADAM_KEYS,
+    "Muon": (*_ADAM_KEYS, "muon_momentum", "muon_steps", "muon_rms"),
+}
+"""The keys that each optimizer reads, besides lr and weight_decay, which all read: what its builder
+in optim/optimizers.py is given. The others are refused unless they have their defaults."""
+
+
 class LRScheduler(Section):
     """Warmup, stable, decay."""
 
