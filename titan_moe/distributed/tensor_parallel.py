@@ -98,7 +98,7 @@ def unplanned_modules(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if any(True for _ in module.parameters(recurse=False))
+        if list(module.parameters(recurse=False))
         and not any(fnmatchcase(name, pattern) for pattern in plan)
         and not _is_routed(model, name)
     ]
