@@ -15,9 +15,7 @@ def test_the_generated_parts_are_up_to_date(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_region_is_written_anew_and_the_rest_of_the_page_kept() -> None:
-    page = (
-        "# A\n\n<!-- generated: a -->\nold\n<!-- end -->\nwords\n<!-- generated: b --><!-- end -->"
-    )
+    page = "# A\n\n<!-- generated: a -->\nold\n<!-- end -->\nwords\n"
     regions = {"a": lambda: "\nnew\n"}
     new = filled(page, regions, {})
     assert new == "# A\n\n<!-- generated: a -->\n\nnew\n\n<!-- end -->\nwords\n"
