@@ -4,19 +4,31 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scripts.docs import configuration
+from scripts.docs import configuration, models
+from scripts.docs.figures import moe_layer, step, views
 
 REGIONS: dict[str, Callable[[], str]] = {
     "configuration": configuration.tables,
+    "models": models.tables,
 }
 """The text of a region, by its name in the page."""
+FIGURES: dict[str, Callable[[], str]] = {
+    "moe_layer.svg": moe_layer.draw,
+    "step.svg": step.draw,
+    "views.svg": views.draw,
+}
+"""The text of a file of docs/figures/, by its name."""
 _REGION = re.compile(r"(<!-- generated: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def outdated(docs: Path) -> dict[Path, str]:
-    """The pages below `docs` that are not as generated, and the text that they should have."""
+    """The files below `docs` that are not as generated, and the text that they should have."""
     made: dict[str, str] = {}
     found = {}
+    for name, draw in FIGURES.items():
+        path, text = docs / "figures" / name, draw()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            found[path] = text
     for path in sorted(docs.rglob("*.md")):
         text = path.read_text(encoding="utf-8")
         if (new := filled(text, REGIONS, made)) != text:
