@@ -4,12 +4,13 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scripts.docs import configuration, models
+from scripts.docs import configuration, models, parity
 from scripts.docs.figures import moe_layer, step, views
 
 REGIONS: dict[str, Callable[[], str]] = {
     "configuration": configuration.tables,
     "models": models.tables,
+    "parity": parity.table,
 }
 """The text of a region, by its name in the page."""
 FIGURES: dict[str, Callable[[], str]] = {
