@@ -37,10 +37,8 @@ from titan_moe.profiling.profiler import profiler
 from titan_moe.profiling.regions import region
 from titan_moe.routing.replay import RoutingTrace
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.garbage import GarbageCollector
 from titan_moe.runtime.lean_start import leave_compiler_out
-from titan_moe.runtime.process import Process, set_timeouts
-from titan_moe.runtime.seeds import seed_everything
+from titan_moe.runtime.process import GarbageCollector, Process, seed_everything, set_timeouts
 from titan_moe.train_step import StepResult, TrainStep, local_batch, num_local_targets
 
 logger = logging.getLogger(__name__)
