@@ -5,10 +5,12 @@ Exit codes: 0; 2 for a configuration that cannot run; 1 for a run that failed.
 
 import errno
 import gc
+import logging
 import traceback
 from collections.abc import Mapping
 
 from titan_moe.config.checks.job import check
+from titan_moe.config.checks.run import flavor
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.parse import load_job, resolve
@@ -18,6 +20,8 @@ from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import report
 from titan_moe.runtime.launch import Launch, count_gpus
 from titan_moe.runtime.log import start_logging
+
+logger = logging.getLogger(__name__)
 
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -61,6 +65,9 @@ def _run(argv: list[str], environment: Mapping[str, str], launch: Launch) -> Non
     job, model = prepare(argv, launch.world_size, environment)
     color = not job.metrics.disable_color_printing
     start_logging(launch.rank, _log_ranks(environment), color=color)
+    if launch.rank == 0:
+        # Before torch, whose import takes seconds.
+        logger.info("%s on %d rank(s): starting", flavor(job), launch.world_size)
 
     # Importing torch makes a million objects that stay; looking for garbage among them again and
     # again takes half a second. The trainer collects in its own time.

@@ -12,8 +12,6 @@ import os
 from titan_moe.cli.command import Answer, Command, add_ranks, job_arguments, positive
 from titan_moe.config.errors import ConfigError
 
-_CPU_RANKS = 2
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ranks(
@@ -26,11 +24,11 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.checks.data import check_vocabulary
     from titan_moe.data.build import check_data
     from titan_moe.data.tokenizer import load_tokenizer
-    from titan_moe.runtime.launch import count_gpus
+    from titan_moe.runtime.launch import default_ranks
     from titan_moe.train import prepare
 
     nodes = options.nodes
-    ranks = options.ranks or nodes * (count_gpus(os.environ) or _CPU_RANKS)
+    ranks = options.ranks or nodes * default_ranks(os.environ)
     if ranks % nodes:
         raise ConfigError([f"--ranks {ranks} must be a multiple of --nodes {nodes}"])
     job, model = prepare(job_arguments(options), ranks, os.environ)
