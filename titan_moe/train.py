@@ -9,6 +9,7 @@ import logging
 import traceback
 from collections.abc import Mapping
 
+from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.job import check
 from titan_moe.config.checks.run import flavor
 from titan_moe.config.errors import ConfigError
@@ -59,6 +60,26 @@ def prepare(
     if problems:
         raise ConfigError(problems)
     return resolve(job, world_size), model
+
+
+def check_all(
+    argv: list[str], world_size: int, num_nodes: int, environment: Mapping[str, str]
+) -> JobConfig:
+    """Check configuration, tokenizer and data in one plain process, before any rank starts; returns
+    the resolved configuration. Raises ConfigError with everything that is wrong."""
+    # Imported here: numpy's import is not for every rank to wait for.
+    from titan_moe.data.build import check_data
+    from titan_moe.data.tokenizer import load_tokenizer
+
+    if world_size % num_nodes:
+        raise ConfigError([f"--ranks {world_size} must be a multiple of --nodes {num_nodes}"])
+    job, model = prepare(argv, world_size, environment)
+    if problems := check_data(job.training, job.validation, job.model.tokenizer_path):
+        raise ConfigError(problems)
+    tokenizer = load_tokenizer(job.model.tokenizer_path)
+    if problems := check_vocabulary(job, model, tokenizer.vocab_size):
+        raise ConfigError(problems)
+    return job
 
 
 def _run(argv: list[str], environment: Mapping[str, str], launch: Launch) -> None:

@@ -65,7 +65,7 @@ def next_steps(
     commands["get a page of its curves and experts"] = shlex.join(page)
     *others, last = commands
     words = f"{', '.join(others)}, or {last}" if others else last
-    return "\n  ".join([f"next, {words}:", *commands.values()])
+    return "\n  ".join([f"next you can {words}:", *commands.values()])
 
 
 def _training(

@@ -1,9 +1,8 @@
 """Which rank failed first, and why: records written by the ranks, read after torchrun has ended.
 
 torchrun itself ends with exit code 1 under a page of its own whatever a rank ended with. So each
-failing rank leaves a record in a folder handed to it, and `titan-moe report failure`, which
-run_train.sh calls, names the first one. A rank that could leave none (SIGKILL, a segmentation
-fault) is found on torchrun's page.
+failing rank leaves a record in a folder handed to it, of which `explain` names the first. A rank
+that could leave none (SIGKILL, a segmentation fault) is found on torchrun's page.
 """
 
 import json

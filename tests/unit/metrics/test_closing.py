@@ -24,7 +24,7 @@ def said(**changed):
         "environment": CPU,
     }
     first, *commands = closing.next_steps(Path("out"), **(words | changed)).split("\n  ")
-    assert first.startswith("next, ") and first.endswith(":")
+    assert first.startswith("next you can ") and first.endswith(":")
     return commands
 
 
