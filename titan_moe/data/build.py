@@ -25,6 +25,7 @@ class _Named:
     key: str
     dataset: str
     dataset_path: str | None
+    text_column: str
     weight: float
 
 
@@ -168,9 +169,16 @@ def build_validation(
 
 def _training_sources(training: Training) -> list[_Named]:
     if not training.blend:
-        return [_Named("training.", training.dataset, training.dataset_path, 1.0)]
+        path, column = training.dataset_path, training.text_column
+        return [_Named("training.", training.dataset, path, column, 1.0)]
     return [
-        _Named(f"training.blend[{number}].", part.dataset, part.dataset_path, part.weight)
+        _Named(
+            f"training.blend[{number}].",
+            part.dataset,
+            part.dataset_path,
+            part.text_column or training.text_column,
+            part.weight,
+        )
         for number, part in enumerate(training.blend)
     ]
 
@@ -178,7 +186,8 @@ def _training_sources(training: Training) -> list[_Named]:
 def _validation_sources(validation: Validation, training: Training) -> list[_Named]:
     if validation.dataset is None:
         return _training_sources(training)
-    return [_Named("validation.", validation.dataset, validation.dataset_path, 1.0)]
+    column = validation.text_column or training.text_column
+    return [_Named("validation.", validation.dataset, validation.dataset_path, column, 1.0)]
 
 
 def _endless_validation(validation: Validation, training: Training) -> list[str]:
@@ -208,6 +217,7 @@ def _open_order(
     opened = open_source(
         source.dataset,
         source.dataset_path,
+        text_column=source.text_column,
         key=source.key,
         tokenizer=tokenizer.fingerprint,
         seed=seed,
