@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from titan_moe.runtime.help_pages import page_for
+
 _RANK = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+)")
 _PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _UNREACHABLE = re.compile(r"Rendezvous(Connection|Timeout|Closed)\w*Error|DistNetworkError")
@@ -89,6 +91,8 @@ def report(rank: int, lines: Sequence[str], exit_code: int, *, expected: bool, t
 
 
 def print_errors(lines: Sequence[str]) -> None:
-    """One `error: ` line each, on standard error."""
+    """One `error: ` line each, on standard error, with the page of docs/ that says more."""
     for line in lines:
-        print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)
+        page = page_for(line)
+        suffix = f" (docs/{page})" if page is not None else ""
+        print(f"error: {' '.join(line.split())}{suffix}", file=sys.stderr, flush=True)

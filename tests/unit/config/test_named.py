@@ -39,7 +39,7 @@ def test_a_file_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("qwen3/debugmodel_mo", "did you mean qwen3/debugmodel"),
+        ("qwen3/debugmodel_mo", "or qwen3/debugmodel_moe, which titan_moe brings along?"),
         ("debugmodel", "did you mean deepseek_v3/debugmodel or gpt_oss/debugmodel or llama4/"),
         ("nowhere.toml", "nor does titan_moe bring a configuration of this name along"),
     ],
