@@ -74,8 +74,15 @@ def test_the_first_failure_s_line_and_exit_code(
 def test_a_signal_reaches_torchrun_and_its_own_code_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(100)"
+    script = (
+        "import os, pathlib, signal, sys, time\n"
+        f"ended = pathlib.Path({str(tmp_path / 'ended')!r})\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (ended.touch(), sys.exit(1)))\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "time.sleep(20)"
+    )
     assert start(monkeypatch, tmp_path, script) == 130
+    assert (tmp_path / "ended").exists()
     assert capsys.readouterr().out.splitlines()[-1] == f"the files of this run are in {tmp_path}"
 
 
