@@ -40,5 +40,5 @@ nodes=${NNODES:-1}
 # Ctrl-C is ignored until Python can answer it.
 trap '' INT
 exec "$PYTHON" -m titan_moe train --config "${CONFIG_FILE:-$repo/configs/debug/default.toml}" \
-    --ranks ${NGPU:+"$((NGPU * nodes))"} --nodes "$nodes" --node-rank "${NODE_RANK:-0}" \
+    ${NGPU:+--ranks "$((NGPU * nodes))"} --nodes "$nodes" --node-rank "${NODE_RANK:-0}" \
     --endpoint "${RDZV_ENDPOINT:-}" "$@"

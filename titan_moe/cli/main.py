@@ -10,7 +10,7 @@ from titan_moe.cli.command import Command
 from titan_moe.runtime.failure import print_errors
 
 COMMANDS = {
-    "train": "train a model, on one process or --ranks",
+    "train": "train a model on the GPUs of this machine",
     "check": "check a configuration and its data, without a GPU",
     "generate": "let a model continue a text",
     "tokenize": "write a pre-tokenised copy of a dataset",
