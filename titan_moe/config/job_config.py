@@ -192,6 +192,8 @@ class Dataset(Section):
     """As training.dataset."""
     dataset_path: str | None = None
     """As training.dataset_path."""
+    text_column: str | None = None
+    """As training.text_column, which holds where this is left out."""
     weight: float = Field(1.0, gt=0)
     """Share of the tokens drawn from this part, relative to the other parts' weights."""
 
@@ -213,6 +215,8 @@ class Training(Section):
     dataset_path: str | None = None
     """File, folder or glob for json, parquet, text and tokens; a local copy for Hugging Face
     names."""
+    text_column: str = "text"
+    """Column of json, parquet and Hugging Face data that holds the text."""
     blend: list[Dataset] = Field([])
     """Several datasets with weights, as [[training.blend]] tables; replaces dataset and
     dataset_path."""
@@ -464,6 +468,8 @@ class Validation(Section):
     """As training.dataset; left out: the held-out documents of the training data."""
     dataset_path: str | None = None
     """As training.dataset_path."""
+    text_column: str | None = None
+    """As training.text_column, which holds where this is left out."""
     local_batch_size: PositiveInt = 8
     """Rows of one batch on one data rank."""
     seq_len: PositiveInt | None = None

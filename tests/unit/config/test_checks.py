@@ -13,6 +13,24 @@ _EMULATED = f"{_FLOAT8} --quantize.linear.float8.emulate true"
 
 RULES = [
     (
+        "--training.text_column body",
+        1,
+        "training.text_column='body' has no use with training.dataset='stdlib': leave it out, or "
+        "choose json, parquet or a Hugging Face dataset",
+    ),
+    (
+        '--training.blend [{"dataset":"json"},{"dataset":"tokens","text_column":"body"}]',
+        1,
+        "training.blend[1].text_column='body' has no use with training.blend[1].dataset='tokens': "
+        "leave it out, or choose json, parquet or a Hugging Face dataset",
+    ),
+    (
+        "--validation.dataset text --validation.text_column body",
+        1,
+        "validation.text_column='body' has no use with validation.dataset='text': leave it out, or "
+        "choose json, parquet or a Hugging Face dataset",
+    ),
+    (
         "--parallelism.expert_parallel_degree 3",
         3,
         "parallelism.expert_parallel_degree=3 must divide num_experts=8: choose 1, 2, 4 or 8",
@@ -20,14 +38,14 @@ RULES = [
     (
         "--parallelism.data_parallel_shard_degree 8",
         2,
-        "parallelism: dp_shard 8 = 8 ranks, but this run has 2: start it with NGPU=8, or set "
-        "parallelism.data_parallel_shard_degree=-1 to take what is there",
+        "parallelism: dp_shard 8 = 8 ranks, but this run has 2: start it with NGPU=8 (--ranks "
+        "8), or set parallelism.data_parallel_shard_degree=-1 to take what is there",
     ),
     (
         "--parallelism.data_parallel_replicate_degree 4",
         6,
         "parallelism: dp_replicate 4 = 4 must divide the 6 ranks of this run: start it with a "
-        "multiple, such as NGPU=4",
+        "multiple, such as NGPU=4 (--ranks 4)",
     ),
     (
         "--parallelism.data_parallel_shard_degree 0",
