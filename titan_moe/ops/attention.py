@@ -2,7 +2,7 @@
 
 Causal order, packed documents, windows and chunks all say the same kind of thing: a query sees the
 keys from some first position up to its own. So a mask is that first position for every query; it
-ascends along a row, whence blocks that nobody sees are found at their edges.
+ascends along a row, so the edges of a block say whether any query sees it.
 
 A core (`AttentionCore`) makes its masks once per microbatch, for all layers, and is chosen when the
 model is built.
