@@ -5,19 +5,22 @@ Exit codes: 0; 2 for a configuration that cannot run; 1 for a run that failed.
 
 import errno
 import gc
+import logging
 import traceback
 from collections.abc import Mapping
 
 from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
-from titan_moe.config.parse import load_job, resolve
+from titan_moe.config.parse import load_job, read_job, resolve
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel, export_problems, model_of_job
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import report
 from titan_moe.runtime.launch import Launch, count_gpus
 from titan_moe.runtime.log import start_logging
+
+logger = logging.getLogger(__name__)
 
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -43,8 +46,14 @@ def prepare(
     argv: list[str], world_size: int, environment: Mapping[str, str]
 ) -> tuple[JobConfig, ModelConfig]:
     """The resolved configuration and its model's dimensions; raises ConfigError."""
+    return prepare_job(load_job(argv), world_size, environment)
+
+
+def prepare_job(
+    job: JobConfig, world_size: int, environment: Mapping[str, str]
+) -> tuple[JobConfig, ModelConfig]:
+    """As `prepare`, of a configuration that has been read."""
     _log_ranks(environment)
-    job = load_job(argv)
     if job.checkpoint.create_seed_checkpoint:
         # Initial weights are the same in every layout: any number of ranks can write them.
         job = job.model_copy(update={"parallelism": Parallelism()})
@@ -58,9 +67,12 @@ def prepare(
 
 
 def _run(argv: list[str], environment: Mapping[str, str], launch: Launch) -> None:
-    job, model = prepare(argv, launch.world_size, environment)
+    job, notes = read_job(argv)
+    job, model = prepare_job(job, launch.world_size, environment)
     color = not job.metrics.disable_color_printing
     start_logging(launch.rank, _log_ranks(environment), color=color)
+    for note in notes:
+        logger.info(note)
 
     # Importing torch makes a million objects that stay; looking for garbage among them again and
     # again takes half a second. The trainer collects in its own time.
