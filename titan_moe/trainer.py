@@ -83,8 +83,8 @@ class Trainer:
             logger.info(layout_summary(dict(sharded.named_parameters()), self.meshes))
             if self.meshes.dims.pp > 1:
                 weights = part_weights(sharded.config, job.training.seq_len)
-                rows = job.training.local_batch_size
-                logger.info(pipeline_summary(job.parallelism, sharded.stages, weights, rows))
+                size = job.training.local_batch_size
+                logger.info(pipeline_summary(job.parallelism, sharded.stages, weights, size))
         self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
         self.train_step = TrainStep(sharded, self.optimizer, job.training, device=process.device)
         self.checkpointer = _checkpointer(job, sharded, self.optimizer)
@@ -267,8 +267,8 @@ class Trainer:
         sums = torch.zeros(3, dtype=torch.float64, device=self.process.device)
         self.sharded.train(False)
         for batch in self.validation:
-            rows = local_batch(batch, self.sharded, self.process.device)
-            sums[0] += self.sharded.execution.evaluate(rows)
+            local = local_batch(batch, self.sharded, self.process.device)
+            sums[0] += self.sharded.execution.evaluate(local)
             sums[1] += num_local_targets(batch, self.sharded)
         self.sharded.train(True)
         sums[2] = self.sharded.take_dropped(self.process.device)

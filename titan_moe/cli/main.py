@@ -19,7 +19,7 @@ COMMANDS = {
     "hf import": "make a checkpoint of a Hugging Face folder",
     "hf export": "make a Hugging Face folder of a checkpoint",
     "verify gradients": "every gradient of many layouts against one process, in float64",
-    "verify losses": "two trainings side by side, and a verdict",
+    "verify losses": "compare two trainings, with a verdict",
     "verify localize": "the first tensor that differs between two trainings",
     "verify suite": "a list of comparisons, and one summary",
     "verify parity": "logits, losses and gradients against transformers",

@@ -30,7 +30,7 @@ class _Named:
 
 
 def check_data(training: Training, validation: Validation, tokenizer_path: str) -> list[str]:
-    """Everything wrong with data and tokenizer that can be told in a moment, one line each."""
+    """Everything wrong with data and tokenizer that can be found quickly, one line each."""
     lines: list[str] = []
     tokenizer = None
     try:
@@ -60,12 +60,12 @@ def build_loader(
     global_batch_size: int,
     permutation: int = 0,
 ) -> Loader:
-    """The loader of data rank `rank` of `num_ranks`, which owns a contiguous range of the rows: of
-    the rows as they come, or in the order that the seed `permutation` gives them.
+    """The loader of data rank `rank` of `num_ranks`, which owns a contiguous range of the global
+    batch's sequences: as they come, or in the order that the seed `permutation` gives them.
 
-    ConfigError when a source is missing, unreadable or has fewer documents than there are rows.
+    ConfigError when a source is missing, unreadable or has fewer documents than sequences.
     """
-    rows = _own_rows(global_batch_size, rank, num_ranks, permutation)
+    sequences = _local_sequences(global_batch_size, rank, num_ranks, permutation)
     parts = [
         BlendSource(
             _open_order(
@@ -73,7 +73,7 @@ def build_loader(
                 tokenizer,
                 split=Split.TRAIN,
                 seed=seed,
-                rows=rows,
+                sequences=sequences,
                 global_batch_size=global_batch_size,
                 repeat=training.repeat_dataset,
             ),
@@ -85,7 +85,7 @@ def build_loader(
         _check_size(part.order, global_batch_size, repeat=training.repeat_dataset)
     streams = [
         SequenceStream(
-            row,
+            index,
             parts=parts,
             tokenizer=tokenizer,
             seed=seed,
@@ -93,7 +93,7 @@ def build_loader(
             seq_len=training.seq_len,
             mask_documents=training.mask_documents,
         )
-        for row in rows
+        for index in sequences
     ]
     sources = " + ".join(f"{part.weight:g} x {part.order.fingerprint}" for part in parts)
     return Loader(
@@ -110,13 +110,15 @@ def build_loader(
     )
 
 
-def _own_rows(global_batch_size: int, rank: int, num_ranks: int, permutation: int) -> list[int]:
-    local_rows, rest = divmod(global_batch_size, num_ranks)
+def _local_sequences(
+    global_batch_size: int, rank: int, num_ranks: int, permutation: int
+) -> list[int]:
+    num_local, rest = divmod(global_batch_size, num_ranks)
     assert rest == 0, "the configuration's own checks let this through"
     order = list(range(global_batch_size))
     if permutation:
         order = np.random.default_rng(permutation).permutation(global_batch_size).tolist()
-    return order[rank * local_rows : (rank + 1) * local_rows]
+    return order[rank * num_local : (rank + 1) * num_local]
 
 
 def build_validation(
@@ -143,7 +145,7 @@ def build_validation(
             tokenizer,
             split=Split.HELD_OUT if held_out else Split.ALL,
             seed=seed,
-            rows=range(1),
+            sequences=range(1),
             global_batch_size=1,
             repeat=False,
         )
@@ -210,7 +212,7 @@ def _open_order(
     *,
     split: Split,
     seed: int,
-    rows: Sequence[int],
+    sequences: Sequence[int],
     global_batch_size: int,
     repeat: bool,
 ) -> DocumentOrder:
@@ -230,20 +232,20 @@ def _open_order(
         name,
         opened,
         split=split,
-        rows=rows,
+        sequences=sequences,
         global_batch_size=global_batch_size,
         repeat=repeat,
     )
 
 
 def _check_size(order: DocumentOrder, global_batch_size: int, *, repeat: bool) -> None:
-    """Refuse a source with fewer documents than rows: a row without a document is never filled."""
+    """Refuse a source with fewer documents than sequences: each needs one to be filled."""
     if order.size is None or order.size >= (1 if repeat else global_batch_size):
         return
     raise ConfigError(
         [
             f"{order.name} has {order.size:,} documents to train on, fewer "
-            f"than the {global_batch_size:,} rows of training.global_batch_size: add documents, "
-            "choose a smaller global_batch_size, or set training.repeat_dataset=true"
+            f"than the {global_batch_size:,} sequences of training.global_batch_size: add "
+            "documents, choose a smaller global_batch_size, or set training.repeat_dataset=true"
         ]
     )

@@ -5,6 +5,7 @@ import pytest
 from tests.support.config_checks import Shape, problems
 from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.job import check
+from titan_moe.config.job_config import OPTIMIZER_KEYS
 from titan_moe.config.parse import load_job, resolve
 
 _FLOAT8 = '--model.converters ["quantize.linear.float8","quantize.grouped_mm.float8"]'
@@ -213,8 +214,12 @@ def test_the_global_batch_is_pinned_for_the_ranks_of_the_run() -> None:
 
 def test_keys_of_optimizers_that_contradict_each_other():
     (line,) = problems("--optimizer.muon_steps 6")
-    assert line.startswith("optimizer.muon_steps=6 is Muon's: leave it out")
+    assert line == (
+        "optimizer.muon_steps=6 has no effect with optimizer.name=AdamW: leave it out, or choose "
+        "Muon"
+    )
     assert problems("--optimizer.muon_steps 6 --optimizer.name Muon") == []
+    assert problems("--optimizer.muon_steps 5") == []
     narrow = "--optimizer.state_dtype bfloat16"
     (line,) = problems(f"{narrow} --optimizer.beta2 0.999")
     assert line.startswith("optimizer.beta2=0.999 changes a moment by less than")
@@ -222,3 +227,16 @@ def test_keys_of_optimizers_that_contradict_each_other():
     (line,) = problems(f"{narrow} --optimizer.name Muon --optimizer.muon_momentum 0.995")
     assert line.startswith("optimizer.muon_momentum=0.995")
     assert problems(narrow) == []
+
+
+def test_a_key_that_the_optimizer_does_not_read_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(OPTIMIZER_KEYS, "Adam", ("beta1", "implementation"))
+    said = problems(
+        "--optimizer.name Adam --optimizer.beta1 0.8 --optimizer.beta2 0.98 --optimizer.eps 1e-8 "
+        "--optimizer.state_dtype bfloat16 --optimizer.weight_decay 0.2"
+    )
+    assert [line.partition(":")[0] for line in said] == [
+        "optimizer.beta2=0.98 has no effect with optimizer.name=Adam",
+        "optimizer.state_dtype=bfloat16 has no effect with optimizer.name=Adam",
+    ]
+    assert said[0].endswith("leave it out, or choose AdamW or Muon")

@@ -62,7 +62,7 @@ CONTENTS = [
     ),
     (
         {"dataset": "json", "dataset_path": "{}/few.json"},
-        "has 4 documents to train on, fewer than the 8 rows of training.global_batch_size.*"
+        "has 4 documents to train on, fewer than the 8 sequences of training.global_batch_size.*"
         "training.repeat_dataset=true",
     ),
     (

@@ -190,7 +190,9 @@ def test_a_stream_goes_on_from_its_mark(tmp_path):
 
 def stream_feed(path, *, rows, split=Split.TRAIN, repeat=False):
     stream = HubStream("c4", path, key="training.")
-    return StreamOrder("c4", stream, split=split, rows=rows, global_batch_size=4, repeat=repeat)
+    return StreamOrder(
+        "c4", stream, split=split, sequences=rows, global_batch_size=4, repeat=repeat
+    )
 
 
 def test_a_stream_feed_deals_its_documents_to_rows(tmp_path):

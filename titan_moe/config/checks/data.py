@@ -72,15 +72,15 @@ def _further_tokens(run: Run) -> list[str]:
 
 
 def _global_batch(run: Run) -> list[str]:
-    rows, local = run.job.training.global_batch_size, run.job.training.local_batch_size
-    if run.data_ranks is None or rows < 1:
+    size, local = run.job.training.global_batch_size, run.job.training.local_batch_size
+    if run.data_ranks is None or size < 1:
         return []
     step = local * run.data_ranks
-    if rows % step == 0:
+    if size % step == 0:
         return []
     return [
-        f"training.global_batch_size={rows} must be a multiple of local_batch_size {local} x "
-        f"{run.data_ranks} data ranks = {step}: choose {max(rows // step, 1) * step}"
+        f"training.global_batch_size={size} must be a multiple of local_batch_size {local} x "
+        f"{run.data_ranks} data ranks = {step}: choose {max(size // step, 1) * step}"
     ]
 
 

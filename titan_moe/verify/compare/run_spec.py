@@ -113,9 +113,9 @@ class RunSpec:
 
 def parse_run_spec(text: str, common: RunSpec, *, default_ranks: int = 1) -> RunSpec:
     """A run as described above; what it leaves out is as `common` has it, and where nothing
-    tells the ranks, `default_ranks`.
+    says the ranks, `default_ranks`.
 
-    Raises ConfigError with a line for a word that means nothing.
+    Raises ConfigError with a line for each unknown word.
     """
     words = split_words(text)
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
