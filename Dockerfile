@@ -10,14 +10,14 @@
 # `--network host`, and NNODES, NODE_RANK and RDZV_ENDPOINT as run_train.sh says.
 FROM python:3.12-slim-bookworm
 
-# torch.compile and Triton build launchers with a C compiler; git names the code that a run used.
+# torch.compile and Triton build what they launch with a C compiler.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ git \
+    && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 
 RUN useradd --create-home --uid 1000 trainer && install --directory --owner trainer /work
-USER trainer
+USER 1000
 WORKDIR /work
 ENV PATH=/home/trainer/venv/bin:$PATH PYTHONUNBUFFERED=1
 

@@ -19,7 +19,7 @@ from titan_moe.verify.parity.cases import cases
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "parity.json"
 _MEASURED = ("logits", "gradient", "losses", "exported")
 _HEAD = """\
-| family | option | float32: logits | gradient | losses | export | float64: logits | gradient | losses |
+| family | option | f32: logits | gradient | losses | export | f64: logits | gradient | losses |
 |---|---|--:|--:|--:|--:|--:|--:|--:|"""
 
 

@@ -50,7 +50,21 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
 
 def test_the_api_is_read_from_docstrings(site: Path) -> None:
     text = (site / "api.html").read_text()
-    assert (
-        "titan_moe.config.job_config.JobConfig" in text
-        and "A whole run, resolved and frozen" in text
+    for name in ("config.parse.load_job", "moe.layer.MoE", "testing.ranks.run_on_ranks"):
+        assert f'id="titan_moe.{name}"' in text
+    assert "Call <code>fn(*args)</code> on every rank of a gloo world" in text
+
+
+def test_a_mistake_in_a_page_fails(tmp_path: Path) -> None:
+    """Of links, anchors, the navigation and the API at once: each is one line of the output."""
+    for name in ("mkdocs.yml", "titan_moe"):
+        (tmp_path / name).symlink_to(REPO / name)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(
+        "# A\n[a](no_such.md)\n[b](#no-such)\n::: titan_moe.no_such\n"
     )
+    (tmp_path / "docs" / "orphan.md").write_text("# B\n")
+    done = build(tmp_path, tmp_path / "site")
+    assert done.returncode != 0
+    for word in ("no_such.md", "#no-such", "titan_moe.no_such", "orphan.md"):
+        assert word in done.stdout

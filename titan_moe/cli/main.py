@@ -10,7 +10,7 @@ from titan_moe.cli.command import Command
 from titan_moe.runtime.failure import print_errors
 
 COMMANDS = {
-    "train": "train a model; ./run_train.sh starts it on all GPUs",
+    "train": "train a model on the GPUs of this machine",
     "check": "check a configuration and its data, without a GPU",
     "generate": "let a model continue a text",
     "tokenize": "write a pre-tokenised copy of a dataset",
@@ -26,7 +26,6 @@ COMMANDS = {
     "verify shards": "shards, meshes and process groups of up to thousands of ranks",
     "report run": "curves, expert load and configuration of runs, as a page",
     "report profile": "where a profiled step's time goes",
-    "report failure": "which rank of a run failed first, and why",
     "simulate step": "communication and memory of one rank of a world of any size",
     "simulate scaling": "how both grow with the number of ranks",
 }

@@ -24,11 +24,14 @@ def read_run_specs(options: argparse.Namespace) -> "tuple[RunSpec, RunSpec]":
     """Baseline and candidate; raises ConfigError."""
     from pathlib import Path
 
+    from titan_moe.config.named import find_config
     from titan_moe.verify.compare.run_spec import RunSpec, existing, parse_overrides, parse_run_spec
     from titan_moe.verify.compare.runner import default_ranks
 
     common = RunSpec(
-        config=None if options.config is None else existing(Path(options.config), "--config "),
+        config=None
+        if options.config is None
+        else existing(Path(find_config(options.config)), "--config "),
         ranks=options.ranks,
         overrides=parse_overrides(options.overrides),
     )

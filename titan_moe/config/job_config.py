@@ -2,7 +2,7 @@
 description.
 
 Names, meanings and (unless the docstring says otherwise) defaults are those of torchtitan 0.2, so
-that its users can bring their files. What has no equivalent here is refused by name: torchtitan.py.
+that its users can bring their files; torchtitan.py says what becomes of its other keys.
 """
 
 from typing import Any, Literal
@@ -192,6 +192,8 @@ class Dataset(Section):
     """As training.dataset."""
     dataset_path: str | None = None
     """As training.dataset_path."""
+    text_column: str | None = None
+    """As training.text_column, which holds where this is left out."""
     weight: float = Field(1.0, gt=0)
     """Share of the tokens drawn from this part, relative to the other parts' weights."""
 
@@ -208,11 +210,14 @@ class Training(Section):
 
     dataset: str = "stdlib"
     """'stdlib' (the Python sources on this machine), 'synthetic', 'json', 'parquet', 'text',
-    'tokens' (a folder made by titan-moe tokenize), 'c4', or a Hugging Face dataset name.
+    'tokens' (a folder made by titan-moe tokenize), 'c4', 'c4_validation', 'c4_test' (a folder of
+    torchtitan's repository), or a Hugging Face dataset name.
     A document is a file of stdlib, a record of json and parquet, a paragraph of text."""
     dataset_path: str | None = None
     """File, folder or glob for json, parquet, text and tokens; a local copy for Hugging Face
     names."""
+    text_column: str = "text"
+    """Column of json, parquet and Hugging Face data that holds the text."""
     blend: list[Dataset] = Field([])
     """Several datasets with weights, as [[training.blend]] tables; replaces dataset and
     dataset_path."""
@@ -464,6 +469,8 @@ class Validation(Section):
     """As training.dataset; left out: the held-out documents of the training data."""
     dataset_path: str | None = None
     """As training.dataset_path."""
+    text_column: str | None = None
+    """As training.text_column, which holds where this is left out."""
     local_batch_size: PositiveInt = 8
     """Rows of one batch on one data rank."""
     seq_len: PositiveInt | None = None

@@ -25,6 +25,7 @@ class _Named:
     key: str
     dataset: str
     dataset_path: str | None
+    text_column: str
     weight: float
 
 
@@ -170,9 +171,16 @@ def build_validation(
 
 def _training_sources(training: Training) -> list[_Named]:
     if not training.blend:
-        return [_Named("training.", training.dataset, training.dataset_path, 1.0)]
+        path, column = training.dataset_path, training.text_column
+        return [_Named("training.", training.dataset, path, column, 1.0)]
     return [
-        _Named(f"training.blend[{number}].", part.dataset, part.dataset_path, part.weight)
+        _Named(
+            f"training.blend[{number}].",
+            part.dataset,
+            part.dataset_path,
+            part.text_column or training.text_column,
+            part.weight,
+        )
         for number, part in enumerate(training.blend)
     ]
 
@@ -180,7 +188,8 @@ def _training_sources(training: Training) -> list[_Named]:
 def _validation_sources(validation: Validation, training: Training) -> list[_Named]:
     if validation.dataset is None:
         return _training_sources(training)
-    return [_Named("validation.", validation.dataset, validation.dataset_path, 1.0)]
+    column = validation.text_column or training.text_column
+    return [_Named("validation.", validation.dataset, validation.dataset_path, column, 1.0)]
 
 
 def _endless_validation(validation: Validation, training: Training) -> list[str]:
@@ -210,6 +219,7 @@ def _open_order(
     opened = open_source(
         source.dataset,
         source.dataset_path,
+        text_column=source.text_column,
         key=source.key,
         tokenizer=tokenizer.fingerprint,
         seed=seed,

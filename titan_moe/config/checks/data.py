@@ -3,6 +3,8 @@
 from titan_moe.config.checks.run import Check, ModelShape, Run, flavor
 from titan_moe.config.job_config import JobConfig
 
+_WITHOUT_COLUMNS = ("stdlib", "synthetic", "text", "tokens")
+
 
 def check_vocabulary(job: JobConfig, model: ModelShape, tokenizer_size: int) -> list[str]:
     """`tokenizer_size` is the largest token id plus one, special tokens included."""
@@ -25,6 +27,28 @@ def _sequence_length(run: Run) -> list[str]:
         f"{key}={length} exceeds max_seq_len={limit} of {run.flavor}: choose at most {limit}"
         for key, length in lengths.items()
         if length > limit
+    ]
+
+
+def _text_columns(run: Run) -> list[str]:
+    """A column that nothing is read from."""
+    training, validation = run.job.training, run.job.validation
+    plain = type(training)().text_column
+    given: list[tuple[str, str | None, str | None]] = [
+        ("validation.", validation.dataset, validation.text_column)
+    ]
+    if training.blend:
+        given += [
+            (f"training.blend[{number}].", part.dataset, part.text_column)
+            for number, part in enumerate(training.blend)
+        ]
+    elif training.text_column != plain:
+        given.append(("training.", training.dataset, training.text_column))
+    return [
+        f"{key}text_column={column!r} has no use with {key}dataset={dataset!r}: leave it out, or "
+        "choose json, parquet or a Hugging Face dataset"
+        for key, dataset, column in given
+        if column is not None and dataset in _WITHOUT_COLUMNS
     ]
 
 
@@ -60,4 +84,4 @@ def _global_batch(run: Run) -> list[str]:
     ]
 
 
-CHECKS: list[Check] = [_sequence_length, _further_tokens, _global_batch]
+CHECKS: list[Check] = [_sequence_length, _text_columns, _further_tokens, _global_batch]

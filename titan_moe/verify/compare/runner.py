@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.runtime.launch import count_gpus
+from titan_moe.runtime import launch
 from titan_moe.train import prepare
 from titan_moe.verify.compare.comparison import Comparison, Verdict
 from titan_moe.verify.compare.control_runs import batch_words, control_specs
@@ -92,7 +92,7 @@ def update_golden(
 def default_ranks() -> int:
     """As run_train.sh chooses: NGPU, the GPUs found, else 2 processes."""
     named = os.environ.get("NGPU", "")
-    return int(named) if named.isdecimal() else count_gpus(os.environ) or 2
+    return int(named) if named.isdecimal() else launch.default_ranks(os.environ)
 
 
 class Runner:
@@ -212,7 +212,7 @@ class Runner:
             spec,
             self.plan.num_control_runs,
             layouts=self.plan.control_layouts,
-            num_gpus=count_gpus(os.environ),
+            num_gpus=launch.count_gpus(os.environ),
         )
         self.progress(
             f"the bits differ: {len(specs)} control runs measure how much rounding may do"
