@@ -16,7 +16,7 @@ from titan_moe.verify.compare.records import Array, Curve
 _STEPS, _CONTROLS = 50, 24
 _WALK = 2e-4
 """Of the walk at each step."""
-_DRIFT, _DRIFTS_FROM = 3e-4, 15
+_DRIFT, _DRIFTS_FROM = 8e-4, 15
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 760, 330, 66, 62, 30
 _BOTTOM = 232
 """Of the charts."""
