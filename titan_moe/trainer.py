@@ -2,6 +2,8 @@
 
 import json
 import logging
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,14 @@ from titan_moe.config.parse import as_toml, save_job
 from titan_moe.data.batch import Batch
 from titan_moe.data.build import build_loader, build_validation
 from titan_moe.data.loader import merge_states
-from titan_moe.data.tokenizer import load_tokenizer
+from titan_moe.data.tokenizer import load_tokenizer, loss_unit
 from titan_moe.data.validation import ValidationLoader
 from titan_moe.debug.capture.step import StepCapture
 from titan_moe.debug.nan_locator import describe_nonfinite
 from titan_moe.distributed.compile import compiled_so_far
 from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
+from titan_moe.metrics.closing import next_steps, outcome
 from titan_moe.metrics.run_log import RunLog, run_facts
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
@@ -41,8 +44,6 @@ from titan_moe.runtime.seeds import seed_everything
 from titan_moe.train_step import StepResult, TrainStep, local_batch, num_local_targets
 
 logger = logging.getLogger(__name__)
-
-_WITH_CHECKPOINT = "./run_train.sh --checkpoint.enable"
 
 
 @dataclass
@@ -82,12 +83,14 @@ class Trainer:
             logger.info(layout_summary(dict(sharded.named_parameters()), self.meshes))
             if self.meshes.dims.pp > 1:
                 weights = part_weights(sharded.config, job.training.seq_len)
-                rows = job.training.local_batch_size
-                logger.info(pipeline_summary(job.parallelism, sharded.stages, weights, rows))
+                size = job.training.local_batch_size
+                logger.info(pipeline_summary(job.parallelism, sharded.stages, weights, size))
         self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
         self.train_step = TrainStep(sharded, self.optimizer, job.training, device=process.device)
         self.checkpointer = _checkpointer(job, sharded, self.optimizer)
         self.progress = Progress()
+        self.losses: tuple[float, float | None] = (math.nan, None)
+        """Of the last step, and of the validation after it."""
 
     def create_seed_checkpoint(self) -> None:
         """Write the initial weights as step-0, from which any layout can start."""
@@ -132,7 +135,7 @@ class Trainer:
                 garbage.step(step)
                 profile.step()
         self.loader.close()
-        self.log.close()
+        self.log.close(*loss_unit(self.tokenizer))
         self.routing.close()
         self._say_goodbye()
 
@@ -167,6 +170,7 @@ class Trainer:
         if self._validates(step):
             with phases("validation"):
                 validation_loss = self._validate()
+        self.losses = (result.loss, validation_loss)
         self.log.step(
             step,
             result,
@@ -211,7 +215,7 @@ class Trainer:
 
     def _open_data(self) -> None:
         job, dims = self.job, self.meshes.dims
-        tokenizer = load_tokenizer(job.model.tokenizer_path)
+        self.tokenizer = tokenizer = load_tokenizer(job.model.tokenizer_path)
         if lines := check_vocabulary(job, self.sharded.config, tokenizer.vocab_size):
             raise ConfigError(lines)
         rank = dims.coordinate(self.process.rank, "batch")
@@ -263,8 +267,8 @@ class Trainer:
         sums = torch.zeros(3, dtype=torch.float64, device=self.process.device)
         self.sharded.train(False)
         for batch in self.validation:
-            rows = local_batch(batch, self.sharded, self.process.device)
-            sums[0] += self.sharded.execution.evaluate(rows)
+            local = local_batch(batch, self.sharded, self.process.device)
+            sums[0] += self.sharded.execution.evaluate(local)
             sums[1] += num_local_targets(batch, self.sharded)
         self.sharded.train(True)
         sums[2] = self.sharded.take_dropped(self.process.device)
@@ -287,16 +291,23 @@ class Trainer:
             logger.info(line, *values)
 
     def _say_goodbye(self) -> None:
+        """How it went, where everything is, and what to do next."""
+        self._say(outcome(self.progress.step, *self.losses, *loss_unit(self.tokenizer)))
         self._say("metrics %s", self.folder / "metrics.jsonl")
         self._say("curves  %s", self.folder / "curves.png")
-        if self.checkpointer.last_step is not None:
+        last, checkpoint = self.checkpointer.last_step, self.job.checkpoint
+        if last is not None:
             self._say("checkpoints %s", self.checkpointer.folder)
-        config = self.folder / "config.toml"
-        if self.checkpointer.last_step is None:
-            self._say("next: keep the result, with CONFIG_FILE=%s %s", config, _WITH_CHECKPOINT)
-            return
-        longer = 2 * self.job.training.steps
-        self._say("next: CONFIG_FILE=%s ./run_train.sh --training.steps %d", config, longer)
+        following = next_steps(
+            self.folder,
+            checkpoint=None if last is None else self.checkpointer.folder / f"step-{last}",
+            resumable=not checkpoint.last_save_model_only,
+            steps=self.job.training.steps,
+            prompt="def " if self.job.training.dataset == "stdlib" else "The",
+            launch=self.process,
+            environment=os.environ,
+        )
+        self._say("%s", following)
 
 
 def overflow_line(job: JobConfig, rows_dropped: int) -> str:

@@ -162,7 +162,7 @@ def unreadable_data(folder: Path) -> Bad:
 
 def data_smaller_than_one_batch(folder: Path) -> Bad:
     (folder / "data.txt").write_text("a few words\n")
-    words = ["1 documents", "2 rows", "training.repeat_dataset=true"]
+    words = ["1 documents", "2 sequences", "training.repeat_dataset=true"]
     return replace(_data(folder / "data.txt"), words=words)
 
 

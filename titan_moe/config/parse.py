@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Section
+from titan_moe.config.named import find_config, what_is_there
 from titan_moe.config.torchtitan import unknown_key, value_replacement
 
 if sys.version_info >= (3, 11):
@@ -41,6 +42,8 @@ class _Parser(argparse.ArgumentParser):
 
 def load_job(argv: list[str]) -> JobConfig:
     """Read `--job.config_file PATH`, put the `--table.key value` overrides on top, and validate.
+
+    Instead of a path stands a name of `config.named` too.
 
     Without a file every key has its default. `--help` prints all keys and exits. Raises ConfigError
     with everything that is wrong in file and command line together.
@@ -104,13 +107,15 @@ def _split_config_file(argv: list[str]) -> tuple[str | None, list[str]]:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{_CONFIG_FILE}", "--config", dest="path", metavar="PATH")
     known, rest = parser.parse_known_args(argv)
-    return known.path, rest
+    return known.path and find_config(known.path), rest
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
         return values
+    except FileNotFoundError as error:
+        problem = f"cannot be read: {error.strerror}{what_is_there(str(path))}"
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
     except UnicodeDecodeError:

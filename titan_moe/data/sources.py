@@ -19,10 +19,17 @@ def is_stream(dataset: str) -> bool:
 
 
 def open_source(
-    dataset: str, dataset_path: str | None, *, key: str, tokenizer: str, seed: int
+    dataset: str,
+    dataset_path: str | None,
+    *,
+    text_column: str,
+    key: str,
+    tokenizer: str,
+    seed: int,
 ) -> Corpus | Stream:
     """Open one source.
 
+    text_column: where there are columns.
     key: what the user writes before `dataset`, such as "training." or "--", for messages.
     tokenizer: the tokenizer's fingerprint.
     ConfigError when it is missing, empty, unreadable or made for another tokenizer.
@@ -35,8 +42,8 @@ def open_source(
     if dataset == "tokens":
         return _open_tokens(dataset_path, key=key, tokenizer=tokenizer)
     if dataset in SUFFIXES:
-        return FileCorpus(dataset, dataset_path, key=key)
-    return HubStream(dataset, dataset_path, key=key)
+        return FileCorpus(dataset, dataset_path, text_column=text_column, key=key)
+    return HubStream(dataset, dataset_path, text_column=text_column, key=key)
 
 
 def check_source(

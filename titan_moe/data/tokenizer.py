@@ -49,6 +49,13 @@ class Tokenizer(Protocol):
         """Text of `ids` (any iterable of ints); broken UTF-8 becomes U+FFFD."""
 
 
+def loss_unit(tokenizer: Tokenizer) -> tuple[str, int]:
+    """What a loss of these tokens is per, and among how many of them a uniform guess chooses."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return "byte", 256
+    return "token", tokenizer.vocab_size
+
+
 def load_tokenizer(path: str) -> Tokenizer:
     """Load `model.tokenizer_path`; ConfigError when there is no tokenizer."""
     if path == "bytes":

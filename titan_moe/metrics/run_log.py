@@ -1,7 +1,9 @@
 """The log of a run: at each logged step one line and one JSON object, at the end the curves."""
 
 import logging
+import math
 import platform
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +15,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.data.loader import Identity
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
 from titan_moe.distributed.parallelize import ShardedModel
+from titan_moe.metrics.console import Console
 from titan_moe.metrics.jsonl import JsonLines
 from titan_moe.metrics.performance import Phases, Throughput, memory_metrics
 from titan_moe.metrics.sinks import Sink, build_sinks
@@ -39,6 +42,7 @@ class RunLog:
         self._log_freq = job.metrics.log_freq
         self._steps = job.training.steps
         self._folder = Path(job.job.dump_folder)
+        self._title = job.job.description
         self._layers = [name.removesuffix(".block") for name in sharded.all_moe_layers()]
         self._throughput = Throughput(
             flops_per_token=model_flops_per_token(sharded.config, job.training.seq_len),
@@ -48,10 +52,17 @@ class RunLog:
         self._sinks: list[Sink] = []
         self._details = _details(job, resume_step) if process.is_main else {}
         self._wants_norms = job.metrics.log_parameter_norms
+        self._console: Console | None = None
         if process.is_main:
-            self._sinks = build_sinks(
-                job.metrics, self._folder, steps=self._steps, resume_step=resume_step
-            )
+            self._sinks = build_sinks(job.metrics, self._folder, resume_step=resume_step)
+            if logger.isEnabledFor(logging.INFO):  # LOG_RANK names this rank.
+                self._console = Console(
+                    sys.stdout,
+                    steps=self._steps,
+                    resume_step=resume_step,
+                    color=not job.metrics.disable_color_printing,
+                )
+                self._sinks.append(self._console)
         self._must_be_stored = _must_be_stored(job, sharded, process) if process.is_main else None
         on_cpu = process.device.type == "cpu"
         self._whose = " in the whole process, Python and torch included" if on_cpu else ""
@@ -84,6 +95,8 @@ class RunLog:
             tokens: tokens of the whole run so far; step_tokens: those of this step.
         """
         self._tokens_since += step_tokens
+        if self._console is not None:
+            self._console.progress(result.loss, step_tokens)
         if not self.wants(step) and validation_loss is None:
             return
         assert result.metrics is not None, "not a logged step"
@@ -119,15 +132,22 @@ class RunLog:
             norms.write(step, result.parameter_norms)
         self._tokens_since, self._last_log = 0, time.perf_counter()
 
-    def close(self) -> None:
-        """End the sinks and draw the curves; the main rank's job."""
+    def close(self, unit: str, choices: int) -> None:
+        """End the sinks and draw the curves; the main rank's job. The loss is per `unit`, of which
+        a uniform guess chooses among `choices`."""
         for sink in (*self._sinks, *self._details.values()):
             sink.close()
         if self._sinks:
             # Imported here: matplotlib takes most of a second, and only the end needs it.
             from titan_moe.metrics.curves import plot_curves
 
-            plot_curves(self._folder / "metrics.jsonl", self._folder / "curves.png")
+            plot_curves(
+                self._folder / "metrics.jsonl",
+                self._folder / "curves.png",
+                title=self._title,
+                unit=unit,
+                uniform_loss=math.log(choices),
+            )
 
 
 def run_facts(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from titan_moe.config.errors import ConfigError
 from titan_moe.moe.config import MoEConfig
 from titan_moe.ops.local_attention import LocalAttention
 
@@ -102,8 +103,9 @@ class MLAConfig:
 
 
 AttentionConfig = GQAConfig | MLAConfig
-"""The variants. A further one has `num_heads`, `num_kv_heads`, `rope_dim` and `sinks` too, its
-module in models/attention.py and its counts in models/stats.py."""
+"""The variants. A further one has what is in ATTENTION_HAS too, its module in models/attention.py
+and its counts in models/stats.py."""
+ATTENTION_HAS = ("num_heads", "num_kv_heads", "rope_dim", "sinks")
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,16 @@ class ModelConfig:
     init_std: float = 0.02
     """Standard deviation of the initial weights; projections back into the residual stream divide
     it by the square root of their number."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for an attention without what checks and layouts read."""
+        if lacking := [key for key in ATTENTION_HAS if not hasattr(self.attention, key)]:
+            raise ConfigError(
+                [
+                    f"{type(self.attention).__name__} has no {' and no '.join(lacking)}: add it in "
+                    "titan_moe/models/config.py, as GQAConfig and MLAConfig have"
+                ]
+            )
 
     def is_moe_layer(self, layer: int) -> bool:
         """Also of a layer beyond the last: the multi-token prediction's are built like it."""

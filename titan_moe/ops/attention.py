@@ -2,7 +2,7 @@
 
 Causal order, packed documents, windows and chunks all say the same kind of thing: a query sees the
 keys from some first position up to its own. So a mask is that first position for every query; it
-ascends along a row, whence blocks that nobody sees are found at their edges.
+ascends along a row, so the edges of a block say whether any query sees it.
 
 A sink is one more logit in a head's softmax that brings no value: it takes a share of the weights
 away (attention sinks: arXiv 2309.17453; a learned one: gpt-oss).

@@ -67,6 +67,8 @@ def test_all_of_a_command_s_lines_fit_their_aim() -> None:
         (["memory", "--training.stepz", "3"], "did you mean training.steps?"),
         (["memory", "--config", "nowhere.toml"], "nowhere.toml: cannot be read"),
         (["check", "--ranks", "3", "--nodes", "2"], "--ranks 3 must be a multiple of --nodes 2"),
+        (["train", "--ranks", "2", "--nodes", "2"], "2 nodes need --endpoint HOST:PORT"),
+        (["train", "--ranks", "x"], "--ranks: x must be a positive number"),
         (["verify", "losses", "--repeats", "x"], "--repeats: invalid int value"),
     ],
 )

@@ -5,12 +5,31 @@ import pytest
 from tests.support.config_checks import Shape, problems
 from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.job import check
+from titan_moe.config.job_config import OPTIMIZER_KEYS
 from titan_moe.config.parse import load_job, resolve
 
 _FLOAT8 = '--model.converters ["quantize.linear.float8","quantize.grouped_mm.float8"]'
 _EMULATED = f"{_FLOAT8} --quantize.linear.float8.emulate true"
 
 RULES = [
+    (
+        "--training.text_column body",
+        1,
+        "training.text_column='body' has no use with training.dataset='stdlib': leave it out, or "
+        "choose json, parquet or a Hugging Face dataset",
+    ),
+    (
+        '--training.blend [{"dataset":"json"},{"dataset":"tokens","text_column":"body"}]',
+        1,
+        "training.blend[1].text_column='body' has no use with training.blend[1].dataset='tokens': "
+        "leave it out, or choose json, parquet or a Hugging Face dataset",
+    ),
+    (
+        "--validation.dataset text --validation.text_column body",
+        1,
+        "validation.text_column='body' has no use with validation.dataset='text': leave it out, or "
+        "choose json, parquet or a Hugging Face dataset",
+    ),
     (
         "--parallelism.expert_parallel_degree 3",
         3,
@@ -19,14 +38,14 @@ RULES = [
     (
         "--parallelism.data_parallel_shard_degree 8",
         2,
-        "parallelism: dp_shard 8 = 8 ranks, but this run has 2: start it with NGPU=8, or set "
-        "parallelism.data_parallel_shard_degree=-1 to take what is there",
+        "parallelism: dp_shard 8 = 8 ranks, but this run has 2: start it with NGPU=8 (--ranks "
+        "8), or set parallelism.data_parallel_shard_degree=-1 to take what is there",
     ),
     (
         "--parallelism.data_parallel_replicate_degree 4",
         6,
         "parallelism: dp_replicate 4 = 4 must divide the 6 ranks of this run: start it with a "
-        "multiple, such as NGPU=4",
+        "multiple, such as NGPU=4 (--ranks 4)",
     ),
     (
         "--parallelism.data_parallel_shard_degree 0",
@@ -195,8 +214,12 @@ def test_the_global_batch_is_pinned_for_the_ranks_of_the_run() -> None:
 
 def test_keys_of_optimizers_that_contradict_each_other():
     (line,) = problems("--optimizer.muon_steps 6")
-    assert line.startswith("optimizer.muon_steps=6 is Muon's: leave it out")
+    assert line == (
+        "optimizer.muon_steps=6 has no effect with optimizer.name=AdamW: leave it out, or choose "
+        "Muon"
+    )
     assert problems("--optimizer.muon_steps 6 --optimizer.name Muon") == []
+    assert problems("--optimizer.muon_steps 5") == []
     narrow = "--optimizer.state_dtype bfloat16"
     (line,) = problems(f"{narrow} --optimizer.beta2 0.999")
     assert line.startswith("optimizer.beta2=0.999 changes a moment by less than")
@@ -204,3 +227,16 @@ def test_keys_of_optimizers_that_contradict_each_other():
     (line,) = problems(f"{narrow} --optimizer.name Muon --optimizer.muon_momentum 0.995")
     assert line.startswith("optimizer.muon_momentum=0.995")
     assert problems(narrow) == []
+
+
+def test_a_key_that_the_optimizer_does_not_read_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(OPTIMIZER_KEYS, "Adam", ("beta1", "implementation"))
+    said = problems(
+        "--optimizer.name Adam --optimizer.beta1 0.8 --optimizer.beta2 0.98 --optimizer.eps 1e-8 "
+        "--optimizer.state_dtype bfloat16 --optimizer.weight_decay 0.2"
+    )
+    assert [line.partition(":")[0] for line in said] == [
+        "optimizer.beta2=0.98 has no effect with optimizer.name=Adam",
+        "optimizer.state_dtype=bfloat16 has no effect with optimizer.name=Adam",
+    ]
+    assert said[0].endswith("leave it out, or choose AdamW or Muon")

@@ -81,8 +81,8 @@ class _Rows:
 
 
 def compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
-    """Run one case on both sides. Takes the first seed from `seed` on, in steps of 1000, whose
-    routing has no near-ties."""
+    """Run one case in both implementations. Takes the first seed from `seed` on, in steps of 1000,
+    whose routing has no near-ties."""
     for attempt in range(20):
         difference = _compare(case, seed + 1000 * attempt, dtype)
         if difference.margin > SMALLEST_MARGIN:

@@ -1,4 +1,4 @@
-"""Processes of a conversion: torchrun's, or this one."""
+"""The processes of `hf import` and `hf export`: torchrun's, or this one."""
 
 import os
 from collections.abc import Callable
