@@ -4,13 +4,14 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scripts.docs import configuration, models, parity
+from scripts.docs import configuration, models, parity, torchtitan
 from scripts.docs.figures import moe_layer, noise_band, step, views
 
 REGIONS: dict[str, Callable[[], str]] = {
     "configuration": configuration.tables,
     "models": models.tables,
     "parity": parity.table,
+    "torchtitan": torchtitan.table,
 }
 """The text of a region, by its name in the page."""
 FIGURES: dict[str, Callable[[], str]] = {

@@ -64,8 +64,8 @@ def next_steps(
     page = [*console, "report", "run", str(folder)]
     commands["get a page of its curves and experts"] = shlex.join(page)
     *others, last = commands
-    words = f"{', '.join(others)}, or {last}" if others else last
-    return "\n  ".join([f"next you can {words}:", *commands.values()])
+    purposes = f"{', '.join(others)}, or {last}" if others else last
+    return "\n  ".join([f"next you can {purposes}:", *commands.values()])
 
 
 def _training(

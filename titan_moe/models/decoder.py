@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.models.attention import build_attention
-from titan_moe.models.attention_core import CausalSdpa
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.mtp import MultiTokenPrediction
 from titan_moe.models.output import Embedding, Output
 from titan_moe.models.rope import Rope, Rotation
 from titan_moe.moe.layer import MoE
-from titan_moe.ops.attention import AttentionCore
+from titan_moe.ops.attention import AttentionCore, CausalSdpa
 from titan_moe.profiling.regions import region
 
 _BIASES = ("b1", "b2", "b3")
