@@ -122,8 +122,9 @@ class Decoder(nn.Module):
             documents_BS: which document of its row each token belongs to, counted from 0.
             positions_BS: each token's position in its row.
             labels_BS: the next token of each; IGNORE_INDEX where there is no target.
-            ahead_tokens_BKS, ahead_labels_BKS: what multi-token prediction trains on: the tokens
-                and labels 1, 2, ..., K positions on. Ignored in evaluation.
+            ahead_tokens_BKS: what multi-token prediction trains on: the tokens 1, 2, ..., K
+                positions on. Ignored in evaluation.
+            ahead_labels_BKS: their labels.
         """
         hidden = self.hidden(tokens_BS, documents_BS, positions_BS, ahead_tokens_BKS)
         if labels_BS is None or len(hidden) == 1:

@@ -89,9 +89,9 @@ class _Chart:
 
 
 def _title(drawing: Drawing, x: float, title: str, check: BandCheck) -> None:
-    word = "inside" if check.inside else f"outside, from step {check.first_outside} on"
+    word = "inside" if check.inside else f"outside from step {check.first_outside} on"
     drawing.text(x, 30, title, bold=True)
-    says = f"{word}: {check.statistic:.2f} of what noise may do"
+    says = f"{word}: {check.statistic:.2f} of the limit"
     drawing.text(x, 49, says, color="three" if check.inside else "bad")
 
 
