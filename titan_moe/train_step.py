@@ -22,6 +22,7 @@ from titan_moe.distributed.execution import Microbatch
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.distributed.tied_weights import sum_tied_grads
 from titan_moe.metrics.step_metrics import device_metrics
+from titan_moe.moe.layer import take_dropped
 from titan_moe.moe.router import local_expert_counts, update_routers
 from titan_moe.profiling.regions import region
 
@@ -115,15 +116,16 @@ class TrainStep:
         parameter's norm if asked for.
 
         If the result is not finite, nothing is updated, and the gradients stay for whoever looks
-        for the reason; `discard` clears them. Nor is anything where the model refuses a step that
-        dropped rows. A step without a target token updates nothing either.
+        for the reason; `discard` clears them. Nor is anything updated where rows were dropped and
+        the model stops on overflow, nor in a step without a target token.
         """
         for moe in self._moe_layers.values():
             moe.counts_traffic = logged
         loss_sum = self._accumulate(batches, observer)
         with region("grad_norm"):
             result = self._reduce(loss_sum, batches, logged, parameter_norms)
-        if not result.finite or self._sharded.refuses(result.rows_dropped):
+        overflows = result.rows_dropped > 0 and self._sharded.stops_on_overflow
+        if not result.finite or overflows:
             return result
         if result.num_targets > 0:
             with region("optimizer"):
@@ -178,7 +180,7 @@ class TrainStep:
                 num_experts=self._num_experts,
                 device=self._device,
             )
-            terms["rows_dropped"] = self._sharded.take_dropped(self._device)
+            terms["rows_dropped"] = take_dropped(self._moe_layers.values(), self._device)
         if logged:
             terms |= self._metrics.terms()
             # Exact: sums of 32-bit numbers over two million sequences fit into 53 bits.
@@ -263,8 +265,7 @@ def look_ahead(batch: Batch, depths: int) -> tuple[Tensor, Tensor]:
 
 def num_local_targets(batch: Batch, sharded: ShardedModel) -> int:
     """Target tokens among them; 0 where another rank reads the same tokens and counts them."""
-    dims, rank = sharded.meshes.dims, sharded.meshes.rank
-    if dims.coordinate(rank, "tp") or dims.coordinate(rank, "pp"):
+    if not sharded.counts_targets:
         return 0
     positions_S = sharded.positions(batch.labels_BS.shape[1])
     return int((batch.labels_BS[:, positions_S] != IGNORE_INDEX).sum())

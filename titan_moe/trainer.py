@@ -4,12 +4,14 @@ import json
 import logging
 import math
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.config.checks.data import check_vocabulary
@@ -31,16 +33,15 @@ from titan_moe.metrics.run_log import RunLog, run_facts
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
 from titan_moe.models.stats import part_weights
+from titan_moe.moe.layer import take_dropped
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import lr_factor, set_lr
 from titan_moe.profiling.profiler import profiler
 from titan_moe.profiling.regions import region
 from titan_moe.routing.replay import RoutingTrace
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.garbage import GarbageCollector
 from titan_moe.runtime.lean_start import leave_compiler_out
-from titan_moe.runtime.process import Process, set_timeouts
-from titan_moe.runtime.seeds import seed_everything
+from titan_moe.runtime.process import GarbageCollector, Process, seed_everything, set_timeouts
 from titan_moe.train_step import StepResult, TrainStep, local_batch, num_local_targets
 
 logger = logging.getLogger(__name__)
@@ -112,9 +113,11 @@ class Trainer:
             )
             return
         self.checkpointer.check_export(steps)
-        self.routing = RoutingTrace(
-            self.job, self.sharded, self.process, resume_step=self.progress.step
-        )
+        self.routing: RoutingTrace | None = None
+        if self.job.debug.routing_record is not None or self.job.debug.routing_replay is not None:
+            self.routing = RoutingTrace(
+                self.job, self.sharded, self.process, resume_step=self.progress.step
+            )
         if self.process.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_job(self.job, self.folder / "config.toml")
@@ -136,7 +139,8 @@ class Trainer:
                 profile.step()
         self.loader.close()
         self.log.close(*loss_unit(self.tokenizer))
-        self.routing.close()
+        if self.routing is not None:
+            self.routing.close()
         self._say_goodbye()
 
     def _step(self, step: int) -> None:
@@ -148,7 +152,8 @@ class Trainer:
         set_lr(self.optimizer, factor)
         capture = self._capture(step) if step == self.job.debug.capture_step else None
         logged = self.log.wants(step) or self._validates(step) or capture is not None
-        with phases("step"), self.routing.step(step, batches):
+        traced = nullcontext() if self.routing is None else self.routing.step(step, batches)
+        with phases("step"), traced:
             result = self.train_step(
                 batches,
                 logged=logged,
@@ -159,7 +164,7 @@ class Trainer:
             capture.write(self.folder)
         if not result.finite:
             self._handle_nonfinite(step, result, batches, before)
-        elif self.sharded.refuses(result.rows_dropped):
+        elif result.rows_dropped and self.sharded.stops_on_overflow:
             self.train_step.discard()
             kept = self._keep(step, before)
             raise RunError(f"step {step}: {overflow_line(self.job, result.rows_dropped)}; {kept}")
@@ -194,7 +199,7 @@ class Trainer:
         """Nothing has been updated: skip the step, or keep the state before it and stop."""
         place = describe_nonfinite(self.sharded, batches, self.process.device)
         self.train_step.discard()
-        self.sharded.take_dropped(self.process.device)  # Of the forward that looked for the place.
+        self._take_dropped()  # Of the forward that looked for the place.
         line = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: {place}"
         if self.job.training.on_nonfinite == "skip":
             logger.warning("%s; the update is skipped", line)
@@ -271,15 +276,18 @@ class Trainer:
             sums[0] += self.sharded.execution.evaluate(local)
             sums[1] += num_local_targets(batch, self.sharded)
         self.sharded.train(True)
-        sums[2] = self.sharded.take_dropped(self.process.device)
+        sums[2] = self._take_dropped()
         dist.all_reduce(sums)
         loss, targets, dropped = sums.tolist()
-        if self.sharded.refuses(int(dropped)):
+        if dropped and self.sharded.stops_on_overflow:
             step = self.progress.step  # Its update is done: what it made is kept.
             kept = self._keep(step + 1, self._state())
             line = overflow_line(self.job, int(dropped))
             raise RunError(f"validation after step {step}: {line}; {kept}")
         return loss / max(targets, 1.0)
+
+    def _take_dropped(self) -> Tensor:
+        return take_dropped(self.sharded.moe_layers().values(), self.process.device)
 
     def _say_compiled(self) -> None:
         if self.job.compile.enable:

@@ -4,17 +4,19 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scripts.docs import configuration, models, parity
-from scripts.docs.figures import moe_layer, step, views
+from scripts.docs import configuration, models, parity, torchtitan
+from scripts.docs.figures import moe_layer, noise_band, step, views
 
 REGIONS: dict[str, Callable[[], str]] = {
     "configuration": configuration.tables,
     "models": models.tables,
     "parity": parity.table,
+    "torchtitan": torchtitan.table,
 }
 """The text of a region, by its name in the page."""
 FIGURES: dict[str, Callable[[], str]] = {
-    "moe_layer.svg": moe_layer.draw,
+    "moe-layer.svg": moe_layer.draw,
+    "noise-band.svg": noise_band.draw,
     "step.svg": step.draw,
     "views.svg": views.draw,
 }

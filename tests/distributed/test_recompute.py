@@ -34,8 +34,8 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
     from titan_moe.distributed.init_weights import fill_initial_weights
     from titan_moe.distributed.mesh import build_meshes
     from titan_moe.distributed.parallel_dims import ParallelDims
-    from titan_moe.models.attention_core import DocumentSdpa
     from titan_moe.models.decoder import initial_std, move_off_meta, stage_units
+    from titan_moe.ops.attention import DocumentSdpa
 
     class Count(TorchDispatchMode):
         def __init__(self) -> None:

@@ -48,7 +48,7 @@ def unknown_key(folder: Path) -> Bad:
 
 
 def key_of_torchtitan(folder: Path) -> Bad:
-    words = ["comm.mode = fake_backend", "not available"]
+    words = ['comm.mode = "fake_backend"', "nothing would be trained"]
     return Bad(_CONFIG, words, {"comm__mode": "fake_backend"})
 
 

@@ -68,7 +68,7 @@ def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
     ranks = options.ranks or nodes.number * default_ranks(os.environ)
     if sys.stdout.isatty():
         print(f"checking {options.config or 'the configuration'} and its data", flush=True)
-    job = check_all(arguments, ranks, nodes.number, os.environ)
+    job, _ = check_all(arguments, ranks, nodes.number, os.environ)
     return start_ranks(
         arguments,
         ranks=ranks // nodes.number,

@@ -2,7 +2,7 @@
 description.
 
 Names, meanings and (unless the docstring says otherwise) defaults are those of torchtitan 0.2, so
-that its users can bring their files. What has no equivalent here is refused by name: torchtitan.py.
+that its users can bring their files; torchtitan.py says what becomes of its other keys.
 """
 
 from typing import Any, Literal
@@ -210,7 +210,8 @@ class Training(Section):
 
     dataset: str = "stdlib"
     """'stdlib' (the Python sources on this machine), 'synthetic', 'json', 'parquet', 'text',
-    'tokens' (a folder made by titan-moe tokenize), 'c4', or a Hugging Face dataset name.
+    'tokens' (a folder made by titan-moe tokenize), 'c4', 'c4_validation', 'c4_test' (a folder of
+    torchtitan's repository), or a Hugging Face dataset name.
     A document is a file of stdlib, a record of json and parquet, a paragraph of text."""
     dataset_path: str | None = None
     """File, folder or glob for json, parquet, text and tokens; a local copy for Hugging Face

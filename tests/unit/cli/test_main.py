@@ -79,6 +79,12 @@ def test_a_wrong_argument_is_one_line(words: list[str], says: str) -> None:
     assert done.returncode == 2 and not done.stdout
 
 
+def test_check_says_what_of_a_torchtitan_file_has_no_effect() -> None:
+    done = run_command("check", "--ranks", 1, "--training.gc_debug")
+    note = "without effect here: training.gc_debug (docs/coming-from-torchtitan.md)"
+    assert done.stdout.splitlines() == ["1", "./outputs", note]
+
+
 def test_config_and_job_config_file_are_the_same(tmp_path: Path) -> None:
     config = tmp_path / "a.toml"
     config.write_text('[model]\nname = "qwen3"\nflavor = "30B-A3B"\n')

@@ -7,10 +7,12 @@ import pytest
 import zstandard
 
 from tests.support.documents import ListCorpus, write_jsonl
+from titan_moe.config.errors import ConfigError
 from titan_moe.data import hub
 from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
 from titan_moe.data.document_order import CorpusOrder, Split, StreamOrder
 from titan_moe.data.hub import FileCorpus, HubStream
+from titan_moe.data.sources import check_source, is_stream, open_source
 from titan_moe.runtime.errors import RunError
 
 
@@ -67,6 +69,20 @@ TEXTS = ["one\ntwo", "", "drei é", "four"]
 
 def write_text(path, texts=TEXTS):
     path.write_text("\n\n".join(texts))
+
+
+def test_c4_test_is_a_folder_of_torchtitans_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    missing = r"training.dataset='c4_test' is tests/assets/c4_test of torchtitan's.*dataset=stdlib"
+    for path in (None, "elsewhere"):
+        with pytest.raises(ConfigError, match=missing) as error:
+            check_source("c4_test", path, key="training.", tokenizer=None)
+        assert len(error.value.lines) == 1
+    write_jsonl(tmp_path / "tests" / "assets" / "c4_test" / "data.json", TEXTS)
+    for path in (None, "tests/assets/c4_test", "tests/assets/c4_test/data.json"):
+        corpus = open_source("c4_test", path, key="training.", tokenizer="bytes", seed=0)
+        assert texts_of(corpus) == TEXTS
+    assert not is_stream("c4_test") and is_stream("c4") and is_stream("c4_validation")
 
 
 def test_json_plain_gzip_zstd_folder_glob(tmp_path):

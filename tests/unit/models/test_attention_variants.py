@@ -9,12 +9,12 @@ import torch
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
 from titan_moe.models.attention import build_attention
-from titan_moe.models.attention_core import CausalSdpa
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel
 from titan_moe.models.registry import FAMILIES, flavors, model_config
 from titan_moe.models.stats import attention_stats, part_sizes, part_weights
+from titan_moe.ops.attention import CausalSdpa
 from titan_moe.simulate.memory import memory
 
 
@@ -55,7 +55,7 @@ def test_dimensions_without_what_all_variants_have_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         with_variant(Bare())
     (line,) = caught.value.lines
-    assert line.startswith("Bare has no num_kv_heads and no rope_dim and no sinks: add it in ")
+    assert line.startswith("Bare lacks num_heads, num_kv_heads, rope_dim or sinks: add it in ")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

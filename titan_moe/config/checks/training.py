@@ -52,7 +52,8 @@ def _compile(run: Run) -> list[str]:
     if not section.enable:
         return []
     lines = []
-    if recompute.mode == "selective" and recompute.selective_ac_option == "op":
+    by_operation = recompute.mode == "selective" and recompute.selective_ac_option == "op"
+    if by_operation and "model" in section.components:  # Of a layout: a file's is read otherwise.
         lines.append(
             "activation_checkpoint.selective_ac_option='op' keeps results of operations that "
             "compile.enable=true fuses: choose 1, or activation_checkpoint.mode=full or none"

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.pieces import whole
 from titan_moe.checkpoint.hf.sources import HFSource, fill
-from titan_moe.models.attention_core import choose_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
+from titan_moe.ops.attention import choose_core
 from titan_moe.verify.parity.cases import ParityCase
 from titan_moe.verify.parity.export import exported_logits
 from titan_moe.verify.parity.margins import watch_margins

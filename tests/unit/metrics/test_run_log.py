@@ -4,7 +4,7 @@ allocation."""
 import pytest
 import torch
 
-from titan_moe.metrics.performance import Phases, Throughput, memory_metrics
+from titan_moe.metrics.run_log import Phases, Throughput, memory_metrics
 
 
 def test_adds_up_until_taken():

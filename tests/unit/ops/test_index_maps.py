@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from titan_moe.moe.permute import copy_to_ranks, invert, starts
 from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
+from titan_moe.ops.permute_indices import copy_to_ranks, invert, starts
 
 
 def _maps(num_tokens: int, top_k: int, padding: int) -> RowMap:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titan_moe.moe.activation import ACTIVATIONS, activated_projection, projections
+from titan_moe.moe.experts import ACTIVATIONS, activated_projection, projections
 from titan_moe.ops.grouped_mm import grouped_mm_loop
 
 COUNTS, TAIL, D, HIDDEN = [3, 0, 5, 1], 2, 6, 4
