@@ -25,26 +25,31 @@ def test_every_page_is_there_with_its_anchor(named: str) -> None:
 _TROUBLE = "troubleshooting.md#"
 
 
+_MISTAKES = [
+    ("--parallelism.tensor_parallel_degree 3", "layouts.md"),
+    ("--training.text_column x", _TROUBLE + "no-text-column"),
+    ("--checkpoint.load_only", "checkpoints.md"),
+    ("--checkpoint.enable --checkpoint.initial_load_in_hf", "huggingface.md"),
+    ("--validation.steps -2", "configuration.md"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "page"), _MISTAKES)
+def test_a_mistake_names_the_page_that_helps(arguments: str, page: str) -> None:
+    line = problems(arguments, ranks=3)[0]
+    assert page_for(line) == page
+
+
+def test_missing_data_and_tokenizers_name_theirs() -> None:
+    (line,) = check_data(Training(dataset="json", dataset_path="/none"), Validation(), "bytes")
+    assert page_for(line) == "recipes/own-text.md"
+    (line,) = check_data(Training(), Validation(), "/no/tokenizer")
+    assert page_for(line) == _TROUBLE + "tokenizer-missing-or-too-large"
+
+
 @pytest.mark.parametrize(
     ("line", "page"),
     [
-        (problems("--parallelism.tensor_parallel_degree 3", ranks=3)[0], "layouts.md"),
-        (problems("--training.text_column x")[0], _TROUBLE + "no-text-column"),
-        (problems("--checkpoint.load_only")[0], "checkpoints.md"),
-        (
-            problems("--checkpoint.enable --checkpoint.initial_load_in_hf")[0],
-            "huggingface.md",
-        ),
-        (problems("--validation.steps -2")[0], "configuration.md"),
-        (problems("--moe.z_loss_weight 0.1", moe=False)[0], "moe.md"),
-        (
-            check_data(Training(dataset="json", dataset_path="/none"), Validation(), "bytes")[0],
-            "recipes/own-text.md",
-        ),
-        (
-            check_data(Training(), Validation(), "/no/tokenizer")[0],
-            _TROUBLE + "tokenizer-missing-or-too-large",
-        ),
         (
             "rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
             _TROUBLE + "out-of-memory-on-the-gpu",
@@ -57,7 +62,7 @@ _TROUBLE = "troubleshooting.md#"
         ),
     ],
 )
-def test_an_error_names_the_page_that_helps(line: str, page: str) -> None:
+def test_a_run_s_failure_names_the_page_that_helps(line: str, page: str) -> None:
     assert page_for(line) == page
 
 
