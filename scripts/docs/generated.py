@@ -15,8 +15,8 @@ REGIONS: dict[str, Callable[[], str]] = {
 }
 """The text of a region, by its name in the page."""
 FIGURES: dict[str, Callable[[], str]] = {
-    "moe_layer.svg": moe_layer.draw,
-    "noise_band.svg": noise_band.draw,
+    "moe-layer.svg": moe_layer.draw,
+    "noise-band.svg": noise_band.draw,
     "step.svg": step.draw,
     "views.svg": views.draw,
 }

@@ -1,7 +1,7 @@
 """Dimensions of a decoder. No torch here: checks, planners and `--help` read it."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.moe.config import MoEConfig
@@ -103,9 +103,22 @@ class MLAConfig:
 
 
 AttentionConfig = GQAConfig | MLAConfig
-"""The variants. A further one has what is in ATTENTION_HAS too, its module in models/attention.py
+"""The variants. A further one has what is in AttentionShape too, its module in models/attention.py
 and its counts in models/stats.py."""
-ATTENTION_HAS = ("num_heads", "num_kv_heads", "rope_dim", "sinks")
+
+
+@runtime_checkable
+class AttentionShape(Protocol):
+    """What checks and layouts read of any variant."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def rope_dim(self) -> int: ...
+    @property
+    def sinks(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -139,11 +152,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for an attention without what checks and layouts read."""
-        if lacking := [key for key in ATTENTION_HAS if not hasattr(self.attention, key)]:
+        if not isinstance(self.attention, AttentionShape):
             raise ConfigError(
                 [
-                    f"{type(self.attention).__name__} has no {' and no '.join(lacking)}: add it in "
-                    "titan_moe/models/config.py, as GQAConfig and MLAConfig have"
+                    f"{type(self.attention).__name__} lacks num_heads, num_kv_heads, rope_dim or "
+                    "sinks: add it in titan_moe/models/config.py, as GQAConfig and MLAConfig have"
                 ]
             )
 

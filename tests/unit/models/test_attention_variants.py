@@ -55,7 +55,7 @@ def test_dimensions_without_what_all_variants_have_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         with_variant(Bare())
     (line,) = caught.value.lines
-    assert line.startswith("Bare has no num_kv_heads and no rope_dim and no sinks: add it in ")
+    assert line.startswith("Bare lacks num_heads, num_kv_heads, rope_dim or sinks: add it in ")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
