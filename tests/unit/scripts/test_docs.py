@@ -33,7 +33,8 @@ def test_a_page_that_is_out_of_date_is_found(tmp_path: Path) -> None:
     text = (REPO / "docs" / "configuration.md").read_text()
     (tmp_path / "as_it_is.md").write_text(text)
     (tmp_path / "changed.md").write_text(text.replace("Free text, logged at start.", "Text."))
-    assert outdated(tmp_path) == {tmp_path / "changed.md": text}
+    pages = {path: new for path, new in outdated(tmp_path).items() if path.suffix == ".md"}
+    assert pages == {tmp_path / "changed.md": text}
 
 
 def test_every_key_has_an_anchor() -> None:
