@@ -18,6 +18,7 @@ from tests.support.commands import run_command
 from tests.support.markdown import Fence, comments, fences
 from tests.support.paths import DEBUG_CONFIGS, REPO
 from titan_moe.config.parse import tomllib
+from titan_moe.testing.process_pool import TIMEOUT_S
 
 _KINDS = ("run", "file", "check")
 _REGIONS = ("generated",)
@@ -26,7 +27,6 @@ _CHECKOUT = (
     *(".gitignore", "LICENSE", "README.md", "pyproject.toml", "run_train.sh"),
     *("configs", "docs", "scripts", "tests", "titan_moe"),
 )
-_TIMEOUT_S = 1200
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _run_bash(example: Example, folder: Path, environment: dict[str, str]) -> No
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=_TIMEOUT_S,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, (
         f"{example.place}: exit code {done.returncode} of\n{example.text}\n{done.stdout[-6000:]}"
