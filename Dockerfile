@@ -1,8 +1,8 @@
 # titan_moe on NVIDIA GPUs: torch's CUDA wheels bring CUDA's libraries, the host brings the driver.
 #
 #   docker build --tag titan_moe .
-#   docker run --rm --gpus all --ipc host --volume "$PWD/outputs:/work/outputs" titan_moe
-#   docker run --rm --gpus all --ipc host --volume "$PWD/outputs:/work/outputs" \
+#   docker run --rm --gpus all --ipc host --volume "$PWD/outputs:/runs/outputs" titan_moe
+#   docker run --rm --gpus all --ipc host --volume "$PWD/outputs:/runs/outputs" \
 #       --env CONFIG_FILE=configs/qwen3/30B-A3B_8gpu.toml titan_moe ./run_train.sh --training.steps 20
 #
 # The folder outputs must be writable for user 1000, or for the one that `--user` names. NCCL shares
@@ -16,9 +16,9 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 
-RUN useradd --create-home --uid 1000 trainer && install --directory --owner trainer /work
+RUN useradd --create-home --uid 1000 trainer && install --directory --owner trainer /runs
 USER 1000
-WORKDIR /work
+WORKDIR /runs
 ENV PATH=/home/trainer/venv/bin:$PATH PYTHONUNBUFFERED=1
 
 # First what changes seldom: the dependencies, from pyproject.toml alone.

@@ -26,7 +26,7 @@ def test_the_dockerfile_passes_its_linter() -> None:
 
 
 def test_a_mistake_in_a_dockerfile_is_found(tmp_path: Path) -> None:
-    text = (REPO / "Dockerfile").read_text().replace("WORKDIR /work", "RUN cd /work")
+    text = (REPO / "Dockerfile").read_text().replace("WORKDIR /runs", "RUN cd /runs")
     (tmp_path / "Dockerfile").write_text(text)
     done = lint(tmp_path / "Dockerfile")
     assert done.returncode == 1 and "DL3003" in done.stdout
