@@ -1,48 +1,27 @@
-"""The cheapest way from one sharding of a tensor to another, as a plan of collectives.
+"""The cheapest way from one sharding of a tensor to another: a plan of collectives, and its run.
 
-A move is one of the field's collectives over one or several axes at once:
+    steps = plan("S(0)[ep,edp]", "S(1)[ep]", axes=axes, shape=shape, dtype=dtype)
+    local = execute(steps, local, mesh)
 
-| op | before → after | over |
-|---|---|---|
-| slice | copies → parts | any axis, which then cuts a dim last |
-| to_partial | copies → a sum with one term | any axis: all ranks but its first hold zeros |
-| all_gather | parts → copies | the last axes of any dims |
-| all_to_all | parts of one dim → of another | the last axes of a dim, which then cut the other last |
-| reduce_scatter | sums → parts | axes of the sum, which then cut a dim last |
-| all_reduce | sums → copies | axes of the sum |
-| permute | parts → the same parts on other ranks | the axes of a dim, in another order |
-
-A plan is found by A* over the shardings that the tensor can have on the mesh (Hart, Nilsson and
-Raphael 1968). All ranks find the same one: ties go to the plan with fewer collectives, then fewer
-bytes, then to the first by the order of the axes and dims.
+`sharding_moves.py` has the moves. A plan is found by A* over the shardings that the tensor can have
+on the mesh (Hart, Nilsson and Raphael 1968). All ranks find the same one: ties go to the plan with
+fewer moves, then fewer bytes, then to the first by the order of the axes and dims.
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import combinations, permutations, product
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.sharding import Axes, Sharding
-
-OPS = (
-    "slice", "to_partial", "all_gather", "all_to_all", "reduce_scatter", "all_reduce", "permute",
-)  # fmt: skip
-_LOCAL = frozenset({"slice", "to_partial"})
-
-
-@dataclass(frozen=True)
-class Moves:
-    """What a plan may use."""
-
-    ops: frozenset[str] = frozenset(OPS)
-    joint: bool = True
-    """Whether one collective may run over several axes."""
-
+from titan_moe.distributed.boxes import Box, exchange_boxes, inside, sizes
+from titan_moe.distributed.sharding import Axes, Sharding, group_of
+from titan_moe.distributed.sharding_moves import LOCAL_OPS, OPS, Move, Moves, State, moves_from
 
 ALL = Moves()
 
@@ -85,14 +64,14 @@ class LinkCosts:
     links: Mapping[str, Link]
 
     def cost(self, op: str, axes: Sequence[str], sizes: Sequence[int], num_bytes: int) -> float:
-        if op in _LOCAL:
+        if op in LOCAL_OPS:
             return 0.0
         links = [self.links[axis] for axis in axes]
         rate = min(link.bytes_per_second for link in links)
         return max(link.latency_s for link in links) + num_bytes / rate
 
     def least(self, op: str) -> float:
-        return 0.0 if op in _LOCAL else min(link.latency_s for link in self.links.values())
+        return 0.0 if op in LOCAL_OPS else min(link.latency_s for link in self.links.values())
 
 
 class Step(NamedTuple):
@@ -159,8 +138,10 @@ def plan(
     for each in (source, target):
         each.check(shape, axes)
     search = _Search(dict(axes), tuple(shape), dtype.itemsize, costs or UnitCosts(), moves)
-    path, cost = search.run(_state(source, len(shape)), _state(target, len(shape)), peak_bytes)
-    return Plan(source, target, tuple(search.step(*each) for each in path), cost, axes, tuple(shape))
+    path, cost = search.run(State.of(source, len(shape)), State.of(target, len(shape)), peak_bytes)
+    return Plan(
+        source, target, tuple(search.step(*each) for each in path), cost, axes, tuple(shape)
+    )
 
 
 def _sharding(each: Sharding | str) -> Sharding:
@@ -170,27 +151,14 @@ def _sharding(each: Sharding | str) -> Sharding:
 # --- the search ----------------------------------------------------------------------------------
 
 
-class _State(NamedTuple):
-    """A sharding as the search hashes and orders it."""
-
-    cuts: tuple[tuple[str, ...], ...]
-    partial: tuple[str, ...]
-
-
-class _Move(NamedTuple):
-    op: str
-    axes: tuple[str, ...]
-    after: _State
-
-
-def _state(sharding: Sharding, num_dims: int) -> _State:
-    cuts = sharding.cuts + ((),) * (num_dims - len(sharding.cuts))
-    return _State(cuts, tuple(sorted(sharding.partial)))
-
-
 class _Search:
     def __init__(
-        self, axes: dict[str, int], shape: tuple[int, ...], itemsize: int, costs: Costs, moves: Moves
+        self,
+        axes: dict[str, int],
+        shape: tuple[int, ...],
+        itemsize: int,
+        costs: Costs,
+        moves: Moves,
     ) -> None:
         self._axes, self._shape, self._itemsize = axes, shape, itemsize
         self._costs, self._moves = costs, moves
@@ -202,11 +170,11 @@ class _Search:
         self._reorder = min(least["all_gather"], least["all_to_all"], least["permute"])
 
     def run(
-        self, source: _State, target: _State, peak_bytes: int | None
-    ) -> tuple[list[tuple[_State, _Move]], float]:
+        self, source: State, target: State, peak_bytes: int | None
+    ) -> tuple[list[tuple[State, Move]], float]:
         """The moves from source to target, each with the state before it, and their cost."""
         best = {source: (0.0, 0, 0)}
-        came_from: dict[_State, tuple[_State, _Move]] = {}
+        came_from: dict[State, tuple[State, Move]] = {}
         queue = [(*self._bound(source, target), 0, source)]
         done = set()
         while queue:
@@ -217,15 +185,15 @@ class _Search:
                 continue
             done.add(state)
             cost, num_moves, received = best[state]
-            for move in _moves(state, target, tuple(self._axes), self._moves):
-                if move.after in done:
+            for move in moves_from(state, tuple(self._axes), self._moves):
+                if move.after in done or not _helps(move, target):
                     continue
                 num_bytes = self._received(state, move)
                 if peak_bytes is not None and self._peak(state, move) > peak_bytes:
                     continue
-                sizes = [self._axes[axis] for axis in move.axes]
+                degrees = [self._axes[axis] for axis in move.axes]
                 label = (
-                    cost + self._costs.cost(move.op, move.axes, sizes, num_bytes),
+                    cost + self._costs.cost(move.op, move.axes, degrees, num_bytes),
                     num_moves + 1,
                     received + num_bytes,
                 )
@@ -237,21 +205,21 @@ class _Search:
                     heapq.heappush(queue, bound)
         limit = "" if peak_bytes is None else f" with at most {peak_bytes:,} bytes on a rank"
         raise ValueError(
-            f"no plan from {_named(source)} to {_named(target)} of {list(self._shape)}{limit} by "
-            f"{', '.join(sorted(self._moves.ops))}"
+            f"no plan from {source.sharding()} to {target.sharding()} of {list(self._shape)}"
+            f"{limit} by {', '.join(sorted(self._moves.ops))}"
         )
 
-    def step(self, before: _State, move: _Move) -> Step:
+    def step(self, before: State, move: Move) -> Step:
         return Step(
             move.op,
             move.axes,
-            _named(before),
-            _named(move.after),
+            before.sharding(),
+            move.after.sharding(),
             self._received(before, move),
             self._peak(before, move),
         )
 
-    def _bound(self, state: _State, target: _State) -> tuple[float, int]:
+    def _bound(self, state: State, target: State) -> tuple[float, int]:
         """No more than the cost of any way on, and than its number of moves.
 
         What must be reduced takes a collective. So does what must be gathered; else each dim that
@@ -274,15 +242,15 @@ class _Search:
             return cost + self._reorder, num_moves + 1
         return cost, num_moves
 
-    def _held_bytes(self, state: _State) -> int:
+    def _held_bytes(self, state: State) -> int:
         if state.cuts not in self._held:
             part = Sharding(state.cuts).largest(self._shape, self._axes)
             self._held[state.cuts] = prod(part) * self._itemsize
         return self._held[state.cuts]
 
-    def _received(self, before: _State, move: _Move) -> int:
+    def _received(self, before: State, move: Move) -> int:
         held, num_ranks = self._held_bytes(before), prod(self._axes[axis] for axis in move.axes)
-        if move.op in _LOCAL:
+        if move.op in LOCAL_OPS:
             return 0
         if move.op == "permute":
             return held
@@ -292,130 +260,141 @@ class _Search:
             return 2 * held * (num_ranks - 1) // num_ranks
         return abs(self._held_bytes(move.after) - held)
 
-    def _peak(self, before: _State, move: _Move) -> int:
+    def _peak(self, before: State, move: Move) -> int:
         return self._held_bytes(before) + self._held_bytes(move.after)
 
 
-def _named(state: _State) -> Sharding:
-    return Sharding(state.cuts, frozenset(state.partial))
-
-
 def _path(
-    came_from: dict[_State, tuple[_State, _Move]], source: _State, target: _State
-) -> list[tuple[_State, _Move]]:
+    came_from: dict[State, tuple[State, Move]], source: State, target: State
+) -> list[tuple[State, Move]]:
     """Back from the target; neighbouring local moves of one op over different axes become one."""
-    path: list[tuple[_State, _Move]] = []
+    path: list[tuple[State, Move]] = []
     state = target
     while state != source:
         before, move = came_from[state]
-        if path and move.op in _LOCAL and path[-1][1].op == move.op:
+        if path and move.op in LOCAL_OPS and path[-1][1].op == move.op:
             after = path.pop()[1]
-            move = _Move(move.op, move.axes + after.axes, after.after)
+            move = Move(move.op, move.axes + after.axes, after.after)
         path.append((before, move))
         state = before
     return path[::-1]
 
 
-# --- the moves -----------------------------------------------------------------------------------
+def _helps(move: Move, target: State) -> bool:
+    """Whether a plan of least cost can have it: sums are taken over axes only that the target does
+    not sum over."""
+    reduces = move.op in ("all_reduce", "reduce_scatter")
+    return not (reduces and set(move.axes) & set(target.partial))
 
 
-def _moves(state: _State, target: _State, axes: tuple[str, ...], moves: Moves) -> Iterator[_Move]:
-    """Those that can be part of a plan of least cost. Sums are taken over axes only that the target
-    does not sum over, and made only over axes that it does."""
-    for move in _rearrangements(state, axes, moves):
-        if move.op == "to_partial" and move.axes[0] not in target.partial:
-            continue
-        if move.op in ("all_reduce", "reduce_scatter") and set(move.axes) & set(target.partial):
-            continue
-        yield move
+# --- running a plan ------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=65536)
-def _rearrangements(state: _State, axes: tuple[str, ...], moves: Moves) -> tuple[_Move, ...]:
-    """Every move from a state, in a fixed order."""
-    made: list[_Move] = []
-    for op in OPS:
-        if op in moves.ops:
-            found = _MAKERS[op](state, axes)
-            made += [move for move in found if moves.joint or len(move.axes) == 1]
-    return tuple(made)
+class AxisGroups(Protocol):
+    """A mesh, as far as a plan needs it."""
+
+    axes: Axes
+    rank: int
+
+    def group(self, axes: Sequence[str]) -> ProcessGroup:
+        """The ranks that differ from this one along these axes only, in ascending order."""
 
 
-def _with_cut(cuts: tuple[tuple[str, ...], ...], dim: int, cut: tuple[str, ...]) -> tuple:
-    return (*cuts[:dim], cut, *cuts[dim + 1 :])
+def execute(steps: Plan, local: Tensor, mesh: AxisGroups) -> Tensor:
+    """This rank's part under the plan's target, from its part under the plan's source.
+
+    Differentiable. Gradients lie as the tensor does, but for copies and sums, which change places:
+    the gradient of a tensor that ranks hold copies of is a sum over them that has not been taken,
+    and the gradient of such a sum is the same on all of its ranks. The backward runs each step's
+    transpose, in reverse: a reduce-scatter for an all-gather, zeros around a slice.
+
+    Collective over the groups of the plan's axes. An all-reduce sums in the backend's order; sums
+    of a reduce-scatter are taken in the order of ranks.
+
+    Raises:
+        ValueError: `local` has not the shape of this rank's part.
+    """
+    box = steps.source.box(mesh.rank, steps.shape, mesh.axes)
+    if tuple(local.shape) != sizes(box):
+        raise ValueError(
+            f"rank {mesh.rank} holds {list(local.shape)}, not {list(sizes(box))}: its part of "
+            f"{list(steps.shape)} under {steps.source}"
+        )
+    for step in steps.steps:
+        local = _StepFunction.apply(local, step, steps.shape, mesh)
+    return local
 
 
-def _free(state: _State, axes: tuple[str, ...]) -> list[str]:
-    used = {axis for cut in state.cuts for axis in cut} | set(state.partial)
-    return [axis for axis in axes if axis not in used]
+class _StepFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, step: Step, shape: tuple[int, ...], mesh: AxisGroups
+    ) -> Tensor:
+        ctx.run = step, shape, mesh
+        run = _Run(step.axes, step.before, step.after, shape, mesh)
+        if step.op == "slice":
+            return run.sliced(local)
+        if step.op == "to_partial":
+            return run.first_only(local)
+        if step.op == "all_reduce":
+            return run.summed(local)
+        return run.exchanged(local, add=step.op == "reduce_scatter")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        step, shape, mesh = ctx.run
+        run = _Run(step.axes, step.after, step.before, shape, mesh)
+        if step.op == "slice":
+            grad = run.embedded(grad)
+        elif step.op == "to_partial":
+            grad = run.first_only(grad)
+        elif step.op == "all_reduce":
+            grad = run.summed(grad)
+        else:
+            grad = run.exchanged(grad, add=step.op == "all_gather")
+        return grad, None, None, None
 
 
-def _slices(state: _State, axes: tuple[str, ...]) -> Iterator[_Move]:
-    # One axis at a time: local moves are free, and joined in the end.
-    for axis in _free(state, axes):
-        for dim, cut in enumerate(state.cuts):
-            after = _State(_with_cut(state.cuts, dim, (*cut, axis)), state.partial)
-            yield _Move("slice", (axis,), after)
+class _Run(NamedTuple):
+    """One move of this rank's part, from one place in the whole tensor to another."""
 
+    axes: tuple[str, ...]
+    before: Sharding
+    after: Sharding
+    shape: tuple[int, ...]
+    mesh: AxisGroups
 
-def _to_partials(state: _State, axes: tuple[str, ...]) -> Iterator[_Move]:
-    for axis in _free(state, axes):
-        after = _State(state.cuts, tuple(sorted((*state.partial, axis))))
-        yield _Move("to_partial", (axis,), after)
+    def sliced(self, local: Tensor) -> Tensor:
+        return local[inside(self._box(self.after), self._box(self.before))].clone()
 
+    def embedded(self, local: Tensor) -> Tensor:
+        """Zeros around it."""
+        mine, wanted = self._box(self.before), self._box(self.after)
+        whole = local.new_zeros(sizes(wanted))
+        whole[inside(mine, wanted)] = local
+        return whole
 
-def _all_gathers(state: _State, axes: tuple[str, ...]) -> Iterator[_Move]:
-    for kept in product(*(range(len(cut) + 1) for cut in state.cuts)):
-        gathered = [a for cut, n in zip(state.cuts, kept, strict=True) for a in cut[n:]]
-        if gathered:
-            cuts = tuple(cut[:n] for cut, n in zip(state.cuts, kept, strict=True))
-            yield _Move("all_gather", tuple(gathered), _State(cuts, state.partial))
+    def first_only(self, local: Tensor) -> Tensor:
+        members = group_of(self.mesh.rank, self.axes, self.mesh.axes)
+        return local.clone() if self.mesh.rank == members[0] else torch.zeros_like(local)
 
+    def summed(self, local: Tensor) -> Tensor:
+        local = local.clone()
+        dist.all_reduce(local, group=self.mesh.group(self.axes))
+        return local
 
-def _all_to_alls(state: _State, axes: tuple[str, ...]) -> Iterator[_Move]:
-    for source, cut in enumerate(state.cuts):
-        for first in range(len(cut)):
-            for dim, other in enumerate(state.cuts):
-                if dim != source:
-                    cuts = _with_cut(state.cuts, source, cut[:first])
-                    cuts = _with_cut(cuts, dim, other + cut[first:])
-                    yield _Move("all_to_all", cut[first:], _State(cuts, state.partial))
+    def exchanged(self, local: Tensor, *, add: bool) -> Tensor:
+        """Each rank of the axes sends to each other one what that holds afterwards; `add`: they all
+        hold terms of it, else each a piece."""
+        members = group_of(self.mesh.rank, self.axes, self.mesh.axes)
+        return exchange_boxes(
+            local,
+            [self._box(self.before, rank) for rank in members],
+            [self._box(self.after, rank) for rank in members],
+            place=members.index(self.mesh.rank),
+            group=self.mesh.group(self.axes),
+            add=add,
+        )
 
-
-def _reduce_scatters(state: _State, axes: tuple[str, ...]) -> Iterator[_Move]:
-    for number in range(1, len(state.partial) + 1):
-        for chosen in permutations(state.partial, number):
-            left = tuple(axis for axis in state.partial if axis not in chosen)
-            for dim, cut in enumerate(state.cuts):
-                cuts = _with_cut(state.cuts, dim, cut + chosen)
-                yield _Move("reduce_scatter", chosen, _State(cuts, left))
-
-
-def _all_reduces(state: _State, axes: tuple[str, ...]) -> Iterator[_Move]:
-    for number in range(1, len(state.partial) + 1):
-        for chosen in combinations(state.partial, number):
-            left = tuple(axis for axis in state.partial if axis not in chosen)
-            yield _Move("all_reduce", chosen, _State(state.cuts, left))
-
-
-def _permutes(state: _State, axes: tuple[str, ...]) -> Iterator[_Move]:
-    for cuts in product(*(permutations(cut) for cut in state.cuts)):
-        if cuts != state.cuts:
-            moved = tuple(
-                axis
-                for cut, new in zip(state.cuts, cuts, strict=True)
-                if cut != new
-                for axis in cut
-            )
-            yield _Move("permute", moved, _State(cuts, state.partial))
-
-
-_MAKERS: dict[str, Callable[[_State, tuple[str, ...]], Iterator[_Move]]] = {
-    "slice": _slices,
-    "to_partial": _to_partials,
-    "all_gather": _all_gathers,
-    "all_to_all": _all_to_alls,
-    "reduce_scatter": _reduce_scatters,
-    "all_reduce": _all_reduces,
-    "permute": _permutes,
-}
+    def _box(self, sharding: Sharding, rank: int | None = None) -> Box:
+        return sharding.box(self.mesh.rank if rank is None else rank, self.shape, self.mesh.axes)

@@ -19,6 +19,8 @@ from math import prod
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from titan_moe.distributed.boxes import Box
+
 Axes = Mapping[str, int]
 """The axes of a mesh, outermost first, and their sizes. Ranks are numbered row-major."""
 
@@ -85,7 +87,7 @@ class Sharding:
                 f"{self} names {', '.join(unknown)}; the mesh has the axes {', '.join(axes)}"
             )
 
-    def box(self, rank: int, shape: Sequence[int], axes: Axes) -> tuple[slice, ...]:
+    def box(self, rank: int, shape: Sequence[int], axes: Axes) -> Box:
         """Where a rank's part lies in the whole tensor."""
         self.check(shape, axes)
         place = coordinates(rank, axes)
@@ -137,10 +139,11 @@ class Sharding:
     def of(cls, placements: Sequence[Placement], axes: Axes) -> "Sharding":
         """The reverse. An axis of size 1 that cuts a dim stands last there: where it stands changes
         nothing. Raises ValueError for placements that no order of axes explains."""
-        names, cuts = list(axes), {}
-        partial = {
+        names = list(axes)
+        cuts: dict[int, list[str]] = {}
+        partial = frozenset(
             axis for axis, each in zip(names, placements, strict=True) if each.is_partial()
-        }
+        )
         # From the last axis on: where one stands follows from those to its right that cut before.
         for axis, placement in reversed(list(zip(names, placements, strict=True))):
             if placement.is_replicate() or placement.is_partial():
@@ -161,6 +164,19 @@ class Sharding:
 def coordinates(rank: int, axes: Axes) -> dict[str, int]:
     """Where a rank stands along each axis."""
     place = {}
-    for axis, size in reversed(axes.items()):
+    for axis, size in reversed(list(axes.items())):
         rank, place[axis] = divmod(rank, size)
     return place
+
+
+def group_of(rank: int, axes: Sequence[str], mesh: Axes) -> list[int]:
+    """The ranks that differ from `rank` along these axes only, itself included, ascending."""
+    place, strides = coordinates(rank, mesh), {}
+    stride = 1
+    for axis, size in reversed(list(mesh.items())):
+        strides[axis], stride = stride, stride * size
+    first = rank - sum(place[axis] * strides[axis] for axis in axes)
+    members = [first]
+    for axis in axes:
+        members = [member + i * strides[axis] for member in members for i in range(mesh[axis])]
+    return sorted(members)
