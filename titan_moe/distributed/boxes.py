@@ -26,8 +26,8 @@ def overlap(one: Box, other: Box) -> Box:
 
 def inside(box: Box, whole: Box) -> Box:
     """The same place, counted from the corner of a box that holds it."""
-    if not prod(sizes(box)):
-        return tuple(slice(0, 0) for _ in box)
+    if not prod(sizes(box)):  # It lies anywhere.
+        return tuple(slice(0, size) for size in sizes(box))
     return tuple(
         slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, whole, strict=True)
     )
