@@ -36,60 +36,9 @@ for name in NGPU NNODES NODE_RANK; do
     fi
 done
 nodes=${NNODES:-1}
-node=${NODE_RANK:-0}
-endpoint=${RDZV_ENDPOINT:-}
-if ((nodes > 1)) && [[ -z $endpoint ]]; then
-    fail "NNODES=$nodes needs RDZV_ENDPOINT=host:port, an address of the machine with NODE_RANK=0"
-fi
-job=(--job.config_file "${CONFIG_FILE:-$repo/configs/debug/default.toml}" "$@")
 
-# A Ctrl-C is this script's to answer, not Python's import machinery's.
-plan=$(trap '' INT; "$PYTHON" -m titan_moe check --nodes "$nodes" \
-    ${NGPU:+--ranks "$((NGPU * nodes))"} "${job[@]}")
-{ read -r ranks && read -r folder; } <<<"$plan"
-
-# torchrun's own words and every rank's warnings: out of sight, and kept.
-log="$folder/launch/$(date +%Y%m%d-%H%M%S)-node$node-$$.log"
-if ! refusal=$(mkdir -p "$folder/launch" 2>&1 && : 2>&1 >"$log"); then
-    fail "cannot write to job.dump_folder=$folder: ${refusal##*: }"
-fi
-TITAN_MOE_FAILURES=$(mktemp -d)
-export TITAN_MOE_FAILURES
-trap 'rm -rf "$TITAN_MOE_FAILURES"' EXIT
-
-# torchrun would set one thread per rank.
-cores=$(nproc)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
-
-torchrun=("$(dirname "$PYTHON")/torchrun" --nproc-per-node "$ranks")
-if ((nodes == 1)); then
-    torchrun+=(--standalone)
-else
-    torchrun+=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$endpoint"
-        --rdzv-id "${SLURM_JOB_ID:-titan_moe}" --rdzv-conf "is_host=$((node == 0))")
-fi
-command=("${torchrun[@]}" -m titan_moe train "${job[@]}")
-printf '%q ' "${command[@]}"
-echo
-
-# In a session of its own, torchrun gets one signal, and the one that ends its ranks in good order.
-interrupted=0
-setsid "${command[@]}" 2>"$log" &
-child=$!
-trap 'interrupted=130; kill -TERM $child 2>/dev/null || true' INT
-trap 'interrupted=143; kill -TERM $child 2>/dev/null || true' TERM HUP
-code=0
-wait "$child" || code=$?
-while kill -0 "$child" 2>/dev/null; do
-    wait "$child" || code=$?
-done
-
-if ((interrupted)); then
-    # A progress bar may be on the line.
-    printf '\ninterrupted; with checkpoint.enable, the same command goes on from the latest step saved\n'
-    echo "the files of this run are in $folder"
-    exit "$interrupted"
-fi
-if ((code)); then
-    "$PYTHON" -m titan_moe report failure "$TITAN_MOE_FAILURES" "$log" --endpoint "$endpoint"
-fi
+# Ctrl-C is ignored until Python can answer it.
+trap '' INT
+exec "$PYTHON" -m titan_moe train --config "${CONFIG_FILE:-$repo/configs/debug/default.toml}" \
+    ${NGPU:+--ranks "$((NGPU * nodes))"} --nodes "$nodes" --node-rank "${NODE_RANK:-0}" \
+    --endpoint "${RDZV_ENDPOINT:-}" "$@"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on many nodes: one run_train.sh per node, which meet on the first.
 #
-#   CONFIG_FILE=configs/deepseek_v3/16b.toml sbatch --nodes 4 scripts/slurm_train.sh [overrides]
+#   CONFIG_FILE=configs/qwen3/30B-A3B_64gpu.toml sbatch --nodes 8 scripts/slurm_train.sh [overrides]
 #
 #SBATCH --job-name=titan_moe
 #SBATCH --ntasks-per-node=1

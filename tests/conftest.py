@@ -5,6 +5,7 @@ has the commands; pytest alone runs everything that it is given.
 """
 
 import hashlib
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -104,5 +105,7 @@ def pytest_runtest_makereport(
             report.outcome = "failed"
             report.longrepr = f"{item.nodeid} {line} (limit {fail:g} s)"
         elif warn and spent > warn:
-            item.warn(pytest.PytestWarning(line))
+            with warnings.catch_warnings():
+                warnings.simplefilter("default")  # The test itself may make errors of warnings.
+                item.warn(pytest.PytestWarning(line))
     return report

@@ -5,19 +5,24 @@ Exit codes: 0; 2 for a configuration that cannot run; 1 for a run that failed.
 
 import errno
 import gc
+import logging
 import traceback
 from collections.abc import Mapping
 
+from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.job import check
+from titan_moe.config.checks.run import flavor
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
-from titan_moe.config.parse import load_job, resolve
+from titan_moe.config.parse import load_job, read_job, resolve
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel, export_problems, model_of_job
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import report
 from titan_moe.runtime.launch import Launch, count_gpus
 from titan_moe.runtime.log import start_logging
+
+logger = logging.getLogger(__name__)
 
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -43,8 +48,14 @@ def prepare(
     argv: list[str], world_size: int, environment: Mapping[str, str]
 ) -> tuple[JobConfig, ModelConfig]:
     """The resolved configuration and its model's dimensions; raises ConfigError."""
+    return prepare_job(load_job(argv), world_size, environment)
+
+
+def prepare_job(
+    job: JobConfig, world_size: int, environment: Mapping[str, str]
+) -> tuple[JobConfig, ModelConfig]:
+    """As `prepare`, of a configuration that has been read."""
     _log_ranks(environment)
-    job = load_job(argv)
     if job.checkpoint.create_seed_checkpoint:
         # Initial weights are the same in every layout: any number of ranks can write them.
         job = job.model_copy(update={"parallelism": Parallelism()})
@@ -57,10 +68,38 @@ def prepare(
     return resolve(job, world_size), model
 
 
+def check_all(
+    argv: list[str], world_size: int, num_nodes: int, environment: Mapping[str, str]
+) -> tuple[JobConfig, list[str]]:
+    """Check configuration, tokenizer and data in one plain process, before any rank starts; returns
+    the resolved configuration, and a line for what has no effect. Raises ConfigError with
+    everything that is wrong."""
+    # Imported here: numpy's import is not for every rank to wait for.
+    from titan_moe.data.build import check_data
+    from titan_moe.data.tokenizer import load_tokenizer
+
+    if world_size % num_nodes:
+        raise ConfigError([f"--ranks {world_size} must be a multiple of --nodes {num_nodes}"])
+    job, notes = read_job(argv)
+    job, model = prepare_job(job, world_size, environment)
+    if problems := check_data(job.training, job.validation, job.model.tokenizer_path):
+        raise ConfigError(problems)
+    tokenizer = load_tokenizer(job.model.tokenizer_path)
+    if problems := check_vocabulary(job, model, tokenizer.vocab_size):
+        raise ConfigError(problems)
+    return job, notes
+
+
 def _run(argv: list[str], environment: Mapping[str, str], launch: Launch) -> None:
-    job, model = prepare(argv, launch.world_size, environment)
+    job, notes = read_job(argv)
+    job, model = prepare_job(job, launch.world_size, environment)
     color = not job.metrics.disable_color_printing
     start_logging(launch.rank, _log_ranks(environment), color=color)
+    if launch.rank == 0:
+        # Before torch, whose import takes seconds.
+        logger.info("%s on %d rank(s): starting", flavor(job), launch.world_size)
+    for note in notes:
+        logger.info(note)
 
     # Importing torch makes a million objects that stay; looking for garbage among them again and
     # again takes half a second. The trainer collects in its own time.

@@ -22,6 +22,7 @@ from titan_moe.distributed.execution import Microbatch
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.distributed.tied_weights import sum_tied_grads
 from titan_moe.metrics.step_metrics import device_metrics
+from titan_moe.moe.layer import take_dropped
 from titan_moe.moe.router import local_expert_counts, update_routers
 from titan_moe.profiling.regions import region
 
@@ -54,8 +55,8 @@ class StepResult:
 class Observer(Protocol):
     """Who looks on while a step is made; changes nothing."""
 
-    def reads(self, batch: Batch, rows: Microbatch) -> None:
-        """Before the forward of these rows, of which this rank has a part."""
+    def reads(self, batch: Batch, local: Microbatch) -> None:
+        """Before the forward of a batch, of which this rank has the part `local`."""
 
     def accumulated(self) -> None:
         """After all sums of gradients over ranks, before clipping."""
@@ -115,15 +116,16 @@ class TrainStep:
         parameter's norm if asked for.
 
         If the result is not finite, nothing is updated, and the gradients stay for whoever looks
-        for the reason; `discard` clears them. Nor is anything where the model refuses a step that
-        dropped rows. A step without a target token updates nothing either.
+        for the reason; `discard` clears them. Nor is anything updated where rows were dropped and
+        the model stops on overflow, nor in a step without a target token.
         """
         for moe in self._moe_layers.values():
             moe.counts_traffic = logged
         loss_sum = self._accumulate(batches, observer)
         with region("grad_norm"):
             result = self._reduce(loss_sum, batches, logged, parameter_norms)
-        if not result.finite or self._sharded.refuses(result.rows_dropped):
+        overflows = result.rows_dropped > 0 and self._sharded.stops_on_overflow
+        if not result.finite or overflows:
             return result
         if result.num_targets > 0:
             with region("optimizer"):
@@ -148,10 +150,10 @@ class TrainStep:
         """All gradients, whole but for the divisor; returns this rank's share of the loss sum."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for batch in batches:
-            rows = local_batch(batch, self._sharded, self._device)
+            local = local_batch(batch, self._sharded, self._device)
             if observer is not None:
-                observer.reads(batch, rows)
-            loss_sum += self._sharded.execution.train(rows)
+                observer.reads(batch, local)
+            loss_sum += self._sharded.execution.train(local)
         if self._sharded.shared_by_tp:
             tensor_parallel.sum_grads(self._sharded.shared_by_tp, self._tp_group, self._device)
         if self._sharded.tied_weights.copies:
@@ -178,7 +180,7 @@ class TrainStep:
                 num_experts=self._num_experts,
                 device=self._device,
             )
-            terms["rows_dropped"] = self._sharded.take_dropped(self._device)
+            terms["rows_dropped"] = take_dropped(self._moe_layers.values(), self._device)
         if logged:
             terms |= self._metrics.terms()
             # Exact: sums of 32-bit numbers over two million sequences fit into 53 bits.
@@ -227,9 +229,9 @@ class TrainStep:
 
 
 def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Microbatch:
-    """What this rank reads of whole rows: its part of each sequence, and all documents."""
+    """What this rank reads of whole sequences: its part of each, and all documents."""
     positions_S = sharded.positions(batch.tokens_BS.shape[1])
-    rows = Microbatch(
+    local = Microbatch(
         tokens_BS=batch.tokens_BS[:, positions_S].to(device, non_blocking=True),
         labels_BS=batch.labels_BS[:, positions_S].to(device, non_blocking=True),
         documents_BS=batch.documents_BS.to(device, non_blocking=True),
@@ -237,9 +239,9 @@ def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Mi
     )
     depths = sharded.config.num_mtp_layers
     if not depths:
-        return rows
+        return local
     tokens_BKS, labels_BKS = (x_BKS[..., positions_S] for x_BKS in look_ahead(batch, depths))
-    return rows._replace(
+    return local._replace(
         ahead_tokens_BKS=tokens_BKS.to(device, non_blocking=True),
         ahead_labels_BKS=labels_BKS.to(device, non_blocking=True),
     )
@@ -248,8 +250,8 @@ def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Mi
 def look_ahead(batch: Batch, depths: int) -> tuple[Tensor, Tensor]:
     """For each position the tokens and the labels 1, 2, ..., `depths` positions on, [B, K, S] each.
 
-    There is no label beyond the row, nor beyond the token's own document; the token there is 0, or
-    another document's: what it makes of a position is asked for nothing.
+    There is no label beyond the sequence, nor beyond the token's own document; the token there is
+    0, or another document's, and what follows from it has no label.
     """
     tokens, labels = [], []
     for depth in range(1, depths + 1):
@@ -263,15 +265,14 @@ def look_ahead(batch: Batch, depths: int) -> tuple[Tensor, Tensor]:
 
 def num_local_targets(batch: Batch, sharded: ShardedModel) -> int:
     """Target tokens among them; 0 where another rank reads the same tokens and counts them."""
-    dims, rank = sharded.meshes.dims, sharded.meshes.rank
-    if dims.coordinate(rank, "tp") or dims.coordinate(rank, "pp"):
+    if not sharded.counts_targets:
         return 0
     positions_S = sharded.positions(batch.labels_BS.shape[1])
     return int((batch.labels_BS[:, positions_S] != IGNORE_INDEX).sum())
 
 
 def local_fingerprints(batch: Batch, sharded: ShardedModel) -> int:
-    """The sum of the rows' fingerprints; 0 where another rank reads the same rows."""
+    """The sum of the sequences' fingerprints; 0 where another rank reads the same ones."""
     dims, rank = sharded.meshes.dims, sharded.meshes.rank
     if any(dims.coordinate(rank, axis) for axis in ("tp", "cp", "pp")):
         return 0

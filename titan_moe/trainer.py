@@ -2,12 +2,16 @@
 
 import json
 import logging
+import math
+import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.config.checks.data import check_vocabulary
@@ -17,32 +21,30 @@ from titan_moe.config.parse import as_toml, save_job
 from titan_moe.data.batch import Batch
 from titan_moe.data.build import build_loader, build_validation
 from titan_moe.data.loader import merge_states
-from titan_moe.data.tokenizer import load_tokenizer
+from titan_moe.data.tokenizer import load_tokenizer, loss_unit
 from titan_moe.data.validation import ValidationLoader
 from titan_moe.debug.capture.step import StepCapture
 from titan_moe.debug.nan_locator import describe_nonfinite
 from titan_moe.distributed.compile import compiled_so_far
 from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
+from titan_moe.metrics.closing import next_steps, outcome
 from titan_moe.metrics.run_log import RunLog, run_facts
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
 from titan_moe.models.stats import part_weights
+from titan_moe.moe.layer import take_dropped
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import lr_factor, set_lr
 from titan_moe.profiling.profiler import profiler
 from titan_moe.profiling.regions import region
 from titan_moe.routing.replay import RoutingTrace
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.garbage import GarbageCollector
 from titan_moe.runtime.lean_start import leave_compiler_out
-from titan_moe.runtime.process import Process, set_timeouts
-from titan_moe.runtime.seeds import seed_everything
+from titan_moe.runtime.process import GarbageCollector, Process, seed_everything, set_timeouts
 from titan_moe.train_step import StepResult, TrainStep, local_batch, num_local_targets
 
 logger = logging.getLogger(__name__)
-
-_WITH_CHECKPOINT = "./run_train.sh --checkpoint.enable"
 
 
 @dataclass
@@ -82,12 +84,14 @@ class Trainer:
             logger.info(layout_summary(dict(sharded.named_parameters()), self.meshes))
             if self.meshes.dims.pp > 1:
                 weights = part_weights(sharded.config, job.training.seq_len)
-                rows = job.training.local_batch_size
-                logger.info(pipeline_summary(job.parallelism, sharded.stages, weights, rows))
+                size = job.training.local_batch_size
+                logger.info(pipeline_summary(job.parallelism, sharded.stages, weights, size))
         self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
         self.train_step = TrainStep(sharded, self.optimizer, job.training, device=process.device)
         self.checkpointer = _checkpointer(job, sharded, self.optimizer)
         self.progress = Progress()
+        self.losses: tuple[float, float | None] = (math.nan, None)
+        """Of the last step, and of the validation after it."""
 
     def create_seed_checkpoint(self) -> None:
         """Write the initial weights as step-0, from which any layout can start."""
@@ -109,9 +113,11 @@ class Trainer:
             )
             return
         self.checkpointer.check_export(steps)
-        self.routing = RoutingTrace(
-            self.job, self.sharded, self.process, resume_step=self.progress.step
-        )
+        self.routing: RoutingTrace | None = None
+        if self.job.debug.routing_record is not None or self.job.debug.routing_replay is not None:
+            self.routing = RoutingTrace(
+                self.job, self.sharded, self.process, resume_step=self.progress.step
+            )
         if self.process.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_job(self.job, self.folder / "config.toml")
@@ -132,8 +138,9 @@ class Trainer:
                 garbage.step(step)
                 profile.step()
         self.loader.close()
-        self.log.close()
-        self.routing.close()
+        self.log.close(*loss_unit(self.tokenizer))
+        if self.routing is not None:
+            self.routing.close()
         self._say_goodbye()
 
     def _step(self, step: int) -> None:
@@ -145,7 +152,8 @@ class Trainer:
         set_lr(self.optimizer, factor)
         capture = self._capture(step) if step == self.job.debug.capture_step else None
         logged = self.log.wants(step) or self._validates(step) or capture is not None
-        with phases("step"), self.routing.step(step, batches):
+        traced = nullcontext() if self.routing is None else self.routing.step(step, batches)
+        with phases("step"), traced:
             result = self.train_step(
                 batches,
                 logged=logged,
@@ -156,7 +164,7 @@ class Trainer:
             capture.write(self.folder)
         if not result.finite:
             self._handle_nonfinite(step, result, batches, before)
-        elif self.sharded.refuses(result.rows_dropped):
+        elif result.rows_dropped and self.sharded.stops_on_overflow:
             self.train_step.discard()
             kept = self._keep(step, before)
             raise RunError(f"step {step}: {overflow_line(self.job, result.rows_dropped)}; {kept}")
@@ -167,6 +175,7 @@ class Trainer:
         if self._validates(step):
             with phases("validation"):
                 validation_loss = self._validate()
+        self.losses = (result.loss, validation_loss)
         self.log.step(
             step,
             result,
@@ -190,7 +199,7 @@ class Trainer:
         """Nothing has been updated: skip the step, or keep the state before it and stop."""
         place = describe_nonfinite(self.sharded, batches, self.process.device)
         self.train_step.discard()
-        self.sharded.take_dropped(self.process.device)  # Of the forward that looked for the place.
+        self._take_dropped()  # Of the forward that looked for the place.
         line = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: {place}"
         if self.job.training.on_nonfinite == "skip":
             logger.warning("%s; the update is skipped", line)
@@ -211,7 +220,7 @@ class Trainer:
 
     def _open_data(self) -> None:
         job, dims = self.job, self.meshes.dims
-        tokenizer = load_tokenizer(job.model.tokenizer_path)
+        self.tokenizer = tokenizer = load_tokenizer(job.model.tokenizer_path)
         if lines := check_vocabulary(job, self.sharded.config, tokenizer.vocab_size):
             raise ConfigError(lines)
         rank = dims.coordinate(self.process.rank, "batch")
@@ -263,19 +272,22 @@ class Trainer:
         sums = torch.zeros(3, dtype=torch.float64, device=self.process.device)
         self.sharded.train(False)
         for batch in self.validation:
-            rows = local_batch(batch, self.sharded, self.process.device)
-            sums[0] += self.sharded.execution.evaluate(rows)
+            local = local_batch(batch, self.sharded, self.process.device)
+            sums[0] += self.sharded.execution.evaluate(local)
             sums[1] += num_local_targets(batch, self.sharded)
         self.sharded.train(True)
-        sums[2] = self.sharded.take_dropped(self.process.device)
+        sums[2] = self._take_dropped()
         dist.all_reduce(sums)
         loss, targets, dropped = sums.tolist()
-        if self.sharded.refuses(int(dropped)):
+        if dropped and self.sharded.stops_on_overflow:
             step = self.progress.step  # Its update is done: what it made is kept.
             kept = self._keep(step + 1, self._state())
             line = overflow_line(self.job, int(dropped))
             raise RunError(f"validation after step {step}: {line}; {kept}")
         return loss / max(targets, 1.0)
+
+    def _take_dropped(self) -> Tensor:
+        return take_dropped(self.sharded.moe_layers().values(), self.process.device)
 
     def _say_compiled(self) -> None:
         if self.job.compile.enable:
@@ -287,16 +299,23 @@ class Trainer:
             logger.info(line, *values)
 
     def _say_goodbye(self) -> None:
+        """How it went, where everything is, and what to do next."""
+        self._say(outcome(self.progress.step, *self.losses, *loss_unit(self.tokenizer)))
         self._say("metrics %s", self.folder / "metrics.jsonl")
         self._say("curves  %s", self.folder / "curves.png")
-        if self.checkpointer.last_step is not None:
+        last, checkpoint = self.checkpointer.last_step, self.job.checkpoint
+        if last is not None:
             self._say("checkpoints %s", self.checkpointer.folder)
-        config = self.folder / "config.toml"
-        if self.checkpointer.last_step is None:
-            self._say("next: keep the result, with CONFIG_FILE=%s %s", config, _WITH_CHECKPOINT)
-            return
-        longer = 2 * self.job.training.steps
-        self._say("next: CONFIG_FILE=%s ./run_train.sh --training.steps %d", config, longer)
+        following = next_steps(
+            self.folder,
+            checkpoint=None if last is None else self.checkpointer.folder / f"step-{last}",
+            resumable=not checkpoint.last_save_model_only,
+            steps=self.job.training.steps,
+            prompt="def " if self.job.training.dataset == "stdlib" else "The",
+            launch=self.process,
+            environment=os.environ,
+        )
+        self._say("%s", following)
 
 
 def overflow_line(job: JobConfig, rows_dropped: int) -> str:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from scripts.bench.measure import options, print_table, take_turns, write_json
 from titan_moe.distributed.context_parallel.apply import context_parallel_core, local_positions
-from titan_moe.models.attention_core import choose_core
-from titan_moe.ops.attention import first_seen_in_rows
+from titan_moe.ops.attention import choose_core, first_seen_in_rows
 from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.testing.ranks import run_on_ranks
 

@@ -27,7 +27,7 @@ from titan_moe.distributed.mesh import build_meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import Dispatcher
-from titan_moe.moe.permute import count_experts
+from titan_moe.ops.permute_indices import count_experts
 from titan_moe.simulate.comm_counter import CommCounter
 from titan_moe.testing.ranks import run_on_ranks
 

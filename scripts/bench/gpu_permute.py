@@ -26,9 +26,8 @@ from scripts.bench.measure import (
     print_facts,
     print_table,
 )
-from titan_moe.moe.permute import invert
 from titan_moe.ops.move_rows import add_rows, copy_rows
-from titan_moe.ops.permute_indices import max_padded_rows, permute_indices
+from titan_moe.ops.permute_indices import invert, max_padded_rows, permute_indices
 
 # (T, K, E, D, row alignment)
 CASES = [

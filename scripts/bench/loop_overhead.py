@@ -1,18 +1,15 @@
-"""What a training step costs beyond forward, backward and optimizer: time, collectives, operations.
+"""What a training step costs beyond forward and backward: time, operations, all-reduces.
 
     python -m scripts.bench.loop_overhead --ranks 2 --layers 12 --json loop_overhead.json
 
-A tiny model of many layers, so that what is paid by tensor and by layer shows. Each kind of step is
-taken in turn, round after round; times are medians over rounds, the slowest rank's. Operations are
-those that reach torch's dispatcher, views left out: on a GPU about one launch each. Beside the
-loop's own parts, the same update by torch.optim.AdamW on the same DTensors, and by Muon.
+A tiny model of many layers, so that what is paid by tensor and by layer shows. Forward and backward
+alone, and each kind of step, are taken in turn, round after round; times are medians over rounds,
+the slowest rank's. Operations are those that reach torch's dispatcher, views left out: on a GPU
+about one launch each. Beside them the optimizer's update alone, the same by torch.optim.AdamW on
+the same DTensors, and by Muon.
 """
 
 import statistics
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,27 +17,20 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scripts.bench.measure import Run, options, take_turns, write_json
+from scripts.bench.measure import Run, options, print_table, take_turns, write_json
 from scripts.bench.train_steps import Training, new_training
-from titan_moe import train_step
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.train_step import local_batch
 
+ALONE = "forward, backward"
 KINDS: dict[str, dict[str, Any]] = {
     "not logged": {"logged": False},
     "logged": {},
     "logged, all norms": {"parameter_norms": True},
 }
-PARTS = (
-    "forward, backward",
-    "waiting for other ranks",
-    "one reduction",
-    "scaling",
-    "routers",
-    "optimizer",
-)
 _VIEWS = ("view", "detach", "select", "slice", "unbind", "split")
 _WARM_UP = 2
 TABLES: dict[str, dict[str, Any]] = {
@@ -51,116 +41,49 @@ TABLES: dict[str, dict[str, Any]] = {
 
 
 class Operations(TorchDispatchMode):
-    """Counts what reaches the dispatcher, but for views."""
+    """Counts what reaches the dispatcher, but for views; all-reduces apart."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.number = 0
+        self.number = self.all_reduces = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.number += not any(word in func.name() for word in _VIEWS)
+        self.all_reduces += func.name() == "c10d::allreduce_"
         return func(*args, **(kwargs or {}))
 
 
 def measure(num_layers: int, repeats: int, seed: int) -> dict[str, Any]:
-    """On one rank: seconds of each part by kind of step, and what one step of each kind does."""
+    """On one rank: seconds and counts of each kind of step, and seconds of each update."""
     torch.set_num_threads(1)
     cpu, world_size = torch.device("cpu"), dist.get_world_size()
     training = new_training(TABLES, cpu, num_layers=num_layers, world_size=world_size, seed=seed)
-    steps = {kind: partial(training.step, [training.batch], **how) for kind, how in KINDS.items()}
-    counted = {kind: counts(training, step) for kind, step in steps.items()}
-    clock = Clock(training)
-    seconds = take_turns(steps, repeats, clock=clock.run, warm_up=_WARM_UP, before=dist.barrier)
+    runs: dict[str, Run] = {ALONE: partial(forward_backward, training, cpu)}
+    runs |= {kind: partial(training.step, [training.batch], **how) for kind, how in KINDS.items()}
+
+    def prepare() -> None:
+        training.optimizer.zero_grad()
+        dist.barrier()
+
+    counts = {}
+    for name, run in runs.items():
+        prepare()
+        with Operations() as operations:
+            run()
+        counts[name] = (operations.number, operations.all_reduces)
+    seconds = take_turns(runs, repeats, warm_up=_WARM_UP, before=prepare)
     return {
-        "seconds": {kind: median(each) for kind, each in seconds.items()},
-        "counts": counted,
+        "seconds": {name: statistics.median(each) for name, each in seconds.items()},
+        "counts": counts,
         "updates": updates(training.sharded, repeats),
         "parameters": len(list(training.sharded.named_parameters())),
         "moe_layers": len(training.sharded.all_moe_layers()),
     }
 
 
-class Clock:
-    """Around the parts of a step."""
-
-    def __init__(self, training: Training) -> None:
-        self._spent: defaultdict[str, float] = defaultdict(float)
-        step = training.step
-        places: dict[str, tuple[Any, str]] = {
-            "forward, backward": (training.sharded.execution, "train"),
-            "one reduction": (step, "_reduce"),
-            "scaling": (train_step.grad_norm, "scale_grads"),
-            "routers": (train_step, "update_routers"),
-            "optimizer": (training.optimizer, "step"),
-        }
-        for part, (owner, name) in places.items():
-            setattr(owner, name, self._timed(part, getattr(owner, name)))
-        reduce, wait = step._reduce, self._timed("waiting for other ranks", dist.barrier)
-
-        def wait_and_reduce(*args: Any) -> Any:
-            wait()  # Else the all-reduce would be as slow as the slowest rank's backward.
-            return reduce(*args)
-
-        step._reduce = wait_and_reduce  # type: ignore[assignment, method-assign]
-
-    def run(self, function: Run) -> dict[str, float]:
-        """Seconds of each part, and of the whole."""
-        self._spent.clear()
-        self._timed("the step", function)()
-        return {part: self._spent[part] for part in (*PARTS, "the step")}
-
-    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begun = time.perf_counter()
-            result = function(*args, **kwargs)
-            self._spent[part] += time.perf_counter() - begun
-            return result
-
-        return timed
-
-
-def counts(training: Training, step: Run) -> dict[str, int]:
-    """Of one step's reduction, and of the routers' update: operations, waits, collectives."""
-    found: dict[str, int] = {}
-    with (
-        counted_collectives() as names,
-        operations_of(training.step, "_reduce") as reduction,
-        operations_of(train_step, "update_routers") as routers,
-    ):
-        step()
-        found["all-reduces over the world"] = names["all_reduce"]
-    found["operations of the reduction"] = reduction.number
-    found["operations of the routers' update"] = routers.number
-    return found
-
-
-@contextmanager
-def operations_of(owner: Any, name: str) -> Iterator[Operations]:
-    """Counts while a function runs."""
-    function, mode = getattr(owner, name), Operations()
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return function(*args, **kwargs)
-
-    setattr(owner, name, watched)
-    yield mode
-    setattr(owner, name, function)
-
-
-@contextmanager
-def counted_collectives() -> Iterator[Counter[str]]:
-    """Collectives over the world that are called by name."""
-    names: Counter[str] = Counter()
-    function = dist.all_reduce
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        names["all_reduce"] += kwargs.get("group") in (None, dist.group.WORLD)
-        return function(*args, **kwargs)
-
-    dist.all_reduce = watched
-    yield names
-    dist.all_reduce = function
+def forward_backward(training: Training, device: torch.device) -> None:
+    """What a step does for its one batch before anything is reduced."""
+    training.sharded.execution.train(local_batch(training.batch, training.sharded, device))
 
 
 def updates(sharded: ShardedModel, repeats: int) -> dict[str, float]:
@@ -182,46 +105,28 @@ def updates(sharded: ShardedModel, repeats: int) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in spent.items()}
 
 
-def median(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Part by part."""
-    return {part: statistics.median(each[part] for each in rounds) for part in rounds[0]}
-
-
 def slowest(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """One rank's record with all ranks' largest times."""
     found = dict(ranks[0])
     for table in ("seconds", "updates"):
-        found[table] = _largest([rank[table] for rank in ranks])
+        found[table] = {name: max(rank[table][name] for rank in ranks) for name in found[table]}
     return found
 
 
-def _largest(values: list[Any]) -> Any:
-    if not isinstance(values[0], dict):
-        return max(values)
-    return {key: _largest([value[key] for value in values]) for key in values[0]}
-
-
-def table(found: dict[str, Any]) -> list[str]:
-    """Markdown: milliseconds by part, then counts."""
-    kinds = list(found["seconds"])
-    lines = ["| | " + " | ".join(kinds) + " |", "|---|" + "--:|" * len(kinds)]
-    rest = {
-        kind: parts["the step"] - sum(parts[part] for part in PARTS)
-        for kind, parts in found["seconds"].items()
-    }
-    for part in (*PARTS, "the rest", "the step"):
-        cells = [
-            1e3 * (rest[kind] if part == "the rest" else found["seconds"][kind][part])
-            for kind in kinds
+def rows(found: dict[str, Any]) -> list[list[object]]:
+    """Of each kind of step: its milliseconds, then what it has beyond forward and backward."""
+    alone_s, (operations, all_reduces) = found["seconds"][ALONE], found["counts"][ALONE]
+    return [
+        [
+            kind,
+            1e3 * found["seconds"][kind],
+            1e3 * (found["seconds"][kind] - alone_s),
+            f"{1 - alone_s / found['seconds'][kind]:.1%}",
+            found["counts"][kind][0] - operations,
+            found["counts"][kind][1] - all_reduces,
         ]
-        lines.append(f"| {part}, ms | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
-    for what in found["counts"][kinds[0]]:
-        cells = [str(found["counts"][kind][what]) for kind in kinds]
-        lines.append(f"| {what} | " + " | ".join(cells) + " |")
-    first, *others = found["updates"].items()
-    said = ", ".join(f"{name} {1e3 * s:.2f} ms ({s / first[1]:.2f}x)" for name, s in others)
-    lines += ["", f"One update: {first[0]} {1e3 * first[1]:.2f} ms, {said}"]
-    return lines
+        for kind in KINDS
+    ]
 
 
 def main() -> None:
@@ -235,7 +140,12 @@ def main() -> None:
         f"torch {torch.__version__}, {ranks} ranks, {layers} layers, "
         f"{found['moe_layers']} with experts, {found['parameters']} parameters"
     )
-    print("\n".join(table(found)))
+    heads = ["step", "ms", "beyond ms", "of the step", "operations", "all-reduces"]
+    title = "beyond forward and backward, which take"
+    print_table(heads, rows(found), f"{title} {1e3 * found['seconds'][ALONE]:.1f} ms")
+    first = found["updates"]["torch.optim.AdamW"]
+    times = [[name, 1e3 * s, f"{s / first:.2f}x"] for name, s in found["updates"].items()]
+    print_table(["one update", "ms", ""], times, "optimizers, on the same parameters")
     write_json(arguments.json, {"ranks": ranks, "layers": layers, **found})
 
 

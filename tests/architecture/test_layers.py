@@ -1,7 +1,7 @@
 """A file imports only downward, and stays of a size to be read.
 
 Read from the syntax trees, so that imports inside functions and under TYPE_CHECKING count too. The
-layers are those of README's file map.
+layers are those of docs/architecture.md.
 """
 
 import ast

@@ -21,8 +21,7 @@ from tests.support.tiers import split, tiered
 from titan_moe.distributed.context_parallel import apply as context_parallel
 from titan_moe.distributed.context_parallel import blocks as block_attention
 from titan_moe.distributed.context_parallel import ring as ring_attention
-from titan_moe.models.attention_core import CausalSdpa, DocumentSdpa
-from titan_moe.ops.attention import AttentionCore
+from titan_moe.ops.attention import AttentionCore, CausalSdpa, DocumentSdpa
 from titan_moe.testing.ranks import run_on_ranks
 
 BOUND = 1e-12

@@ -323,7 +323,7 @@ def test_recomputation_and_validation_are_not_counted():
 def test_rows_and_pairs_of_a_few_tokens():
     from titan_moe.moe.config import MoEConfig
     from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
-    from titan_moe.moe.permute import count_experts
+    from titan_moe.ops.permute_indices import count_experts
 
     class Group:
         def __init__(self, rank: int, size: int) -> None:

@@ -79,7 +79,7 @@ def _travel(case: Case) -> Seen:
     from titan_moe.distributed.mesh import build_meshes
     from titan_moe.distributed.parallel_dims import ParallelDims
     from titan_moe.moe.config import MoEConfig
-    from titan_moe.moe.permute import count_experts
+    from titan_moe.ops.permute_indices import count_experts
 
     rank = dist.get_rank()
     dims = ParallelDims(dist.get_world_size(), ep=case.ep, etp=case.etp)

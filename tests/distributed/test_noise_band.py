@@ -77,6 +77,8 @@ def test_harmless_runs_differ_in_order_microbatches_and_layout():
     assert {run.layout.world_size for run in later} == {1}
 
 
+# Forty trainings of 50 steps: beside other work more than the limit of all other tests.
+@pytest.mark.timeout(900)
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layouts_are_inside_and_mistakes_are_not(dtype: str):

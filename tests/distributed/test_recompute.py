@@ -12,6 +12,7 @@ from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
+from titan_moe.moe.balance import attach_loss
 from titan_moe.testing.ranks import run_on_ranks
 
 ROWS, SEQ_LEN, LAYERS = 4, 32, 3
@@ -33,8 +34,8 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
     from titan_moe.distributed.init_weights import fill_initial_weights
     from titan_moe.distributed.mesh import build_meshes
     from titan_moe.distributed.parallel_dims import ParallelDims
-    from titan_moe.models.attention_core import DocumentSdpa
     from titan_moe.models.decoder import initial_std, move_off_meta, stage_units
+    from titan_moe.ops.attention import DocumentSdpa
 
     class Count(TorchDispatchMode):
         def __init__(self) -> None:
@@ -150,15 +151,58 @@ def test_recompute_by_operation_neither_multiplies_nor_communicates_again(family
 
 def test_planted_bugs_are_seen():
     reference, *_ = run_on_ranks(train_once, 2, "deepseek_v3", "op", 2)
-    again, *_ = run_on_ranks(train_once, 2, "deepseek_v3", "op", 2, "routed again")
-    for counts, expected in zip(again["counts"], reference["counts"], strict=True):
-        assert torch.equal(counts, 2 * expected)
+    for mode in ("op", "full"):
+        with pytest.raises(RuntimeError, match=r"changed moe\.rows_sent, moe\.router\.tokens_per"):
+            run_on_ranks(train_once, 2, "deepseek_v3", mode, 2, "routed again")
     mixed, *_ = run_on_ranks(
         train_once, 2, "deepseek_v3", "op", 2, "rows of other tokens handed back"
     )
     assert distance(mixed, reference) > 1e-3
     forgetful, *_ = run_on_ranks(train_once, 2, "deepseek_v3", "op", 2, "nothing kept")
     assert forgetful["backward"][ALL_TO_ALL] > reference["backward"][ALL_TO_ALL]
+
+
+class Counting(torch.nn.Module):
+    """A block with a device metric: the sum of its inputs."""
+
+    def __init__(self, in_the_backward: bool) -> None:
+        super().__init__()
+        self.in_the_backward = in_the_backward
+        self.attention = torch.nn.Module()
+        self.attention.core = torch.sin
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64), persistent=False)
+        self.execute = self.compute
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        if self.in_the_backward:
+            x = attach_loss(x, x.sum().detach(), self.total)
+        else:
+            self.total += x.sum().detach()
+        return (2 * x).sin()
+
+
+def counted(mode: str, *, in_the_backward: bool) -> tuple[float, torch.Tensor]:
+    """The metric, and the gradient, of the inputs 0 to 3."""
+    block, x = Counting(in_the_backward), torch.arange(4.0, requires_grad=True)
+    chosen, option = MODES[mode]
+    section = ActivationCheckpoint(mode=chosen, selective_ac_option=option)
+    apply_activation_checkpoint({"0": block}, section)
+    block.execute(x).sum().backward()
+    assert x.grad is not None
+    return block.total.item(), x.grad
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_device_metric_that_is_added_in_the_backward_counts_once(mode: str):
+    total, grad = counted(mode, in_the_backward=True)
+    assert total == 6
+    torch.testing.assert_close(grad, 2 * (2 * torch.arange(4.0)).cos())
+
+
+@pytest.mark.parametrize("mode", ["full", "op"])
+def test_a_device_metric_that_is_added_in_a_recomputed_forward_is_refused(mode: str):
+    with pytest.raises(RuntimeError, match="a recomputed forward changed total, which would count"):
+        counted(mode, in_the_backward=False)
 
 
 def test_every_nth_layer_is_one_of_the_whole_model():

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks, FlexBlocks, Upstream
-from titan_moe.models.attention_core import CausalSdpa, DocumentSdpa, FlexCore, choose_core
-from titan_moe.ops.attention import AttentionCore
+from titan_moe.ops.attention import AttentionCore, CausalSdpa, DocumentSdpa, FlexCore, choose_core
 from titan_moe.ops.local_attention import LocalAttention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

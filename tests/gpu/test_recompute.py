@@ -5,10 +5,9 @@ import torch
 
 from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
-from titan_moe.models.attention_core import FlexCore
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
-from titan_moe.ops.attention import AttentionCore
+from titan_moe.ops.attention import AttentionCore, FlexCore
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ROWS, SEQ_LEN = 2, 512

@@ -27,7 +27,11 @@ def _train(folder: Path, name: str, flavor: str) -> list[tuple[float, float]]:
         "metrics.log_freq": 1,
     }
     arguments = [f"--{key}={value}" for key, value in keys.items()]
-    subprocess.run([sys.executable, "-m", "titan_moe", "train", *arguments], cwd=REPO, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "titan_moe", "train", "--one-process", *arguments],
+        cwd=REPO,
+        check=True,
+    )
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(line["loss"], line["grad_norm"]) for line in lines]
 

@@ -48,7 +48,7 @@ def unknown_key(folder: Path) -> Bad:
 
 
 def key_of_torchtitan(folder: Path) -> Bad:
-    words = ["comm.mode = fake_backend", "not available"]
+    words = ['comm.mode = "fake_backend"', "nothing would be trained"]
     return Bad(_CONFIG, words, {"comm__mode": "fake_backend"})
 
 
@@ -162,7 +162,7 @@ def unreadable_data(folder: Path) -> Bad:
 
 def data_smaller_than_one_batch(folder: Path) -> Bad:
     (folder / "data.txt").write_text("a few words\n")
-    words = ["1 documents", "2 rows", "training.repeat_dataset=true"]
+    words = ["1 documents", "2 sequences", "training.repeat_dataset=true"]
     return replace(_data(folder / "data.txt"), words=words)
 
 

@@ -21,8 +21,10 @@ _ENDLESS = 100_000
 
 @pytest.mark.slow
 def test_two_ranks_train_and_the_saved_config_repeats_the_run(tmp_path: Path) -> None:
-    first = run_train(tmp_path / "a", {"NGPU": 2}, parallelism__expert_parallel_degree=2)
+    overrides = {"parallelism__expert_parallel_degree": 2, "training__gc_debug": "true"}
+    first = run_train(tmp_path / "a", {"NGPU": 2}, **overrides)
     assert first.returncode == 0, first.stderr
+    assert first.stdout.count("without effect here: training.gc_debug (docs/") == 1
     assert "torchrun --nproc-per-node 2" in first.stdout and not first.stderr
     saved = tmp_path / "a" / "config.toml"
     again = subprocess.run(

@@ -35,7 +35,6 @@ def test_a_run_says_where_a_step_goes(tmp_path: Path, ranks: int) -> None:
     for region in ("attention", "dispatch", "experts", "combine", "shared_experts"):
         row = regions[region]
         assert min(row["forward"], row["recompute"], row["backward"]) > 0, region
-        assert row["backward"] > row["forward"] / 20, region
     assert regions["loss"]["backward"] > 0
     # The parts are the whole, and what other ranks are waited for is a part of it.
     parts = [row["share"] for row in regions.values()] + [facts[EXPOSED]["share"]]

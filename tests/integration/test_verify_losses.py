@@ -60,14 +60,14 @@ def test_my_change_against_the_last_commit(tmp_path: Path, planted: bool, code: 
 
 
 @pytest.mark.slow
-def test_a_side_that_fails(tmp_path: Path):
+def test_a_run_that_fails(tmp_path: Path):
     few = tmp_path / "few.txt"
     few.write_text("three words only\n")
     data = f"ranks=1 --training.dataset text --training.dataset_path {few}"
     sides = ["--baseline", "ranks=1", "--candidate", data]
     code, told = compare(*COMPARE, *sides, *TINY, out=tmp_path / "out")
     assert code == 4, told
-    assert "candidate of working tree" in told and "fewer than the 8 rows" in told
+    assert "candidate of working tree" in told and "fewer than the 8 sequences" in told
     assert "Traceback" not in told
 
 

@@ -47,8 +47,8 @@ def cross_entropy(logits, labels):
 
 
 def new_model():
-    from titan_moe.models.attention_core import DocumentSdpa
     from titan_moe.models.decoder import Decoder
+    from titan_moe.ops.attention import DocumentSdpa
 
     with torch.device("meta"):
         model = Decoder(model_dims(), DocumentSdpa())

@@ -196,9 +196,9 @@ BUGS = {
         harmless_on="cp=2",
     ),
     "targets counted by every tp rank": Bug(
-        "titan_moe.train_step:num_local_targets",
-        'if dims.coordinate(rank, "tp") or dims.coordinate(rank, "pp"):',
-        'if dims.coordinate(rank, "pp"):',
+        "titan_moe.distributed.parallelize:_counts_targets",
+        'for axis in ("tp", "pp")',
+        'for axis in ("pp",)',
         caught_on=_TP,
         named=("gradient *exactly 1/2, *over tp*", "num_targets*exactly 2, *over tp*"),
         spared=("counts *",),
@@ -263,8 +263,9 @@ BUGS = {
     # --- recompute ---
     "tokens counted twice by recompute": Bug(
         "titan_moe.moe.layer:RoutingMemo.decide",
-        "return next(self._replayed)",
-        "return route(scores_BSE)",
+        "self._recorded.append(decision)",
+        # In the forward: a recomputation that counts is refused by the run itself.
+        "self._recorded.append(route(scores_BSE))",
         caught_on=_FULL,
         named=("counts layers.*exactly 2, *",),
         spared=("loss *", "gradient *", "balance_loss *"),
@@ -283,7 +284,7 @@ BUGS = {
         harmless_on="dp_shard=2",
     ),
     "recomputed rows without their routing weight": Bug(
-        "titan_moe.moe.activation:_ActivatedProjection.backward",
+        "titan_moe.moe.experts:_ActivatedProjection.backward",
         "weighted_RF = hidden_RF if weights_R1 is None else hidden_RF * weights_R1",
         "weighted_RF = hidden_RF.clone()",
         caught_on="dp_shard=2,recompute=none",

@@ -183,7 +183,7 @@ def train_watched(
     plant: Callable[[], None] | None,
 ) -> Watched:
     """On every rank: train as titan_moe.train does; what was loaded is saved again at once."""
-    curves.plot_curves = lambda *_: None  # A second of a run's few.
+    curves.plot_curves = lambda *_, **__: None  # A second of a run's few.
     if plant is not None:
         plant()
     process = Process(

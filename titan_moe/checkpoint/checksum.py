@@ -53,7 +53,7 @@ def checksums(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
 
     # Per tensor, how many ranks' sums have bit 0, bit 1, ... set. With c replicas of every shard
     # each of these counts is c times what one replica gives: exact to divide, and a remainder
-    # betrays replicas that differ. Nobody needs to know who holds what.
+    # shows replicas that differ. No rank needs to know what the others hold.
     positions = torch.arange(_BITS, device=device)
     totals = torch.cat([(sums[:, None] >> positions) & 1, held[:, None]], dim=1)
     dist.all_reduce(totals)

@@ -2,17 +2,17 @@
 
     titan-moe check --config FILE --ranks 16 --nodes 2 --training.steps 20
 
-Prints the number of ranks of a node and the run's folder, which run_train.sh reads; all that is
-wrong otherwise, a line each. Exit codes: 0; 2 a configuration or data that cannot be trained on.
+Prints the number of ranks of a machine and the run's folder, and what of a torchtitan file has no
+effect here; all that is wrong otherwise, a line each. run_train.sh checks the same before it starts
+a rank.
+
+Exit codes: 0; 2 a configuration or data that cannot be trained on.
 """
 
 import argparse
 import os
 
 from titan_moe.cli.command import Answer, Command, add_ranks, job_arguments, positive
-from titan_moe.config.errors import ConfigError
-
-_CPU_RANKS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,24 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    from titan_moe.config.checks.data import check_vocabulary
-    from titan_moe.data.build import check_data
-    from titan_moe.data.tokenizer import load_tokenizer
-    from titan_moe.runtime.launch import count_gpus
-    from titan_moe.train import prepare
+    from titan_moe.runtime.launch import default_ranks
+    from titan_moe.train import check_all
 
     nodes = options.nodes
-    ranks = options.ranks or nodes * (count_gpus(os.environ) or _CPU_RANKS)
-    if ranks % nodes:
-        raise ConfigError([f"--ranks {ranks} must be a multiple of --nodes {nodes}"])
-    job, model = prepare(job_arguments(options), ranks, os.environ)
-    if problems := check_data(job.training, job.validation, job.model.tokenizer_path):
-        raise ConfigError(problems)
-    tokenizer = load_tokenizer(job.model.tokenizer_path)
-    if problems := check_vocabulary(job, model, tokenizer.vocab_size):
-        raise ConfigError(problems)
+    ranks = options.ranks or nodes * default_ranks(os.environ)
+    job, notes = check_all(job_arguments(options), ranks, nodes, os.environ)
     found = {"ranks_per_node": ranks // nodes, "dump_folder": job.job.dump_folder}
-    return Answer(found, list(map(str, found.values())))
+    line = "nothing is wrong: {ranks_per_node} rank(s) on each machine, output in {dump_folder}"
+    return Answer(found | {"notes": notes}, [line.format(**found), *notes])
 
 
 COMMAND = Command(run, add_arguments, overrides=True, ends_at_once=True)

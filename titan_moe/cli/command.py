@@ -108,7 +108,10 @@ class Command:
         )
         if self.overrides:
             parser.add_argument(
-                "--config", "--job.config_file", metavar="FILE", help="TOML file to start from"
+                "--config",
+                "--job.config_file",
+                metavar="FILE",
+                help="TOML file to start from, or the name of one of titan_moe's own",
             )
         self.add_arguments(parser)
         parser.set_defaults(json=False)

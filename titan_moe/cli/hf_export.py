@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     import torch
 
-    from titan_moe.checkpoint.hf.command import in_processes
     from titan_moe.checkpoint.hf.transfer import export_checkpoint
+    from titan_moe.cli.hf_processes import in_processes
 
     dtype = getattr(torch, options.dtype) if options.dtype else None
     line = in_processes(lambda: export_checkpoint(options.checkpoint, options.out, dtype))

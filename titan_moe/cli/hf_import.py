@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     import torch
 
-    from titan_moe.checkpoint.hf.command import in_processes
     from titan_moe.checkpoint.hf.transfer import import_folder
+    from titan_moe.cli.hf_processes import in_processes
 
     dtype = getattr(torch, options.dtype)
     line = in_processes(lambda: import_folder(options.folder, options.out, dtype))

@@ -10,7 +10,7 @@ from titan_moe.cli.command import Command
 from titan_moe.runtime.failure import print_errors
 
 COMMANDS = {
-    "train": "train a model; ./run_train.sh starts it on all GPUs",
+    "train": "train a model on the GPUs of this machine",
     "check": "check a configuration and its data, without a GPU",
     "generate": "let a model continue a text",
     "tokenize": "write a pre-tokenised copy of a dataset",
@@ -19,14 +19,13 @@ COMMANDS = {
     "hf import": "make a checkpoint of a Hugging Face folder",
     "hf export": "make a Hugging Face folder of a checkpoint",
     "verify gradients": "every gradient of many layouts against one process, in float64",
-    "verify losses": "two trainings side by side, and a verdict",
+    "verify losses": "compare two trainings, with a verdict",
     "verify localize": "the first tensor that differs between two trainings",
     "verify suite": "a list of comparisons, and one summary",
     "verify parity": "logits, losses and gradients against transformers",
     "verify shards": "shards, meshes and process groups of up to thousands of ranks",
     "report run": "curves, expert load and configuration of runs, as a page",
     "report profile": "where a profiled step's time goes",
-    "report failure": "which rank of a run failed first, and why",
     "simulate step": "communication and memory of one rank of a world of any size",
     "simulate scaling": "how both grow with the number of ranks",
 }

@@ -3,9 +3,9 @@
     titan-moe simulate scaling --ranks 8 64 1024 4096 --layers 4 --config FILE --out outputs/scaling
 
 As simulate step, for each number of ranks: a rank's batch is one microbatch in every world, data
-parallelism takes up the further ranks, and the law is judged: nothing per rank grows with the world
-faster than the shard that it owns. --layers cuts the model, to be quicker (torch's FSDP cuts every
-parameter into as many pieces as there are ranks). --out gets scaling.json and scaling.png.
+parallelism takes up the further ranks. The law that is checked: nothing per rank grows with the
+world faster than the shard that it owns. --layers cuts the model, to be quicker (torch's FSDP cuts
+every parameter into as many pieces as there are ranks). --out gets scaling.json and scaling.png.
 
 Exit codes: 0; 1 the law is broken; 2 a configuration that cannot run; 70 an error in titan_moe.
 """

@@ -3,7 +3,8 @@
     titan-moe tokenize --out data/tokens --training.dataset json --training.dataset_path 'x/*.jsonl'
     titan-moe tokenize --verify data/tokens
 
-Of the configuration it takes training.dataset, training.dataset_path and model.tokenizer_path.
+Of the configuration it takes training.dataset, training.dataset_path, training.text_column and
+model.tokenizer_path.
 Train on the copy with training.dataset="tokens" and training.dataset_path="data/tokens". Killed
 half-way, the same command goes on where it stopped.
 
@@ -57,6 +58,7 @@ def _tokenize(options: argparse.Namespace) -> Answer:
     source = open_source(
         job.training.dataset,
         job.training.dataset_path,
+        text_column=job.training.text_column,
         key="training.",
         tokenizer=tokenizer.fingerprint,
         seed=options.seed,

@@ -1,19 +1,35 @@
 """Train a model: all keys, after this page.
 
-    torchrun --nproc-per-node 8 -m titan_moe train --config FILE --training.steps 20
-    titan-moe train --config FILE          one process
+    titan-moe train --config qwen3/debugmodel_moe --training.steps 20
+    titan-moe train --config FILE --ranks 4
+    titan-moe train --config FILE --one-process        without torchrun, for a debugger
+    torchrun --nproc-per-node 4 -m titan_moe train --config FILE        each rank by hand
 
-./run_train.sh starts torchrun with the GPUs of this machine or of several, checks the configuration
-before it does, and says in one line why a run failed.
+It starts a rank on each GPU that it finds, else 2 processes, unless --ranks says how many.
+--config takes a file, or the name of a configuration that comes with titan_moe. The configuration
+and its data are checked, then torchrun starts the ranks of this machine, and one line says why a
+run failed. On several machines --ranks counts the ranks of all, and each machine gets --nodes N
+--node-rank I --endpoint HOST:PORT, an address of machine 0. ./run_train.sh of a checkout is this
+command in the environment that it makes.
 
-Exit codes: 0; 1 a run that failed; 2 a configuration that cannot run.
+Exit codes: 0; 1 a run that failed; 2 a configuration that cannot run; 130 or 143 interrupted.
 """
 
 import argparse
 import os
 import sys
+from pathlib import Path
 
-from titan_moe.cli.command import Answer, Command, job_arguments
+from titan_moe.cli.command import Answer, Command, add_ranks, job_arguments, positive
+from titan_moe.config.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_ranks(parser, default=None, says="of the run; default: the GPUs of all machines, else 2")
+    parser.add_argument("--one-process", action="store_true", help="without torchrun")
+    parser.add_argument("--nodes", type=positive, default=1, help="machines; default: 1")
+    parser.add_argument("--node-rank", type=int, default=0, help="this machine's number")
+    parser.add_argument("--endpoint", default="", help="HOST:PORT where machines meet")
 
 
 def run(options: argparse.Namespace) -> Answer:
@@ -21,10 +37,12 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.runtime.launch import end_with_parent
     from titan_moe.train import main
 
-    arguments = job_arguments(options)
+    arguments, is_rank = job_arguments(options), "RANK" in os.environ
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
-    if "RANK" in os.environ:
+    elif not (is_rank or options.one_process):
+        return Answer(exit_code=_start_ranks(options, arguments))
+    if is_rank:
         end_with_parent()
     exit_code = main(arguments, os.environ)
     sys.stdout.flush()
@@ -34,4 +52,30 @@ def run(options: argparse.Namespace) -> Answer:
     os._exit(exit_code)
 
 
-COMMAND = Command(run, overrides=True, help_of_keys=True, ends_at_once=True)
+def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
+    from titan_moe.runtime.launch import default_ranks
+    from titan_moe.runtime.torchrun import Nodes, start_ranks
+    from titan_moe.train import check_all
+
+    nodes = Nodes(options.nodes, options.node_rank, options.endpoint)
+    if nodes.number > 1 and not nodes.endpoint:
+        raise ConfigError(
+            [
+                f"{nodes.number} nodes need --endpoint HOST:PORT (RDZV_ENDPOINT of run_train.sh), "
+                "an address of the node with number 0"
+            ]
+        )
+    ranks = options.ranks or nodes.number * default_ranks(os.environ)
+    if sys.stdout.isatty():
+        print(f"checking {options.config or 'the configuration'} and its data", flush=True)
+    job, _ = check_all(arguments, ranks, nodes.number, os.environ)
+    return start_ranks(
+        arguments,
+        ranks=ranks // nodes.number,
+        nodes=nodes,
+        folder=Path(job.job.dump_folder),
+        environment=os.environ,
+    )
+
+
+COMMAND = Command(run, add_arguments, overrides=True, help_of_keys=True, ends_at_once=True)

@@ -1,32 +1,32 @@
-"""Where do two runs part? The first module, tensor, expert and tokens that differ beyond rounding.
+"""Where do two runs begin to differ? Names the first module, tensor, expert and tokens.
 
     titan-moe verify localize --config FILE --baseline revision=main         # my change
     titan-moe verify localize --config FILE --candidate layout=tp=2,ep=2     # another layout
     titan-moe verify localize --baseline outputs/a --candidate outputs/b     # run again
     titan-moe verify localize --config FILE --candidate layout=tp=2 --step 40
 
-Sides are written as for verify losses. Both are trained to find the first step whose figures differ
-(or --step says it); then both make that step from the baseline's state, and everything is captured:
-sequences, outputs of modules, gradients, updates. The first place in causal order that differs by
-more than harmless repeats of the baseline do (sequences in another order, another layout) is named,
-with both norms. Finished runs are trained again, from their config.toml, by this code. The output
-folder gets finding.json and every run.
+A RUN is written as for verify losses. Both are trained to find the first step whose figures differ,
+unless --step names it. Then both make that step from the baseline's state, and everything is
+captured: sequences, outputs of modules, gradients, updates. Control runs repeat the baseline's step
+with its sequences in another order or in another layout. The first place in causal order that
+differs by more than they do is named, with both norms. Finished runs are trained again, from their
+config.toml, by this code. The output folder gets finding.json and every run.
 
 Exit codes: 1 a place is named; 0 identical bits; 3 other bits, and nothing beyond rounding; 2
-cannot be run, or no such thing; 4 a side failed; 70 an error in titan_moe; 130 interrupted: the
+cannot be run, or a wrong argument; 4 a run failed; 70 an error in titan_moe; 130 interrupted: the
 same command goes on.
 """
 
 import argparse
 
-from titan_moe.cli import sides
+from titan_moe.cli import run_specs
 from titan_moe.cli.command import Answer, Command, add_out, positive, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    sides.add_arguments(parser)
+    run_specs.add_arguments(parser)
     parser.add_argument("--step", nargs="+", type=positive, default=[], help="where to look")
-    parser.add_argument("--repeats", type=int, default=2, help="harmless captures; default: 2")
+    parser.add_argument("--repeats", type=int, default=2, help="control runs; default: 2")
     add_out(parser, default="outputs/localization", says="default: %(default)s")
 
 
@@ -35,14 +35,14 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.compare.launch import Launcher, workplace
     from titan_moe.verify.compare.runner import Plan
 
-    baseline, candidate = sides.read_sides(options)
+    baseline, candidate = run_specs.read_run_specs(options)
     plan = Plan(
         title="",
         baseline=baseline,
         candidate=candidate,
         num_control_runs=options.repeats,
         steps=options.steps,
-        control_layouts=options.harmless,
+        control_layouts=options.control_layouts,
     )
     launcher = Launcher(options.out)
     with workplace(options.out):

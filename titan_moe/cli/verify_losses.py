@@ -1,4 +1,4 @@
-"""Is it still the same training? Two runs side by side, and a verdict.
+"""Is it still the same training? Compares two runs and gives a verdict.
 
     titan-moe verify losses --config FILE --baseline revision=main           # my change
     titan-moe verify losses --config FILE --candidate layout=tp=2,ep=2       # another layout
@@ -7,23 +7,24 @@
     titan-moe verify losses --baseline tests/goldens/qwen3                   # a golden file
     titan-moe verify losses --config FILE --update-golden tests/goldens/mine --reason "..."
 
-A SIDE is "revision=REV config=FILE ranks=N layout=AXIS=N,... --table.key value ...", each word left
-out as the other options have it; or a finished run's folder (metrics.jsonl, TensorBoard); or a
-golden. --table.key value outside of a side is for both. Sides are trained by their own run_train.sh
-from one seed checkpoint. Where their bits differ, harmless repeats of the baseline (sequences in
-another order, other layouts) measure how much rounding alone may do. The output folder gets
-report.html, report.png, comparison.json and every run.
+A RUN is "revision=REV config=FILE ranks=N layout=AXIS=N,... --table.key value ...", where a word
+that is left out is taken from the command's other options; or the folder of a finished run
+(metrics.jsonl, TensorBoard); or a golden. --table.key value outside of a RUN is for both. Each is
+trained by the run_train.sh of its own code, from one seed checkpoint. Where their bits differ,
+control runs measure how much rounding alone changes: the baseline again, with its sequences in
+another order or in another layout. The output folder gets report.html, report.png, comparison.json
+and every run.
 
-Exit codes: 0 identical bits; 3 inside the noise band; 1 different; 5 not identical, and no repeats
-to judge by; 2 cannot be compared, or no such thing; 4 a side failed; 70 an error in titan_moe;
-130 interrupted: the same command goes on.
+Exit codes: 0 identical bits; 3 inside the noise band; 1 different; 5 not identical, and no control
+runs to compare with; 2 cannot be compared, or a wrong argument; 4 a run failed; 70 an error in
+titan_moe; 130 interrupted: the same command goes on.
 """
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_moe.cli import sides
+from titan_moe.cli import run_specs
 from titan_moe.cli.command import Answer, Command, add_out
 
 if TYPE_CHECKING:
@@ -31,14 +32,16 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    sides.add_arguments(parser)
-    parser.add_argument("--repeats", type=int, default=24, help="of the baseline; default: 24")
+    run_specs.add_arguments(parser)
+    parser.add_argument("--repeats", type=int, default=24, help="control runs; default: 24")
     parser.add_argument(
-        "--noise", nargs="+", type=Path, default=[], metavar="RUN", help="finished repeats"
+        "--noise", nargs="+", type=Path, default=[], metavar="RUN", help="finished control runs"
     )
     parser.add_argument("--norms", action="store_true", help="compare every parameter's norm")
     parser.add_argument(
-        "--routing", action="store_true", help="count routings that flip; judge without them too"
+        "--routing",
+        action="store_true",
+        help="count routings that differ; give a verdict without them too",
     )
     add_out(parser, default="outputs/comparison", says="default: %(default)s")
     parser.add_argument("--update-golden", type=Path, metavar="FOLDER")
@@ -64,14 +67,14 @@ def run(options: argparse.Namespace) -> Answer:
 def _plan(options: argparse.Namespace) -> "Plan":
     from titan_moe.verify.compare.runner import Plan
 
-    baseline, candidate = sides.read_sides(options)
+    baseline, candidate = run_specs.read_run_specs(options)
     return Plan(
         title=f"{options.candidate or 'working tree'} against {options.baseline or 'working tree'}",
         baseline=baseline,
         candidate=candidate,
         num_control_runs=options.repeats,
         steps=options.steps,
-        control_layouts=options.harmless,
+        control_layouts=options.control_layouts,
         control_paths=options.noise,
         norms=options.norms,
         routing=options.routing,

@@ -2,7 +2,7 @@
 description.
 
 Names, meanings and (unless the docstring says otherwise) defaults are those of torchtitan 0.2, so
-that its users can bring their files. What has no equivalent here is refused by name: torchtitan.py.
+that its users can bring their files; torchtitan.py says what becomes of its other keys.
 """
 
 from typing import Any, Literal
@@ -160,6 +160,16 @@ class Optimizer(Section):
     """Root mean square of an update by Muon in learning rates; 0.2 is about AdamW's."""
 
 
+_ADAM_KEYS = ("beta1", "beta2", "eps", "implementation", "state_dtype")
+OPTIMIZER_KEYS = {
+    "AdamW": _ADAM_KEYS,
+    "Adam": _ADAM_KEYS,
+    "Muon": (*_ADAM_KEYS, "muon_momentum", "muon_steps", "muon_rms"),
+}
+"""The keys that each optimizer reads, besides lr and weight_decay, which all read: what its builder
+in optim/optimizers.py is given. The others are refused unless they have their defaults."""
+
+
 class LRScheduler(Section):
     """Warmup, stable, decay."""
 
@@ -182,8 +192,10 @@ class Dataset(Section):
     """As training.dataset."""
     dataset_path: str | None = None
     """As training.dataset_path."""
+    text_column: str | None = None
+    """As training.text_column, which holds where this is left out."""
     weight: float = Field(1.0, gt=0)
-    """Share of the rows' tokens drawn from this part, relative to the other parts' weights."""
+    """Share of the tokens drawn from this part, relative to the other parts' weights."""
 
 
 class DataLoader(Section):
@@ -198,25 +210,29 @@ class Training(Section):
 
     dataset: str = "stdlib"
     """'stdlib' (the Python sources on this machine), 'synthetic', 'json', 'parquet', 'text',
-    'tokens' (a folder made by titan-moe tokenize), 'c4', or a Hugging Face dataset name.
+    'tokens' (a folder made by titan-moe tokenize), 'c4', 'c4_validation', 'c4_test' (a folder of
+    torchtitan's repository), or a Hugging Face dataset name.
     A document is a file of stdlib, a record of json and parquet, a paragraph of text."""
     dataset_path: str | None = None
     """File, folder or glob for json, parquet, text and tokens; a local copy for Hugging Face
     names."""
+    text_column: str = "text"
+    """Column of json, parquet and Hugging Face data that holds the text."""
     blend: list[Dataset] = Field([])
     """Several datasets with weights, as [[training.blend]] tables; replaces dataset and
     dataset_path."""
     repeat_dataset: bool = False
-    """Start the dataset again when a row has used up its documents, instead of stopping with an
-    error."""
+    """Start the dataset again when a sequence of the batch has used up its documents, instead of
+    stopping with an error."""
     mask_documents: bool = True
     """Packed documents do not attend to each other, and no target crosses from one to the next."""
     local_batch_size: PositiveInt = 8
-    """Rows of one microbatch on one data rank; with a pipeline, rows of one run of its schedule."""
+    """Sequences of one microbatch on one data rank; with a pipeline, of one run of its schedule."""
     global_batch_size: int = -1
-    """Rows of one optimizer step over all data ranks; -1: local_batch_size times the data ranks."""
+    """Sequences of one optimizer step over all data ranks; -1: local_batch_size times the data
+    ranks."""
     seq_len: PositiveInt = 2048
-    """Tokens of one row."""
+    """Tokens of one sequence."""
     max_norm: float = Field(1.0, gt=0, allow_inf_nan=True)
     """Gradients are scaled down to this norm; inf switches clipping off."""
     norm_type: Literal["2", "inf"] = "2"
@@ -283,7 +299,7 @@ class Parallelism(Section):
     DualPipeV two, the others two unless layers_per_stage says otherwise; InterleavedZeroBubble,
     ZBVZeroBubble and DualPipeV split the backward and exclude recompute."""
     pipeline_parallel_microbatch_size: PositiveInt = 1
-    """Rows of one microbatch of the schedule; training.local_batch_size is a multiple."""
+    """Sequences of one microbatch of the schedule; training.local_batch_size is a multiple."""
     pipeline_parallel_layers_per_stage: PositiveInt | None = None
     """Sets the number of stages: all layers divided by this, rounded up; they are then of equal
     weight, so a stage may hold a layer more. Left out: as few stages as the schedule wants."""
@@ -453,14 +469,16 @@ class Validation(Section):
     """As training.dataset; left out: the held-out documents of the training data."""
     dataset_path: str | None = None
     """As training.dataset_path."""
+    text_column: str | None = None
+    """As training.text_column, which holds where this is left out."""
     local_batch_size: PositiveInt = 8
     """Rows of one batch on one data rank."""
     seq_len: PositiveInt | None = None
-    """Tokens of one row; left out: training.seq_len."""
+    """Tokens of one sequence; left out: training.seq_len."""
     freq: PositiveInt = 10
     """Steps from one validation to the next; the last step always validates."""
     steps: int = -1
-    """Batches of local_batch_size rows in one validation, over all ranks; -1: all of the data."""
+    """Batches of local_batch_size sequences in one validation, over all ranks; -1: all data."""
 
 
 class Debug(Section):
@@ -475,8 +493,8 @@ class Debug(Section):
     moe_force_load_balance: bool = False
     """Spread tokens evenly over experts regardless of the router (benchmarks only)."""
     permute_rows: NonNegativeInt = 0
-    """Seed of an order of each global batch's rows, so that the ranks and microbatches that add
-    them up change and nothing else does: how much rounding alone may do. 0: as they come."""
+    """Seed of an order of each global batch's sequences, so that the ranks and microbatches that
+    add them up change and nothing else does: how much rounding alone may do. 0: as they come."""
     routing_record: str | None = None
     """Folder to write every step's chosen experts and their weights to."""
     routing_record_gb: float = Field(4.0, gt=0)

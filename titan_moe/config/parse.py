@@ -18,7 +18,16 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Section
-from titan_moe.config.torchtitan import unknown_key, value_replacement
+from titan_moe.config.named import find_config, what_is_there
+from titan_moe.config.translate import (
+    KEYS,
+    Translation,
+    converters_of,
+    put,
+    translate,
+    unknown_key,
+    value_remedy,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,6 +37,7 @@ else:
 _USAGE = "[CONFIG_FILE=PATH] ./run_train.sh [--TABLE.KEY VALUE ...]"
 _CONFIG_FILE = "job.config_file"
 _COMMAND_LINE = "command line"
+_DEEPEST = 32  # Tables and lists in one another: ours end at 4.
 
 
 class _CliSettings(JobConfig, BaseSettings):  # type: ignore[misc]
@@ -42,27 +52,53 @@ class _Parser(argparse.ArgumentParser):
 def load_job(argv: list[str]) -> JobConfig:
     """Read `--job.config_file PATH`, put the `--table.key value` overrides on top, and validate.
 
+    Instead of a path stands a name of `config.named` too.
+
     Without a file every key has its default. `--help` prints all keys and exits. Raises ConfigError
     with everything that is wrong in file and command line together.
     """
+    return read_job(argv)[0]
+
+
+def read_job(argv: list[str]) -> tuple[JobConfig, list[str]]:
+    """As `load_job`, with one line for whatever is not done as the file asks for it."""
     problems: list[str] = []
     from_file: dict[str, Any] = {}
     from_cli: dict[str, Any] = {}
     path, argv = _split_config_file(argv)
-    if path is not None:
-        try:
-            from_file = _read_toml(Path(path))
-        except ConfigError as error:
-            problems += error.lines
-        problems += _problems(from_file, source=path, strict=True)
     try:
-        from_cli, unknown = _read_command_line(argv)
-        problems += _unknown_arguments(unknown) + _problems(from_cli, source=_COMMAND_LINE)
+        from_file = {} if path is None else _read_toml(Path(path))
     except ConfigError as error:
         problems += error.lines
+    try:
+        from_cli, unknown = _read_command_line(argv)
+        foreign, lines = _unknown_arguments(unknown)
+        from_cli, problems = _merged(foreign, from_cli), problems + lines
+    except ConfigError as error:
+        problems += error.lines
+    both = _merged(from_file, from_cli)
+    converters = converters_of(both)
+    problems += _problems(translate(from_file, converters), source=str(path), strict=True)
+    problems += _problems(translate(from_cli, converters), source=_COMMAND_LINE)
     if problems:
         raise ConfigError(problems)
-    return JobConfig.model_validate(_merged(from_file, from_cli))
+    translation = translate(both, converters)
+    job, notes = _with_whole_layers(JobConfig.model_validate(translation.tables))
+    return job, [*translation.summary(), *notes]
+
+
+def _with_whole_layers(job: JobConfig) -> tuple[JobConfig, list[str]]:
+    """`job` without recomputation by operation where the model is compiled: the results that it
+    keeps are of operations that the compiler fuses. The numbers are the same either way."""
+    recompute = job.activation_checkpoint
+    compiled = job.compile.enable and "model" in job.compile.components
+    if not compiled or (recompute.mode, recompute.selective_ac_option) != ("selective", "op"):
+        return job, []
+    whole = recompute.model_copy(update={"mode": "full"})
+    return job.model_copy(update={"activation_checkpoint": whole}), [
+        "activation_checkpoint.selective_ac_option='op' keeps results of operations that "
+        "compile.enable=true fuses: every layer is recomputed whole instead"
+    ]
 
 
 def resolve(job: JobConfig, world_size: int) -> JobConfig:
@@ -104,13 +140,19 @@ def _split_config_file(argv: list[str]) -> tuple[str | None, list[str]]:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{_CONFIG_FILE}", "--config", dest="path", metavar="PATH")
     known, rest = parser.parse_known_args(argv)
-    return known.path, rest
+    return known.path and find_config(known.path), rest
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-        return values
+        if _depth(values) <= _DEEPEST:
+            return values
+        problem = f"nests tables or lists more than {_DEEPEST} deep"
+    except RecursionError:
+        problem = f"nests tables or lists more than {_DEEPEST} deep"
+    except FileNotFoundError as error:
+        problem = f"cannot be read: {error.strerror}{what_is_there(str(path))}"
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
     except UnicodeDecodeError:
@@ -118,6 +160,17 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         problem = f"is not valid TOML: {error}"
     raise ConfigError([f"{_CONFIG_FILE} = {path}: {problem}"])
+
+
+def _depth(values: dict[str, Any]) -> int:
+    """How many tables and lists stand in one another, counted up to one more than _DEEPEST."""
+    level: list[Any] = [values]
+    for depth in range(_DEEPEST + 1):
+        if not level:
+            return depth
+        inside = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [value for each in inside for value in each if isinstance(value, (dict, list))]
+    return _DEEPEST + 1
 
 
 def _read_command_line(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -172,8 +225,10 @@ def _name_choice(values: dict[str, Any], path: list[str], choices: tuple[Any, ..
         values[key] = {str(choice): choice for choice in choices}.get(values[key], values[key])
 
 
-def _unknown_arguments(arguments: list[str]) -> list[str]:
-    lines = []
+def _unknown_arguments(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Tables of those that torchtitan has, and a line for each other argument."""
+    foreign: dict[str, Any] = {}
+    lines: list[str] = []
     while arguments:
         argument, *arguments = arguments
         if not argument.startswith("--"):
@@ -182,13 +237,24 @@ def _unknown_arguments(arguments: list[str]) -> list[str]:
         key, equals, value = argument[2:].partition("=")
         if not equals and arguments and not arguments[0].startswith("--"):
             value, *arguments = arguments
-        lines.append(unknown_key(key, value, known_keys(), source=_COMMAND_LINE))
-    return lines
+        if key in KEYS:
+            put(foreign, key, _json_or_text(value))
+        else:
+            lines.append(unknown_key(key, value, known_keys(), source=_COMMAND_LINE))
+    return foreign, lines
 
 
-def _problems(values: dict[str, Any], *, source: str, strict: bool = False) -> list[str]:
+def _json_or_text(text: str) -> Any:
+    """The value of a command line's text; a flag without one is true."""
     try:
-        JobConfig.model_validate(values, strict=strict)
+        return json.loads(text.lower() or "true")
+    except ValueError:
+        return text
+
+
+def _problems(translation: Translation, *, source: str, strict: bool = False) -> list[str]:
+    try:
+        JobConfig.model_validate(translation.tables, strict=strict)
     except ValidationError as error:
         return [line for problem in error.errors() for line in _lines(problem, source)]
     return []
@@ -208,7 +274,7 @@ def _lines(problem: Mapping[str, Any], source: str) -> list[str]:
     elif problem["type"] == "missing":
         return [f"{key} ({source}): is required"]
     message = message.replace("Input should be", "must be")
-    if remedy := value_replacement(key, value):
+    if remedy := value_remedy(key, value):
         message = remedy
     return [f"{key} = {_shown(value)} ({source}): {message}"]
 

@@ -179,23 +179,23 @@ def _run(orders: list[Order], weights: list[float]) -> list[float]:
     """When each rank is done; an order that waits for itself is our own bug."""
     clocks = [0.0] * len(orders)
     places = [0] * len(orders)
-    arrived: dict[tuple[str, int, int], float] = {}
+    ended_at: dict[tuple[str, int, int], float] = {}
     while progress := [rank for rank, order in enumerate(orders) if places[rank] < len(order)]:
         before = sum(places)
         for rank in progress:
             while places[rank] < len(orders[rank]):
                 slot = orders[rank][places[rank]]
                 needs = [_need(work, len(weights)) for work in slot]
-                if any(need is not None and need not in arrived for need in needs):
+                if any(need is not None and need not in ended_at for need in needs):
                     break
                 clock = clocks[rank]
                 for work, need in zip(slot, needs, strict=True):
-                    start = max(clock, arrived[need] if need else 0.0)
+                    start = max(clock, ended_at[need] if need else 0.0)
                     clock = start + _COST[work.kind] * weights[work.stage]
                 for work in slot:
                     result = "F" if work.kind == "F" else "B"
                     if work.kind != "W":
-                        arrived[result, work.stage, work.microbatch] = clock
+                        ended_at[result, work.stage, work.microbatch] = clock
                 clocks[rank] = clock
                 places[rank] += 1
         assert sum(places) > before, "the order waits for itself"

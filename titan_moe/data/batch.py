@@ -24,8 +24,8 @@ class Batch:
 
     tokens_BS: int64, the input.
     labels_BS: int64, the next token at each position; IGNORE_INDEX where there is no target.
-    documents_BS: int32, each token's document within its row (0, 1, 2, ...), for masks.
-    samples: for each row the identifiers of the documents it holds, for error reports.
+    documents_BS: int32, each token's document within its sequence (0, 1, 2, ...), for masks.
+    samples: for each sequence the identifiers of the documents it holds, for error reports.
     """
 
     tokens_BS: torch.Tensor
@@ -35,18 +35,18 @@ class Batch:
 
 
 def fingerprints(batch: Batch) -> list[int]:
-    """CRC32 of each row's tokens, labels and documents: what a row is known by in any layout."""
-    rows = zip(batch.tokens_BS, batch.labels_BS, batch.documents_BS, strict=True)
-    return [reduce(lambda crc, x_S: crc32(x_S.numpy(), crc), row, 0) for row in rows]
+    """CRC32 of each sequence's tokens, labels and documents, the same in every layout."""
+    sequences = zip(batch.tokens_BS, batch.labels_BS, batch.documents_BS, strict=True)
+    return [reduce(lambda crc, x_S: crc32(x_S.numpy(), crc), sequence, 0) for sequence in sequences]
 
 
-def stack_sequences(rows: Sequence[PackedSequence]) -> Batch:
-    """Stack the rows of one microbatch into tensors."""
+def stack_sequences(sequences: Sequence[PackedSequence]) -> Batch:
+    """Stack the sequences of one microbatch into tensors."""
     import torch  # Here, so that the checks before a run need not wait for torch.
 
     return Batch(
-        tokens_BS=torch.from_numpy(np.stack([row.tokens_S for row in rows])),
-        labels_BS=torch.from_numpy(np.stack([row.labels_S for row in rows])),
-        documents_BS=torch.from_numpy(np.stack([row.documents_S for row in rows])),
-        samples=[row.samples for row in rows],
+        tokens_BS=torch.from_numpy(np.stack([each.tokens_S for each in sequences])),
+        labels_BS=torch.from_numpy(np.stack([each.labels_S for each in sequences])),
+        documents_BS=torch.from_numpy(np.stack([each.documents_S for each in sequences])),
+        samples=[each.samples for each in sequences],
     )

@@ -25,11 +25,12 @@ class _Named:
     key: str
     dataset: str
     dataset_path: str | None
+    text_column: str
     weight: float
 
 
 def check_data(training: Training, validation: Validation, tokenizer_path: str) -> list[str]:
-    """Everything wrong with data and tokenizer that can be told in a moment, one line each."""
+    """Everything wrong with data and tokenizer that can be found quickly, one line each."""
     lines: list[str] = []
     tokenizer = None
     try:
@@ -59,12 +60,12 @@ def build_loader(
     global_batch_size: int,
     permutation: int = 0,
 ) -> Loader:
-    """The loader of data rank `rank` of `num_ranks`, which owns a contiguous range of the rows: of
-    the rows as they come, or in the order that the seed `permutation` gives them.
+    """The loader of data rank `rank` of `num_ranks`, which owns a contiguous range of the global
+    batch's sequences: as they come, or in the order that the seed `permutation` gives them.
 
-    ConfigError when a source is missing, unreadable or has fewer documents than there are rows.
+    ConfigError when a source is missing, unreadable or has fewer documents than sequences.
     """
-    rows = _own_rows(global_batch_size, rank, num_ranks, permutation)
+    sequences = _local_sequences(global_batch_size, rank, num_ranks, permutation)
     parts = [
         BlendSource(
             _open_order(
@@ -72,7 +73,7 @@ def build_loader(
                 tokenizer,
                 split=Split.TRAIN,
                 seed=seed,
-                rows=rows,
+                sequences=sequences,
                 global_batch_size=global_batch_size,
                 repeat=training.repeat_dataset,
             ),
@@ -84,7 +85,7 @@ def build_loader(
         _check_size(part.order, global_batch_size, repeat=training.repeat_dataset)
     streams = [
         SequenceStream(
-            row,
+            index,
             parts=parts,
             tokenizer=tokenizer,
             seed=seed,
@@ -92,7 +93,7 @@ def build_loader(
             seq_len=training.seq_len,
             mask_documents=training.mask_documents,
         )
-        for row in rows
+        for index in sequences
     ]
     sources = " + ".join(f"{part.weight:g} x {part.order.fingerprint}" for part in parts)
     return Loader(
@@ -109,13 +110,15 @@ def build_loader(
     )
 
 
-def _own_rows(global_batch_size: int, rank: int, num_ranks: int, permutation: int) -> list[int]:
-    local_rows, rest = divmod(global_batch_size, num_ranks)
+def _local_sequences(
+    global_batch_size: int, rank: int, num_ranks: int, permutation: int
+) -> list[int]:
+    num_local, rest = divmod(global_batch_size, num_ranks)
     assert rest == 0, "the configuration's own checks let this through"
     order = list(range(global_batch_size))
     if permutation:
         order = np.random.default_rng(permutation).permutation(global_batch_size).tolist()
-    return order[rank * local_rows : (rank + 1) * local_rows]
+    return order[rank * num_local : (rank + 1) * num_local]
 
 
 def build_validation(
@@ -142,7 +145,7 @@ def build_validation(
             tokenizer,
             split=Split.HELD_OUT if held_out else Split.ALL,
             seed=seed,
-            rows=range(1),
+            sequences=range(1),
             global_batch_size=1,
             repeat=False,
         )
@@ -168,9 +171,16 @@ def build_validation(
 
 def _training_sources(training: Training) -> list[_Named]:
     if not training.blend:
-        return [_Named("training.", training.dataset, training.dataset_path, 1.0)]
+        path, column = training.dataset_path, training.text_column
+        return [_Named("training.", training.dataset, path, column, 1.0)]
     return [
-        _Named(f"training.blend[{number}].", part.dataset, part.dataset_path, part.weight)
+        _Named(
+            f"training.blend[{number}].",
+            part.dataset,
+            part.dataset_path,
+            part.text_column or training.text_column,
+            part.weight,
+        )
         for number, part in enumerate(training.blend)
     ]
 
@@ -178,7 +188,8 @@ def _training_sources(training: Training) -> list[_Named]:
 def _validation_sources(validation: Validation, training: Training) -> list[_Named]:
     if validation.dataset is None:
         return _training_sources(training)
-    return [_Named("validation.", validation.dataset, validation.dataset_path, 1.0)]
+    column = validation.text_column or training.text_column
+    return [_Named("validation.", validation.dataset, validation.dataset_path, column, 1.0)]
 
 
 def _endless_validation(validation: Validation, training: Training) -> list[str]:
@@ -201,13 +212,14 @@ def _open_order(
     *,
     split: Split,
     seed: int,
-    rows: Sequence[int],
+    sequences: Sequence[int],
     global_batch_size: int,
     repeat: bool,
 ) -> DocumentOrder:
     opened = open_source(
         source.dataset,
         source.dataset_path,
+        text_column=source.text_column,
         key=source.key,
         tokenizer=tokenizer.fingerprint,
         seed=seed,
@@ -220,20 +232,20 @@ def _open_order(
         name,
         opened,
         split=split,
-        rows=rows,
+        sequences=sequences,
         global_batch_size=global_batch_size,
         repeat=repeat,
     )
 
 
 def _check_size(order: DocumentOrder, global_batch_size: int, *, repeat: bool) -> None:
-    """Refuse a source with fewer documents than rows: a row without a document is never filled."""
+    """Refuse a source with fewer documents than sequences: each needs one to be filled."""
     if order.size is None or order.size >= (1 if repeat else global_batch_size):
         return
     raise ConfigError(
         [
             f"{order.name} has {order.size:,} documents to train on, fewer "
-            f"than the {global_batch_size:,} rows of training.global_batch_size: add documents, "
-            "choose a smaller global_batch_size, or set training.repeat_dataset=true"
+            f"than the {global_batch_size:,} sequences of training.global_batch_size: add "
+            "documents, choose a smaller global_batch_size, or set training.repeat_dataset=true"
         ]
     )

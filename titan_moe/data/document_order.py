@@ -43,7 +43,7 @@ class DocumentOrder(Protocol):
         """Documents of one epoch; None when that is not known beforehand."""
 
     def document(self, position: int) -> Document:
-        """The document at `position` (rising, for each row); OutOfDocumentsError past the end."""
+        """The document at `position` (for each sequence, rising); OutOfDocumentsError beyond."""
 
     def mark(self, oldest: int) -> Any:
         """JSON-able place to read on from, at or before position `oldest`; None: not needed."""
@@ -108,7 +108,7 @@ class Cursor(NamedTuple):
 
 
 class StreamOrder:
-    """A stream in its own order; each data rank reads all of it and keeps its own rows' documents.
+    """A stream in its own order; a data rank reads all of it and keeps its sequences' documents.
 
     The price: N data ranks read the stream N times. Where that is too much, tokenize it once
     (titan-moe tokenize) and train on the copy.
@@ -123,7 +123,7 @@ class StreamOrder:
         stream: Stream,
         *,
         split: Split,
-        rows: Sequence[int],
+        sequences: Sequence[int],
         global_batch_size: int,
         repeat: bool,
     ) -> None:
@@ -133,7 +133,7 @@ class StreamOrder:
         self._split = split
         self._global_batch_size = global_batch_size
         self._repeat = repeat
-        self._rows = rows
+        self._sequences = sequences
         self.seek(None)
 
     def document(self, position: int) -> Document:
@@ -156,7 +156,9 @@ class StreamOrder:
         self._position, self._epoch, self._number = start.position, start.epoch, start.number
         self._documents: Iterator[Document] = self._stream.read(start.stream)
         self._marks = deque([start])
-        self._waiting: dict[int, deque[tuple[int, Document]]] = {row: deque() for row in self._rows}
+        self._waiting: dict[int, deque[tuple[int, Document]]] = {
+            sequence: deque() for sequence in self._sequences
+        }
 
     def _read_one(self) -> None:
         document = next(self._documents, None)
@@ -170,10 +172,10 @@ class StreamOrder:
         self._number += 1
         if self._split is not Split.ALL and is_held_out(number) != (self._split is Split.HELD_OUT):
             return
-        row = self._position % self._global_batch_size
-        if row in self._waiting:
+        sequence = self._position % self._global_batch_size
+        if sequence in self._waiting:
             named = Document(f"{document.name}/{number}", document.content)
-            self._waiting[row].append((self._position, named))
+            self._waiting[sequence].append((self._position, named))
         self._position += 1
         if self._position % self._CURSOR_EVERY == 0:
             self._marks.append(

@@ -6,7 +6,7 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,41 +55,40 @@ def find_files(dataset: str, dataset_path: str | None, *, key: str) -> list[Path
 
 
 class FileCorpus:
-    """The `text` column of json or parquet files, or the paragraphs of text files.
+    """One column of json or parquet files, or the paragraphs of text files.
 
     `datasets` converts them once into memory-mapped Arrow files (in its cache, HF_HOME), so that
     any document can be read without the others. A few MiB of JSON lines are held in memory instead.
     """
 
-    def __init__(self, dataset: str, dataset_path: str | None, *, key: str) -> None:
+    def __init__(
+        self, dataset: str, dataset_path: str | None, *, text_column: str = "text", key: str
+    ) -> None:
         """ConfigError when the files cannot be read as `dataset` or hold no text."""
+        if dataset == "text":
+            text_column = "text"  # What `datasets` calls it.
         files = find_files(dataset, dataset_path, key=key)
         prefix = f"{key}dataset_path={dataset_path!r}"
         self._name = dataset
-        self._texts: Any = _small_json_lines(files) if dataset == "json" else None
+        self._texts: Any = _small_json_lines(files, text_column) if dataset == "json" else None
         if self._texts is None:
-            self._texts = self._convert(dataset, files, prefix)
+            table = self._convert(dataset, files, prefix)
+            self._texts = _texts_of(table, text_column, f"{key}text_column", prefix)
         self.fingerprint = f"{dataset}:{_digest_files(files)}:documents={len(self._texts)}"
+        self.fingerprint += _column_mark(text_column)
 
     @staticmethod
     def _convert(dataset: str, files: list[Path], prefix: str) -> Any:
-        """The Arrow column of the texts."""
+        """The files as a dataset of `datasets`."""
         # Paragraphs (blank lines between them): one large file is many documents then.
         options = {"sample_by": "paragraph"} if dataset == "text" else {}
         datasets = _import_quietly()
         try:
-            table = datasets.load_dataset(
+            return datasets.load_dataset(
                 dataset, data_files=[str(path) for path in files], split="train", **options
             )
         except Exception as error:  # Each format raises its own.
             raise ConfigError([f"{prefix} cannot be read as {dataset}: {_reason(error)}"]) from None
-        if "text" not in table.column_names:
-            columns = ", ".join(table.column_names)
-            raise ConfigError([f"{prefix} has no column 'text' (it has {columns}): rename one"])
-        if len(table) == 0:
-            raise ConfigError([f"{prefix} holds no document"])
-        # The Arrow column itself: a row through `datasets` costs 50 times as much.
-        return table.data.column("text")
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -101,7 +100,37 @@ class FileCorpus:
         )
 
 
-def _small_json_lines(files: list[Path]) -> list[str] | None:
+def _texts_of(table: Any, column: str, key: str, prefix: str) -> Any:
+    """The Arrow column of the texts; ConfigError where there is none."""
+    if len(table) == 0:
+        raise ConfigError([f"{prefix} holds no document"])
+    if column not in table.column_names:
+        raise ConfigError([_no_column(key, column, prefix, table.column_names)])
+    # The Arrow column itself: a row through `datasets` costs 50 times as much.
+    texts = table.data.column(column)
+    if str(texts.type) not in ("string", "large_string", "string_view"):
+        raise ConfigError([_no_text(key, column, prefix, str(texts.type), table.column_names)])
+    return texts
+
+
+def _no_column(key: str, column: str, prefix: str, found: Iterable[str]) -> str:
+    """What to tell about data without the column named by `key`."""
+    columns = ", ".join(found)
+    return f"{key}={column!r}: {prefix} has no such column, but {columns}: set {key} to one of them"
+
+
+def _no_text(key: str, column: str, prefix: str, kind: str, found: Iterable[str]) -> str:
+    """What to tell about a column that holds something else than text."""
+    others = ", ".join(name for name in found if name != column) or "no other"
+    return f"{key}={column!r}: that column of {prefix} holds {kind}, not text; it has {others}"
+
+
+def _column_mark(column: str) -> str:
+    """What a fingerprint says of the column: nothing of "text", as before others could be named."""
+    return "" if column == "text" else f":column={column}"
+
+
+def _small_json_lines(files: list[Path], column: str) -> list[str] | None:
     """The texts of plain JSON-lines files of at most _SMALL bytes in all.
 
     None where that is not what they are: `datasets` then reads them, or knows what is wrong. It
@@ -111,7 +140,7 @@ def _small_json_lines(files: list[Path]) -> list[str] | None:
         return None
     try:
         lines = [line for path in files for line in path.read_bytes().splitlines() if line.strip()]
-        texts = [json.loads(line)["text"] or "" for line in lines]
+        texts = [json.loads(line)[column] or "" for line in lines]
         for text in texts:
             text.encode()  # No text when it is no string, or half of a surrogate pair.
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -122,7 +151,9 @@ def _small_json_lines(files: list[Path]) -> list[str] | None:
 class HubStream:
     """A hub dataset, or a local copy of one, read from beginning to end without keeping it."""
 
-    def __init__(self, dataset: str, dataset_path: str | None, *, key: str) -> None:
+    def __init__(
+        self, dataset: str, dataset_path: str | None, *, text_column: str = "text", key: str
+    ) -> None:
         """`dataset`: `c4`, `owner/name` or `owner/name:configuration`. ConfigError if not found."""
         repository, configuration, split = _ALIASES.get(dataset, (dataset, "", "train"))
         if dataset not in _ALIASES:
@@ -131,7 +162,8 @@ class HubStream:
             raise ConfigError([f"{key}dataset_path={dataset_path!r} does not exist"])
         self._name = dataset
         self._prefix = f"{key}dataset={dataset!r}"
-        self.fingerprint = f"hub:{dataset}"
+        self._column, self._column_key = text_column, f"{key}text_column"
+        self.fingerprint = f"hub:{dataset}{_column_mark(text_column)}"
         datasets = _import_quietly()
         try:
             if dataset_path is None:
@@ -156,10 +188,13 @@ class HubStream:
         # The beginning is loaded too: a state, once loaded, is where every later iteration starts.
         self._stream.load_state_dict(self._beginning if mark is None else mark)
         for example in self._stream:
-            if "text" not in example:
-                columns = ", ".join(example)
-                raise RunError(f"{self._prefix} has no column 'text' (it has {columns})")
-            yield Document(self._name, example["text"] or "")
+            words = self._column_key, self._column, self._prefix
+            if self._column not in example:
+                raise RunError(_no_column(*words, example))
+            text = example[self._column] or ""
+            if not isinstance(text, str):
+                raise RunError(_no_text(*words, type(text).__name__, example))
+            yield Document(self._name, text)
 
     def mark(self) -> Any:
         return self._stream.state_dict()

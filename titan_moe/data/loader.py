@@ -1,4 +1,4 @@
-"""The loader of one data rank: its rows of each global batch, read ahead in the background."""
+"""The loader of one data rank: its sequences of each global batch, read ahead in the background."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Loader:
 
     def __init__(
         self,
-        rows: Sequence[SequenceStream],
+        streams: Sequence[SequenceStream],
         parts: Sequence[BlendSource],
         *,
         identity: Identity,
         local_batch_size: int,
         prefetch_factor: int,
     ) -> None:
-        assert len(rows) % local_batch_size == 0
+        assert len(streams) % local_batch_size == 0
         self.identity = identity
-        self._rows = rows
+        self._streams = streams
         self._parts = parts
         self._local_batch_size = local_batch_size
         self._prefetch_factor = prefetch_factor
@@ -64,7 +64,7 @@ class Loader:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able state after the last step handed out: this rank's rows by global number."""
+        """JSON-able state after the last step handed out: this rank's sequences by number."""
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -73,18 +73,18 @@ class Loader:
         The number of data ranks may differ from then. RunError if the state is another stream's.
         """
         _check_identity(state, self.identity)
-        missing = [row.row for row in self._rows if str(row.row) not in state["rows"]]
+        missing = [each.index for each in self._streams if str(each.index) not in state["rows"]]
         if missing:
             raise RunError(
-                f"the checkpoint's data position holds {len(state['rows'])} rows, but not row "
-                f"{missing[0]} of global_batch_size={self.identity.global_batch_size}: it lacks a "
-                "data rank's part"
+                f"the checkpoint's data position holds {len(state['rows'])} sequences, but not "
+                f"sequence {missing[0]} of global_batch_size={self.identity.global_batch_size}: it "
+                "lacks a data rank's part"
             )
         self._forget_ahead()
         for part, mark in zip(self._parts, state["marks"], strict=True):
             part.order.seek(mark)
-        for row in self._rows:
-            row.load_state(state["rows"][str(row.row)])
+        for stream in self._streams:
+            stream.load_state(state["rows"][str(stream.index)])
         self._step = state["step"]
         self._state = self._read_state()
 
@@ -102,12 +102,12 @@ class Loader:
             future.cancel()
         for future in self._ahead:
             if not future.cancelled():
-                future.exception()  # Waits: the thread must leave the rows alone.
+                future.exception()  # Waits: the thread must leave the streams alone.
         self._ahead.clear()
 
     def _read_step(self) -> tuple[list[Batch], dict[str, Any]]:
         try:
-            packed = [row.next_row() for row in self._rows]
+            packed = [stream.next_sequence() for stream in self._streams]
         except RunError as error:
             raise RunError(f"step {self._step + 1}: {error}") from None
         except Exception as error:  # A disk, a network, a damaged file: each raises its own.
@@ -124,11 +124,13 @@ class Loader:
         return batches, self._read_state()
 
     def _read_state(self) -> dict[str, Any]:
-        oldest = [min(row.oldest(part) for row in self._rows) for part in range(len(self._parts))]
+        oldest = [
+            min(stream.oldest(part) for stream in self._streams) for part in range(len(self._parts))
+        ]
         return {
             "identity": asdict(self.identity),
             "step": self._step,
-            "rows": {str(row.row): row.state() for row in self._rows},
+            "rows": {str(stream.index): stream.state() for stream in self._streams},
             "marks": [
                 part.order.mark(position)
                 for part, position in zip(self._parts, oldest, strict=True)
@@ -137,17 +139,17 @@ class Loader:
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One state of all rows from the states of all data ranks, taken at the same step."""
+    """One state of all sequences from the states of all data ranks, taken at the same step."""
     assert len({state["step"] for state in states}) == 1
-    rows: dict[str, Any] = {}
+    sequences: dict[str, Any] = {}
     for state in states:
-        rows |= state["rows"]
-    # Of the places to read a stream on from, the earliest serves every row.
+        sequences |= state["rows"]
+    # Of the places to read a stream on from, the earliest serves every sequence.
     marks = [
         min(places, key=lambda mark: mark[0]) if places[0] is not None else None
         for places in zip(*(state["marks"] for state in states), strict=True)
     ]
-    ordered = dict(sorted(rows.items(), key=lambda item: int(item[0])))
+    ordered = dict(sorted(sequences.items(), key=lambda item: int(item[0])))
     return states[0] | {"rows": ordered, "marks": marks}
 
 

@@ -1,4 +1,4 @@
-"""Packing documents into rows of equal length."""
+"""Packing documents into sequences of equal length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """One row: tokens_S and labels_S int64, documents_S int32, and the names of its documents."""
+    """One sequence: tokens_S and labels_S int64, documents_S int32, and its documents' names."""
 
     tokens_S: np.ndarray
     labels_S: np.ndarray
@@ -30,11 +30,11 @@ class PackedSequence:
 
 
 class Packer:
-    """Cuts a sequence of documents into rows of `seq_len` tokens.
+    """Cuts documents, one after the other, into sequences of `seq_len` tokens.
 
-    A document longer than the rest of its row goes on in the next row. Each token is an input once
-    and, unless it opens a document under `mask_documents`, a target once: a row's last label is the
-    first token of the next row.
+    A document longer than the rest of its sequence goes on in the next one. Each token is an input
+    once and, unless it opens a document under `mask_documents`, a target once: a sequence's last
+    label is the first token of the next one.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Packer:
         mask_documents: bool,
         padding_id: int,
     ) -> None:
-        """`next_document` returns None when there is no more; the last row is then padded."""
+        """`next_document` returns None when there is no more; the last sequence is then padded."""
         self._next_document = next_document
         self._seq_len = seq_len
         self._mask_documents = mask_documents
@@ -62,8 +62,8 @@ class Packer:
         """Go on `offset` tokens into `document`; None: with the next one."""
         self._document, self._offset = document, offset
 
-    def next_row(self) -> PackedSequence | None:
-        """Pack one row; None when the documents have no target left to give."""
+    def next_sequence(self) -> PackedSequence | None:
+        """Pack one sequence; None when the documents have no target left to give."""
         wanted = self._seq_len + 1  # One more than the inputs: the last label.
         tokens = np.full(wanted, self._padding_id, np.int64)
         documents = np.zeros(wanted, np.int32)
@@ -89,13 +89,12 @@ class Packer:
         if self._mask_documents:
             labels[documents[1:] != documents[:-1]] = IGNORE_INDEX
         if filled == wanted:
-            self._offset -= 1  # The last label is the next row's first token.
+            self._offset -= 1  # The last label is the next sequence's first token.
         held = int(documents[min(filled, self._seq_len) - 1]) + 1
         return PackedSequence(tokens[:-1], labels, documents[:-1], samples[:held])
 
 
 def ignored_sequence(like: PackedSequence) -> PackedSequence:
-    """A row without any target, to fill up a batch: another's tokens, since a row of nothing but
-    padding would send all of its tokens to the same experts, for which bounded buffers have no
-    room."""
+    """A sequence without any target, to fill up a batch: another's tokens, since padding alone
+    would send all tokens to the same experts, for which bounded buffers have no room."""
     return replace(like, labels_S=np.full_like(like.labels_S, IGNORE_INDEX), samples=[])

@@ -33,8 +33,8 @@ def encode_document(document: Document, tokenizer: Tokenizer) -> Encoded:
 class Blend:
     """Chooses the part that the next document comes from: the one furthest behind its share.
 
-    A function of the lengths so far alone, so a row's choice needs no other row. Rows start with
-    different parts, by the seed.
+    A function of the lengths so far alone, so a sequence's choice needs no other sequence.
+    Sequences start with different parts, by the seed.
     """
 
     def __init__(self, weights: Sequence[float], *, key: tuple[int, ...] = ()) -> None:
@@ -56,7 +56,7 @@ class SequenceStream:
 
     def __init__(
         self,
-        row: int,
+        index: int,
         *,
         parts: Sequence[BlendSource],
         tokenizer: Tokenizer,
@@ -65,11 +65,11 @@ class SequenceStream:
         seq_len: int,
         mask_documents: bool,
     ) -> None:
-        self.row = row
+        self.index = index
         self._parts = parts
         self._tokenizer = tokenizer
         self._global_batch_size = global_batch_size
-        self._blend = Blend([part.weight for part in parts], key=(seed, row))
+        self._blend = Blend([part.weight for part in parts], key=(seed, index))
         self._read = [0] * len(parts)  # Documents opened, by part.
         self._part = -1  # Where the open document comes from; -1: none is open yet.
         self._packer = Packer(
@@ -79,11 +79,11 @@ class SequenceStream:
             padding_id=tokenizer.eos_id,
         )
 
-    def next_row(self) -> PackedSequence:
+    def next_sequence(self) -> PackedSequence:
         """The next seq_len tokens; RunError when a part has no document left."""
-        row = self._packer.next_row()
-        assert row is not None
-        return row
+        packed = self._packer.next_sequence()
+        assert packed is not None
+        return packed
 
     def oldest(self, part: int) -> int:
         """First position of `part` that a resume from `state()` asks for."""
@@ -112,7 +112,7 @@ class SequenceStream:
         self._packer.resume(document, state["offset"])
 
     def _position(self, part: int, number: int) -> int:
-        return self.row + number * self._global_batch_size
+        return self.index + number * self._global_batch_size
 
     def _next_document(self) -> Encoded:
         part = self._blend.next_part()
@@ -122,7 +122,7 @@ class SequenceStream:
         except OutOfDocumentsError:
             of = "" if order.size is None else f" of the {order.size:,} documents of an epoch"
             raise RunError(
-                f"{order.name} ran out: row {self.row} of the global batch of "
+                f"{order.name} ran out: sequence {self.index} of the global batch of "
                 f"{self._global_batch_size} has used up its {self._read[part]:,}{of} and "
                 f"{self._blend.tokens[part]:,} tokens; set training.repeat_dataset=true to start "
                 "it again, or train fewer steps"

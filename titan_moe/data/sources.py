@@ -11,23 +11,33 @@ from titan_moe.data.hub import SUFFIXES, FileCorpus, HubStream, find_files
 from titan_moe.data.tokens import TokenCorpus
 
 _WITHOUT_PATH = ("stdlib", "synthetic")
+# 2,000 documents of C4 that lie, as JSON lines, in torchtitan's repository and not in this one.
+_C4_TEST, _C4_TEST_FOLDER = "c4_test", "tests/assets/c4_test"
 
 
 def is_stream(dataset: str) -> bool:
     """Whether `dataset` is read from beginning to end (a hub dataset) and its length not known."""
-    return dataset not in (*_WITHOUT_PATH, "tokens", *SUFFIXES)
+    return dataset not in (*_WITHOUT_PATH, "tokens", _C4_TEST, *SUFFIXES)
 
 
 def open_source(
-    dataset: str, dataset_path: str | None, *, key: str, tokenizer: str, seed: int
+    dataset: str,
+    dataset_path: str | None,
+    *,
+    text_column: str,
+    key: str,
+    tokenizer: str,
+    seed: int,
 ) -> Corpus | Stream:
     """Open one source.
 
+    text_column: where there are columns.
     key: what the user writes before `dataset`, such as "training." or "--", for messages.
     tokenizer: the tokenizer's fingerprint.
     ConfigError when it is missing, empty, unreadable or made for another tokenizer.
     """
     check_source(dataset, dataset_path, key=key, tokenizer=tokenizer)
+    dataset, dataset_path = _as_files(dataset, dataset_path)
     if dataset == "stdlib":
         return StdlibCorpus()
     if dataset == "synthetic":
@@ -35,8 +45,8 @@ def open_source(
     if dataset == "tokens":
         return _open_tokens(dataset_path, key=key, tokenizer=tokenizer)
     if dataset in SUFFIXES:
-        return FileCorpus(dataset, dataset_path, key=key)
-    return HubStream(dataset, dataset_path, key=key)
+        return FileCorpus(dataset, dataset_path, text_column=text_column, key=key)
+    return HubStream(dataset, dataset_path, text_column=text_column, key=key)
 
 
 def check_source(
@@ -46,6 +56,15 @@ def check_source(
 
     `tokenizer` None: it could not be loaded, do not compare.
     """
+    if dataset == _C4_TEST and not Path(dataset_path or _C4_TEST_FOLDER).expanduser().exists():
+        raise ConfigError(
+            [
+                f"{key}dataset='c4_test' is {_C4_TEST_FOLDER} of torchtitan's repository, and "
+                f"{dataset_path or _C4_TEST_FOLDER} does not exist: set {key}dataset_path to a "
+                f"copy, or choose {key}dataset=stdlib"
+            ]
+        )
+    dataset, dataset_path = _as_files(dataset, dataset_path)
     if dataset in _WITHOUT_PATH:
         if dataset_path is not None:
             raise ConfigError(
@@ -62,6 +81,13 @@ def check_source(
         raise ConfigError(
             [f"{key}dataset_path={dataset_path!r} does not exist: name a copy, or leave it out"]
         )
+
+
+def _as_files(dataset: str, dataset_path: str | None) -> tuple[str, str | None]:
+    """A name that stands for files, as their format and path."""
+    if dataset == _C4_TEST:
+        return "json", dataset_path or _C4_TEST_FOLDER
+    return dataset, dataset_path
 
 
 def _open_tokens(dataset_path: str | None, *, key: str, tokenizer: str | None) -> TokenCorpus:

@@ -49,6 +49,13 @@ class Tokenizer(Protocol):
         """Text of `ids` (any iterable of ints); broken UTF-8 becomes U+FFFD."""
 
 
+def loss_unit(tokenizer: Tokenizer) -> tuple[str, int]:
+    """What a loss of these tokens is per, and among how many of them a uniform guess chooses."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return "byte", 256
+    return "token", tokenizer.vocab_size
+
+
 def load_tokenizer(path: str) -> Tokenizer:
     """Load `model.tokenizer_path`; ConfigError when there is no tokenizer."""
     if path == "bytes":
@@ -118,7 +125,8 @@ class TiktokenTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A folder with tokenizer.json, and the names of EOS and BOS in one of the two config files."""
+    """A folder with tokenizer.json, and what transformers reads beside it: tokens that it adds, and
+    the names of EOS and BOS."""
 
     def __init__(self, folder: Path) -> None:
         import tokenizers
@@ -133,20 +141,38 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # A text cannot smuggle in an EOS.
+        special = _special_tokens(folder)
+        added = self._add(special.added)
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1  # Ids may have gaps.
-        names = _special_names(folder)
-        eos_id = ids.get(names.get("eos_token", ""))
+        eos_id = ids.get(special.names.get("eos_token", ""))
         if eos_id is None:
             raise ConfigError(
                 [
-                    f"model.tokenizer_path={str(folder)!r} names no eos_token of its vocabulary: "
+                    f"model.tokenizer_path={str(folder)!r} names no eos_token: "
                     "add the tokenizer_config.json or special_tokens_map.json of the same model"
                 ]
             )
         self.eos_id = eos_id
-        self.bos_id: int | None = ids.get(names.get("bos_token", ""))
+        self.bos_id: int | None = ids.get(special.names.get("bos_token", ""))
         self.fingerprint = f"huggingface:{_digest(content)}:eos={eos_id}"
+        if added:
+            self.fingerprint += f":added={_digest(json.dumps(added).encode())}"
+
+    def _add(self, tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Add those that make a difference, and return them."""
+        import tokenizers
+
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        new = [
+            token
+            for token in tokens
+            if token["content"] not in known
+            and not (token["special"] and token["content"] in vocabulary)
+        ]
+        self._tokenizer.add_tokens([tokenizers.AddedToken(**token) for token in new])
+        return new
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
@@ -155,23 +181,84 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
 
-def _special_names(folder: Path) -> dict[str, str]:
-    """eos_token and bos_token, from tokenizer_config.json before special_tokens_map.json."""
-    names: dict[str, str] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        if not (folder / file).is_file():
-            continue
-        try:
-            table = json.loads(_read(folder / file))
-        except ValueError as error:
-            raise ConfigError(
-                [f"model.tokenizer_path={str(folder)!r}: {file} is no JSON: {error}"]
-            ) from None
-        for key in ("eos_token", "bos_token"):
-            token = table.get(key)
-            if token is not None:
-                names[key] = token["content"] if isinstance(token, dict) else token
-    return names
+class _SpecialTokens:
+    """What stands beside a tokenizer.json, by transformers' rules.
+
+    added_tokens_decoder in tokenizer_config.json, a table from ids to tokens, is the newer form: it
+    alone counts. Without it special_tokens_map.json goes before tokenizer_config.json, and
+    added_tokens.json, from tokens to ids, says what is added. New tokens get the next free ids in
+    the order of their numbers there, then the EOS and BOS that are still missing. (Other special
+    tokens, such as padding, never come up here.)
+    """
+
+    def __init__(self, folder: Path) -> None:
+        config = _read_table(folder, "tokenizer_config.json")
+        mapped = _read_table(folder, "special_tokens_map.json")
+        decoder = config.get("added_tokens_decoder")
+        tables = [config, mapped] if decoder is None else [mapped, config]
+        named = {
+            key: _token(table[key])
+            for table in tables
+            for key in ("bos_token", "eos_token")
+            if table.get(key) is not None
+        }
+        self.names = {key: token["content"] for key, token in named.items()}
+        specials = set(self.names.values())
+        if decoder is not None:
+            by_id = {int(number): _token(token) for number, token in decoder.items()}
+        else:
+            more = mapped.get("additional_special_tokens") or []
+            specials |= {_token(token)["content"] for token in more}
+            by_id = {
+                int(number): {"content": content, "normalized": content not in specials}
+                for content, number in _read_table(folder, "added_tokens.json").items()
+            }
+        order = [by_id[number] for number in sorted(by_id)]
+        order += [named[key] for key in ("bos_token", "eos_token") if key in named]
+        unique = {token["content"]: token for token in reversed(order)}
+        self.added = [
+            token | {"special": token.get("special", False) or token["content"] in specials}
+            for token in order
+            if token is unique[token["content"]]
+        ]
+
+
+def _special_tokens(folder: Path) -> _SpecialTokens:
+    try:
+        return _SpecialTokens(folder)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ConfigError(
+            [
+                f"model.tokenizer_path={str(folder)!r}: special tokens are not understood: "
+                "download tokenizer_config.json, special_tokens_map.json and added_tokens.json of "
+                "the same model again"
+            ]
+        ) from None
+
+
+def _token(value: Any) -> dict[str, Any]:
+    """The fields of a token that is given by its text alone, or as a table."""
+    if isinstance(value, str):
+        return {"content": value, "normalized": False}
+    if not isinstance(value["content"], str):
+        raise TypeError(value)
+    fields = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    return {field: value[field] for field in fields if field in value}
+
+
+def _read_table(folder: Path, file: str) -> dict[str, Any]:
+    """A JSON table; an empty one where there is no such file."""
+    if not (folder / file).is_file():
+        return {}
+    try:
+        table = json.loads(_read(folder / file))
+    except ValueError as error:
+        problem = f"is no JSON: {error}"
+    else:
+        if isinstance(table, dict):
+            return table
+        problem = "is no table"
+    raise ConfigError([f"model.tokenizer_path={str(folder)!r}: {file} {problem}"])
 
 
 def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
@@ -209,10 +296,10 @@ def _read(path: Path) -> bytes:
 
 def _how_to_get(path: str, problem: str) -> str:
     return (
-        f"model.tokenizer_path={path!r} {problem}: use 'bytes', or download tokenizer.json and "
-        "tokenizer_config.json of a Hugging Face model into a folder of that name "
-        "(`hf download MODEL tokenizer.json tokenizer_config.json --local-dir FOLDER`), or put "
-        "original/tokenizer.model of a Llama 3 model there"
+        f"model.tokenizer_path={path!r} {problem} (left out, it is model.hf_assets_path): use "
+        "'bytes', or download tokenizer.json and tokenizer_config.json of a Hugging Face model to "
+        "a folder of that name (`hf download MODEL tokenizer.json tokenizer_config.json "
+        "--local-dir FOLDER`), or put original/tokenizer.model of a Llama 3 model there"
     )
 
 

@@ -12,11 +12,11 @@ from titan_moe.data.tokenizer import Tokenizer
 
 
 class ValidationLoader:
-    """Packs the documents into one sequence of rows, dealt to the data ranks batch by batch.
+    """Packs the documents into sequences, dealt to the data ranks batch by batch.
 
-    The rows do not depend on the number of data ranks; ignored rows fill up the last batch, so that
-    every rank has as many. The price: every rank tokenizes everything, once (its own rows are kept,
-    at 20 bytes a token); `steps` or a pre-tokenised dataset bounds it.
+    The sequences do not depend on the number of data ranks; ignored ones fill up the last batch, so
+    that every rank has as many. The price: every rank tokenizes everything, once (its own sequences
+    are kept, at 20 bytes a token); `steps` or a pre-tokenised dataset bounds it.
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class ValidationLoader:
         rank: int,
         num_ranks: int,
     ) -> None:
-        """`steps`: at most so many batches' rows over all ranks, whatever their number; -1: all."""
+        """`steps`: at most so many batches of sequences, whatever the number of ranks; -1: all."""
         self._parts = parts
         self._tokenizer = tokenizer
         self._seq_len = seq_len
         self._local_batch_size = local_batch_size
-        self._rows_left = steps * local_batch_size if steps >= 0 else None
+        self._sequences_left = steps * local_batch_size if steps >= 0 else None
         self._rank = rank
         self._num_ranks = num_ranks
         self._blend = Blend([part.weight for part in parts])
@@ -59,31 +59,31 @@ class ValidationLoader:
     def _read_batches(self) -> list[Batch]:
         batches: list[Batch] = []
         while True:
-            own, found = self._next_rows()
+            own, found = self._next_sequences()
             if not found:
                 return batches
             batches.append(stack_sequences(own))
 
-    def _next_rows(self) -> tuple[list[PackedSequence], bool]:
-        """This rank's rows of the next batch, and whether any rank's hold a document."""
+    def _next_sequences(self) -> tuple[list[PackedSequence], bool]:
+        """This rank's sequences of the next batch, and whether any rank's hold a document."""
         own: list[PackedSequence] = []
         found = False
         first = self._rank * self._local_batch_size
         for number in range(self._num_ranks * self._local_batch_size):
-            row = self._next_row()
-            found = found or row is not None
-            self._filler = self._filler or row  # The last one may be mostly padding.
+            packed = self._next_sequence()
+            found = found or packed is not None
+            self._filler = self._filler or packed  # The last one may be mostly padding.
             if found and first <= number < first + self._local_batch_size:
                 assert self._filler is not None
-                own.append(row or ignored_sequence(self._filler))
+                own.append(packed or ignored_sequence(self._filler))
         return own, found
 
-    def _next_row(self) -> PackedSequence | None:
-        if self._rows_left is not None:
-            if self._rows_left == 0:
+    def _next_sequence(self) -> PackedSequence | None:
+        if self._sequences_left is not None:
+            if self._sequences_left == 0:
                 return None
-            self._rows_left -= 1
-        return self._packer.next_row()
+            self._sequences_left -= 1
+        return self._packer.next_sequence()
 
     def _next_document(self) -> Encoded | None:
         while self._unread:

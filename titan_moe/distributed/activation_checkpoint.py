@@ -1,6 +1,7 @@
 """Recompute a block's activations in the backward instead of keeping them.
 
-The recomputation replays the routing decisions of the forward pass (`RoutingMemo`).
+The recomputation replays the routing decisions of the forward pass (`RoutingMemo`). It must not add
+to a buffer, which would count twice in the step's sums: that is an error.
 
 Recomputing by operation keeps attention with all it does (its kernel, its collectives under context
 parallelism), every matrix product, and the result of every collective that moves rows or adds
@@ -14,6 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -65,9 +67,14 @@ def _recomputed(block: Any, by_operation: bool) -> Callable[..., Tensor]:
     for moe in moe_layers:
         moe.routing_memo = memo
 
+    @cache  # Not before the first recomputation: the model has no memory yet.
+    def buffers() -> dict[str, Tensor]:
+        return dict(block.named_buffers())
+
     def contexts() -> Contexts:
-        routing = memo.contexts()
-        return _both(routing, _kept_results()) if by_operation else routing
+        routing, replay = memo.contexts()
+        both = routing, _entered(replay, _unchanged(buffers))
+        return _both(both, _kept_results()) if by_operation else both
 
     def execute(*args: object) -> Tensor:
         # No random numbers are drawn inside a block, so there is no generator state to keep.
@@ -76,6 +83,21 @@ def _recomputed(block: Any, by_operation: bool) -> Callable[..., Tensor]:
         )
 
     return execute
+
+
+@contextmanager
+def _unchanged(buffers: Callable[[], Mapping[str, Tensor]]) -> Iterator[None]:
+    """Raises RuntimeError when a buffer was written to."""
+    versions = {name: buffer._version for name, buffer in buffers().items()}
+    try:
+        yield
+    finally:  # torch ends a recomputation early by an exception of its own.
+        changed = [name for name, buffer in buffers().items() if buffer._version != versions[name]]
+        if changed:
+            raise RuntimeError(
+                f"a recomputed forward changed {', '.join(changed)}, which would count twice: add "
+                "to it as metrics/step_metrics.py explains"
+            )
 
 
 @contextmanager

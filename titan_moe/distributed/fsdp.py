@@ -1,7 +1,7 @@
 """FSDP2, HSDP and plain data parallelism, by one mechanism: torch's fully_shard.
 
-Every reduction is a plain sum (see parallelism.md's gradient rule). Data parallelism alone is HSDP
-whose shard axis has one rank.
+Every reduction is a plain sum (docs/parallelism.md, "One rule for gradients"). Data parallelism
+alone is HSDP whose shard axis has one rank.
 """
 
 from collections.abc import Callable

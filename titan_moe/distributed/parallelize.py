@@ -28,7 +28,6 @@ from titan_moe.distributed.mesh import Meshes, build_meshes
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
-from titan_moe.models.attention_core import FlexCore, choose_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import (
     Decoder,
@@ -43,7 +42,7 @@ from titan_moe.models.quantize import GROUPED_MM, ROW_ALIGNMENT, check_hardware,
 from titan_moe.models.stats import part_weights
 from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.layer import MoE
-from titan_moe.ops.attention import AttentionCore
+from titan_moe.ops.attention import AttentionCore, FlexCore, choose_core
 from titan_moe.runtime.log import logger
 
 
@@ -66,21 +65,10 @@ class ShardedModel:
     """Every parameter of the whole model, on whichever rank, in order; of copies, the first."""
     stages: list[list[str]]
     """The modules of each stage of the pipeline; of one without a pipeline."""
+    counts_targets: bool
+    """Whether this rank is the first of those that read the same tokens."""
     stops_on_overflow: bool = False
-    """Whether a step that dropped rows, having no room for them, must not count."""
-
-    def refuses(self, rows_dropped: int) -> bool:
-        """Whether a step (or a validation) that dropped so many rows is none."""
-        return self.stops_on_overflow and rows_dropped > 0
-
-    def take_dropped(self, device: torch.device) -> Tensor:
-        """How many rows this rank's layers have dropped since the last time, [] int64."""
-        dropped = [moe.rows_dropped for moe in self.moe_layers().values()]
-        if not dropped:
-            return torch.zeros((), dtype=torch.int64, device=device)
-        total = torch.stack(dropped).sum()
-        torch._foreach_zero_(dropped)
-        return total
+    """Whether a step, or a validation, that dropped rows for want of room must not count."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters, under their names in the whole model."""
@@ -170,8 +158,14 @@ def build_sharded_model(
         ),
         names=names,
         stages=stages,
+        counts_targets=_counts_targets(meshes),
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
     )
+
+
+def _counts_targets(meshes: Meshes) -> bool:
+    """Ranks of `tp` and of `pp` read the same tokens: the first of them counts the targets."""
+    return not any(meshes.dims.coordinate(meshes.rank, axis) for axis in ("tp", "pp"))
 
 
 def first_names(config: ModelConfig) -> dict[str, str]:

@@ -44,7 +44,7 @@ class ProcessGroups:
         return self._groups[key]
 
     def known(self, ranks: tuple[int, ...], traffic: Traffic) -> ProcessGroup | None:
-        """As `get`, if somebody has asked for it before; makes nothing."""
+        """As `get`, if the group exists; makes none."""
         if len(ranks) == dist.get_world_size() and traffic is Traffic.PARAMETERS:
             return dist.group.WORLD
         return self._groups.get((ranks, traffic if len(ranks) > 1 else None))

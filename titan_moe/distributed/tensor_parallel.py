@@ -11,10 +11,12 @@ same parameter names:
     vocab_columns  gather, then the output layer works on this rank's rows of its weight: logits
                    are cut by vocabulary
     heads          LocalHeads
+    whole          stays as it is
 
-Whatever a plan does not cut, every tp rank holds whole, and uses for a part of the tokens or of the
-heads: its gradient is a part of a sum, which `sum_grads` completes once per step. That rule has no
+Whatever is not cut, every tp rank holds whole, and uses for a part of the tokens or of the heads:
+its gradient is a part of a sum, which `sum_grads` completes once per step. That rule has no
 exceptions. Routers and routed experts are not for plans: their tokens are distinct on every rank.
+A plan names every other module that has parameters: a new one is an error until its plan is made.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -47,20 +49,30 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], meshes: Mes
         Names of the parameters that each tp rank holds whole, and has partial gradients of.
 
     Raises ValueError for a plan that names a router, routed experts or a whole MoE layer, or a way
-    to cut that does not exist.
+    to cut that does not exist, and for a plan that leaves out a module with parameters.
     """
     if meshes.dims.tp == 1:
         return set()
     mesh, group = meshes["tp"], meshes.group("tp")
+    unplanned = unplanned_modules(model, plan)
     for name, module in list(model.named_modules()):
         for pattern, how in plan.items():
             if fnmatchcase(name, pattern) and not isinstance(module, nn.Identity):
-                _refuse_routed(model, name)
+                if _is_routed(model, name):
+                    raise ValueError(
+                        f"a tensor-parallel plan cannot cut {name}: every rank routes tokens of "
+                        "its own, and ep and etp cut the experts"
+                    )
                 if how not in _WAYS:
                     raise ValueError(f"{pattern}: {how!r} is none of {', '.join(_WAYS)}")
                 cut = _WAYS[how](module, mesh, group)
                 if cut is not module:
                     model.set_submodule(name, cut)
+    if unplanned:
+        raise ValueError(
+            f"no tensor-parallel plan names {', '.join(unplanned)}: add to "
+            f"titan_moe/models/tensor_plans.py how tp cuts each, or that it stays whole"
+        )
     return _held_whole(model)
 
 
@@ -81,16 +93,25 @@ def sum_grads(
         grad.copy_(part.view_as(grad))
 
 
-def _refuse_routed(model: nn.Module, name: str) -> None:
+def unplanned_modules(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
+    """The modules with parameters of their own that no pattern of the plan names."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if list(module.parameters(recurse=False))
+        and not any(fnmatchcase(name, pattern) for pattern in plan)
+        and not _is_routed(model, name)
+    ]
+
+
+def _is_routed(model: nn.Module, name: str) -> bool:
+    """Whether a module is an MoE layer, or within one but for its shared experts."""
     parts = name.split(".")
-    for end in range(len(parts)):
-        holder = model.get_submodule(".".join(parts[: end + 1]))
-        within = parts[end + 1 : end + 2]
-        if isinstance(holder, MoE) and within != ["shared_experts"]:
-            raise ValueError(
-                f"a tensor-parallel plan cannot cut {name}: every rank routes tokens of its own, "
-                "and ep and etp cut the experts"
-            )
+    return any(
+        isinstance(model.get_submodule(".".join(parts[:end])), MoE)
+        and parts[end : end + 1] != ["shared_experts"]
+        for end in range(1, len(parts) + 1)
+    )
 
 
 def _held_whole(model: nn.Module) -> set[str]:
@@ -243,4 +264,5 @@ _WAYS: Mapping[str, Callable[[Any, DeviceMesh, ProcessGroup], nn.Module]] = {
     "vocab_rows": VocabParallelEmbedding,
     "vocab_columns": _vocab_columns,
     "heads": lambda per_head, mesh, group: LocalHeads(per_head, mesh),
+    "whole": lambda module, mesh, group: module,
 }

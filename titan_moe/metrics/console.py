@@ -1,9 +1,10 @@
-"""One readable line per logged step; on a terminal a progress bar with the time left below."""
+"""One readable line per logged step; on a terminal a progress bar below, new at every step."""
 
 from typing import Any, TextIO
 
 _DIM, _PLAIN = "\033[2m", "\033[0m"
-_BAR = "{percentage:3.0f}% {bar} step {n_fmt}/{total_fmt}, {elapsed} gone, {remaining} left"
+# What matters most comes first: a narrow terminal cuts off the end.
+_BAR = "step {n_fmt}/{total_fmt}{postfix}, {remaining} left {bar}"
 
 _COLUMNS = (
     ("loss", "loss", "{:8.5f}"),
@@ -22,7 +23,8 @@ _COLUMNS = (
 
 
 class Console:
-    """Prints the metrics a reader wants at every step; what a run does not measure is left out.
+    """Prints the metrics a reader wants at every logged step; what a run does not measure is left
+    out.
 
     Args:
         stream: standard output, but for tests.
@@ -35,6 +37,7 @@ class Console:
         self._stream = stream
         self._width = len(str(steps))
         self._color = color and stream.isatty()
+        self._gib: float | None = None
         self._bar: Any = None
         if stream.isatty():
             from tqdm import tqdm
@@ -46,15 +49,30 @@ class Console:
                 bar_format=_BAR,
                 dynamic_ncols=True,
                 leave=False,
+                miniters=1,  # Left out, tqdm guesses how many steps it can skip.
             )
 
+    def progress(self, loss: float, step_tokens: int) -> None:
+        """A step of `step_tokens` tokens has ended: on a terminal, move the bar. Takes nothing that
+        the device would have to be asked for."""
+        if self._bar is None:
+            return
+        steps_per_second = self._bar.format_dict["rate"] or 0.0
+        words = [f"loss {loss:.4f}"]
+        if steps_per_second:
+            words.append(f"{steps_per_second * step_tokens:,.0f} tok/s")
+        if self._gib is not None:
+            words.append(f"{self._gib:.2f} GiB")
+        self._bar.set_postfix_str(", ".join(words), refresh=False)
+        self._bar.update()
+
     def write(self, step: int, values: dict[str, float]) -> None:
+        self._gib = values.get("memory/peak_gib")
         columns = [("step", f"{step:{self._width}d}"), *format_columns(values)]
         line = "  ".join(self._label(label) + text for label, text in columns)
         if self._bar is None:
             print(line, file=self._stream, flush=True)
         else:
-            self._bar.update(step - self._bar.n)
             self._bar.write(line, file=self._stream)
 
     def close(self) -> None:

@@ -12,8 +12,13 @@ if TYPE_CHECKING:
 _LEGEND_LIMIT = 6
 
 
-def plot_curves(metrics_jsonl: Path, png: Path) -> None:
+def plot_curves(
+    metrics_jsonl: Path, png: Path, *, title: str, unit: str, uniform_loss: float
+) -> None:
     """Draw loss, validation loss, gradient norm, learning rate, throughput and expert load.
+
+    Args:
+        unit: what the loss is per; uniform_loss: that of a uniform guess.
 
     Raises:
         RunError: the file holds no logged step.
@@ -25,9 +30,12 @@ def plot_curves(metrics_jsonl: Path, png: Path) -> None:
     if not lines:
         raise RunError(f"{metrics_jsonl} holds no logged step to draw")
     figure = Figure(figsize=(11, 10), layout="constrained")
+    figure.suptitle(title, parse_math=False)
     grid = figure.add_gridspec(3, 2, height_ratios=(1.5, 1, 1))
 
-    _draw_loss(figure.add_subplot(grid[0, :]), lines)
+    axes = figure.add_subplot(grid[0, :])
+    axes.set(title=f"loss (nats per {unit})")
+    _draw_loss(axes, lines, uniform_loss)
     _draw_grad_norm(figure.add_subplot(grid[1, 0]), lines)
     _draw_lr(figure.add_subplot(grid[1, 1]), lines)
     _draw_throughput(figure.add_subplot(grid[2, 0]), lines)
@@ -40,13 +48,23 @@ def plot_curves(metrics_jsonl: Path, png: Path) -> None:
     figure.savefig(png, dpi=120)
 
 
-def _draw_loss(axes: "Axes", lines: list[dict[str, Any]]) -> None:
-    axes.plot(*_series(lines, "loss"), linewidth=1, label="training")
-    validation = _series(lines, "validation_loss")
-    if validation[0]:
-        axes.plot(*validation, marker="o", markersize=4, label="validation")
+def _draw_loss(axes: "Axes", lines: list[dict[str, Any]], uniform_loss: float) -> None:
+    steps, losses = _series(lines, "loss")
+    axes.plot(steps, losses, linewidth=1, label=_with_last("training", losses))
+    steps, held_out = _series(lines, "validation_loss")
+    if held_out:
+        label = _with_last("held-out documents", held_out)
+        axes.plot(steps, held_out, marker="o", markersize=4, label=label)
+    # Not where training began below it: the curve would be flat.
+    if losses and max(losses) > 0.9 * uniform_loss:
+        label = f"uniform guess: {uniform_loss:.2f}"
+        axes.axhline(uniform_loss, color="gray", linewidth=1, linestyle=":", label=label)
+    if losses:
         axes.legend(frameon=False)
-    axes.set(title="loss (nats per token)")
+
+
+def _with_last(what: str, values: list[float]) -> str:
+    return f"{what}: {values[-1]:.2f} at the end" if values else what
 
 
 def _draw_grad_norm(axes: "Axes", lines: list[dict[str, Any]]) -> None:
@@ -62,6 +80,7 @@ def _draw_grad_norm(axes: "Axes", lines: list[dict[str, Any]]) -> None:
 def _draw_lr(axes: "Axes", lines: list[dict[str, Any]]) -> None:
     axes.plot(*_series(lines, "lr"), linewidth=1)
     axes.set(title="learning rate")
+    axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:g}")
 
 

@@ -1,9 +1,15 @@
 """The log of a run: at each logged step one line and one JSON object, at the end the curves."""
 
 import logging
+import math
 import platform
+import resource
+import sys
 import time
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +19,8 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.data.loader import Identity
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
 from titan_moe.distributed.parallelize import ShardedModel
+from titan_moe.metrics.console import Console
 from titan_moe.metrics.jsonl import JsonLines
-from titan_moe.metrics.performance import Phases, Throughput, memory_metrics
 from titan_moe.metrics.sinks import Sink, build_sinks
 from titan_moe.metrics.step_metrics import expert_load
 from titan_moe.models.config import ModelConfig
@@ -28,6 +34,56 @@ from titan_moe.train_step import StepResult
 logger = logging.getLogger(__name__)
 
 
+class Phases:
+    """Adds up wall seconds per named phase between two logged steps:
+    `with phases("data"): batch = next(loader)`.
+
+    The seconds are the host's: work that a GPU has queued counts in the phase that waits for it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] += self._clock() - start
+
+    def take(self) -> dict[str, float]:
+        """Seconds per phase since the last call, as {"time/<phase>": seconds}; starts anew."""
+        metrics = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return metrics
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Turns tokens and seconds into metrics."""
+
+    flops_per_token: float
+    num_devices: int
+    peak_tflops: float | None
+    """Of one device, in the type it computes in; None where unknown."""
+
+    def metrics(self, num_tokens: int, seconds: float) -> dict[str, float]:
+        """Rates over num_tokens of the whole job in `seconds` of wall time; "mfu" is a fraction."""
+        tokens_per_second = num_tokens / seconds
+        per_device = tokens_per_second / self.num_devices
+        tflops = per_device * self.flops_per_token / 1e12
+        metrics = {
+            "tokens_per_second": tokens_per_second,
+            "tokens_per_second_per_device": per_device,
+            "tflops_per_device": tflops,
+        }
+        if self.peak_tflops is not None:
+            metrics["mfu"] = tflops / self.peak_tflops
+        return metrics
+
+
 class RunLog:
     """Collects each step's figures and hands the logged ones to the sinks of the main rank."""
 
@@ -39,6 +95,7 @@ class RunLog:
         self._log_freq = job.metrics.log_freq
         self._steps = job.training.steps
         self._folder = Path(job.job.dump_folder)
+        self._title = job.job.description
         self._layers = [name.removesuffix(".block") for name in sharded.all_moe_layers()]
         self._throughput = Throughput(
             flops_per_token=model_flops_per_token(sharded.config, job.training.seq_len),
@@ -48,10 +105,17 @@ class RunLog:
         self._sinks: list[Sink] = []
         self._details = _details(job, resume_step) if process.is_main else {}
         self._wants_norms = job.metrics.log_parameter_norms
+        self._console: Console | None = None
         if process.is_main:
-            self._sinks = build_sinks(
-                job.metrics, self._folder, steps=self._steps, resume_step=resume_step
-            )
+            self._sinks = build_sinks(job.metrics, self._folder, resume_step=resume_step)
+            if logger.isEnabledFor(logging.INFO):  # LOG_RANK names this rank.
+                self._console = Console(
+                    sys.stdout,
+                    steps=self._steps,
+                    resume_step=resume_step,
+                    color=not job.metrics.disable_color_printing,
+                )
+                self._sinks.append(self._console)
         self._must_be_stored = _must_be_stored(job, sharded, process) if process.is_main else None
         on_cpu = process.device.type == "cpu"
         self._whose = " in the whole process, Python and torch included" if on_cpu else ""
@@ -84,6 +148,8 @@ class RunLog:
             tokens: tokens of the whole run so far; step_tokens: those of this step.
         """
         self._tokens_since += step_tokens
+        if self._console is not None:
+            self._console.progress(result.loss, step_tokens)
         if not self.wants(step) and validation_loss is None:
             return
         assert result.metrics is not None, "not a logged step"
@@ -119,15 +185,22 @@ class RunLog:
             norms.write(step, result.parameter_norms)
         self._tokens_since, self._last_log = 0, time.perf_counter()
 
-    def close(self) -> None:
-        """End the sinks and draw the curves; the main rank's job."""
+    def close(self, unit: str, choices: int) -> None:
+        """End the sinks and draw the curves; the main rank's job. The loss is per `unit`, of which
+        a uniform guess chooses among `choices`."""
         for sink in (*self._sinks, *self._details.values()):
             sink.close()
         if self._sinks:
             # Imported here: matplotlib takes most of a second, and only the end needs it.
             from titan_moe.metrics.curves import plot_curves
 
-            plot_curves(self._folder / "metrics.jsonl", self._folder / "curves.png")
+            plot_curves(
+                self._folder / "metrics.jsonl",
+                self._folder / "curves.png",
+                title=self._title,
+                unit=unit,
+                uniform_loss=math.log(choices),
+            )
 
 
 def run_facts(
@@ -186,3 +259,38 @@ def _must_be_stored(job: JobConfig, sharded: ShardedModel, process: Process) -> 
     sections = (job.training, job.parallelism, job.activation_checkpoint)
     found = memory(sharded.config, *sections, world_size=process.world_size)
     return (found.stored + found.kept) / GIB
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """What this rank holds, in GiB; CUDA peaks are those since the last call.
+
+    On CUDA "memory/peak_gib" (tensors), "memory/reserved_gib" (with the allocator's reserve) and
+    "memory/allocation_retries": how often, since the start, the allocator had to free its cache to
+    find room. Anything but 0 there costs time: the run needs nearly all of the GPU's memory.
+    On the CPU "memory/resident_gib" and "memory/peak_gib", the most since the process started.
+    """
+    if device.type == "cuda":
+        return _cuda_metrics(device)
+    return _process_metrics()
+
+
+def _cuda_metrics(device: torch.device) -> dict[str, float]:
+    stats = torch.cuda.memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {
+        "memory/peak_gib": stats["allocated_bytes.all.peak"] / GIB,
+        "memory/reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
+        "memory/allocation_retries": stats["num_alloc_retries"],
+    }
+
+
+def _process_metrics() -> dict[str, float]:
+    # Kilobytes on Linux, bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    metrics = {"memory/peak_gib": peak / GIB}
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        resident_pages = int(statm.read_text().split()[1])
+        metrics["memory/resident_gib"] = resident_pages * resource.getpagesize() / GIB
+    return metrics

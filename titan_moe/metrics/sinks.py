@@ -1,14 +1,13 @@
-"""Where metrics go: every sink gets the same numbers at every logged step."""
+"""Where metrics go: every sink gets the same numbers at every logged step. The console is one more,
+which also moves in between: metrics.console."""
 
 import os
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Metrics
-from titan_moe.metrics.console import Console
 from titan_moe.metrics.jsonl import JsonLines
 
 
@@ -67,12 +66,11 @@ def missing_packages(config: Metrics) -> list[str]:
     ]
 
 
-def build_sinks(config: Metrics, dump_folder: Path, *, steps: int, resume_step: int) -> list[Sink]:
-    """The sinks of the one rank that logs.
+def build_sinks(config: Metrics, dump_folder: Path, *, resume_step: int) -> list[Sink]:
+    """The files, and what else is switched on, of the one rank that logs.
 
     Args:
         dump_folder: metrics.jsonl and the TensorBoard folder lie in it.
-        steps: the run's last step.
         resume_step: the step it starts after; 0 for a fresh run.
 
     Raises:
@@ -80,15 +78,7 @@ def build_sinks(config: Metrics, dump_folder: Path, *, steps: int, resume_step: 
     """
     if lines := missing_packages(config):
         raise ConfigError(lines)
-    sinks: list[Sink] = [
-        JsonLines(dump_folder / "metrics.jsonl", resume_step=resume_step),
-        Console(
-            sys.stdout,
-            steps=steps,
-            resume_step=resume_step,
-            color=not config.disable_color_printing,
-        ),
-    ]
+    sinks: list[Sink] = [JsonLines(dump_folder / "metrics.jsonl", resume_step=resume_step)]
     if config.enable_tensorboard:
         sinks.append(TensorBoard(dump_folder / config.save_tb_folder, resume_step=resume_step))
     if config.enable_wandb:

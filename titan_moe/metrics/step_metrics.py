@@ -1,9 +1,13 @@
 """Figures of a step: sums that layers keep on the device, and how evenly experts are loaded.
 
 To add a device metric, keep a sum in the module that knows it (a float64 or int64 buffer, zeroed in
-`init_buffers`), add to it detached, in training, and where recomputation does not come twice (as in
-`MoE.route`), and name it in `device_metrics`. In a logged step it joins the step's one
+`init_buffers`), and name it in `device_metrics`. In a logged step it joins the step's one
 all-reduce, the log writes it under its name, and the buffer starts again from zero.
+
+A layer's forward may run a second time, recomputed in the backward, where adding to a buffer is an
+error. So a layer adds in the backward, which runs once: `x = attach_loss(x, value.detach(), total)`
+(moe/balance.py) adds `value` to the buffer `total` and leaves x and its gradient as they are. What
+`MoE.route` adds is not recomputed.
 """
 
 import math

@@ -1,8 +1,9 @@
 """Dimensions of a decoder. No torch here: checks, planners and `--help` read it."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
+from titan_moe.config.errors import ConfigError
 from titan_moe.moe.config import MoEConfig
 from titan_moe.ops.local_attention import LocalAttention
 
@@ -102,8 +103,22 @@ class MLAConfig:
 
 
 AttentionConfig = GQAConfig | MLAConfig
-"""The variants. A further one has `num_heads`, `num_kv_heads`, `rope_dim` and `sinks` too, its
-module in models/attention.py and its counts in models/stats.py."""
+"""The variants. A further one has what is in AttentionShape too, its module in models/attention.py
+and its counts in models/stats.py."""
+
+
+@runtime_checkable
+class AttentionShape(Protocol):
+    """What checks and layouts read of any variant."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def rope_dim(self) -> int: ...
+    @property
+    def sinks(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -134,6 +149,16 @@ class ModelConfig:
     init_std: float = 0.02
     """Standard deviation of the initial weights; projections back into the residual stream divide
     it by the square root of their number."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for an attention without what checks and layouts read."""
+        if not isinstance(self.attention, AttentionShape):
+            raise ConfigError(
+                [
+                    f"{type(self.attention).__name__} lacks num_heads, num_kv_heads, rope_dim or "
+                    "sinks: add it in titan_moe/models/config.py, as GQAConfig and MLAConfig have"
+                ]
+            )
 
     def is_moe_layer(self, layer: int) -> bool:
         """Also of a layer beyond the last: the multi-token prediction's are built like it."""

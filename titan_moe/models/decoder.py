@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.models.attention import build_attention
-from titan_moe.models.attention_core import CausalSdpa
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.mtp import MultiTokenPrediction
 from titan_moe.models.output import Embedding, Output
 from titan_moe.models.rope import Rope, Rotation
 from titan_moe.moe.layer import MoE
-from titan_moe.ops.attention import AttentionCore
+from titan_moe.ops.attention import AttentionCore, CausalSdpa
 from titan_moe.profiling.regions import region
 
 _BIASES = ("b1", "b2", "b3")
@@ -123,8 +122,9 @@ class Decoder(nn.Module):
             documents_BS: which document of its row each token belongs to, counted from 0.
             positions_BS: each token's position in its row.
             labels_BS: the next token of each; IGNORE_INDEX where there is no target.
-            ahead_tokens_BKS, ahead_labels_BKS: what multi-token prediction trains on: the tokens
-                and labels 1, 2, ..., K positions on. Ignored in evaluation.
+            ahead_tokens_BKS: what multi-token prediction trains on: the tokens 1, 2, ..., K
+                positions on. Ignored in evaluation.
+            ahead_labels_BKS: their labels.
         """
         hidden = self.hidden(tokens_BS, documents_BS, positions_BS, ahead_tokens_BKS)
         if labels_BS is None or len(hidden) == 1:

@@ -157,7 +157,7 @@ def model_of(folder: Path) -> HFModel:
     """Family and dimensions by a folder's config.json. Raises ConfigError in one line each.
 
     Multi-token prediction layers count as far as the folder has their weights: config.json may
-    tell of some that were left out.
+    name some that were left out.
     """
     settings = read_settings(folder)
     family = family_of(settings, folder / CONFIG)

@@ -17,12 +17,14 @@ on after the others, ours from 0 under `mtp.layers`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.models.config import Llama3Scaling, RopeConfig, YarnScaling
+from titan_moe.models.config import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
+from titan_moe.moe.config import MoEConfig
 
 Settings = Mapping[str, Any]
+A = TypeVar("A")
 
 
 def needed(settings: Settings, key: str) -> Any:
@@ -48,6 +50,31 @@ def only(settings: Settings, **allowed: tuple[Any, ...]) -> None:
     ]
     if lines:
         raise ConfigError(lines)
+
+
+def attention_of(config: ModelConfig, kind: type[A], family: str) -> A:
+    """The attention, of the one kind that a family's published code has.
+
+    Raises ConfigError for any other.
+    """
+    if isinstance(config.attention, kind):
+        return config.attention
+    raise ConfigError(
+        [
+            f"the Hugging Face form of {family} has no place for attention of a "
+            f"{type(config.attention).__name__}, only of a {kind.__name__}: add it to "
+            f"titan_moe/models/{family}/hf.py"
+        ]
+    )
+
+
+def experts_of(config: ModelConfig, family: str) -> MoEConfig:
+    """The experts, where a family's published code has no model without. Raises ConfigError."""
+    if config.moe is not None:
+        return config.moe
+    raise ConfigError(
+        [f"the Hugging Face form of {family} has no place for a model without experts"]
+    )
 
 
 def rope_from_hf(

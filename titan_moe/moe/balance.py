@@ -57,7 +57,7 @@ def attach_loss(x: Tensor, loss: Tensor, total: Tensor) -> Tensor:
 
     So a loss computed inside a layer need not be passed to the end of the model, or across pipeline
     stages. The backward adds the loss to `total`: it runs exactly once per microbatch, whatever is
-    recomputed, and never in validation.
+    recomputed, and never in validation. A detached `loss` is only added up.
     """
     return _AttachLoss.apply(x, loss, total)
 

@@ -1,6 +1,6 @@
 """The mixture-of-experts layer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -11,8 +11,8 @@ from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from titan_moe.moe.experts import Experts
-from titan_moe.moe.permute import count_experts
 from titan_moe.moe.router import Router, Scores
+from titan_moe.ops.permute_indices import count_experts
 from titan_moe.profiling.regions import region
 
 
@@ -170,3 +170,13 @@ class MoE(nn.Module):
         if config.z_loss_weight:
             terms.append(config.z_loss_weight * balance.z_loss(scores.logits_TE))
         return sum(terms[1:], terms[0]) if terms else None
+
+
+def take_dropped(moe_layers: Iterable[MoE], device: torch.device) -> Tensor:
+    """How many rows the layers have dropped since the last call, [] int64."""
+    dropped = [moe.rows_dropped for moe in moe_layers]
+    if not dropped:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    total = torch.stack(dropped).sum()
+    torch._foreach_zero_(dropped)
+    return total

@@ -95,7 +95,7 @@ def _permute_indices_kernel(
         own += 1
 
     tl.store(source_ptr + row, source, mask=row < max_rows)
-    # Arrived rows that no count speaks for: no other program writes them.
+    # Received rows beyond all counts: no other program writes them.
     tl.store(
         position_ptr + row,
         tl.full((BLOCK,), -1, tl.int64),

@@ -1,12 +1,13 @@
 """The optimizer: which parameters it updates how, and which decay."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from titan_moe.config.job_config import Optimizer
+from titan_moe.config.job_config import OPTIMIZER_KEYS, Optimizer
 from titan_moe.models.decoder import is_bias
 from titan_moe.optim.adam import Adam
 from titan_moe.optim.muon import MATRICES, Muon
@@ -45,24 +46,51 @@ def build_optimizer(
         for group, params in members.items()
         if params
     ]
-    adam: dict[str, Any] = {
-        "lr": config.lr,
-        "betas": (config.beta1, config.beta2),
-        "eps": config.eps,
-        "decoupled": config.name != "Adam",
-        "implementation": _implementation(config, {param.device.type for _, param in trainable}),
-        "state_dtype": torch.bfloat16 if config.state_dtype == "bfloat16" else None,
-    }
-    if config.name == "Muon":
-        return Muon(
-            groups,
-            momentum=config.muon_momentum,
-            num_steps=config.muon_steps,
-            rms=config.muon_rms,
-            **adam,
-        )
-    assert config.name in ("AdamW", "Adam"), f"optimizer.name={config.name} is built nowhere"
-    return Adam(groups, **adam)
+    keys = {key: getattr(config, key) for key in OPTIMIZER_KEYS[config.name]}
+    return BUILDERS[config.name](groups, lr=config.lr, **keys)
+
+
+def _adam(
+    groups: list[dict[str, Any]],
+    *,
+    optimizer: Callable[..., Adam] = Adam,
+    decoupled: bool = True,
+    beta1: float,
+    beta2: float,
+    implementation: str,
+    state_dtype: str,
+    **others: Any,
+) -> Adam:
+    device_types = {param.device.type for group in groups for param in group["params"]}
+    no_kernel = implementation == "fused" and not device_types <= _FUSED_DEVICES
+    return optimizer(
+        groups,
+        decoupled=decoupled,
+        betas=(beta1, beta2),
+        implementation="foreach" if no_kernel else implementation,
+        state_dtype=torch.bfloat16 if state_dtype == "bfloat16" else None,
+        **others,
+    )
+
+
+def _muon(
+    groups: list[dict[str, Any]],
+    *,
+    muon_momentum: float,
+    muon_steps: int,
+    muon_rms: float,
+    **adam: Any,
+) -> Adam:
+    muon = partial(Muon, momentum=muon_momentum, num_steps=muon_steps, rms=muon_rms)
+    return _adam(groups, optimizer=muon, **adam)
+
+
+BUILDERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": _adam,
+    "Adam": partial(_adam, decoupled=False),
+    "Muon": _muon,
+}
+"""Each is given the groups, the learning rate, and what OPTIMIZER_KEYS says that it reads."""
 
 
 def decays(name: str, param: nn.Parameter) -> bool:
@@ -73,8 +101,3 @@ def decays(name: str, param: nn.Parameter) -> bool:
 def is_hidden_matrix(name: str, param: nn.Parameter) -> bool:
     """Whether Muon updates a parameter: a layer's weight, or a stack of experts' weights."""
     return decays(name, param) and not _NOT_HIDDEN & set(name.split("."))
-
-
-def _implementation(config: Optimizer, device_types: set[str]) -> str:
-    no_kernel = config.implementation == "fused" and not device_types <= _FUSED_DEVICES
-    return "foreach" if no_kernel else config.implementation

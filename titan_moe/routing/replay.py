@@ -45,7 +45,7 @@ RoutingFn = Callable[[Tensor], Tensor]
 
 
 class RoutingTrace:
-    """What a run keeps of its routings, and which it follows; often neither.
+    """What a run keeps of its routings, and which it follows.
 
     Args:
         resume_step: the last step that the run has behind it.
@@ -67,10 +67,7 @@ class RoutingTrace:
 
     @contextmanager
     def step(self, step: int, batches: Sequence[Batch]) -> Iterator[None]:
-        """Around the training of one step on these batches; collective if anything is traced."""
-        if not self._tracers:
-            yield
-            return
+        """Around the training of one step on these batches. Collective."""
         tokens = self._tokens(batches)
         for tracer in self._tracers:
             tracer.begin(step, tokens)

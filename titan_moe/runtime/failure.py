@@ -1,9 +1,8 @@
 """Which rank failed first, and why: records written by the ranks, read after torchrun has ended.
 
 torchrun itself ends with exit code 1 under a page of its own whatever a rank ended with. So each
-failing rank leaves a record in a folder handed to it, and `titan-moe report failure`, which
-run_train.sh calls, names the first one. A rank that could leave none (SIGKILL, a segmentation
-fault) is found on torchrun's page.
+failing rank leaves a record in a folder handed to it, of which `explain` names the first. A rank
+that could leave none (SIGKILL, a segmentation fault) is found on torchrun's page.
 """
 
 import json
@@ -14,6 +13,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from titan_moe.runtime.help_pages import page_for
 
 _RANK = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+)")
 _PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
@@ -90,6 +91,8 @@ def report(rank: int, lines: Sequence[str], exit_code: int, *, expected: bool, t
 
 
 def print_errors(lines: Sequence[str]) -> None:
-    """One `error: ` line each, on standard error."""
+    """One `error: ` line each, on standard error, with the page of docs/ that says more."""
     for line in lines:
-        print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)
+        page = page_for(line)
+        suffix = f" (docs/{page})" if page is not None else ""
+        print(f"error: {' '.join(line.split())}{suffix}", file=sys.stderr, flush=True)

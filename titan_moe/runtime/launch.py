@@ -55,6 +55,11 @@ def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> 
     return min(found, len(visible))
 
 
+def default_ranks(environment: Mapping[str, str]) -> int:
+    """Ranks of a node where none are asked for: the GPUs found, else two processes."""
+    return count_gpus(environment) or 2
+
+
 def cpu_threads(local_world_size: int) -> int:
     """Threads for each of `local_world_size` processes that share the cores given to this one."""
     return max(1, len(os.sched_getaffinity(0)) // local_world_size)

@@ -1,15 +1,19 @@
-"""One rank: its place, its device, its process group."""
+"""One rank: its place, its device, its process group, its random state, its garbage."""
 
+import gc
+import os
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from titan_moe.config.job_config import Comm
+from titan_moe.config.job_config import Comm, Debug
 from titan_moe.runtime.device import backend_for, pick_device
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import Launch, cpu_threads
@@ -69,3 +73,40 @@ def set_timeouts(seconds: int, groups: Iterable[dist.ProcessGroup | None]) -> No
         torch.cuda.synchronize()
     for group in groups:
         _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def seed_everything(debug: Debug) -> None:
+    """Seed the generators of Python, NumPy and torch, alike on every rank.
+
+    Initial weights and data order do not depend on this state: they draw from generators of their
+    own. With `debug.deterministic` torch raises (or warns) where it has no deterministic kernel.
+    """
+    random.seed(debug.seed)
+    np.random.seed(debug.seed % 2**32)
+    torch.manual_seed(debug.seed)
+    if not debug.deterministic:
+        return
+    # cuBLAS reads it when its first handle is made.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
+
+
+class GarbageCollector:
+    """Takes over from Python's automatic collection, to collect in the same step on all ranks.
+
+    Python collects when its own counters say so, on each rank in another step, and every other rank
+    then waits in the next collective.
+    """
+
+    def __init__(self, freq: int) -> None:
+        """Collect every `freq` steps."""
+        self._freq = freq
+        gc.disable()
+        # What start-up made lives as long as the run: no collection needs to visit it again.
+        gc.freeze()
+
+    def step(self, step: int) -> None:
+        """Collect the young generations if it is time; `step` is the step that has ended."""
+        if step % self._freq == 0:
+            gc.collect(1)

@@ -201,7 +201,7 @@ class FakeRank:
 
 
 class StepVolumes:
-    """What a step sends; an Observer of it, to tell its microbatches apart."""
+    """What a step sends; an Observer of it, so that its microbatches can be counted apart."""
 
     def __init__(self, counter: CommCounter) -> None:
         self._counter = counter
@@ -209,7 +209,7 @@ class StepVolumes:
         self.total: dict[Flow, Volume] = {}
         self.has_updated = False
 
-    def reads(self, batch: Batch, rows: Microbatch) -> None:
+    def reads(self, batch: Batch, local: Microbatch) -> None:
         self._before.append(self._counter.volumes())
 
     def accumulated(self) -> None:

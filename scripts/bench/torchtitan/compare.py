@@ -54,6 +54,7 @@ from scripts.bench.torchtitan.runs import (
     Model,
     Observed,
     Start,
+    bare_start,
     make_environment,
 )
 from titan_moe.metrics.run_log import model_flops_per_token
@@ -184,7 +185,7 @@ def _matmul_key(row: Row) -> str:
 def run(row: Row, jobs: Jobs, steps: int, *, ours_first: bool) -> None:
     """One round of a row; it counts as a whole or not at all."""
     job = (row.model, row.dtype, row.layout, steps)
-    start = jobs.start(row.layout)
+    start = bare_start(row.layout.num_ranks)
     if ours_first:
         ours, theirs = jobs.ours(*job), jobs.theirs(*job)
     else:
@@ -253,7 +254,7 @@ def verdicts(row: Row, matmul_tflops: float) -> dict[str, bool]:
         "flat": ours.growth <= _FLAT,
         "first sooner": ours.first_step < theirs.first_step,
         "1.5 s, torch": ours.beyond_torch <= _BEYOND_TORCH,
-        # As startup.py counts: what FSDP2 and torch.optim import themselves is torch's start too.
+        # What FSDP2 and torch.optim import themselves is torch's start too.
         "1.5 s, fsdp": ours.beyond_fsdp <= _BEYOND_TORCH,
     }
 

@@ -22,6 +22,7 @@ SEQ_LEN = 256
 GLOBAL_BATCH_SIZE = 8
 TORCHTITAN = "torchtitan==0.2.2"
 
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 _STEP = re.compile(r"\bstep:?\s+(\d+)\s+loss:?\s+(\S+)")
 _PARAMETERS = re.compile(r"size: ([\d,]+) total parameters")
 
@@ -85,6 +86,19 @@ class Start:
     memory_mib: float
 
 
+def bare_start(num_ranks: int) -> Start:
+    """Start a job of as many ranks that trains nothing."""
+    found: dict[str, float] = {}
+
+    def read(line: str, seconds: float, pid: int) -> None:
+        word, _, number = line.strip().partition(" ")
+        found.setdefault(word, float(number) if number and word == "memory" else seconds)
+
+    command = [*torchrun(num_ranks), "-m", "scripts.bench.torchtitan.bare_rank"]
+    run_job(command, _ENVIRONMENT, read)
+    return Start(found["torch"], found["fsdp"], found["memory"])
+
+
 class Jobs:
     """Both programs' jobs: torchtitan's environment, the data, and a folder for each program."""
 
@@ -125,18 +139,6 @@ class Jobs:
         python = str(self._venv / "bin/python")
         return self._train("torchtitan", tables, layout, python, [str(script)])
 
-    def start(self, layout: Layout) -> Start:
-        """Start a job of as many ranks that trains nothing."""
-        found: dict[str, float] = {}
-
-        def read(line: str, seconds: float, pid: int) -> None:
-            word, _, number = line.strip().partition(" ")
-            found.setdefault(word, float(number) if number and word == "memory" else seconds)
-
-        command = [*torchrun(layout.num_ranks), "-m", "scripts.bench.torchtitan.bare_rank"]
-        run_job(command, self._environment("bare"), read)
-        return Start(found["torch"], found["fsdp"], found["memory"])
-
     def _tables(
         self, model: Model, dtype: str, layout: Layout, steps: int
     ) -> dict[str, dict[str, Any]]:
@@ -176,19 +178,12 @@ class Jobs:
             observed.read(line, seconds, lambda: ranks_memory(pid))
 
         job = [*torchrun(layout.num_ranks, python), *command, "--job.config_file", str(config)]
-        run_job(job, self._environment(program), read)
+        offline = {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
+        run_job(job, _ENVIRONMENT | offline, read)
         steps = tables["training"]["steps"]
         if len(observed.seconds) != steps:
             sys.exit(f"{program}: {len(observed.seconds)} lines of {steps} steps were understood")
         return observed
-
-    def _environment(self, program: str) -> dict[str, str]:
-        return {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-            "HF_HOME": str(self._folder / program / "hf"),
-            "HF_HUB_OFFLINE": "1",
-        }
 
 
 def make_environment(venv: Path) -> None:

@@ -41,7 +41,7 @@ def test_help_imports_no_torch_and_takes_less_than_a_second(words: str) -> None:
 
 
 def test_every_module_is_a_command_and_every_command_a_module() -> None:
-    shared = {"__init__", "command", "main", "sides"}
+    shared = {"__init__", "command", "hf_processes", "main", "run_specs"}
     modules = {path.stem for path in _CLI.glob("*.py")} - shared
     assert modules == {name.replace(" ", "_") for name in COMMANDS}
     for name in modules:
@@ -67,6 +67,8 @@ def test_all_of_a_command_s_lines_fit_their_aim() -> None:
         (["memory", "--training.stepz", "3"], "did you mean training.steps?"),
         (["memory", "--config", "nowhere.toml"], "nowhere.toml: cannot be read"),
         (["check", "--ranks", "3", "--nodes", "2"], "--ranks 3 must be a multiple of --nodes 2"),
+        (["train", "--ranks", "2", "--nodes", "2"], "2 nodes need --endpoint HOST:PORT"),
+        (["train", "--ranks", "x"], "--ranks: x must be a positive number"),
         (["verify", "losses", "--repeats", "x"], "--repeats: invalid int value"),
     ],
 )
@@ -75,6 +77,13 @@ def test_a_wrong_argument_is_one_line(words: list[str], says: str) -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and says in line
     assert done.returncode == 2 and not done.stdout
+
+
+def test_check_says_what_of_a_torchtitan_file_has_no_effect() -> None:
+    done = run_command("check", "--ranks", 1, "--training.gc_debug")
+    note = "without effect here: training.gc_debug (docs/coming-from-torchtitan.md)"
+    found = "nothing is wrong: 1 rank(s) on each machine, output in ./outputs"
+    assert done.stdout.splitlines() == [found, note]
 
 
 def test_config_and_job_config_file_are_the_same(tmp_path: Path) -> None:

@@ -5,12 +5,31 @@ import pytest
 from tests.support.config_checks import Shape, problems
 from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.job import check
+from titan_moe.config.job_config import OPTIMIZER_KEYS, ActivationCheckpoint
 from titan_moe.config.parse import load_job, resolve
 
 _FLOAT8 = '--model.converters ["quantize.linear.float8","quantize.grouped_mm.float8"]'
 _EMULATED = f"{_FLOAT8} --quantize.linear.float8.emulate true"
 
 RULES = [
+    (
+        "--training.text_column body",
+        1,
+        "training.text_column='body' has no use with training.dataset='stdlib': leave it out, or "
+        "choose json, parquet or a Hugging Face dataset",
+    ),
+    (
+        '--training.blend [{"dataset":"json"},{"dataset":"tokens","text_column":"body"}]',
+        1,
+        "training.blend[1].text_column='body' has no use with training.blend[1].dataset='tokens': "
+        "leave it out, or choose json, parquet or a Hugging Face dataset",
+    ),
+    (
+        "--validation.dataset text --validation.text_column body",
+        1,
+        "validation.text_column='body' has no use with validation.dataset='text': leave it out, or "
+        "choose json, parquet or a Hugging Face dataset",
+    ),
     (
         "--parallelism.expert_parallel_degree 3",
         3,
@@ -19,14 +38,14 @@ RULES = [
     (
         "--parallelism.data_parallel_shard_degree 8",
         2,
-        "parallelism: dp_shard 8 = 8 ranks, but this run has 2: start it with NGPU=8, or set "
-        "parallelism.data_parallel_shard_degree=-1 to take what is there",
+        "parallelism: dp_shard 8 = 8 ranks, but this run has 2: start it with NGPU=8 (--ranks "
+        "8), or set parallelism.data_parallel_shard_degree=-1 to take what is there",
     ),
     (
         "--parallelism.data_parallel_replicate_degree 4",
         6,
         "parallelism: dp_replicate 4 = 4 must divide the 6 ranks of this run: start it with a "
-        "multiple, such as NGPU=4",
+        "multiple, such as NGPU=4 (--ranks 4)",
     ),
     (
         "--parallelism.data_parallel_shard_degree 0",
@@ -64,12 +83,6 @@ RULES = [
         "4096",
     ),
     ("--validation.seq_len 8192", 1, "validation.seq_len=8192 exceeds max_seq_len=4096"),
-    (
-        "--compile.enable --activation_checkpoint.selective_ac_option op",
-        1,
-        "activation_checkpoint.selective_ac_option='op' keeps results of operations that "
-        "compile.enable=true fuses: choose 1, or activation_checkpoint.mode=full or none",
-    ),
     (
         f"{_FLOAT8} --training.mixed_precision_param bfloat16",
         1,
@@ -179,6 +192,18 @@ def test_multi_token_prediction_wants_rows_longer_than_it_looks_ahead() -> None:
     assert "training.mtp_loss_weight=0.1: deepseek_v3 debugmodel has no multi-token" in line
 
 
+@pytest.mark.parametrize(("components", "lines"), [("model", 1), ("loss", 0)])
+def test_a_layout_may_not_keep_results_of_a_compiled_model(components: str, lines: int) -> None:
+    """A file that asks for it is read otherwise; a layout that is put on a job is not."""
+    words = ["--compile.enable", "--compile.backend", "eager", "--compile.components", components]
+    job = load_job(words)
+    by_operation = ActivationCheckpoint(mode="selective", selective_ac_option="op")
+    laid_out = job.model_copy(update={"activation_checkpoint": by_operation})
+    found = check(laid_out, Shape(), 1, num_gpus=0)
+    assert len(found) == lines
+    assert all("choose 1, or activation_checkpoint.mode=full or none" in line for line in found)
+
+
 def test_a_tokenizer_must_fit_the_vocabulary() -> None:
     job = load_job(["--model.tokenizer_path", "big"])
     assert check_vocabulary(job, Shape(), 272) == []
@@ -195,8 +220,12 @@ def test_the_global_batch_is_pinned_for_the_ranks_of_the_run() -> None:
 
 def test_keys_of_optimizers_that_contradict_each_other():
     (line,) = problems("--optimizer.muon_steps 6")
-    assert line.startswith("optimizer.muon_steps=6 is Muon's: leave it out")
+    assert line == (
+        "optimizer.muon_steps=6 has no effect with optimizer.name=AdamW: leave it out, or choose "
+        "Muon"
+    )
     assert problems("--optimizer.muon_steps 6 --optimizer.name Muon") == []
+    assert problems("--optimizer.muon_steps 5") == []
     narrow = "--optimizer.state_dtype bfloat16"
     (line,) = problems(f"{narrow} --optimizer.beta2 0.999")
     assert line.startswith("optimizer.beta2=0.999 changes a moment by less than")
@@ -204,3 +233,16 @@ def test_keys_of_optimizers_that_contradict_each_other():
     (line,) = problems(f"{narrow} --optimizer.name Muon --optimizer.muon_momentum 0.995")
     assert line.startswith("optimizer.muon_momentum=0.995")
     assert problems(narrow) == []
+
+
+def test_a_key_that_the_optimizer_does_not_read_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(OPTIMIZER_KEYS, "Adam", ("beta1", "implementation"))
+    said = problems(
+        "--optimizer.name Adam --optimizer.beta1 0.8 --optimizer.beta2 0.98 --optimizer.eps 1e-8 "
+        "--optimizer.state_dtype bfloat16 --optimizer.weight_decay 0.2"
+    )
+    assert [line.partition(":")[0] for line in said] == [
+        "optimizer.beta2=0.98 has no effect with optimizer.name=Adam",
+        "optimizer.state_dtype=bfloat16 has no effect with optimizer.name=Adam",
+    ]
+    assert said[0].endswith("leave it out, or choose AdamW or Muon")

@@ -73,13 +73,13 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         [optimizer]
         name = "SGD"
         [fault_tolerance]
-        enable = false
+        enable = true
         """,
     )
     file, cli = argv[1], "command line"
     assert sorted(_problems([*argv, "--training.lr=3", "--moe.row_alignment", "7", "stray"])) == [
         "command line: 'stray' belongs to no --table.key",
-        "fault_tolerance.enable = false "
+        "fault_tolerance.enable = true "
         f"({file}): torchft is not used: restart the run and it resumes from its checkpoint",
         f'moe.row_alignment = "7" ({cli}): must be 1, 8, 16, 32, 64 or 128',
         f"optimizer.name = \"SGD\" ({file}): must be 'AdamW', 'Adam' or 'Muon'",
@@ -102,7 +102,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         (["--training.blend", '[{"weight": 1}]'], "training.blend.0.dataset"),
         (["--job.config_file", "/nowhere.toml"], "/nowhere.toml: cannot be read: No such file"),
         (["--job.config_file"], "expected one argument"),
-        (["--comm.mode=fake_backend"], "dry runs on fake ranks are not available"),
+        (["--comm.mode=fake_backend"], "nothing would be trained: use titan-moe check"),
     ],
 )
 def test_one_mistake_is_one_line(argv: list[str], words: str) -> None:
@@ -116,6 +116,22 @@ def test_a_file_that_is_no_toml(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     (line,) = _problems(["--job.config_file", str(path)])
     assert line.startswith(f"job.config_file = {path}: is not ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"a = {'[' * 2000}{']' * 2000}",
+        f"a = {'[' * 60}{']' * 60}",
+        f"a = {'{b = ' * 60}1{'}' * 60}",
+        f"[{'.'.join('a' * 2000)}]\nb = 1",
+        f"{'.'.join('a' * 2000)} = 1",
+    ],
+)
+def test_a_file_that_nests_too_deep(tmp_path: Path, text: str) -> None:
+    argv = _file(tmp_path, text)
+    problem = "nests tables or lists more than 32 deep"
+    assert _problems(argv) == [f"job.config_file = {argv[1]}: {problem}"]
 
 
 def test_a_saved_job_loads_equal(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def test_float8_units_want_bfloat16_and_whole_rows() -> None:
     wide = f"{_FLOAT8} --training.mixed_precision_param float32 --training.seq_len 40"
     first, second = problems(wide + " --training.local_batch_size 1", gpus=1)
     assert first.startswith("training.mixed_precision_param=float32: float8 products of a GPU go")
-    assert "1 rows / cp x tp 1 are 40 tokens" in second and "a multiple of 16" in second
+    assert "1 sequences / cp x tp 1 are 40 tokens" in second and "a multiple of 16" in second
 
 
 def test_float8_experts_want_experts() -> None:

@@ -1,92 +1,147 @@
-"""Every key that a torchtitan 0.2 file may hold is understood or refused with a remedy."""
+"""Every key that a torchtitan 0.2 file may hold is read, does without, or is refused."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli_w
 
+from tests.support.torchtitan_keys import DEFAULTS, SWITCHED_ON
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.parse import known_keys, load_job
-from titan_moe.config.torchtitan import (
-    REPLACEMENTS,
-    VALUE_REPLACEMENTS,
-    replacement,
-    unknown_key,
-)
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import known_keys, load_job, read_job
+from titan_moe.config.torchtitan import TABLES, VALUE_REMEDIES, VALUES
+from titan_moe.config.translate import KEYS, put, unknown_key
 
-# The keys of the released package torchtitan 0.2.2, table by table.
-TORCHTITAN_KEYS = {
-    "job": (
-        "config_file dump_folder description print_config save_config_file custom_config_module"
-    ),
-    "profiling": (
-        "enable_profiling save_traces_folder profile_freq profiler_active profiler_warmup "
-        "enable_memory_snapshot save_memory_snapshot_folder"
-    ),
-    "metrics": (
-        "log_freq enable_tensorboard disable_color_printing save_tb_folder save_for_all_ranks "
-        "enable_wandb"
-    ),
-    "model": ("name flavor hf_assets_path tokenizer_path converters print_after_conversion"),
-    "optimizer": ("name lr beta1 beta2 eps weight_decay implementation early_step_in_backward"),
-    "lr_scheduler": ("warmup_steps total_steps decay_ratio decay_type min_lr_factor"),
-    "training": (
-        "dataset dataset_path local_batch_size global_batch_size seq_len max_norm steps "
-        "enable_cpu_offload dtype mixed_precision_param mixed_precision_reduce gc_freq gc_debug"
-    ),
-    "training.dataloader": ("num_workers persistent_workers pin_memory prefetch_factor"),
-    "parallelism": (
-        "data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward "
-        "tensor_parallel_degree disable_loss_parallel enable_async_tensor_parallel "
-        "pipeline_parallel_degree module_fqns_per_model_part "
-        "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers "
-        "pipeline_parallel_layers_per_stage pipeline_parallel_schedule "
-        "pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size "
-        "pipeline_parallel_expert_parallel_overlap context_parallel_degree "
-        "context_parallel_load_balancer context_parallel_rotate_method expert_parallel_degree "
-        "expert_tensor_parallel_degree expert_parallel_comm_backend"
-    ),
-    "checkpoint": (
-        "enable enable_ft_dataloader_checkpoints folder interval initial_load_path "
-        "initial_load_model_only initial_load_in_hf initial_load_in_hf_quantized "
-        "last_save_model_only last_save_in_hf export_dtype async_mode keep_latest_k load_step "
-        "exclude_from_loading enable_first_step_checkpoint create_seed_checkpoint load_only"
-    ),
-    "activation_checkpoint": (
-        "mode selective_ac_option per_op_sac_force_recompute_mm_shapes_by_fqns early_stop "
-        "memory_budget visualize_memory_budget_pareto preserve_rng_state determinism_check debug"
-    ),
-    "compile": ("enable components backend"),
-    "quantize.linear.float8": (
-        "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name "
-        "filter_fqns emulate"
-    ),
-    "quantize.linear.mx": ("mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns"),
-    "quantize.grouped_mm.float8": ("fqns"),
-    "quantize.grouped_mm.mx": ("recipe_name fqns"),
-    "comm": (
-        "init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder "
-        "save_traces_file_prefix mode"
-    ),
-    "memory_estimation": ("enable disable_fake_mode"),
-    "fault_tolerance": (
-        "enable process_group process_group_timeout_ms replica_id group_size min_replica_size "
-        "semi_sync_method"
-    ),
-    "experimental": ("custom_import custom_args_module"),
-    "validation": ("enable dataset dataset_path local_batch_size seq_len freq steps"),
-    "validation.dataloader": ("num_workers persistent_workers pin_memory prefetch_factor"),
-    "debug": ("seed deterministic deterministic_warn_only moe_force_load_balance"),
-}
 
-KEYS = [f"{table}.{key}" for table, keys in TORCHTITAN_KEYS.items() for key in keys.split()]
+def _file(folder: Path, keys: dict[str, Any]) -> list[str]:
+    tables: dict[str, Any] = {}
+    for key, value in keys.items():
+        put(tables, key, value)
+    path = folder / "job.toml"
+    path.write_text(tomli_w.dumps(tables))
+    return ["--job.config_file", str(path)]
+
+
+def _refusal(argv: list[str]) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_job(argv)
+    (line,) = error.value.lines
+    return line
+
+
+def _value(job: JobConfig, key: str) -> Any:
+    value: Any = job
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def test_the_table_is_torchtitans() -> None:
+    assert {key: row.default for key, row in KEYS.items()} == DEFAULTS
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_key_of_torchtitan_is_ours_or_has_a_remedy(key: str) -> None:
-    assert (key in known_keys()) != (replacement(key) is not None)
+def test_a_key_is_ours_or_says_what_becomes_of_it(key: str) -> None:
+    row = KEYS[key]
+    assert (row.fate == "same") == (key in known_keys())
+    assert row.fate == "same" or row.note
 
 
-def test_no_remedy_is_left_over() -> None:
-    for entry in REPLACEMENTS:
-        assert any(key == entry or key.startswith(f"{entry}.") for key in KEYS), entry
+def test_a_file_of_defaults_asks_for_nothing(tmp_path: Path) -> None:
+    keys = {key: value for key, value in DEFAULTS.items() if value is not None}
+    job, notes = read_job(_file(tmp_path, keys))
+    assert notes == []
+    for key, value in keys.items():
+        if KEYS[key].fate == "same":
+            assert _value(job, key) == value, key
+
+
+@pytest.mark.parametrize("key", sorted(set(KEYS) - set(known_keys())))
+def test_a_key_that_asks_for_something(tmp_path: Path, key: str) -> None:
+    table = key.rpartition(".")[0]
+    switched_on = {"model.converters": [table]} if table == "quantize.linear.float8" else {}
+    argv = _file(tmp_path, {key: SWITCHED_ON[key]} | switched_on)
+    if KEYS[key].fate == "refused":
+        assert KEYS[key].note in _refusal(argv)
+        return
+    job, notes = read_job(argv)
+    idle = table in ("quantize.linear.mx", "quantize.grouped_mm.mx")
+    told = [] if idle else [f"without effect here: {key} (docs/coming-from-torchtitan.md)"]
+    assert notes == told
+    assert job == load_job([*_file(tmp_path, switched_on)])
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_a_value_with_another_name(tmp_path: Path, key: str) -> None:
+    for theirs, ours in VALUES[key].items():
+        listed = isinstance(KEYS[key].default, list)
+        wanted = [ours] if listed else ours
+        note = f"{key} {theirs!r} is read as {ours!r} (docs/coming-from-torchtitan.md)"
+        for argv in (_file(tmp_path, {key: [theirs] if listed else theirs}), [f"--{key}", theirs]):
+            job, notes = read_job(argv)
+            assert _value(job, key) == wanted and notes == [note]
+
+
+@pytest.mark.parametrize("key", VALUE_REMEDIES)
+def test_a_value_that_is_refused_has_a_remedy(tmp_path: Path, key: str) -> None:
+    for value, remedy in VALUE_REMEDIES[key].items():
+        for argv in (_file(tmp_path, {key: [value]}), [f"--{key}", value]):
+            line = _refusal(argv)
+            assert line.startswith(key) and f'"{value}"' in line and line.endswith(remedy)
+
+
+@pytest.mark.parametrize("name", ["interleaved1f1b", "INTERLEAVED1F1B", "Interleaved1F1B"])
+def test_schedules_in_any_case(tmp_path: Path, name: str) -> None:
+    job, notes = read_job(_file(tmp_path, {"parallelism.pipeline_parallel_schedule": name}))
+    assert job.parallelism.pipeline_parallel_schedule == "Interleaved1F1B" and notes == []
+
+
+def test_a_list_as_one_text(tmp_path: Path) -> None:
+    job = load_job(_file(tmp_path, {"quantize.linear.float8.filter_fqns": "output, router.gate"}))
+    assert job.quantize.linear.float8.filter_fqns == ["output", "router.gate"]
+
+
+def test_a_table_matters_where_its_converter_is_named(tmp_path: Path) -> None:
+    argv = _file(tmp_path, {"quantize.linear.float8.enable_fsdp_float8_all_gather": True})
+    assert read_job(argv)[1] == []
+    assert "gathered in the compute type" in _refusal([*argv, "--model.converters", "float8"])
+
+
+def test_what_has_no_effect_is_one_line() -> None:
+    argv = ["--training.gc_debug", "--parallelism.enable_async_tensor_parallel=True"]
+    argv += ["--model.print_after_conversion", "false", "--checkpoint.async_mode", "async"]
+    _, notes = read_job(argv)
+    assert notes == [
+        "without effect here: training.gc_debug, parallelism.enable_async_tensor_parallel; "
+        "checkpoint.async_mode 'async' is read as 'disabled' (docs/coming-from-torchtitan.md)"
+    ]
+
+
+def test_tables_without_keys(tmp_path: Path) -> None:
+    tables = [*TABLES, "quantize", "quantize.linear"]
+    (tmp_path / "job.toml").write_text("\n".join(f"[{table}]" for table in tables))
+    argv = ["--job.config_file", str(tmp_path / "job.toml")]
+    assert read_job(argv) == (JobConfig(), [])
+
+
+@pytest.mark.parametrize("argv", [["--experimental", "3"], ["--quantize.linear.mx", "3"]])
+def test_a_table_that_is_none(argv: list[str]) -> None:
+    assert "no such key" in _refusal(argv)
+
+
+@pytest.mark.parametrize(
+    ("components", "mode"),
+    [("model,loss", "full"), ("model", "full"), ("loss", "selective")],
+)
+def test_recompute_by_operation_of_compiled_layers(components: str, mode: str) -> None:
+    argv = ["--compile.enable", f"--compile.components={components}"]
+    argv += ["--activation_checkpoint.selective_ac_option", "op"]
+    job, notes = read_job(argv)
+    assert job.activation_checkpoint.mode == mode
+    assert len(notes) == (mode == "full")
+    assert all("every layer is recomputed whole" in note for note in notes)
+    assert read_job(argv[2:])[0].activation_checkpoint.mode == "selective"
 
 
 @pytest.mark.parametrize(
@@ -110,11 +165,3 @@ def test_the_nearest_key_is_named(misspelt: str, right: str) -> None:
 def test_a_key_like_no_other_names_none() -> None:
     line = unknown_key("zzz.qqq", "3", known_keys(), source="command line")
     assert "did you mean" not in line and "--help" in line
-
-
-@pytest.mark.parametrize(("key", "value"), VALUE_REPLACEMENTS)
-def test_a_value_of_torchtitan_has_a_remedy(key: str, value: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_job([f"--{key}", value])
-    (line,) = error.value.lines
-    assert f'{key} = "{value}"' in line and line.endswith(VALUE_REPLACEMENTS[key, value])

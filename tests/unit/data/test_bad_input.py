@@ -41,10 +41,28 @@ PATHS = [
 CONTENTS = [
     ({"dataset": "json", "dataset_path": "{}/broken.json"}, "broken.json' cannot be read as json"),
     ({"dataset": "parquet", "dataset_path": "{}/broken.json"}, "cannot be read as parquet"),
-    ({"dataset": "json", "dataset_path": "{}/column.json"}, r"no column 'text' \(it has url\)"),
+    (
+        {"dataset": "json", "dataset_path": "{}/column.json"},
+        "text_column='text': .* has no such column, but url, size",
+    ),
+    (
+        {"dataset": "json", "dataset_path": "{}/column.json", "text_column": "size"},
+        "training.text_column='size': that column of .*column.json' holds int64, not text; it has "
+        "url",
+    ),
+    (
+        {
+            "text_column": "url",
+            "blend": [
+                {"dataset": "json", "dataset_path": "{}/column.json"},
+                {"dataset": "json", "dataset_path": "{}/column.json", "text_column": "uri"},
+            ],
+        },
+        r"training.blend\[1\].text_column='uri': .* has no such column, but url, size: set ",
+    ),
     (
         {"dataset": "json", "dataset_path": "{}/few.json"},
-        "has 4 documents to train on, fewer than the 8 rows of training.global_batch_size.*"
+        "has 4 documents to train on, fewer than the 8 sequences of training.global_batch_size.*"
         "training.repeat_dataset=true",
     ),
     (
@@ -70,7 +88,7 @@ def fill(keys, folder):
 def folder(tmp_path):
     (tmp_path / "empty.json").touch()
     (tmp_path / "broken.json").write_text('{"text": "a"}\n{"text": ')
-    (tmp_path / "column.json").write_text('{"url": "a"}\n')
+    (tmp_path / "column.json").write_text('{"url": "a", "size": 3}\n')
     write_jsonl(tmp_path / "few.json", ["text"] * 5)
     return tmp_path
 

@@ -171,7 +171,7 @@ def test_without_repetition_each_document_is_read_once(tmp_path):
             for stream, row in zip(streams, tokens, strict=True):
                 stream.extend(row)
     line, step = str(error.value), len(streams[0]) // 64 + 1
-    assert line.startswith(f"step {step}: training.dataset='json' ran out: row ")
+    assert line.startswith(f"step {step}: training.dataset='json' ran out: sequence ")
     assert "of the 99 documents" in line and "training.repeat_dataset=true" in line
     assert "\n" not in line
     read = [
@@ -249,5 +249,5 @@ def test_a_state_of_another_stream_is_refused(keys, options, line):
 def test_a_state_that_lacks_rows_is_refused():
     first, _ = loaders(training(), 2)
     (whole,) = loaders(training(), 1)
-    with pytest.raises(RunError, match="holds 4 rows, but not row 4 of global_batch_size=8"):
+    with pytest.raises(RunError, match="holds 4 sequences, but not sequence 4 of global_b"):
         whole.load_state_dict(first.state_dict())

@@ -15,7 +15,7 @@ def pack(documents, *, seq_len, mask):
         lambda: next(source, None), seq_len=seq_len, mask_documents=mask, padding_id=EOS
     )
     rows = []
-    while (row := packer.next_row()) is not None:
+    while (row := packer.next_sequence()) is not None:
         rows.append(row)
     return rows
 

@@ -7,10 +7,13 @@ import pytest
 import zstandard
 
 from tests.support.documents import ListCorpus, write_jsonl
+from titan_moe.config.errors import ConfigError
 from titan_moe.data import hub
 from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
 from titan_moe.data.document_order import CorpusOrder, Split, StreamOrder
 from titan_moe.data.hub import FileCorpus, HubStream
+from titan_moe.data.sources import check_source, is_stream, open_source
+from titan_moe.runtime.errors import RunError
 
 
 def texts_of(corpus):
@@ -68,6 +71,20 @@ def write_text(path, texts=TEXTS):
     path.write_text("\n\n".join(texts))
 
 
+def test_c4_test_is_a_folder_of_torchtitans_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    missing = r"training.dataset='c4_test' is tests/assets/c4_test of torchtitan's.*dataset=stdlib"
+    for path in (None, "elsewhere"):
+        with pytest.raises(ConfigError, match=missing) as error:
+            check_source("c4_test", path, key="training.", tokenizer=None)
+        assert len(error.value.lines) == 1
+    write_jsonl(tmp_path / "tests" / "assets" / "c4_test" / "data.json", TEXTS)
+    for path in (None, "tests/assets/c4_test", "tests/assets/c4_test/data.json"):
+        corpus = open_source("c4_test", path, key="training.", tokenizer="bytes", seed=0)
+        assert texts_of(corpus) == TEXTS
+    assert not is_stream("c4_test") and is_stream("c4") and is_stream("c4_validation")
+
+
 def test_json_plain_gzip_zstd_folder_glob(tmp_path):
     plain = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS)
     content = (tmp_path / "in" / "a.jsonl").read_bytes()
@@ -109,7 +126,7 @@ def test_small_json_is_what_datasets_reads(tmp_path, monkeypatch):
 def test_other_json_is_left_to_datasets(tmp_path, content):
     path = tmp_path / "a.json"
     path.write_text(content)
-    assert hub._small_json_lines([path]) is None
+    assert hub._small_json_lines([path], "text") is None
 
 
 def test_parquet(tmp_path):
@@ -119,6 +136,41 @@ def test_parquet(tmp_path):
     table = pyarrow.table({"url": ["u"] * 3, "text": ["x", None, "y"]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     assert texts_of(FileCorpus("parquet", str(tmp_path), key="training.")) == ["x", "", "y"]
+
+
+def test_the_text_may_stand_in_another_column(tmp_path, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"text": "a title", "body": text} for text in TEXTS]
+    path = tmp_path / "a.json"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+
+    def corpus(name="json", column="body"):
+        file = tmp_path / f"a.{name}"
+        return FileCorpus(name, str(file), text_column=column, key="training.")
+
+    assert texts_of(corpus()) == texts_of(corpus("parquet")) == TEXTS
+    assert corpus().fingerprint == corpus(column="text").fingerprint + ":column=body"
+    monkeypatch.setattr(hub, "_SMALL", 0)
+    assert texts_of(corpus()) == TEXTS
+
+
+def test_a_stream_s_text_may_stand_in_another_column(tmp_path):
+    (tmp_path / "a.json").write_text('{"text": 1, "body": "x"}\n{"text": 2, "body": null}\n')
+
+    def stream(column):
+        return HubStream("c4", str(tmp_path), text_column=column, key="training.")
+
+    assert [document.content for document in stream("body").read()] == ["x", ""]
+    assert stream("body").fingerprint == "hub:c4:column=body"
+    assert stream("text").fingerprint == "hub:c4"
+    with pytest.raises(RunError, match=r"text_column='text': that column .* holds int, not text"):
+        next(stream("text").read())
+    with pytest.raises(RunError, match="no such column, but text, body: set training"):
+        next(stream("url").read())
 
 
 def test_text_is_paragraphs(tmp_path):
@@ -154,7 +206,9 @@ def test_a_stream_goes_on_from_its_mark(tmp_path):
 
 def stream_feed(path, *, rows, split=Split.TRAIN, repeat=False):
     stream = HubStream("c4", path, key="training.")
-    return StreamOrder("c4", stream, split=split, rows=rows, global_batch_size=4, repeat=repeat)
+    return StreamOrder(
+        "c4", stream, split=split, sequences=rows, global_batch_size=4, repeat=repeat
+    )
 
 
 def test_a_stream_feed_deals_its_documents_to_rows(tmp_path):

@@ -83,6 +83,92 @@ def test_huggingface_folder(tmp_path, config):
     assert 257 not in ids
 
 
+def token(content, special=True):
+    flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": not special}
+    return {"content": content, "special": special, **flags}
+
+
+# All the places that a folder's special tokens stand in, and tokens that tokenizer.json lacks.
+SPECIAL_TOKENS = {
+    "added_tokens_decoder": {
+        "tokenizer_config.json": {
+            "added_tokens_decoder": {
+                "259": token("<tool>", special=False),
+                "258": token("<|eos|>"),
+                "257": token("<|end_of_text|>"),
+            },
+            "eos_token": "<|eos|>",
+            "bos_token": "<s>",
+        }
+    },
+    "the decoder alone counts": {
+        "tokenizer_config.json": {
+            "added_tokens_decoder": {"300": token("<|eos|>")},
+            "eos_token": "<|eos|>",
+            "bos_token": "<s>",
+        },
+        "special_tokens_map.json": {"eos_token": "<|end_of_text|>"},
+        "added_tokens.json": {"<tool>": 258},
+    },
+    "added_tokens.json": {
+        "tokenizer_config.json": {"eos_token": "<|eos|>", "bos_token": "<s>"},
+        "added_tokens.json": {"<tool>": 259, "<|eos|>": 258},
+    },
+    "the map goes before": {
+        "tokenizer_config.json": {"eos_token": "<|end_of_text|>", "bos_token": "<s>"},
+        "special_tokens_map.json": {"eos_token": token("<|eos|>")},
+        "added_tokens.json": {"<|eos|>": 258, "<tool>": 259},
+    },
+    "named and nowhere": {
+        "tokenizer_config.json": {"eos_token": "<|eos|>", "bos_token": "<|bos|>"}
+    },
+}
+
+
+@pytest.mark.parametrize("case", SPECIAL_TOKENS)
+def test_special_tokens_are_read_as_transformers_reads_them(tmp_path, case):
+    from transformers import AutoTokenizer
+
+    config = {name: dict(table) for name, table in SPECIAL_TOKENS[case].items()}
+    config["tokenizer_config.json"]["tokenizer_class"] = "PreTrainedTokenizerFast"
+    folder = write_folder(tmp_path / "tok", config)
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert (ours.eos_id, ours.bos_id) == (theirs.eos_token_id, theirs.bos_token_id)
+    assert ours.vocab_size == len(theirs)
+    text = "a <tool> call"
+    assert ours.encode(text).tolist() == theirs.encode(text, add_special_tokens=False)
+    ids = [*range(ours.vocab_size)]
+    assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+    assert ours.eos_id not in ours.encode("<|eos|>")
+
+
+def test_an_added_token_makes_another_tokenizer(tmp_path):
+    plain = {"tokenizer_config.json": {"eos_token": "<|end_of_text|>"}}
+    known = {"tokenizer_config.json": {**plain["tokenizer_config.json"]}}
+    known["tokenizer_config.json"]["added_tokens_decoder"] = {"257": token("<|end_of_text|>")}
+    more = {**plain, "added_tokens.json": {"<tool>": 258}}
+    folders = [write_folder(tmp_path / str(n), each) for n, each in enumerate([plain, known, more])]
+    first, second, third = (load_tokenizer(folder).fingerprint for folder in folders)
+    assert first == second != third
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tokenizer_config.json": []},
+        {"tokenizer_config.json": {"eos_token": 3}},
+        {"tokenizer_config.json": {"eos_token": {"content": 3}}},
+        {"tokenizer_config.json": {"eos_token": "<s>", "added_tokens_decoder": [1]}},
+        {"tokenizer_config.json": {"eos_token": "<s>", "added_tokens_decoder": {"x": "y"}}},
+        {"tokenizer_config.json": {"eos_token": "<s>"}, "added_tokens.json": {"<x>": "y"}},
+    ],
+)
+def test_special_tokens_that_are_none(tmp_path, config):
+    with pytest.raises(ConfigError, match=r"are not understood|is no table") as error:
+        load_tokenizer(write_folder(tmp_path / "tok", config))
+    assert len(error.value.lines) == 1
+
+
 def test_what_is_missing_says_what_to_download(tmp_path):
     with pytest.raises(ConfigError, match=r"does not exist.*download tokenizer.json.*Llama 3"):
         load_tokenizer(str(tmp_path / "nothing"))

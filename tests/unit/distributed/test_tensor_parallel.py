@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
+from titan_moe.distributed.tensor_parallel import apply_tensor_parallel, unplanned_modules
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import FAMILIES, flavors, model_config
 from titan_moe.models.tensor_plans import DECODER
@@ -50,10 +50,28 @@ def test_an_unknown_way_to_cut_is_refused():
         apply_tensor_parallel(gate_model(), {"output": "diagonal"}, NoMeshes())
 
 
-def test_every_pattern_of_the_plan_names_a_module():
+def test_a_module_that_the_plan_leaves_out_is_refused():
+    model = gate_model()
+    for layer in ("0", "1"):
+        with torch.device("meta"):
+            model.layers[layer].attention.gate = torch.nn.Linear(32, 4)
+    whole = dict.fromkeys(DECODER, "whole")
+    with pytest.raises(ValueError) as caught:
+        apply_tensor_parallel(model, whole, NoMeshes())
+    assert str(caught.value).startswith(
+        "no tensor-parallel plan names layers.0.attention.gate, layers.1.attention.gate: add to "
+        "titan_moe/models/tensor_plans.py how tp cuts each"
+    )
+    named = apply_tensor_parallel(model, {**whole, "*.attention.gate": "whole"}, NoMeshes())
+    assert "layers.0.attention.gate.bias" in named
+
+
+def test_the_plan_is_of_every_model_and_nothing_else():
     configs = [config for family in FAMILIES for config in flavors(family).values()]
     with torch.device("meta"):
         models = [Decoder(replace(config, num_layers=4)) for config in configs]
+    for model in models:
+        assert unplanned_modules(model, DECODER) == []
     names = {name for model in models for name, _ in model.named_modules()}
     for pattern in DECODER:
         if "sinks" in pattern and "gpt_oss" not in FAMILIES:

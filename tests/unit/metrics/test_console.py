@@ -1,6 +1,9 @@
-"""The console line: what is in it, that it lines up, and the bar on a terminal."""
+"""The console line: what is in it, that it lines up, and the bar that a terminal has."""
 
 import io
+import re
+
+import pytest
 
 from titan_moe.metrics.console import Console
 
@@ -52,12 +55,44 @@ def test_what_is_not_measured_is_left_out():
     assert line == "step    1  loss  1.00000  lr 0.00e+00\n"
 
 
-def test_a_terminal_gets_the_line_above_a_bar_with_the_time_left():
+def test_a_terminal_gets_the_line_and_a_bar():
     text = printed(Terminal(), (250, VALUES))
     assert "\033[2mloss\033[0m  5.61235" in text
-    assert "250/1000" in text
-    assert "left" in text
+    assert "step 0/1000" in text
 
 
 def test_no_color_when_told():
     assert "\033[2m" not in printed(Terminal(), (250, VALUES), color=False)
+
+
+def steps(stream, *, logged):
+    """Five steps of 1000 tokens, a second each, of which the second is logged or none."""
+    console = Console(stream, steps=10, resume_step=5, color=False)
+    for step in range(6, 11):
+        console.progress(1 / step, 1000)
+        if step == 7 and logged:
+            console.write(step, VALUES)
+    return stream.getvalue()
+
+
+@pytest.fixture
+def _a_second_a_step(monkeypatch):
+    from tqdm import std
+
+    clock = iter(range(1000))
+    monkeypatch.setattr(std, "time", lambda: next(clock))
+
+
+@pytest.mark.usefixtures("_a_second_a_step")
+def test_the_bar_moves_at_every_step_and_keeps_what_was_logged_last():
+    text = steps(Terminal(), logged=True)
+    shown = re.findall(r"step (\d+)/10, loss ([.\d]+)", text)
+    assert list(dict.fromkeys(shown)) == [(str(step), f"{1 / step:.4f}") for step in range(6, 11)]
+    last = text.split("\r")[-1]
+    assert "tok/s" in last and "71.26 GiB" in last and "00:00 left" in last
+    assert "GiB" not in text[: text.index("step  7")], "not measured before"
+
+
+def test_without_a_terminal_only_logged_steps_say_anything():
+    assert steps(io.StringIO(), logged=False) == ""
+    assert steps(io.StringIO(), logged=True).count("\n") == 1

@@ -12,15 +12,14 @@ from titan_moe.metrics.jsonl import read_json_lines
 
 
 def log_one_step(config, folder):
-    for sink in sinks.build_sinks(config, folder, steps=10, resume_step=0):
+    for sink in sinks.build_sinks(config, folder, resume_step=0):
         sink.write(4, {"loss": 2.5})
         sink.close()
 
 
-def test_file_and_console_are_always_on(tmp_path, capsys):
+def test_the_file_is_always_on(tmp_path):
     log_one_step(Metrics(), tmp_path)
     assert read_json_lines(tmp_path / "metrics.jsonl") == [{"step": 4, "loss": 2.5}]
-    assert "loss  2.50000" in capsys.readouterr().out
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention
 
-from titan_moe.models.attention_core import (
+from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig, RopeConfig
+from titan_moe.models.decoder import Decoder, initial_std
+from titan_moe.ops.attention import (
     CausalSdpa,
     DocumentSdpa,
     FlexCore,
     choose_core,
 )
-from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig, RopeConfig
-from titan_moe.models.decoder import Decoder, initial_std
 from titan_moe.ops.local_attention import LocalAttention
 
 DOCUMENTS_BS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 1]], dtype=torch.int32)

@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
 from titan_moe.models.attention import build_attention
-from titan_moe.models.attention_core import CausalSdpa
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder
+from titan_moe.models.hf import HFModel
 from titan_moe.models.registry import FAMILIES, flavors, model_config
 from titan_moe.models.stats import attention_stats, part_sizes, part_weights
+from titan_moe.ops.attention import CausalSdpa
 from titan_moe.simulate.memory import memory
 
 
@@ -50,10 +52,30 @@ def test_dimensions_without_what_all_variants_have_are_refused() -> None:
     class Bare:
         num_heads: int = 4
 
-    with pytest.raises(AttributeError, match="sinks"):
-        _ = with_variant(Bare()).local_or_sinks
-    with pytest.raises(AttributeError, match="rope_dim"):
-        build(with_variant(Bare()))
+    with pytest.raises(ConfigError) as caught:
+        with_variant(Bare())
+    (line,) = caught.value.lines
+    assert line.startswith("Bare lacks num_heads, num_kv_heads, rope_dim or sinks: add it in ")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_variant_without_hugging_face_names_is_refused_in_a_line(family: str) -> None:
+    config = replace(model_config(family, "gate"), attention=LinearAttention())
+    kind = type(model_config(family, "gate").attention).__name__
+    for use in (HFModel.settings, lambda model: model.keys):
+        with pytest.raises(ConfigError) as caught:
+            use(HFModel(family, config))
+        (line,) = caught.value.lines
+        assert line.startswith(
+            f"the Hugging Face form of {family} has no place for attention of a LinearAttention, "
+            f"only of a {kind}: add it to titan_moe/models/{family}/hf.py"
+        )
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4", "mixtral"])
+def test_a_family_of_experts_alone_says_so(family: str) -> None:
+    with pytest.raises(ConfigError, match=f"of {family} has no place for a model without experts"):
+        HFModel(family, replace(model_config(family, "gate"), moe=None)).settings()
 
 
 def test_counts_of_a_variant_are_those_of_its_module() -> None:

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from titan_moe.data.batch import IGNORE_INDEX, Batch
-from titan_moe.models.attention_core import DocumentSdpa
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig, tied_weights
 from titan_moe.models.decoder import Decoder, moe_layer_names
 from titan_moe.moe.config import MoEConfig
+from titan_moe.ops.attention import DocumentSdpa
 from titan_moe.train_step import look_ahead
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])

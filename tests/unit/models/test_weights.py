@@ -7,10 +7,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from titan_moe.models.attention_core import CausalSdpa
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import part_weights
+from titan_moe.ops.attention import CausalSdpa
 from titan_moe.ops.local_attention import LocalAttention, mean_seen
 
 _SEQ_LEN = 64
@@ -22,7 +22,7 @@ def test_weights_are_the_flops_of_a_token(
     family: str, low_rank_query: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # All pairs, of which the half is easily told; blocks would leave some out.
-    monkeypatch.setattr("titan_moe.models.attention_core.MAX_SEQ_LEN", 0)
+    monkeypatch.setattr("titan_moe.ops.attention.MAX_SEQ_LEN", 0)
     config = replace(model_config(family, "gate"), num_layers=3)
     if family == "deepseek_v3" and not low_rank_query:
         config = replace(config, attention=replace(config.attention, q_rank=None))

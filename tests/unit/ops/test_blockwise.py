@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_moe.models.attention_core import CausalSdpa, DocumentSdpa
+from titan_moe.ops.attention import CausalSdpa, DocumentSdpa
 from titan_moe.ops.cpu.blockwise import attend_in_blocks
 
 SCALE = 0.3
@@ -73,7 +73,7 @@ def test_cores_take_blocks_for_short_rows_and_torch_for_long_ones(
     documents_BS = (torch.arange(48) // 10).expand(2, -1)
     mask = core.mask(documents_BS)
     short = core(*inputs, mask, SCALE)
-    monkeypatch.setattr("titan_moe.models.attention_core.MAX_SEQ_LEN", 47)
+    monkeypatch.setattr("titan_moe.ops.attention.MAX_SEQ_LEN", 47)
     long = core(*inputs, mask, SCALE)
     assert type(short.grad_fn).__name__ != type(long.grad_fn).__name__
     torch.testing.assert_close(short, long, rtol=0, atol=1e-14)

@@ -1,11 +1,13 @@
 """build_optimizer: groups, one step by hand, and parameters of different meshes."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
 
-from titan_moe.config.job_config import Optimizer
-from titan_moe.optim.optimizers import build_optimizer
+from titan_moe.config.job_config import OPTIMIZER_KEYS, Optimizer
+from titan_moe.optim.optimizers import BUILDERS, build_optimizer
 from titan_moe.testing.ranks import run_on_ranks
 
 
@@ -20,6 +22,21 @@ def parameters():
     named = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
     frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
     return {**named, "frozen.weight": frozen}
+
+
+NAMES = get_args(Optimizer.model_fields["name"].annotation)
+
+
+def test_every_optimizer_of_the_configuration_is_built_and_every_key_read():
+    assert set(NAMES) == set(OPTIMIZER_KEYS) == set(BUILDERS)
+    read = {key for keys in OPTIMIZER_KEYS.values() for key in keys}
+    assert read | {"name", "lr", "weight_decay"} == set(Optimizer.model_fields)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_optimizer_takes_the_keys_that_it_is_said_to_read(name: str):
+    optimizer = build_optimizer(Optimizer(name=name), parameters().items())
+    assert all("peak_lr" in group for group in optimizer.param_groups)
 
 
 def test_norms_and_biases_do_not_decay_and_frozen_parameters_stay_out():

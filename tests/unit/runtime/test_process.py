@@ -16,11 +16,9 @@ from titan_moe.config.job_config import Comm, Debug, Profiling
 from titan_moe.profiling.profiler import profiler
 from titan_moe.runtime.device import backend_for, peak_flops_of, pick_device
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.garbage import GarbageCollector
 from titan_moe.runtime.launch import Launch
 from titan_moe.runtime.log import logger, start_logging
-from titan_moe.runtime.process import process_group
-from titan_moe.runtime.seeds import seed_everything
+from titan_moe.runtime.process import GarbageCollector, process_group, seed_everything
 
 _ALONE = """
 import datetime, os, torch, torch.distributed as dist

@@ -41,43 +41,27 @@ def test_every_row_is_a_configuration_that_runs(tmp_path: Path) -> None:
 def test_what_a_step_costs_is_told_by_part_and_kind() -> None:
     from scripts.bench import loop_overhead as bench
 
-    seconds = dict.fromkeys(bench.PARTS, 0.001) | {"the step": 0.010}
     ranks = [
         {
-            "seconds": dict.fromkeys(bench.KINDS, seconds),
-            "counts": {kind: {"all-reduces over the world": 1} for kind in bench.KINDS},
-            "updates": {"torch.optim.AdamW": update, "AdamW": 0.002},
+            "seconds": {bench.ALONE: 0.006, **dict.fromkeys(bench.KINDS, seconds)},
+            "counts": {bench.ALONE: (100, 2), **dict.fromkeys(bench.KINDS, (130, 3))},
+            "updates": {"torch.optim.AdamW": seconds, "AdamW": 0.002},
         }
-        for update in (0.003, 0.004)
+        for seconds in (0.007, 0.008)
     ]
-    lines = bench.table(bench.slowest(ranks))
-    assert "| the rest, ms | " + " | ".join(["4.00"] * 3) + " |" in lines
-    assert lines[-1] == "One update: torch.optim.AdamW 4.00 ms, AdamW 2.00 ms (0.50x)"
+    found = bench.slowest(ranks)
+    assert found["updates"] == {"torch.optim.AdamW": 0.008, "AdamW": 0.002}
+    name, milliseconds, beyond, *rest = bench.rows(found)[0]
+    assert (name, milliseconds, beyond) == ("not logged", 8.0, pytest.approx(2.0))
+    assert rest == ["25.0%", 30, 1]
 
 
-def test_parts_add_up_to_the_whole() -> None:
+def test_both_commands_are_told_beyond_torchs_own_start() -> None:
     from scripts.bench.torchtitan import startup
 
-    figures = {"start": 12.0, "end": 20.0, "seconds": {"import torch": 3.0, "model": 1.0}}
-    parts = startup.parts_of(10.0, figures)
-    assert parts[startup._TORCHRUN_START] == 2.0
-    assert parts[startup._REST] == 4.0
-    assert sum(parts.values()) == 10.0
-    assert startup.not_ours(parts) == 5.0
-
-
-def test_the_clock_finds_its_functions_and_counts_the_outermost() -> None:
-    from scripts.bench.torchtitan import startup_rank as rank
-
-    for _, module, name in rank.FUNCTIONS:
-        owner, attribute = rank.find(module, name)
-        assert callable(getattr(owner, attribute)), name
-
-    stopwatch = rank.Stopwatch()
-    inner = rank.timed(stopwatch, "inner", lambda: 1)
-    outer = rank.timed(stopwatch, "outer", lambda: inner() + 1)
-    assert outer() == 2
-    assert set(stopwatch.seconds) == {"outer"}
+    job, script = "torchrun -m titan_moe train", "./run_train.sh"
+    round_ = {"torch and gloo": 2.0, "and FSDP2": 3.0, job: 4.0, script: 5.0}
+    assert startup.beyond([round_, round_]) == {job: [1.0, 1.0], script: [2.0, 2.0]}
 
 
 @pytest.mark.parametrize(

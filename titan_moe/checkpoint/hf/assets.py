@@ -48,7 +48,7 @@ def asset_folders(checkpoint: Path | None, job_record: Mapping[str, Any]) -> lis
 
 
 def copy_assets(source: Path, target: Path) -> None:
-    """Copy config.json and all files that tell of the tokenizer and of generating."""
+    """Copy config.json and all files about the tokenizer and generation."""
     target.mkdir(parents=True, exist_ok=True)
     for path in [*_files(source), *(path for path in [source / CONFIG] if path.is_file())]:
         shutil.copyfile(path, target / path.name)
@@ -57,7 +57,7 @@ def copy_assets(source: Path, target: Path) -> None:
 def write_assets(model: HFModel, folders: Iterable[Path], dtype: torch.dtype, target: Path) -> None:
     """Give an export its config.json and the files of the first of `folders` that has any.
 
-    Keys of an original config.json of the same kind that dimensions do not tell are kept.
+    Keys of an original config.json of the same kind that do not follow from dimensions are kept.
     """
     folders = list(folders)
     if not folders:
@@ -76,7 +76,7 @@ def write_assets(model: HFModel, folders: Iterable[Path], dtype: torch.dtype, ta
 
 
 def original_dtype(folders: Iterable[Path]) -> torch.dtype:
-    """That of the weights that training started from, where a config.json tells it."""
+    """That of the weights that training started from, where a config.json has it."""
     for folder in folders:
         try:
             settings = read_settings(folder)

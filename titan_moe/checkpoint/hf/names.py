@@ -80,7 +80,7 @@ def find(model: HFModel, folder: HFFolder, shapes: Shapes) -> dict[str, Stored]:
             elif (has := folder.tensors[theirs].shape) != wants:
                 problems.misshapen.append(f"{theirs} {list(has)} (wanted {list(wants)})")
     unused = [name for name in folder.tensors if name not in wanted]
-    problems.extra.extend(_without_harmless(unused, model, folder))
+    problems.extra.extend(_without_expected(unused, model, folder))
     Problems(
         sorted(set(problems.missing)), sorted(problems.extra), problems.misshapen
     ).raise_if_any(folder)
@@ -143,14 +143,14 @@ def _share(stored: Stored, folder: HFFolder) -> float:
     return sum(name in folder.tensors for name in tensors) / len(tensors)
 
 
-def _without_harmless(names: list[str], model: HFModel, folder: HFFolder) -> list[str]:
+def _without_expected(names: list[str], model: HFModel, folder: HFFolder) -> list[str]:
     """Names but for copies, ignored ones, and layers that only multi-token prediction has."""
     config = model.config
     theirs = model_of(folder.path).config
     layers = range(config.num_layers, config.num_layers + theirs.num_mtp_layers)
     prefixes = {way.name.partition("{layer}")[0] for ways in model.keys.values() for way in ways}
     own_mtp = range(config.num_layers, config.num_layers + config.num_mtp_layers)
-    harmless = {
+    expected = {
         copy.replace("{layer}", str(layer)) for copy in model.copies for layer in own_mtp
     } | {way.name for ours in model.first_of_group for way in model.keys.get(ours, ())}
     rest, ahead = [], 0
@@ -159,7 +159,7 @@ def _without_harmless(names: list[str], model: HFModel, folder: HFFolder) -> lis
         beyond = match is not None and match[1] in prefixes and int(match[2]) in layers
         if beyond and match is not None and int(match[2]) not in own_mtp:
             ahead += 1
-        elif name not in harmless and not any(fnmatchcase(name, p) for p in model.ignored):
+        elif name not in expected and not any(fnmatchcase(name, p) for p in model.ignored):
             rest.append(name)
     if ahead:
         logger.info("%d tensors of multi-token prediction layers are left out", ahead)

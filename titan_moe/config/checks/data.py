@@ -3,6 +3,8 @@
 from titan_moe.config.checks.run import Check, ModelShape, Run, flavor
 from titan_moe.config.job_config import JobConfig
 
+_WITHOUT_COLUMNS = ("stdlib", "synthetic", "text", "tokens")
+
 
 def check_vocabulary(job: JobConfig, model: ModelShape, tokenizer_size: int) -> list[str]:
     """`tokenizer_size` is the largest token id plus one, special tokens included."""
@@ -28,6 +30,28 @@ def _sequence_length(run: Run) -> list[str]:
     ]
 
 
+def _text_columns(run: Run) -> list[str]:
+    """A column that nothing is read from."""
+    training, validation = run.job.training, run.job.validation
+    plain = type(training)().text_column
+    given: list[tuple[str, str | None, str | None]] = [
+        ("validation.", validation.dataset, validation.text_column)
+    ]
+    if training.blend:
+        given += [
+            (f"training.blend[{number}].", part.dataset, part.text_column)
+            for number, part in enumerate(training.blend)
+        ]
+    elif training.text_column != plain:
+        given.append(("training.", training.dataset, training.text_column))
+    return [
+        f"{key}text_column={column!r} has no use with {key}dataset={dataset!r}: leave it out, or "
+        "choose json, parquet or a Hugging Face dataset"
+        for key, dataset, column in given
+        if column is not None and dataset in _WITHOUT_COLUMNS
+    ]
+
+
 def _further_tokens(run: Run) -> list[str]:
     depths, weight = run.model.num_mtp_layers, run.job.training.mtp_loss_weight
     if not depths:
@@ -48,16 +72,16 @@ def _further_tokens(run: Run) -> list[str]:
 
 
 def _global_batch(run: Run) -> list[str]:
-    rows, local = run.job.training.global_batch_size, run.job.training.local_batch_size
-    if run.data_ranks is None or rows < 1:
+    size, local = run.job.training.global_batch_size, run.job.training.local_batch_size
+    if run.data_ranks is None or size < 1:
         return []
     step = local * run.data_ranks
-    if rows % step == 0:
+    if size % step == 0:
         return []
     return [
-        f"training.global_batch_size={rows} must be a multiple of local_batch_size {local} x "
-        f"{run.data_ranks} data ranks = {step}: choose {max(rows // step, 1) * step}"
+        f"training.global_batch_size={size} must be a multiple of local_batch_size {local} x "
+        f"{run.data_ranks} data ranks = {step}: choose {max(size // step, 1) * step}"
     ]
 
 
-CHECKS: list[Check] = [_sequence_length, _further_tokens, _global_batch]
+CHECKS: list[Check] = [_sequence_length, _text_columns, _further_tokens, _global_batch]

@@ -22,13 +22,14 @@ def _ranks(run: Run) -> list[str]:
     if sizes["dp_shard"] == -1:
         return [
             f"parallelism: {shown} = {product} must divide the {run.world_size} ranks of this run: "
-            f"start it with a multiple, such as NGPU={product}"
+            f"start it with a multiple, such as NGPU={product} (--ranks {product})"
         ]
     if sizes["dp_shard"] < 1:
         return []
     return [
         f"parallelism: {shown} = {product} ranks, but this run has {run.world_size}: start it with "
-        f"NGPU={product}, or set parallelism.data_parallel_shard_degree=-1 to take what is there"
+        f"NGPU={product} (--ranks {product}), or set parallelism.data_parallel_shard_degree=-1 to "
+        "take what is there"
     ]
 
 

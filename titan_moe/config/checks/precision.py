@@ -61,14 +61,14 @@ def _float8_tokens(run: Run) -> list[str]:
     if "quantize.linear.float8" not in job.model.converters or job.quantize.linear.float8.emulate:
         return []
     piped = degrees.pipeline_parallel_degree > 1
-    rows = degrees.pipeline_parallel_microbatch_size if piped else job.training.local_batch_size
+    size = degrees.pipeline_parallel_microbatch_size if piped else job.training.local_batch_size
     lengths = degrees.context_parallel_degree * degrees.tensor_parallel_degree
-    tokens = rows * job.training.seq_len // lengths
+    tokens = size * job.training.seq_len // lengths
     if tokens % 16 == 0:
         return []
     return [
-        f"training.seq_len={job.training.seq_len}: {rows} rows / cp x tp {lengths} are {tokens} "
-        f"tokens, and quantize.linear.float8 wants a multiple of 16: choose a multiple of "
+        f"training.seq_len={job.training.seq_len}: {size} sequences / cp x tp {lengths} are "
+        f"{tokens} tokens, and quantize.linear.float8 wants a multiple of 16: choose a multiple of "
         f"{16 * lengths}"
     ]
 

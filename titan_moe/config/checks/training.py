@@ -1,32 +1,31 @@
 """How a step runs: optimizer, offloading, recomputed and compiled layers."""
 
 import shutil
-from typing import get_args
 
 from titan_moe.config import pipeline
 from titan_moe.config.checks.run import Check, Run
+from titan_moe.config.job_config import OPTIMIZER_KEYS
 
 
 def _optimizer(run: Run) -> list[str]:
     optimizer = run.job.optimizer
-    muon = optimizer.name == "Muon"
-    fields = type(optimizer).model_fields
-    lines = [
-        f"optimizer.{key}={getattr(optimizer, key)} is {name}'s: leave it out, or choose "
-        f"optimizer.name={name}"
-        for name in get_args(fields["name"].annotation)
-        for key, field in fields.items()
-        if key.startswith(f"{name.lower()}_")
-        and name != optimizer.name
-        and getattr(optimizer, key) != field.default
-    ]
+    read = {"name", "lr", "weight_decay", *OPTIMIZER_KEYS[optimizer.name]}
+    lines = []
+    for key, field in type(optimizer).model_fields.items():
+        value = getattr(optimizer, key)
+        if key not in read and value != field.default:
+            others = [name for name, keys in OPTIMIZER_KEYS.items() if key in keys]
+            lines.append(
+                f"optimizer.{key}={value} has no effect with optimizer.name={optimizer.name}: "
+                f"leave it out, or choose {' or '.join(others)}"
+            )
     if optimizer.state_dtype == "bfloat16":
         # Half a unit in the last place is up to 1/256: a smaller change is rounded away.
         lines += [
             f"optimizer.{key}={getattr(optimizer, key)} changes a moment by less than "
             "optimizer.state_dtype=bfloat16 can tell: choose 0.99 or less, or float32"
-            for key in ("beta1", "beta2", *["muon_momentum"] * muon)
-            if getattr(optimizer, key) > 0.99
+            for key in ("beta1", "beta2", "muon_momentum")
+            if key in read and getattr(optimizer, key) > 0.99
         ]
     return lines
 
@@ -53,7 +52,8 @@ def _compile(run: Run) -> list[str]:
     if not section.enable:
         return []
     lines = []
-    if recompute.mode == "selective" and recompute.selective_ac_option == "op":
+    by_operation = recompute.mode == "selective" and recompute.selective_ac_option == "op"
+    if by_operation and "model" in section.components:  # Of a layout: a file's is read otherwise.
         lines.append(
             "activation_checkpoint.selective_ac_option='op' keeps results of operations that "
             "compile.enable=true fuses: choose 1, or activation_checkpoint.mode=full or none"

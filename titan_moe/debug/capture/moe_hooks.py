@@ -198,7 +198,7 @@ class MoEHooks:
             x_RF = x_R.detach().view(len(x_R), math.prod(x_R.shape[1:]))  # No -1: maybe no rows.
             row_R = torch.arange(len(x_RF), device=x_RF.device)
             expert_R = torch.searchsorted(rows.offsets_E, row_R, right=True)
-            # Padding is nobody's, and rows past the last expert's were never written.
+            # Padding has no token, and rows past the last expert's were never written.
             mine_R = (expert_R < len(rows.offsets_E)) & (rows.weights_R.detach() != 0)
             sketches = sketch_rows(x_RF[mine_R])
             sums = sketches.new_zeros(len(rows.offsets_E), sketches.shape[1])

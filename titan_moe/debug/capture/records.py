@@ -42,7 +42,7 @@ subtracts); the parameters that it ends with."""
 
 
 class Kind(NamedTuple):
-    """How a place's values are told apart and put together."""
+    """How the values of a place are keyed, and put together from ranks' parts."""
 
     keys: str
     """"tokens": (row, position); "experts": (expert, 0); "tensor": (0, 0); "numbers": (i, 0)."""

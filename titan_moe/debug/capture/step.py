@@ -57,26 +57,26 @@ class StepCapture:
             watcher = Watcher(self._records, stage, self._tokens_of, interleaved=dims.pp > 1)
             self._watches.callback(watch(sharded, part, watcher))
 
-    def reads(self, batch: Batch, rows: Microbatch) -> None:
-        """Before the forward of these rows: what this rank reads of them."""
+    def reads(self, batch: Batch, local: Microbatch) -> None:
+        """Before the forward of a batch: what this rank reads of it."""
         positions_S = self._sharded.positions(batch.tokens_BS.shape[1])
         rows_B = torch.tensor(fingerprints(batch), dtype=torch.int64)
-        self._now = rows, rows_B, positions_S
+        self._now = local, rows_B, positions_S
         self._rows += [row for row in rows_B.tolist() if row not in self._rows]
         own = Tokens(rows_B, positions_S, 1, 0)
         read = {
-            "tokens": rows.tokens_BS,
-            "labels": rows.labels_BS,
-            "positions": rows.positions_BS,
+            "tokens": local.tokens_BS,
+            "labels": local.labels_BS,
+            "positions": local.positions_BS,
         }
-        if rows.ahead_tokens_BKS is not None and rows.ahead_labels_BKS is not None:
-            for depth in range(rows.ahead_tokens_BKS.shape[1]):
-                read[f"tokens {depth + 1} ahead"] = rows.ahead_tokens_BKS[:, depth]
-                read[f"labels {depth + 1} ahead"] = rows.ahead_labels_BKS[:, depth]
+        if local.ahead_tokens_BKS is not None and local.ahead_labels_BKS is not None:
+            for depth in range(local.ahead_tokens_BKS.shape[1]):
+                read[f"tokens {depth + 1} ahead"] = local.ahead_tokens_BKS[:, depth]
+                read[f"labels {depth + 1} ahead"] = local.ahead_labels_BKS[:, depth]
         for number, (name, x_BS) in enumerate(read.items()):
             self._data(name, number, own.keys, x_BS)
         whole = Tokens(rows_B, torch.arange(batch.tokens_BS.shape[1]), 1, 0)
-        self._data("documents", len(read), whole.keys, rows.documents_BS)
+        self._data("documents", len(read), whole.keys, local.documents_BS)
 
     def accumulated(self) -> None:
         """After all backwards and all sums of gradients over ranks, before clipping."""
@@ -196,7 +196,7 @@ class StepCapture:
 
 
 def _moments(optimizer: Optimizer) -> list[str]:
-    """The kinds of them. Of what a parameter has none of, zeros are told."""
+    """The kinds of moments. A parameter without one of them is recorded with zeros."""
     return sorted({key for state in optimizer.state.values() for key in state} - {"step"})
 
 

@@ -200,8 +200,8 @@ def _block(
     if not len(at_S):
         return None
     first_BS = first_BS[:, at_S.to(first_BS.device)]
-    # First positions ascend, so what nobody sees is at the edges. Reads that wait for a device, if
-    # the documents are on one.
+    # First positions ascend, so the keys that no query sees are at the edges. Reads
+    # that wait for a device, if the documents are on one.
     keys = slice(int((keys_S < int(first_BS[:, 0].min())).sum()), int((keys_S <= at_S[-1]).sum()))
     if keys.start >= keys.stop:
         return None

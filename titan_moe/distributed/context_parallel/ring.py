@@ -2,8 +2,8 @@
 
 In each step a rank holds those of a rank before it, and merges what its queries get from them by
 log-sum-exp. No rank ever holds a whole row's keys. The backward goes around once more, and the
-gradients of keys and values travel with them, and then home. Ranks whose keys nobody sees in a step
-are passed by: under a window, most of the ring.
+gradients of keys and values travel with them, and then back to their own rank. Ranks whose keys no
+query sees in a step are left out: under a window, most of the ring.
 
 A sink joins the softmax after the last step, as if its one logit were a block with the value 0.
 """

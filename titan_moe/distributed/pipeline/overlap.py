@@ -37,7 +37,7 @@ class Alternation(OverlapHook):
 
     The forward runs in the caller's thread and begins; the backward in one that is kept, on the
     caller's device. Where autograd runs the backward's nodes in another thread (CUDA), those wait
-    for their turn there. Outside of `run`, and once a half has ended, nobody waits for a turn.
+    for their turn there. Outside of `run`, and once a half has ended, no thread waits for a turn.
     """
 
     def __init__(self, device: torch.device) -> None:

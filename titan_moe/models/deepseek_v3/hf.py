@@ -16,6 +16,7 @@ from titan_moe.models.hf_family import (
     HFKeys,
     HFWeight,
     Settings,
+    attention_of,
     given,
     in_layers,
     needed,
@@ -25,6 +26,7 @@ from titan_moe.models.hf_family import (
 )
 from titan_moe.moe.config import MoEConfig
 
+_FAMILY = "deepseek_v3"
 MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "kimi_k2")
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 COPIES: HFCopies = {
@@ -92,8 +94,7 @@ def _experts(settings: Settings) -> MoEConfig:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention, moe = config.attention, config.moe
-    assert isinstance(attention, MLAConfig)
+    attention, moe = attention_of(config, MLAConfig, _FAMILY), config.moe
     sigmoid = moe is None or moe.score == "sigmoid"
     settings: dict[str, Any] = {
         "architectures": ["DeepseekV3ForCausalLM" if sigmoid else "DeepseekV2ForCausalLM"],
@@ -179,14 +180,12 @@ _MTP = {
 
 def keys(config: ModelConfig) -> HFKeys:
     """Where each tensor is. The routing's bias has a place beside sigmoid scores only (V3)."""
-    assert isinstance(config.attention, MLAConfig)
-    attention = _KEYS_AND_VALUES | (
-        _DIRECT_QUERY if config.attention.q_rank is None else _LATENT_QUERY
-    )
-    if config.attention.bias:
-        attention |= _BIASES
+    attention = attention_of(config, MLAConfig, _FAMILY)
+    names = _KEYS_AND_VALUES | (_DIRECT_QUERY if attention.q_rank is None else _LATENT_QUERY)
+    if attention.bias:
+        names |= _BIASES
     block: dict[str, tuple[HFWeight, ...]] = {**BLOCK_NORMS, **FEED_FORWARD, **EXPERTS}
-    block |= _under("attention.", "self_attn.", attention)
+    block |= _under("attention.", "self_attn.", names)
     block |= _under("moe.shared_experts.", "mlp.shared_experts.", _SHARED_EXPERTS)
     if config.moe is not None and config.moe.score == "sigmoid":
         block["moe.router.expert_bias"] = (HFWeight("mlp.gate.e_score_correction_bias"),)

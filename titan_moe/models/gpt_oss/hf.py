@@ -13,6 +13,8 @@ from titan_moe.models.hf_family import (
     HFKeys,
     HFWeight,
     Settings,
+    attention_of,
+    experts_of,
     given,
     in_layers,
     needed,
@@ -24,6 +26,7 @@ from titan_moe.models.hf_family import (
 from titan_moe.moe.config import MoEConfig
 from titan_moe.ops.local_attention import LocalAttention
 
+_FAMILY = "gpt_oss"
 MODEL_TYPES = ("gpt_oss",)
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 COPIES: HFCopies = {}
@@ -87,8 +90,7 @@ def _local(settings: Settings) -> LocalAttention | None:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention, moe = config.attention, config.moe
-    assert isinstance(attention, GQAConfig) and moe is not None
+    attention, moe = attention_of(config, GQAConfig, _FAMILY), experts_of(config, _FAMILY)
     local = [config.local_in(layer) is not None for layer in range(config.num_layers)]
     rope = rope_to_hf(config.rope)
     return {
@@ -136,8 +138,8 @@ _EXPERTS: HFKeys = {
 
 def keys(config: ModelConfig) -> HFKeys:
     """Where each tensor is. Biases of the routing's choice have no place."""
-    assert isinstance(config.attention, GQAConfig)
+    attention = attention_of(config, GQAConfig, _FAMILY)
     block = {**BLOCK_NORMS, **GQA, **_SINKS, **_EXPERTS}
-    if config.attention.bias:
+    if attention.bias:
         block |= GQA_BIASES
     return {**EMBEDDINGS, **in_layers(block)}

@@ -14,6 +14,8 @@ from titan_moe.models.hf_family import (
     HFKeys,
     HFWeight,
     Settings,
+    attention_of,
+    experts_of,
     given,
     in_layers,
     needed,
@@ -25,6 +27,7 @@ from titan_moe.models.hf_family import (
 from titan_moe.moe.config import MoEConfig
 from titan_moe.ops.local_attention import LocalAttention
 
+_FAMILY = "llama4"
 MODEL_TYPES = ("llama4", "llama4_text")
 IGNORED = ("vision_model.*", "multi_modal_projector.*", "*.rotary_emb.inv_freq")
 COPIES: HFCopies = {}
@@ -102,8 +105,8 @@ def _moe_every(settings: Settings) -> int:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention, moe, layers = config.attention, config.moe, range(config.num_layers)
-    assert isinstance(attention, GQAConfig) and moe is not None
+    attention, moe = attention_of(config, GQAConfig, _FAMILY), experts_of(config, _FAMILY)
+    layers = range(config.num_layers)
     temperature = attention.temperature or PositionTemperature(scale=0.1, floor=8192)
     return {
         "architectures": ["Llama4ForCausalLM"],
@@ -164,9 +167,9 @@ _EXPERTS: HFKeys = {
 
 def keys(config: ModelConfig) -> HFKeys:
     """Where each tensor is. Biases of the routing have no place."""
-    assert isinstance(config.attention, GQAConfig)
+    attention = attention_of(config, GQAConfig, _FAMILY)
     block = {**BLOCK_NORMS, **GQA, **_FEED_FORWARD, **_EXPERTS}
-    if config.attention.bias:
+    if attention.bias:
         block |= GQA_BIASES
     text = {**EMBEDDINGS, **in_layers(block)}
     return {

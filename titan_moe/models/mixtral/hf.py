@@ -12,6 +12,8 @@ from titan_moe.models.hf_family import (
     HFKeys,
     HFWeight,
     Settings,
+    attention_of,
+    experts_of,
     given,
     in_layers,
     needed,
@@ -22,6 +24,7 @@ from titan_moe.models.hf_family import (
 from titan_moe.moe.config import MoEConfig
 from titan_moe.ops.local_attention import LocalAttention
 
+_FAMILY = "mixtral"
 MODEL_TYPES = ("mixtral",)
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 COPIES: HFCopies = {}
@@ -59,8 +62,7 @@ def from_hf(settings: Settings) -> ModelConfig:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention, moe = config.attention, config.moe
-    assert isinstance(attention, GQAConfig) and moe is not None
+    attention, moe = attention_of(config, GQAConfig, _FAMILY), experts_of(config, _FAMILY)
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -106,4 +108,5 @@ _EXPERTS: HFKeys = {
 
 def keys(config: ModelConfig) -> HFKeys:
     """Where each tensor is. Biases of the routing have no place."""
+    attention_of(config, GQAConfig, _FAMILY)
     return {**EMBEDDINGS, **in_layers({**BLOCK_NORMS, **GQA, **_EXPERTS})}

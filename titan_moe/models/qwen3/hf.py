@@ -15,6 +15,7 @@ from titan_moe.models.hf_family import (
     HFCopies,
     HFKeys,
     Settings,
+    attention_of,
     given,
     in_layers,
     needed,
@@ -24,6 +25,7 @@ from titan_moe.models.hf_family import (
 )
 from titan_moe.moe.config import MoEConfig
 
+_FAMILY = "qwen3"
 MODEL_TYPES = ("qwen3", "qwen3_moe")
 IGNORED: tuple[str, ...] = ()
 COPIES: HFCopies = {}
@@ -76,8 +78,7 @@ def _dense_layers(settings: Settings) -> int:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention, moe = config.attention, config.moe
-    assert isinstance(attention, GQAConfig)
+    attention, moe = attention_of(config, GQAConfig, _FAMILY), config.moe
     settings: dict[str, Any] = {
         "architectures": ["Qwen3ForCausalLM" if moe is None else "Qwen3MoeForCausalLM"],
         "model_type": "qwen3" if moe is None else "qwen3_moe",
@@ -114,8 +115,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def keys(config: ModelConfig) -> HFKeys:
     """Where each tensor is. Biases of the routing have no place."""
-    assert isinstance(config.attention, GQAConfig)
+    attention = attention_of(config, GQAConfig, _FAMILY)
     block = {**BLOCK_NORMS, **GQA, **QK_NORMS, **FEED_FORWARD, **EXPERTS}
-    if config.attention.bias:
+    if attention.bias:
         block |= GQA_BIASES
     return {**EMBEDDINGS, **in_layers(block)}

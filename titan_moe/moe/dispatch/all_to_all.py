@@ -5,7 +5,7 @@ from torch import Tensor
 
 from titan_moe.distributed.collectives import AllToAll, Pending, exchange_counts, to_host
 from titan_moe.moe.dispatch.exchange import ExchangeDispatcher, ExchangePlan, Route
-from titan_moe.moe.permute import reached_ranks, sort_by_expert
+from titan_moe.ops.permute_indices import reached_ranks, sort_by_expert
 
 
 class AllToAllDispatcher(ExchangeDispatcher):

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from titan_moe.distributed.collectives import OverlapHook
-from titan_moe.moe.permute import follow, pad_to_alignment, sort_by_expert
 from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
+from titan_moe.ops.permute_indices import follow, pad_to_alignment, sort_by_expert
 
 
 class ExpertRows(NamedTuple):

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from titan_moe.distributed.collectives import AllToAll, Pending, exchange_counts
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.exchange import ExchangeDispatcher, ExchangePlan, Route
-from titan_moe.moe.permute import SortedRows, invert, reached_ranks, sort_by_expert, starts
 from titan_moe.ops.move_rows import RowMap
+from titan_moe.ops.permute_indices import SortedRows, invert, reached_ranks, sort_by_expert, starts
 
 
 class CapacityDispatcher(ExchangeDispatcher):

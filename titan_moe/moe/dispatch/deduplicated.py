@@ -25,7 +25,8 @@ from titan_moe.moe.dispatch.exchange import (
     Hop,
     Route,
 )
-from titan_moe.moe.permute import (
+from titan_moe.ops.move_rows import RowMap
+from titan_moe.ops.permute_indices import (
     copy_to_ranks,
     follow,
     pad_to_alignment,
@@ -34,7 +35,6 @@ from titan_moe.moe.permute import (
     sort_by_expert,
     starts,
 )
-from titan_moe.ops.move_rows import RowMap
 
 
 class Nodes(NamedTuple):

@@ -24,8 +24,8 @@ from titan_moe.distributed.collectives import (
 )
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
-from titan_moe.moe.permute import pad_to_alignment, row_map
 from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
+from titan_moe.ops.permute_indices import pad_to_alignment, row_map
 
 
 class ExpertOrder(NamedTuple):

@@ -1,9 +1,10 @@
 """Attention over whole rows on the CPU: block after block of queries, each with the keys up to it.
 
 torch's kernels for the CPU multiply all pairs where keys and values differ in width (MLA's do), and
-in bfloat16 spend most of their time on conversions. Half of a causal row's pairs are nobody's; this
-leaves out all but half a block of them. On one core of a CPU with AVX-512 (8 rows of 256 tokens),
-forward and backward take 0.4 to 0.5 (bfloat16) and 0.7 to 0.8 (float32) of the time of torch's.
+in bfloat16 spend most of their time on conversions. Half of a causal row's pairs are masked;
+this leaves out all but half a block of them. On one core of a CPU with AVX-512 (8 rows of 256
+tokens), forward and backward take 0.4 to 0.5 (bfloat16) and 0.7 to 0.8 (float32) of the time of
+torch's.
 
 The price is the probabilities, kept for the backward: callers send long rows elsewhere.
 """

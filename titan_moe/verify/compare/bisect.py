@@ -19,7 +19,7 @@ from titan_moe.verify.compare.control_runs import control_specs
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.records import Curve, RunRecord, read_run
 from titan_moe.verify.compare.run_spec import RunSpec, Words
-from titan_moe.verify.compare.runner import Plan, Runner, Tell
+from titan_moe.verify.compare.runner import Plan, Progress, Runner
 from titan_moe.verify.compare.verdict import first_other_bits, on_steps
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.difference import BOUNDS
@@ -58,7 +58,7 @@ class StepFinding:
 
 
 def bisect(
-    plan: Plan, launcher: Launcher, steps: Sequence[int], tell: Tell = print
+    plan: Plan, launcher: Launcher, steps: Sequence[int], progress: Progress = print
 ) -> list[StepFinding]:
     """Capture steps in their order until one shows a difference; empty if no bits differ.
 
@@ -70,7 +70,7 @@ def bisect(
     """
     finished = plan.baseline.path, plan.candidate.path
     plan = replace(plan, baseline=trainable(plan.baseline), candidate=trainable(plan.candidate))
-    bisection = Bisection(plan, launcher, tell)
+    bisection = Bisection(plan, launcher, progress)
     bisection.check()
     if not steps:
         bisection.check_against(*finished)
@@ -104,7 +104,7 @@ class Bisection(Runner):
             code = self.launcher.code(spec)
             if _KEY not in code.keys:
                 remedy = "choose a revision that has captures"
-                raise ConfigError([f"{code.told} does not know {_KEY}: {remedy}"])
+                raise ConfigError([f"{code.description} does not know {_KEY}: {remedy}"])
 
     def check_against(self, baseline: Path | None, candidate: Path | None) -> None:
         """Raises ConfigError if a finished run, trained again by this code, has other bits."""
@@ -127,7 +127,7 @@ class Bisection(Runner):
         bits = first_other_bits(baseline.curve, candidate.curve)
         if bits is None:
             return []
-        self.tell(
+        self.progress(
             f"first other bits at step {bits.step}: {bits.quantity} {bits.baseline!r} and "
             f"{bits.candidate!r}"
         )
@@ -137,7 +137,7 @@ class Bisection(Runner):
         return list(dict.fromkeys([bits.step, *([] if beyond is None else [beyond])]))
 
     def at(self, step: int) -> StepFinding:
-        """Train this step on both sides from the baseline's state before it, and compare."""
+        """Train this step of both runs from the baseline's state before it, and compare."""
         before = self._baseline(step)
         start = self._start(before, step)
         candidate = self._captured(self.plan.candidate, f"step-{step}/candidate", step, *start)

@@ -1,4 +1,4 @@
-"""The code that a side runs: this working tree, or a clean worktree of a commit."""
+"""The code of a run: this working tree, or a clean worktree of a commit."""
 
 import hashlib
 import json
@@ -26,14 +26,14 @@ class CodeTree:
     folder: Path
     tree: str
     """A hash of the files that a run is made of, committed or not."""
-    told: str
+    description: str
     """For a person: "main (1a2b3c4)", or "working tree (1a2b3c4, changed)"."""
     commit: str = ""
     """Of a revision."""
 
     def __str__(self) -> str:
         package = self.folder / "titan_moe"
-        return f"{package}, {self.told} (sha256 {package_hash(package)[:12]})"
+        return f"{package}, {self.description} (sha256 {package_hash(package)[:12]})"
 
     @property
     def keys(self) -> frozenset[str]:
@@ -76,7 +76,7 @@ def code_tree(revision: str, worktrees: Path) -> CodeTree:
 
 
 def remove_worktrees(worktrees: Path) -> None:
-    """Take away what `code_tree` has checked out, unless something was changed there."""
+    """Remove what `code_tree` has checked out, unless something was changed there."""
     for folder in sorted(worktrees.glob("[0-9a-f]" * _SHORT)):
         _git("worktree", "remove", str(folder.resolve()), ok=(0, 128))
 
@@ -119,6 +119,6 @@ def _git(*words: str, at: Path | None = None, ok: tuple[int, ...] = (0,)) -> str
     except OSError as error:
         raise ConfigError([f"git cannot be started: {error.strerror}"]) from None
     if done.returncode not in ok:
-        told = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ConfigError([f"git {' '.join(words)}: {told}"])
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ConfigError([f"git {' '.join(words)}: {reason}"])
     return done.stdout.strip()

@@ -18,7 +18,7 @@ _MAIN = ("loss", "grad_norm")
 
 
 class Verdict(Enum):
-    """What two runs are to each other."""
+    """The outcome of a comparison."""
 
     IDENTICAL = "identical bits"
     INSIDE = "inside the noise band"

@@ -1,4 +1,4 @@
-"""Run a side for real: run_train.sh of its own code, on its own number of ranks.
+"""Train what a RunSpec says: by run_train.sh of its own code, on its own number of ranks.
 
 Each run has a folder; what finished there under the same code, configuration and ranks is taken as
 it is, so that an interrupted comparison goes on where it was. On several Slurm nodes (inside an
@@ -43,77 +43,79 @@ class TrainingError(RunError):
 
 @dataclass(frozen=True)
 class Launcher:
-    """Runs sides below one folder."""
+    """Trains below one folder."""
 
     folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of every run besides this process's own."""
     shared: Path | None = None
-    """A folder in which runs are found again by what they follow from, whoever asks for them;
-    None: each lies in a folder of its name."""
+    """A folder in which runs are found again by their marks, also by another comparison; None: each
+    lies in a folder of its name."""
     _seen: dict[str, str] = field(default_factory=dict)
     """The hash of each revision's code when it was first asked for."""
 
-    def code(self, side: RunSpec) -> CodeTree:
-        """The code that a side runs; TrainingError if it is not what it was at the first time."""
-        code = code_tree(side.revision, self.folder / WORKTREES)
-        if self._seen.setdefault(side.revision, code.tree) != code.tree:
-            raise TrainingError(f"the code of the {code.told} was changed meanwhile: run again")
+    def code(self, spec: RunSpec) -> CodeTree:
+        """The code that a run uses; TrainingError if it has changed since it was first asked."""
+        code = code_tree(spec.revision, self.folder / WORKTREES)
+        if self._seen.setdefault(spec.revision, code.tree) != code.tree:
+            raise TrainingError(
+                f"the code of the {code.description} was changed meanwhile: run again"
+            )
         return code
 
-    def run(self, side: RunSpec, name: str, *more: tuple[str, str]) -> RunRecord:
-        """Train a side in the folder `name`, unless it has been done.
+    def run(self, spec: RunSpec, name: str, *more: tuple[str, str]) -> RunRecord:
+        """Train in the folder `name`, unless it has been done.
 
         Args:
-            more: keys that outdo the side's own; those that its code does not know are left out.
+            more: keys that override the run's own; those that its code does not know are left out.
 
         Raises TrainingError, or KeyboardInterrupt after the run has ended on the same signal.
         """
-        record = read_run(self._ensure(side, name, more), name=name)
+        record = read_run(self._ensure(spec, name, more), name=name)
         ranks = record.facts.get("world_size")
-        if None not in (ranks, side.ranks) and ranks != side.ranks:
-            raise TrainingError(f"{name} ran on {ranks} ranks instead of {side.ranks}")
-        code = self.code(side)
+        if None not in (ranks, spec.ranks) and ranks != spec.ranks:
+            raise TrainingError(f"{name} ran on {ranks} ranks instead of {spec.ranks}")
+        code = self.code(spec)
         if problem := code.problem(record.facts.get("code") or {}):
             raise TrainingError(f"{name} is not what was asked for: {problem}")
-        return replace(record, facts={**record.facts, "told": code.told})
+        return replace(record, facts={**record.facts, "told": code.description})
 
-    def has(self, side: RunSpec, name: str, *more: tuple[str, str]) -> bool:
-        """Whether `run` would find that it has been done."""
-        folder, mark, _ = self._place(side, name, more)
+    def has(self, spec: RunSpec, name: str, *more: tuple[str, str]) -> bool:
+        """Whether `run` would find it done."""
+        folder, mark, _ = self._place(spec, name, more)
         return _finished(folder, mark)
 
-    def seed(self, side: RunSpec, name: str, *more: tuple[str, str]) -> Path:
-        """A side's initial weights as a checkpoint, in the folder `name`."""
+    def seed(self, spec: RunSpec, name: str, *more: tuple[str, str]) -> Path:
+        """A run's initial weights as a checkpoint, in the folder `name`."""
         switches = ("checkpoint.enable", "true"), ("checkpoint.create_seed_checkpoint", "true")
-        return self._ensure(side, name, (*more, *switches)) / "checkpoint" / "step-0"
+        return self._ensure(spec, name, (*more, *switches)) / "checkpoint" / "step-0"
 
-    def _ensure(self, side: RunSpec, name: str, more: Words) -> Path:
-        folder, mark, arguments = self._place(side, name, more)
+    def _ensure(self, spec: RunSpec, name: str, more: Words) -> Path:
+        folder, mark, arguments = self._place(spec, name, more)
         if _finished(folder, mark):
             return folder
         _clear(folder)
         _note(folder, mark, seconds=None)
         started = time.perf_counter()
-        self._train(side, self.code(side), folder, arguments)
-        self.code(side)
+        self._train(spec, self.code(spec), folder, arguments)
+        self.code(spec)
         _note(folder, mark, seconds=round(time.perf_counter() - started, 2))
         return folder
 
-    def _place(self, side: RunSpec, name: str, more: Words) -> tuple[Path, str, list[str]]:
-        """Where a run lies or will, its mark, and its command line."""
-        code = self.code(side)
-        arguments = side.arguments(*((key, value) for key, value in more if key in code.keys))
-        mark = _mark(side, code, arguments, self.environment)
+    def _place(self, spec: RunSpec, name: str, more: Words) -> tuple[Path, str, list[str]]:
+        """A run's folder, which need not exist yet, its mark, and its command line."""
+        code = self.code(spec)
+        arguments = spec.arguments(*((key, value) for key, value in more if key in code.keys))
+        mark = _mark(spec, code, arguments, self.environment)
         folder = self.folder / name if self.shared is None else self.shared / mark[:16]
         return folder.resolve(), mark, arguments
 
-    def _train(self, side: RunSpec, code: CodeTree, folder: Path, arguments: list[str]) -> None:
-        command, variables = _command(side, code.folder)
-        words = [*command, *side.file(), *arguments, "--job.dump_folder", str(folder)]
+    def _train(self, spec: RunSpec, code: CodeTree, folder: Path, arguments: list[str]) -> None:
+        command, variables = _command(spec, code.folder)
+        words = [*command, *spec.file(), *arguments, "--job.dump_folder", str(folder)]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         environment = os.environ | {"PATH": path} | variables | dict(self.environment)
-        environment.pop("PYTHONPATH", None)  # This process's own code is not the side's.
+        environment.pop("PYTHONPATH", None)  # This process's own code is not the run's.
         with (folder / "console.log").open("w", encoding="utf-8") as log:
             process = subprocess.Popen(
                 words, cwd=code.folder, env=environment, stdout=log, stderr=subprocess.STDOUT
@@ -128,14 +130,14 @@ class Launcher:
             lines = (folder / "console.log").read_text(errors="replace").splitlines()
             shown = "\n".join(f"  | {line}" for line in lines[-_LAST_LINES:])
             raise TrainingError(
-                f"{folder.name} of {code.told} ended with exit code {exit_code}; its last lines "
-                f"({folder / 'console.log'}):\n{shown}"
+                f"{folder.name} of {code.description} ended with exit code {exit_code}; its last "
+                f"lines ({folder / 'console.log'}):\n{shown}"
             )
 
 
 @contextmanager
 def workplace(folder: Path) -> Iterator[None]:
-    """Have an output folder for oneself; afterwards no worktree is left in it.
+    """Lock an output folder; afterwards no worktree is left in it.
 
     Raises ConfigError if another comparison runs there.
     """
@@ -154,21 +156,21 @@ def workplace(folder: Path) -> Iterator[None]:
                 remove_worktrees(worktrees)
 
 
-def _command(side: RunSpec, folder: Path) -> tuple[list[str], dict[str, str]]:
-    ranks = {} if side.ranks is None else {"NGPU": str(side.ranks)}
+def _command(spec: RunSpec, folder: Path) -> tuple[list[str], dict[str, str]]:
+    ranks = {} if spec.ranks is None else {"NGPU": str(spec.ranks)}
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     if nodes == 1:
         return [str(folder / "run_train.sh")], ranks
     per_node = int(os.environ.get("SLURM_GPUS_ON_NODE", "8"))
     variables = {"SLURM_SUBMIT_DIR": str(folder)}
-    if side.ranks is not None:
-        used = -(-side.ranks // per_node)
-        variables |= {"NGPU": str(side.ranks // used), "NNODES": str(used)}
+    if spec.ranks is not None:
+        used = -(-spec.ranks // per_node)
+        variables |= {"NGPU": str(spec.ranks // used), "NNODES": str(used)}
     return ["bash", str(folder / "scripts" / "slurm_train.sh")], variables
 
 
 def _finished(folder: Path, mark: str) -> bool:
-    """Whether that very run has ended there."""
+    """Whether the run of this mark has ended there."""
     found = _noted(folder)
     return found.get("mark") == mark and found.get("seconds") is not None
 
@@ -194,27 +196,27 @@ def _clear(folder: Path) -> None:
 
 
 def _note(folder: Path, mark: str, *, seconds: float | None) -> None:
-    """What the run follows from and, when it has ended, the seconds that it took."""
+    """Write the run's mark and, when it has ended, the seconds that it took."""
     aside = folder / f".{_NOTE}.tmp"
     aside.write_text(json.dumps({"mark": mark, "seconds": seconds}), encoding="utf-8")
     aside.replace(folder / _NOTE)
 
 
-def _mark(side: RunSpec, code: CodeTree, arguments: list[str], variables: Mapping[str, str]) -> str:
-    """A hash of all that a run follows from."""
-    config = "" if side.config is None else side.config.read_text(encoding="utf-8")
+def _mark(spec: RunSpec, code: CodeTree, arguments: list[str], variables: Mapping[str, str]) -> str:
+    """A hash of everything that determines a run."""
+    config = "" if spec.config is None else spec.config.read_text(encoding="utf-8")
     machine = golden_key(this_device()), platform.node(), version("torch")
     pairs = zip(arguments[::2], arguments[1::2], strict=True)
     named = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(_VARIABLES)}
     follows: list[Any] = [
-        *(code.tree, machine, config, arguments, side.ranks, named, sorted(variables.items())),
+        *(code.tree, machine, config, arguments, spec.ranks, named, sorted(variables.items())),
         [_content(Path(value)) for key, value in pairs if os.sep in value and key not in _WRITTEN],
     ]
     return hashlib.sha256(json.dumps(follows).encode()).hexdigest()
 
 
 def _content(path: Path) -> Any:
-    """What a path leads to: the run of ours that made it, or its files' sizes and times."""
+    """What a path holds: the mark of the run that wrote it, or its files' sizes and times."""
     for folder in (path, *path.parents):
         if noted := _noted(folder):
             return noted["mark"]

@@ -54,7 +54,7 @@ class RoutingDiff:
         return said
 
     def as_json(self) -> dict[str, Any]:
-        """Plain lists, [S][L], under the keys of comparison.json."""
+        """Plain lists, [S, L] each, under the keys of comparison.json."""
         return {
             "steps": list(self.steps),
             "layers": list(self.layers),

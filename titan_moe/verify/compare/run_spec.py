@@ -17,6 +17,7 @@ from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
+from titan_moe.config.named import find_config
 from titan_moe.config.parse import load_job, resolve
 from titan_moe.verify.layouts.layouts import DENSE_AXES, Layout, layout_tables, parse
 
@@ -112,9 +113,9 @@ class RunSpec:
 
 def parse_run_spec(text: str, common: RunSpec, *, default_ranks: int = 1) -> RunSpec:
     """A run as described above; what it leaves out is as `common` has it, and where nothing
-    tells the ranks, `default_ranks`.
+    says the ranks, `default_ranks`.
 
-    Raises ConfigError with a line for a word that means nothing.
+    Raises ConfigError with a line for each unknown word.
     """
     words = split_words(text)
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
@@ -139,7 +140,7 @@ def parse_run_spec(text: str, common: RunSpec, *, default_ranks: int = 1) -> Run
         overrides=common.overrides + parse_overrides(overrides),
     )
     if "config" in values:
-        spec = replace(spec, config=existing(Path(values["config"]), "config="))
+        spec = replace(spec, config=existing(Path(find_config(values["config"])), "config="))
     if "ranks" in values:
         spec = replace(spec, ranks=_positive("ranks", values["ranks"]))
     if "layout" in values:

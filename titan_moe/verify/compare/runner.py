@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.runtime.launch import count_gpus
+from titan_moe.runtime import launch
 from titan_moe.train import prepare
 from titan_moe.verify.compare.comparison import Comparison, Verdict
 from titan_moe.verify.compare.control_runs import batch_words, control_specs
@@ -27,7 +27,7 @@ from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.verdict import compare_runs
 
 _RECORD, _REPLAY = "debug.routing_record", "debug.routing_replay"
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 """Prints a line of progress."""
 
 
@@ -52,12 +52,12 @@ class Plan:
     """Record both runs' routings, and train the candidate with the baseline's as well."""
 
 
-def compare(plan: Plan, launcher: Launcher, tell: Tell = print) -> Comparison:
+def compare(plan: Plan, launcher: Launcher, progress: Progress = print) -> Comparison:
     """Train what is not there yet, and compare.
 
     Raises ConfigError for what cannot be compared, TrainingError for a run that failed.
     """
-    runner = Runner(plan, launcher, tell)
+    runner = Runner(plan, launcher, progress)
     if 0 < plan.num_control_runs < FEWEST_CONTROLS:
         raise ConfigError(
             [f"--repeats {plan.num_control_runs}: 0, or {FEWEST_CONTROLS} or more for a band"]
@@ -65,7 +65,7 @@ def compare(plan: Plan, launcher: Launcher, tell: Tell = print) -> Comparison:
     if replace(plan.baseline, text="") == replace(plan.candidate, text=""):
         raise ConfigError(
             [
-                "both sides are the same training: say what differs, such as --baseline "
+                "both runs are the same training: say what differs, such as --baseline "
                 "revision=main or --candidate layout=tp=2"
             ]
         )
@@ -73,13 +73,15 @@ def compare(plan: Plan, launcher: Launcher, tell: Tell = print) -> Comparison:
     return runner.compare()
 
 
-def update_golden(plan: Plan, launcher: Launcher, folder: Path, reason: str, tell: Tell) -> Path:
+def update_golden(
+    plan: Plan, launcher: Launcher, folder: Path, reason: str, progress: Progress
+) -> Path:
     """Train the baseline and its control runs, and write them as a golden."""
     if not reason.strip():
         raise ConfigError(["--update-golden needs --reason: why the golden changes"])
     if plan.baseline.path is not None:
         raise ConfigError(["--update-golden trains anew: name no finished run and no golden"])
-    runner = Runner(plan, launcher, tell)
+    runner = Runner(plan, launcher, progress)
     runner.check()
     run, controls = runner.baseline(), runner.control_runs()
     return save_golden(
@@ -90,14 +92,14 @@ def update_golden(plan: Plan, launcher: Launcher, folder: Path, reason: str, tel
 def default_ranks() -> int:
     """As run_train.sh chooses: NGPU, the GPUs found, else 2 processes."""
     named = os.environ.get("NGPU", "")
-    return int(named) if named.isdecimal() else count_gpus(os.environ) or 2
+    return int(named) if named.isdecimal() else launch.default_ranks(os.environ)
 
 
 class Runner:
     """The runs of one plan, each trained when it is first needed."""
 
-    def __init__(self, plan: Plan, launcher: Launcher, tell: Tell) -> None:
-        self.launcher, self.tell = launcher, tell
+    def __init__(self, plan: Plan, launcher: Launcher, progress: Progress) -> None:
+        self.launcher, self.progress = launcher, progress
         self.golden: Golden | None = None
         path = plan.baseline.path
         if path is not None and is_golden(path):
@@ -129,8 +131,8 @@ class Runner:
             except ConfigError as error:
                 lines += [line for line in error.lines if line not in lines]
         if len(steps) > 1 and self.plan.steps is None:
-            told = " and ".join(map(str, sorted(steps)))
-            lines.append(f"training.steps: {told}: the learning rate follows it; use --steps")
+            different = " and ".join(map(str, sorted(steps)))
+            lines.append(f"training.steps: {different}: the learning rate follows it; use --steps")
         if len(tokens) > 1:
             lines.append(
                 f"tokens per step: {' and '.join(f'{each:,}' for each in sorted(tokens))}: set "
@@ -141,7 +143,7 @@ class Runner:
             and self.plan.baseline.path
             and not (self.golden or self.plan.control_paths)
         ):
-            self.tell(
+            self.progress(
                 "the baseline is a finished run: without --noise RUN... only bits are compared"
             )
         lines += self._problems()
@@ -159,7 +161,7 @@ class Runner:
             for spec in (plan.baseline, plan.candidate):
                 code = self.launcher.code(spec)
                 if missing := sorted({_RECORD, _REPLAY} - code.keys):
-                    yield f"--routing: {code.told} does not know {', '.join(missing)}"
+                    yield f"--routing: {code.description} does not know {', '.join(missing)}"
         specs = [spec.path.resolve() for spec in (plan.baseline, plan.candidate) if spec.path]
         for path in plan.control_paths:
             if not path.exists():
@@ -210,9 +212,11 @@ class Runner:
             spec,
             self.plan.num_control_runs,
             layouts=self.plan.control_layouts,
-            num_gpus=count_gpus(os.environ),
+            num_gpus=launch.count_gpus(os.environ),
         )
-        self.tell(f"the bits differ: {len(specs)} control runs measure how much rounding may do")
+        self.progress(
+            f"the bits differ: {len(specs)} control runs measure how much rounding may do"
+        )
         return [
             self._run(variation, f"control/{number:02d}", *words)
             for number, (variation, words) in enumerate(specs, 1)
@@ -224,7 +228,7 @@ class Runner:
         words = (*self._words(spec), *self._seed, *more)
         order = " (rows in another order)" if "debug.permute_rows" in dict(words) else ""
         done = ", done before" if self.launcher.has(spec, name, *words) else ""
-        self.tell(f"{name}: {spec.text or 'working tree'}{order}{done}")
+        self.progress(f"{name}: {spec.text or 'working tree'}{order}{done}")
         return self.launcher.run(spec, name, *words)
 
     def _words(self, spec: RunSpec) -> Words:
@@ -261,7 +265,7 @@ class Runner:
         sections = [self._job(spec).checkpoint for spec in (baseline, candidate)]
         if any(each.initial_load_path or each.initial_load_in_hf for each in sections):
             return ()
-        self.tell("seed checkpoint")
+        self.progress("seed checkpoint")
         path = self.launcher.seed(baseline, "seed", *self._words(baseline))
         return (*load_only, ("checkpoint.initial_load_path", str(path)))
 
@@ -293,13 +297,13 @@ class Runner:
                 code = self.launcher.code(spec)
                 wanted = {key for key, _ in self._words(spec)}
                 if missing := sorted(wanted - code.keys):
-                    yield f"{code.told} does not know {', '.join(missing)}"
+                    yield f"{code.description} does not know {', '.join(missing)}"
                 if spec is self.plan.baseline and "debug.permute_rows" not in code.keys:
                     said = "has no debug.permute_rows: the candidate's code made the control runs"
-                    yield f"{code.told} {said}"
+                    yield f"{code.description} {said}"
 
     def _as_the_golden(self, plan: Plan, golden: Golden) -> Plan:
-        """The candidate trains what the golden did, but for its own words."""
+        """The candidate trains what the golden did, but for its own keys."""
         config = golden.write_config(self.launcher.folder / "golden.toml").resolve()
         candidate = plan.candidate
         if candidate.config is not None:

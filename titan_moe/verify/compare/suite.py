@@ -54,7 +54,7 @@ class Entry(Section):
     ranks: PositiveInt | None = None
     steps: PositiveInt | None = None
     repeats: NonNegativeInt = 24
-    harmless: tuple[str, ...] = ()
+    control_layouts: tuple[str, ...] = ()
     norms: bool = False
     routing: bool = False
 
@@ -128,16 +128,16 @@ def plan_of(entry: Entry) -> Plan:
         candidate=candidate,
         num_control_runs=entry.repeats,
         steps=entry.steps,
-        control_layouts=entry.harmless,
+        control_layouts=entry.control_layouts,
         norms=entry.norms,
         routing=entry.routing,
     )
 
 
-def run_suite(suite: Suite, folder: Path, tell: Callable[[str], None]) -> Iterator[SuiteRow]:
+def run_suite(suite: Suite, folder: Path, progress: Callable[[str], None]) -> Iterator[SuiteRow]:
     """Run every comparison and yield its row; one that fails does not stop the others.
 
-    Runs that several comparisons want are made once, and found again when the suite is started
+    Runs that several comparisons need are made once, and found again when the suite is started
     anew.
     """
     for entry in suite.comparison:
@@ -145,7 +145,7 @@ def run_suite(suite: Suite, folder: Path, tell: Callable[[str], None]) -> Iterat
         own = folder / _folder(entry.name)
         verdict, ok, lines = "failed", False, [""]
         try:
-            found = compare(plan_of(entry), Launcher(own, shared=folder / "runs"), tell)
+            found = compare(plan_of(entry), Launcher(own, shared=folder / "runs"), progress)
             write_comparison(found, own)
             verdict, ok = found.verdict.value, found.verdict in _ACCEPTED[entry.expect]
             lines = found.lines()[1:]

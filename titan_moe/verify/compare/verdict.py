@@ -244,7 +244,7 @@ def _other_keys(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[
 
 
 def _is_blind(band: Band, first: FirstDifference) -> bool:
-    """Whether this band cannot tell anything about the difference."""
+    """Whether this band says nothing about the difference."""
     low, high = band.edges(band.quantities[0])
     return first.quantity not in band.quantities or bool(np.log(high / low).max() > _TOO_WIDE)
 

@@ -47,10 +47,10 @@ class TensorDifference(NamedTuple):
     """||ours|| / ||reference||."""
 
     def line(self, axes: Mapping[str, int]) -> str:
-        """For a person: where, how much, and what the ratio gives away."""
+        """For a person: where, how much, and the mistake that the ratio suggests."""
         shown = f"step {self.step}, rank {self.rank}: {self.quantity} {self.name}".rstrip()
-        told = fingerprint(self.ratio, axes)
-        return f"{shown}: off by {self.error:.1e}, norm {self.ratio:.6g} of the reference's{told}"
+        cause = fingerprint(self.ratio, axes)
+        return f"{shown}: off by {self.error:.1e}, norm {self.ratio:.6g} of the reference's{cause}"
 
 
 def by_cause(difference: TensorDifference) -> tuple[int, int, float]:
@@ -96,7 +96,7 @@ def differences(
 
 def fingerprint(ratio: float, axes: Mapping[str, int]) -> str:
     """The reduction that is missing or done twice, where a ratio is exactly an axis' size or 2."""
-    for number, told in (
+    for number, cause in (
         (ratio, "reduced twice, or summed where it is whole"),
         (1 / ratio if ratio else 0.0, "not reduced, or averaged"),
     ):
@@ -105,7 +105,7 @@ def fingerprint(ratio: float, axes: Mapping[str, int]) -> str:
             size = round(number)
             shown = size if number is ratio else f"1/{size}"
             over = f" over {' or '.join(hits)}" if hits else ""
-            return f": exactly {shown}, the fingerprint of a sum {told}{over}"
+            return f": exactly {shown}, the fingerprint of a sum {cause}{over}"
     return ""
 
 

@@ -67,7 +67,7 @@ def _combines(layout: Layout) -> bool:
 
 
 def _familiar(layout: Layout, option: str, met: Counter) -> tuple[int, int]:
-    """How well a layout's axes know its value of an option: the fewest meetings, then all."""
+    """How often a layout's axes have met its value of an option: the rarest, then all."""
     value = str(getattr(layout, option))
     counts = [met[option, value, axis] for axis in layout.axes]
     return (min(counts, default=met[option, value, ""]), sum(counts) + met[option, value, ""])

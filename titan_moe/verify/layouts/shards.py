@@ -1,6 +1,6 @@
 """Which part of which parameter each rank holds, from the layout's numbers alone.
 
-A second account of what titan_moe.distributed does with DTensors, which the gate tests it against:
+A second description of what titan_moe.distributed does with DTensors, to test it against:
 no mesh, no placement, no torch.
 """
 

@@ -33,7 +33,7 @@ class Copies(NamedTuple):
 
 @dataclass(frozen=True)
 class CapturedTensor:
-    """All that a capture knows of one place."""
+    """All that a capture holds of one place."""
 
     place: Place
     keys_are: str

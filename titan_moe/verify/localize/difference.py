@@ -128,7 +128,7 @@ def _bound(place: Place, dtype: str, *, calibrated: bool) -> float:
 def _compare(
     ours: CapturedTensor, theirs: CapturedTensor, weak: float, bound: float
 ) -> PlaceDifference:
-    """Key by key; a key that one side lacks counts as zeros there."""
+    """Key by key; a key that one capture lacks counts as zeros there."""
     keys, (a, b) = _aligned(ours, theirs)
     exact = ours.exact and theirs.exact
     a_norms, b_norms = norms_of(a, exact), norms_of(b, exact)
@@ -200,7 +200,7 @@ def _total(norms: Array) -> float:
 
 
 def _aligned(ours: CapturedTensor, theirs: CapturedTensor) -> tuple[Ints, list[Array]]:
-    """Both sides' values of all keys of either."""
+    """The values of both captures at all keys of either."""
     if np.array_equal(ours.keys, theirs.keys):
         return ours.keys, [ours.values, theirs.values]
     keys, where = np.unique(np.concatenate([ours.keys, theirs.keys]), axis=0, return_inverse=True)

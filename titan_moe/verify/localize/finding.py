@@ -93,7 +93,7 @@ class Finding:
         if first.error < _CLEAR * first.bound:
             lines.append(
                 "  close to rounding, so an earlier place may be the cause: look again with "
-                '--set "--training.dtype float64"'
+                "--training.dtype float64"
             )
         if self.later:
             lines.append("  then:")

@@ -53,7 +53,7 @@ def locate(
 
 
 def _axes(baseline: Mapping[str, int], candidate: Mapping[str, int]) -> dict[str, int]:
-    """Axes of which one side has more ranks, by how many times."""
+    """Axes of which one run has more ranks, by how many times."""
     sizes = {axis: candidate[axis] / baseline.get(axis, 1) for axis in candidate}
     sizes["fsdp"] = sizes["dp_shard"] * sizes["cp"]
     return {axis: round(max(size, 1 / size)) for axis, size in sizes.items()}

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.pieces import whole
 from titan_moe.checkpoint.hf.sources import HFSource, fill
-from titan_moe.models.attention_core import choose_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
+from titan_moe.ops.attention import choose_core
 from titan_moe.verify.parity.cases import ParityCase
 from titan_moe.verify.parity.export import exported_logits
 from titan_moe.verify.parity.margins import watch_margins
@@ -81,8 +81,8 @@ class _Rows:
 
 
 def compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
-    """Run one case on both sides. Takes the first seed from `seed` on, in steps of 1000, whose
-    routing has no near-ties."""
+    """Run one case in both implementations. Takes the first seed from `seed` on, in steps of 1000,
+    whose routing has no near-ties."""
     for attempt in range(20):
         difference = _compare(case, seed + 1000 * attempt, dtype)
         if difference.margin > SMALLEST_MARGIN:

@@ -1,4 +1,4 @@
-"""The way back of parity: a model of ours, exported, in transformers' hands."""
+"""Parity of exports: a model of ours, exported and loaded by transformers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ def exported_logits(decoder: Decoder, model: HFModel, tokens_BS: Tensor) -> Tens
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A world of one process, which saving wants."""
+    """A world of one process, which saving needs."""
     if dist.is_initialized():
         yield
         return

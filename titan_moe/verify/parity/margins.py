@@ -1,4 +1,4 @@
-"""How near the routing of a model comes to a tie, which two right computations may break apart."""
+"""How near a model's routing comes to a tie, which correct computations may break differently."""
 
 from collections.abc import Callable
 

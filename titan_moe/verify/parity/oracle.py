@@ -1,4 +1,4 @@
-"""The other side of parity: tiny random models of `transformers`, in float32 or float64.
+"""The reference of parity: tiny random models of `transformers`, in float32 or float64.
 
 Imported where parity is checked only: `transformers` is a test dependency.
 """

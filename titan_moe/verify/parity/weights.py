@@ -26,7 +26,7 @@ def from_theirs(tensors: Mapping[str, Tensor], model: HFModel) -> dict[str, Tens
 
 
 def _ways(model: HFModel) -> Iterator[tuple[str, list[HFWeight]]]:
-    """Every tensor of every layer, with {layer} filled in on both sides."""
+    """Every tensor of every layer, with {layer} filled in, theirs and ours."""
     config = model.config
     for pattern, ways in model.keys.items():
         if "{layer}" not in pattern:

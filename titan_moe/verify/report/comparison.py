@@ -75,7 +75,7 @@ def comparison_page(comparison: Comparison) -> str:
         kind=KINDS[comparison.verdict],
         verdict=verdict[0].upper() + verdict[1:],
         details=[detail(comparison), *_replayed_words(comparison.replayed)],
-        sides=_sides(comparison),
+        runs=_runs(comparison),
         caveats=comparison.caveats,
         missing=_missing(comparison),
         **_curves(comparison),
@@ -92,12 +92,12 @@ def comparison_page(comparison: Comparison) -> str:
     )
 
 
-def _sides(comparison: Comparison) -> str:
-    sides = "; ".join(
+def _runs(comparison: Comparison) -> str:
+    runs = "; ".join(
         f"{run.name} ({layout_words(run)}, steps {run.curve.steps[0]} to {run.curve.steps[-1]})"
         for run in (comparison.baseline, comparison.candidate)
     )
-    return f"Sides: {sides}."
+    return f"Runs: {runs}."
 
 
 def _missing(comparison: Comparison) -> list[str]:

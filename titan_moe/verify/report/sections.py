@@ -1,6 +1,6 @@
 """What pages show of any runs: layouts, configurations, environments, values step by step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -49,7 +49,7 @@ def layouts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         {
             "names": ", ".join(run.name for run in those),
             "words": layout_words(those[0]),
-            "views": [_view(name, sizes) for name in VIEWS] if sizes else [],
+            "views": [mesh_view(name, sizes) for name in VIEWS] if sizes else [],
         }
         for sizes, those in groups
     ]
@@ -89,7 +89,8 @@ def values_table(heads: Sequence[str], columns: Sequence[Sequence[str]]) -> tupl
     return Table(heads, rows[::every], numbers=range(len(heads))), title
 
 
-def _view(name: str, sizes: dict[str, int]) -> dict[str, Any]:
+def mesh_view(name: str, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """What is drawn of a world in one of VIEWS: its words, and its ranks as nested boxes."""
     axes, modules = VIEWS[name]
     known = [(axis, int(sizes.get(axis, 1))) for axis in axes]
     world = prod(size for _, size in known)

@@ -151,7 +151,7 @@ def _short(value: float) -> str:
 
 
 def labelled(comparison: Comparison) -> Comparison:
-    """The comparison with each side named by its part in it."""
+    """The comparison, with "baseline" and "candidate" in the names of its runs."""
     baseline, candidate = (
         run if run.name == role else replace(run, name=f"{role} {run.name}")
         for role, run in (("baseline", comparison.baseline), ("candidate", comparison.candidate))

@@ -1,4 +1,4 @@
-"""The code of a side: this working tree, or a commit in a clean worktree."""
+"""The code of a run: this working tree, or a commit in a clean worktree."""
 
 import json
 import subprocess
@@ -68,10 +68,12 @@ def test_a_worktree_s_folder_is_absolute(repo: Path, tmp_path: Path, monkeypatch
 
 def test_the_working_tree_s_hash_sees_uncommitted_files(repo: Path, tmp_path: Path):
     clean = code_tree("", tmp_path)
-    assert clean.tree == code_tree("HEAD", tmp_path / "w").tree and "changed" not in clean.told
+    assert (
+        clean.tree == code_tree("HEAD", tmp_path / "w").tree and "changed" not in clean.description
+    )
     (repo / "titan_moe" / "new.py").write_text("4\n")
     changed = code_tree("", tmp_path)
-    assert changed.tree != clean.tree and "changed" in changed.told
+    assert changed.tree != clean.tree and "changed" in changed.description
     assert "new.py" in git(repo, "status", "--porcelain", "--untracked-files=all"), "not staged"
 
 

@@ -1,4 +1,4 @@
-"""Sides as users write them."""
+"""Runs as users write them."""
 
 from pathlib import Path
 

@@ -1,0 +1,32 @@
+# titan_moe on NVIDIA GPUs: torch's CUDA wheels bring CUDA's libraries, the host brings the driver.
+#
+#   docker build --tag titan_moe .
+#   docker run --rm --gpus all --ipc host --volume "$PWD/outputs:/work/outputs" titan_moe
+#   docker run --rm --gpus all --ipc host --volume "$PWD/outputs:/work/outputs" \
+#       --env CONFIG_FILE=configs/qwen3/30B-A3B_8gpu.toml titan_moe ./run_train.sh --training.steps 20
+#
+# The folder outputs must be writable for user 1000, or for the one that `--user` names. NCCL shares
+# memory between processes: without `--ipc host`, set --shm-size. A run on several machines needs
+# `--network host`, and NNODES, NODE_RANK and RDZV_ENDPOINT as run_train.sh says.
+FROM python:3.12-slim-bookworm
+
+# torch.compile and Triton build what they launch with a C compiler.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+
+RUN useradd --create-home --uid 1000 trainer && install --directory --owner trainer /work
+USER 1000
+WORKDIR /work
+ENV PATH=/home/trainer/venv/bin:$PATH PYTHONUNBUFFERED=1
+
+# First what changes seldom: the dependencies, from pyproject.toml alone.
+COPY --chown=trainer pyproject.toml README.md LICENSE ./
+RUN python -m venv /home/trainer/venv \
+    && mkdir titan_moe && touch titan_moe/__init__.py \
+    && pip install --no-cache-dir --editable '.[float8]'
+
+COPY --chown=trainer . .
+
+CMD ["./run_train.sh"]

@@ -1,0 +1,56 @@
+"""What is generated in docs/, and whether it is up to date."""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from scripts.docs import configuration, models, parity, torchtitan
+from scripts.docs.figures import moe_layer, noise_band, step, views
+
+REGIONS: dict[str, Callable[[], str]] = {
+    "configuration": configuration.tables,
+    "models": models.tables,
+    "parity": parity.table,
+    "torchtitan": torchtitan.table,
+}
+"""The text of a region, by its name in the page."""
+FIGURES: dict[str, Callable[[], str]] = {
+    "moe-layer.svg": moe_layer.draw,
+    "noise-band.svg": noise_band.draw,
+    "step.svg": step.draw,
+    "views.svg": views.draw,
+}
+"""The text of a file of docs/figures/, by its name."""
+_REGION = re.compile(r"(<!-- generated: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def outdated(docs: Path) -> dict[Path, str]:
+    """The files below `docs` that are not as generated, and the text that they should have."""
+    made: dict[str, str] = {}
+    found = {}
+    for name, draw in FIGURES.items():
+        path, text = docs / "figures" / name, draw()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            found[path] = text
+    for path in sorted(docs.rglob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        if (new := filled(text, REGIONS, made)) != text:
+            found[path] = new
+    return found
+
+
+def filled(text: str, regions: Mapping[str, Callable[[], str]], made: dict[str, str]) -> str:
+    """A page with its regions written anew; `made` keeps what has been generated.
+
+    KeyError names a region that nothing generates; ValueError: a region has no end.
+    """
+    if text.count("<!-- generated: ") != len(_REGION.findall(text)):
+        raise ValueError("a '<!-- generated: NAME -->' without an end")
+
+    def replace(region: re.Match[str]) -> str:
+        opening, name, _, end = region.groups()
+        if name not in made:
+            made[name] = regions[name]().strip("\n")
+        return f"{opening}\n{made[name]}\n\n{end}"
+
+    return _REGION.sub(replace, text)

@@ -1,0 +1,118 @@
+"""The tables of docs/models.md: every flavor's dimensions, parameters and FLOPs, by arithmetic."""
+
+import inspect
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig
+from titan_moe.models.registry import FAMILIES, flavors
+from titan_moe.models.stats import part_weights, total
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+REPO = Path(__file__).parents[2]
+SEQ_LEN = 4096
+_HEADS = (
+    *("flavor", "parameters", "active", "GFLOP a token", "layers", "width", "attention"),
+    *("experts", "vocabulary", "files in `configs/`"),
+)
+_ADDRESS = re.compile(r"arXiv ((?:\d{4}\.\d{5}(?:, | and )?)+)")
+
+_REPOSITORY = re.compile(r"(?:deepseek-ai|mistralai|moonshotai|openai|Qwen)/[\w.-]+\w")
+
+
+def tables() -> str:
+    """A heading and a table for each family."""
+    files = _files()
+    parts = []
+    for family in FAMILIES:
+        says = inspect.getdoc(import_module(f"titan_moe.models.{family}.config")) or ""
+        rows = [
+            "| " + " | ".join(_row(flavor, config, files.get((family, flavor), []))) + " |"
+            for flavor, config in flavors(family).items()
+        ]
+        head = f"| {' | '.join(_HEADS)} |\n|---|{'--:|' * 3}{'---|' * (len(_HEADS) - 4)}"
+        parts.append(
+            f"## {family} {{ #{family} }}\n\n{_linked(says)}\n\n" + "\n".join([head, *rows])
+        )
+    return "\n\n".join(parts)
+
+
+def _row(flavor: str, config: ModelConfig, files: list[str]) -> list[str]:
+    size = total(config)
+    flops = sum(part_weights(config, SEQ_LEN).values()) / 1e9
+    moe = config.moe
+    experts = "none: dense"
+    if moe is not None:
+        shared = f" + {moe.num_shared_experts} shared" if moe.num_shared_experts else ""
+        experts = f"{moe.top_k} of {moe.num_experts}{shared}, {moe.hidden_dim:,} wide"
+    return [
+        f"`{flavor}`",
+        _count(sum(size)),
+        _count(size.active(config)),
+        f"{flops:,.3g}" if flops < 1000 else f"{flops:,.0f}",
+        _layers(config),
+        f"{config.dim:,}",
+        _attention(config),
+        experts,
+        f"{config.vocab_size:,}",
+        ", ".join(f"`{name}`" for name in files),
+    ]
+
+
+def _count(number: float) -> str:
+    """A number of parameters with three digits."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number / 1e3:.3g} k"
+
+
+def _layers(config: ModelConfig) -> str:
+    with_experts = sum(map(config.is_moe_layer, range(config.num_layers)))
+    words = str(config.num_layers)
+    if 0 < with_experts < config.num_layers:
+        words += f", {config.num_layers - with_experts} dense"
+    if config.num_mtp_layers:
+        words += f", {config.num_mtp_layers} MTP"
+    return words
+
+
+def _attention(config: ModelConfig) -> str:
+    attention = config.attention
+    if isinstance(attention, GQAConfig):
+        words = f"GQA {attention.num_heads}/{attention.num_kv_heads} x {attention.head_dim}"
+    else:
+        assert isinstance(attention, MLAConfig)
+        channels = f"{attention.nope_dim}+{attention.rope_dim}"
+        words = f"MLA {attention.num_heads} x {channels}, latent {attention.kv_rank}"
+    if config.local is not None:
+        words += f", {config.local.kind} {config.local.size:,}"
+    return words + (", sinks" if attention.sinks else "")
+
+
+def _files() -> dict[tuple[str, str], list[str]]:
+    """The TOML files of each family and flavor, below configs/."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for path in sorted((REPO / "configs").glob("*/*.toml")):
+        model = tomllib.loads(path.read_text(encoding="utf-8")).get("model", {})
+        if "name" in model and "flavor" in model:
+            name = path.relative_to(REPO / "configs").as_posix()
+            found.setdefault((model["name"], model["flavor"]), []).append(name)
+    return found
+
+
+def _linked(text: str) -> str:
+    """A docstring with its papers and Hugging Face repositories as links."""
+    text = _ADDRESS.sub(
+        lambda found: (
+            "arXiv " + re.sub(r"\d{4}\.\d{5}", r"[\g<0>](https://arxiv.org/abs/\g<0>)", found[1])
+        ),
+        text,
+    )
+    return _REPOSITORY.sub(r"[\g<0>](https://huggingface.co/\g<0>)", text)

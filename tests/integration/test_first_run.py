@@ -1,0 +1,124 @@
+"""What a first user sees: progress, how it went, commands that work, and an installed package."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import command, environment
+from tests.support.paths import REPO
+from tests.support.terminal import on_terminal
+from titan_moe.testing.process_pool import TIMEOUT_S
+
+_STEPS = 4
+_PACKAGE = ("titan_moe", "configs", "README.md", "LICENSE", "pyproject.toml")
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_every_step_and_a_pipe_the_logged_ones(tmp_path: Path) -> None:
+    keys = {"training__steps": _STEPS, "metrics__log_freq": 100}
+    code, seen = on_terminal(command(tmp_path / "seen", **keys), environment())
+    assert code == 0, seen
+    assert seen.startswith("checking "), "the first line comes before everything that takes time"
+    steps = re.findall(rf"step (\d)/{_STEPS}, loss [.\d]+", seen)
+    assert list(dict.fromkeys(steps)) == [str(step) for step in range(1, _STEPS + 1)]
+    piped = subprocess.run(
+        command(tmp_path / "piped", **keys), env=environment(), capture_output=True, text=True
+    )
+    assert piped.returncode == 0, piped.stderr
+    assert "\r" not in piped.stdout and f"/{_STEPS}," not in piped.stdout
+    assert re.findall(r"^step (\d)  loss", piped.stdout, re.MULTILINE) == ["1", str(_STEPS)]
+
+
+@pytest.mark.slow
+def test_a_run_whose_rank_is_not_to_print_is_silent(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        command(tmp_path), env=environment(LOG_RANK=1), capture_output=True, text=True
+    )
+    assert ran.returncode == 0 and (tmp_path / "metrics.jsonl").exists()
+    assert len(ran.stdout.splitlines()) == 1, "torchrun's command alone"
+
+
+@pytest.mark.slow
+def test_the_commands_at_the_end_work_as_printed(tmp_path: Path) -> None:
+    keys = {"checkpoint__enable": True, "model__flavor": "gate"}
+    variables = environment()
+    ran = subprocess.run(
+        command(tmp_path / "a run", **keys),
+        env=variables,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "per byte; a uniform guess is 5.55 nats (8 bits)" in ran.stdout
+    generate, longer, page = _commands(ran.stdout)
+    for each in (generate, longer, page):
+        done = subprocess.run(
+            each, shell=True, env=variables, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, (each, done.stderr)
+    assert (tmp_path / "a run" / "checkpoint" / "step-4").is_dir(), "trained on"
+    assert (tmp_path / "a run" / "report.html").is_file()
+
+
+def _commands(text: str) -> list[str]:
+    """Those that stand below the line "next you can ..."."""
+    _, found, below = text.partition("next you can ")
+    assert found, text
+    return re.findall(r"^  (.+)$", below, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with titan_moe as `pip install .` puts it there, and nothing else."""
+    pytest.importorskip("setuptools", "77")
+    folder = tmp_path_factory.mktemp("wheel")
+    (folder / "source").mkdir()
+    for name in _PACKAGE:
+        source, copy = REPO / name, folder / "source" / name
+        if source.is_dir():
+            left_out = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, copy, symlinks=True, ignore=left_out)
+        else:
+            shutil.copy(source, copy)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    words = [*pip, "--no-index", "--target", str(folder / "site"), str(folder / "source")]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    return folder / "site"
+
+
+@pytest.mark.slow
+def test_an_installed_package_trains_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    dropped = ("TITAN_MOE_CHECKOUT", "PYTHONPATH")
+    variables = {name: value for name, value in os.environ.items() if name not in dropped}
+    variables |= {"PYTHONPATH": str(installed), "CUDA_VISIBLE_DEVICES": ""}
+
+    def titan_moe(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "titan_moe", *words],
+            env=variables,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert str(installed / "titan_moe") in titan_moe("--version")
+    titan_moe("config", "schema", "--out", "schema.json")
+    assert (tmp_path / "schema.json").read_text() == (REPO / "configs/schema.json").read_text()
+    assert "nothing is wrong" in titan_moe("check", "--config", "qwen3/debugmodel_moe")
+    keys = ["--training.steps=2", "--training.seq_len=64", "--checkpoint.enable=true"]
+    told = titan_moe("train", "--config", "default", "--ranks", "2", "--validation.steps=2", *keys)
+    _, longer, page = _commands(told)
+    assert " train --config outputs/default/config.toml --ranks 2 --training.steps 4" in longer
+    subprocess.run(page, shell=True, env=variables, cwd=tmp_path, check=True)
+    assert (tmp_path / "outputs" / "default" / "curves.png").is_file()
+    assert (tmp_path / "outputs" / "default" / "report.html").is_file()

@@ -1,0 +1,90 @@
+"""What a run says at its end."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_moe.data.tokenizer import load_tokenizer, loss_unit
+from titan_moe.metrics import closing
+from titan_moe.runtime.launch import Launch
+
+TWO = Launch(world_size=2, local_world_size=2)
+CPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def said(**changed):
+    words = {
+        "checkpoint": Path("out/checkpoint/step-300"),
+        "resumable": True,
+        "steps": 300,
+        "prompt": "def ",
+        "launch": TWO,
+        "environment": CPU,
+    }
+    first, *commands = closing.next_steps(Path("out"), **(words | changed)).split("\n  ")
+    assert first.startswith("next you can ") and first.endswith(":")
+    return commands
+
+
+@pytest.fixture(autouse=True)
+def _console(monkeypatch):
+    monkeypatch.setattr(closing, "_console", lambda: ["titan-moe"])
+
+
+def test_the_loss_of_bytes_is_told_in_bits():
+    told = closing.outcome(300, 1.7, 1.93, *loss_unit(load_tokenizer("bytes")))
+    assert told == (
+        "step 300: loss 1.70 nats (2.45 bits) per byte, on held-out documents 1.93 nats "
+        "(2.78 bits); a uniform guess is 5.55 nats (8 bits)"
+    )
+
+
+def test_without_validation_nothing_is_said_of_it():
+    told = closing.outcome(5, math.log(1000), None, "token", 1000)
+    assert told == (
+        "step 5: loss 6.91 nats (9.97 bits) per token; a uniform guess is 6.91 nats (9.966 bits)"
+    )
+
+
+def test_the_commands_of_a_checkout(monkeypatch):
+    monkeypatch.chdir(closing.CHECKOUT)
+    generate, longer, page = said()
+    assert generate == "titan-moe generate out/checkpoint/step-300 --prompt 'def '"
+    assert longer == "CONFIG_FILE=out/config.toml ./run_train.sh --training.steps 600"
+    assert page == "titan-moe report run out"
+    _, longer, _ = said(launch=Launch(world_size=4, local_world_size=4))
+    assert longer.startswith("CONFIG_FILE=out/config.toml NGPU=4 ./run_train.sh ")
+
+
+def test_the_command_of_another_working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, longer, _ = said()
+    assert f" {closing.CHECKOUT}/run_train.sh " in longer
+
+
+def test_the_command_of_an_installed_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(closing, "CHECKOUT", tmp_path)
+    _, longer, _ = said()
+    assert longer == "titan-moe train --config out/config.toml --ranks 2 --training.steps 600"
+
+
+def test_what_cannot_be_done_is_not_proposed():
+    start, _ = said(checkpoint=None)
+    assert start.endswith("run_train.sh --checkpoint.enable")
+    assert len(said(resumable=False)) == 2
+    assert len(said(launch=Launch(world_size=16, local_world_size=8, num_nodes=2))) == 2
+
+
+def test_titan_moe_is_named_as_the_shell_finds_it(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    python = tmp_path / "bin" / "python"
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert closing._console() == [str(python), "-m", "titan_moe"]
+    program = tmp_path / "bin" / "titan-moe"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    assert closing._console() == [str(program)]
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert closing._console() == ["titan-moe"]

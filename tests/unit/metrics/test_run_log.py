@@ -1,0 +1,60 @@
+"""Phases with a made-up clock, rates against values computed by hand, memory after an
+allocation."""
+
+import pytest
+import torch
+
+from titan_moe.metrics.run_log import Phases, Throughput, memory_metrics
+
+
+def test_adds_up_until_taken():
+    ticks = iter([0.0, 2.0, 10.0, 10.5, 20.0, 23.0, 30.0, 31.0])
+    phases = Phases(clock=lambda: next(ticks))
+    with phases("data"):
+        pass
+    with phases("forward"):
+        pass
+    with phases("data"):
+        pass
+    assert phases.take() == {"time/data": 5.0, "time/forward": 0.5}
+    with phases("data"):
+        pass
+    assert phases.take() == {"time/data": 1.0}
+    assert phases.take() == {}
+
+
+def test_counts_a_phase_that_raises():
+    ticks = iter([0.0, 2.0])
+    phases = Phases(clock=lambda: next(ticks))
+    with pytest.raises(StopIteration), phases("data"):
+        raise StopIteration
+    assert phases.take() == {"time/data": 2.0}
+
+
+def test_rates_per_job_and_per_device():
+    throughput = Throughput(flops_per_token=2e9, num_devices=4, peak_tflops=10.0)
+    assert throughput.metrics(num_tokens=6000, seconds=1.5) == pytest.approx(
+        {
+            "tokens_per_second": 4000,
+            "tokens_per_second_per_device": 1000,
+            "tflops_per_device": 2.0,
+            "mfu": 0.2,
+        }
+    )
+
+
+def test_no_mfu_without_a_known_peak():
+    throughput = Throughput(flops_per_token=1.0, num_devices=1, peak_tflops=None)
+    assert "mfu" not in throughput.metrics(num_tokens=1, seconds=1.0)
+
+
+def test_resident_memory_follows_an_allocation():
+    before = memory_metrics(torch.device("cpu"))
+    block = torch.ones(2**28 // 4)
+    during = memory_metrics(torch.device("cpu"))
+    assert 0.2 < during["memory/resident_gib"] - before["memory/resident_gib"] < 0.3
+    assert during["memory/peak_gib"] >= during["memory/resident_gib"] * 0.99
+    del block
+    after = memory_metrics(torch.device("cpu"))
+    assert after["memory/resident_gib"] < during["memory/resident_gib"] - 0.2
+    assert after["memory/peak_gib"] >= during["memory/peak_gib"]

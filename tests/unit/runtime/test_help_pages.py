@@ -1,0 +1,78 @@
+"""Errors name a page of docs/ that is there."""
+
+import pytest
+
+from tests.support.config_checks import problems
+from tests.support.markdown import anchors
+from tests.support.paths import REPO
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import Training, Validation
+from titan_moe.config.parse import load_job
+from titan_moe.data.build import check_data
+from titan_moe.runtime.failure import print_errors
+from titan_moe.runtime.help_pages import all_pages, page_for
+
+_DOCS = REPO / "docs"
+
+
+@pytest.mark.parametrize("named", sorted(all_pages()))
+def test_every_page_is_there_with_its_anchor(named: str) -> None:
+    name, _, anchor = named.partition("#")
+    text = (_DOCS / name).read_text()
+    assert not anchor or anchor in anchors(text)
+
+
+_TROUBLE = "troubleshooting.md#"
+
+
+_MISTAKES = [
+    ("--parallelism.tensor_parallel_degree 3", "layouts.md"),
+    ("--training.text_column x", _TROUBLE + "no-text-column"),
+    ("--checkpoint.load_only", "checkpoints.md"),
+    ("--checkpoint.enable --checkpoint.initial_load_in_hf", "huggingface.md"),
+    ("--validation.steps -2", "configuration.md"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "page"), _MISTAKES)
+def test_a_mistake_names_the_page_that_helps(arguments: str, page: str) -> None:
+    line = problems(arguments, ranks=3)[0]
+    assert page_for(line) == page
+
+
+def test_missing_data_and_tokenizers_name_theirs() -> None:
+    (line,) = check_data(Training(dataset="json", dataset_path="/none"), Validation(), "bytes")
+    assert page_for(line) == "recipes/own-text.md"
+    (line,) = check_data(Training(), Validation(), "/no/tokenizer")
+    assert page_for(line) == _TROUBLE + "tokenizer-missing-or-too-large"
+
+
+@pytest.mark.parametrize(
+    ("line", "page"),
+    [
+        (
+            "rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+            _TROUBLE + "out-of-memory-on-the-gpu",
+        ),
+        ("rank 1 was killed by SIGKILL (often: out of memory)", _TROUBLE + "a-rank-was-killed"),
+        ("step 3: loss nan, gradient norm nan: layers.1", _TROUBLE + "loss-is-nan"),
+        (
+            "checkpoint out/step-1 is damaged: wrong checksum of a",
+            _TROUBLE + "checkpoint-is-damaged-or-incomplete",
+        ),
+    ],
+)
+def test_a_run_s_failure_names_the_page_that_helps(line: str, page: str) -> None:
+    assert page_for(line) == page
+
+
+def test_an_unknown_key_names_its_page(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_job(["--training.stepz", "3"])
+    print_errors(error.value.lines)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("did you mean training.steps? (docs/troubleshooting.md#unknown-key)")
+
+
+def test_what_no_page_says_more_about_stays_as_it_is() -> None:
+    assert page_for("no room") is None

@@ -1,0 +1,94 @@
+"""How torchrun is called, and what is left of a run that it could not finish."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_moe.runtime import torchrun
+from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.failure import Failure
+from titan_moe.runtime.torchrun import Nodes, start_ranks
+
+_ALONE = Nodes()
+
+
+def start(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, script: str, *words: str, nodes: Nodes = _ALONE
+) -> int:
+    """Run a Python script in torchrun's place; its arguments are those for torchrun."""
+    plain = torchrun._torchrun
+    monkeypatch.setattr(
+        torchrun, "_torchrun", lambda *all: [sys.executable, "-c", script, *plain(*all)[1:]]
+    )
+    environment = {**os.environ, "SLURM_JOB_ID": "77"}
+    environment.pop("OMP_NUM_THREADS", None)
+    handlers = {number: signal.getsignal(number) for number in torchrun._INTERRUPTED}
+    try:
+        return start_ranks(words, ranks=3, nodes=nodes, folder=folder, environment=environment)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+_SAYS = "import os, sys; print(*sys.argv[1:], file=open({out!r}, 'w')); sys.exit({code})"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        (Nodes(), "--nproc-per-node 3 --standalone"),
+        (
+            Nodes(2, 1, "node0:29500"),
+            "--nproc-per-node 3 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0:29500 "
+            "--rdzv-id 77 --rdzv-conf is_host=0",
+        ),
+    ],
+)
+def test_torchrun_gets_the_machines_and_the_job(
+    nodes: Nodes, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = _SAYS.format(out=str(tmp_path / "words"), code=0)
+    assert start(monkeypatch, tmp_path, script, "--training.steps=3", nodes=nodes) == 0
+    told = (tmp_path / "words").read_text()
+    assert told == f"{words} -m titan_moe train --training.steps=3\n"
+
+
+def test_the_first_failure_s_line_and_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Failure(1.0, 0, 2, ["no such thing"], expected=True).save(tmp_path)
+    script = (
+        "import os, shutil, sys; sys.stderr.write('a page\\n');"
+        f"shutil.copy({str(tmp_path / 'rank-0.json')!r}, os.environ['TITAN_MOE_FAILURES']);"
+        "assert int(os.environ['OMP_NUM_THREADS']) >= 1; sys.exit(1)"
+    )
+    assert start(monkeypatch, tmp_path, script) == 2
+    assert capsys.readouterr().err == "error: no such thing\n"
+    (log,) = (tmp_path / "launch").iterdir()
+    assert log.read_text() == "a page\n"
+
+
+def test_a_signal_reaches_torchrun_and_its_own_code_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = (
+        "import os, pathlib, signal, sys, time\n"
+        f"ended = pathlib.Path({str(tmp_path / 'ended')!r})\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (ended.touch(), sys.exit(1)))\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "time.sleep(20)"
+    )
+    assert start(monkeypatch, tmp_path, script) == 130
+    assert (tmp_path / "ended").exists()
+    assert capsys.readouterr().out.splitlines()[-1] == f"the files of this run are in {tmp_path}"
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"cannot write to job\.dump_folder=.*: Not a directory"):
+        start(monkeypatch, tmp_path / "file" / "outputs", "")

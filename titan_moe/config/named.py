@@ -1,0 +1,41 @@
+"""The configurations that come with titan_moe, found by name wherever it is installed."""
+
+from difflib import get_close_matches
+from pathlib import Path
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+"""Inside the package: in a checkout a link to configs/, in an installed package a copy of it."""
+
+
+def find_config(text: str) -> str:
+    """The path that `text` is if there is such a file, else that of the configuration of this name:
+    qwen3/debugmodel_moe, debug/default or default, with or without .toml, and as configs/... too.
+
+    What is neither comes back as it is.
+    """
+    if Path(text).exists():
+        return text
+    named = _named()
+    name = text.removeprefix("configs/").removesuffix(".toml")
+    found = [named[name]] if name in named else [named[each] for each in _with_stem(name)]
+    return str(found[0]) if len(found) == 1 else text
+
+
+def what_is_there(text: str) -> str:
+    """For an error about a file that is not there: which names come near it."""
+    named = _named()
+    name = text.removeprefix("configs/").removesuffix(".toml")
+    near = _with_stem(name) or get_close_matches(name, named)
+    if near:
+        return f"; did you mean {' or '.join(sorted(near))}, which titan_moe brings along?"
+    return ", nor does titan_moe bring a configuration of this name along"
+
+
+def _named() -> dict[str, Path]:
+    """Each configuration of a training by its path without .toml."""
+    files = sorted(path for path in CONFIGS.glob("*/*.toml") if path.parent.name != "suites")
+    return {path.relative_to(CONFIGS).with_suffix("").as_posix(): path for path in files}
+
+
+def _with_stem(stem: str) -> list[str]:
+    return [name for name in _named() if name.rpartition("/")[2] == stem]

@@ -1,0 +1,60 @@
+"""The page of docs/ that helps with an error."""
+
+import re
+
+_TROUBLE = "troubleshooting.md#"
+# The first row whose pattern is found in the line is taken: symptoms, then the key that the line
+# is about.
+_PAGES = tuple(
+    (re.compile(pattern), page)
+    for pattern, page in (
+        (r"(?i)out of memory\. |OutOfMemoryError", _TROUBLE + "out-of-memory-on-the-gpu"),
+        (r"was killed by SIG", _TROUBLE + "a-rank-was-killed"),
+        (r"RDZV_ENDPOINT=\S* is in use", _TROUBLE + "port-in-use"),
+        (
+            r"the nodes could not meet|cannot join the process",
+            _TROUBLE + "the-nodes-could-not-meet",
+        ),
+        (r"Timed out waiting|operation timeout", _TROUBLE + "hang-or-timeout"),
+        (r"ranks for \d+ GPUs", _TROUBLE + "more-ranks-than-gpus"),
+        (r"^this is a command of the checkout", _TROUBLE + "the-wrong-code-runs"),
+        (r"^step \d+: loss ", _TROUBLE + "loss-is-nan"),
+        (r"found no room between ranks", _TROUBLE + "capacity-overflow"),
+        (r"free some space| GB are free", _TROUBLE + "disk-full"),
+        (r"one folder for all nodes", _TROUBLE + "no-checkpoint-folder-is-shared"),
+        (r"ranks hold different values", _TROUBLE + "replicas-differ"),
+        (r"checkpoint's data position", _TROUBLE + "checkpoint-refuses-the-data-position"),
+        (r"holds the model only", _TROUBLE + "only-the-model-is-in-the-checkpoint"),
+        (r"^checkpoint .* does not fit the model", _TROUBLE + "checkpoint-does-not-fit-the-model"),
+        (r"text_column=", _TROUBLE + "no-text-column"),
+        (r" ran out: ", _TROUBLE + "the-data-ran-out"),
+        (r"documents to train on, fewer", _TROUBLE + "too-few-documents"),
+        (r"was made with tokenizer", _TROUBLE + "data-was-tokenised-with-another-tokenizer"),
+        (r"tokenizer_path", _TROUBLE + "tokenizer-missing-or-too-large"),
+        (r"wants at least as many", _TROUBLE + "too-few-microbatches-for-the-pipeline"),
+        (r"hf_assets_path|_in_hf|safetensors|config\.json|Hugging Face form", "huggingface.md"),
+        (
+            r"^checkpoint .*( is damaged| is incomplete)|is truncated",
+            _TROUBLE + "checkpoint-is-damaged-or-incomplete",
+        ),
+        (r"no such key", _TROUBLE + "unknown-key"),
+        (r"model\.(name|flavor)", "models.md"),
+        (r"^parallelism|since (context|tensor)_parallel", "layouts.md"),
+        (r"^(model\.converters|quantize|compile|training\.mixed_precision)\b", "precision.md"),
+        (r"^checkpoint\b", "checkpoints.md"),
+        (r"^moe\.", "moe.md"),
+        (r"^debug\.(routing|capture)", "is-it-right.md"),
+        (r"^(training|validation)\.(blend|dataset)", "recipes/own-text.md"),
+        (r"^[a-z_]+\.[a-z_]+ ?=", "configuration.md"),
+    )
+)
+
+
+def page_for(line: str) -> str | None:
+    """Such as "troubleshooting.md#disk-full", below docs/; None where no page says more."""
+    return next((page for pattern, page in _PAGES if pattern.search(line)), None)
+
+
+def all_pages() -> set[str]:
+    """Every page that an error may name."""
+    return {page for _, page in _PAGES}

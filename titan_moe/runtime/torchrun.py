@@ -1,0 +1,121 @@
+"""Start one machine's ranks with torchrun, wait for them, and say in a line why they failed."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.failure import explain, print_errors
+from titan_moe.runtime.launch import cpu_threads
+
+_INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run, and this one among them."""
+
+    number: int = 1
+    this: int = 0
+    """Number 0 hosts the meeting point."""
+    endpoint: str = ""
+    """host:port of machine 0, where all meet; "" where there is one machine."""
+
+
+def start_ranks(
+    arguments: Sequence[str],
+    *,
+    ranks: int,
+    nodes: Nodes,
+    folder: Path,
+    environment: Mapping[str, str],
+) -> int:
+    """Train on `ranks` processes of this machine; returns the exit code of the run.
+
+    Args:
+        arguments: of titan-moe train.
+        folder: the run's. torchrun's own words and every rank's warnings go to its launch/.
+
+    Raises RunError where nothing can be written there.
+    """
+    command = [*_torchrun(ranks, nodes, environment), "-m", "titan_moe", "train", *arguments]
+    log = _new_log(folder, nodes.this)
+    print(shlex.join(command), flush=True)
+    with tempfile.TemporaryDirectory() as records:
+        variables = {
+            # torchrun would set one thread per rank.
+            "OMP_NUM_THREADS": str(cpu_threads(ranks)),
+            **environment,
+            "TITAN_MOE_FAILURES": records,
+        }
+        code, interrupted = _run(command, log, variables)
+        if sys.stdout.isatty() and (code or interrupted):
+            print()  # A progress bar may be on the line.
+        if interrupted:
+            print(
+                "interrupted; with checkpoint.enable, the same command goes on from the latest "
+                f"step saved\nthe files of this run are in {folder}"
+            )
+            return interrupted
+        if code:
+            lines, code = explain(Path(records), log, nodes.endpoint)
+            print_errors(lines)
+    return code
+
+
+def _torchrun(ranks: int, nodes: Nodes, environment: Mapping[str, str]) -> list[str]:
+    program = Path(sys.executable).with_name("torchrun")
+    torchrun = [str(program)]
+    if not program.is_file():
+        torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    torchrun += ["--nproc-per-node", str(ranks)]
+    if nodes.number == 1:
+        return [*torchrun, "--standalone"]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", nodes.endpoint]
+    name = ["--rdzv-id", environment.get("SLURM_JOB_ID", "titan_moe")]
+    host = ["--rdzv-conf", f"is_host={int(nodes.this == 0)}"]
+    return [*torchrun, "--nnodes", str(nodes.number), *meeting, *name, *host]
+
+
+def _new_log(folder: Path, node: int) -> Path:
+    now = time.strftime("%Y%m%d-%H%M%S")
+    log = folder / "launch" / f"{now}-node{node}-{os.getpid()}.log"
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+    except OSError as error:
+        told = f"cannot write to job.dump_folder={folder}: {error.strerror}"
+        raise RunError(told) from None
+    return log
+
+
+def _run(command: list[str], log: Path, variables: Mapping[str, str]) -> tuple[int, int]:
+    """Its exit code, and this process's own if a signal ended it, else 0.
+
+    In a session of its own, torchrun gets one signal, and the one that ends its ranks in good
+    order.
+    """
+    interrupted = 0
+    child: subprocess.Popen[bytes] | None = None
+
+    def stop(number: int, frame: Any) -> None:
+        nonlocal interrupted
+        interrupted = _INTERRUPTED[signal.Signals(number)]
+        if child is not None:
+            child.terminate()
+
+    for number in _INTERRUPTED:
+        signal.signal(number, stop)
+    with log.open("wb") as words:
+        child = subprocess.Popen(command, env=variables, stderr=words, start_new_session=True)
+        if interrupted:
+            child.terminate()
+        return child.wait(), interrupted
