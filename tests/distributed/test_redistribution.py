@@ -1,0 +1,126 @@
+"""Plans carried out on gloo ranks, forward and backward, against slices of the whole tensor."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tests.support.shardings import all_shardings
+from titan_moe.distributed.redistribution import execute, plan
+from titan_moe.distributed.sharding import Axes, Sharding, coordinates, group_of
+from titan_moe.testing.ranks import RankError, run_on_ranks
+
+
+class Mesh:
+    """Groups of joined axes, made when they are first asked for, by all of their ranks at once."""
+
+    def __init__(self, axes: Axes) -> None:
+        self.axes, self.rank = axes, dist.get_rank()
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+
+    def group(self, axes: Sequence[str]) -> ProcessGroup:
+        ranks = tuple(group_of(self.rank, axes, self.axes))
+        if ranks not in self._groups:
+            group = dist.new_group(list(ranks), use_local_synchronization=True)
+            self._groups[ranks] = group
+        return self._groups[ranks]
+
+
+def part_of(whole: Tensor, sharding: Sharding, rank: int, axes: Axes) -> Tensor:
+    """A rank's part; of a sum, a term that no other rank has, all of which add up to the whole."""
+    part = whole[sharding.box(rank, whole.shape, axes)].clone()
+    place = coordinates(rank, axes)
+    terms, number = 1, 0
+    for axis in sorted(sharding.partial):
+        terms, number = terms * axes[axis], number * axes[axis] + place[axis]
+    last = number == terms - 1
+    # Powers of two keep the sums exact.
+    return part * (2.0 ** -(number if last else number + 1))
+
+
+def gradient_of(sharding: Sharding, axes: Axes) -> Sharding:
+    """Copies and sums change places."""
+    named = {axis for cut in sharding.cuts for axis in cut} | sharding.partial
+    return Sharding(sharding.cuts, frozenset(axis for axis in axes if axis not in named))
+
+
+def is_whole(whole: Tensor, parts: list[Tensor], sharding: Sharding, axes: Axes) -> bool:
+    """Whether the ranks' parts are those of a tensor under a sharding; terms in any division."""
+    for rank, part in enumerate(parts):
+        mates = group_of(rank, sorted(sharding.partial), axes)
+        total = sum((parts[mate] for mate in mates[1:]), parts[mates[0]])
+        if not torch.equal(total, whole[sharding.box(rank, whole.shape, axes)]):
+            return False
+        copies = [a for a in axes if a not in sharding.partial]
+        copies = [a for a in copies if all(a not in cut for cut in sharding.cuts)]
+        if not torch.equal(part, parts[group_of(rank, copies, axes)[0]]):
+            return False
+    return True
+
+
+def move_all(
+    axes: dict[str, int], shape: tuple[int, ...], pairs: list[tuple[str, str]]
+) -> list[tuple[Tensor, Tensor]]:
+    """For each pair this rank's part afterwards, and the gradient of its part before."""
+    mesh, results = Mesh(axes), []
+    whole = torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).view(shape)
+    for source, target in pairs:
+        steps = plan(source, target, axes=axes, shape=shape, dtype=whole.dtype)
+        local = part_of(whole, steps.source, mesh.rank, axes).requires_grad_()
+        moved = execute(steps, local, mesh)
+        moved.backward(part_of(-whole, gradient_of(steps.target, axes), mesh.rank, axes))
+        results.append((moved.detach(), local.grad))
+    return results
+
+
+def check(axes: dict[str, int], shape: tuple[int, ...], pairs: list[tuple[str, str]]) -> None:
+    whole = torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).view(shape)
+    world = torch.Size(list(axes.values())).numel()
+    of_ranks = run_on_ranks(move_all, world, axes, shape, pairs)
+    for (source, target), results in zip(pairs, zip(*of_ranks, strict=True), strict=True):
+        moved, grads = map(list, zip(*results, strict=True))
+        place = f"{source} -> {target} of {shape}"
+        assert is_whole(whole, moved, Sharding.parse(target), axes), place
+        of_gradient = gradient_of(Sharding.parse(source), axes)
+        assert is_whole(-whole, grads, of_gradient, axes), f"gradient of {place}"
+
+
+def all_pairs(axes: dict[str, int], num_dims: int) -> list[tuple[str, str]]:
+    texts = [str(each) for each in all_shardings(list(axes), num_dims)]
+    return [(one, other) for one in texts for other in texts]
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (5, 3)])
+def test_every_pair_on_two_by_two_ranks(shape: tuple[int, int]) -> None:
+    axes = {"x": 2, "y": 2}
+    check(axes, shape, all_pairs(axes, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(12, 6), (7, 5)])
+def test_every_pair_on_two_by_three_ranks(shape: tuple[int, int]) -> None:
+    axes = {"x": 2, "y": 3}
+    check(axes, shape, all_pairs(axes, 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", [(8, 8, 8), (3, 9, 5)])
+def test_many_pairs_of_three_dims_on_eight_ranks(shape: tuple[int, ...]) -> None:
+    axes = {"x": 2, "y": 2, "z": 2}
+    check(axes, shape, random.Random(5).sample(all_pairs(axes, 3), 2000))
+
+
+def move_wrong(axes: dict[str, int]) -> None:
+    steps = plan("S(0)[x]", "R", axes=axes, shape=(4, 4), dtype=torch.float64)
+    execute(steps, torch.zeros(4, 4, dtype=torch.float64), Mesh(axes))
+
+
+def test_a_part_of_another_shape_is_refused() -> None:
+    with pytest.raises(
+        RankError, match=r"holds \[4, 4\], not \[2, 4\]: its part of \[4, 4\] under"
+    ):
+        run_on_ranks(move_wrong, 2, {"x": 2})

@@ -1,0 +1,171 @@
+"""Plans between shardings: their costs against all ways there are, and their limits."""
+
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.shardings import all_shardings
+from titan_moe.distributed.redistribution import (
+    ALL,
+    Link,
+    LinkCosts,
+    Moves,
+    Plan,
+    UnitCosts,
+    plan,
+)
+from titan_moe.distributed.sharding import Sharding
+from titan_moe.distributed.sharding_moves import OPS
+
+AXES = {"x": 2, "y": 2, "z": 2}
+ONE_AXIS = Moves(frozenset(OPS) - {"permute"}, joint=False)
+
+
+def planned(source: str | Sharding, target: str | Sharding, **options: object) -> Plan:
+    options = {"axes": AXES, "shape": (16, 16), "dtype": torch.float32} | options
+    return plan(source, target, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "one_axis", "all_moves"),
+    [
+        ("S(0)[x]S(1)[y]", "S(1)[x,y]", 3, 2),
+        ("P[x]S(0)[y]", "S(0)[x,y]", 4, 3),
+        ("S(0)[y]", "S(0)[y,x]", 0, 0),
+        ("S(0)[y]", "S(0)[x,y]", 2, 1),
+        ("S(0)[x,y,z]", "S(0)[y,z]", 6, 2),
+        ("S(0)[x,y,z]", "R", 6, 2),
+        ("S(0)[x,y,z]", "S(0)[z,y,x]", 6, 1),
+        ("S(0)[x]S(1)[y]", "R", 4, 2),
+        ("R", "P[x]S(1)[y]", 0, 0),
+        ("P[x]", "R", 4, 4),
+    ],
+)
+def test_known_costs(source: str, target: str, one_axis: int, all_moves: int) -> None:
+    assert planned(source, target, moves=ONE_AXIS).cost == one_axis
+    assert planned(source, target).cost == all_moves
+
+
+def _edge(before: Sharding, after: Sharding, joint: bool) -> float:
+    """What the cheapest single move costs, from the two shardings alone; inf if none leads there.
+
+    Written a second time, by what changes: which axes come and go in which dims.
+    """
+    cuts = [(b, a) for b, a in zip(_dims(before), _dims(after), strict=True) if b != a]
+    dropped = before.partial - after.partial
+    if after.partial - before.partial:
+        free = len(after.partial - before.partial) == 1 and not cuts and not dropped
+        taken = after.partial & {axis for cut in before.cuts for axis in cut}
+        return 0 if free and not taken else np.inf
+    shorter = [b[len(a) :] for b, a in cuts if b[: len(a)] == a]
+    longer = [a[len(b) :] for b, a in cuts if a[: len(b)] == b]
+    cost = np.inf
+    if not cuts:
+        moved, cost = len(dropped), 4
+    elif len(shorter) == len(cuts) and not dropped:
+        moved, cost = sum(map(len, shorter)), 2
+    elif len(longer) == len(cuts) == 1 and not dropped:
+        return 0 if len(longer[0]) == 1 else np.inf
+    elif len(longer) == len(cuts) == 1 and set(longer[0]) == dropped:
+        moved, cost = len(dropped), 2
+    elif len(shorter) == len(longer) == 1 and shorter == longer and not dropped:
+        moved, cost = len(shorter[0]), 1
+    elif all(sorted(b) == sorted(a) for b, a in cuts) and not dropped:
+        moved, cost = 2, 1 if joint else np.inf
+    else:
+        return np.inf
+    return cost if joint or moved == 1 else np.inf
+
+
+def _dims(sharding: Sharding) -> list[tuple[str, ...]]:
+    return [*sharding.cuts, *((),) * (2 - len(sharding.cuts))]
+
+
+@cache
+def _least_costs(joint: bool) -> tuple[list[Sharding], np.ndarray]:
+    """Between all pairs of the 92 shardings, by Floyd and Warshall's algorithm."""
+    states = list(all_shardings("xyz", 2))
+    costs = np.array([[0 if a == b else _edge(a, b, joint) for b in states] for a in states])
+    for middle in range(len(states)):
+        costs = np.minimum(costs, costs[:, middle, None] + costs[None, middle])
+    return states, costs
+
+
+def _compare(pairs: list[tuple[int, int]], moves: Moves) -> None:
+    states, costs = _least_costs(moves.joint)
+    assert len(states) == 92
+    for one, other in pairs:
+        found = planned(states[one], states[other], moves=moves)
+        assert found.cost == costs[one, other], f"{found.source} -> {found.target}\n{found}"
+
+
+@pytest.mark.parametrize("moves", [ALL, ONE_AXIS], ids=["all", "one axis"])
+def test_no_way_is_cheaper(moves: Moves) -> None:
+    pairs = [(one, other) for one in range(92) for other in range(92)]
+    _compare(random.Random(3).sample(pairs, 600), moves)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moves", [ALL, ONE_AXIS], ids=["all", "one axis"])
+def test_no_way_is_cheaper_between_all_pairs(moves: Moves) -> None:
+    _compare([(one, other) for one in range(92) for other in range(92)], moves)
+
+
+def test_steps_lead_from_the_source_to_the_target() -> None:
+    states = list(all_shardings("xyz", 2))
+    for source, target in (random.Random(i).sample(states, 2) for i in range(100)):
+        found = planned(source, target)
+        at = source
+        for step in found.steps:
+            assert step.before == at
+            at = step.after
+        assert at == target
+
+
+def test_bytes_and_peaks_are_those_of_the_largest_part() -> None:
+    (gather,) = planned("S(0)[x,y]", "S(0)[x]", shape=(16, 4)).steps
+    assert (gather.op, gather.axes) == ("all_gather", ("y",))
+    assert (gather.bytes, gather.peak_bytes) == (4 * 4 * 4, (4 + 8) * 4 * 4)
+    (exchange,) = planned("S(0)[x,y]", "S(1)[x,y]", shape=(16, 4)).steps
+    assert (exchange.op, exchange.bytes) == ("all_to_all", 3 * 4 * 4)
+    (permute,) = planned("S(0)[x,y,z]", "S(0)[z,y,x]", shape=(16, 4)).steps
+    assert (permute.bytes, permute.peak_bytes) == (2 * 4 * 4, 2 * 2 * 4 * 4)
+    uneven = planned("S(0)[x,y]", "R", shape=(5, 1)).steps[0]
+    assert uneven.bytes == (5 - 2) * 4
+
+
+def test_a_plan_keeps_to_its_memory() -> None:
+    whole = 16 * 16 * 4
+    source, target = "S(0)[x]S(1)[y]", "S(1)[x,y]"
+    through_whole = planned(source, target, moves=ONE_AXIS)
+    assert through_whole.peak_bytes > whole / 2
+    frugal = planned(source, target, peak_bytes=whole // 2)
+    assert frugal.cost == 2 and frugal.peak_bytes == whole // 2
+    with pytest.raises(ValueError, match=r"no plan from .* at most 1,024 bytes"):
+        planned("S(0)[x]", "R", peak_bytes=whole)
+
+
+def test_slow_links_are_avoided() -> None:
+    """Within a node twice rather than between nodes once with everything."""
+    links = {"x": Link(1e9, 1e-5), "y": Link(1e11, 1e-6)}
+    options = {"shape": (1 << 12, 1 << 12), "axes": {"x": 2, "y": 2}}
+    found = planned("S(0)[x,y]", "R", costs=LinkCosts(links), **options)
+    joint = planned("S(0)[x,y]", "R", **options).steps[0]
+    assert [step.op for step in found.steps if step.axes == ("x",)]
+    assert found.cost < LinkCosts(links).cost("all_gather", joint.axes, (2, 2), joint.bytes)
+
+
+def test_a_sharding_of_another_mesh_is_refused() -> None:
+    with pytest.raises(ValueError, match="names w; the mesh has the axes x, y, z"):
+        planned("S(0)[w]", "R")
+    with pytest.raises(ValueError, match="cuts dim 2 of a tensor of 2 dims"):
+        planned("R", "S(2)[x]")
+
+
+def test_the_bound_of_unit_costs_is_one() -> None:
+    """A* needs it: `least` is no more than any cost."""
+    costs = UnitCosts()
+    assert all(costs.least(op) <= costs.cost(op, ("x",), (2,), 1) for op in OPS)

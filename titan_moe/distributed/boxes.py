@@ -1,0 +1,73 @@
+"""Parts of a tensor that are boxes: their arithmetic, and their exchange between ranks."""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+Box = tuple[slice, ...]
+"""For each dim, where the part begins and ends in the whole tensor."""
+
+
+def sizes(box: Box) -> tuple[int, ...]:
+    """The shape of what it holds."""
+    return tuple(each.stop - each.start for each in box)
+
+
+def overlap(one: Box, other: Box) -> Box:
+    """What both hold; of no length where they do not meet."""
+    starts = [max(a.start, b.start) for a, b in zip(one, other, strict=True)]
+    stops = [min(a.stop, b.stop) for a, b in zip(one, other, strict=True)]
+    return tuple(slice(a, max(a, b)) for a, b in zip(starts, stops, strict=True))
+
+
+def inside(box: Box, whole: Box) -> Box:
+    """The same place, counted from the corner of a box that holds it."""
+    if not prod(sizes(box)):  # It lies anywhere.
+        return tuple(slice(0, size) for size in sizes(box))
+    return tuple(
+        slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, whole, strict=True)
+    )
+
+
+def exchange_boxes(
+    local: Tensor,
+    before: Sequence[Box],
+    after: Sequence[Box],
+    *,
+    place: int,
+    group: ProcessGroup,
+    add: bool = False,
+) -> Tensor:
+    """What this rank holds afterwards, in one all-to-all; collective over the group.
+
+    Args:
+        local: what it holds before.
+        before, after: the boxes of the group's ranks, in its order.
+        place: this rank's among them.
+        add: the boxes before hold terms of a sum, taken in the order of ranks; else pieces, of
+            which no two hold the same.
+    """
+    mine, wanted = before[place], after[place]
+    sent = [overlap(mine, box) for box in after]
+    received = [overlap(box, wanted) for box in before]
+    numbers = [prod(sizes(box)) for box in received]
+    buffer = local.new_empty(sum(numbers))
+    dist.all_to_all_single(
+        buffer,
+        torch.cat([local[inside(box, mine)].reshape(-1) for box in sent]),
+        numbers,
+        [prod(sizes(box)) for box in sent],
+        group=group,
+    )
+    pieces = buffer.split(numbers)
+    if add:
+        return torch.stack(pieces).sum(0).view(sizes(wanted))
+    whole = local.new_empty(sizes(wanted))
+    for piece, box in zip(pieces, received, strict=True):
+        if piece.numel():
+            whole[inside(box, wanted)] = piece.view(sizes(box))
+    return whole

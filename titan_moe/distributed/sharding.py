@@ -1,0 +1,182 @@
+"""How a tensor lies on a mesh, as a value.
+
+    P[tp]S(0)[ep,edp]S(1)[etp]
+
+reads: a partial sum over `tp`; tensor dim 0 is cut by `ep` first and what is left of it by `edp`;
+dim 1 is cut by `etp`. Axes that are not named hold copies, and `R` names none. The order of the
+axes of a dim matters: with 4 ranks, `S(0)[ep,edp]` gives rank (edp=0, ep=1) the third quarter, and
+`S(0)[edp,ep]` the second.
+
+A dim that does not divide is cut as torch.chunk does, at each axis anew: all pieces but the last
+ones have the same size, and the last ones may be empty.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from titan_moe.distributed.boxes import Box
+
+Axes = Mapping[str, int]
+"""The axes of a mesh, outermost first, and their sizes. Ranks are numbered row-major."""
+
+_TERM = re.compile(r"(?:P|S\((\d+)\))\[([^\[\]]+)\]")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What each axis of a mesh does to a tensor."""
+
+    cuts: tuple[tuple[str, ...], ...] = ()
+    """For each tensor dim the axes that cut it, outermost first; dims after the last cut one are
+    left out."""
+    partial: frozenset[str] = frozenset()
+    """Axes over which the tensor is a sum that has not been taken."""
+
+    def __post_init__(self) -> None:
+        cuts = tuple(tuple(axes) for axes in self.cuts)
+        while cuts and not cuts[-1]:
+            cuts = cuts[:-1]
+        object.__setattr__(self, "cuts", cuts)
+        object.__setattr__(self, "partial", frozenset(self.partial))
+        named = [axis for axes in cuts for axis in axes] + sorted(self.partial)
+        if twice := sorted({axis for axis in named if named.count(axis) > 1}):
+            raise ValueError(f"{self} names {', '.join(twice)} twice: an axis does one thing")
+
+    @classmethod
+    def parse(cls, text: str) -> "Sharding":
+        """Of its text form. Raises ValueError with one line for anything else."""
+        if text == "R":
+            return cls()
+        terms = list(_TERM.finditer(text))
+        if not terms or "".join(term.group() for term in terms) != text:
+            raise ValueError(
+                f"{text!r} is no sharding: write R, or terms such as P[tp]S(0)[ep,edp]"
+            )
+        heads = [term.group(1) for term in terms]
+        if len(set(heads)) < len(heads):
+            raise ValueError(f"{text!r} has two terms of one kind: join their axes in order")
+        cuts: dict[int, tuple[str, ...]] = {}
+        partial: frozenset[str] = frozenset()
+        for head, axes in ((term.group(1), term.group(2).split(",")) for term in terms):
+            if head is None:
+                partial = frozenset(axes)
+            else:
+                cuts[int(head)] = tuple(axes)
+        return cls(tuple(cuts.get(dim, ()) for dim in range(max(cuts, default=-1) + 1)), partial)
+
+    def __str__(self) -> str:
+        partial = f"P[{','.join(sorted(self.partial))}]" if self.partial else ""
+        cuts = (f"S({dim})[{','.join(axes)}]" for dim, axes in enumerate(self.cuts) if axes)
+        return partial + "".join(cuts) or "R"
+
+    def check(self, shape: Sequence[int], axes: Axes) -> None:
+        """Raises ValueError where it does not fit a tensor's shape or the mesh's axes."""
+        if len(self.cuts) > len(shape):
+            raise ValueError(
+                f"{self} cuts dim {len(self.cuts) - 1} of a tensor of {len(shape)} dims, "
+                f"{list(shape)}"
+            )
+        named = {axis for cut in self.cuts for axis in cut} | self.partial
+        if unknown := sorted(named - set(axes)):
+            raise ValueError(
+                f"{self} names {', '.join(unknown)}; the mesh has the axes {', '.join(axes)}"
+            )
+
+    def box(self, rank: int, shape: Sequence[int], axes: Axes) -> Box:
+        """Where a rank's part lies in the whole tensor."""
+        self.check(shape, axes)
+        place = coordinates(rank, axes)
+        box = []
+        for dim, size in enumerate(shape):
+            first, last = 0, size
+            for axis in self.cuts[dim] if dim < len(self.cuts) else ():
+                each = -(-(last - first) // axes[axis])
+                first = min(first + place[axis] * each, last)
+                last = min(first + each, last)
+            box.append(slice(first, last))
+        return tuple(box)
+
+    def largest(self, shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
+        """The shape of the largest part, which the first rank holds."""
+        sizes = list(shape)
+        for dim, cut in enumerate(self.cuts):
+            for axis in cut:
+                sizes[dim] = -(-sizes[dim] // axes[axis])
+        return tuple(sizes)
+
+    def placements(self, axes: Axes) -> tuple[Placement, ...]:
+        """As a DTensor of a mesh with these axes has it.
+
+        An axis that cuts before one to its left in the mesh becomes a `_StridedShard`, which is
+        what fully_shard makes of a parameter that is cut already; torch keeps it in parameters,
+        optimizers and checkpoints, where it drops an explicit `shard_order`.
+        """
+        self.check([1] * len(self.cuts), axes)
+        names = list(axes)
+        placements: list[Placement] = []
+        for place, axis in enumerate(names):
+            if axis in self.partial:
+                placements.append(Partial())
+                continue
+            dim = next((dim for dim, cut in enumerate(self.cuts) if axis in cut), None)
+            if dim is None:
+                placements.append(Replicate())
+                continue
+            cut = self.cuts[dim]
+            before = [other for other in cut[: cut.index(axis)] if names.index(other) > place]
+            split_factor = prod(axes[other] for other in before)
+            placements.append(
+                _StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
+            )
+        return tuple(placements)
+
+    @classmethod
+    def of(cls, placements: Sequence[Placement], axes: Axes) -> "Sharding":
+        """The reverse. An axis of size 1 that cuts a dim stands last there: where it stands changes
+        nothing. Raises ValueError for placements that no order of axes explains."""
+        names = list(axes)
+        cuts: dict[int, list[str]] = {}
+        partial = frozenset(
+            axis for axis, each in zip(names, placements, strict=True) if each.is_partial()
+        )
+        # From the last axis on: where one stands follows from those to its right that cut before.
+        for axis, placement in reversed(list(zip(names, placements, strict=True))):
+            if placement.is_replicate() or placement.is_partial():
+                continue
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            cut = cuts.setdefault(dim, [])
+            factor = getattr(placement, "split_factor", 1)
+            ahead, place = 1, 0
+            while ahead < factor and place < len(cut):
+                ahead *= axes[cut[place]]
+                place += 1
+            if ahead != factor:
+                raise ValueError(f"{placement} on axis {axis}: no order of {cut} cuts so")
+            cut.insert(len(cut) if axes[axis] == 1 else place, axis)
+        return cls(tuple(tuple(cuts.get(d, ())) for d in range(max(cuts, default=-1) + 1)), partial)
+
+
+def coordinates(rank: int, axes: Axes) -> dict[str, int]:
+    """Where a rank stands along each axis."""
+    place = {}
+    for axis, size in reversed(list(axes.items())):
+        rank, place[axis] = divmod(rank, size)
+    return place
+
+
+def group_of(rank: int, axes: Sequence[str], mesh: Axes) -> list[int]:
+    """The ranks that differ from `rank` along these axes only, itself included, ascending."""
+    place, strides = coordinates(rank, mesh), {}
+    stride = 1
+    for axis, size in reversed(list(mesh.items())):
+        strides[axis], stride = stride, stride * size
+    first = rank - sum(place[axis] * strides[axis] for axis in axes)
+    members = [first]
+    for axis in axes:
+        members = [member + i * strides[axis] for member in members for i in range(mesh[axis])]
+    return sorted(members)

@@ -1,0 +1,148 @@
+"""What one collective, or one local move, can make of a tensor's sharding.
+
+| op | before → after | over |
+|---|---|---|
+| slice | copies → parts | an axis, which then cuts a dim last |
+| to_partial | copies → a sum with one term | an axis: all its ranks but the first hold zeros |
+| all_gather | parts → copies | the last axes of any dims |
+| all_to_all | parts of one dim → of another | a dim's last axes, which then cut the other last |
+| reduce_scatter | sums → parts | axes of the sum, which then cut a dim last |
+| all_reduce | sums → copies | axes of the sum |
+| permute | parts → the same parts on other ranks | the axes of a dim, in another order |
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations, permutations, product
+from typing import NamedTuple
+
+from titan_moe.distributed.sharding import Sharding
+
+OPS = (
+    "slice", "to_partial", "all_gather", "all_to_all", "reduce_scatter", "all_reduce", "permute",
+)  # fmt: skip
+LOCAL_OPS = frozenset({"slice", "to_partial"})
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What a plan may use."""
+
+    ops: frozenset[str] = frozenset(OPS)
+    joint: bool = True
+    """Whether one collective may run over several axes."""
+
+
+class State(NamedTuple):
+    """A sharding as a search hashes and orders it: an entry of `cuts` for every tensor dim."""
+
+    cuts: tuple[tuple[str, ...], ...]
+    partial: tuple[str, ...]
+
+    @classmethod
+    def of(cls, sharding: Sharding, num_dims: int) -> "State":
+        cuts = sharding.cuts + ((),) * (num_dims - len(sharding.cuts))
+        return cls(cuts, tuple(sorted(sharding.partial)))
+
+    def sharding(self) -> Sharding:
+        return Sharding(self.cuts, frozenset(self.partial))
+
+
+class Move(NamedTuple):
+    op: str
+    axes: tuple[str, ...]
+    """That take part."""
+    after: State
+
+
+@lru_cache(maxsize=65536)
+def moves_from(state: State, axes: tuple[str, ...], moves: Moves) -> tuple[Move, ...]:
+    """Every move from a state, in a fixed order; `axes` are all of the mesh."""
+    made: list[Move] = []
+    for op in OPS:
+        if op in moves.ops:
+            found = _MAKERS[op](state, axes)
+            made += [move for move in found if moves.joint or len(move.axes) == 1]
+    return tuple(made)
+
+
+def _with_cut(cuts: tuple[tuple[str, ...], ...], dim: int, cut: tuple[str, ...]) -> tuple:
+    return (*cuts[:dim], cut, *cuts[dim + 1 :])
+
+
+def _free(state: State, axes: tuple[str, ...]) -> list[str]:
+    used = {axis for cut in state.cuts for axis in cut} | set(state.partial)
+    return [axis for axis in axes if axis not in used]
+
+
+def _slices(state: State, axes: tuple[str, ...]) -> Iterator[Move]:
+    # One axis at a time: local moves are free, and joined in the end.
+    for axis in _free(state, axes):
+        for dim, cut in enumerate(state.cuts):
+            after = State(_with_cut(state.cuts, dim, (*cut, axis)), state.partial)
+            yield Move("slice", (axis,), after)
+
+
+def _to_partials(state: State, axes: tuple[str, ...]) -> Iterator[Move]:
+    for axis in _free(state, axes):
+        after = State(state.cuts, tuple(sorted((*state.partial, axis))))
+        yield Move("to_partial", (axis,), after)
+
+
+def _all_gathers(state: State, axes: tuple[str, ...]) -> Iterator[Move]:
+    for kept in product(*(range(len(cut) + 1) for cut in state.cuts)):
+        gathered = [a for cut, n in zip(state.cuts, kept, strict=True) for a in cut[n:]]
+        if gathered:
+            cuts = tuple(cut[:n] for cut, n in zip(state.cuts, kept, strict=True))
+            yield Move("all_gather", tuple(gathered), State(cuts, state.partial))
+
+
+def _all_to_alls(state: State, axes: tuple[str, ...]) -> Iterator[Move]:
+    for source, cut in enumerate(state.cuts):
+        for first in range(len(cut)):
+            for dim, other in enumerate(state.cuts):
+                if dim != source:
+                    cuts = _with_cut(state.cuts, source, cut[:first])
+                    cuts = _with_cut(cuts, dim, other + cut[first:])
+                    yield Move("all_to_all", cut[first:], State(cuts, state.partial))
+
+
+def _reduce_scatters(state: State, axes: tuple[str, ...]) -> Iterator[Move]:
+    for number in range(1, len(state.partial) + 1):
+        for chosen in permutations(state.partial, number):
+            left = tuple(axis for axis in state.partial if axis not in chosen)
+            for dim, cut in enumerate(state.cuts):
+                cuts = _with_cut(state.cuts, dim, cut + chosen)
+                yield Move("reduce_scatter", chosen, State(cuts, left))
+
+
+def _all_reduces(state: State, axes: tuple[str, ...]) -> Iterator[Move]:
+    for number in range(1, len(state.partial) + 1):
+        for chosen in combinations(state.partial, number):
+            left = tuple(axis for axis in state.partial if axis not in chosen)
+            yield Move("all_reduce", chosen, State(state.cuts, left))
+
+
+def _permutes(state: State, axes: tuple[str, ...]) -> Iterator[Move]:
+    for cuts in product(*(permutations(cut) for cut in state.cuts)):
+        pairs = zip(state.cuts, cuts, strict=True)
+        if moved := [axis for cut, new in pairs for axis in _reordered(cut, new)]:
+            yield Move("permute", tuple(moved), State(cuts, state.partial))
+
+
+def _reordered(cut: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes after those that stay first."""
+    same = next((i for i, (a, b) in enumerate(zip(cut, new, strict=True)) if a != b), len(cut))
+    return cut[same:]
+
+
+_MAKERS: dict[str, Callable[[State, tuple[str, ...]], Iterator[Move]]] = {
+    "slice": _slices,
+    "to_partial": _to_partials,
+    "all_gather": _all_gathers,
+    "all_to_all": _all_to_alls,
+    "reduce_scatter": _reduce_scatters,
+    "all_reduce": _all_reduces,
+    "permute": _permutes,
+}
