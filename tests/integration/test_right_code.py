@@ -17,11 +17,11 @@ from tests.support.paths import REPO
 _CODE = ("titan_moe", "configs", "scripts", "run_train.sh", "pyproject.toml")
 _MISTAKE = """
 
-_prepare = prepare
+_prepare_job = prepare_job
 
 
-def prepare(*arguments):
-    job, model = _prepare(*arguments)
+def prepare_job(*arguments):
+    job, model = _prepare_job(*arguments)
     optimizer = job.optimizer.model_copy(update={"lr": 1.5 * job.optimizer.lr})
     return job.model_copy(update={"optimizer": optimizer}), model
 """
@@ -115,7 +115,7 @@ def test_a_checkout_whose_package_cannot_be_had_is_refused(clones: Clones) -> No
 def test_run_train_checks_by_its_own_code(clones: Clones) -> None:
     """Called from the root of another checkout."""
     with (clones.mine / "titan_moe" / "train.py").open("a") as file:
-        file.write("\n\ndef prepare(*_):\n    raise ConfigError(['this is mine'])\n")
+        file.write("\n\ndef prepare_job(*_):\n    raise ConfigError(['this is mine'])\n")
     script = os.path.relpath(clones.mine / "run_train.sh", clones.programs)
     path = f"{clones.programs}:{os.environ['PATH']}"
     exit_code, told = clones.run(script, at=clones.installed, PATH=path, NGPU=1)
