@@ -13,7 +13,7 @@ from tests.support.dispatch_arithmetic import CONFIG, LAYERS, TOP_K, Border
 from tests.support.tiers import split, tiered
 from titan_moe.config.parse import load_job
 from titan_moe.ops import move_rows
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.testing.ranks import RankError, run_on_ranks
 from titan_moe.verify.gradients.fixture import make_rows
 from titan_moe.verify.gradients.worker import own_batches
 from titan_moe.verify.layouts.layouts import SEQ_LEN, apply_layout, num_rows, parse, with_tables
@@ -202,10 +202,16 @@ def test_bounded_buffers_wait_for_nothing(layout: str):
 @pytest.mark.parametrize(
     "bug, where",
     tiered(
-        [("a truth is asked for", "forward"), ("recompute plans anew", "recompute")],
+        [("a truth is asked for", "forward")],
         slow=[("rows chosen by a mask", "forward"), ("a gradient is read", "backward")],
     ),
 )
 def test_a_planted_wait_is_seen(bug: str, where: str):
     seen = count("dp_shard=2,ep=2,recompute=full", bug)
     assert seen[where] >= LAYERS + (where == "forward")
+
+
+def test_a_recomputation_that_plans_anew_is_refused():
+    """It would wait for split sizes again; the run itself sees that it counts again."""
+    with pytest.raises(RankError, match="a recomputed forward changed"):
+        count("dp_shard=2,ep=2,recompute=full", "recompute plans anew")

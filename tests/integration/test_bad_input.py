@@ -123,11 +123,6 @@ def stages_that_miss_a_layer(folder: Path) -> Bad:
     return Bad(_CONFIG, words, overrides, {"NGPU": 2})
 
 
-def rotation_of_torchtitan(folder: Path) -> Bad:
-    words = ["context_parallel_rotate_method", '"alltoall"', "'ring'"]
-    return Bad(_CONFIG, words, {"parallelism__context_parallel_rotate_method": "alltoall"})
-
-
 def no_rank_to_log(folder: Path) -> Bad:
     return Bad(_CONFIG, ["LOG_RANK=first", "0 or 0,1"], variables={"LOG_RANK": "first"})
 
@@ -234,7 +229,6 @@ CONFIGURATIONS: list[Case] = [
     too_few_microbatches,
     recompute_with_a_split_backward,
     stages_that_miss_a_layer,
-    rotation_of_torchtitan,
     missing_data,
     empty_data,
     tokenizer_larger_than_vocabulary,

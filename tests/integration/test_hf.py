@@ -55,7 +55,6 @@ BAD = [
     ({"model__name": "mixtral"}, ["family 'qwen3': set that"]),
     ({"moe__bias_update_speed": 0.01}, ["no place for the routing bias", "choose 0"]),
     ({"checkpoint__enable": "false"}, ["initial_load_in_hf=true has no effect without"]),
-    ({"checkpoint__initial_load_in_hf_quantized": "true"}, ["recognised by themselves"]),
 ]
 
 

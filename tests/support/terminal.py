@@ -1,15 +1,19 @@
 """A command on a terminal, as a person sees it."""
 
+import fcntl
 import os
 import pty
+import struct
 import subprocess
+import termios
 from collections.abc import Mapping, Sequence
 
 
 def on_terminal(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
     """Its exit code, and all that it has written to a terminal of 100 columns."""
     ours, theirs = pty.openpty()
-    variables = {**environment, "COLUMNS": "100", "TERM": "xterm"}
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    variables = {**environment, "TERM": "xterm"}
     process = subprocess.Popen(
         command, env=variables, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
     )

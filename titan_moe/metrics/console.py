@@ -50,6 +50,7 @@ class Console:
                 dynamic_ncols=True,
                 leave=False,
                 miniters=1,  # Left out, tqdm guesses how many steps it can skip.
+                mininterval=0,
             )
 
     def progress(self, loss: float, step_tokens: int) -> None:

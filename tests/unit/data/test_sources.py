@@ -80,7 +80,9 @@ def test_c4_test_is_a_folder_of_torchtitans_repository(tmp_path, monkeypatch):
         assert len(error.value.lines) == 1
     write_jsonl(tmp_path / "tests" / "assets" / "c4_test" / "data.json", TEXTS)
     for path in (None, "tests/assets/c4_test", "tests/assets/c4_test/data.json"):
-        corpus = open_source("c4_test", path, key="training.", tokenizer="bytes", seed=0)
+        corpus = open_source(
+            "c4_test", path, key="training.", tokenizer="bytes", seed=0, text_column="text"
+        )
         assert texts_of(corpus) == TEXTS
     assert not is_stream("c4_test") and is_stream("c4") and is_stream("c4_validation")
 

@@ -191,7 +191,7 @@ def test_mistakes_are_told_before_anything_runs(launcher):
         compare(plan("--optimizer.lrr 1"), launcher, silent)
     with pytest.raises(ConfigError, match=r"must divide|divisible|multiple|tensor_parallel"):
         compare(plan("layout=tp=3"), launcher, silent)
-    with pytest.raises(ConfigError, match="both sides are the same training"):
+    with pytest.raises(ConfigError, match="both runs are the same training"):
         compare(plan(), launcher, silent)
     assert not calls(launcher)
 
