@@ -18,6 +18,7 @@ from tests.support.commands import run_command
 from tests.support.markdown import Fence, comments, fences
 from tests.support.paths import DEBUG_CONFIGS, REPO
 from titan_moe.config.parse import tomllib
+from titan_moe.testing.process_pool import TIMEOUT_S
 
 _KINDS = ("run", "file", "check")
 _REGIONS = ("generated",)
@@ -26,7 +27,8 @@ _CHECKOUT = (
     *(".gitignore", "LICENSE", "README.md", "pyproject.toml", "run_train.sh"),
     *("configs", "docs", "scripts", "tests", "titan_moe"),
 )
-_TIMEOUT_S = 1200
+_TIMEOUT_S = TIMEOUT_S
+"""Of a block: less than a test has, whose end by the clock would not name the block."""
 
 
 @dataclass(frozen=True)
@@ -131,16 +133,22 @@ def run_group(group: Group, folder: Path) -> None:
 
 
 def _run_bash(example: Example, folder: Path, environment: dict[str, str]) -> None:
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", example.text],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_TIMEOUT_S,
-    )
+    try:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", example.text],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as expired:
+        told = (expired.output or b"").decode(errors="replace")
+        raise AssertionError(
+            f"{example.place}: not done after {_TIMEOUT_S:g} s:\n{example.text}\n{told[-6000:]}"
+        ) from None
     assert done.returncode == 0, (
         f"{example.place}: exit code {done.returncode} of\n{example.text}\n{done.stdout[-6000:]}"
     )
