@@ -19,13 +19,15 @@ _ELSEWHERE = re.compile(r"[a-z]+:")
 
 
 def path_problems(page: str, text: str, repo: Path) -> list[str]:
-    """A line for each path of the repository, named as code, that is not there."""
+    """A line for each path of the repository, named as code, that is neither there nor written by
+    an example of the page."""
+    written = set(re.findall(r"<!-- file: \S+ (\S+) -->", text))
     return [
         f"{page}:{line}: no {path}"
         for line, code in code_spans(text)
         if (found := _PATH.match(code))
         for path in _expanded(found[1])
-        if path not in _TORCHTITANS and not any(repo.glob(path.rstrip("/")))
+        if path not in _TORCHTITANS | written and not any(repo.glob(path.rstrip("/")))
     ]
 
 

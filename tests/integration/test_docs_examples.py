@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import examples
 from tests.support.examples import Group, examples_of, read_examples, run_group
 from tests.support.markdown import pages
 from tests.support.paths import REPO
@@ -71,6 +72,18 @@ def test_a_block_that_fails_is_told_with_its_page_line_command_and_output(tmp_pa
     lines = str(caught.value).splitlines()
     assert lines[0] == "docs/a.md:2: exit code 1 of"
     assert "false | cat" in lines and lines[-1] == "before"
+
+
+def test_a_block_that_takes_too_long_is_told_so_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examples, "_TIMEOUT_S", 2.0)
+    text = "<!-- run: long -->\n```bash\necho before\nexec sleep 60\n```\n"
+    (group,), _ = read_examples("docs/a.md", text)
+    with pytest.raises(AssertionError) as caught:
+        run_group(group, tmp_path)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "docs/a.md:2: not done after 2 s:" and lines[-1] == "before"
 
 
 @pytest.mark.parametrize(

@@ -131,16 +131,23 @@ def run_group(group: Group, folder: Path) -> None:
 
 
 def _run_bash(example: Example, folder: Path, environment: dict[str, str]) -> None:
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", example.text],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    # Ends before the test's own limit, which would not name the block.
+    try:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", example.text],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as expired:
+        told = (expired.output or b"").decode(errors="replace")
+        raise AssertionError(
+            f"{example.place}: not done after {TIMEOUT_S:g} s:\n{example.text}\n{told[-6000:]}"
+        ) from None
     assert done.returncode == 0, (
         f"{example.place}: exit code {done.returncode} of\n{example.text}\n{done.stdout[-6000:]}"
     )

@@ -24,7 +24,7 @@ def _float8(run: Run) -> list[str]:
     if importlib.util.find_spec("torchao") is None:
         lines.append(
             "model.converters: float8 needs torchao, which is not installed: "
-            "pip install 'titan_moe[float8]', or leave it out"
+            "pip install '.[float8]', or leave it out"
         )
     units = not job.quantize.linear.float8.emulate
     if units and not run.num_gpus:
