@@ -25,4 +25,4 @@ def test_float8_experts_want_experts() -> None:
 def test_float8_without_torchao_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (line,) = problems(_EMULATED)
-    assert "needs torchao, which is not installed: pip install 'titan_moe[float8]'" in line
+    assert "needs torchao, which is not installed: pip install '.[float8]'" in line
