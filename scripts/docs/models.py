@@ -85,10 +85,10 @@ def _layers(config: ModelConfig) -> str:
 
 def _attention(config: ModelConfig) -> str:
     attention = config.attention
+    words = f"{type(attention).__name__.removesuffix('Config')}, {attention.num_heads} heads"
     if isinstance(attention, GQAConfig):
         words = f"GQA {attention.num_heads}/{attention.num_kv_heads} x {attention.head_dim}"
-    else:
-        assert isinstance(attention, MLAConfig)
+    elif isinstance(attention, MLAConfig):
         channels = f"{attention.nope_dim}+{attention.rope_dim}"
         words = f"MLA {attention.num_heads} x {channels}, latent {attention.kv_rank}"
     if config.local is not None:
