@@ -77,7 +77,7 @@ def test_a_block_that_fails_is_told_with_its_page_line_command_and_output(tmp_pa
 def test_a_block_that_takes_too_long_is_told_so_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examples, "_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(examples, "TIMEOUT_S", 2.0)
     text = "<!-- run: long -->\n```bash\necho before\nexec sleep 60\n```\n"
     (group,), _ = read_examples("docs/a.md", text)
     with pytest.raises(AssertionError) as caught:
