@@ -458,6 +458,9 @@ class Comm(Section):
     """Longest wait for a collective until the first step has ended."""
     train_timeout_seconds: PositiveInt = 100
     """Longest wait for a collective after the first step."""
+    init_communicators_eagerly: bool = False
+    """Make each NCCL communicator with its process group, not in the group's first collective.
+    Ranks that cannot reach each other then fail before the first step."""
 
 
 class Validation(Section):

@@ -53,7 +53,7 @@ def derived_mesh(root: DeviceMesh, names: Sequence[str], axes: Sequence[Spans]) 
         mesh_dim_names=tuple(names),
         _init_backend=False,
         _rank=root._rank,
-        _layout=_layout(axes),
+        _layout=_layout_of(axes),
         _rank_map=root._rank_map,
         _root_mesh=root,
     )
@@ -62,7 +62,7 @@ def derived_mesh(root: DeviceMesh, names: Sequence[str], axes: Sequence[Spans]) 
     return mesh
 
 
-def _layout(axes: Sequence[Spans]) -> _mesh_layout._MeshLayout:
+def _layout_of(axes: Sequence[Spans]) -> _mesh_layout._MeshLayout:
     sizes = [tuple(size for size, _ in spans) for spans in axes]
     strides = [tuple(stride for _, stride in spans) for spans in axes]
     flat = getattr(_mesh_layout, "_FlatLayout", None)
