@@ -34,12 +34,12 @@ class _MeshOfRank(DeviceMesh):
         return self._rank
 
 
-def root_mesh(device_type: str, ranks: Sequence[int], rank: int, *, connected: bool) -> DeviceMesh:
+def root_mesh(device_type: str, ranks: torch.Tensor, rank: int, *, connected: bool) -> DeviceMesh:
     """All ranks along the one axis `world`. `connected`: this process is `rank` of a world."""
     kind = DeviceMesh if connected else _MeshOfRank
     return kind(
         device_type,
-        torch.tensor(list(ranks), dtype=torch.int),
+        ranks,
         mesh_dim_names=("world",),
         _init_backend=False,
         _rank=rank,

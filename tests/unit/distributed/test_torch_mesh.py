@@ -26,7 +26,7 @@ MODULE = {"_MeshLayout", "_FlatLayout"}
 
 def test_every_private_name_is_named_here_and_there_in_torch() -> None:
     assert _private_names() == {*ARGUMENTS, *METHODS, *FIELDS, *MODULE, GROUP_NAMES}
-    mesh = torch_mesh.root_mesh("cpu", range(4), 1, connected=False)
+    mesh = torch_mesh.root_mesh("cpu", torch.arange(4), 1, connected=False)
     assert set(inspect.signature(DeviceMesh.__init__).parameters) >= ARGUMENTS
     assert all(callable(getattr(DeviceMesh, name)) for name in METHODS)
     assert set(vars(mesh)) >= FIELDS
