@@ -96,7 +96,7 @@ class CommCounter(TorchDispatchMode):
         # parameters.
         if group is dist.group.WORLD and not _called_by_fsdp():
             return WORLD
-        return self.groups.get(group.group_name, "?")
+        return self.groups.get(group.group_name, group.group_desc)
 
 
 def axes_of_groups(meshes: Meshes) -> dict[str, str]:
