@@ -157,32 +157,21 @@ def test_strided_shards_lie_where_arithmetic_puts_them(tp: int, shards: int):
 def _shift_strided_shards() -> None:
     """Strided shards are said to lie one shard further, at loading and for the checksums alike:
     production's own check sees nothing."""
-    from torch.distributed.checkpoint import planner_helpers
+    from titan_moe.checkpoint import checksum, tensor_files
 
-    from titan_moe.checkpoint import checksum
-
-    place = planner_helpers.compute_local_shape_and_global_offset
     slices = checksum.local_slices
 
-    def shifted(shape, mesh, placements):
-        sizes, offsets = place(shape, mesh, placements)
-        for placement in placements:
+    def shifted(tensor):
+        box = list(slices(tensor))
+        for placement in getattr(tensor, "placements", ()):
             if isinstance(placement, _StridedShard):
-                at = list(offsets)
-                at[placement.dim] = (at[placement.dim] + sizes[placement.dim]) % shape[
-                    placement.dim
-                ]
-                offsets = tuple(at)
-        return sizes, offsets
+                dim, held = placement.dim, box[placement.dim]
+                size = held.stop - held.start
+                first = (held.start + size) % tensor.shape[dim]
+                box[dim] = slice(first, first + size)
+        return tuple(box)
 
-    def shifted_slices(tensor):
-        if not hasattr(tensor, "placements"):
-            return slices(tensor)
-        sizes, offsets = shifted(tensor.shape, tensor.device_mesh, tensor.placements)
-        return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-
-    planner_helpers.compute_local_shape_and_global_offset = shifted
-    checksum.local_slices = shifted_slices
+    tensor_files.local_slices = checksum.local_slices = shifted
 
 
 def _first_stage_only() -> None:
