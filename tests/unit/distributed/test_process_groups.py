@@ -18,8 +18,6 @@ def count_new_groups(world_size: int, degrees: dict[str, int], rank: int) -> tup
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from titan_moe.distributed.mesh import build_meshes
-
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     calls: list[tuple[int, ...]] = []
@@ -30,7 +28,7 @@ def count_new_groups(world_size: int, degrees: dict[str, int], rank: int) -> tup
         return new_group(ranks, *args, **kwargs)
 
     dist.new_group = counting
-    meshes = build_meshes(ParallelDims(world_size, **degrees), "cpu")
+    meshes = ParallelDims(world_size, **degrees).build_mesh("cpu")
     axes = sorted({*DENSE_AXES, *SPARSE_AXES} - {"dp_shard", "cp"} | {"fsdp"})
     ranks = [dist.get_process_group_ranks(meshes[axis].get_group()) for axis in axes]
     assert len(calls) == len(meshes.groups.all())
@@ -59,9 +57,7 @@ def own_timeouts(seconds: float) -> list[float]:
 
     import torch
 
-    from titan_moe.distributed.mesh import build_meshes
-
-    meshes = build_meshes(ParallelDims(2, tp=2), "cpu", timedelta(seconds=seconds))
+    meshes = ParallelDims(2, tp=2).build_mesh("cpu", timeout=timedelta(seconds=seconds))
     groups = [meshes.group(axis) for axis in ("tp", "fsdp")]
     return [group._get_backend(torch.device("cpu")).options._timeout.seconds for group in groups]
 
