@@ -1,6 +1,9 @@
 """Tensors cut by several axes in any order: where parts lie, and checkpoints of every order."""
 
+from itertools import permutations, product
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from tests.support.ordered import EXPLICIT, explicit, explicit_spec, strided
 from tests.support.shardings import all_shardings
@@ -16,8 +20,14 @@ from titan_moe.checkpoint.checksum import checksums
 from titan_moe.checkpoint.safe_reader import SafeReader
 from titan_moe.checkpoint.tensor_files import read_tensors, write_tensors
 from titan_moe.checkpoint.tensors import model_tensors
-from titan_moe.distributed.dtensor import local_part, local_slices, mesh_axes, sharding_of
-from titan_moe.distributed.sharding import Sharding
+from titan_moe.distributed.dtensor import (
+    _check_divides,
+    local_part,
+    local_slices,
+    mesh_axes,
+    sharding_of,
+)
+from titan_moe.distributed.sharding import Sharding, coordinates
 from titan_moe.testing.ranks import run_on_ranks
 
 needs_explicit = pytest.mark.skipif(not EXPLICIT, reason="this torch has no shard_order")
@@ -176,6 +186,30 @@ def _strided_and_uneven() -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (4, 2), (2, 2, 2), (2, 3, 2), (3, 2, 2)])
+def test_strided_shards_that_are_not_refused_lie_where_torch_says(sizes: tuple[int, ...]) -> None:
+    axes = dict(zip("xyz", sizes, strict=False))
+    refused = 0
+    for order, size in product(permutations(axes), range(1, 26)):
+        sharding = Sharding((order,))
+        placements = sharding.placements(axes)
+        tensor = SimpleNamespace(shape=(size,), placements=placements)
+        try:
+            _check_divides(tensor, sharding, axes)  # type: ignore[arg-type]
+        except ValueError:
+            refused += 1
+            continue
+        for rank in range(prod(sizes)):
+            place = coordinates(rank, axes)
+            (length,), (begin,) = _compute_local_shape_and_global_offset(
+                (size,), sizes, [place[axis] for axis in axes], placements
+            )
+            (box,) = sharding.box(rank, (size,), axes)
+            assert length == box.stop - box.start
+            assert length == 0 or begin == box.start, (str(sharding), size, rank)
+    assert refused
 
 
 def test_a_strided_shard_that_does_not_divide_is_refused() -> None:

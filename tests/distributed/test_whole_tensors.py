@@ -1,4 +1,4 @@
-"""Nothing gathers a tensor over one axis after another: neither training, nor Muon, nor an export."""
+"""Nothing gathers a tensor over one axis after another: not training, not Muon, not an export."""
 
 import logging
 from pathlib import Path
