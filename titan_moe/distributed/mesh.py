@@ -13,7 +13,9 @@ FSDP2 and of the exchanges in every layer are made at once, all others when they
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +32,7 @@ from titan_moe.distributed.parallel_dims import (
 from titan_moe.distributed.process_groups import GroupOptions, ProcessGroups, Traffic
 from titan_moe.distributed.sharding import Axes
 from titan_moe.distributed.torch_mesh import (
+    Spans,
     derived_mesh,
     register_flattened,
     root_mesh,
@@ -46,7 +49,7 @@ class Meshes:
     """Every mesh of a run, for this rank.
 
     Asking for a mesh or a group for the first time makes process groups: all ranks do it, in the
-    same order. `dense` and `sparse`, the five-axis views, know the groups made so far.
+    same order.
     """
 
     dims: ParallelDims
@@ -54,14 +57,22 @@ class Meshes:
     """This rank's place in the job; its number in the world is `ranks[rank]`."""
     ranks: Sequence[int] = field(repr=False)
     root: DeviceMesh
-    dense: DeviceMesh
-    sparse: DeviceMesh
     groups: ProcessGroups = field(repr=False)
     timeout: timedelta | None = None
     is_connected: bool = True
     """Whether there are process groups; without them, meshes know sizes and places alone."""
     _made: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)
     _groups: dict[Names, ProcessGroup] = field(default_factory=dict, repr=False)
+
+    @property
+    def dense(self) -> DeviceMesh:
+        """The five-axis view of what all tokens meet; it has the groups made so far."""
+        return self._five_axes(DENSE_AXES)
+
+    @property
+    def sparse(self) -> DeviceMesh:
+        """The five-axis view of the routed experts; it has the groups made so far."""
+        return self._five_axes(SPARSE_AXES)
 
     def __getitem__(self, names: Names) -> DeviceMesh:
         """The mesh of one or more axes, primary or derived, in the order that the views have; they
@@ -95,14 +106,7 @@ class Meshes:
         key = names if isinstance(names, str) else tuple(names)
         if key not in self._groups:
             self._groups[key] = self._make_group(self._shortest(names))
-            self._name_groups()
         return self._groups[key]
-
-    def make_groups(self, axes: Sequence[str]) -> None:
-        """Make the group of each axis."""
-        for axis in axes:
-            self._groups[axis] = self._make_group(axis)
-        self._name_groups()
 
     def known_group(self, names: Names) -> ProcessGroup | None:
         """As `group`, if it was made already."""
@@ -127,6 +131,15 @@ class Meshes:
         _check_order(names)
         axes = {name: self.dims.size(name) for name in names}
         return View(axes, self.dims.coordinate(self.rank, names), self)
+
+    def _five_axes(self, names: tuple[str, ...]) -> DeviceMesh:
+        key = ("view", *names)
+        if key not in self._made:
+            axes = [self.dims.spans(axis) for axis in names]
+            self._made[key] = derived_mesh(self.root, names, axes)
+        if self.is_connected:
+            set_groups(self._made[key], [self.known_group(axis) for axis in names])
+        return self._made[key]
 
     def _sliced(self, names: tuple[str, ...]) -> DeviceMesh:
         _check_order(names)
@@ -157,21 +170,19 @@ class Meshes:
         return GroupOptions(Traffic.TOKENS if tokens else Traffic.PARAMETERS, self.timeout)
 
     def _description(self, names: Names) -> str:
-        """The axes of a group, of all names that share it."""
+        """The axes of a group, all that share it."""
         if not isinstance(names, str):
             return ",".join(names)
-        spans, options = self.dims.spans(names), self._options(names)
-        shared = [
-            name
-            for name in (*AXES, *DERIVED_AXES)
-            if self.dims.spans(name) == spans and self._options(name) == options
-        ]
-        return "+".join(shared)
+        return "+".join(self._sharing[self.dims.spans(names), self._options(names)])
 
-    def _name_groups(self) -> None:
-        known = {axis: self.known_group(axis) for axis in AXES}
-        for view in (self.dense, self.sparse):
-            set_groups(view, [known[axis] for axis in view.mesh_dim_names or ()])
+    @cached_property
+    def _sharing(self) -> dict[tuple[Spans, GroupOptions], list[str]]:
+        """The axes that are the same ranks, by what they ask of a group."""
+        sharing: dict[tuple[Spans, GroupOptions], list[str]] = {}
+        for name in (*AXES, *DERIVED_AXES):
+            key = self.dims.spans(name), self._options(name)
+            sharing.setdefault(key, []).append(name)
+        return sharing
 
 
 @dataclass
@@ -205,20 +216,22 @@ def build_mesh(
                 f"a layout of {len(ranks)} ranks in a world of {dist.get_world_size()}: say with "
                 f"ranks= which they are"
             )
-    if len(ranks) != dims.world_size or list(ranks) != sorted(set(ranks)):
+    # A range's tensor takes no Python number for each rank of the world.
+    numbers = (
+        torch.arange(ranks.start, ranks.stop, ranks.step)
+        if isinstance(ranks, range)
+        else torch.tensor(ranks)
+    )
+    if len(ranks) != dims.world_size or not bool((numbers.diff() > 0).all()):
         raise ValueError(f"a layout of {dims.world_size} ranks needs as many, ascending: {ranks}")
     if own not in ranks:
         raise ValueError(f"rank {own} is none of the job's: {ranks[0]} to {ranks[-1]}")
-    root = root_mesh(device_type, ranks, own, connected=is_connected)
-    dense, sparse = (
-        derived_mesh(root, axes, [dims.spans(axis) for axis in axes])
-        for axes in (DENSE_AXES, SPARSE_AXES)
-    )
+    root = root_mesh(device_type, numbers, own, connected=is_connected)
     groups = ProcessGroups() if groups is None else groups
-    place = ranks.index(own)
-    meshes = Meshes(dims, place, ranks, root, dense, sparse, groups, timeout, is_connected)
+    meshes = Meshes(dims, ranks.index(own), ranks, root, groups, timeout, is_connected)
     if is_connected:
-        meshes.make_groups(_EVERY_RUN)
+        for axis in _EVERY_RUN:
+            meshes.group(axis)
         meshes["fsdp"]  # Torch then knows that it joins two axes.
     return meshes
 

@@ -107,14 +107,16 @@ class ParallelDims:
     def spans(self, names: Names) -> tuple[tuple[int, int], ...]:
         """Size and stride of the axes that `names` join, outermost first: those that adjoin as one,
         those of one rank left out. Names of equal spans are the same ranks."""
+        wanted = primary_axes(names)
+        view = DENSE_AXES if set(wanted) <= set(DENSE_AXES) else SPARSE_AXES
         spans: list[tuple[int, int]] = []
-        for axis in primary_axes(names):
-            size, stride = self.size(axis), self.stride(axis)
-            if size == 1:
-                continue
-            if spans and spans[-1][1] == size * stride:
-                size *= spans.pop()[0]
-            spans.append((size, stride))
+        stride = 1
+        for axis in reversed(view):
+            size = int(getattr(self, axis))
+            if axis in wanted and size > 1:
+                inner = spans.pop(0) if spans and prod(spans[0]) == stride else (1, stride)
+                spans.insert(0, (size * inner[0], inner[1]))
+            stride *= size
         return tuple(spans)
 
     def coordinate(self, rank: int, names: Names) -> int:

@@ -34,12 +34,12 @@ class _MeshOfRank(DeviceMesh):
         return self._rank
 
 
-def root_mesh(device_type: str, ranks: Sequence[int], rank: int, *, connected: bool) -> DeviceMesh:
+def root_mesh(device_type: str, ranks: torch.Tensor, rank: int, *, connected: bool) -> DeviceMesh:
     """All ranks along the one axis `world`. `connected`: this process is `rank` of a world."""
     kind = DeviceMesh if connected else _MeshOfRank
     return kind(
         device_type,
-        torch.tensor(list(ranks), dtype=torch.int),
+        ranks,
         mesh_dim_names=("world",),
         _init_backend=False,
         _rank=rank,
@@ -53,7 +53,7 @@ def derived_mesh(root: DeviceMesh, names: Sequence[str], axes: Sequence[Spans]) 
         mesh_dim_names=tuple(names),
         _init_backend=False,
         _rank=root._rank,
-        _layout=_layout(axes),
+        _layout=_layout_of(axes),
         _rank_map=root._rank_map,
         _root_mesh=root,
     )
@@ -62,14 +62,17 @@ def derived_mesh(root: DeviceMesh, names: Sequence[str], axes: Sequence[Spans]) 
     return mesh
 
 
-def _layout(axes: Sequence[Spans]) -> _mesh_layout._MeshLayout:
+def _layout_of(axes: Sequence[Spans]) -> _mesh_layout._MeshLayout:
     sizes = [tuple(size for size, _ in spans) for spans in axes]
     strides = [tuple(stride for _, stride in spans) for spans in axes]
     flat = getattr(_mesh_layout, "_FlatLayout", None)
     if flat is not None:
         return _mesh_layout._MeshLayout([flat(*axis) for axis in zip(sizes, strides, strict=True)])
-    # Torch 2.11: tuples of all axes, in which an axis of one part is a number.
-    numbers = (tuple(e[0] if len(e) == 1 else e or 1 for e in each) for each in (sizes, strides))
+    # Torch 2.11: tuples of all axes, in which an axis of one part is a number, as is a mesh of one
+    # such axis once it is flattened.
+    numbers = [tuple(e[0] if len(e) == 1 else e or 1 for e in each) for each in (sizes, strides)]
+    if len(axes) == 1 and len(axes[0]) < 2:
+        numbers = [each[0] for each in numbers]  # type: ignore[misc]
     return _mesh_layout._MeshLayout(*numbers)  # type: ignore[call-arg,arg-type]
 
 
