@@ -27,7 +27,9 @@ from titan_moe.distributed.dtensor import (
     mesh_axes,
     sharding_of,
 )
+from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.distributed.sharding import Sharding, coordinates
+from titan_moe.distributed.summary import layout_summary
 from titan_moe.testing.ranks import run_on_ranks
 
 needs_explicit = pytest.mark.skipif(not EXPLICIT, reason="this torch has no shard_order")
@@ -174,6 +176,30 @@ def _by_torch() -> list[str]:
 @needs_explicit
 def test_torch_puts_parts_where_an_explicit_order_says() -> None:
     assert run_on_ranks(_by_torch, 4) == [[]] * 4
+
+
+def _in_the_summary() -> list[str]:
+    mesh, whole = _mesh((2, 2)), _whole((8, 4))
+    named = {
+        "a": strided(whole, Sharding.parse("S(0)[y,x]"), mesh),
+        "b": strided(whole, Sharding.parse("S(1)[x]"), mesh),
+        "layers.1.moe.experts.w1": strided(whole, Sharding.parse("S(0)[x]S(1)[y]"), mesh),
+        "c": whole,
+    }
+    parameters = {name: nn.Parameter(tensor) for name, tensor in named.items()}
+    meshes = ParallelDims(4, tp=2).build_mesh("cpu")
+    return [
+        row.strip() for row in layout_summary(parameters, meshes).splitlines() if " M in" in row
+    ]
+
+
+def test_the_summary_says_how_parameters_lie() -> None:
+    assert run_on_ranks(_in_the_summary, 4)[0] == [
+        "0.000 M in    1 tensors  dense: S(0)[y,x] on x=2, y=2",
+        "0.000 M in    1 tensors  dense: S(1)[x] on x=2, y=2",
+        "0.000 M in    1 tensors  routed experts: S(0)[x]S(1)[y] on x=2, y=2",
+        "0.000 M in    1 tensors  dense: whole on every rank",
+    ]
 
 
 def _strided_and_uneven() -> str:
