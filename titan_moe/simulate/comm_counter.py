@@ -53,7 +53,7 @@ class CommCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.groups: dict[str, str] = {}
-        """Group name -> its axes, as `axes_of_groups` has them."""
+        """Group name -> its axes, as `axes_of_groups` has them; others go by their description."""
         self._calls: Counter[Flow] = Counter()
         self._bytes: dict[Flow, float] = defaultdict(float)
 
