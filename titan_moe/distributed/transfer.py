@@ -27,6 +27,8 @@ class Traffic(NamedTuple):
     copied: int
     """Bytes that it held already."""
     calls: int
+    total: int
+    """Bytes that all ranks together have sent."""
 
 
 def transfer(
@@ -49,6 +51,14 @@ def transfer(
         {name: (local_part(each.detach()), mine[0][name].box) for name, each in sources.items()},
         {name: (local_part(each.detach()), mine[1][name].box) for name, each in targets.items()},
     )
+
+
+def move(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Traffic:
+    """As `transfer`; the memory of `sources` is freed, whoever still refers to them."""
+    traffic = transfer(sources, targets)
+    for tensor in sources.values():
+        local_part(tensor.detach()).untyped_storage().resize_(0)
+    return traffic
 
 
 def _held(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
@@ -90,7 +100,8 @@ def execute(
             numbers = _exchange(outgoing, incoming)
             sent = [a + b for a, b in zip(sent, numbers[0], strict=True)]
             received = [a + b for a, b in zip(received, numbers[1], strict=True)]
-    return Traffic(tuple(sent), tuple(received), copied, plan.calls)
+    total = int(plan.bytes.sum())
+    return Traffic(tuple(sent), tuple(received), copied, plan.calls, total)
 
 
 def _part(tensors: Mapping[str, tuple[Tensor, Box]], name: str, box: Box) -> Tensor:
