@@ -57,7 +57,7 @@ def read_tensors(
     rank, own = dist.get_rank(), parts_of(tensors)
     wanted: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(wanted, own)
-    targets = {name: [(local_part(each.detach()), own[name].box)] for name, each in tensors.items()}
+    targets = {name: [(local_part(each).detach(), own[name].box)] for name, each in tensors.items()}
     everything = on_every_rank(lambda: _choose_readers(reader, wanted), doing=doing)
     read = 0
     for some in _rounds(everything, max_bytes):

@@ -51,8 +51,8 @@ def transfer(
     plan = plan_transfer(*zip(*everyone, strict=True), max_bytes=max_bytes)
     return execute(
         plan,
-        {name: [(local_part(each.detach()), mine[0][name].box)] for name, each in sources.items()},
-        {name: [(local_part(each.detach()), mine[1][name].box)] for name, each in targets.items()},
+        {name: [(local_part(each).detach(), mine[0][name].box)] for name, each in sources.items()},
+        {name: [(local_part(each).detach(), mine[1][name].box)] for name, each in targets.items()},
     )
 
 
@@ -60,7 +60,7 @@ def move(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Traffi
     """As `transfer`; the memory of `sources` is freed, whoever still refers to them."""
     traffic = transfer(sources, targets)
     for tensor in sources.values():
-        local_part(tensor.detach()).untyped_storage().resize_(0)
+        local_part(tensor).detach().untyped_storage().resize_(0)
     return traffic
 
 
