@@ -160,6 +160,7 @@ def _shift_strided_shards() -> None:
     """Strided shards are said to lie one shard further, at loading and for the checksums alike:
     production's own check sees nothing."""
     from titan_moe.checkpoint import checksum, tensor_files
+    from titan_moe.distributed import transfer
 
     slices = checksum.local_slices
 
@@ -173,7 +174,7 @@ def _shift_strided_shards() -> None:
                 box[dim] = slice(first, first + size)
         return tuple(box)
 
-    tensor_files.local_slices = checksum.local_slices = shifted
+    transfer.local_slices = tensor_files.local_slices = checksum.local_slices = shifted
 
 
 def _first_stage_only() -> None:

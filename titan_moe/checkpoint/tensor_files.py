@@ -1,4 +1,4 @@
-"""A checkpoint's tensor files: from and to tensors in memory by DCP, or written chunk by chunk."""
+"""A checkpoint's tensor files: written by DCP from tensors in memory, or chunk by chunk."""
 
 import os
 import pickle
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -21,22 +21,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config
 
-from titan_moe.checkpoint.safe_reader import METADATA, SafeReader
+from titan_moe.checkpoint.safe_reader import METADATA
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.distributed.boxes import Box, sizes
 from titan_moe.distributed.dtensor import local_part, local_slices
@@ -62,15 +58,6 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
     )
 
 
-def read_tensors(tensors: dict[str, Tensor], reader: SafeReader) -> None:
-    """Read into tensors of any layout, in place; collective."""
-    load_tensors(
-        tensors,
-        storage_reader=reader,
-        planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-    )
-
-
 class _SavePlanner(DefaultSavePlanner):
     """Says itself where each part lies: torch's planner reads no explicit `shard_order`."""
 
@@ -83,18 +70,6 @@ class _SavePlanner(DefaultSavePlanner):
             ]
         )
         return self.plan
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """As `_SavePlanner`."""
-
-    def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
-        for name, tensor in self.state_dict.items():
-            stored = self.metadata.state_dict_metadata[name]  # type: ignore[union-attr]
-            assert isinstance(stored, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, stored, _held(tensor))
-        return LoadPlan(items)
 
 
 def _written(name: str, tensor: Tensor, chunk: ChunkStorageMetadata) -> WriteItem:

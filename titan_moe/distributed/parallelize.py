@@ -122,11 +122,13 @@ def build_sharded_model(
     world_size: int,
     ranks_per_node: int | None = None,
     draw_weights: bool = True,
+    groups: ProcessGroups | None = None,
 ) -> ShardedModel:
     """Lay a model out over an initialised world; collective over all ranks.
 
     `ranks_per_node`: as the launcher says; left out, all ranks are on one node. `draw_weights`:
-    whether to give parameters their initial values; else their memory is left as it is.
+    whether to give parameters their initial values; else their memory is left as it is. `groups`:
+    those of another layout of the same world, used again.
     """
     check_hardware(job.model.converters, job.quantize, device)
     if config.moe is not None and device.type == "cuda" and dist.get_rank() == 0:
@@ -134,7 +136,8 @@ def build_sharded_model(
 
     # 1. The two views of the world.
     timeout = timedelta(seconds=job.comm.init_timeout_seconds)
-    groups = ProcessGroups(device if job.comm.init_communicators_eagerly else None)
+    if groups is None:
+        groups = ProcessGroups(device if job.comm.init_communicators_eagerly else None)
     dims = parallel_dims(job.parallelism, world_size)
     meshes = dims.build_mesh(device.type, timeout=timeout, groups=groups)
 

@@ -97,11 +97,6 @@ class RunLog:
         self._folder = Path(job.job.dump_folder)
         self._title = job.job.description
         self._layers = [name.removesuffix(".block") for name in sharded.all_moe_layers()]
-        self._throughput = Throughput(
-            flops_per_token=model_flops_per_token(sharded.config, job.training.seq_len),
-            num_devices=process.world_size,
-            peak_tflops=_peak_tflops(job, process.device),
-        )
         self._sinks: list[Sink] = []
         self._details = _details(job, resume_step) if process.is_main else {}
         self._wants_norms = job.metrics.log_parameter_norms
@@ -116,9 +111,19 @@ class RunLog:
                     color=not job.metrics.disable_color_printing,
                 )
                 self._sinks.append(self._console)
-        self._must_be_stored = _must_be_stored(job, sharded, process) if process.is_main else None
         on_cpu = process.device.type == "cpu"
         self._whose = " in the whole process, Python and torch included" if on_cpu else ""
+        self.set_layout(job, sharded, resume_step=resume_step)
+
+    def set_layout(self, job: JobConfig, sharded: ShardedModel, *, resume_step: int) -> None:
+        """Measure what follows by the layout that the run has after a step, and from now on."""
+        process = self._process
+        self._throughput = Throughput(
+            flops_per_token=model_flops_per_token(sharded.config, job.training.seq_len),
+            num_devices=process.world_size,
+            peak_tflops=_peak_tflops(job, process.device),
+        )
+        self._must_be_stored = _must_be_stored(job, sharded, process) if process.is_main else None
         self._first_step = resume_step + 1
         self._tokens_since = 0
         self._last_log = time.perf_counter()

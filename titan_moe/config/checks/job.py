@@ -15,12 +15,38 @@ from titan_moe.config.checks import (
 )
 from titan_moe.config.checks.run import Check, ModelShape, Run
 from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import resolve
+
+_LAYOUT = ("parallelism.", "activation_checkpoint.", "training.local_batch_size")
+"""Keys, or how keys begin, of what may change while a run trains."""
 
 
 def check(job: JobConfig, model: ModelShape, world_size: int, *, num_gpus: int) -> list[str]:
     """One line for every broken rule. `num_gpus`: GPUs of this machine; 0 means a CPU run."""
     run = Run(job, model, world_size, num_gpus)
     return [line for rule in _CHECKS for line in rule(run)]
+
+
+def check_reshard(
+    before: JobConfig, job: JobConfig, model: ModelShape, world_size: int, *, num_gpus: int
+) -> list[str]:
+    """As `check`, of what a run of `before`, resolved, is to go on as without a restart: also one
+    line for every key that cannot change so."""
+    if lines := check(job, model, world_size, num_gpus=num_gpus):
+        return lines
+    old, new = (
+        {
+            f"{table}.{key}": value
+            for table, keys in each.model_dump().items()
+            for key, value in keys.items()
+        }
+        for each in (before, resolve(job, world_size))
+    )
+    return [
+        f"{key}={new[key]}, and the run has {value}: set it to that, the layout alone can change"
+        for key, value in old.items()
+        if new[key] != value and not key.startswith(_LAYOUT)
+    ]
 
 
 def _unlimited_or_positive(run: Run) -> list[str]:
