@@ -176,7 +176,7 @@ class StreamOrder:
         if self._split is not Split.ALL and is_held_out(number) != (self._split is Split.HELD_OUT):
             return
         sequence = (self._position - self._first) % self._global_batch_size
-        if sequence in self._waiting and self._position >= self._first:
+        if sequence in self._waiting:
             named = Document(f"{document.name}/{number}", document.content)
             self._waiting[sequence].append((self._position, named))
         self._position += 1
