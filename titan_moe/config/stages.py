@@ -1,5 +1,7 @@
 """The configuration of each training stage: what `[[stages]]` make of a job."""
 
+from itertools import pairwise
+
 from titan_moe.config.job_config import JobConfig, TrainingStage
 
 _TRAINING_KEYS = ("seq_len", "local_batch_size", "global_batch_size")
@@ -37,6 +39,33 @@ def changes(before: JobConfig, after: JobConfig) -> str:
             for key in type(old).model_fields
             if getattr(old, key) != getattr(new, key)
         ]
+    return ", ".join(words)
+
+
+def stage_lines(job: JobConfig) -> list[str]:
+    """What each stage changes, a line each."""
+    jobs = [each for _, each in stage_jobs(job)]
+    return [
+        f"{stage_name(job, number)}: {changes(before, after)}"
+        for number, (before, after) in enumerate(pairwise(jobs))
+    ]
+
+
+def tokens_per_step(job: JobConfig) -> dict[int, int]:
+    """Tokens of one optimizer step of each stage, by its first step."""
+    return {
+        step: stage.training.global_batch_size * stage.training.seq_len
+        for step, stage in stage_jobs(job)
+    }
+
+
+def tokens_in_words(tokens: dict[int, int]) -> str:
+    """Tokens of a step by the first step that has so many, such as "512, from step 9 on 1,024"."""
+    words, last = [], None
+    for step, size in tokens.items():
+        if size != last:
+            words.append(f"{size:,}" if last is None else f"from step {step} on {size:,}")
+        last = size
     return ", ".join(words)
 
 

@@ -52,8 +52,8 @@ class Blend:
 
 
 class SequenceStream:
-    """Sequence b of the global batch: packs the documents at positions f + b, f + b + G, ... of each
-    part (f: where the part's sequences begin)."""
+    """Sequence b of the global batch: packs the documents at positions f + b, f + b + G, ... of
+    each part (f: where the part's sequences begin)."""
 
     def __init__(
         self,

@@ -3,6 +3,7 @@ a slow loader in plain Python."""
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -194,7 +195,8 @@ def slow_run(plan, documents, weights):
 
 def slow_documents(files, name):
     """The documents of a part by position, without the production's orders of a stream."""
-    texts = [json.loads(line)["text"] for line in open(files[name])]
+    lines = Path(files[name]).read_text().splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
     if name == "c4":
         kept = [n for n in range(len(texts)) if not is_held_out(n)]
         order = [(f"c4/{n}", texts[n]) for n in kept]

@@ -1,6 +1,8 @@
 """Training stages: their order, and what does not go with them. What a stage changes is checked by
 the same rules as a job."""
 
+from itertools import pairwise
+
 from titan_moe.config.checks.run import Check, Run
 from titan_moe.config.stages import changes, stage_jobs, stage_name
 
@@ -29,7 +31,7 @@ def _nothing_changes(run: Run) -> list[str]:
     jobs = [job for _, job in stage_jobs(run.job)]
     return [
         f"{stage_name(run.job, number)} changes nothing of what was before it: leave it out"
-        for number, (before, after) in enumerate(zip(jobs[:-1], jobs[1:], strict=True))
+        for number, (before, after) in enumerate(pairwise(jobs))
         if not changes(before, after)
     ]
 
