@@ -3,8 +3,8 @@
     titan-moe check --config FILE --ranks 16 --nodes 2 --training.steps 20
 
 Prints the number of ranks of a machine and the run's folder, what each training stage changes, and
-what of a torchtitan file has no effect here; all that is wrong otherwise, a line each. run_train.sh checks the same before it starts
-a rank.
+what of a torchtitan file has no effect here; all that is wrong otherwise, a line each. run_train.sh
+checks the same before it starts a rank.
 
 Exit codes: 0; 2 a configuration or data that cannot be trained on.
 """

@@ -2,8 +2,10 @@
 
     titan-moe memory --config FILE --ranks 64
 
-Prints the number of parameters and one line of GiB, with training stages one for each; titan_moe/simulate/memory.py says what they
-count. Needs no GPU. Exit codes: 0; 2 a configuration that cannot run, or that is not counted.
+Prints the number of parameters and one line of GiB, and one more for each training stage;
+titan_moe/simulate/memory.py says what they count. Needs no GPU.
+
+Exit codes: 0; 2 a configuration that cannot run, or that is not counted.
 """
 
 import argparse

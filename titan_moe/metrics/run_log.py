@@ -118,18 +118,18 @@ class RunLog:
                 self._sinks.append(self._console)
         on_cpu = process.device.type == "cpu"
         self._whose = " in the whole process, Python and torch included" if on_cpu else ""
-        self.begin_stage(job_of_step(job, resume_step + 1), sharded, first_step=resume_step + 1)
+        self.set_layout(job_of_step(job, resume_step + 1), sharded, resume_step=resume_step)
 
-    def begin_stage(self, job: JobConfig, sharded: ShardedModel, *, first_step: int) -> None:
-        """From `first_step` on the figures are of another job and layout."""
+    def set_layout(self, job: JobConfig, sharded: ShardedModel, *, resume_step: int) -> None:
+        """Measure what follows by the layout that the run has after a step, and from now on."""
+        process = self._process
         self._throughput = Throughput(
             flops_per_token=model_flops_per_token(sharded.config, job.training.seq_len),
-            num_devices=self._process.world_size,
-            peak_tflops=_peak_tflops(job, self._process.device),
+            num_devices=process.world_size,
+            peak_tflops=_peak_tflops(job, process.device),
         )
-        is_main = self._process.is_main
-        self._must_be_stored = _must_be_stored(job, sharded, self._process) if is_main else None
-        self._first_step = first_step
+        self._must_be_stored = _must_be_stored(job, sharded, process) if process.is_main else None
+        self._first_step = resume_step + 1
         self._tokens_since = 0
         self._last_log = time.perf_counter()
 
