@@ -5,6 +5,7 @@ by the global number of target tokens of the step ends it. No other divisor exis
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
-from titan_moe.config.job_config import Training
+from titan_moe.config.job_config import Parallelism, Training
 from titan_moe.data.batch import IGNORE_INDEX, Batch, fingerprints
 from titan_moe.distributed import grad_norm, tensor_parallel
 from titan_moe.distributed.collectives import read, sum_over_world
@@ -226,6 +227,34 @@ class TrainStep:
         largest = grad_norm.max_abs(self._parameters).to(self._device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.item()
+
+
+@torch.no_grad()
+def validation_loss(
+    batches: Iterable[Batch], sharded: ShardedModel, device: torch.device
+) -> tuple[float, int]:
+    """Mean cross-entropy over the target tokens of all ranks' batches, and how many choices of an
+    expert found no room between ranks; collective."""
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sharded.train(False)
+    for batch in batches:
+        sums[0] += sharded.execution.evaluate(local_batch(batch, sharded, device))
+        sums[1] += num_local_targets(batch, sharded)
+    sharded.train(True)
+    sums[2] = take_dropped(sharded.moe_layers().values(), device)
+    dist.all_reduce(sums)
+    loss, targets, dropped = sums.tolist()
+    return loss / max(targets, 1.0), int(dropped)
+
+
+def overflow_line(parallelism: Parallelism, rows_dropped: int) -> str:
+    """What to tell a user whose bounded buffers do not suffice."""
+    factor = parallelism.expert_parallel_capacity_factor
+    return (
+        f"{rows_dropped} choices of an expert by a token found no room between ranks with "
+        f"parallelism.expert_parallel_capacity_factor={factor}: choose a larger one, leave it out "
+        f"for exact sizes, or set parallelism.expert_parallel_overflow=drop"
+    )
 
 
 def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Microbatch:

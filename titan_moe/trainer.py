@@ -5,29 +5,32 @@ import logging
 import math
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.checkpoint.checkpointer import Checkpointer, step_to_go_on_from
+from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
+from titan_moe.checkpoint.train_state import get_random_state, set_random_state
 from titan_moe.config.checks.data import check_vocabulary
+from titan_moe.config.checks.job import check_reshard
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.parse import as_toml, save_job
+from titan_moe.config.parse import as_toml, resolve, save_job
+from titan_moe.config.stages import changes, job_of_step, stage_jobs
 from titan_moe.data.batch import Batch
 from titan_moe.data.build import build_loader, build_validation
-from titan_moe.data.loader import merge_states
+from titan_moe.data.loader import Identity, continue_state, merge_states
 from titan_moe.data.tokenizer import load_tokenizer, loss_unit
 from titan_moe.data.validation import ValidationLoader
 from titan_moe.debug.capture.step import StepCapture
 from titan_moe.debug.nan_locator import describe_nonfinite
-from titan_moe.distributed.compile import compiled_so_far
-from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
+from titan_moe.distributed.compile import compiled_so_far, forget_compiled
+from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
+from titan_moe.distributed.transfer import move
 from titan_moe.metrics.closing import next_steps, outcome
 from titan_moe.metrics.run_log import RunLog, run_facts
 from titan_moe.models.config import ModelConfig
@@ -38,11 +41,18 @@ from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import lr_factor, set_lr
 from titan_moe.profiling.profiler import profiler
 from titan_moe.profiling.regions import region
-from titan_moe.routing.replay import RoutingTrace
+from titan_moe.routing.replay import RoutingTrace, open_trace
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.launch import count_gpus
 from titan_moe.runtime.lean_start import leave_compiler_out
-from titan_moe.runtime.process import GarbageCollector, Process, seed_everything, set_timeouts
-from titan_moe.train_step import StepResult, TrainStep, local_batch, num_local_targets
+from titan_moe.runtime.process import (
+    GarbageCollector,
+    Process,
+    collect_everything,
+    seed_everything,
+    set_timeouts,
+)
+from titan_moe.train_step import StepResult, TrainStep, overflow_line, validation_loss
 
 logger = logging.getLogger(__name__)
 
@@ -66,32 +76,60 @@ class Trainer:
         if not job.compile.enable:
             leave_compiler_out()
         seed_everything(job.debug)
-        self.job = job
         self.process = process
         self.folder = Path(job.job.dump_folder)
-        sharded = build_sharded_model(
-            job,
-            model_config,
-            device=process.device,
-            world_size=process.world_size,
-            ranks_per_node=process.local_world_size,
-        )
-        self.sharded, self.meshes = sharded, sharded.meshes
-        if process.is_main:
-            logger.info("%s: %s", job.job.description, self.folder)
-            if job.job.print_config:
-                logger.info("configuration:\n%s", as_toml(job))
-            logger.info(layout_summary(dict(sharded.named_parameters()), self.meshes))
-            if self.meshes.dims.pp > 1:
-                weights = part_weights(sharded.config, job.training.seq_len)
-                size = job.training.local_batch_size
-                logger.info(pipeline_summary(job.parallelism, sharded.stages, weights, size))
-        self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
-        self.train_step = TrainStep(sharded, self.optimizer, job.training, device=process.device)
-        self.checkpointer = _checkpointer(job, sharded, self.optimizer)
+        self._config = model_config
+        self._say("%s: %s", job.job.description, self.folder)
+        if job.job.print_config:
+            self._say("configuration:\n%s", as_toml(job))
+        self.run_job = job
+        """Of the whole run; `job` is that of its present stage."""
+        if job.stages:
+            job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)
+        self._lay_out(job)
+        self._prepare_updates()
         self.progress = Progress()
         self.losses: tuple[float, float | None] = (math.nan, None)
         """Of the last step, and of the validation after it."""
+        self.routing: RoutingTrace | None = None
+
+    def _lay_out(self, job: JobConfig, *, draw_weights: bool = True) -> None:
+        """The model in the layout of a job; collective."""
+        self.job = job
+        self.sharded = sharded = build_sharded_model(
+            job,
+            self._config,
+            device=self.process.device,
+            world_size=self.process.world_size,
+            ranks_per_node=self.process.local_world_size,
+            draw_weights=draw_weights,
+        )
+        self.meshes = sharded.meshes
+        self._ran = False
+        """Whether this layout has trained a step: the first one compiles, and may take long."""
+        self._say(layout_summary(dict(sharded.named_parameters()), self.meshes))
+        if self.process.is_main and self.meshes.dims.pp > 1:
+            weights = part_weights(sharded.config, job.training.seq_len)
+            size = job.training.local_batch_size
+            self._say(pipeline_summary(job.parallelism, sharded.stages, weights, size))
+
+    def _prepare_updates(self) -> None:
+        """What updates that model, and what saves both."""
+        job, sharded = self.job, self.sharded
+        self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+        device = self.process.device
+        self.train_step = TrainStep(sharded, self.optimizer, job.training, device=device)
+        moe = sharded.config.moe
+        self.checkpointer = Checkpointer(
+            job.checkpoint,
+            self.folder,
+            modules=sharded.parts,
+            optimizer=self.optimizer,
+            num_experts=moe.num_experts if moe is not None else 0,
+            job_record=self.run_job.model_dump(mode="json"),
+            merge_data=merge_states,
+            model=HFModel(job.model.name, sharded.config),
+        )
 
     def create_seed_checkpoint(self) -> None:
         """Write the initial weights as step-0, from which any layout can start."""
@@ -113,28 +151,28 @@ class Trainer:
             )
             return
         self.checkpointer.check_export(steps)
-        self.routing: RoutingTrace | None = None
-        if self.job.debug.routing_record is not None or self.job.debug.routing_replay is not None:
-            self.routing = RoutingTrace(
-                self.job, self.sharded, self.process, resume_step=self.progress.step
-            )
+        resume_step = self.progress.step
+        self.routing = open_trace(self.job, self.sharded, self.process, resume_step=resume_step)
         if self.process.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save_job(self.job, self.folder / "config.toml")
-            facts = run_facts(self.job, self.sharded, self.process, self.loader.identity)
+            save_job(self.run_job, self.folder / "config.toml")
+            facts = run_facts(self.run_job, self.process, self.loader.identity)
             (self.folder / "run.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        self.log = RunLog(self.job, self.sharded, self.process, resume_step=self.progress.step)
+        self.log = RunLog(self.run_job, self.sharded, self.process, resume_step=resume_step)
         if self.job.lr_scheduler.warmup_steps >= steps:
             warmup = self.job.lr_scheduler.warmup_steps
             logger.warning("the run of %d steps ends inside its warm-up of %d", steps, warmup)
         garbage = GarbageCollector(self.job.training.gc_freq)
-        first = self.progress.step + 1
+        stages = dict(stage_jobs(self.run_job))
         with profiler(self.job.profiling, self.folder, self.process.rank) as profile:
-            for step in range(first, steps + 1):
+            for step in range(resume_step + 1, steps + 1):
+                if stages.get(step, self.job) != self.job:
+                    self._begin_stage(stages[step])
                 self._step(step)
-                if step == first:
+                if not self._ran:
                     self._say_compiled()
                     set_timeouts(self.job.comm.train_timeout_seconds, self.meshes.all_groups())
+                    self._ran = True
                 garbage.step(step)
                 profile.step()
         self.loader.close()
@@ -142,6 +180,63 @@ class Trainer:
         if self.routing is not None:
             self.routing.close()
         self._say_goodbye()
+
+    def _begin_stage(self, job: JobConfig) -> None:
+        first = self.progress.step + 1
+        self._say("a training stage begins with step %d: %s", first, changes(self.job, job))
+        with self.log.phases("reshard"):
+            self.reshard(job)
+
+    def reshard(self, job: JobConfig) -> None:
+        """Go on in the layout of `job`, between two steps of `train`; collective. Sequence length
+        and batch may change too, and then the data goes on as `data.loader.continue_state` says.
+
+        Nothing goes through the disk. What follows has the bits of a run that was saved, stopped
+        and resumed in that layout. Parameters move first and are freed, then the optimizer's state:
+        beside what a run holds there is at most one more of either.
+
+        Raises ConfigError, with the run as it was, where `job` cannot run in this world or differs
+        from the run's own in more than that.
+        """
+        world_size, step = self.process.world_size, self.progress.step
+        num_gpus = count_gpus(os.environ)
+        if problems := check_reshard(self.job, job, self._config, world_size, num_gpus=num_gpus):
+            raise ConfigError(problems)
+        job = resolve(job, world_size)
+        set_timeouts(job.comm.init_timeout_seconds, self.meshes.all_groups())
+        random_state = get_random_state()
+        seed_everything(job.debug)
+        forget_compiled(job.compile)
+        sent = self._move_to(job) if self._changes_the_model(job) else 0
+        self.job, self._ran = job, False
+        self._reopen_data()
+        set_random_state(random_state)
+        if self.routing is not None:
+            self.routing.close()
+        self.routing = open_trace(job, self.sharded, self.process, resume_step=step)
+        self.log.set_layout(job, self.sharded, resume_step=step)
+        collect_everything()
+        self._say("going on after step %d in this layout; its ranks were sent %d bytes", step, sent)
+
+    def _changes_the_model(self, job: JobConfig) -> bool:
+        """Whether a job wants another layout; a pipeline's depends on the length of sequences."""
+        same = (job.parallelism, job.activation_checkpoint) == (
+            self.job.parallelism,
+            self.job.activation_checkpoint,
+        )
+        return not same or self.meshes.dims.pp > 1
+
+    def _move_to(self, job: JobConfig) -> int:
+        """Model, optimizer and all that works on them, in another layout; returns bytes sent."""
+        last_step = self.checkpointer.last_step
+        weights = model_tensors(self.sharded.parts)
+        states = optimizer_tensors(self.sharded.parts, self.optimizer)
+        self._lay_out(job, draw_weights=False)
+        moved = move(weights, model_tensors(self.sharded.parts))
+        self._prepare_updates()
+        moved_too = move(states, optimizer_tensors(self.sharded.parts, self.optimizer))
+        self.checkpointer.last_step = last_step
+        return moved.total + moved_too.total
 
     def _step(self, step: int) -> None:
         phases, training = self.log.phases, self.job.training
@@ -167,7 +262,9 @@ class Trainer:
         elif result.rows_dropped and self.sharded.stops_on_overflow:
             self.train_step.discard()
             kept = self._keep(step, before)
-            raise RunError(f"step {step}: {overflow_line(self.job, result.rows_dropped)}; {kept}")
+            raise RunError(
+                f"step {step}: {overflow_line(self.job.parallelism, result.rows_dropped)}; {kept}"
+            )
 
         step_tokens = training.global_batch_size * training.seq_len
         self.progress = Progress(step, self.progress.tokens + step_tokens)
@@ -199,7 +296,8 @@ class Trainer:
         """Nothing has been updated: skip the step, or keep the state before it and stop."""
         place = describe_nonfinite(self.sharded, batches, self.process.device)
         self.train_step.discard()
-        self._take_dropped()  # Of the forward that looked for the place.
+        # Of the forward that looked for the place.
+        take_dropped(self.sharded.moe_layers().values(), self.process.device)
         line = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: {place}"
         if self.job.training.on_nonfinite == "skip":
             logger.warning("%s; the update is skipped", line)
@@ -219,26 +317,53 @@ class Trainer:
         return f"the state before it is {self.checkpointer.folder}/step-{step - 1}"
 
     def _open_data(self) -> None:
-        job, dims = self.job, self.meshes.dims
-        self.tokenizer = tokenizer = load_tokenizer(job.model.tokenizer_path)
-        if lines := check_vocabulary(job, self.sharded.config, tokenizer.vocab_size):
+        self.tokenizer = load_tokenizer(self.job.model.tokenizer_path)
+        if lines := check_vocabulary(self.job, self.sharded.config, self.tokenizer.vocab_size):
             raise ConfigError(lines)
-        rank = dims.coordinate(self.process.rank, "batch")
-        num_ranks = dims.size("batch")
-        seed = job.debug.seed
+        self._open_loaders()
+
+    def _open_loaders(self) -> None:
+        """This rank's part of the data, from its beginning."""
+        job, dims = self.job, self.meshes.dims
+        place = {
+            "seed": job.debug.seed,
+            "rank": dims.coordinate(self.process.rank, "batch"),
+            "num_ranks": dims.size("batch"),
+        }
         self.loader = build_loader(
             job.training,
-            tokenizer,
-            seed=seed,
-            rank=rank,
-            num_ranks=num_ranks,
+            self.tokenizer,
             global_batch_size=job.training.global_batch_size,
+            largest_batch_size=max(
+                stage.training.global_batch_size for _, stage in stage_jobs(self.run_job)
+            ),
             permutation=job.debug.permute_rows,
+            **place,
         )
         self.validation: ValidationLoader | None = None
         if job.validation.enable:
             self.validation = build_validation(
-                job.validation, job.training, tokenizer, seed=seed, rank=rank, num_ranks=num_ranks
+                job.validation, job.training, self.tokenizer, **place
+            )
+
+    def _reopen_data(self) -> None:
+        """Loaders for the present layout that go on where all ranks' are; collective."""
+        states: list[Any] = [None] * self.process.world_size
+        dist.all_gather_object(states, self.loader.state_dict())
+        before = self.loader.identity
+        self.loader.close()
+        self._open_loaders()
+        self._go_on_reading(merge_states(states), before)
+
+    def _go_on_reading(self, state: dict[str, Any], saved: Identity) -> None:
+        """From a data position of all ranks, taken under `saved`."""
+        state, unread = continue_state(state, saved, self.loader.identity)
+        self.loader.load_state_dict(state)
+        if saved.global_batch_size != self.loader.identity.global_batch_size:
+            self._say(
+                "new sequences begin after the last document that was begun: %d tokens of such "
+                "documents, and %d whole documents before it, are left unread",
+                *unread,
             )
 
     def _resume(self) -> None:
@@ -246,7 +371,10 @@ class Trainer:
         if state is None:
             return
         if "data" in state:
-            self.loader.load_state_dict(state["data"])
+            taken = job_of_step(self.run_job, state["data"]["step"]).training
+            size, length = taken.global_batch_size, taken.seq_len
+            saved = replace(self.loader.identity, global_batch_size=size, seq_len=length)
+            self._go_on_reading(state["data"], saved)
         if "step" in state:
             self.progress = Progress(state["step"], state["tokens"])
             self._say("going on after step %d", self.progress.step)
@@ -264,30 +392,17 @@ class Trainer:
             return False
         return step % self.job.validation.freq == 0 or step == self.job.training.steps
 
-    @torch.no_grad()
     def _validate(self) -> float:
-        """Mean cross-entropy over the held-out target tokens of all ranks. Raises RunError where
-        buffers between ranks do not suffice and nothing may be left out."""
+        """The held-out loss. Raises RunError where buffers between ranks do not suffice and nothing
+        may be left out."""
         assert self.validation is not None
-        sums = torch.zeros(3, dtype=torch.float64, device=self.process.device)
-        self.sharded.train(False)
-        for batch in self.validation:
-            local = local_batch(batch, self.sharded, self.process.device)
-            sums[0] += self.sharded.execution.evaluate(local)
-            sums[1] += num_local_targets(batch, self.sharded)
-        self.sharded.train(True)
-        sums[2] = self._take_dropped()
-        dist.all_reduce(sums)
-        loss, targets, dropped = sums.tolist()
+        loss, dropped = validation_loss(self.validation, self.sharded, self.process.device)
         if dropped and self.sharded.stops_on_overflow:
             step = self.progress.step  # Its update is done: what it made is kept.
             kept = self._keep(step + 1, self._state())
-            line = overflow_line(self.job, int(dropped))
+            line = overflow_line(self.job.parallelism, dropped)
             raise RunError(f"validation after step {step}: {line}; {kept}")
-        return loss / max(targets, 1.0)
-
-    def _take_dropped(self) -> Tensor:
-        return take_dropped(self.sharded.moe_layers().values(), self.process.device)
+        return loss
 
     def _say_compiled(self) -> None:
         if self.job.compile.enable:
@@ -316,32 +431,6 @@ class Trainer:
             environment=os.environ,
         )
         self._say("%s", following)
-
-
-def overflow_line(job: JobConfig, rows_dropped: int) -> str:
-    """What to tell a user whose bounded buffers do not suffice."""
-    factor = job.parallelism.expert_parallel_capacity_factor
-    return (
-        f"{rows_dropped} choices of an expert by a token found no room between ranks with "
-        f"parallelism.expert_parallel_capacity_factor={factor}: choose a larger one, leave it out "
-        f"for exact sizes, or set parallelism.expert_parallel_overflow=drop"
-    )
-
-
-def _checkpointer(
-    job: JobConfig, sharded: ShardedModel, optimizer: torch.optim.Optimizer
-) -> Checkpointer:
-    moe = sharded.config.moe
-    return Checkpointer(
-        job.checkpoint,
-        Path(job.job.dump_folder),
-        modules=sharded.parts,
-        optimizer=optimizer,
-        num_experts=moe.num_experts if moe is not None else 0,
-        job_record=job.model_dump(mode="json"),
-        merge_data=merge_states,
-        model=HFModel(job.model.name, sharded.config),
-    )
 
 
 def train(job: JobConfig, model_config: ModelConfig, process: Process) -> None:

@@ -7,6 +7,7 @@ neither DTensor's placements, nor DCP's metadata, nor the checkpoint's checksums
 
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +66,8 @@ class Watched:
     saved: dict[int, dict[str, Piece]] = field(default_factory=dict)
     """By step: all that it held when that step was saved."""
     loaded: dict[str, Piece] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    """Modules and parameters that a change of layout left in memory."""
     odd_slices: list[str] = field(default_factory=list)
     """Parameters that lie elsewhere by local_slices than by arithmetic."""
 
@@ -191,34 +194,119 @@ def train_watched(
     )
     trainer = Trainer(job, config, process)
     watched = Watched()
-    shards = Shards(layout, tensor_dims())
     resume, save = trainer._resume, trainer.checkpointer.save
+    _watch_saves(trainer, watched, layout, save_last)
+
+    def resume_and_save_again() -> None:
+        resume()
+        if trainer.progress.step > 0:
+            watched.loaded = _pieces(trainer, Shards(layout, tensor_dims()))
+            save(trainer.progress.step, trainer._state())
+        _watch_rows(trainer, watched)
+
+    trainer._resume = resume_and_save_again
+    trainer.train()
+    return watched
+
+
+def _watch_saves(trainer: Trainer, watched: Watched, layout: Layout, save_last: bool) -> None:
+    """Keep what the ranks of a layout hold whenever it is saved."""
+    save, shards = trainer.checkpointer.save, Shards(layout, tensor_dims())
 
     def save_and_keep(step: int, state: dict[str, Any], *, last: bool = False) -> None:
         if save_last or not last:
             watched.saved[step] = _pieces(trainer, shards)
             save(step, state, last=last)
 
-    def resume_and_save_again() -> None:
-        resume()
-        if trainer.progress.step > 0:
-            watched.loaded = _pieces(trainer, shards)
-            save(trainer.progress.step, trainer._state())
-        next_step = trainer.loader.next_step
-
-        def next_step_and_keep() -> list:
-            batches = next_step()
-            rows = [row for batch in batches for row in _rows(batch)]
-            watched.rows[trainer.progress.step + 1] = rows
-            return batches
-
-        trainer.loader.next_step = next_step_and_keep
-
-    trainer._resume = resume_and_save_again
     trainer.checkpointer.save = save_and_keep
-    watched.odd_slices = _odd_slices(trainer, shards)
+    watched.odd_slices += _odd_slices(trainer, shards)
+
+
+def _watch_rows(trainer: Trainer, watched: Watched) -> None:
+    """Keep the rows that the loader hands out."""
+    next_step = trainer.loader.next_step
+
+    def next_step_and_keep() -> list:
+        batches = next_step()
+        rows = [row for batch in batches for row in _rows(batch)]
+        watched.rows[trainer.progress.step + 1] = rows
+        return batches
+
+    trainer.loader.next_step = next_step_and_keep
+
+
+def run_and_reshard(
+    family: str,
+    layouts: tuple[Layout, Layout],
+    folder: Path,
+    *,
+    depth: int,
+    plant: Callable[[], None] | None = None,
+) -> Run:
+    """Train LEG steps in one layout, and LEG more in the other without a restart."""
+    before, after = (make_job(family, each, folder, steps=2 * LEG) for each in layouts)
+    config = at_depth(model_config(family, "gate"), depth)
+    world_size = layouts[0].world_size
+    ranks = run_on_ranks(reshard_watched, world_size, before, after, config, layouts[1], plant)
+    return Run(layouts[1], folder, ranks)
+
+
+def reshard_watched(
+    before: JobConfig,
+    after: JobConfig,
+    config: ModelConfig,
+    layout: Layout,
+    plant: Callable[[], None] | None,
+) -> Watched:
+    """On every rank: train, and go on in the other layout after LEG steps."""
+    curves.plot_curves = lambda *_, **__: None
+    if plant is not None:
+        plant()
+    process = Process(
+        rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device("cpu")
+    )
+    trainer, watched = Trainer(before, config, process), Watched()
+    make_step = trainer._step
+
+    def reshard_and_step(step: int) -> None:
+        if step == LEG + 1:
+            old = [weakref.ref(part) for part in trainer.sharded.parts]
+            old += [weakref.ref(each) for _, each in trainer.sharded.named_parameters()]
+            trainer.reshard(after)
+            watched.left = [f"{type(each())}" for each in old if each() is not None]
+            watched.loaded = _pieces(trainer, Shards(layout, tensor_dims()))
+            _watch_saves(trainer, watched, layout, save_last=True)
+            _watch_rows(trainer, watched)
+        make_step(step)
+
+    trainer._step = reshard_and_step
     trainer.train()
     return watched
+
+
+def unlike(live: Run, through_disk: Run) -> list[str]:
+    """Why a run that was resharded while it trained is not the one that went on from its
+    checkpoint: nothing if all bits are the same."""
+    lines = [line for ran in (live, through_disk) for rank in ran.ranks for line in rank.odd_slices]
+    lines += [f"still in memory: {each}" for rank in live.ranks for each in rank.left]
+    end = 2 * LEG
+    for when, ours, theirs in [
+        ("afterwards", *([rank.loaded for rank in ran.ranks] for ran in (live, through_disk))),
+        ("at the end", *([rank.saved[end] for rank in ran.ranks] for ran in (live, through_disk))),
+    ]:
+        lines += [f"{name} is another {when}" for name in differences(whole(theirs), whole(ours))]
+    for step in range(LEG + 1, end + 1):
+        if live.global_batch(step) != through_disk.global_batch(step):
+            lines.append(f"step {step} has another global batch")
+        if live.curve()[step] != through_disk.curve()[step]:
+            lines.append(f"step {step}: {live.curve()[step]}, not {through_disk.curve()[step]}")
+    for what in ("manifest.json", "train_state.json"):
+        ours, theirs = (
+            json.loads((ran.checkpoint(end) / what).read_text()) for ran in (live, through_disk)
+        )
+        keys = [key for key in theirs if key != "job" and ours.get(key) != theirs[key]]
+        lines += [f"{what} has another {key}" for key in keys]
+    return lines
 
 
 def _rows(batch: Any) -> list[tuple[Any, ...]]:

@@ -31,7 +31,7 @@ MergeData = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 def gather_rank_states(state: dict[str, Any]) -> list[dict[str, Any]]:
     """On rank 0 every rank's `state` with its random state added; [] elsewhere. Collective."""
-    mine = state | {RNG: _random_state()}
+    mine = state | {RNG: get_random_state()}
     states: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, states, dst=0)
     return states or []
@@ -58,14 +58,19 @@ def restore_random_state(train_state: dict[str, Any]) -> bool:
     """Put back this rank's random state; returns False if there are not as many ranks as before."""
     if len(train_state[RNG]) != dist.get_world_size():
         return False
-    saved = train_state[RNG][dist.get_rank()]
-    torch.set_rng_state(_decode(saved["cpu"]))
-    if "cuda" in saved and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_decode(saved["cuda"]))
+    set_random_state(train_state[RNG][dist.get_rank()])
     return True
 
 
-def _random_state() -> dict[str, str]:
+def set_random_state(saved: dict[str, str]) -> None:
+    """Put back what `get_random_state` gave."""
+    torch.set_rng_state(_decode(saved["cpu"]))
+    if "cuda" in saved and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_decode(saved["cuda"]))
+
+
+def get_random_state() -> dict[str, str]:
+    """Of torch's generators on this rank, JSON-able."""
     state = {"cpu": _encode(torch.get_rng_state())}
     if torch.cuda.is_available():
         state["cuda"] = _encode(torch.cuda.get_rng_state())

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from titan_moe.config.job_config import JobConfig, TrainingStage
 
-_TRAINING_KEYS = ("seq_len", "local_batch_size", "global_batch_size")
+TRAINING_KEYS = ("seq_len", "local_batch_size", "global_batch_size")
 
 
 def stage_jobs(job: JobConfig) -> list[tuple[int, JobConfig]]:
@@ -70,7 +70,7 @@ def tokens_in_words(tokens: dict[int, int]) -> str:
 
 
 def _changed(job: JobConfig, stage: TrainingStage) -> JobConfig:
-    values = {key: getattr(stage, key) for key in _TRAINING_KEYS}
+    values = {key: getattr(stage, key) for key in TRAINING_KEYS}
     training = {key: value for key, value in values.items() if value is not None}
     degrees = {key: getattr(stage.parallelism, key) for key in stage.parallelism.model_fields_set}
     return job.model_copy(

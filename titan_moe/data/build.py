@@ -58,10 +58,12 @@ def build_loader(
     rank: int,
     num_ranks: int,
     global_batch_size: int,
+    largest_batch_size: int = 0,
     permutation: int = 0,
 ) -> Loader:
     """The loader of data rank `rank` of `num_ranks`, which owns a contiguous range of the global
     batch's sequences: as they come, or in the order that the seed `permutation` gives them.
+    `largest_batch_size`: that of any training stage.
 
     ConfigError when a source is missing, unreadable or has fewer documents than sequences.
     """
@@ -82,7 +84,8 @@ def build_loader(
         for source in _training_sources(training)
     ]
     for part in parts:
-        _check_size(part.order, global_batch_size, repeat=training.repeat_dataset)
+        largest = max(global_batch_size, largest_batch_size)
+        _check_size(part.order, largest, repeat=training.repeat_dataset)
     streams = [
         SequenceStream(
             index,

@@ -82,6 +82,14 @@ def compiled_so_far() -> Compiled:
     )
 
 
+def forget_compiled(section: Compile) -> None:
+    """Drop all compiled code, and with it what it holds of models that are no longer used."""
+    if section.enable:
+        import torch._dynamo
+
+        torch._dynamo.reset()
+
+
 def _compile_pieces(moe: MoE, backend: str) -> None:
     moe.router.compile(backend=backend)
     moe.gating_weights = torch.compile(moe.gating_weights, backend=backend)

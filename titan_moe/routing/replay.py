@@ -95,6 +95,15 @@ class RoutingTrace:
         return Tokens(name_rows(own.tolist(), before.flatten().tolist()), part.numpy())
 
 
+def open_trace(
+    job: JobConfig, sharded: ShardedModel, process: Process, *, resume_step: int
+) -> RoutingTrace | None:
+    """The trace that a job asks for, if it asks for one. Raises as RoutingTrace does."""
+    if job.debug.routing_record is None and job.debug.routing_replay is None:
+        return None
+    return RoutingTrace(job, sharded, process, resume_step=resume_step)
+
+
 class _Tracer(Protocol):
     def begin(self, step: int, tokens: Tokens) -> None: ...
     def end(self, step: int, tokens: Tokens) -> None: ...

@@ -110,3 +110,10 @@ class GarbageCollector:
         """Collect the young generations if it is time; `step` is the step that has ended."""
         if step % self._freq == 0:
             gc.collect(1)
+
+
+def collect_everything() -> None:
+    """Free what has gone out of use in cycles, also of what a GarbageCollector leaves alone."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()

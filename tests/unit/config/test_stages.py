@@ -168,7 +168,7 @@ def test_what_is_wrong_with_the_job_is_not_said_again_of_its_stages():
     assert line.startswith("training.seq_len=5000 exceeds")
 
 
-def test_a_routing_record_goes_with_no_stages(tmp_path):
+def test_a_routing_record_is_of_one_sequence_length(tmp_path):
     stages = '[{"from_step":5,"seq_len":64}]'
     (line,) = problems(f"--debug.routing_record {tmp_path}/new --stages {stages}")
-    assert line.endswith("leave it out, or train without stages")
+    assert line.endswith("leave it out, or train without stages that change them")

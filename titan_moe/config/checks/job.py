@@ -19,7 +19,14 @@ from titan_moe.config.checks import (
 from titan_moe.config.checks.run import Check, ModelShape, Run
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import resolve
-from titan_moe.config.stages import stage_jobs, stage_name
+from titan_moe.config.stages import TRAINING_KEYS, stage_jobs, stage_name
+
+_CHANGING = (
+    "parallelism.",
+    "activation_checkpoint.",
+    *(f"training.{key}" for key in TRAINING_KEYS),
+)
+"""Keys, or how keys begin, of what may change while a run trains."""
 
 
 def check(job: JobConfig, model: ModelShape, world_size: int, *, num_gpus: int) -> list[str]:
@@ -34,6 +41,28 @@ def check(job: JobConfig, model: ModelShape, world_size: int, *, num_gpus: int) 
         lines += [f"{stage_name(job, number)}: {line}" for line in broken if line not in said]
         said |= set(broken)
     return lines
+
+
+def check_reshard(
+    before: JobConfig, job: JobConfig, model: ModelShape, world_size: int, *, num_gpus: int
+) -> list[str]:
+    """As `check`, of what a run of `before`, resolved, is to go on as without a restart: also one
+    line for every key that cannot change so."""
+    if lines := check(job, model, world_size, num_gpus=num_gpus):
+        return lines
+    old, new = (
+        {
+            f"{table}.{key}": value
+            for table, keys in each.model_dump(exclude={"stages"}).items()
+            for key, value in keys.items()
+        }
+        for each in (before, resolve(job, world_size))
+    )
+    return [
+        f"{key}={new[key]}, and the run has {value}: set it to that"
+        for key, value in old.items()
+        if new[key] != value and not key.startswith(_CHANGING)
+    ]
 
 
 def _unlimited_or_positive(run: Run) -> list[str]:

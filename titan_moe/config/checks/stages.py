@@ -38,12 +38,13 @@ def _nothing_changes(run: Run) -> list[str]:
 
 def _routing_traces(run: Run) -> list[str]:
     debug = run.job.debug
+    data = {(s.training.seq_len, s.training.global_batch_size) for _, s in stage_jobs(run.job)}
     named = {"routing_record": debug.routing_record, "routing_replay": debug.routing_replay}
     return [
         f"debug.{key}={folder}: a routing record is of one sequence length and batch; leave it "
-        "out, or train without stages"
+        "out, or train without stages that change them"
         for key, folder in named.items()
-        if folder is not None and run.job.stages
+        if folder is not None and len(data) > 1
     ]
 
 
