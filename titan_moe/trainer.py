@@ -5,26 +5,21 @@ import logging
 import math
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from titan_moe.checkpoint.checkpointer import Checkpointer, step_to_go_on_from
 from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
 from titan_moe.checkpoint.train_state import get_random_state, set_random_state
-from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.job import check_reshard
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import as_toml, resolve, save_job
 from titan_moe.config.stages import changes, job_of_step, stage_jobs
 from titan_moe.data.batch import Batch
-from titan_moe.data.build import build_loader, build_validation
-from titan_moe.data.loader import Identity, continue_state, merge_states
-from titan_moe.data.tokenizer import load_tokenizer, loss_unit
-from titan_moe.data.validation import ValidationLoader
+from titan_moe.data.loader import merge_states
+from titan_moe.data.tokenizer import loss_unit
 from titan_moe.debug.capture.step import StepCapture
 from titan_moe.debug.nan_locator import describe_nonfinite
 from titan_moe.distributed.compile import compiled_so_far, forget_compiled
@@ -52,6 +47,7 @@ from titan_moe.runtime.process import (
     seed_everything,
     set_timeouts,
 )
+from titan_moe.train_data import TrainData
 from titan_moe.train_step import StepResult, TrainStep, overflow_line, validation_loss
 
 logger = logging.getLogger(__name__)
@@ -138,7 +134,8 @@ class Trainer:
 
     def train(self) -> None:
         """Train to the last step; resumes where the run's own checkpoint ended."""
-        self._open_data()
+        self.data = TrainData(self.run_job, self.sharded.config, self.process)
+        self.data.open(self.job, self.meshes.dims)
         self._resume()
         steps = self.job.training.steps
         if self.progress.step >= steps:
@@ -156,7 +153,7 @@ class Trainer:
         if self.process.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_job(self.run_job, self.folder / "config.toml")
-            facts = run_facts(self.run_job, self.process, self.loader.identity)
+            facts = run_facts(self.run_job, self.process, self.data.loader.identity)
             (self.folder / "run.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
         self.log = RunLog(self.run_job, self.sharded, self.process, resume_step=resume_step)
         if self.job.lr_scheduler.warmup_steps >= steps:
@@ -175,8 +172,8 @@ class Trainer:
                     self._ran = True
                 garbage.step(step)
                 profile.step()
-        self.loader.close()
-        self.log.close(*loss_unit(self.tokenizer))
+        self.data.loader.close()
+        self.log.close(*loss_unit(self.data.tokenizer))
         if self.routing is not None:
             self.routing.close()
         self._say_goodbye()
@@ -209,7 +206,7 @@ class Trainer:
         forget_compiled(job.compile)
         sent = self._move_to(job) if self._changes_the_model(job) else 0
         self.job, self._ran = job, False
-        self._reopen_data()
+        self.data.reopen(job, self.meshes.dims)
         set_random_state(random_state)
         if self.routing is not None:
             self.routing.close()
@@ -242,7 +239,7 @@ class Trainer:
         phases, training = self.log.phases, self.job.training
         before = self._state()
         with phases("data"), region("data"):
-            batches = self.loader.next_step()
+            batches = self.data.loader.next_step()
         factor = lr_factor(step, self.job.lr_scheduler, training.steps)
         set_lr(self.optimizer, factor)
         capture = self._capture(step) if step == self.job.debug.capture_step else None
@@ -316,65 +313,12 @@ class Trainer:
             self.checkpointer.save(step - 1, before)
         return f"the state before it is {self.checkpointer.folder}/step-{step - 1}"
 
-    def _open_data(self) -> None:
-        self.tokenizer = load_tokenizer(self.job.model.tokenizer_path)
-        if lines := check_vocabulary(self.job, self.sharded.config, self.tokenizer.vocab_size):
-            raise ConfigError(lines)
-        self._open_loaders()
-
-    def _open_loaders(self) -> None:
-        """This rank's part of the data, from its beginning."""
-        job, dims = self.job, self.meshes.dims
-        place = {
-            "seed": job.debug.seed,
-            "rank": dims.coordinate(self.process.rank, "batch"),
-            "num_ranks": dims.size("batch"),
-        }
-        self.loader = build_loader(
-            job.training,
-            self.tokenizer,
-            global_batch_size=job.training.global_batch_size,
-            largest_batch_size=max(
-                stage.training.global_batch_size for _, stage in stage_jobs(self.run_job)
-            ),
-            permutation=job.debug.permute_rows,
-            **place,
-        )
-        self.validation: ValidationLoader | None = None
-        if job.validation.enable:
-            self.validation = build_validation(
-                job.validation, job.training, self.tokenizer, **place
-            )
-
-    def _reopen_data(self) -> None:
-        """Loaders for the present layout that go on where all ranks' are; collective."""
-        states: list[Any] = [None] * self.process.world_size
-        dist.all_gather_object(states, self.loader.state_dict())
-        before = self.loader.identity
-        self.loader.close()
-        self._open_loaders()
-        self._go_on_reading(merge_states(states), before)
-
-    def _go_on_reading(self, state: dict[str, Any], saved: Identity) -> None:
-        """From a data position of all ranks, taken under `saved`."""
-        state, unread = continue_state(state, saved, self.loader.identity)
-        self.loader.load_state_dict(state)
-        if saved.global_batch_size != self.loader.identity.global_batch_size:
-            self._say(
-                "new sequences begin after the last document that was begun: %d tokens of such "
-                "documents, and %d whole documents before it, are left unread",
-                *unread,
-            )
-
     def _resume(self) -> None:
         state = self.checkpointer.load()
         if state is None:
             return
         if "data" in state:
-            taken = job_of_step(self.run_job, state["data"]["step"]).training
-            size, length = taken.global_batch_size, taken.seq_len
-            saved = replace(self.loader.identity, global_batch_size=size, seq_len=length)
-            self._go_on_reading(state["data"], saved)
+            self.data.load_state(state["data"])
         if "step" in state:
             self.progress = Progress(state["step"], state["tokens"])
             self._say("going on after step %d", self.progress.step)
@@ -384,19 +328,19 @@ class Trainer:
         return {
             "step": self.progress.step,
             "tokens": self.progress.tokens,
-            "data": self.loader.state_dict(),
+            "data": self.data.loader.state_dict(),
         }
 
     def _validates(self, step: int) -> bool:
-        if self.validation is None:
+        if self.data.validation is None:
             return False
         return step % self.job.validation.freq == 0 or step == self.job.training.steps
 
     def _validate(self) -> float:
         """The held-out loss. Raises RunError where buffers between ranks do not suffice and nothing
         may be left out."""
-        assert self.validation is not None
-        loss, dropped = validation_loss(self.validation, self.sharded, self.process.device)
+        assert self.data.validation is not None
+        loss, dropped = validation_loss(self.data.validation, self.sharded, self.process.device)
         if dropped and self.sharded.stops_on_overflow:
             step = self.progress.step  # Its update is done: what it made is kept.
             kept = self._keep(step + 1, self._state())
@@ -415,7 +359,7 @@ class Trainer:
 
     def _say_goodbye(self) -> None:
         """How it went, where everything is, and what to do next."""
-        self._say(outcome(self.progress.step, *self.losses, *loss_unit(self.tokenizer)))
+        self._say(outcome(self.progress.step, *self.losses, *loss_unit(self.data.tokenizer)))
         self._say("metrics %s", self.folder / "metrics.jsonl")
         self._say("curves  %s", self.folder / "curves.png")
         last, checkpoint = self.checkpointer.last_step, self.job.checkpoint

@@ -34,9 +34,9 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.simulate.rank_step import in_words, rank_step, simulate
 
     job = load_job(job_arguments(options))
-    whole, *sizes = rank_step(job, options.ranks, rank=options.rank, layers=options.layers)
-    stages = stage_jobs(whole)
-    facts, *later = simulate([(stage, *sizes) for _, stage in stages])
+    task = rank_step(job, options.ranks, rank=options.rank, layers=options.layers)
+    stages = stage_jobs(task[0])
+    facts, *later = simulate([(stage, *task[1:]) for _, stage in stages])
     data, lines = facts.as_json(), [in_words(facts)]
     if later:
         data["stages"] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -68,24 +69,20 @@ def build_loader(
     ConfigError when a source is missing, unreadable or has fewer documents than sequences.
     """
     sequences = _local_sequences(global_batch_size, rank, num_ranks, permutation)
+    how: dict[str, Any] = {
+        "split": Split.TRAIN,
+        "seed": seed,
+        "sequences": sequences,
+        "global_batch_size": global_batch_size,
+        "repeat": training.repeat_dataset,
+    }
     parts = [
-        BlendSource(
-            _open_order(
-                source,
-                tokenizer,
-                split=Split.TRAIN,
-                seed=seed,
-                sequences=sequences,
-                global_batch_size=global_batch_size,
-                repeat=training.repeat_dataset,
-            ),
-            source.weight,
-        )
+        BlendSource(_open_order(source, tokenizer, **how), source.weight)
         for source in _training_sources(training)
     ]
+    size = max(global_batch_size, largest_batch_size)
     for part in parts:
-        largest = max(global_batch_size, largest_batch_size)
-        _check_size(part.order, largest, repeat=training.repeat_dataset)
+        _check_size(part.order, size, repeat=training.repeat_dataset)
     streams = [
         SequenceStream(
             index,

@@ -14,7 +14,7 @@ from titan_moe.data.document_order import StreamOrder
 from titan_moe.data.documents import is_held_out, mix
 from titan_moe.data.hub import FileCorpus
 from titan_moe.data.loader import Unread, continue_state, merge_states
-from titan_moe.data.packing import IGNORE_INDEX
+from titan_moe.data.packing import IGNORE_INDEX, Packer
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.errors import RunError
 
@@ -273,3 +273,13 @@ def test_a_position_of_an_earlier_version_begins_at_the_first_document(files):
         del row["unread"]
     second[0].load_state_dict(state)
     assert take(second, 2) == take(first, 2)
+
+
+def test_a_dropped_cursor_is_caught(files, monkeypatch):
+    """A planted mistake: the rest of the open document is skipped where a stage begins."""
+    resume = Packer.resume
+    monkeypatch.setattr(Packer, "resume", lambda packer, *_: resume(packer, None, 0))
+    found, _ = staged_run(PLANS["longer"], blend(files, "json"))
+    expected, _ = slow_run(PLANS["longer"], [slow_documents(files, "json")], [1.0])
+    steps = PLANS["longer"][0].steps
+    assert found[:steps] == expected[:steps] and found[steps] != expected[steps]
