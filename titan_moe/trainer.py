@@ -24,6 +24,7 @@ from titan_moe.debug.capture.step import StepCapture
 from titan_moe.debug.nan_locator import describe_nonfinite
 from titan_moe.distributed.compile import compiled_so_far, forget_compiled
 from titan_moe.distributed.parallelize import build_sharded_model
+from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
 from titan_moe.distributed.transfer import move
 from titan_moe.metrics.closing import next_steps, outcome
@@ -89,8 +90,8 @@ class Trainer:
         """Of the last step, and of the validation after it."""
         self.routing: RoutingTrace | None = None
 
-    def _lay_out(self, job: JobConfig, *, draw_weights: bool = True) -> None:
-        """The model in the layout of a job; collective."""
+    def _lay_out(self, job: JobConfig, groups: ProcessGroups | None = None) -> None:
+        """The model in the layout of a job; without weights after a layout of these `groups`."""
         self.job = job
         self.sharded = sharded = build_sharded_model(
             job,
@@ -98,11 +99,11 @@ class Trainer:
             device=self.process.device,
             world_size=self.process.world_size,
             ranks_per_node=self.process.local_world_size,
-            draw_weights=draw_weights,
+            draw_weights=groups is None,
+            groups=groups,
         )
         self.meshes = sharded.meshes
-        self._ran = False
-        """Whether this layout has trained a step: the first one compiles, and may take long."""
+        self._ran = False  # The first step of a layout compiles, and may take long.
         self._say(layout_summary(dict(sharded.named_parameters()), self.meshes))
         if self.process.is_main and self.meshes.dims.pp > 1:
             weights = part_weights(sharded.config, job.training.seq_len)
@@ -228,7 +229,7 @@ class Trainer:
         last_step = self.checkpointer.last_step
         weights = model_tensors(self.sharded.parts)
         states = optimizer_tensors(self.sharded.parts, self.optimizer)
-        self._lay_out(job, draw_weights=False)
+        self._lay_out(job, self.meshes.groups)
         moved = move(weights, model_tensors(self.sharded.parts))
         self._prepare_updates()
         moved_too = move(states, optimizer_tensors(self.sharded.parts, self.optimizer))
@@ -337,8 +338,7 @@ class Trainer:
         return step % self.job.validation.freq == 0 or step == self.job.training.steps
 
     def _validate(self) -> float:
-        """The held-out loss. Raises RunError where buffers between ranks do not suffice and nothing
-        may be left out."""
+        """The held-out loss. Raises RunError where buffers between ranks do not suffice."""
         assert self.data.validation is not None
         loss, dropped = validation_loss(self.data.validation, self.sharded, self.process.device)
         if dropped and self.sharded.stops_on_overflow:

@@ -160,6 +160,7 @@ def _shift_strided_shards() -> None:
     from torch.distributed.checkpoint import planner_helpers
 
     from titan_moe.checkpoint import checksum
+    from titan_moe.distributed import transfer
 
     place = planner_helpers.compute_local_shape_and_global_offset
     slices = checksum.local_slices
@@ -182,7 +183,7 @@ def _shift_strided_shards() -> None:
         return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
 
     planner_helpers.compute_local_shape_and_global_offset = shifted
-    checksum.local_slices = shifted_slices
+    checksum.local_slices = transfer.local_slices = shifted_slices
 
 
 def _first_stage_only() -> None:

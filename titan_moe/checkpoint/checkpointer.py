@@ -29,8 +29,9 @@ from titan_moe.checkpoint.manifest import (
     gather_specs,
     read_manifest,
 )
+from titan_moe.checkpoint.read_tensors import read_tensors
 from titan_moe.checkpoint.safe_reader import SafeReader
-from titan_moe.checkpoint.tensor_files import read_tensors, write_tensors
+from titan_moe.checkpoint.tensor_files import write_tensors
 from titan_moe.checkpoint.tensors import MODEL, OPTIMIZER, model_tensors, optimizer_tensors
 from titan_moe.checkpoint.train_state import (
     DATA,
@@ -276,9 +277,8 @@ class Checkpointer:
         if problems := audit(manifest, specs, parts, self._num_experts):
             raise RunError(f"checkpoint {source} does not fit the model: {'; '.join(problems)}")
         doing = f"cannot load checkpoint {source}"
-        # Apart from the load, whose first collective a rank that cannot read must not miss.
         reader = on_every_rank(lambda: SafeReader(source), doing=doing)
-        on_every_rank(lambda: read_tensors(tensors, reader), doing=doing)
+        read_tensors(tensors, reader, doing=doing)
         found = checksums(tensors, {name: spec.shape for name, spec in specs.items()})
         if damaged := compare_checksums(manifest, found):
             raise RunError(

@@ -20,8 +20,6 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
 
 from titan_moe.runtime.errors import RunError
 
@@ -94,15 +92,6 @@ class SafeReader(FileSystemReader):
                 view = self._slice_file(file, info)
                 return torch.load(view, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError):
-            raise RunError(
-                f"checkpoint {self.path}: a tensor file is damaged or not to be trusted"
-            ) from None
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        try:
-            return super().read_data(plan, planner)
-        except pickle.UnpicklingError:
-            # Not in torch's words: they advise to switch the protection off.
             raise RunError(
                 f"checkpoint {self.path}: a tensor file is damaged or not to be trusted"
             ) from None

@@ -1,4 +1,4 @@
-"""A checkpoint's tensor files: from and to tensors in memory by DCP, or written chunk by chunk."""
+"""A checkpoint's tensor files: written by DCP from tensors in memory, or chunk by chunk."""
 
 import os
 import pickle
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -21,13 +21,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config
 
-from titan_moe.checkpoint.safe_reader import METADATA, SafeReader
+from titan_moe.checkpoint.safe_reader import METADATA
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 
 _LARGEST_FILE = 5 * 10**9
@@ -48,15 +47,6 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
         tensors,
         storage_writer=_Writer(folder, sync_files=True, thread_count=1),
         planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-    )
-
-
-def read_tensors(tensors: dict[str, Tensor], reader: SafeReader) -> None:
-    """Read into tensors of any layout, in place; collective."""
-    load_tensors(
-        tensors,
-        storage_reader=reader,
-        planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
     )
 
 

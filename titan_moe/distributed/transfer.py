@@ -4,7 +4,7 @@ Who holds which part of a tensor, and who wants which, is all that a transfer lo
 shardings may differ in everything.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.distributed.boxes import Box, inside
+from titan_moe.distributed.boxes import Box, inside, overlap, sizes
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.distributed.transfer_plan import BUCKET_BYTES, Held, TransferPlan, plan_transfer
+
+LocalParts = Sequence[tuple[Tensor, Box]]
+"""What a rank has of one tensor, and where in the whole it lies."""
 
 
 class Traffic(NamedTuple):
@@ -42,14 +45,14 @@ def transfer(
     Both are DTensors of any mesh of the world, or plain tensors, which are whole. Raises ValueError
     on all ranks alike, as plan_transfer does.
     """
-    mine = _held(sources), _held(targets)
+    mine = parts_of(sources), parts_of(targets)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     plan = plan_transfer(*zip(*everyone, strict=True), max_bytes=max_bytes)
     return execute(
         plan,
-        {name: (local_part(each.detach()), mine[0][name].box) for name, each in sources.items()},
-        {name: (local_part(each.detach()), mine[1][name].box) for name, each in targets.items()},
+        {name: [(local_part(each).detach(), mine[0][name].box)] for name, each in sources.items()},
+        {name: [(local_part(each).detach(), mine[1][name].box)] for name, each in targets.items()},
     )
 
 
@@ -57,11 +60,12 @@ def move(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Traffi
     """As `transfer`; the memory of `sources` is freed, whoever still refers to them."""
     traffic = transfer(sources, targets)
     for tensor in sources.values():
-        local_part(tensor.detach()).untyped_storage().resize_(0)
+        local_part(tensor).detach().untyped_storage().resize_(0)
     return traffic
 
 
-def _held(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
+def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
+    """What this rank holds, for others to know."""
     return {
         name: Held(tuple(tensor.shape), tensor.dtype, local_slices(tensor))
         for name, tensor in tensors.items()
@@ -71,8 +75,8 @@ def _held(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
 @torch.no_grad()
 def execute(
     plan: TransferPlan,
-    sources: Mapping[str, tuple[Tensor, Box]],
-    targets: Mapping[str, tuple[Tensor, Box]],
+    sources: Mapping[str, LocalParts],
+    targets: Mapping[str, LocalParts],
 ) -> Traffic:
     """Carry out a plan of the world's ranks; collective.
 
@@ -87,8 +91,8 @@ def execute(
         incoming: list[list[Tensor]] = [[] for _ in sent]
         for pieces in bucket:
             for source, target, box in pieces.of(rank):
-                before = _part(sources, pieces.name, box) if source == rank else None
-                after = _part(targets, pieces.name, box) if target == rank else None
+                before = _part(sources[pieces.name], box) if source == rank else None
+                after = _part(targets[pieces.name], box) if target == rank else None
                 if before is not None and after is not None:
                     after.copy_(before)
                     copied += before.nbytes
@@ -104,8 +108,9 @@ def execute(
     return Traffic(tuple(sent), tuple(received), copied, plan.calls, total)
 
 
-def _part(tensors: Mapping[str, tuple[Tensor, Box]], name: str, box: Box) -> Tensor:
-    tensor, whole = tensors[name]
+def _part(parts: LocalParts, box: Box) -> Tensor:
+    """What lies in a box, of the part that has it."""
+    tensor, whole = next(each for each in parts if sizes(overlap(box, each[1])) == sizes(box))
     return tensor[inside(box, whole)]
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from titan_moe.distributed.boxes import Box
+from titan_moe.distributed.boxes import Box, sizes
 
 BUCKET_BYTES = 2**28
 """What a rank sends, and what it receives, in one all-to-all at most."""
@@ -30,6 +30,14 @@ class Held(NamedTuple):
     """Of the whole tensor."""
     dtype: torch.dtype
     box: Box
+
+    @property
+    def bytes(self) -> int:
+        return prod(sizes(self.box)) * self.dtype.itemsize
+
+
+Parts = list[tuple[int, Held]]
+"""Parts of one tensor with the ranks that have them."""
 
 
 class Pieces(NamedTuple):
@@ -133,16 +141,26 @@ def plan_transfer(
             f"{len(held)} ranks hold tensors and {len(wanted)} want them: a transfer stays within "
             "one world"
         )
-    holders, wanters = _by_name(held), _by_name(wanted)
-    load = [0] * len(held)
+    return plan_parts(by_name(held), by_name(wanted), len(held), max_bytes=max_bytes)
+
+
+def plan_parts(
+    holders: Mapping[str, Parts],
+    wanters: Mapping[str, Parts],
+    world_size: int,
+    *,
+    max_bytes: int = BUCKET_BYTES,
+) -> TransferPlan:
+    """As `plan_transfer`, from the parts of each tensor; a rank may hold several of one."""
+    load = [0] * world_size
     moves = []
     for name in sorted(wanters):
         _check_alike(name, holders.get(name, []), wanters[name])
         moves.append(_pieces_of(name, holders.get(name, []), wanters[name], load))
-    return TransferPlan(len(held), tuple(_buckets(moves, len(held), max_bytes)))
+    return TransferPlan(world_size, tuple(_buckets(moves, world_size, max_bytes)))
 
 
-def _by_name(ranks: Sequence[Mapping[str, Held]]) -> dict[str, list[tuple[int, Held]]]:
+def by_name(ranks: Sequence[Mapping[str, Held]]) -> dict[str, Parts]:
     """For each name who has a part of it, in the order of ranks."""
     found = defaultdict(list)
     for rank, tensors in enumerate(ranks):
@@ -151,9 +169,7 @@ def _by_name(ranks: Sequence[Mapping[str, Held]]) -> dict[str, list[tuple[int, H
     return found
 
 
-def _check_alike(
-    name: str, holders: list[tuple[int, Held]], wanters: list[tuple[int, Held]]
-) -> None:
+def _check_alike(name: str, holders: Parts, wanters: Parts) -> None:
     """Raises ValueError where ranks mean different tensors, or parts outside of them."""
     rank, first = wanters[0]
     for other, part in chain(holders, wanters):
@@ -172,14 +188,12 @@ def _check_alike(
             )
 
 
-def _pieces_of(
-    name: str, holders: list[tuple[int, Held]], wanters: list[tuple[int, Held]], load: list[int]
-) -> Pieces:
+def _pieces_of(name: str, holders: Parts, wanters: Parts, load: list[int]) -> Pieces:
     """How the ranks that want a tensor get it. `load`: bytes that each rank sends already; those of
     this tensor are added."""
     itemsize = wanters[0][1].dtype.itemsize
-    holding, wanting = _by_box(holders), _by_box(wanters)
-    places, bounds, sizes = _overlaps(list(holding), list(wanting), len(wanters[0][1].shape))
+    holding, wanting = by_box(holders), by_box(wanters)
+    places, bounds, sizes = overlaps(list(holding), list(wanting), len(wanters[0][1].shape))
     _check_covered(name, wanters[0][1], holding, wanting, sizes)
     senders, receivers = list(holding.values()), list(wanting.values())
     sources: list[int] = []
@@ -206,7 +220,7 @@ def _pieces_of(
     )
 
 
-def _by_box(parts: list[tuple[int, Held]]) -> dict[_Bounds, list[int]]:
+def by_box(parts: Parts) -> dict[_Bounds, list[int]]:
     """The ranks that have each box; empty ones are left out."""
     found: dict[_Bounds, list[int]] = {}
     for rank, part in parts:
@@ -216,7 +230,7 @@ def _by_box(parts: list[tuple[int, Held]]) -> dict[_Bounds, list[int]]:
     return found
 
 
-def _overlaps(
+def overlaps(
     held: list[_Bounds], wanted: list[_Bounds], num_dims: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Which of the boxes held [H] and wanted [W] meet, [N, 2]; where, [N, D, 2]; and in how many
@@ -240,7 +254,7 @@ def _check_covered(
 ) -> None:
     """Raises ValueError where parts held overlap, or leave something out that is wanted."""
     held = list(holding)
-    twice, _, _ = _overlaps(held, held, len(like.shape))
+    twice, _, _ = overlaps(held, held, len(like.shape))
     if len(twice) > len(held):
         one, other = next((a, b) for a, b in twice.tolist() if a != b)
         raise ValueError(
