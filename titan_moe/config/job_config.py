@@ -367,7 +367,7 @@ class TrainingStage(Section):
 
     @field_serializer("parallelism")
     def _changed(self, parallelism: Parallelism) -> dict[str, Any]:
-        return parallelism.model_dump(exclude_unset=True)
+        return parallelism.model_dump(exclude_unset=True, exclude_none=True)
 
 
 class Checkpoint(Section):

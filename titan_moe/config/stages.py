@@ -70,9 +70,8 @@ def tokens_in_words(tokens: dict[int, int]) -> str:
 
 
 def _changed(job: JobConfig, stage: TrainingStage) -> JobConfig:
-    values = {key: getattr(stage, key) for key in TRAINING_KEYS}
-    training = {key: value for key, value in values.items() if value is not None}
-    degrees = {key: getattr(stage.parallelism, key) for key in stage.parallelism.model_fields_set}
+    training = stage.model_dump(include=set(TRAINING_KEYS), exclude_none=True)
+    degrees = stage.parallelism.model_dump(exclude_unset=True, exclude_none=True)
     return job.model_copy(
         update={
             "training": job.training.model_copy(update=training),

@@ -4,7 +4,13 @@ from tests.support.config_checks import Shape, problems
 from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import as_toml, load_job, resolve, save_job
-from titan_moe.config.stages import changes, job_of_step, stage_jobs
+from titan_moe.config.stages import (
+    changes,
+    job_of_step,
+    stage_jobs,
+    tokens_in_words,
+    tokens_per_step,
+)
 
 TOML = """
 [training]
@@ -67,6 +73,13 @@ def test_changes_are_named_with_both_values(job):
     assert changes(jobs[1], jobs[2]) == (
         "training.local_batch_size 2 -> 1, training.global_batch_size 4 -> 16"
     )
+
+
+def test_tokens_of_a_step_are_named_where_they_change(job):
+    tokens = tokens_per_step(resolve(job, 4))
+    assert tokens == {1: 4 * 64, 11: 4 * 128, 51: 16 * 128}
+    assert tokens_in_words(tokens) == "256, from step 11 on 512, from step 51 on 2,048"
+    assert tokens_in_words({1: 256, 11: 256, 51: 512}) == "256, from step 51 on 512"
 
 
 def test_a_saved_job_has_its_stages_and_no_key_that_they_leave_alone(job, tmp_path):
