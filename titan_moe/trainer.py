@@ -112,8 +112,8 @@ class Trainer:
 
     def _prepare_updates(self) -> None:
         """What updates that model, and what saves both."""
-        job, sharded = self.job, self.sharded
-        self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+        job, sharded, group = self.job, self.sharded, self.meshes.group
+        self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), group)
         device = self.process.device
         self.train_step = TrainStep(sharded, self.optimizer, job.training, device=device)
         moe = sharded.config.moe

@@ -20,7 +20,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -28,6 +34,8 @@ from torch.utils.serialization import config
 
 from titan_moe.checkpoint.safe_reader import METADATA
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
+from titan_moe.distributed.boxes import Box, sizes
+from titan_moe.distributed.dtensor import local_part, local_slices
 
 _LARGEST_FILE = 5 * 10**9
 
@@ -36,7 +44,7 @@ class Chunk(NamedTuple):
     """A box of a tensor of the checkpoint."""
 
     name: str
-    box: tuple[slice, ...]
+    box: Box
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -46,8 +54,44 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
     save_tensors(
         tensors,
         storage_writer=_Writer(folder, sync_files=True, thread_count=1),
-        planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
     )
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Says itself where each part lies: torch's planner reads no explicit `shard_order`."""
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(
+            [
+                _written(name, tensor, chunk)
+                for name, tensor in self.state_dict.items()
+                for chunk in _held(tensor)
+            ]
+        )
+        return self.plan
+
+
+def _written(name: str, tensor: Tensor, chunk: ChunkStorageMetadata) -> WriteItem:
+    properties = TensorProperties.create_from_tensor(local_part(tensor))
+    return WriteItem(
+        MetadataIndex(name, chunk.offsets),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(chunk, properties, tensor.size()),
+    )
+
+
+def _held(tensor: Tensor) -> list[ChunkStorageMetadata]:
+    """This rank's part, as DCP describes it; nothing for a part that is empty: DCP tells chunks
+    apart by where they begin."""
+    box = local_slices(tensor)
+    if 0 in sizes(box) and tensor.numel():
+        return []
+    return [_as_stored(box)]
+
+
+def _as_stored(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(part.start for part in box), torch.Size(sizes(box)))
 
 
 class _Writer(FileSystemWriter):
@@ -113,9 +157,8 @@ def _write_metadata(folder: Path, places: Iterable[tuple[Chunk, _StorageInfo]]) 
             chunk.name, TensorStorageMetadata(properties, shape, [])
         )
         assert isinstance(entry, TensorStorageMetadata)
-        offsets = torch.Size(part.start for part in chunk.box)
-        sizes = torch.Size(part.stop - part.start for part in chunk.box)
-        entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
-        metadata.storage_data[MetadataIndex(chunk.name, offsets)] = place
+        stored = _as_stored(chunk.box)
+        entry.chunks.append(stored)
+        metadata.storage_data[MetadataIndex(chunk.name, stored.offsets)] = place
     with (folder / METADATA).open("wb") as file:
         pickle.dump(metadata, file)

@@ -68,8 +68,11 @@ def _layout_of(axes: Sequence[Spans]) -> _mesh_layout._MeshLayout:
     flat = getattr(_mesh_layout, "_FlatLayout", None)
     if flat is not None:
         return _mesh_layout._MeshLayout([flat(*axis) for axis in zip(sizes, strides, strict=True)])
-    # Torch 2.11: tuples of all axes, in which an axis of one part is a number.
-    numbers = (tuple(e[0] if len(e) == 1 else e or 1 for e in each) for each in (sizes, strides))
+    # Torch 2.11: tuples of all axes, in which an axis of one part is a number, as is a mesh of one
+    # such axis once it is flattened.
+    numbers = [tuple(e[0] if len(e) == 1 else e or 1 for e in each) for each in (sizes, strides)]
+    if len(axes) == 1 and len(axes[0]) < 2:
+        numbers = [each[0] for each in numbers]  # type: ignore[misc]
     return _mesh_layout._MeshLayout(*numbers)  # type: ignore[call-arg,arg-type]
 
 

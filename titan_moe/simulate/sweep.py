@@ -231,7 +231,6 @@ class _LaidOut:
         self.held: dict[str, nn.Parameter] = {
             name: p for part in laid_out.parts for name, p in part.named_parameters()
         }
-        self._known_slices: dict[tuple, Box] = {}
         self.partial_over_tp = laid_out.partial_over_tp
         self.shards = Shards(layout, tensor_dims(), model.stages)
         self.shapes = {
@@ -265,15 +264,8 @@ class _LaidOut:
         held = tuple(local_part(parameter).shape)
         if held != (wanted := tuple(part.stop - part.start for part in box)):
             yield f"{name} has {list(held)} here, by arithmetic {list(wanted)}"
-        elif 0 not in held and (slices := self._slices(parameter)) != box:
+        elif 0 not in held and (slices := local_slices(parameter)) != box:
             yield f"{name} lies at {_text(slices)}, by arithmetic at {_text(box)}"
-
-    def _slices(self, parameter: DTensor) -> Box:
-        """`local_slices`, which is slow for large strided shards, once for those that are alike."""
-        key = id(parameter.device_mesh), parameter.shape, parameter.placements
-        if key not in self._known_slices:
-            self._known_slices[key] = local_slices(parameter)
-        return self._known_slices[key]
 
     def _is_whole_over_tp(self, name: str) -> bool:
         if self.layout.tp == 1 or ".experts." in name:
