@@ -5,12 +5,15 @@ initial weights, Muon, the gradient norm, the layout summary.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from titan_moe.distributed.boxes import Box
 from titan_moe.distributed.sharding import Axes, Sharding
@@ -29,27 +32,38 @@ def sharding_of(tensor: Tensor) -> tuple[Sharding, Axes]:
     """
     if not isinstance(tensor, DTensor):
         return Sharding(), {}
-    axes = mesh_axes(tensor.device_mesh)
-    sharding = Sharding.of(tensor.placements, axes)
-    if any(isinstance(placement, _StridedShard) for placement in tensor.placements):
-        _check_divides(tensor, sharding, axes)
     # torch keeps an order beside the placements (2.13), and has no public way to ask for it.
-    elif (order := getattr(tensor._spec, "shard_order", None)) is not None:
+    order = getattr(tensor._spec, "shard_order", None)
+    return _sharding(tensor.device_mesh, tensor.placements, tensor.shape, order)
+
+
+# The gradient norm asks for that of every parameter at every step.
+@lru_cache(maxsize=4096)
+def _sharding(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, order: Any
+) -> tuple[Sharding, Axes]:
+    axes = mesh_axes(mesh)
+    sharding = Sharding.of(placements, axes)
+    if any(isinstance(placement, _StridedShard) for placement in placements):
+        _check_divides(shape, placements, sharding, axes)
+    elif order is not None:
         names = list(axes)
         cuts = {entry.tensor_dim: tuple(names[i] for i in entry.mesh_dims) for entry in order}
-        all_cuts = tuple(cuts.get(dim, ()) for dim in range(tensor.ndim))
+        all_cuts = tuple(cuts.get(dim, ()) for dim in range(len(shape)))
         sharding = Sharding(all_cuts, sharding.partial)
     return sharding, axes
 
 
-def _check_divides(tensor: DTensor, sharding: Sharding, axes: Axes) -> None:
-    pairs = zip(axes, tensor.placements, strict=True)
+def _check_divides(
+    shape: torch.Size, placements: tuple[Placement, ...], sharding: Sharding, axes: Axes
+) -> None:
+    pairs = zip(axes, placements, strict=True)
     strided = {axis for axis, each in pairs if isinstance(each, _StridedShard) and axes[axis] > 1}
-    for size, cut in zip(tensor.shape, sharding.cuts, strict=False):
+    for size, cut in zip(shape, sharding.cuts, strict=False):
         last = max((place for place, axis in enumerate(cut) if axis in strided), default=0)
         if size % (parts := prod(axes[axis] for axis in cut[:last])):
             raise ValueError(
-                f"{sharding} of {list(tensor.shape)} on a mesh of {dict(axes)}: {parts} does not "
+                f"{sharding} of {list(shape)} on a mesh of {dict(axes)}: {parts} does not "
                 f"divide {size}, as it must for a strided shard"
             )
 
