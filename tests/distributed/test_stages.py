@@ -35,7 +35,6 @@ def staged_job(folder: Path, stages: list[dict[str, Any]] = STAGES) -> JobConfig
         folder,
         steps=STEPS,
         training={"dtype": "float64", "seq_len": 32, "local_batch_size": 4},
-        model={"flavor": "gate"},
         checkpoint={"enable": True, "interval": 2},
         validation={"enable": True, "freq": 4, "steps": 2, "local_batch_size": 2},
     )
