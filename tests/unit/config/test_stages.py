@@ -158,6 +158,11 @@ def test_a_value_that_no_stage_can_have(stages, line):
             "stages[1] (from_step=9): training.global_batch_size=18 must be a multiple of "
             "local_batch_size 8 x 4 data ranks = 32: choose 32",
         ),
+        (  # The batch is that of the first stage, which nothing names.
+            '[{"from_step":5,"local_batch_size":3}]',
+            "stages[0] (from_step=5): training.global_batch_size=32 must be a multiple of "
+            "local_batch_size 3 x 4 data ranks = 12: choose 24",
+        ),
         (
             '[{"from_step":5,"parallelism":{"context_parallel_degree":8}}]',
             "stages[0] (from_step=5): parallelism: cp 8 = 8 must divide the 4 ranks of this run: "
