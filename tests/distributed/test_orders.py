@@ -16,8 +16,9 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from tests.support.ordered import EXPLICIT, explicit, explicit_spec, strided
 from tests.support.shardings import all_shardings
 from titan_moe.checkpoint.checksum import checksums
+from titan_moe.checkpoint.read_tensors import read_tensors
 from titan_moe.checkpoint.safe_reader import SafeReader
-from titan_moe.checkpoint.tensor_files import read_tensors, write_tensors
+from titan_moe.checkpoint.tensor_files import write_tensors
 from titan_moe.checkpoint.tensors import model_tensors
 from titan_moe.distributed.dtensor import (
     _check_divides,
@@ -76,12 +77,12 @@ def _save_and_load(
             )
             for name, target in zip(names, targets, strict=True)
         }
-        read_tensors(loaded, reader)
+        read_tensors(loaded, reader, doing="loading")
         for (name, tensor), target in zip(loaded.items(), targets, strict=True):
             if not torch.equal(local_part(tensor), local_part(saved[target])):
                 wrong.append(f"{name} -> {target}")
     plain: dict[str, Tensor] = {name: torch.zeros_like(whole) for name in names}
-    read_tensors(plain, reader)
+    read_tensors(plain, reader, doing="loading")
     wrong += [
         f"{name} -> plain" for name, tensor in plain.items() if not torch.equal(tensor, whole)
     ]
@@ -132,9 +133,9 @@ def _in_explicit_order(folder: Path) -> dict[str, bool]:
     tensors = model_tensors([_Buffers(kept)])
     write_tensors(tensors, folder)
     plain = {"model.kept": torch.zeros_like(whole)}
-    read_tensors(plain, SafeReader(folder))
+    read_tensors(plain, SafeReader(folder), doing="loading")
     local_part(tensors["model.kept"]).zero_()
-    read_tensors(tensors, SafeReader(folder))
+    read_tensors(tensors, SafeReader(folder), doing="loading")
     return {
         "sharding": str(sharding_of(kept)[0]) == "S(0)[y,x]",
         "slices": local_slices(kept) == (slice(first, first + 2), slice(0, 2)),

@@ -269,6 +269,8 @@ def reshard_watched(
     make_step = trainer._step
 
     def reshard_and_step(step: int) -> None:
+        if step == 1:  # Training draws no random numbers, and so would not show their states.
+            torch.rand(1 + dist.get_rank())
         if step == LEG + 1:
             old = [weakref.ref(part) for part in trainer.sharded.parts]
             old += [weakref.ref(each) for _, each in trainer.sharded.named_parameters()]
