@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,10 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tests.support.shardings import all_shardings
-from titan_moe.distributed.redistribution import execute, plan
+from titan_moe.distributed.redistribution import Step, execute, plan
 from titan_moe.distributed.sharding import Axes, Sharding, coordinates, group_of
+from titan_moe.distributed.sharding_moves import LOCAL_OPS
+from titan_moe.simulate.comm_counter import CommCounter, arguments_of
+from titan_moe.simulate.comm_counter import group_of as group_of_call
 from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.testing.shardings import all_shardings
 
 
 class Mesh:
@@ -28,6 +32,36 @@ class Mesh:
             group = dist.new_group(list(ranks), use_local_synchronization=True)
             self._groups[ranks] = group
         return self._groups[ranks]
+
+
+class Call(NamedTuple):
+    """A collective, as this rank sees it."""
+
+    ranks: tuple[int, ...]
+    received: float
+    """Bytes."""
+
+
+class Counter(CommCounter):
+    """Bytes that come to this rank rather than those that leave it, call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = {"": ""}
+        self.calls: list[Call] = []
+
+    def count(self, func: Any, args: tuple) -> None:
+        named = arguments_of(func, args)
+        group, name = group_of_call(named), func.__name__.partition(".")[0]
+        if name == "alltoall_base_":
+            rows = named["output_split_sizes"]
+            received: float = named["output"].itemsize * (sum(rows) - rows[group.rank()])
+        elif name == "_allgather_base_":
+            received = named["output_tensor"].nbytes - named["input_tensor"].nbytes
+        else:
+            assert name == "allreduce_", f"{name} is no plan's"
+            received = 2 * named["tensors"][0].nbytes * (group.size() - 1) / group.size()
+        self.calls.append(Call(tuple(dist.get_process_group_ranks(group)), received))
 
 
 def part_of(whole: Tensor, sharding: Sharding, rank: int, axes: Axes) -> Tensor:
@@ -62,18 +96,35 @@ def is_whole(whole: Tensor, parts: list[Tensor], sharding: Sharding, axes: Axes)
     return True
 
 
+class Moved(NamedTuple):
+    """What a rank has of a pair of shardings."""
+
+    part: Tensor
+    """Its part afterwards."""
+    grad: Tensor
+    """Of its part before."""
+    forward: list[Call]
+    backward: list[Call]
+
+
 def move_all(
     axes: dict[str, int], shape: tuple[int, ...], pairs: list[tuple[str, str]]
-) -> list[tuple[Tensor, Tensor]]:
-    """For each pair this rank's part afterwards, and the gradient of its part before."""
+) -> list[Moved]:
+    """Every pair's plan carried out on this rank."""
     mesh, results = Mesh(axes), []
     whole = torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).view(shape)
     for source, target in pairs:
         steps = plan(source, target, axes=axes, shape=shape, dtype=whole.dtype)
+        for step in steps.steps:
+            mesh.group(step.axes)  # Made outside the count.
         local = part_of(whole, steps.source, mesh.rank, axes).requires_grad_()
-        moved = execute(steps, local, mesh)
-        moved.backward(part_of(-whole, gradient_of(steps.target, axes), mesh.rank, axes))
-        results.append((moved.detach(), local.grad))
+        forward, backward = Counter(), Counter()
+        with forward:
+            moved = execute(steps, local, mesh)
+        with backward:
+            moved.backward(part_of(-whole, gradient_of(steps.target, axes), mesh.rank, axes))
+        assert local.grad is not None
+        results.append(Moved(moved.detach(), local.grad, forward.calls, backward.calls))
     return results
 
 
@@ -82,11 +133,29 @@ def check(axes: dict[str, int], shape: tuple[int, ...], pairs: list[tuple[str, s
     world = torch.Size(list(axes.values())).numel()
     of_ranks = run_on_ranks(move_all, world, axes, shape, pairs)
     for (source, target), results in zip(pairs, zip(*of_ranks, strict=True), strict=True):
-        moved, grads = map(list, zip(*results, strict=True))
+        parts, grads, forward, backward = map(list, zip(*results, strict=True))
         place = f"{source} -> {target} of {shape}"
-        assert is_whole(whole, moved, Sharding.parse(target), axes), place
+        assert is_whole(whole, parts, Sharding.parse(target), axes), place
         of_gradient = gradient_of(Sharding.parse(source), axes)
         assert is_whole(-whole, grads, of_gradient, axes), f"gradient of {place}"
+        steps = plan(source, target, axes=axes, shape=shape, dtype=whole.dtype).steps
+        steps = tuple(step for step in steps if step.op not in LOCAL_OPS)
+        check_calls(steps, axes, forward, place)
+        for calls, back in zip(forward, backward, strict=True):
+            groups = [call.ranks for call in calls]
+            assert [call.ranks for call in back] == groups[::-1], f"backward of {place}"
+
+
+def check_calls(
+    steps: tuple[Step, ...], axes: dict[str, int], of_ranks: list[list[Call]], place: str
+) -> None:
+    """One collective for each step, over its group, and its bytes to the rank that gets most."""
+    for rank, calls in enumerate(of_ranks):
+        wanted = [tuple(group_of(rank, step.axes, axes)) for step in steps]
+        assert [call.ranks for call in calls] == wanted, f"rank {rank} of {place}"
+    for number, step in enumerate(steps):
+        most = max(calls[number].received for calls in of_ranks)
+        assert int(most) == step.bytes, f"{step} of {place}"
 
 
 def all_pairs(axes: dict[str, int], num_dims: int) -> list[tuple[str, str]]:
