@@ -1,0 +1,138 @@
+"""Plans of transfers, against a count of every element."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.transfers import Ranks, draw, mask, missing_bytes
+from titan_moe.distributed.sharding import Sharding
+from titan_moe.distributed.transfer_plan import Held, TransferPlan, plan_transfer
+
+
+def check(plan: TransferPlan, held: Ranks, wanted: Ranks, max_bytes: int) -> None:
+    """Every element that is wanted comes once, from one who holds it; no bucket is too large."""
+    came = {
+        (rank, name): np.zeros(part.shape, int)
+        for rank, of in enumerate(wanted)
+        for name, part in of.items()
+    }
+    for bucket in plan.buckets:
+        ends = np.zeros((2, len(held)), int)
+        for pieces in bucket:
+            every = zip(pieces.sources, pieces.targets, pieces.boxes, pieces.bytes, strict=True)
+            for source, target, bounds, number in every:
+                box = tuple(slice(first, last) for first, last in bounds)
+                assert mask(held[source][pieces.name])[box].all(), "sent by one who has it not"
+                came[target, pieces.name][box] += 1
+                assert number == mask(wanted[target][pieces.name])[box].size * pieces.itemsize
+                if source != target:
+                    ends[0, source] += number
+                    ends[1, target] += number
+        assert ends.max() <= max(max_bytes, 8)  # One element goes whole.
+    for (rank, name), times in came.items():
+        np.testing.assert_array_equal(times, mask(wanted[rank][name]), f"{name} on rank {rank}")
+
+
+@pytest.mark.parametrize("max_bytes", [1, 100, 2**28])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 7, 12])
+def test_what_is_missing_is_sent_once_and_nothing_else(world_size: int, max_bytes: int) -> None:
+    held, wanted = draw(random.Random(world_size), world_size, 40)
+    plan = plan_transfer(held, wanted, max_bytes=max_bytes)
+    check(plan, held, wanted, max_bytes)
+    assert plan.bytes.sum() == missing_bytes(held, wanted)
+    assert not np.diagonal(plan.bytes).any()
+    everything = sum(mask(p).sum() * p.dtype.itemsize for of in wanted for p in of.values())
+    assert plan.bytes.sum() + plan.copied.sum() == everything
+    assert plan.buffer_bytes <= 2 * max(max_bytes, 8)
+
+
+def ranks_of(text: str, axes: dict[str, int], names: int, shape: tuple[int, ...]) -> Ranks:
+    sharding, world_size = Sharding.parse(text), int(np.prod(list(axes.values())))
+    return [
+        {
+            f"tensor.{number}": Held(shape, torch.float32, sharding.box(rank, shape, axes))
+            for number in range(names)
+        }
+        for rank in range(world_size)
+    ]
+
+
+def test_replicas_share_the_sending() -> None:
+    axes = {"replicate": 4, "shard": 2}
+    plan = plan_transfer(
+        ranks_of("S(0)[shard]", axes, 25, (6, 8)), ranks_of("R", axes, 25, (6, 8)), max_bytes=2**20
+    )
+    sent = plan.bytes.sum(axis=1)
+    half_of_a_tensor = 3 * 8 * 4
+    assert sent.sum() == 8 * 25 * half_of_a_tensor
+    assert sent.max() - sent.min() <= half_of_a_tensor
+
+
+def test_a_layout_that_stays_sends_nothing() -> None:
+    held = ranks_of("S(0)[x]S(1)[y]", {"x": 2, "y": 3}, 3, (5, 7))
+    plan = plan_transfer(held, held)
+    assert plan.calls == 0 and not plan.bytes.any() and plan.copied.sum() == 3 * 5 * 7 * 4
+
+
+def test_small_tensors_travel_together() -> None:
+    axes = {"x": 4}
+    held, wanted = (ranks_of(text, axes, 50, (8, 8)) for text in ("S(0)[x]", "S(1)[x]"))
+    assert plan_transfer(held, wanted).calls == 1
+    of_one = 3 * 2 * 2 * 4  # bytes that a rank sends of one tensor
+    assert plan_transfer(held, wanted, max_bytes=10 * of_one).calls == 5
+
+
+def test_a_plan_is_the_same_whoever_makes_it() -> None:
+    held, wanted = draw(random.Random(1), 6, 30)
+    again = [dict(reversed(list(each.items()))) for each in held]
+    one, other = plan_transfer(held, wanted), plan_transfer(again, wanted)
+    assert [[str(each) for each in bucket] for bucket in one.buckets] == [
+        [str(each) for each in bucket] for bucket in other.buckets
+    ]
+
+
+F = torch.float32
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "says"),
+    [
+        ([{}, {}], [{}], "2 ranks hold tensors and 1 want them"),
+        (
+            [{"w": Held((4, 4), F, (slice(0, 2), slice(0, 4)))}, {}],
+            [{}, {"w": Held((4, 4), F, (slice(1, 4), slice(0, 4)))}],
+            r"w: no rank holds 8 of the elements in \[1:4, 0:4\] of float32\[4, 4\], which rank 1",
+        ),
+        (
+            [{}, {}],
+            [{}, {"w": Held((4,), F, (slice(1, 4),))}],
+            r"w: no rank holds 3 of the elements",
+        ),
+        (
+            [{"w": Held((4,), F, (slice(0, 4),))}],
+            [{"w": Held((5,), F, (slice(0, 5),))}],
+            r"w: float32\[4\] on rank 0 and float32\[5\] on rank 0 are not one tensor",
+        ),
+        (
+            [{"w": Held((4,), F, (slice(0, 4),))}],
+            [{"w": Held((4,), torch.int64, (slice(0, 4),))}],
+            r"w: float32\[4\] on rank 0 and int64\[4\] on rank 0 are not one tensor",
+        ),
+        (
+            [{"w": Held((4,), F, (slice(0, 6),))}],
+            [{"w": Held((4,), F, (slice(0, 4),))}],
+            r"w: the part \[0:6\] of rank 0 does not fit float32\[4\]",
+        ),
+        (
+            [{"w": Held((4,), F, (slice(0, 3),))}, {"w": Held((4,), F, (slice(2, 4),))}],
+            [{"w": Held((4,), F, (slice(0, 4),))}, {}],
+            r"w: rank 0 holds \[0:3\] and rank 1 \[2:4\] of float32\[4\]: parts are the same",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(held: Ranks, wanted: Ranks, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        plan_transfer(held, wanted)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,123 @@
+"""Tensors from any layout to any other one on the same ranks, by intersection of boxes.
+
+Who holds which part of a tensor, and who wants which, is all that a transfer looks at: meshes and
+shardings may differ in everything.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_moe.distributed.boxes import Box, inside
+from titan_moe.distributed.dtensor import local_part, local_slices
+from titan_moe.distributed.transfer_plan import BUCKET_BYTES, Held, TransferPlan, plan_transfer
+
+
+class Traffic(NamedTuple):
+    """What a rank has sent and received."""
+
+    sent: tuple[int, ...]
+    """Bytes to each rank."""
+    received: tuple[int, ...]
+    """Bytes from each rank."""
+    copied: int
+    """Bytes that it held already."""
+    calls: int
+
+
+def transfer(
+    sources: Mapping[str, Tensor],
+    targets: Mapping[str, Tensor],
+    *,
+    max_bytes: int = BUCKET_BYTES,
+) -> Traffic:
+    """Fill `targets` from `sources` of the same names, on whatever ranks; collective.
+
+    Both are DTensors of any mesh of the world, or plain tensors, which are whole. Raises ValueError
+    on all ranks alike, as plan_transfer does.
+    """
+    mine = _held(sources), _held(targets)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    plan = plan_transfer(*zip(*everyone, strict=True), max_bytes=max_bytes)
+    return execute(
+        plan,
+        {name: (local_part(each.detach()), mine[0][name].box) for name, each in sources.items()},
+        {name: (local_part(each.detach()), mine[1][name].box) for name, each in targets.items()},
+    )
+
+
+def _held(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
+    return {
+        name: Held(tuple(tensor.shape), tensor.dtype, local_slices(tensor))
+        for name, tensor in tensors.items()
+    }
+
+
+@torch.no_grad()
+def execute(
+    plan: TransferPlan,
+    sources: Mapping[str, tuple[Tensor, Box]],
+    targets: Mapping[str, tuple[Tensor, Box]],
+) -> Traffic:
+    """Carry out a plan of the world's ranks; collective.
+
+    Args:
+        sources, targets: this rank's parts and where they lie, as the plan was told; no target
+            shares memory with a source.
+    """
+    rank, sent, received = dist.get_rank(), [0] * plan.world_size, [0] * plan.world_size
+    copied = 0
+    for bucket, exchanges in zip(plan.buckets, plan.exchanges.tolist(), strict=True):
+        outgoing: list[list[Tensor]] = [[] for _ in sent]
+        incoming: list[list[Tensor]] = [[] for _ in sent]
+        for pieces in bucket:
+            for source, target, box in pieces.of(rank):
+                before = _part(sources, pieces.name, box) if source == rank else None
+                after = _part(targets, pieces.name, box) if target == rank else None
+                if before is not None and after is not None:
+                    after.copy_(before)
+                    copied += before.nbytes
+                elif before is not None:
+                    outgoing[target].append(before)
+                elif after is not None:
+                    incoming[source].append(after)
+        if exchanges:
+            numbers = _exchange(outgoing, incoming)
+            sent = [a + b for a, b in zip(sent, numbers[0], strict=True)]
+            received = [a + b for a, b in zip(received, numbers[1], strict=True)]
+    return Traffic(tuple(sent), tuple(received), copied, plan.calls)
+
+
+def _part(tensors: Mapping[str, tuple[Tensor, Box]], name: str, box: Box) -> Tensor:
+    tensor, whole = tensors[name]
+    return tensor[inside(box, whole)]
+
+
+def _exchange(
+    outgoing: list[list[Tensor]], incoming: list[list[Tensor]]
+) -> tuple[list[int], list[int]]:
+    """One all-to-all of bytes, by rank; returns how many went to each and came from each."""
+    device = torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
+    numbers = [[sum(each.nbytes for each in of) for of in way] for way in (outgoing, incoming)]
+    sent, received = (torch.empty(sum(each), dtype=torch.uint8, device=device) for each in numbers)
+    for piece, space in _places(outgoing, sent):
+        space.copy_(piece.contiguous().view(-1).view(torch.uint8))
+    dist.all_to_all_single(received, sent, numbers[1], numbers[0])
+    for piece, space in _places(incoming, received):
+        if space.storage_offset() % piece.element_size():  # As view() wants it.
+            space = space.clone()
+        piece.copy_(space.view(piece.dtype).view(piece.shape))
+    return numbers[0], numbers[1]
+
+
+def _places(pieces: list[list[Tensor]], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each piece with its bytes in the buffer of all."""
+    first = 0
+    for piece in chain.from_iterable(pieces):
+        yield piece, buffer[first : first + piece.nbytes]
+        first += piece.nbytes

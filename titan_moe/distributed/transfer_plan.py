@@ -1,0 +1,322 @@
+"""Who sends which part of which tensor to whom, as a value that needs no process group.
+
+Each rank gets exactly what it wants and does not hold, so that the bytes sent are the fewest
+possible. Where several ranks hold a part, they share its sending.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from titan_moe.distributed.boxes import Box
+
+BUCKET_BYTES = 2**28
+"""What a rank sends, and what it receives, in one all-to-all at most."""
+
+_Bounds = tuple[tuple[int, int], ...]
+
+
+class Held(NamedTuple):
+    """A rank's part of a tensor."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: torch.dtype
+    box: Box
+
+
+class Pieces(NamedTuple):
+    """What moves of one tensor, or of some of it: arrays with an entry for each piece.
+
+    A piece whose source is its target is a copy on that rank.
+    """
+
+    name: str
+    itemsize: int
+    sources: np.ndarray
+    targets: np.ndarray
+    boxes: np.ndarray
+    """[N, D, 2]: where each piece begins and ends along each dim of the whole tensor."""
+
+    @property
+    def bytes(self) -> np.ndarray:
+        """Of each piece."""
+        lengths = self.boxes[..., 1] - self.boxes[..., 0]
+        return lengths.prod(axis=1, dtype=np.int64) * self.itemsize
+
+    def of(self, rank: int) -> Iterator[tuple[int, int, Box]]:
+        """Source, target and box of the pieces that a rank sends, receives or copies."""
+        own = np.flatnonzero((self.sources == rank) | (self.targets == rank))
+        for source, target, box in zip(
+            self.sources[own].tolist(),
+            self.targets[own].tolist(),
+            self.boxes[own].tolist(),
+            strict=True,
+        ):
+            yield source, target, tuple(slice(first, last) for first, last in box)
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """What every rank sends to every other one."""
+
+    world_size: int
+    buckets: tuple[tuple[Pieces, ...], ...]
+    """In order; each is one all-to-all, or copies only."""
+
+    @cached_property
+    def bucket_bytes(self) -> np.ndarray:
+        """[bucket, source, target]: bytes that move; on the diagonal those that are copied."""
+        moved = np.zeros((len(self.buckets), self.world_size, self.world_size), np.int64)
+        for number, pieces in enumerate(self.buckets):
+            for each in pieces:
+                np.add.at(moved[number], (each.sources, each.targets), each.bytes)
+        return moved
+
+    @property
+    def bytes(self) -> np.ndarray:
+        """[source, target]: bytes sent in all."""
+        return self._between.sum(axis=0)
+
+    @property
+    def copied(self) -> np.ndarray:
+        """[rank]: bytes that a rank holds already and copies."""
+        return np.diagonal(self.bucket_bytes.sum(axis=0))
+
+    @property
+    def calls(self) -> int:
+        """All-to-alls, which every rank takes part in."""
+        return int(self.exchanges.sum())
+
+    @cached_property
+    def exchanges(self) -> np.ndarray:
+        """[bucket]: whether anything in it is sent."""
+        return np.asarray(self._between.any(axis=(1, 2)))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What any rank needs at most besides the tensors: a bucket sent and a bucket received."""
+        sent, received = self._between.sum(axis=2), self._between.sum(axis=1)
+        return int((sent + received).max(initial=0))
+
+    @property
+    def _between(self) -> np.ndarray:
+        """`bucket_bytes` without copies."""
+        return self.bucket_bytes * ~np.eye(self.world_size, dtype=bool)
+
+
+def plan_transfer(
+    held: Sequence[Mapping[str, Held]],
+    wanted: Sequence[Mapping[str, Held]],
+    *,
+    max_bytes: int = BUCKET_BYTES,
+) -> TransferPlan:
+    """Who sends what to whom; the same on every rank that is given the same.
+
+    Args:
+        held: of each rank by name what it holds before. Two parts of a tensor are the same box or
+            have nothing in common.
+        wanted: of each rank what it is to hold afterwards; names that only `held` has are left.
+        max_bytes: what a rank sends, and what it receives, in one all-to-all at most.
+
+    Raises ValueError with one line where that cannot be.
+    """
+    if len(held) != len(wanted):
+        raise ValueError(
+            f"{len(held)} ranks hold tensors and {len(wanted)} want them: a transfer stays within "
+            "one world"
+        )
+    holders, wanters = _by_name(held), _by_name(wanted)
+    load = [0] * len(held)
+    moves = []
+    for name in sorted(wanters):
+        _check_alike(name, holders.get(name, []), wanters[name])
+        moves.append(_pieces_of(name, holders.get(name, []), wanters[name], load))
+    return TransferPlan(len(held), tuple(_buckets(moves, len(held), max_bytes)))
+
+
+def _by_name(ranks: Sequence[Mapping[str, Held]]) -> dict[str, list[tuple[int, Held]]]:
+    """For each name who has a part of it, in the order of ranks."""
+    found = defaultdict(list)
+    for rank, tensors in enumerate(ranks):
+        for name, part in tensors.items():
+            found[name].append((rank, part))
+    return found
+
+
+def _check_alike(
+    name: str, holders: list[tuple[int, Held]], wanters: list[tuple[int, Held]]
+) -> None:
+    """Raises ValueError where ranks mean different tensors, or parts outside of them."""
+    rank, first = wanters[0]
+    for other, part in chain(holders, wanters):
+        if part.shape != first.shape or part.dtype != first.dtype:
+            raise ValueError(
+                f"{name}: {_shown(part)} on rank {other} and {_shown(first)} on rank {rank} are "
+                "not one tensor"
+            )
+        if len(part.box) != len(part.shape) or not all(
+            0 <= each.start <= each.stop <= size
+            for each, size in zip(part.box, part.shape, strict=True)
+        ):
+            raise ValueError(
+                f"{name}: the part {_shown_box(part.box)} of rank {other} does not fit "
+                f"{_shown(part)}"
+            )
+
+
+def _pieces_of(
+    name: str, holders: list[tuple[int, Held]], wanters: list[tuple[int, Held]], load: list[int]
+) -> Pieces:
+    """How the ranks that want a tensor get it. `load`: bytes that each rank sends already; those of
+    this tensor are added."""
+    itemsize = wanters[0][1].dtype.itemsize
+    holding, wanting = _by_box(holders), _by_box(wanters)
+    places, bounds, sizes = _overlaps(list(holding), list(wanting), len(wanters[0][1].shape))
+    _check_covered(name, wanters[0][1], holding, wanting, sizes)
+    senders, receivers = list(holding.values()), list(wanting.values())
+    sources: list[int] = []
+    targets: list[int] = []
+    repeats = []
+    numbers = (sizes[tuple(places.T)] * itemsize).tolist()
+    for (held, wanted), number in zip(places.tolist(), numbers, strict=True):
+        of = senders[held]
+        repeats.append(len(receivers[wanted]))
+        for target in receivers[wanted]:
+            source = of[0]
+            if len(of) > 1:
+                source = target if target in of else min(of, key=load.__getitem__)
+            if source != target:
+                load[source] += number
+            sources.append(source)
+            targets.append(target)
+    return Pieces(
+        name,
+        itemsize,
+        np.array(sources, np.int32),
+        np.array(targets, np.int32),
+        bounds.repeat(repeats, axis=0),
+    )
+
+
+def _by_box(parts: list[tuple[int, Held]]) -> dict[_Bounds, list[int]]:
+    """The ranks that have each box; empty ones are left out."""
+    found: dict[_Bounds, list[int]] = {}
+    for rank, part in parts:
+        bounds = tuple((each.start, each.stop) for each in part.box)
+        if all(first < last for first, last in bounds):
+            found.setdefault(bounds, []).append(rank)
+    return found
+
+
+def _overlaps(
+    held: list[_Bounds], wanted: list[_Bounds], num_dims: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which of the boxes held [H] and wanted [W] meet, [N, 2]; where, [N, D, 2]; and in how many
+    elements each does, [H, W]."""
+    before = np.array(held, np.int64).reshape(len(held), 1, num_dims, 2)
+    after = np.array(wanted, np.int64).reshape(1, len(wanted), num_dims, 2)
+    first = np.maximum(before[..., 0], after[..., 0])
+    last = np.minimum(before[..., 1], after[..., 1])
+    sizes = (last - first).clip(min=0).prod(axis=-1)
+    places = np.argwhere(sizes)
+    meet = tuple(places.T)
+    return places, np.stack([first[meet], last[meet]], axis=-1), sizes
+
+
+def _check_covered(
+    name: str,
+    like: Held,
+    holding: dict[_Bounds, list[int]],
+    wanting: dict[_Bounds, list[int]],
+    sizes: np.ndarray,
+) -> None:
+    """Raises ValueError where parts held overlap, or leave something out that is wanted."""
+    held = list(holding)
+    twice, _, _ = _overlaps(held, held, len(like.shape))
+    if len(twice) > len(held):
+        one, other = next((a, b) for a, b in twice.tolist() if a != b)
+        raise ValueError(
+            f"{name}: rank {holding[held[one]][0]} holds {_shown_bounds(held[one])} and rank "
+            f"{holding[held[other]][0]} {_shown_bounds(held[other])} of {_shown(like)}: parts are "
+            "the same, or have nothing in common"
+        )
+    for (bounds, ranks), found in zip(wanting.items(), sizes.sum(axis=0).tolist(), strict=True):
+        if (missing := prod(last - first for first, last in bounds) - found) > 0:
+            raise ValueError(
+                f"{name}: no rank holds {missing} of the elements in {_shown_bounds(bounds)} of "
+                f"{_shown(like)}, which rank {ranks[0]} wants"
+            )
+
+
+def _buckets(
+    moves: Sequence[Pieces], world_size: int, max_bytes: int
+) -> Iterator[tuple[Pieces, ...]]:
+    """Consecutive tensors together, as long as no rank sends or receives more than `max_bytes`."""
+    bucket: list[Pieces] = []
+    filled = np.zeros((2, world_size), np.int64)
+    for pieces in moves:
+        for part in _cut(pieces, world_size, max_bytes):
+            added = _by_rank(part, world_size)
+            if bucket and (filled + added).max() > max_bytes:
+                yield tuple(bucket)
+                bucket, filled = [], np.zeros_like(filled)
+            bucket.append(part)
+            filled += added
+    if bucket:
+        yield tuple(bucket)
+
+
+def _by_rank(pieces: Pieces, world_size: int) -> np.ndarray:
+    """[2, rank]: bytes that each rank sends and receives."""
+    between = pieces.bytes * (pieces.sources != pieces.targets)
+    counted = [np.bincount(ends, between, world_size) for ends in (pieces.sources, pieces.targets)]
+    return np.stack(counted).astype(np.int64)
+
+
+def _cut(pieces: Pieces, world_size: int, max_bytes: int) -> Iterator[Pieces]:
+    """Itself; or, of which a rank sends or receives more than `max_bytes`, piece by piece, and a
+    large piece in parts."""
+    if _by_rank(pieces, world_size).max(initial=0) <= max_bytes:
+        yield pieces
+        return
+    limit = max(1, max_bytes // pieces.itemsize)
+    for number, box in enumerate(pieces.boxes.tolist()):
+        one = pieces._replace(
+            sources=pieces.sources[number : number + 1], targets=pieces.targets[number : number + 1]
+        )
+        for bounds in _cut_box([(first, last) for first, last in box], limit):
+            yield one._replace(boxes=np.array(bounds, np.int64).reshape(1, len(bounds), 2))
+
+
+def _cut_box(bounds: Sequence[tuple[int, int]], limit: int) -> Iterator[_Bounds]:
+    """Boxes of at most `limit` elements that make up one, in the order of its elements."""
+    if not bounds:
+        yield ()
+        return
+    (first, last), inner = bounds[0], bounds[1:]
+    rows = limit // prod(b - a for a, b in inner)
+    for at in range(first, last, max(1, rows)):
+        if rows:
+            yield ((at, min(at + rows, last)), *inner)
+        else:
+            yield from (((at, at + 1), *rest) for rest in _cut_box(inner, limit))
+
+
+def _shown(part: Held) -> str:
+    return f"{str(part.dtype).removeprefix('torch.')}{list(part.shape)}"
+
+
+def _shown_box(box: Box) -> str:
+    return _shown_bounds(tuple((each.start, each.stop) for each in box))
+
+
+def _shown_bounds(bounds: _Bounds) -> str:
+    return f"[{', '.join(f'{first}:{last}' for first, last in bounds)}]"
