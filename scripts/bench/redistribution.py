@@ -127,7 +127,7 @@ def _unit_cost(before: Any, after: Any) -> float:
 def pairs_of(axes: Axes, num_dims: int, drawn: int | None) -> list[tuple[Sharding, Sharding]]:
     """All pairs of different shardings, or so many of them."""
     shardings = list(all_shardings(list(axes), num_dims))
-    pairs = [pair for pair in product(shardings, repeat=2) if pair[0] != pair[1]]
+    pairs = [(a, b) for a, b in product(shardings, shardings) if a != b]
     return pairs if drawn is None else random.Random(0).sample(pairs, drawn)
 
 
