@@ -5,6 +5,7 @@
 #
 #SBATCH --job-name=titan_moe
 #SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 set -euo pipefail
 
@@ -15,5 +16,11 @@ read -r head_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 RDZV_ENDPOINT=$head_node:${PORT:-29500}
 export NNODES RDZV_ENDPOINT
 
+# srun does not take over sbatch's CPUs (Slurm 22.05 and later): a node's task, and with it all of its
+# ranks, would get a single core. torchrun's ranks share the cores; --cpu-bind=none leaves all of
+# them to each.
 # shellcheck disable=SC2016  # SLURM_PROCID is each task's own.
-exec srun --nodes="$NNODES" --ntasks="$NNODES" --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_PROCID exec ./run_train.sh "$@"' titan_moe "$@"
+exec srun --nodes="$NNODES" --ntasks="$NNODES" --kill-on-bad-exit=1 \
+    --gpus-per-node="${SLURM_GPUS_PER_NODE:-8}" \
+    --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" --cpu-bind=none \
+    bash -c 'NODE_RANK=$SLURM_PROCID exec ./run_train.sh "$@"' titan_moe "$@"

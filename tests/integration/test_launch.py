@@ -70,7 +70,8 @@ def test_slurm_starts_run_train_once_per_node(tmp_path: Path) -> None:
     """On stand-ins for Slurm's commands: srun runs its command once for each of two nodes."""
     programs = {
         "scontrol": 'printf "%s\\n" node7 node8',
-        "srun": '[[ "$1 $2" == "--nodes=2 --ntasks=2" ]] && shift 3; '
+        "srun": '[[ "$1 $2" == "--nodes=2 --ntasks=2" ]] || exit 1; '
+        'while [[ $1 == --* ]]; do echo "$1" >> options; shift; done; '
         'for SLURM_PROCID in 0 1; do export SLURM_PROCID; "$@"; done',
         "run_train.sh": 'echo "$NNODES $NODE_RANK $RDZV_ENDPOINT $*"',
     }
@@ -81,6 +82,8 @@ def test_slurm_starts_run_train_once_per_node(tmp_path: Path) -> None:
         "SLURM_SUBMIT_DIR": tmp_path,
         "SLURM_JOB_NUM_NODES": 2,
         "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_CPUS_ON_NODE": 104,
+        "SLURM_GPUS_PER_NODE": "h100:4",
     }
     started = subprocess.run(
         [REPO / "scripts" / "slurm_train.sh", "--training.steps", "3"],
@@ -90,6 +93,8 @@ def test_slurm_starts_run_train_once_per_node(tmp_path: Path) -> None:
     )
     lines = [f"2 {node} node7:29500 --training.steps 3" for node in range(2)]
     assert started.stdout.splitlines() == lines, started.stderr
+    options = (tmp_path / "options").read_text().split()
+    assert {"--cpus-per-task=104", "--gpus-per-node=h100:4", "--cpu-bind=none"} <= set(options)
 
 
 @pytest.mark.parametrize(

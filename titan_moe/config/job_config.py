@@ -457,7 +457,8 @@ class Comm(Section):
     init_timeout_seconds: PositiveInt = 300
     """Longest wait for a collective until the first step has ended."""
     train_timeout_seconds: PositiveInt = 100
-    """Longest wait for a collective after the first step."""
+    """Longest wait for a collective after the first step. Not for another rank's checkpoint, which
+    may take 30 minutes."""
 
 
 class Validation(Section):

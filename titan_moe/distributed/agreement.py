@@ -4,9 +4,12 @@ Without this, a rank whose disk is full raises while the others wait for it in t
 """
 
 from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_moe.config.errors import ConfigError
@@ -15,6 +18,7 @@ from titan_moe.runtime.errors import RunError
 T = TypeVar("T")
 
 _LONGEST_REASON = 300
+_LONGEST_WAIT = timedelta(minutes=30)
 
 
 def on_every_rank(action: Callable[[], T], *, doing: str) -> T:
@@ -25,7 +29,7 @@ def on_every_rank(action: Callable[[], T], *, doing: str) -> T:
     """
     result, error = _attempt(action, doing)
     errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
+    dist.all_gather_object(errors, error, group=_waiting_group(dist.group.WORLD))
     for first in errors:
         if first is not None:
             raise RunError(first)
@@ -38,11 +42,18 @@ def on_rank_zero(action: Callable[[], T], *, doing: str) -> T:
     Raises as `on_every_rank` does.
     """
     outcome: list[Any] = list(_attempt(action, doing)) if dist.get_rank() == 0 else [None, None]
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=_waiting_group(dist.group.WORLD))
     result, error = outcome
     if error is not None:
         raise RunError(error)
     return cast(T, result)
+
+
+@cache
+def _waiting_group(world: ProcessGroup) -> ProcessGroup:
+    """All ranks, who wait here for one another's files: for 30 minutes, however long the groups
+    that train wait (comm.train_timeout_seconds)."""
+    return dist.new_group(backend="gloo", timeout=_LONGEST_WAIT, group_desc="waits for files")
 
 
 def _attempt(action: Callable[[], T], doing: str) -> tuple[T | None, str | None]:

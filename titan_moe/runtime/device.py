@@ -1,5 +1,7 @@
 """The device that a rank computes on, and what it could do at best."""
 
+from pathlib import Path
+
 import torch
 
 from titan_moe.runtime.errors import RunError
@@ -19,12 +21,21 @@ _PEAK_FLOPS = (
 )
 
 
-def pick_device(launch: Launch) -> torch.device:
+_DRIVER = Path("/sys/module/nvidia/version")
+
+
+def pick_device(launch: Launch, num_gpus: int = 0) -> torch.device:
     """This rank's GPU where CUDA is available, else the CPU.
 
-    Raises RunError when the machine has fewer GPUs than ranks.
+    Args:
+        num_gpus: GPUs found on this machine without CUDA (`launch.count_gpus`).
+
+    Raises:
+        RunError: the machine has fewer GPUs than ranks, or GPUs that CUDA cannot use.
     """
     if not torch.cuda.is_available():
+        if num_gpus:
+            raise RunError(_unusable(num_gpus))
         return torch.device("cpu")
     if launch.local_world_size > torch.cuda.device_count():
         raise RunError(
@@ -32,6 +43,16 @@ def pick_device(launch: Launch) -> torch.device:
             f"NGPU={torch.cuda.device_count()}, or with CUDA_VISIBLE_DEVICES= to use the CPU"
         )
     return torch.device("cuda", launch.local_rank)
+
+
+def _unusable(num_gpus: int) -> str:
+    driver = _DRIVER.read_text().strip() if _DRIVER.exists() else "of unknown version"
+    return (
+        f"{num_gpus} GPUs found, but torch {torch.__version__} for CUDA {torch.version.cuda} "
+        f"cannot use them with the NVIDIA driver {driver}: install a newer driver, or a torch for "
+        "an older CUDA; or start with CUDA_VISIBLE_DEVICES= to use the CPU "
+        "(docs/getting-started.md)"
+    )
 
 
 def backend_for(device: torch.device) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from titan_moe.config.job_config import Comm, Debug
 from titan_moe.runtime.device import backend_for, pick_device
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.launch import Launch, cpu_threads
+from titan_moe.runtime.launch import Launch, count_gpus, cpu_threads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
     destructors would wait for them; the process is about to end. Raises RunError when the ranks
     cannot meet.
     """
-    device = pick_device(launch)
+    device = pick_device(launch, count_gpus(environment))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in environment:

@@ -53,6 +53,7 @@ def start_ranks(
         variables = {
             # torchrun would set one thread per rank.
             "OMP_NUM_THREADS": str(cpu_threads(ranks)),
+            **_allocator(environment),
             **environment,
             "TITAN_MOE_FAILURES": records,
         }
@@ -83,6 +84,14 @@ def _torchrun(ranks: int, nodes: Nodes, environment: Mapping[str, str]) -> list[
     name = ["--rdzv-id", environment.get("SLURM_JOB_ID", "titan_moe")]
     host = ["--rdzv-conf", f"is_host={int(nodes.this == 0)}"]
     return [*torchrun, "--nnodes", str(nodes.number), *meeting, *name, *host]
+
+
+def _allocator(environment: Mapping[str, str]) -> dict[str, str]:
+    """Segments that grow: exchanges whose sizes change at every step fragment fixed ones, and a run
+    then ends out of memory beside free memory."""
+    if environment.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def _new_log(folder: Path, node: int) -> Path:

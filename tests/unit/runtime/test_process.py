@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from titan_moe.config.job_config import Comm, Debug, Profiling
 from titan_moe.profiling.profiler import profiler
+from titan_moe.runtime import device as device_module
 from titan_moe.runtime.device import backend_for, peak_flops_of, pick_device
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import Launch
@@ -58,6 +59,19 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device == torch.device("cuda", 1) and "nccl" in backend_for(device)
     with pytest.raises(RunError, match="4 ranks for 2 GPUs: start with NGPU=2"):
         pick_device(Launch(local_world_size=4))
+
+
+def test_gpus_that_cuda_cannot_use_are_not_left_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device_module, "_DRIVER", tmp_path / "version")
+    with pytest.raises(RunError, match=r"8 GPUs found, .* driver of unknown version: install"):
+        pick_device(Launch(), 8)
+    (tmp_path / "version").write_text("535.104.05\n")
+    with pytest.raises(RunError, match=r"driver 535\.104\.05: .* CUDA_VISIBLE_DEVICES= to use"):
+        pick_device(Launch(), 1)
+    assert pick_device(Launch(), 0) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(

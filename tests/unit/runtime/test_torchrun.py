@@ -56,6 +56,28 @@ def test_torchrun_gets_the_machines_and_the_job(
     assert told == f"{words} -m titan_moe train --training.steps=3\n"
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, "expandable_segments:True None"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64 None"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "None backend:native"),
+    ],
+)
+def test_segments_of_gpu_memory_grow_unless_the_user_says_otherwise(
+    said: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    out = tmp_path / "words"
+    names = "os.environ.get('PYTORCH_ALLOC_CONF'), os.environ.get('PYTORCH_CUDA_ALLOC_CONF')"
+    script = f"import os; print({names}, file=open({str(out)!r}, 'w'))"
+    assert start(monkeypatch, tmp_path, script) == 0
+    assert out.read_text().strip() == expected
+
+
 def test_the_first_failure_s_line_and_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,13 @@ class CodeTree:
         """Every key of its configuration, "table.key"; an older revision lacks some."""
         return _keys(self.folder)
 
+    def has_another(self, file: Path) -> bool:
+        """Whether this code has a file of the working tree's name, with other contents."""
+        if not file.is_relative_to(REPO):
+            return False
+        own = self.folder / file.relative_to(REPO)
+        return own.is_file() and own.read_bytes() != file.read_bytes()
+
     def problem(self, ran: Mapping[str, Any]) -> str:
         """Why a run that recorded `ran` (runtime.revision.running_code) ran other code than this;
         "" if it did not. A revision that records no hash yet is known by its commit."""

@@ -176,7 +176,7 @@ class Runner:
     def compare(self) -> Comparison:
         """The verdict; control runs are trained only if the bits differ."""
         baseline, candidate = self.baseline(), self.candidate()
-        caveats = [*self._caveats(), *self._unknown_keys()]
+        caveats = [*self._caveats(), *self._unknown_keys(), *self._changed_files()]
         found = compare_runs(self.plan.title, baseline, candidate, caveats=caveats)
         if found.verdict is Verdict.UNJUDGED:
             controls = self.control_runs()
@@ -301,6 +301,18 @@ class Runner:
                 if spec is self.plan.baseline and "debug.permute_rows" not in code.keys:
                     said = "has no debug.permute_rows: the candidate's code made the control runs"
                     yield f"{code.description} {said}"
+
+    def _changed_files(self) -> Iterator[str]:
+        """Configuration files that a revision has otherwise: only the code is compared."""
+        for spec in (self.plan.baseline, self.plan.candidate):
+            if spec.path is None and spec.config is not None and spec.revision:
+                code = self.launcher.code(spec)
+                if code.has_another(spec.config):
+                    yield (
+                        f"{code.description} has another {spec.config.name}, and was run with the "
+                        f"working tree's: to compare the files too, save its own under another "
+                        "name and say config=THAT_FILE beside revision="
+                    )
 
     def _as_the_golden(self, plan: Plan, golden: Golden) -> Plan:
         """The candidate trains what the golden did, but for its own keys."""

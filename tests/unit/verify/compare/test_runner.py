@@ -13,7 +13,7 @@ from titan_moe.config.parse import known_keys
 from titan_moe.runtime.device import describe_device
 from titan_moe.verify.compare import launch as launching_module
 from titan_moe.verify.compare import runner as runner_module
-from titan_moe.verify.compare.code_trees import CodeTree
+from titan_moe.verify.compare.code_trees import REPO, CodeTree
 from titan_moe.verify.compare.comparison import Verdict
 from titan_moe.verify.compare.launch import Launcher, TrainingError
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
@@ -202,6 +202,16 @@ def test_an_older_revision_is_not_asked_for_what_it_does_not_know(launcher):
     with pytest.raises(ConfigError, match=r"--routing: .* does not know debug\.routing_replay"):
         compare(plan("layout=tp=2", "revision=old", routing=True), launcher, silent)
     assert found.verdict is Verdict.DIFFERENT
+
+
+def test_a_configuration_that_a_revision_has_otherwise_is_a_caveat(launcher):
+    own = launcher.folder.parent / "code" / COMPARE.relative_to(REPO)
+    own.parent.mkdir(parents=True)
+    own.write_bytes(COMPARE.read_bytes())
+    assert not compare(plan(baseline="revision=main"), launcher, silent).caveats
+    own.write_text("[training]\nsteps = 7\n")
+    (line,) = compare(plan(baseline="revision=main"), launcher, silent).caveats
+    assert "has another compare.toml" in line and "config=" in line
 
 
 def test_finished_runs_need_no_seed_and_take_finished_controls(launcher, tmp_path: Path):
