@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tests.support.planted_bugs import plant, right_source
 from titan_moe.distributed.redistribution import Step, execute, plan
 from titan_moe.distributed.sharding import Axes, Sharding, coordinates, group_of
 from titan_moe.distributed.sharding_moves import LOCAL_OPS
@@ -107,10 +108,25 @@ class Moved(NamedTuple):
     backward: list[Call]
 
 
+class Planted(NamedTuple):
+    """A line of production code, written wrongly, and pairs that must show it."""
+
+    where: str
+    right: str
+    wrong: str
+    pairs: list[tuple[str, str]]
+    shape: tuple[int, ...] = (4, 8)
+
+
 def move_all(
-    axes: dict[str, int], shape: tuple[int, ...], pairs: list[tuple[str, str]]
+    axes: dict[str, int],
+    shape: tuple[int, ...],
+    pairs: list[tuple[str, str]],
+    bug: Planted | None = None,
 ) -> list[Moved]:
     """Every pair's plan carried out on this rank."""
+    if bug is not None:
+        plant(bug)
     mesh, results = Mesh(axes), []
     whole = torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).view(shape)
     for source, target in pairs:
@@ -128,10 +144,15 @@ def move_all(
     return results
 
 
-def check(axes: dict[str, int], shape: tuple[int, ...], pairs: list[tuple[str, str]]) -> None:
+def check(
+    axes: dict[str, int],
+    shape: tuple[int, ...],
+    pairs: list[tuple[str, str]],
+    bug: Planted | None = None,
+) -> None:
     whole = torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).view(shape)
     world = torch.Size(list(axes.values())).numel()
-    of_ranks = run_on_ranks(move_all, world, axes, shape, pairs)
+    of_ranks = run_on_ranks(move_all, world, axes, shape, pairs, bug)
     for (source, target), results in zip(pairs, zip(*of_ranks, strict=True), strict=True):
         parts, grads, forward, backward = map(list, zip(*results, strict=True))
         place = f"{source} -> {target} of {shape}"
@@ -177,10 +198,77 @@ def test_every_pair_on_two_by_three_ranks(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("shape", [(8, 8), (5, 3)])
+def test_every_pair_on_eight_ranks(shape: tuple[int, int], part: int) -> None:
+    axes = {"x": 2, "y": 2, "z": 2}
+    pairs = all_pairs(axes, 2)
+    assert len(pairs) == 8464
+    check(axes, shape, pairs[part::4])
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [(8, 8, 8), (3, 9, 5)])
 def test_many_pairs_of_three_dims_on_eight_ranks(shape: tuple[int, ...]) -> None:
     axes = {"x": 2, "y": 2, "z": 2}
     check(axes, shape, random.Random(5).sample(all_pairs(axes, 3), 2000))
+
+
+_RUN = "titan_moe.distributed.redistribution:_Run"
+BUGS = {
+    "order swapped": Planted(
+        "titan_moe.distributed.sharding:Sharding.box",
+        "for axis in self.cuts[dim] if",
+        "for axis in self.cuts[dim][::-1] if",
+        [("R", "S(0)[x,y]")],
+    ),
+    "wrong innermost axis": Planted(
+        "titan_moe.distributed.sharding_moves:_all_gathers",
+        "cuts = tuple(cut[:n] for",
+        "cuts = tuple(cut[len(cut) - n :] for",
+        [("S(0)[x,y]", "S(0)[y]")],
+    ),
+    "remainder lost": Planted(
+        "titan_moe.distributed.sharding:Sharding.box",
+        "each = -(-(last - first) // axes[axis])",
+        "each = (last - first) // axes[axis]",
+        [("R", "S(0)[x]")],
+        shape=(5, 3),
+    ),
+    "sum over other ranks lost": Planted(
+        "titan_moe.distributed.boxes:exchange_boxes",
+        ".sum(0)",
+        "[place]",
+        [("P[x]", "S(0)[x]")],
+    ),
+    "sum not taken": Planted(
+        f"{_RUN}.summed",
+        "dist.all_reduce(local, group=self.mesh.group(self.axes))",
+        "pass",
+        [("P[x]", "R")],
+    ),
+    "a sum of copies": Planted(
+        f"{_RUN}.first_only",
+        "if self.mesh.rank == members[0] else torch.zeros_like(local)",
+        "",
+        [("R", "P[x]")],
+    ),
+    "gradients of a gather not added": Planted(
+        "titan_moe.distributed.redistribution:_StepFunction.backward",
+        'add=step.op == "all_gather"',
+        "add=False",
+        [("S(0)[x]", "R")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_caught(name: str) -> None:
+    bug = BUGS[name]
+    right_source(bug)
+    check({"x": 2, "y": 2}, bug.shape, bug.pairs)
+    with pytest.raises((AssertionError, RankError)):
+        check({"x": 2, "y": 2}, bug.shape, bug.pairs, bug)
 
 
 def move_wrong(axes: dict[str, int]) -> None:
