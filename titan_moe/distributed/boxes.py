@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from titan_moe.distributed.collectives import gather_parts
+
 Box = tuple[slice, ...]
 """For each dim, where the part begins and ends in the whole tensor."""
 
@@ -56,10 +58,10 @@ def exchange_boxes(
     sent = [overlap(mine, box) for box in after]
     received = [overlap(box, wanted) for box in before]
     numbers = [prod(sizes(box)) for box in received]
-    buffer = local.new_empty(sum(numbers))
     if all(box == wanted for box in after) and len(set(numbers)) == 1 and not add:
-        dist.all_gather_into_tensor(buffer, local.reshape(-1), group=group)
+        pieces: Sequence[Tensor] = gather_parts(local.reshape(-1), group).unbind()
     else:
+        buffer = local.new_empty(sum(numbers))
         dist.all_to_all_single(
             buffer,
             torch.cat([local[inside(box, mine)].reshape(-1) for box in sent]),
@@ -67,7 +69,7 @@ def exchange_boxes(
             [prod(sizes(box)) for box in sent],
             group=group,
         )
-    pieces = buffer.split(numbers)
+        pieces = buffer.split(numbers)
     if add:
         return buffer.view(len(before), *sizes(wanted)).sum(0)
     whole = local.new_empty(sizes(wanted))

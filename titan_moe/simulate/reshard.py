@@ -6,7 +6,7 @@ what from the plan that a transfer carries out. Buffers of modules, of which eve
 kilobytes, are left out.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ class Reshard:
     """Held by the rank that holds most."""
     after_bytes: int
     peak_bytes: int
-    """Of any rank while both parts and the buffers of an all-to-all are there."""
+    """Of any rank meanwhile: what it leaves, what it gets and the buffers of an all-to-all."""
 
     def as_json(self) -> dict[str, Any]:
         """All figures, the matrix of bytes as lists."""
@@ -129,24 +129,28 @@ def reshard(
             ]
         )
     gpus = machine.ranks_per_node
-    held = [holdings(job, config, text, num_gpus=gpus) for text in (source, target)]
-    plan = plan_transfer(*held)
-    before, after = ([_held_bytes(each) for each in ranks] for ranks in held)
+    before, after = (holdings(job, config, text, num_gpus=gpus) for text in (source, target))
+    # As Trainer.reshard has it: parameters first, whose old parts are free while moments move.
+    plans = [
+        plan_transfer(*([_of_kind(rank, kind) for rank in ranks] for ranks in (before, after)))
+        for kind in ("parameter", "moment")
+    ]
+    moved = plans[0].bytes + plans[1].bytes
     far = _far(world_size, machine.ranks_per_node)
-    tensors = {name: each for rank in held[1] for name, each in rank.items()}
+    tensors = {name: each for rank in after for name, each in rank.items()}
     return Reshard(
         source,
         target,
-        bytes=plan.bytes,
-        fewest_bytes=sum(_missing(*pair) for pair in zip(*held, strict=True)),
+        bytes=moved,
+        fewest_bytes=sum(_missing(*pair) for pair in zip(before, after, strict=True)),
         state_bytes=sum(prod(each.shape) * each.dtype.itemsize for each in tensors.values()),
-        inside=_traffic(plan.bytes * ~far),
-        between=_traffic(plan.bytes * far),
-        calls=plan.calls,
-        seconds=_seconds(plan, machine),
-        before_bytes=max(before),
-        after_bytes=max(after),
-        peak_bytes=int((np.add(before, after) + _buffers(plan)).max()),
+        inside=_traffic(moved * ~far),
+        between=_traffic(moved * far),
+        calls=sum(plan.calls for plan in plans),
+        seconds=sum(_seconds(plan, machine) for plan in plans),
+        before_bytes=max(map(_held_bytes, before)),
+        after_bytes=max(map(_held_bytes, after)),
+        peak_bytes=_peak(before, after, plans),
     )
 
 
@@ -197,6 +201,15 @@ def _kinds(job: JobConfig, name: str, shape: tuple[int, ...]) -> dict[str, torch
     return {"parameter": own, "exp_avg": moment, "exp_avg_sq": moment}
 
 
+def _of_kind(holding: Holding, kind: str) -> Holding:
+    """Its parameters, or its moments."""
+    return {
+        name: held
+        for name, held in holding.items()
+        if name.endswith(" parameter") == (kind == "parameter")
+    }
+
+
 def _held_bytes(holding: Holding) -> int:
     return sum(_bytes(held, held.box) for held in holding.values())
 
@@ -241,6 +254,20 @@ def _seconds(plan: TransferPlan, machine: Machine) -> float:
                 times.append(link.latency_s + most / link.bytes_per_second)
         seconds += max(times)
     return float(seconds)
+
+
+def _peak(
+    before: Sequence[Holding], after: Sequence[Holding], plans: Sequence[TransferPlan]
+) -> int:
+    """Of the rank that holds most, while its parameters move or while its moments do."""
+
+    def held(ranks: Sequence[Holding], kind: str) -> np.ndarray:
+        return np.array([_held_bytes(_of_kind(rank, kind)) for rank in ranks])
+
+    moments, parameters = held(before, "moment"), held(after, "parameter")
+    first = held(before, "parameter") + moments + parameters + _buffers(plans[0])
+    second = moments + parameters + held(after, "moment") + _buffers(plans[1])
+    return int(np.maximum(first, second).max())
 
 
 def _buffers(plan: TransferPlan) -> np.ndarray:
