@@ -86,7 +86,9 @@ class Trainer:
                 weights = part_weights(sharded.config, job.training.seq_len)
                 size = job.training.local_batch_size
                 logger.info(pipeline_summary(job.parallelism, sharded.stages, weights, size))
-        self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+        self.optimizer = build_optimizer(
+            job.optimizer, sharded.named_parameters(), self.meshes.group
+        )
         self.train_step = TrainStep(sharded, self.optimizer, job.training, device=process.device)
         self.checkpointer = _checkpointer(job, sharded, self.optimizer)
         self.progress = Progress()

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from scripts.bench.measure import options, print_facts, print_table, take_turns, write_json
 from titan_moe.distributed.expert_parallel import DispatchOptions, make_dispatcher, nodes_of
-from titan_moe.distributed.mesh import build_meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import Dispatcher
@@ -121,7 +120,7 @@ def summary(of_ranks: list[Seen]) -> dict[str, Any]:
 def measure(sizes: Sizes) -> dict[str, Seen]:
     """Every dispatcher on this rank."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    meshes = build_meshes(ParallelDims(ranks, ep=ranks), "cpu")
+    meshes = ParallelDims(ranks, ep=ranks).build_mesh("cpu")
     config = MoEConfig(num_experts=sizes.experts, top_k=sizes.top_k, hidden_dim=8)
     drawn = torch.Generator().manual_seed(sizes.seed + rank)
     dtype = getattr(torch, sizes.dtype)

@@ -76,7 +76,6 @@ def travel(cases: list[Case]) -> list[Seen]:
 
 def _travel(case: Case) -> Seen:
     from titan_moe.distributed.expert_parallel import DispatchOptions, make_dispatcher
-    from titan_moe.distributed.mesh import build_meshes
     from titan_moe.distributed.parallel_dims import ParallelDims
     from titan_moe.moe.config import MoEConfig
     from titan_moe.ops.permute_indices import count_experts
@@ -85,7 +84,7 @@ def _travel(case: Case) -> Seen:
     dims = ParallelDims(dist.get_world_size(), ep=case.ep, etp=case.etp)
     config = MoEConfig(num_experts=EXPERTS, top_k=TOP_K, hidden_dim=8, row_alignment=4)
     options = DispatchOptions(case.name, case.capacity_factor, case.ranks_per_node)
-    dispatcher = make_dispatcher(config, build_meshes(dims, "cpu"), options)
+    dispatcher = make_dispatcher(config, dims.build_mesh("cpu"), options)
     drawn = torch.Generator().manual_seed(rank)
     options = {"dtype": torch.float64, "generator": drawn}
     x_TD = torch.randn(TOKENS, DIM, requires_grad=True, **options)

@@ -32,7 +32,6 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
     from titan_moe.distributed.expert_parallel import apply_expert_parallel
     from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
     from titan_moe.distributed.init_weights import fill_initial_weights
-    from titan_moe.distributed.mesh import build_meshes
     from titan_moe.distributed.parallel_dims import ParallelDims
     from titan_moe.models.decoder import initial_std, move_off_meta, stage_units
     from titan_moe.ops.attention import DocumentSdpa
@@ -51,7 +50,7 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
     config = replace(model_config(family, "gate"), num_layers=LAYERS, num_mtp_layers=0)
     assert config.moe is not None
     config = replace(config, moe=replace(config.moe, row_alignment=16))
-    meshes = build_meshes(ParallelDims(world_size=dist.get_world_size(), ep=ep), "cpu")
+    meshes = ParallelDims(world_size=dist.get_world_size(), ep=ep).build_mesh("cpu")
     with torch.device("meta"):
         model = Decoder(config, DocumentSdpa()).double()
     apply_expert_parallel(list(model.moe_layers().values()), meshes)

@@ -24,6 +24,7 @@ from tests.support.resharding import (
 )
 from tests.support.tiers import tiered
 from titan_moe.distributed.dtensor import local_part
+from titan_moe.distributed.sharding import Sharding
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.process import Process
@@ -134,21 +135,22 @@ def test_from_eight_ranks_to_two_to_six(tmp_path: Path, undisturbed: Undisturbed
 
 @pytest.mark.parametrize("tp, shards", [(1, 5), (2, 3), (2, 8), (3, 6), (4, 4), (8, 7)])
 def test_strided_shards_lie_where_arithmetic_puts_them(tp: int, shards: int):
-    """Cut by tp first, then by data parallelism unevenly; torch's own numbers feed DCP and us."""
+    """Cut by tp first, then by data parallelism unevenly."""
+    axes = {"fsdp": shards, "tp": tp}
+    placements = [_StridedShard(0, split_factor=tp), Shard(0)]
+    sharding = Sharding.of(placements, axes)
     for size in range(tp, 40, tp):
         own = size // tp
         rows = -(-own // shards)
-        begins: dict[int, set[int]] = {}
         for shard, rank in product(range(shards), range(tp)):
             first, end = (min(edge * rows, own) for edge in (shard, shard + 1))
+            (box,) = sharding.box(shard * tp + rank, (size,), axes)
+            assert (box.start, box.stop) == (rank * own + first, rank * own + end)
             (length,), (begin,) = _compute_local_shape_and_global_offset(
-                (size,), (shards, tp), [shard, rank], [_StridedShard(0, split_factor=tp), Shard(0)]
+                (size,), (shards, tp), [shard, rank], placements
             )
             assert length == end - first
-            assert length == 0 or begin == rank * own + first
-            begins.setdefault(begin, set()).add(length)
-        # DCP keeps one piece per beginning: an empty one must not stand for a full one.
-        assert all(len(lengths) == 1 for lengths in begins.values())
+            assert length == 0 or begin == box.start
 
 
 # --- the test can fail ----------------------------------------------------------------------------
@@ -157,32 +159,21 @@ def test_strided_shards_lie_where_arithmetic_puts_them(tp: int, shards: int):
 def _shift_strided_shards() -> None:
     """Strided shards are said to lie one shard further, at loading and for the checksums alike:
     production's own check sees nothing."""
-    from torch.distributed.checkpoint import planner_helpers
+    from titan_moe.checkpoint import checksum, tensor_files
 
-    from titan_moe.checkpoint import checksum
-
-    place = planner_helpers.compute_local_shape_and_global_offset
     slices = checksum.local_slices
 
-    def shifted(shape, mesh, placements):
-        sizes, offsets = place(shape, mesh, placements)
-        for placement in placements:
+    def shifted(tensor):
+        box = list(slices(tensor))
+        for placement in getattr(tensor, "placements", ()):
             if isinstance(placement, _StridedShard):
-                at = list(offsets)
-                at[placement.dim] = (at[placement.dim] + sizes[placement.dim]) % shape[
-                    placement.dim
-                ]
-                offsets = tuple(at)
-        return sizes, offsets
+                dim, held = placement.dim, box[placement.dim]
+                size = held.stop - held.start
+                first = (held.start + size) % tensor.shape[dim]
+                box[dim] = slice(first, first + size)
+        return tuple(box)
 
-    def shifted_slices(tensor):
-        if not hasattr(tensor, "placements"):
-            return slices(tensor)
-        sizes, offsets = shifted(tensor.shape, tensor.device_mesh, tensor.placements)
-        return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-
-    planner_helpers.compute_local_shape_and_global_offset = shifted
-    checksum.local_slices = shifted_slices
+    tensor_files.local_slices = checksum.local_slices = shifted
 
 
 def _first_stage_only() -> None:

@@ -67,7 +67,7 @@ def _fsdp_leaves_ranks_empty() -> Any:
 
 
 def _a_group_per_name() -> Any:
-    def get(self: Any, ranks: tuple[int, ...], traffic: Any) -> Any:
+    def get(self: Any, ranks: tuple[int, ...], *_: Any) -> Any:
         return dist.new_group(list(ranks), use_local_synchronization=True)
 
     return mock.patch.object(process_groups.ProcessGroups, "get", get)
@@ -113,10 +113,14 @@ def _with_bug(plant: Callable[[], Any], layout: Layout, rank: int) -> RankResult
 _ALL_AXES = "pp=2,dp_replicate=2,dp_shard=2,cp=2,tp=4,ep=4,etp=2"
 _BUGS = {
     _tp_outside_cp: (_ALL_AXES, "tp coordinate", "pp=2,dp_shard=8,ep=4"),
-    _ep_inside_etp: (_ALL_AXES, "ep coordinate", "dp_shard=4,tp=4,ep=4"),
+    _ep_inside_etp: (
+        _ALL_AXES,
+        "ep, etp stand in the mesh in the order etp, ep",
+        "dp_shard=4,tp=4,ep=4",
+    ),
     _fsdp_cuts_the_last_dim: (_ALL_AXES, "wkv_a.weight has", "tp=16,ep=16"),
     _fsdp_leaves_ranks_empty: ("dp_shard=16,etp=2", "experts.w1 has", "tp=16,ep=16"),
-    _a_group_per_name: (_ALL_AXES, "too many", None),
+    _a_group_per_name: ("dp_shard=4,tp=4,ep=4,etp=4", "too many", None),
     _one_group_more: (_ALL_AXES, "too many", None),
     _tokens_travel_with_parameters: ("dp_shard=16,ep=16", "too few", "dp_shard=8,tp=2"),
     _another_hidden_dim: (_ALL_AXES, "w2 (12, 191, 192) does not divide", "dp_shard=8,tp=2,ep=4"),

@@ -155,7 +155,6 @@ def run_pipeline(case: dict, planted: str | None = None) -> list[dict]:
     """This rank's stages over two steps of `runs` schedule runs; gradients come back whole."""
     import torch.distributed as dist
 
-    from titan_moe.distributed.mesh import build_meshes
     from titan_moe.distributed.parallel_dims import ParallelDims
     from titan_moe.distributed.pipeline.schedule import Activations, Pipeline
     from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, sum_grads
@@ -163,7 +162,7 @@ def run_pipeline(case: dict, planted: str | None = None) -> list[dict]:
 
     plant(planted)
     dims = ParallelDims(dist.get_world_size(), **case["degrees"])
-    meshes = build_meshes(dims, "cpu")
+    meshes = dims.build_mesh("cpu")
     parts = build_parts(case, meshes)
     reduced, forwards = count_reductions(parts), count_forwards(parts)
     for output in (part.output for part in parts if isinstance(part.output, Output)):

@@ -94,8 +94,8 @@ BUGS = {
     ),
     "replicas counted again in the norm": Bug(
         f"{_DISTRIBUTED}.grad_norm:_num_pieces",
-        "if not placement.is_replicate()",
-        "",
+        "for cut in sharding.cuts for axis in cut",
+        "for axis in axes",
         caught_on="dp_replicate=2,recompute=2,reshard=never",
         named=("grad_norm*", "exp_avg *"),
         spared=("gradient *", "loss *", "counts *"),

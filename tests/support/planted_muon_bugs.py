@@ -11,7 +11,7 @@ _BEFORE = ("gradient *", "loss *", "exp_avg*", "momentum_buffer *", "parameter *
 MUON_BUGS: dict[str, Bug] = {
     "shards made orthogonal": Bug(
         f"{_MUON}:redistribute_matrices",
-        "if not cuts:",
+        "if cut is None:",
         "if True:",
         caught_on="dp_shard=2",
         named=(_ATTENTION,),
@@ -20,17 +20,17 @@ MUON_BUGS: dict[str, Bug] = {
     ),
     "experts' slices made orthogonal": Bug(
         f"{_MUON}:Muon._update_batch",
-        "_stacked(directions, batch), batch.cuts)",
-        "_stacked(directions, batch), batch.cuts if len(shape) == 2 else [])",
+        "_stacked(directions, batch), batch.cut)",
+        "_stacked(directions, batch), batch.cut if len(shape) == 2 else None)",
         caught_on="dp_shard=2,etp=2",
         named=(_EXPERTS,),
         spared=(*_BEFORE, _ATTENTION.rstrip("*")),
         harmless_on="dp_shard=2,ep=2",
     ),
     "pieces put together in another order": Bug(
-        f"{_MUON}:_gather_share",
-        "for p, s in zip(parts, shapes, strict=True)]",
-        "for p, s in zip(parts, shapes, strict=True)][::-1]",
+        f"{_MUON}:redistribute_matrices",
+        "exchange(function(whole_NAB), shares, pieces)",
+        "exchange(function(whole_NAB), shares, pieces[::-1])",
         caught_on="dp_shard=2",
         named=(_ATTENTION,),
         spared=_BEFORE,

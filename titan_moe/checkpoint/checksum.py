@@ -44,7 +44,7 @@ def checksums(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
     held = torch.zeros_like(sums)
     for row, name in enumerate(names):
         if name in tensors:
-            local = local_part(tensors[name].detach())
+            local = local_part(tensors[name]).detach()
             box = local_slices(tensors[name])
             lengths = tuple(part.stop - part.start for part in box)
             assert lengths == tuple(local.shape), f"{name}: shard of {local.shape}, not {lengths}"

@@ -20,7 +20,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
@@ -29,6 +38,8 @@ from torch.utils.serialization import config
 
 from titan_moe.checkpoint.safe_reader import METADATA, SafeReader
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
+from titan_moe.distributed.boxes import Box, sizes
+from titan_moe.distributed.dtensor import local_part, local_slices
 
 _LARGEST_FILE = 5 * 10**9
 
@@ -37,7 +48,7 @@ class Chunk(NamedTuple):
     """A box of a tensor of the checkpoint."""
 
     name: str
-    box: tuple[slice, ...]
+    box: Box
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -47,7 +58,7 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
     save_tensors(
         tensors,
         storage_writer=_Writer(folder, sync_files=True, thread_count=1),
-        planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
     )
 
 
@@ -56,8 +67,56 @@ def read_tensors(tensors: dict[str, Tensor], reader: SafeReader) -> None:
     load_tensors(
         tensors,
         storage_reader=reader,
-        planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
     )
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Says itself where each part lies: torch's planner reads no explicit `shard_order`."""
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(
+            [
+                _written(name, tensor, chunk)
+                for name, tensor in self.state_dict.items()
+                for chunk in _held(tensor)
+            ]
+        )
+        return self.plan
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """As `_SavePlanner`."""
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for name, tensor in self.state_dict.items():
+            stored = self.metadata.state_dict_metadata[name]  # type: ignore[union-attr]
+            assert isinstance(stored, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, stored, _held(tensor))
+        return LoadPlan(items)
+
+
+def _written(name: str, tensor: Tensor, chunk: ChunkStorageMetadata) -> WriteItem:
+    properties = TensorProperties.create_from_tensor(local_part(tensor))
+    return WriteItem(
+        MetadataIndex(name, chunk.offsets),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(chunk, properties, tensor.size()),
+    )
+
+
+def _held(tensor: Tensor) -> list[ChunkStorageMetadata]:
+    """This rank's part, as DCP describes it; nothing for a part that is empty: DCP tells chunks
+    apart by where they begin."""
+    box = local_slices(tensor)
+    if 0 in sizes(box) and tensor.numel():
+        return []
+    return [_as_stored(box)]
+
+
+def _as_stored(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(part.start for part in box), torch.Size(sizes(box)))
 
 
 class _Writer(FileSystemWriter):
@@ -123,9 +182,8 @@ def _write_metadata(folder: Path, places: Iterable[tuple[Chunk, _StorageInfo]]) 
             chunk.name, TensorStorageMetadata(properties, shape, [])
         )
         assert isinstance(entry, TensorStorageMetadata)
-        offsets = torch.Size(part.start for part in chunk.box)
-        sizes = torch.Size(part.stop - part.start for part in chunk.box)
-        entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
-        metadata.storage_data[MetadataIndex(chunk.name, offsets)] = place
+        stored = _as_stored(chunk.box)
+        entry.chunks.append(stored)
+        metadata.storage_data[MetadataIndex(chunk.name, stored.offsets)] = place
     with (folder / METADATA).open("wb") as file:
         pickle.dump(metadata, file)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from titan_moe.distributed.dtensor import detached
+
 MODEL = "model."
 OPTIMIZER = "optimizer."
 
@@ -14,7 +16,7 @@ def model_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
     Several modules are parts of one model (stages of a pipeline) and name no tensor twice.
     """
-    return {MODEL + fqn: tensor.detach() for fqn, tensor in _named_tensors(modules).items()}
+    return {MODEL + fqn: detached(tensor) for fqn, tensor in _named_tensors(modules).items()}
 
 
 def optimizer_tensors(modules: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:

@@ -459,6 +459,9 @@ class Comm(Section):
     train_timeout_seconds: PositiveInt = 100
     """Longest wait for a collective after the first step. Not for another rank's checkpoint, which
     may take 30 minutes."""
+    init_communicators_eagerly: bool = False
+    """Make each NCCL communicator with its process group, not in the group's first collective.
+    Ranks that cannot reach each other then fail before the first step."""
 
 
 class Validation(Section):

@@ -1,11 +1,85 @@
-"""This rank's part of a tensor that may be sharded."""
+"""Who holds what: how a tensor lies on its mesh, and this rank's part of it.
+
+Whatever asks where a part lies asks here: checkpoints and their checksums, Hugging Face folders,
+initial weights, Muon, the gradient norm, the layout summary.
+"""
 
 from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from titan_moe.distributed.boxes import Box
+from titan_moe.distributed.sharding import Axes, Sharding
+
+
+def sharding_of(tensor: Tensor) -> tuple[Sharding, Axes]:
+    """How a tensor lies, and its mesh's axes with their sizes. A plain tensor is whole, on a mesh
+    without axes.
+
+    The order of cuts is that of `_StridedShard` placements, as fully_shard makes them, or else that
+    of an explicit `shard_order`.
+
+    Raises:
+        ValueError: a strided shard of a dim that does not divide. torch cuts it otherwise than
+            fully_shard does, which makes chunks of chunks.
+    """
+    if not isinstance(tensor, DTensor):
+        return Sharding(), {}
+    # torch keeps an order beside the placements (2.13), and has no public way to ask for it.
+    order = getattr(tensor._spec, "shard_order", None)
+    return _sharding(tensor.device_mesh, tensor.placements, tensor.shape, order)
+
+
+# The gradient norm asks for that of every parameter at every step.
+@lru_cache(maxsize=4096)
+def _sharding(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, order: Any
+) -> tuple[Sharding, Axes]:
+    axes = mesh_axes(mesh)
+    sharding = Sharding.of(placements, axes)
+    if any(isinstance(placement, _StridedShard) for placement in placements):
+        _check_divides(shape, placements, sharding, axes)
+    elif order is not None:
+        names = list(axes)
+        cuts = {entry.tensor_dim: tuple(names[i] for i in entry.mesh_dims) for entry in order}
+        all_cuts = tuple(cuts.get(dim, ()) for dim in range(len(shape)))
+        sharding = Sharding(all_cuts, sharding.partial)
+    return sharding, axes
+
+
+def _check_divides(
+    shape: torch.Size, placements: tuple[Placement, ...], sharding: Sharding, axes: Axes
+) -> None:
+    pairs = zip(axes, placements, strict=True)
+    strided = {axis for axis, each in pairs if isinstance(each, _StridedShard) and axes[axis] > 1}
+    for size, cut in zip(shape, sharding.cuts, strict=False):
+        last = max((place for place, axis in enumerate(cut) if axis in strided), default=0)
+        if size % (parts := prod(axes[axis] for axis in cut[:last])):
+            raise ValueError(
+                f"{sharding} of {list(shape)} on a mesh of {dict(axes)}: {parts} does not "
+                f"divide {size}, as it must for a strided shard"
+            )
+
+
+def mesh_axes(mesh: DeviceMesh) -> Axes:
+    """The axes and their sizes, outermost first; without names they go by their numbers."""
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    return dict(zip(names, mesh.shape, strict=True))
+
+
+def mesh_rank(mesh: DeviceMesh) -> int:
+    """This rank's number among those of the mesh, which `Sharding.box` takes."""
+    number = 0
+    for size, at in zip(mesh.shape, mesh.get_coordinate() or (), strict=True):
+        number = number * size + at
+    return number
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -13,14 +87,18 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part lies in the whole tensor."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+def local_slices(tensor: Tensor) -> Box:
+    """Where this rank's part lies in the whole tensor. Raises ValueError as `sharding_of` does."""
+    sharding, axes = sharding_of(tensor)
+    rank = mesh_rank(tensor.device_mesh) if isinstance(tensor, DTensor) else 0
+    return sharding.box(rank, tensor.shape, axes)
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """As `detach`, which drops an explicit `shard_order` and so moves parts elsewhere (2.13)."""
+    if isinstance(tensor, DTensor):
+        return DTensor(tensor._local_tensor.detach(), tensor._spec, requires_grad=False)
+    return tensor.detach()
 
 
 def cut_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dims: Sequence[int]) -> None:

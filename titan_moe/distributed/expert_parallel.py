@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from titan_moe.distributed.dtensor import cut_parameter, local_part
 from titan_moe.distributed.mesh import Meshes
-from titan_moe.distributed.process_groups import Traffic
+from titan_moe.distributed.process_groups import GroupOptions, Traffic
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
@@ -101,7 +101,7 @@ def _cut_experts(experts: Experts, meshes: Meshes) -> None:
     axes = tuple(axis for axis in ("ep", "etp") if meshes.dims.size(axis) > 1)
     for name, _ in list(experts.named_parameters(recurse=False)):
         dims = {"ep": 0, "etp": _CUT_BY_ETP[name]}
-        cut_parameter(experts, name, meshes.sparse[axes], [dims[axis] for axis in axes])
+        cut_parameter(experts, name, meshes[axes], [dims[axis] for axis in axes])
     experts.compute = on_local_shards(experts.compute, meshes.group("etp"))
 
 
@@ -129,9 +129,11 @@ def nodes_of(meshes: Meshes, ranks_per_node: int) -> Nodes | None:
     even = ranks_per_node % dims.etp == 0 and size > 0 and dims.ep % size == 0
     if not even or size in (1, dims.ep):
         return None
-    ranks, place = dims.group_of(meshes.rank, "ep"), dims.coordinate(meshes.rank, "ep")
-    node = place // size
+    ranks, place = meshes.members("ep"), dims.coordinate(meshes.rank, "ep")
+    node, options = place // size, GroupOptions(Traffic.TOKENS, meshes.timeout)
     return Nodes(
-        across=meshes.groups.get(ranks[place % size :: size], Traffic.TOKENS),
-        within=meshes.groups.get(ranks[node * size : (node + 1) * size], Traffic.TOKENS),
+        across=meshes.groups.get(ranks[place % size :: size], options, "ep across nodes"),
+        within=meshes.groups.get(
+            ranks[node * size : (node + 1) * size], options, "ep within a node"
+        ),
     )

@@ -63,8 +63,8 @@ def apply_fsdp(
             chain the next unit is gathered ahead; what may be left out is a chain of its own. The
             backward begins with the last unit of the first chain.
     """
-    dense_mesh = _data_mesh(meshes, meshes.dense, "fsdp")
-    expert_mesh = _data_mesh(meshes, meshes.sparse, "edp")
+    dense_mesh = _data_mesh(meshes, "fsdp")
+    expert_mesh = _data_mesh(meshes, "edp")
     is_cast = policy.compute_dtype != policy.stored_dtype
     if meshes.dims.world_size == 1 and not (is_cast or policy.cpu_offload):
         return
@@ -79,8 +79,10 @@ def apply_fsdp(
         _prefetch(units)
 
 
-def _data_mesh(meshes: Meshes, view: DeviceMesh, shard_axis: str) -> DeviceMesh:
-    return view["dp_replicate", shard_axis] if meshes.dims.dp_replicate > 1 else view[shard_axis]
+def _data_mesh(meshes: Meshes, shard_axis: str) -> DeviceMesh:
+    return (
+        meshes["dp_replicate", shard_axis] if meshes.dims.dp_replicate > 1 else meshes[shard_axis]
+    )
 
 
 def _moe_layers(unit: nn.Module) -> list[MoE]:

@@ -10,9 +10,8 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from titan_moe.distributed.dtensor import local_part, local_slices
+from titan_moe.distributed.dtensor import local_part, local_slices, sharding_of
 
 
 def local_grads(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -113,7 +112,5 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 def _num_pieces(parameter: Tensor) -> int:
-    if not isinstance(parameter, DTensor):
-        return 1
-    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    return prod(size for placement, size in sizes if not placement.is_replicate())
+    sharding, axes = sharding_of(parameter)
+    return prod(axes[axis] for cut in sharding.cuts for axis in cut)

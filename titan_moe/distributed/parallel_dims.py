@@ -8,20 +8,54 @@ Ranks are numbered row-major, pp outermost and tp innermost. Both views unflatte
 so edp * ep * etp == dp_shard * cp * tp ("parallel folding", arXiv 2504.14960).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import TYPE_CHECKING
 
 from titan_moe.config.job_config import Parallelism
 
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from titan_moe.distributed.mesh import Meshes
+    from titan_moe.distributed.process_groups import ProcessGroups
+
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 SPARSE_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
+AXES = tuple(dict.fromkeys((*DENSE_AXES, *SPARSE_AXES)))
+"""Every primary axis, once."""
 DERIVED_AXES: Mapping[str, tuple[str, ...]] = {
     "fsdp": ("dp_shard", "cp"),
     "batch": ("dp_replicate", "dp_shard"),
     "loss": ("dp_replicate", "dp_shard", "cp"),
     "sequence": ("cp", "tp"),
 }
+
+Names = str | Sequence[str]
+"""One axis, primary or derived, or several."""
+
+
+def primary_axes(names: Names) -> tuple[str, ...]:
+    """The primary axes that `names` join, in the mesh's order.
+
+    Raises ValueError with one line for an unknown name, for names of which no view has all, and for
+    names that share an axis.
+    """
+    names = (names,) if isinstance(names, str) else tuple(names)
+    known = (*AXES, *DERIVED_AXES)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"no mesh axis {', '.join(unknown)}: the axes are {', '.join(known)}")
+    parts = [part for name in names for part in DERIVED_AXES.get(name, (name,))]
+    if twice := sorted({part for part in parts if parts.count(part) > 1}):
+        raise ValueError(f"{', '.join(names)} overlap: {', '.join(twice)} is in two of them")
+    for view in (DENSE_AXES, SPARSE_AXES):
+        if set(parts) <= set(view):
+            return tuple(axis for axis in view if axis in parts)
+    raise ValueError(
+        f"{', '.join(names)} are of no one view: dense ({', '.join(DENSE_AXES)}) or sparse "
+        f"({', '.join(SPARSE_AXES)})"
+    )
 
 
 @dataclass(frozen=True)
@@ -60,11 +94,9 @@ class ParallelDims:
             raise ValueError(f"ep*etp = {self.ep * self.etp} must divide dp_shard*cp*tp = {region}")
         object.__setattr__(self, "edp", region // (self.ep * self.etp))
 
-    def size(self, axis: str) -> int:
-        """Number of ranks along a primary or derived axis."""
-        if axis in DERIVED_AXES:
-            return prod(self.size(part) for part in DERIVED_AXES[axis])
-        return int(getattr(self, axis))
+    def size(self, names: Names) -> int:
+        """Number of ranks along an axis, or along several joined."""
+        return prod(int(getattr(self, axis)) for axis in primary_axes(names))
 
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours along an axis; a derived axis' parts adjoin."""
@@ -72,15 +104,60 @@ class ParallelDims:
         view = DENSE_AXES if last in DENSE_AXES else SPARSE_AXES
         return prod(self.size(inner) for inner in view[view.index(last) + 1 :])
 
-    def coordinate(self, rank: int, axis: str) -> int:
-        """Where a rank stands along a primary or derived axis."""
-        return rank // self.stride(axis) % self.size(axis)
+    def spans(self, names: Names) -> tuple[tuple[int, int], ...]:
+        """Size and stride of the axes that `names` join, outermost first: those that adjoin as one,
+        those of one rank left out. Names of equal spans are the same ranks."""
+        wanted = primary_axes(names)
+        view = DENSE_AXES if set(wanted) <= set(DENSE_AXES) else SPARSE_AXES
+        spans: list[tuple[int, int]] = []
+        stride = 1
+        for axis in reversed(view):
+            size = int(getattr(self, axis))
+            if axis in wanted and size > 1:
+                inner = spans.pop(0) if spans and prod(spans[0]) == stride else (1, stride)
+                spans.insert(0, (size * inner[0], inner[1]))
+            stride *= size
+        return tuple(spans)
 
-    def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axis`, itself included, ascending."""
-        stride = self.stride(axis)
-        first = rank - self.coordinate(rank, axis) * stride
-        return tuple(first + i * stride for i in range(self.size(axis)))
+    def coordinate(self, rank: int, names: Names) -> int:
+        """Where a rank stands along an axis, or among the ranks along several, row-major."""
+        place = 0
+        for size, stride in self.spans(names):
+            place = place * size + rank // stride % size
+        return place
+
+    def group_of(self, rank: int, names: Names) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along these axes, itself included, ascending."""
+        members = [rank]
+        for size, stride in self.spans(names):
+            first = -(rank // stride % size) * stride
+            members = [each + first + i * stride for each in members for i in range(size)]
+        return tuple(members)
+
+    def build_mesh(
+        self,
+        device_type: str,
+        *,
+        timeout: "timedelta | None" = None,
+        groups: "ProcessGroups | None" = None,
+        ranks: Sequence[int] | None = None,
+        rank: int | None = None,
+    ) -> "Meshes":
+        """The root mesh and its two views.
+
+        Collective over all ranks, which then share process groups; with `rank`, the meshes that
+        this rank would have, without groups and whether or not there is a world.
+
+        Args:
+            timeout: longest wait for a collective; left out, the backend's own.
+            groups: those of another layout of the same world, used again.
+            ranks: which of a larger world's ranks the job has, ascending; left out, all.
+            rank: one of them.
+        """
+        # Degrees are also read where no torch is wanted.
+        from titan_moe.distributed.mesh import build_mesh
+
+        return build_mesh(self, device_type, timeout, groups, ranks, rank)
 
 
 def parallel_dims(parallelism: Parallelism, world_size: int) -> ParallelDims:

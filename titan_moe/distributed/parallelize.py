@@ -24,8 +24,9 @@ from titan_moe.distributed.expert_parallel import (
 )
 from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
-from titan_moe.distributed.mesh import Meshes, build_meshes
+from titan_moe.distributed.mesh import Meshes
 from titan_moe.distributed.parallel_dims import parallel_dims
+from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
 from titan_moe.models.config import ModelConfig, tied_weights
@@ -133,7 +134,9 @@ def build_sharded_model(
 
     # 1. The two views of the world.
     timeout = timedelta(seconds=job.comm.init_timeout_seconds)
-    meshes = build_meshes(parallel_dims(job.parallelism, world_size), device.type, timeout)
+    groups = ProcessGroups(device if job.comm.init_communicators_eagerly else None)
+    dims = parallel_dims(job.parallelism, world_size)
+    meshes = dims.build_mesh(device.type, timeout=timeout, groups=groups)
 
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job, device.type)

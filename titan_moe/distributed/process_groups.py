@@ -1,4 +1,4 @@
-"""One process group per distinct list of ranks and class of traffic.
+"""One process group per distinct list of ranks, class of traffic and options.
 
 Torch's own unflattening makes new groups for every name, though many names are the same ranks: `pp`
 in both views, `dp_replicate` in both, `etp` and `tp` where they coincide. At thousands of ranks a
@@ -6,9 +6,12 @@ group costs start-up time and NCCL memory. Only ranks of a group take part in ma
 per rank does not grow with the world.
 """
 
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -21,33 +24,72 @@ class Traffic(Enum):
     TOKENS = "tokens"
 
 
+@dataclass(frozen=True)
+class GroupOptions:
+    """What a group is made for; one that differs in any of it is another group."""
+
+    traffic: Traffic
+    timeout: timedelta | None = None
+    """Longest wait for a collective; None: the backend's own, not that of the world."""
+
+    @property
+    def high_priority_stream(self) -> bool:
+        """Whether NCCL's kernels go ahead of others: the layer waits for tokens, and for parameters
+        only where they were not gathered early enough."""
+        return self.traffic is Traffic.TOKENS
+
+    def of_backend(self) -> Any:
+        """NCCL's own options; None for other backends, which take none."""
+        if "nccl" not in dist.get_backend_config():
+            return None
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = self.high_priority_stream
+        if self.timeout is not None:
+            options._timeout = self.timeout
+        return options
+
+
+_Key = tuple[tuple[int, ...], GroupOptions | None]
+
+
 class ProcessGroups:
-    """Makes groups on first use and hands the same one out again for the same ranks and traffic.
+    """Makes groups on first use and hands the same one out again for the same ranks and options.
 
     Every rank must ask for its groups in the same order of axes: making one waits for its members.
-    `timeout`: longest wait for a collective; left out, the backend's own, not that of the world.
+    `device`: make each group's NCCL communicator with it, on this device; left out, NCCL makes it
+    in the group's first collective.
     """
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
-        self._timeout = timeout
-        self._groups: dict[tuple[tuple[int, ...], Traffic | None], ProcessGroup] = {}
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self._groups: dict[_Key, ProcessGroup] = {}
 
-    def get(self, ranks: tuple[int, ...], traffic: Traffic) -> ProcessGroup:
-        """The group of `ranks`, this one among them; all groups of one rank are the same."""
-        if len(ranks) == dist.get_world_size() and traffic is Traffic.PARAMETERS:
-            return dist.group.WORLD  # type: ignore[return-value]
-        key = (ranks, traffic if len(ranks) > 1 else None)
-        if key not in self._groups:
-            self._groups[key] = dist.new_group(
-                list(ranks), timeout=self._timeout, use_local_synchronization=True
-            )
-        return self._groups[key]
+    def get(
+        self, ranks: tuple[int, ...], options: GroupOptions, description: str = ""
+    ) -> ProcessGroup:
+        """The group of `ranks`, this one among them; all groups of one rank are the same.
 
-    def known(self, ranks: tuple[int, ...], traffic: Traffic) -> ProcessGroup | None:
+        `description`: what a flight recorder shows, of whoever asks first.
+        """
+        known = self.known(ranks, options)
+        if known is not None:
+            return known
+        group = dist.new_group(
+            list(ranks),
+            timeout=options.timeout,
+            pg_options=options.of_backend(),
+            use_local_synchronization=True,
+            group_desc=description or None,
+            device_id=self._device if len(ranks) > 1 else None,
+        )
+        self._groups[_key(ranks, options)] = group
+        return group
+
+    def known(self, ranks: tuple[int, ...], options: GroupOptions) -> ProcessGroup | None:
         """As `get`, if the group exists; makes none."""
-        if len(ranks) == dist.get_world_size() and traffic is Traffic.PARAMETERS:
+        if len(ranks) == dist.get_world_size() and options.traffic is Traffic.PARAMETERS:
             return dist.group.WORLD
-        return self._groups.get((ranks, traffic if len(ranks) > 1 else None))
+        return self._groups.get(_key(ranks, options))
 
     def all(self) -> list[ProcessGroup]:
         """Every group made so far."""
@@ -57,3 +99,7 @@ class ProcessGroups:
     def num_groups(self) -> int:
         """Groups of more than one rank that this rank belongs to, the default group not counted."""
         return sum(len(ranks) > 1 for ranks, _ in self._groups)
+
+
+def _key(ranks: tuple[int, ...], options: GroupOptions) -> _Key:
+    return ranks, options if len(ranks) > 1 else None

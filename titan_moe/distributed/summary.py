@@ -5,11 +5,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titan_moe.config.job_config import Parallelism
 from titan_moe.config.pipeline import num_microbatches, schedule_of, stages_of_rank
 from titan_moe.config.pipeline_order import bubble_fraction
+from titan_moe.distributed.dtensor import sharding_of
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.distributed.parallel_dims import DENSE_AXES, DERIVED_AXES, SPARSE_AXES
 
@@ -84,13 +84,7 @@ def _by_layout(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, i
 
 
 def _placements(parameter: nn.Parameter) -> str:
-    if not isinstance(parameter, DTensor):
-        return "whole on every rank"
-    mesh = parameter.device_mesh
-    cells = []
-    for axis, size, placement in zip(
-        mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True
-    ):
-        how = "replicated" if placement.is_replicate() else f"dim {placement.dim} cut"  # type: ignore[attr-defined]
-        cells.append(f"{how} over {axis}={size}")
-    return ", ".join(cells)
+    """The text of its sharding, and its mesh."""
+    sharding, axes = sharding_of(parameter)
+    mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+    return f"{sharding} on {mesh}" if mesh else "whole on every rank"

@@ -7,23 +7,26 @@ AdamW, and updates scaled to AdamW's root mean square, so that both take the sam
 Where ranks hold pieces of matrices, each matrix is put together on one rank, made orthogonal there
 and sent back. A batch of N matrices that P ranks have cut is shared out: every rank gets its share
 of the N whole and sends the pieces of the others. So no matrix is worked on twice within the ranks
-that cut it, and a rank sends and receives each way about the bytes that it holds, where gathering
-all of them everywhere would be P - 1 times that. Where several axes cut a matrix (fsdp and tp, edp
-and etp), the last cut is undone first, one exchange after the other. Whole replicas (over
-dp_replicate, or of what tp leaves whole) each do the same work on the same bits.
+that cut it, and a rank sends and receives each way (P - 1) / P of the bytes that it holds, where
+gathering all of them everywhere would be P - 1 times them. Where several axes cut a matrix (fsdp
+and tp, edp and etp), P counts the ranks of all of them, and the exchange is one over their joined
+group. Whole replicas (over dp_replicate, or of what tp leaves whole) each do the same work on the
+same bits.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from titan_moe.distributed.dtensor import local_part
+from titan_moe.distributed.boxes import Box, exchange_boxes, sizes
+from titan_moe.distributed.dtensor import local_part, mesh_rank, sharding_of
+from titan_moe.distributed.sharding import group_of
 from titan_moe.optim.adam import Adam
 
 MATRICES = "matrices"
@@ -33,6 +36,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _SMALLEST_NORM = 1e-7
 # Elements of this rank worked on together: 256 MiB in float32, and a few times that besides.
 _TOGETHER = 2**26
+
+JoinedGroup = Callable[[tuple[str, ...]], ProcessGroup]
+"""The ranks that differ from this one along these axes only, ascending: `Meshes.group`."""
 
 
 def orthogonalized(x_NAB: Tensor, num_steps: int) -> Tensor:
@@ -59,6 +65,8 @@ class Muon(Adam):
         momentum: decay of the mean.
         num_steps: of Newton-Schulz.
         rms: root mean square of an update of full rank, in learning rates.
+        joined_group: asked at the first update, for axes that cut the same matrices; may be left
+            out where no two axes do.
     """
 
     def __init__(
@@ -68,10 +76,11 @@ class Muon(Adam):
         momentum: float,
         num_steps: int,
         rms: float,
+        joined_group: JoinedGroup | None = None,
         **adam: Any,
     ) -> None:
         super().__init__(groups, **adam)
-        self._momentum, self._rms = momentum, rms
+        self._momentum, self._rms, self._joined_group = momentum, rms, joined_group
         self._orthogonalized = partial(orthogonalized, num_steps=num_steps)
         self._batches: dict[tuple[int, ...], list[_Batch]] = {}
 
@@ -85,7 +94,7 @@ class Muon(Adam):
             return super().update(group, parameters)
         key = tuple(map(id, parameters))
         if key not in self._batches:
-            self._batches[key] = list(_batches(parameters))
+            self._batches[key] = list(_batches(parameters, self._joined_group))
         for batch in self._batches[key]:
             self._update_batch(group, batch)
         return None
@@ -93,12 +102,12 @@ class Muon(Adam):
     def _update_batch(self, group: dict[str, Any], batch: "_Batch") -> None:
         lr, shape = group["lr"], batch.parameters[0].shape
         directions = self._directions(batch.parameters)
-        made = redistribute_matrices(self._orthogonalized, _stacked(directions, batch), batch.cuts)
-        sizes = [direction.shape[:-2].numel() for direction in directions]
+        made = redistribute_matrices(self._orthogonalized, _stacked(directions, batch), batch.cut)
+        numbers = [direction.shape[:-2].numel() for direction in directions]
         own = [local_part(parameter) for parameter in batch.parameters]
         updates = [
             update.view(each.shape).to(each.device)
-            for update, each in zip(made.split(sizes), own, strict=True)
+            for update, each in zip(made.split(numbers), own, strict=True)
         ]
         torch._foreach_mul_(own, 1 - lr * group["weight_decay"])
         # U V^T of rank r has the root mean square sqrt(r / (A B)): 1 / sqrt(max(A, B)) at most.
@@ -117,32 +126,32 @@ class Muon(Adam):
 
 
 class Cut(NamedTuple):
-    """How the ranks of one axis share every matrix of a batch."""
+    """How ranks share every matrix of a batch."""
 
     group: ProcessGroup
-    dim: int
-    """-2 or -1."""
-    lengths: tuple[int, ...]
-    """Of each rank's piece along `dim`; 0 for ranks that have nothing."""
+    place: int
+    """This rank's number in the group."""
+    boxes: list[Box]
+    """Of each of the group's ranks, its piece of a matrix, which may be empty."""
 
 
 class _Batch(NamedTuple):
     """Parameters whose matrices are alike, and cut alike."""
 
     parameters: list[Tensor]
-    cuts: list[Cut]
+    cut: Cut | None
 
 
-def _batches(parameters: list[Tensor]) -> Iterator[_Batch]:
+def _batches(parameters: list[Tensor], joined_group: JoinedGroup | None) -> Iterator[_Batch]:
     """All ranks that share matrices make the same batches in the same order."""
     alike: dict[tuple, list[Tensor]] = {}
-    cuts: dict[tuple, list[Cut]] = {}
+    cuts: dict[tuple, Cut | None] = {}
     for parameter in parameters:
-        own = matrix_cuts(parameter)
-        signature = tuple((cut.group.group_name, *cut[1:]) for cut in own)
+        cut = matrix_cut(parameter, joined_group)
+        signature = cut and (cut.group.group_name, str(cut.boxes))
         key = (parameter.dtype, parameter.shape[-2:], signature)
         alike.setdefault(key, []).append(parameter)
-        cuts[key] = own
+        cuts[key] = cut
     for key, members in alike.items():
         largest = max(_largest_held(member, cuts[key]) for member in members)
         together = max(1, _TOGETHER // max(1, largest))
@@ -150,13 +159,11 @@ def _batches(parameters: list[Tensor]) -> Iterator[_Batch]:
             yield _Batch(members[first : first + together], cuts[key])
 
 
-def _largest_held(parameter: Tensor, cuts: list[Cut]) -> int:
+def _largest_held(parameter: Tensor, cut: Cut | None) -> int:
     """Elements that the rank with the largest part holds: every rank's answer is the same."""
     matrices = local_part(parameter).shape[:-2].numel()
-    sizes = list(parameter.shape[-2:])
-    for cut in cuts:
-        sizes[cut.dim] = -(-sizes[cut.dim] // len(cut.lengths))
-    return matrices * sizes[0] * sizes[1]
+    pieces = [sizes(box) for box in cut.boxes] if cut else [tuple(parameter.shape[-2:])]
+    return matrices * max(rows * columns for rows, columns in pieces)
 
 
 def _stacked(pieces: list[Tensor], batch: _Batch) -> Tensor:
@@ -171,84 +178,53 @@ def _stacked(pieces: list[Tensor], batch: _Batch) -> Tensor:
 # --- redistributing matrices ---------------------------------------------------------------------
 
 
-def matrix_cuts(parameter: Tensor) -> list[Cut]:
-    """The cuts through a parameter's matrices, its last two dims, the last made first.
+def matrix_cut(parameter: Tensor, joined_group: JoinedGroup | None = None) -> Cut | None:
+    """Who holds which piece of a parameter's matrices, its last two dims; None where each is whole.
 
-    A dim before them (a stack's experts) may be cut without going through a matrix. Axes of a mesh
-    cut from the last to the first: tp, ep and etp before fully_shard's axis, which cuts what they
-    have left.
+    A dim before them (a stack's experts) may be cut without going through a matrix.
+
+    Raises:
+        ValueError: several axes cut the matrices, and there is no `joined_group`.
     """
     if not isinstance(parameter, DTensor):
-        return []
-    mesh, cuts, left = parameter.device_mesh, [], list(parameter.shape)
-    for axis in reversed(range(mesh.ndim)):
-        placement, size = parameter.placements[axis], mesh.size(axis)
-        if placement.is_replicate() or size == 1:
-            continue
-        dim: int = placement.dim  # type: ignore[attr-defined]
-        lengths = chunk_lengths(left[dim], size)
-        left[dim] = lengths[mesh.get_local_rank(axis)]
-        if dim >= parameter.ndim - 2:
-            cuts.append(Cut(mesh.get_group(axis), dim - parameter.ndim, lengths))
-    held = local_part(parameter).shape
-    assert tuple(left) == tuple(held), f"{tuple(held)} of {tuple(parameter.shape)}, not {left}"
-    return cuts[::-1]
-
-
-def chunk_lengths(length: int, num_chunks: int) -> tuple[int, ...]:
-    """As torch.chunk and fully_shard cut: all alike, the last ones shorter or empty."""
-    each = -(-length // num_chunks)
-    return tuple(max(0, min(each, length - chunk * each)) for chunk in range(num_chunks))
+        return None
+    mesh, (sharding, degrees) = parameter.device_mesh, sharding_of(parameter)
+    through = {axis for cut in sharding.cuts[parameter.ndim - 2 :] for axis in cut}
+    axes = tuple(axis for axis, size in degrees.items() if axis in through and size > 1)
+    if not axes:
+        return None
+    if len(axes) == 1:
+        group = mesh.get_group(list(degrees).index(axes[0]))
+    elif joined_group is None:
+        raise ValueError(f"{' and '.join(axes)} cut the same matrices: Muon needs a joined_group")
+    else:
+        group = joined_group(axes)
+    own = mesh_rank(mesh)
+    members = group_of(own, axes, degrees)
+    boxes = [sharding.box(member, parameter.shape, degrees)[-2:] for member in members]
+    return Cut(group, members.index(own), boxes)
 
 
 def redistribute_matrices(
-    function: Callable[[Tensor], Tensor], pieces_NAB: Tensor, cuts: Sequence[Cut]
+    function: Callable[[Tensor], Tensor], pieces_NAB: Tensor, cut: Cut | None
 ) -> Tensor:
-    """This rank's pieces of function(whole matrices), which keeps shapes: collective over the cuts'
-    groups, in which every rank has as many pieces N, in the same order. Waits for no device."""
-    if not cuts:
+    """This rank's pieces of function(whole matrices), which keeps shapes: collective over the cut's
+    group, in which every rank has as many pieces N, in the same order. Waits for no device."""
+    if cut is None:
         return function(pieces_NAB)
-    cut, *others = cuts
-    share_NAB = _gather_share(pieces_NAB, cut)
-    return _scatter(redistribute_matrices(function, share_NAB, others), len(pieces_NAB), cut)
+    number = len(pieces_NAB)
+    matrix = tuple(slice(0, max(box[dim].stop for box in cut.boxes)) for dim in range(2))
+    pieces = [(slice(0, number), *box) for box in cut.boxes]
+    shares = [(share, *matrix) for share in _shares(number, len(cut.boxes))]
+    exchange = partial(exchange_boxes, place=cut.place, group=cut.group)
+    whole_NAB = exchange(pieces_NAB, pieces, shares)
+    return exchange(function(whole_NAB), shares, pieces)
 
 
-def _gather_share(pieces_NAB: Tensor, cut: Cut) -> Tensor:
-    """This rank's share of the matrices, with the cut undone."""
-    rank, shares = dist.get_rank(cut.group), _shares(len(pieces_NAB), cut)
-    shapes = [_with(pieces_NAB.shape, shares[rank], cut.dim, length) for length in cut.lengths]
-    sent = [share * pieces_NAB[0].numel() for share in shares]
-    received = _exchange(pieces_NAB, sent, [shape.numel() for shape in shapes], cut.group)
-    parts = received.split([shape.numel() for shape in shapes])
-    return torch.cat([p.view(s) for p, s in zip(parts, shapes, strict=True)], cut.dim)
-
-
-def _scatter(share_NAB: Tensor, num_pieces: int, cut: Cut) -> Tensor:
-    """The reverse: this rank's pieces of all matrices."""
-    rank, shares = dist.get_rank(cut.group), _shares(num_pieces, cut)
-    parts = share_NAB.split(list(cut.lengths), cut.dim)
-    shape = _with(share_NAB.shape, num_pieces, cut.dim, cut.lengths[rank])
-    received = [share * shape[1:].numel() for share in shares]
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    return _exchange(flat, [p.numel() for p in parts], received, cut.group).view(shape)
-
-
-def _exchange(
-    sent: Tensor, sent_sizes: list[int], received_sizes: list[int], group: ProcessGroup
-) -> Tensor:
-    received = sent.new_empty(sum(received_sizes))
-    dist.all_to_all_single(
-        received, sent.reshape(-1).contiguous(), received_sizes, sent_sizes, group=group
-    )
-    return received
-
-
-def _shares(number: int, cut: Cut) -> list[int]:
-    size = len(cut.lengths)
-    return [number // size + (rank < number % size) for rank in range(size)]
-
-
-def _with(shape: torch.Size, number: int, dim: int, length: int) -> torch.Size:
-    sizes = [number, *shape[1:]]
-    sizes[dim] = length
-    return torch.Size(sizes)
+def _shares(number: int, num_ranks: int) -> list[slice]:
+    """Which of the matrices each rank works on: of some one more than of others."""
+    edges = [
+        rank * (number // num_ranks) + min(rank, number % num_ranks)
+        for rank in range(num_ranks + 1)
+    ]
+    return [slice(*edge) for edge in pairwise(edges)]

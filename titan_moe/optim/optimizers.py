@@ -10,7 +10,7 @@ from torch import nn
 from titan_moe.config.job_config import OPTIMIZER_KEYS, Optimizer
 from titan_moe.models.decoder import is_bias
 from titan_moe.optim.adam import Adam
-from titan_moe.optim.muon import MATRICES, Muon
+from titan_moe.optim.muon import MATRICES, JoinedGroup, Muon
 
 _FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
 # Muon is for what maps hidden states to hidden states, as its author has it: lookup tables, the
@@ -19,7 +19,9 @@ _NOT_HIDDEN = {"tok_embeddings", "output", "router"}
 
 
 def build_optimizer(
-    config: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
+    config: Optimizer,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    joined_group: JoinedGroup | None = None,
 ) -> torch.optim.Optimizer:
     """One optimizer over the trainable parameters, in the groups "decay" and "no_decay", and under
     Muon "matrices" before them.
@@ -27,6 +29,7 @@ def build_optimizer(
     Each group carries its "name" and its "peak_lr", which set_lr scales. A group without parameters
     is left out. Parameters may be DTensors of different meshes, but no longer on the meta device.
     An implementation of "fused" becomes "foreach" on devices that torch has no fused kernel for.
+    `joined_group`: as Muon's.
     """
     trainable = [(name, param) for name, param in named_parameters if param.requires_grad]
     members: dict[str, list[nn.Parameter]] = {MATRICES: [], "decay": [], "no_decay": []}
@@ -47,6 +50,8 @@ def build_optimizer(
         if params
     ]
     keys = {key: getattr(config, key) for key in OPTIMIZER_KEYS[config.name]}
+    if config.name == "Muon":
+        keys["joined_group"] = joined_group
     return BUILDERS[config.name](groups, lr=config.lr, **keys)
 
 
@@ -79,9 +84,16 @@ def _muon(
     muon_momentum: float,
     muon_steps: int,
     muon_rms: float,
+    joined_group: JoinedGroup | None,
     **adam: Any,
 ) -> Adam:
-    muon = partial(Muon, momentum=muon_momentum, num_steps=muon_steps, rms=muon_rms)
+    muon = partial(
+        Muon,
+        momentum=muon_momentum,
+        num_steps=muon_steps,
+        rms=muon_rms,
+        joined_group=joined_group,
+    )
     return _adam(groups, optimizer=muon, **adam)
 
 
@@ -90,7 +102,8 @@ BUILDERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": partial(_adam, decoupled=False),
     "Muon": _muon,
 }
-"""Each is given the groups, the learning rate, and what OPTIMIZER_KEYS says that it reads."""
+"""Each is given the groups, the learning rate, and what OPTIMIZER_KEYS says that it reads; Muon the
+joined groups besides."""
 
 
 def decays(name: str, param: nn.Parameter) -> bool:

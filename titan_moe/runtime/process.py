@@ -46,8 +46,8 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
         torch.set_num_threads(cpu_threads(launch.local_world_size))
     alone = launch.world_size == 1 and "MASTER_ADDR" not in environment
     try:
-        # No device_id: it makes NCCL split communicators, which groups created on their members
-        # alone (use_local_synchronization) cannot do.
+        # No device_id, even to make communicators eagerly: it makes NCCL split the world's, which
+        # groups created on their members alone (use_local_synchronization) cannot do.
         dist.init_process_group(
             backend_for(device),
             timeout=timedelta(seconds=comm.init_timeout_seconds),
@@ -55,6 +55,8 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
             rank=launch.rank,
             world_size=launch.world_size,
         )
+        if comm.init_communicators_eagerly:
+            dist.barrier(device_ids=[device.index])
     except (dist.DistError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise RunError(f"rank {launch.rank} cannot join the process group: {reason}") from error

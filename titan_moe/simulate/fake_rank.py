@@ -191,7 +191,9 @@ class FakeRank:
         volumes = StepVolumes(self._counter)
         self._counter.clear()
         with self._counter:
-            self.optimizer = build_optimizer(self._job.optimizer, self.sharded.named_parameters())
+            self.optimizer = build_optimizer(
+                self._job.optimizer, self.sharded.named_parameters(), self.sharded.meshes.group
+            )
             step = TrainStep(self.sharded, self.optimizer, self._job.training, device=CPU)
             self._counter.groups = axes_of_groups(self.sharded.meshes)
             step([empty_batch(self._job)] * num_microbatches, observer=volumes)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.dtensor import local_part
-from titan_moe.distributed.mesh import build_meshes
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.distributed.parallelize import lay_out, resolve_model
 from titan_moe.models.config import ModelConfig
@@ -173,18 +172,18 @@ def _start_up(job: JobConfig, config: ModelConfig, world_size: int, rank: int) -
     dims = parallel_dims(job.parallelism, world_size)
     config = resolve_model(config, job)
     with fake_world(rank, world_size):
-        build_meshes(dims, CPU.type)  # Imports and caches are not counted.
+        dims.build_mesh(CPU.type)  # Imports and caches are not counted.
     gc.collect()
     tracemalloc.start()
     with fake_world(rank, world_size):
-        meshes = build_meshes(dims, CPU.type)
+        meshes = dims.build_mesh(CPU.type)
         gc.collect()
         kept = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         kept += meshes.dense.mesh.nbytes + meshes.sparse.mesh.nbytes
     started = time.process_time()
     with fake_world(rank, world_size):
-        meshes = build_meshes(dims, CPU.type)
+        meshes = dims.build_mesh(CPU.type)
         made = time.process_time()
         parts = lay_out(job, config, meshes, CPU)
         laid_out = time.process_time()

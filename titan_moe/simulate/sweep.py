@@ -21,8 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from titan_moe.config.checks.job import check
 from titan_moe.distributed.dtensor import local_part, local_slices
-from titan_moe.distributed.mesh import Meshes, build_meshes
-from titan_moe.distributed.parallel_dims import parallel_dims
+from titan_moe.distributed.mesh import Meshes
+from titan_moe.distributed.parallel_dims import (
+    AXES,
+    DERIVED_AXES,
+    ParallelDims,
+    parallel_dims,
+)
 from titan_moe.distributed.parallelize import lay_out, resolve_model
 from titan_moe.simulate.fake_rank import CPU, fake_world, known_groups
 from titan_moe.simulate.models import LayoutModel, layout_models
@@ -39,8 +44,6 @@ from titan_moe.verify.layouts.covering import cover_options, cover_pairs
 from titan_moe.verify.layouts.layouts import DENSE_AXES, Layout, legal_layouts
 from titan_moe.verify.layouts.shards import SPARSE_AXES, Box, Shards, tensor_dims
 
-# As distributed names them: dp_shard and cp are one.
-_MESH_AXES = ("pp", "dp_replicate", "fsdp", "tp")
 _MOST_SHOWN = 5
 _LAYOUTS_PER_PROCESS = 48
 
@@ -203,7 +206,7 @@ def _check_rank(layout: Layout, rank: int) -> RankResult:
 def _compare_with_arithmetic(layout: Layout, rank: int) -> RankResult:
     models = layout_models(layout)
     parallelism = next(iter(models.values())).job.parallelism
-    meshes = build_meshes(parallel_dims(parallelism, layout.world_size), CPU.type)
+    meshes = parallel_dims(parallelism, layout.world_size).build_mesh(CPU.type)
     num_parameters, problems = 0, []
     for family, model in models.items():
         shard = _LaidOut(model, layout, meshes)
@@ -228,7 +231,6 @@ class _LaidOut:
         self.held: dict[str, nn.Parameter] = {
             name: p for part in laid_out.parts for name, p in part.named_parameters()
         }
-        self._known_slices: dict[tuple, Box] = {}
         self.partial_over_tp = laid_out.partial_over_tp
         self.shards = Shards(layout, tensor_dims(), model.stages)
         self.shapes = {
@@ -262,15 +264,8 @@ class _LaidOut:
         held = tuple(local_part(parameter).shape)
         if held != (wanted := tuple(part.stop - part.start for part in box)):
             yield f"{name} has {list(held)} here, by arithmetic {list(wanted)}"
-        elif 0 not in held and (slices := self._slices(parameter)) != box:
+        elif 0 not in held and (slices := local_slices(parameter)) != box:
             yield f"{name} lies at {_text(slices)}, by arithmetic at {_text(box)}"
-
-    def _slices(self, parameter: DTensor) -> Box:
-        """`local_slices`, which is slow for large strided shards, once for those that are alike."""
-        key = id(parameter.device_mesh), parameter.shape, parameter.placements
-        if key not in self._known_slices:
-            self._known_slices[key] = local_slices(parameter)
-        return self._known_slices[key]
 
     def _is_whole_over_tp(self, name: str) -> bool:
         if self.layout.tp == 1 or ".experts." in name:
@@ -288,10 +283,14 @@ def _mesh_problems(layout: Layout, meshes: Meshes) -> Iterator[str]:
             yield f"{axis} coordinate {found}, by arithmetic {wanted}"
     for axis in (*TOKEN_AXES, *PARAMETER_AXES):
         yield from _axis_problems(layout, rank, axis, meshes.group(axis))
-    for view, axes in ((meshes.dense, _MESH_AXES), (meshes.sparse, SPARSE_AXES)):
+    for view, axes in ((meshes.dense, DENSE_AXES), (meshes.sparse, SPARSE_AXES)):
         own = tuple(members(layout, rank, axis).index(rank) for axis in axes)
         if (view.mesh_dim_names, at := tuple(view.get_coordinate() or ())) != (axes, own):
             yield f"is at {at} of {view}, by arithmetic at {own} of {axes}"
+        sizes = [len(members(layout, rank, axis)) for axis in axes]
+        if view.mesh.tolist() != torch.arange(layout.world_size).view(sizes).tolist():
+            yield f"{view} does not number the ranks row-major"
+    yield from _slice_problems(layout, rank, dims)
     made = Counter(ranks for ranks in known_groups() if len(ranks) > 1)
     fewest = Counter(
         [tuple(range(layout.world_size)), *(ranks for _, ranks in groups(layout, rank))]
@@ -301,6 +300,17 @@ def _mesh_problems(layout: Layout, meshes: Meshes) -> Iterator[str]:
             f"{made.total()} process groups with the world's, by arithmetic {fewest.total()}: "
             f"too many {sorted(made - fewest)}, too few {sorted(fewest - made)}"
         )
+
+
+def _slice_problems(layout: Layout, rank: int, dims: ParallelDims) -> Iterator[str]:
+    """What is wrong with the mesh of an axis, in meshes without groups."""
+    meshes = dims.build_mesh(CPU.type, rank=rank)
+    for axis in (*AXES, *DERIVED_AXES):
+        found, wanted = meshes[axis].mesh.tolist(), list(members(layout, rank, axis))
+        if found != wanted:
+            yield f"{axis} mesh has the ranks {found}, by arithmetic {wanted}"
+        elif meshes[axis].get_coordinate() != (wanted.index(rank),):
+            yield f"is at {meshes[axis].get_coordinate()} of the {axis} mesh {wanted}"
 
 
 def _axis_problems(layout: Layout, rank: int, axis: str, group: ProcessGroup) -> Iterator[str]:

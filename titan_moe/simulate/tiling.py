@@ -16,6 +16,8 @@ from titan_moe.verify.layouts.shards import HIDDEN_DIM, SPARSE_AXES, Box, Shards
 JOINED_AXES: Mapping[str, tuple[str, ...]] = {
     "fsdp": ("dp_shard", "cp"),
     "sequence": ("cp", "tp"),
+    "batch": ("dp_replicate", "dp_shard"),
+    "loss": ("dp_replicate", "dp_shard", "cp"),
 }
 TOKEN_AXES = ("pp", "cp", "tp", "sequence", "ep", "etp")
 PARAMETER_AXES = ("dp_replicate", "fsdp", "edp")
@@ -28,7 +30,7 @@ Group = tuple[str, tuple[int, ...]]
 
 
 def members(layout: Layout, rank: int, axis: str) -> tuple[int, ...]:
-    """The ranks that differ from `rank` at most on this axis of the view, or on the two that it
+    """The ranks that differ from `rank` at most on this axis of the view, or on those that it
     joins."""
     parts = JOINED_AXES.get(axis, (axis,))
     view = DENSE_AXES if parts[0] in DENSE_AXES else SPARSE_AXES

@@ -30,6 +30,13 @@ def test_routing_traces(tmp_path: Path) -> None:
     assert problems(f"--debug.routing_record {record}") == []
 
 
+def test_a_cpu_has_no_communicators_to_make() -> None:
+    (line,) = problems("--comm.init_communicators_eagerly")
+    assert line.startswith("comm.init_communicators_eagerly=true: communicators are NCCL's")
+    assert line.endswith("leave it out")
+    assert problems("--comm.init_communicators_eagerly", gpus=2) == []
+
+
 def test_a_capture_is_of_a_step_of_the_run() -> None:
     (line,) = problems("--debug.capture_step 9 --training.steps 8")
     assert line.startswith("debug.capture_step=9 is beyond training.steps=8")

@@ -1,8 +1,14 @@
 """Groups of worlds from 8 to 4096 ranks, in a fake world."""
 
+from datetime import timedelta
+from types import SimpleNamespace
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, ParallelDims
+from titan_moe.distributed.process_groups import GroupOptions, ProcessGroups, Traffic
 from titan_moe.testing.ranks import run_on_ranks
 
 LAYOUTS = [
@@ -15,10 +21,7 @@ LAYOUTS = [
 
 def count_new_groups(world_size: int, degrees: dict[str, int], rank: int) -> tuple[int, list, list]:
     """Ranks of each new_group call, and the ranks of each axis's group, in a fake world."""
-    import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from titan_moe.distributed.mesh import build_meshes
 
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -30,7 +33,7 @@ def count_new_groups(world_size: int, degrees: dict[str, int], rank: int) -> tup
         return new_group(ranks, *args, **kwargs)
 
     dist.new_group = counting
-    meshes = build_meshes(ParallelDims(world_size, **degrees), "cpu")
+    meshes = ParallelDims(world_size, **degrees).build_mesh("cpu")
     axes = sorted({*DENSE_AXES, *SPARSE_AXES} - {"dp_shard", "cp"} | {"fsdp"})
     ranks = [dist.get_process_group_ranks(meshes[axis].get_group()) for axis in axes]
     assert len(calls) == len(meshes.groups.all())
@@ -55,16 +58,62 @@ def test_one_group_per_list_of_ranks_and_class_of_traffic(world_size: int, degre
 
 
 def own_timeouts(seconds: float) -> list[float]:
-    from datetime import timedelta
-
-    import torch
-
-    from titan_moe.distributed.mesh import build_meshes
-
-    meshes = build_meshes(ParallelDims(2, tp=2), "cpu", timedelta(seconds=seconds))
+    meshes = ParallelDims(2, tp=2).build_mesh("cpu", timeout=timedelta(seconds=seconds))
     groups = [meshes.group(axis) for axis in ("tp", "fsdp")]
     return [group._get_backend(torch.device("cpu")).options._timeout.seconds for group in groups]
 
 
 def test_groups_wait_as_long_as_the_configuration_says():
     assert run_on_ranks(own_timeouts, 2, 77) == [[77, 77]] * 2
+
+
+def ask_with_options() -> tuple[int, int]:
+    groups, both, minute = ProcessGroups(), (0, 1), timedelta(seconds=60)
+    tokens = groups.get(both, GroupOptions(Traffic.TOKENS), "ep")
+    assert tokens is groups.get(both, GroupOptions(Traffic.TOKENS), "etp")
+    assert tokens is not groups.get(both, GroupOptions(Traffic.TOKENS, minute))
+    assert groups.get(both, GroupOptions(Traffic.PARAMETERS, minute)) is dist.group.WORLD
+    alone = groups.get((dist.get_rank(),), GroupOptions(Traffic.TOKENS))
+    assert alone is groups.get((dist.get_rank(),), GroupOptions(Traffic.PARAMETERS, minute))
+    return groups.num_groups, len(groups.all())
+
+
+def test_a_group_of_other_options_is_another_group():
+    assert run_on_ranks(ask_with_options, 2) == [(2, 3)] * 2
+
+
+class NcclOptions:
+    """As ProcessGroupNCCL.Options, which a build for CPUs has not."""
+
+    is_high_priority_stream = False
+    _timeout = None
+
+
+@pytest.mark.parametrize(("traffic", "first"), [("TOKENS", True), ("PARAMETERS", False)])
+def test_tokens_go_ahead_of_parameters_with_nccl(monkeypatch, traffic: str, first: bool):
+    nccl = SimpleNamespace(Options=NcclOptions)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl,cpu:gloo")
+    options = GroupOptions(Traffic[traffic], timedelta(seconds=9)).of_backend()
+    assert options.is_high_priority_stream is first
+    assert options._timeout == timedelta(seconds=9)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
+    assert GroupOptions(Traffic[traffic]).of_backend() is None
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cuda", 1)])
+def test_communicators_are_made_with_their_groups_if_asked(monkeypatch, device):
+    made = []
+
+    def new_group(ranks, **options):
+        made.append((ranks, options["device_id"], options["group_desc"]))
+        return object()
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
+    groups = ProcessGroups(device)
+    groups.get((0, 1), GroupOptions(Traffic.TOKENS), "tp+etp")
+    groups.get((0,), GroupOptions(Traffic.TOKENS), "pp")
+    # One rank has nobody to connect to.
+    assert made == [([0, 1], device, "tp+etp"), ([0], None, "pp")]

@@ -138,7 +138,7 @@ def test_large_batches_are_worked_on_in_pieces(monkeypatch):
         optimizer = build_optimizer(Optimizer(name="Muon"), named.items())
         for parameter in named.values():
             parameter.grad = torch.randn_like(parameter)
-        batches = list(muon._batches(list(named.values())))
+        batches = list(muon._batches(list(named.values()), None))
         assert len(batches) == (1 if limit > 1 else 3)
         optimizer.step()
         updated[limit] = torch.stack([p.detach() for p in named.values()])

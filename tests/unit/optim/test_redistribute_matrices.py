@@ -1,19 +1,15 @@
 """Matrices put together on one rank each, worked on there, and sent back."""
 
+from math import prod
+
 import pytest
 import torch
 from torch import nn
 
-from titan_moe.optim.muon import chunk_lengths
-from titan_moe.testing.ranks import run_on_ranks
-
-
-@pytest.mark.parametrize("length, chunks", [(6, 3), (7, 3), (2, 4), (5, 4), (0, 2), (9, 1)])
-def test_lengths_are_those_of_torch_chunk(length, chunks):
-    parts = [len(part) for part in torch.arange(length).chunk(chunks)]
-    if length == 0:
-        parts = []
-    assert list(chunk_lengths(length, chunks)) == parts + [0] * (chunks - len(parts))
+from titan_moe.distributed.boxes import overlap, sizes
+from titan_moe.distributed.sharding import Sharding, group_of
+from titan_moe.optim import muon
+from titan_moe.testing.ranks import RankError, run_on_ranks
 
 
 def on_every_layout(world_size):
@@ -25,7 +21,7 @@ def on_every_layout(world_size):
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     from titan_moe.distributed.dtensor import local_part, local_slices
-    from titan_moe.optim.muon import matrix_cuts, redistribute_matrices
+    from titan_moe.optim.muon import matrix_cut, redistribute_matrices
 
     def cut_by_two(shape, dim, fsdp_dim):
         """By one axis first, then by fully_shard: a strided shard where both cut one dim."""
@@ -38,7 +34,7 @@ def on_every_layout(world_size):
 
     def plain(shape, *placements):
         sizes = (4,) if len(placements) == 1 else (2, 2)
-        mesh = init_device_mesh("cpu", sizes)
+        mesh = init_device_mesh("cpu", sizes)  # Without names of axes.
         whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
         return distribute_tensor(whole, mesh, placements)
 
@@ -51,6 +47,9 @@ def on_every_layout(world_size):
         "experts apart": plain((4, 3, 2), Shard(0)),
         "experts and rows": plain((4, 6, 2), Shard(0), Shard(1)),
         "both dims": cut_by_two((6, 8), 1, 0),
+        "both dims, uneven": plain((5, 3), Shard(0), Shard(1)),
+        "one dim twice, in the mesh's order": plain((8, 6), Shard(0), Shard(0)),
+        "one dim twice, unevenly": plain((5, 6), Shard(0), Shard(0)),
         "one dim twice": cut_by_two((8, 6), 0, 0),
         "experts, hidden dim twice": cut_by_two((3, 8, 2), 1, 1),
     }
@@ -64,11 +63,12 @@ def on_every_layout(world_size):
             return x_NAB * (1 + rows) + x_NAB.sum((1, 2), keepdim=True)
 
         assert isinstance(parameter, DTensor)
-        cuts = matrix_cuts(parameter)
+        # Two axes of two are the whole world.
+        cut = matrix_cut(parameter, lambda axes: dist.group.WORLD)
         local = local_part(parameter.detach())
         # Three of the same matrices, so that shares are unequal.
         pieces = (local if local.ndim > 2 else local[None]).repeat(3, 1, 1)
-        ours = redistribute_matrices(times_row_and_column, pieces, cuts)
+        ours = redistribute_matrices(times_row_and_column, pieces, cut)
         whole = torch.arange(parameter.shape.numel(), dtype=torch.float64).view(parameter.shape)
         whole = whole.view(-1, *whole.shape[-2:])
         rows = torch.arange(whole.shape[1], dtype=whole.dtype)[:, None]
@@ -94,6 +94,86 @@ def test_pieces_of_what_is_made_of_the_whole_come_back():
             "experts apart": 4,
             "experts and rows": 4,
             "both dims": 1,
+            "both dims, uneven": 1,
+            "one dim twice, in the mesh's order": 1,
+            "one dim twice, unevenly": 1,
             "one dim twice": 1,
             "experts, hidden dim twice": 3,
         }
+
+
+def over_two_axes(number):
+    """The joined axes that were asked for, whether the right pieces came back, and what part of the
+    elements that this rank holds each all-to-all sent to others."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from titan_moe.distributed.dtensor import local_part, local_slices
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    whole = torch.arange(96.0).view(8, 12)
+    parameter = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
+    pieces = local_part(parameter).repeat(number, 1, 1)
+    asked, sent, exchange = [], [], dist.all_to_all_single
+
+    def joined_group(axes):
+        asked.append(axes)
+        return dist.group.WORLD
+
+    def counted(received, given, received_sizes, sent_sizes, group):
+        sent.append((sum(sent_sizes) - sent_sizes[dist.get_rank(group)]) / pieces.numel())
+        return exchange(received, given, received_sizes, sent_sizes, group=group)
+
+    dist.all_to_all_single = counted
+    try:
+        cut = muon.matrix_cut(parameter, joined_group)
+        made = muon.redistribute_matrices(lambda x_NAB: x_NAB.cumsum(1), pieces, cut)
+    finally:
+        dist.all_to_all_single = exchange
+    expected = whole.cumsum(0)[local_slices(parameter)]
+    return asked, all(torch.equal(each, expected) for each in made), sent
+
+
+def test_two_axes_take_one_exchange_each_way():
+    for asked, right, sent in run_on_ranks(over_two_axes, 4, 4):
+        assert (asked, right, sent) == ([("fsdp", "tp")], True, [0.75, 0.75])
+
+
+def test_fewer_matrices_than_ranks():
+    found = run_on_ranks(over_two_axes, 4, 1)
+    assert all(right for _, right, _ in found)
+    # The first rank gathers the only matrix, and gives it back.
+    assert [sent for _, _, sent in found] == [[0.0, 3.0], *[[1.0, 0.0]] * 3]
+
+
+def test_at_eight_by_eight_a_rank_sends_what_it_holds_and_no_more(monkeypatch):
+    """63/64 of it; one axis after the other, it was 7/8 twice."""
+    axes, sharding, number = {"fsdp": 8, "tp": 8}, Sharding.parse("S(0)[tp,fsdp]"), 64
+    members = group_of(0, ["fsdp", "tp"], axes)
+    boxes = [sharding.box(member, (128, 8), axes) for member in members]
+    sent = []
+
+    def count(local, before, after, *, place, group):
+        elements = [prod(sizes(overlap(before[place], box))) for box in after]
+        sent.append((sum(elements) - elements[place]) / local.numel())
+        return local.new_empty(sizes(after[place]))
+
+    monkeypatch.setattr(muon, "exchange_boxes", count)
+    for place in members:
+        cut = muon.Cut(None, place, boxes)
+        muon.redistribute_matrices(lambda x_NAB: x_NAB, torch.empty(number, 2, 8), cut)
+    assert sent == [63 / 64] * 2 * 64
+
+
+def test_without_a_joined_group_two_axes_are_refused():
+    with pytest.raises(RankError, match="fsdp and tp cut the same matrices"):
+        run_on_ranks(no_joined_group, 4)
+
+
+def no_joined_group():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    muon.matrix_cut(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0), Shard(1)]))

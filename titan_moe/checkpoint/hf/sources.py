@@ -152,7 +152,7 @@ class ModelSource:
 
     def read(self, name: str, box: Box) -> Iterator[tuple[Box, Tensor]]:
         """The part that this rank holds."""
-        yield box, local_part(self._tensors[name].detach())
+        yield box, local_part(self._tensors[name]).detach()
 
     def verify(self) -> None:
         """Memory is trusted."""
@@ -173,7 +173,7 @@ def fill(
         advance: is given the number of bytes that have been filled.
     """
     for name, own in boxes.items():
-        part, origin = local_part(tensors[name].detach()), local_slices(tensors[name])
+        part, origin = local_part(tensors[name]).detach(), local_slices(tensors[name])
         for box in own:
             for at, values in source.read(name, box):
                 view = part[relative(at, origin)]

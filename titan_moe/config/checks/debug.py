@@ -1,4 +1,4 @@
-"""Profiles, memory snapshots, routing traces and captures."""
+"""Profiles, memory snapshots, communicators, routing traces and captures."""
 
 from pathlib import Path
 
@@ -22,6 +22,15 @@ def _memory_snapshot(run: Run) -> list[str]:
     return [
         "profiling.enable_memory_snapshot=true: a snapshot is of CUDA's allocator, and this is a "
         "CPU run: leave it out"
+    ]
+
+
+def _communicators(run: Run) -> list[str]:
+    if not run.job.comm.init_communicators_eagerly or run.num_gpus:
+        return []
+    return [
+        "comm.init_communicators_eagerly=true: communicators are NCCL's, and this is a CPU run: "
+        "leave it out"
     ]
 
 
@@ -68,4 +77,4 @@ def _capture(run: Run) -> list[str]:
     return [f"debug.capture_step={step} is beyond training.steps={steps}: choose one of its steps"]
 
 
-CHECKS: list[Check] = [_profiling, _memory_snapshot, _routing_traces, _capture]
+CHECKS: list[Check] = [_profiling, _memory_snapshot, _communicators, _routing_traces, _capture]

@@ -208,7 +208,7 @@ def _train(
     sharded: ShardedModel, state: LocalState, task: Task, fixture: Fixture
 ) -> Iterable[tuple[StepResult, Snapshot]]:
     job, layout, parameters = task.job, task.layout, state.parameters
-    optimizer = build_optimizer(job.optimizer, parameters.items())
+    optimizer = build_optimizer(job.optimizer, parameters.items(), sharded.meshes.group)
     step_fn = TrainStep(sharded, optimizer, job.training, device=torch.device("cpu"))
     given: dict[str, Tensor] = {}
 

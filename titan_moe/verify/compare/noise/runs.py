@@ -143,7 +143,7 @@ def _train_one(
     """The MoE layers' names, and what each step measured up to the first that is not finite."""
     layout, training, cpu = run.layout, job.training, torch.device("cpu")
     sharded = build_sharded_model(job, config, device=cpu, world_size=layout.world_size)
-    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+    optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), sharded.meshes.group)
     step_fn = TrainStep(sharded, optimizer, training, device=cpu)
     if run.alter is not None:
         run.alter(sharded, step_fn)

@@ -1,0 +1,189 @@
+"""Meshes by name, of planned worlds and of gloo ranks."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_moe.distributed.mesh import Meshes
+from titan_moe.distributed.parallel_dims import (
+    AXES,
+    DENSE_AXES,
+    DERIVED_AXES,
+    SPARSE_AXES,
+    ParallelDims,
+)
+from titan_moe.distributed.redistribution import execute, plan
+from titan_moe.testing.ranks import run_on_ranks
+
+MIXED = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 2, "etp": 2}
+NAMES = (*AXES, *DERIVED_AXES)
+
+
+def ranks_along(meshes: Meshes, names: tuple[str, ...]) -> list[int]:
+    """The ranks that share all other coordinates, by an index into the unflattened world."""
+    parts = [part for name in names for part in DERIVED_AXES.get(name, (name,))]
+    view = DENSE_AXES if set(parts) <= set(DENSE_AXES) else SPARSE_AXES
+    world = torch.tensor(list(meshes.ranks)).view([meshes.dims.size(axis) for axis in view])
+    place = (world == meshes.ranks[meshes.rank]).nonzero()[0].tolist()
+    index = [slice(None) if axis in parts else at for axis, at in zip(view, place, strict=True)]
+    return world[tuple(index)].flatten().tolist()
+
+
+@pytest.mark.parametrize("ranks", [range(32), range(2048, 2080), [*range(3, 34), 99]])
+def test_every_axis_of_a_planned_world_is_a_slice_of_it(ranks: list[int]) -> None:
+    for rank in (ranks[0], ranks[13], ranks[31]):
+        meshes = ParallelDims(32, **MIXED).build_mesh("cuda", rank=rank, ranks=ranks)
+        assert meshes.ranks[meshes.rank] == rank
+        for name in NAMES:
+            wanted = ranks_along(meshes, (name,))
+            assert meshes[name].mesh.tolist() == wanted == list(meshes.members(name))
+            assert meshes[name].get_coordinate() == (wanted.index(rank),)
+            assert meshes[name].size() == meshes.dims.size(name)
+    assert not dist.is_initialized()
+
+
+def test_slices_join_axes_that_need_not_adjoin() -> None:
+    meshes = ParallelDims(32, **MIXED).build_mesh("cpu", rank=13)
+    for names in product(NAMES, repeat=2):
+        try:
+            mesh = meshes[names]
+        except ValueError:
+            continue
+        assert mesh.mesh.flatten().tolist() == ranks_along(meshes, names), names
+        assert mesh.mesh_dim_names == names and mesh is meshes[names]
+        assert meshes.joined(names).mesh.tolist() == ranks_along(meshes, names)
+        assert mesh._get_root_mesh() is meshes.root
+    assert meshes["dp_replicate", "fsdp", "tp"].shape == (2, 4, 2)
+    assert meshes["dp_replicate", "etp"].mesh.tolist() == [[4, 5], [12, 13]]
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ("dp", "no mesh axis dp: the axes are pp, dp_replicate, dp_shard, cp, tp, edp, ep, etp, "),
+        (("ep", "fsdp"), "ep, fsdp are of no one view: dense"),
+        (("fsdp", "cp"), "fsdp, cp overlap: cp is in two of them"),
+        (("tp", "fsdp"), "the axes tp, fsdp stand in the mesh in the order fsdp, tp"),
+    ],
+)
+def test_names_that_no_mesh_has_get_one_line(names: str | tuple[str, ...], says: str) -> None:
+    meshes = ParallelDims(8, tp=2).build_mesh("cpu", rank=3)
+    with pytest.raises(ValueError, match=says) as refused:
+        meshes[names]
+    assert "\n" not in str(refused.value)
+    if names == "dp":
+        assert all(name in str(refused.value) for name in NAMES)
+
+
+def test_planned_meshes_have_no_groups() -> None:
+    meshes = ParallelDims(8, tp=2).build_mesh("cpu", rank=3)
+    with pytest.raises(RuntimeError, match="meshes of rank 3 have no process groups"):
+        meshes.group("tp")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "says"),
+    [
+        (range(4), 0, "a layout of 8 ranks needs as many, ascending"),
+        ([0, 2, 1, 3, 4, 5, 6, 7], 0, "ascending"),
+        (range(8, 16), 3, "rank 3 is none of the job's: 8 to 15"),
+    ],
+)
+def test_a_rank_map_that_does_not_fit_is_refused(ranks: list[int], rank: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ParallelDims(8).build_mesh("cpu", rank=rank, ranks=ranks)
+
+
+# --- gloo ranks -----------------------------------------------------------------------------------
+
+
+def describe_groups() -> None:
+    meshes = ParallelDims(4, dp_shard=4, ep=2).build_mesh("cpu")
+    assert meshes.group("ep").group_desc == "ep"
+    assert meshes.group("edp").group_desc == "edp"
+    before = meshes.groups.num_groups
+    joined = meshes.group(("ep", "edp"))
+    # All ranks share parameters: the world's own group.
+    assert joined is dist.group.WORLD is meshes.group("fsdp") is meshes.group(["edp", "ep"])
+    assert meshes.group(("ep",)) is meshes.group("ep") is meshes.group(("ep", "etp"))
+    assert meshes.groups.num_groups == before == 2
+
+    pairs = ParallelDims(4, pp=2, cp=2, ep=2).build_mesh("cpu")
+    assert pairs.group("ep").group_desc == "cp+ep+sequence"
+    before = pairs.groups.num_groups
+    assert pairs.group(("pp", "cp")) is dist.group.WORLD
+    assert pairs.group("loss").group_desc == "fsdp+loss"
+    assert pairs.groups.num_groups == before
+
+    crossed = ParallelDims(4, dp_replicate=2, ep=2).build_mesh("cpu")
+    assert crossed.group(("edp", "ep")) is crossed.group("ep")
+
+
+def test_groups_are_described_by_their_axes_and_shared() -> None:
+    run_on_ranks(describe_groups, 4)
+
+
+def lay_out_twice() -> tuple[int, int, int]:
+    first = ParallelDims(4, tp=2, ep=2).build_mesh("cpu")
+    second = ParallelDims(4, ep=2, etp=2).build_mesh("cpu", groups=first.groups)
+    third = ParallelDims(4, tp=2, ep=2, etp=2).build_mesh("cpu", groups=first.groups)
+    assert second.group("etp") is first.group("tp") is third.group("tp")
+    return first.groups.num_groups, second.groups.num_groups, third.groups.num_groups
+
+
+def test_a_second_layout_uses_the_groups_of_the_first() -> None:
+    first, second, third = run_on_ranks(lay_out_twice, 4)[0]
+    assert first == second == third
+
+
+def sum_over_a_part(dims: ParallelDims) -> list[float]:
+    ranks = range(2, 4)
+    if dist.get_rank() not in ranks:
+        with pytest.raises(ValueError, match="is none of the job's: 2 to 3"):
+            dims.build_mesh("cpu", ranks=ranks)
+        with pytest.raises(ValueError, match="2 ranks in a world of 4: say with ranks="):
+            dims.build_mesh("cpu")
+        return []
+    meshes = dims.build_mesh("cpu", ranks=ranks)
+    found = []
+    for axis in ("tp", "fsdp"):
+        total = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(total, group=meshes[axis].get_group())
+        found.append(total.item())
+    return found
+
+
+def test_a_job_is_a_part_of_a_larger_world() -> None:
+    _, _, third, fourth = run_on_ranks(sum_over_a_part, 4, ParallelDims(2, tp=2))
+    assert (third, fourth) == ([5.0, 2.0], [5.0, 3.0])
+
+
+VIEWS = [
+    ({"tp": 2}, ("dp_replicate", "fsdp", "tp"), "S(0)[fsdp]S(1)[tp]", "S(1)[tp,fsdp]"),
+    ({"tp": 2}, ("fsdp", "tp"), "S(0)[fsdp,tp]", "R"),
+    ({"pp": 2, "tp": 2}, ("fsdp", "tp"), "S(0)[tp]", "R"),
+    ({"ep": 2}, ("edp", "ep", "etp"), "S(0)[edp,ep]", "S(1)[ep]"),
+    ({"dp_replicate": 2, "ep": 2}, ("dp_replicate", "edp", "ep"), "P[dp_replicate]", "S(0)[ep]"),
+]
+
+
+def move_on(degrees: dict[str, int], names: tuple[str, ...], source: str, target: str) -> None:
+    view = ParallelDims(4, **degrees).build_mesh("cpu").view(names)
+    whole = torch.arange(32.0).view(4, 8)
+    steps = plan(source, target, axes=view.axes, shape=whole.shape, dtype=whole.dtype)
+    local = whole[steps.source.box(view.rank, whole.shape, view.axes)]
+    if steps.source.partial:
+        local = local * view.rank / 2
+        assert view.axes["dp_replicate"] == 2
+        whole = whole * sum(r for r in range(4) if r % 2 == view.rank % 2) / 2
+    moved = execute(steps, local.clone(), view)
+    assert torch.equal(moved, whole[steps.target.box(view.rank, whole.shape, view.axes)])
+
+
+@pytest.mark.parametrize(("degrees", "names", "source", "target"), VIEWS)
+def test_plans_run_on_a_view(
+    degrees: dict[str, int], names: tuple[str, ...], source: str, target: str
+) -> None:
+    run_on_ranks(move_on, 4, degrees, names, source, target)

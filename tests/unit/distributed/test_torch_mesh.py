@@ -1,0 +1,106 @@
+"""Private parts of torch's DeviceMesh: each is there, and does what torch itself would do."""
+
+import ast
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _mesh_layout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from titan_moe.distributed import torch_mesh
+from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, ParallelDims
+from titan_moe.testing.ranks import run_on_ranks
+
+# What a release of torch may take away, by where it is.
+ARGUMENTS = {"_init_backend", "_rank", "_layout", "_rank_map", "_root_mesh"}
+METHODS = {"_get_root_mesh", "_get_mesh_tensor_from_full_mesh"}
+FIELDS = {"_rank", "_layout", "_rank_map", "_flatten_rank_map", "_flatten_mapping", "_pg_registry"}
+GROUP_NAMES = "_dim_group_names"
+"""Which a mesh without groups does not have."""
+MODULE = {"_MeshLayout", "_FlatLayout"}
+
+
+def test_every_private_name_is_named_here_and_there_in_torch() -> None:
+    assert _private_names() == {*ARGUMENTS, *METHODS, *FIELDS, *MODULE, GROUP_NAMES}
+    mesh = torch_mesh.root_mesh("cpu", torch.arange(4), 1, connected=False)
+    assert set(inspect.signature(DeviceMesh.__init__).parameters) >= ARGUMENTS
+    assert all(callable(getattr(DeviceMesh, name)) for name in METHODS)
+    assert set(vars(mesh)) >= FIELDS
+    assert GROUP_NAMES in inspect.getsource(DeviceMesh.get_group)
+    # Torch 2.11 has no _FlatLayout.
+    assert {name for name in MODULE if hasattr(_mesh_layout, name)} >= {"_MeshLayout"}
+    assert callable(mesh._layout.remap_to_tensor)
+
+
+def _private_names() -> set[str]:
+    tree = ast.parse(inspect.getsource(torch_mesh))
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {str(node.arg) for node in ast.walk(tree) if isinstance(node, ast.keyword)}
+    names |= {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    private = {name for name in names if name.startswith("_") and name.isidentifier()}
+    return {name for name in private if not name.startswith("__")} - own
+
+
+def placed(mesh: DeviceMesh) -> tuple:
+    return mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_coordinate()
+
+
+def compare_with_torchs_own(degrees: dict[str, int]) -> None:
+    dims = ParallelDims(4, **degrees)
+    meshes = dims.build_mesh("cpu")
+    root = DeviceMesh("cpu", torch.arange(4), mesh_dim_names=("world",), _init_backend=False)
+    assert placed(root) == placed(meshes.root)
+    views = {DENSE_AXES: meshes.dense, SPARSE_AXES: meshes.sparse}
+    for axes, view in views.items():
+        unflattened = root._unflatten(0, tuple(dims.size(axis) for axis in axes), axes)
+        assert placed(unflattened) == placed(view)
+        assert view._get_root_mesh() is meshes.root
+        for names in (("pp",), ("dp_replicate", axes[-1]), axes[2:]):
+            sliced = DeviceMesh._concatenate([view[name] for name in names])
+            assert placed(meshes[names]) == placed(sliced)
+            assert meshes[names]._get_root_mesh() is meshes.root
+    # Torch takes the mesh that is there, and makes no group.
+    flattened = meshes.dense["dp_shard", "cp"]._flatten("fsdp")
+    assert flattened is meshes["fsdp"]
+    assert flattened.get_group() is meshes.group("fsdp")
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"cp": 2, "ep": 2}, {"pp": 2, "tp": 2, "etp": 2}, {"dp_replicate": 2, "ep": 2}]
+)
+def test_the_meshes_are_those_that_torch_would_unflatten(degrees: dict[str, int]) -> None:
+    run_on_ranks(compare_with_torchs_own, 4, degrees)
+
+
+def count_gathers(joined: bool) -> tuple[int, list[float]]:
+    meshes = ParallelDims(4, tp=2).build_mesh("cpu")
+    if joined:
+        meshes.joined(("fsdp", "tp"))
+    local = torch.full((1, 2), float(dist.get_rank()))
+    tensor = DTensor.from_local(local, meshes["fsdp", "tp"], [Shard(0), Shard(0)])
+    with CommDebugMode() as counted:
+        whole = tensor.full_tensor()
+    return counted.get_total_counts(), whole[:, 0].tolist()
+
+
+@pytest.mark.parametrize(("joined", "calls"), [(False, 2), (True, 1)])
+def test_torch_gathers_over_joined_axes_at_once(joined: bool, calls: int) -> None:
+    assert run_on_ranks(count_gathers, 4, joined) == [(calls, [0.0, 1.0, 2.0, 3.0])] * 4
+
+
+def ask_for_a_group_not_made() -> str:
+    meshes = ParallelDims(2, cp=2).build_mesh("cpu")
+    with pytest.raises(RuntimeError, match="none of cp yet: Meshes makes it") as refused:
+        meshes.dense.get_group("cp")
+    meshes.group("cp")
+    assert meshes.dense.get_group("cp") is meshes.group("cp")
+    return str(refused.value).partition("\n")[0]
+
+
+def test_a_view_says_that_a_group_is_not_made_yet() -> None:
+    run_on_ranks(ask_for_a_group_not_made, 2)
