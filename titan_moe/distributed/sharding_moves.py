@@ -69,7 +69,11 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """Seconds: a collective over several axes runs at the pace of the slowest of their links."""
+    """Seconds: a collective over several axes runs at the pace of the slowest of their links.
+
+    More shardings look promising by these than by `UnitCosts`: a search over four axes takes a few
+    tenths of a second, one over five takes seconds.
+    """
 
     links: Mapping[str, Link] = field(hash=False)
 
