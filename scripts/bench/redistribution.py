@@ -38,6 +38,7 @@ PLANNERS = ("greedy", "least cost", "least UnitCosts")
 ONE_AXIS = Moves(frozenset(OPS) - {"permute"}, joint=False)
 SETTINGS: tuple[tuple[dict[str, int], int, int | None], ...] = (
     ({"x": 2, "y": 2}, 2, None),
+    ({"x": 2, "y": 3}, 2, None),
     ({"x": 2, "y": 2, "z": 2}, 2, 500),
     ({"x": 2, "y": 2, "z": 2}, 3, 500),
 )
