@@ -14,7 +14,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from tests.support.ordered import EXPLICIT, explicit, explicit_spec, strided
-from tests.support.shardings import all_shardings
 from titan_moe.checkpoint.checksum import checksums
 from titan_moe.checkpoint.read_tensors import read_tensors
 from titan_moe.checkpoint.safe_reader import SafeReader
@@ -31,6 +30,7 @@ from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.distributed.sharding import Sharding, coordinates
 from titan_moe.distributed.summary import layout_summary
 from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.testing.shardings import all_shardings
 
 needs_explicit = pytest.mark.skipif(not EXPLICIT, reason="this torch has no shard_order")
 
