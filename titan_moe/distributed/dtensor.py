@@ -49,7 +49,7 @@ def _sharding(
     sharding = Sharding.of(placements, dict(axes))
     if any(isinstance(placement, _StridedShard) for placement in placements):
         check_divides(sharding, dict(axes), placements, shape)
-    elif order is not None:
+    elif order:
         cuts = {entry.tensor_dim: tuple(axes[i][0] for i in entry.mesh_dims) for entry in order}
         return Sharding(tuple(cuts.get(dim, ()) for dim in range(len(shape))), sharding.partial)
     return sharding
