@@ -58,7 +58,7 @@ def prepare_job(
     _log_ranks(environment)
     if job.checkpoint.create_seed_checkpoint:
         # Initial weights are the same in every layout: any number of ranks can write them.
-        job = job.model_copy(update={"parallelism": Parallelism()})
+        job = job.model_copy(update={"parallelism": Parallelism(), "stages": []})
     model = model_of_job(job.model)
     problems = check(job, model, world_size, num_gpus=count_gpus(environment))
     if job.checkpoint.last_save_in_hf:

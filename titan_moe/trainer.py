@@ -9,21 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.checkpoint.checkpointer import Checkpointer, step_to_go_on_from
 from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
 from titan_moe.checkpoint.train_state import get_random_state, set_random_state
-from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.job import check_reshard
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import as_toml, resolve, save_job
+from titan_moe.config.stages import changes, job_of_step, stage_jobs
 from titan_moe.data.batch import Batch
-from titan_moe.data.build import build_loader, build_validation
 from titan_moe.data.loader import merge_states
-from titan_moe.data.tokenizer import load_tokenizer, loss_unit
-from titan_moe.data.validation import ValidationLoader
+from titan_moe.data.tokenizer import loss_unit
 from titan_moe.debug.capture.step import StepCapture
 from titan_moe.debug.nan_locator import describe_nonfinite
 from titan_moe.distributed.compile import compiled_so_far, forget_compiled
@@ -52,6 +48,7 @@ from titan_moe.runtime.process import (
     seed_everything,
     set_timeouts,
 )
+from titan_moe.train_data import TrainData
 from titan_moe.train_step import StepResult, TrainStep, overflow_line, validation_loss
 
 logger = logging.getLogger(__name__)
@@ -82,6 +79,10 @@ class Trainer:
         self._say("%s: %s", job.job.description, self.folder)
         if job.job.print_config:
             self._say("configuration:\n%s", as_toml(job))
+        self.run_job = job
+        """Of the whole run; `job` is that of its present stage."""
+        if job.stages:
+            job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)
         self._lay_out(job)
         self._prepare_updates()
         self.progress = Progress()
@@ -122,7 +123,7 @@ class Trainer:
             modules=sharded.parts,
             optimizer=self.optimizer,
             num_experts=moe.num_experts if moe is not None else 0,
-            job_record=job.model_dump(mode="json"),
+            job_record=self.run_job.model_dump(mode="json"),
             merge_data=merge_states,
             model=HFModel(job.model.name, sharded.config),
         )
@@ -134,7 +135,8 @@ class Trainer:
 
     def train(self) -> None:
         """Train to the last step; resumes where the run's own checkpoint ended."""
-        self._open_data()
+        self.data = TrainData(self.run_job, self.sharded.config, self.process)
+        self.data.open(self.job, self.meshes.dims)
         self._resume()
         steps = self.job.training.steps
         if self.progress.step >= steps:
@@ -151,16 +153,19 @@ class Trainer:
         self.routing = open_trace(self.job, self.sharded, self.process, resume_step=resume_step)
         if self.process.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save_job(self.job, self.folder / "config.toml")
-            facts = run_facts(self.job, self.sharded, self.process, self.loader.identity)
+            save_job(self.run_job, self.folder / "config.toml")
+            facts = run_facts(self.run_job, self.process, self.data.loader.identity)
             (self.folder / "run.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        self.log = RunLog(self.job, self.sharded, self.process, resume_step=resume_step)
+        self.log = RunLog(self.run_job, self.sharded, self.process, resume_step=resume_step)
         if self.job.lr_scheduler.warmup_steps >= steps:
             warmup = self.job.lr_scheduler.warmup_steps
             logger.warning("the run of %d steps ends inside its warm-up of %d", steps, warmup)
         garbage = GarbageCollector(self.job.training.gc_freq)
+        stages = dict(stage_jobs(self.run_job))
         with profiler(self.job.profiling, self.folder, self.process.rank) as profile:
             for step in range(resume_step + 1, steps + 1):
+                if stages.get(step, self.job) != self.job:
+                    self._begin_stage(stages[step])
                 self._step(step)
                 if not self._ran:
                     self._say_compiled()
@@ -168,21 +173,28 @@ class Trainer:
                     self._ran = True
                 garbage.step(step)
                 profile.step()
-        self.loader.close()
-        self.log.close(*loss_unit(self.tokenizer))
+        self.data.loader.close()
+        self.log.close(*loss_unit(self.data.tokenizer))
         if self.routing is not None:
             self.routing.close()
         self._say_goodbye()
 
+    def _begin_stage(self, job: JobConfig) -> None:
+        first = self.progress.step + 1
+        self._say("a training stage begins with step %d: %s", first, changes(self.job, job))
+        with self.log.phases("reshard"):
+            self.reshard(job)
+
     def reshard(self, job: JobConfig) -> None:
-        """Go on in the layout of `job`, between two steps of `train`; collective.
+        """Go on in the layout of `job`, between two steps of `train`; collective. Sequence length
+        and batch may change too, and then the data goes on as `data.loader.continue_state` says.
 
         Nothing goes through the disk. What follows has the bits of a run that was saved, stopped
         and resumed in that layout. Parameters move first and are freed, then the optimizer's state:
         beside what a run holds there is at most one more of either.
 
         Raises ConfigError, with the run as it was, where `job` cannot run in this world or differs
-        from the run's own in more than the layout.
+        from the run's own in more than that.
         """
         world_size, step = self.process.world_size, self.progress.step
         num_gpus = count_gpus(os.environ)
@@ -193,8 +205,9 @@ class Trainer:
         random_state = get_random_state()
         seed_everything(job.debug)
         forget_compiled(job.compile)
-        sent = self._move_to(job)
-        self._reopen_data()
+        sent = self._move_to(job) if self._changes_the_model(job) else 0
+        self.job, self._ran = job, False
+        self.data.reopen(job, self.meshes.dims)
         set_random_state(random_state)
         if self.routing is not None:
             self.routing.close()
@@ -202,6 +215,14 @@ class Trainer:
         self.log.set_layout(job, self.sharded, resume_step=step)
         collect_everything()
         self._say("going on after step %d in this layout; its ranks were sent %d bytes", step, sent)
+
+    def _changes_the_model(self, job: JobConfig) -> bool:
+        """Whether a job wants another layout; a pipeline's depends on the length of sequences."""
+        same = (job.parallelism, job.activation_checkpoint) == (
+            self.job.parallelism,
+            self.job.activation_checkpoint,
+        )
+        return not same or self.meshes.dims.pp > 1
 
     def _move_to(self, job: JobConfig) -> int:
         """Model, optimizer and all that works on them, in another layout; returns bytes sent."""
@@ -219,7 +240,7 @@ class Trainer:
         phases, training = self.log.phases, self.job.training
         before = self._state()
         with phases("data"), region("data"):
-            batches = self.loader.next_step()
+            batches = self.data.loader.next_step()
         factor = lr_factor(step, self.job.lr_scheduler, training.steps)
         set_lr(self.optimizer, factor)
         capture = self._capture(step) if step == self.job.debug.capture_step else None
@@ -293,47 +314,12 @@ class Trainer:
             self.checkpointer.save(step - 1, before)
         return f"the state before it is {self.checkpointer.folder}/step-{step - 1}"
 
-    def _open_data(self) -> None:
-        self.tokenizer = load_tokenizer(self.job.model.tokenizer_path)
-        if lines := check_vocabulary(self.job, self.sharded.config, self.tokenizer.vocab_size):
-            raise ConfigError(lines)
-        self._open_loaders()
-
-    def _open_loaders(self) -> None:
-        """This rank's part of the data, from its beginning."""
-        job, dims = self.job, self.meshes.dims
-        place = {
-            "seed": job.debug.seed,
-            "rank": dims.coordinate(self.process.rank, "batch"),
-            "num_ranks": dims.size("batch"),
-        }
-        self.loader = build_loader(
-            job.training,
-            self.tokenizer,
-            global_batch_size=job.training.global_batch_size,
-            permutation=job.debug.permute_rows,
-            **place,
-        )
-        self.validation: ValidationLoader | None = None
-        if job.validation.enable:
-            self.validation = build_validation(
-                job.validation, job.training, self.tokenizer, **place
-            )
-
-    def _reopen_data(self) -> None:
-        """Loaders for the present layout that go on where all ranks' are; collective."""
-        states: list[Any] = [None] * self.process.world_size
-        dist.all_gather_object(states, self.loader.state_dict())
-        self.loader.close()
-        self._open_loaders()
-        self.loader.load_state_dict(merge_states(states))
-
     def _resume(self) -> None:
         state = self.checkpointer.load()
         if state is None:
             return
         if "data" in state:
-            self.loader.load_state_dict(state["data"])
+            self.data.load_state(state["data"])
         if "step" in state:
             self.progress = Progress(state["step"], state["tokens"])
             self._say("going on after step %d", self.progress.step)
@@ -343,18 +329,18 @@ class Trainer:
         return {
             "step": self.progress.step,
             "tokens": self.progress.tokens,
-            "data": self.loader.state_dict(),
+            "data": self.data.loader.state_dict(),
         }
 
     def _validates(self, step: int) -> bool:
-        if self.validation is None:
+        if self.data.validation is None:
             return False
         return step % self.job.validation.freq == 0 or step == self.job.training.steps
 
     def _validate(self) -> float:
         """The held-out loss. Raises RunError where buffers between ranks do not suffice."""
-        assert self.validation is not None
-        loss, dropped = validation_loss(self.validation, self.sharded, self.process.device)
+        assert self.data.validation is not None
+        loss, dropped = validation_loss(self.data.validation, self.sharded, self.process.device)
         if dropped and self.sharded.stops_on_overflow:
             step = self.progress.step  # Its update is done: what it made is kept.
             kept = self._keep(step + 1, self._state())
@@ -373,7 +359,7 @@ class Trainer:
 
     def _say_goodbye(self) -> None:
         """How it went, where everything is, and what to do next."""
-        self._say(outcome(self.progress.step, *self.losses, *loss_unit(self.tokenizer)))
+        self._say(outcome(self.progress.step, *self.losses, *loss_unit(self.data.tokenizer)))
         self._say("metrics %s", self.folder / "metrics.jsonl")
         self._say("curves  %s", self.folder / "curves.png")
         last, checkpoint = self.checkpointer.last_step, self.job.checkpoint

@@ -23,10 +23,11 @@ _CODE = re.compile(r"""\[\[.*?\]\]|(?<!\w)'[^' ]+'|"[^" ]+"|(?<![\w/.:])[A-Za-z]
 def tables() -> str:
     """A heading for each TOML table, and under it each of its keys."""
     parts = []
-    for name, section in _sections(JobConfig, ""):
+    sections = dict(_sections(JobConfig, ""))
+    for name, section in sections.items():
         parts.append(f"## [{name}] {{ #{name} }}\n\n{_prose(section.__doc__, name)}")
         for key, field in section.model_fields.items():
-            if not _is_section(field.annotation):
+            if not _is_section(field.annotation) or f"{name}.{key}" not in sections:
                 parts.append(_key(name, key, field))
     return "\n\n".join(parts)
 
@@ -52,7 +53,7 @@ def _key(table: str, key: str, field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True)
     if default is PydanticUndefined:
         says = "required"
-    elif default is None:
+    elif default is None or isinstance(default, Section):
         says = "left out by default"
     else:
         says = f"default `{_toml(default)}`"
@@ -90,6 +91,8 @@ def _kind(kind: Any, metadata: list[Any]) -> str:
             return "tables"
         each = _kind(inner[0], [])
         return "list of " + (each.removeprefix("one of ") if "`" in each else _plural(each))
+    if _is_section(kind):
+        return "table"
     name = {bool: "boolean", int: "integer", float: "number", str: "string"}[kind]
     bounds = [
         f"{sign} {value}"

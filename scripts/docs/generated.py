@@ -4,17 +4,22 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scripts.docs import configuration, models, parity, torchtitan
-from scripts.docs.figures import moe_layer, noise_band, step, views
+from scripts.docs import configuration, models, parity, redistribution, torchtitan
+from scripts.docs.figures import boxes, moe_layer, noise_band, step, views
 
 REGIONS: dict[str, Callable[[], str]] = {
     "configuration": configuration.tables,
     "models": models.tables,
     "parity": parity.table,
+    "plan costs": redistribution.costs,
+    "planning times": redistribution.times,
     "torchtitan": torchtitan.table,
 }
 """The text of a region, by its name in the page."""
 FIGURES: dict[str, Callable[[], str]] = {
+    "boxes-orders.svg": boxes.draw_orders,
+    "boxes-plan.svg": boxes.draw_plan,
+    "boxes-transfer.svg": boxes.draw_transfer,
     "moe-layer.svg": moe_layer.draw,
     "noise-band.svg": noise_band.draw,
     "step.svg": step.draw,

@@ -98,10 +98,12 @@ def send_known_bytes() -> Sent:
     world, counter = dist.group.WORLD, CommCounter()
     assert world is not None
     x, name = torch.zeros(12, dtype=torch.float32), world.group_name
+    later = dist.new_group([0, 1, 2], group_desc="fsdp,tp")
     functional = torch.ops._c10d_functional
     with counter:
         counter.groups = {name: "world"}
         dist.all_reduce(x)
+        dist.all_reduce(x, group=later)
         dist.all_gather_into_tensor(torch.empty(36), x)
         dist.reduce_scatter_tensor(torch.empty(4), x)
         dist.all_to_all_single(torch.empty(12), x)
@@ -121,6 +123,7 @@ def send_known_bytes() -> Sent:
 def test_known_exchanges_among_three_ranks() -> None:
     first, second, third = run_on_ranks(send_known_bytes, 3)
     assert first == {
+        Flow("fsdp,tp", "all_reduce"): (1, 64.0),
         Flow("world", "all_gather"): (1, 96.0),
         Flow("world", "all_reduce"): (1, 64.0),
         Flow("world", "all_to_all"): (2, 32.0 + 40.0),

@@ -14,21 +14,23 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from tests.support.ordered import EXPLICIT, explicit, explicit_spec, strided
-from tests.support.shardings import all_shardings
 from titan_moe.checkpoint.checksum import checksums
 from titan_moe.checkpoint.read_tensors import read_tensors
 from titan_moe.checkpoint.safe_reader import SafeReader
 from titan_moe.checkpoint.tensor_files import write_tensors
 from titan_moe.checkpoint.tensors import model_tensors
 from titan_moe.distributed.dtensor import (
-    _check_divides,
+    check_divides,
     local_part,
     local_slices,
     mesh_axes,
     sharding_of,
 )
+from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.distributed.sharding import Sharding, coordinates
+from titan_moe.distributed.summary import layout_summary
 from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.testing.shardings import all_shardings
 
 needs_explicit = pytest.mark.skipif(not EXPLICIT, reason="this torch has no shard_order")
 
@@ -103,9 +105,8 @@ def test_every_order_of_two_axes_loads_under_every_other(
         assert saved == strided_ones + 11 * EXPLICIT
 
 
-@pytest.mark.parametrize(
-    ("shape", "strided_ones"), [pytest.param((16, 8), 49, marks=pytest.mark.slow), ((7, 9), 27)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "strided_ones"), [((16, 8), 49), ((7, 9), 27)])
 def test_orders_of_three_axes_load_under_others(
     tmp_path: Path, shape: tuple[int, int], strided_ones: int
 ) -> None:
@@ -176,6 +177,30 @@ def test_torch_puts_parts_where_an_explicit_order_says() -> None:
     assert run_on_ranks(_by_torch, 4) == [[]] * 4
 
 
+def _in_the_summary() -> list[str]:
+    mesh, whole = _mesh((2, 2)), _whole((8, 4))
+    named = {
+        "a": strided(whole, Sharding.parse("S(0)[y,x]"), mesh),
+        "b": strided(whole, Sharding.parse("S(1)[x]"), mesh),
+        "layers.1.moe.experts.w1": strided(whole, Sharding.parse("S(0)[x]S(1)[y]"), mesh),
+        "c": whole,
+    }
+    parameters = {name: nn.Parameter(tensor) for name, tensor in named.items()}
+    meshes = ParallelDims(4, tp=2).build_mesh("cpu")
+    return [
+        row.strip() for row in layout_summary(parameters, meshes).splitlines() if " M in" in row
+    ]
+
+
+def test_the_summary_says_how_parameters_lie() -> None:
+    assert run_on_ranks(_in_the_summary, 4)[0] == [
+        "0.000 M in    1 tensors  dense: S(0)[y,x] on x=2, y=2",
+        "0.000 M in    1 tensors  dense: S(1)[x] on x=2, y=2",
+        "0.000 M in    1 tensors  routed experts: S(0)[x]S(1)[y] on x=2, y=2",
+        "0.000 M in    1 tensors  dense: whole on every rank",
+    ]
+
+
 def _strided_and_uneven() -> str:
     mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("fsdp", "tp"))
     meta = TensorMeta(torch.Size((7, 2)), (2, 1), torch.float64)
@@ -196,7 +221,7 @@ def test_strided_shards_that_are_not_refused_lie_where_torch_says(sizes: tuple[i
         sharding = Sharding((order,))
         placements = sharding.placements(axes)
         try:
-            _check_divides(torch.Size((size,)), placements, sharding, axes)
+            check_divides(sharding, axes, placements, (size,))
         except ValueError:
             refused += 1
             continue

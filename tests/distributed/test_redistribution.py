@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,10 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tests.support.shardings import all_shardings
-from titan_moe.distributed.redistribution import execute, plan
+from tests.support.planted_bugs import plant, right_source
+from titan_moe.distributed.redistribution import Step, execute, plan
 from titan_moe.distributed.sharding import Axes, Sharding, coordinates, group_of
+from titan_moe.distributed.sharding_moves import LOCAL_OPS
+from titan_moe.simulate.comm_counter import CommCounter, arguments_of
+from titan_moe.simulate.comm_counter import group_of as group_of_call
 from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.testing.shardings import all_shardings
 
 
 class Mesh:
@@ -28,6 +33,38 @@ class Mesh:
             group = dist.new_group(list(ranks), use_local_synchronization=True)
             self._groups[ranks] = group
         return self._groups[ranks]
+
+
+class Call(NamedTuple):
+    """A collective, as this rank sees it."""
+
+    ranks: tuple[int, ...]
+    received: float
+    """Bytes."""
+
+
+class Counter(CommCounter):
+    """Bytes that come to this rank rather than those that leave it, call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = {"": ""}
+        self.calls: list[Call] = []
+
+    def count(self, func: Any, args: tuple) -> None:
+        named = arguments_of(func, args)
+        if func.__name__.startswith("wait_tensor"):
+            return
+        group, name = group_of_call(named), func.__name__.partition(".")[0]
+        if name == "alltoall_base_":
+            rows = named["output_split_sizes"]
+            received: float = named["output"].itemsize * (sum(rows) - rows[group.rank()])
+        elif name == "all_gather_into_tensor":
+            received = named["input"].nbytes * (group.size() - 1)
+        else:
+            assert name == "allreduce_", f"{name} is no plan's"
+            received = 2 * named["tensors"][0].nbytes * (group.size() - 1) / group.size()
+        self.calls.append(Call(tuple(dist.get_process_group_ranks(group)), received))
 
 
 def part_of(whole: Tensor, sharding: Sharding, rank: int, axes: Axes) -> Tensor:
@@ -62,31 +99,86 @@ def is_whole(whole: Tensor, parts: list[Tensor], sharding: Sharding, axes: Axes)
     return True
 
 
+class Moved(NamedTuple):
+    """What a rank has of a pair of shardings."""
+
+    part: Tensor
+    """Its part afterwards."""
+    grad: Tensor
+    """Of its part before."""
+    forward: list[Call]
+    backward: list[Call]
+
+
+class Planted(NamedTuple):
+    """A line of production code, written wrongly, and pairs that must show it."""
+
+    where: str
+    right: str
+    wrong: str
+    pairs: list[tuple[str, str]]
+    shape: tuple[int, ...] = (4, 8)
+
+
 def move_all(
-    axes: dict[str, int], shape: tuple[int, ...], pairs: list[tuple[str, str]]
-) -> list[tuple[Tensor, Tensor]]:
-    """For each pair this rank's part afterwards, and the gradient of its part before."""
+    axes: dict[str, int],
+    shape: tuple[int, ...],
+    pairs: list[tuple[str, str]],
+    bug: Planted | None = None,
+) -> list[Moved]:
+    """Every pair's plan carried out on this rank."""
+    if bug is not None:
+        plant(bug)
     mesh, results = Mesh(axes), []
     whole = torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).view(shape)
     for source, target in pairs:
         steps = plan(source, target, axes=axes, shape=shape, dtype=whole.dtype)
+        for step in steps.steps:
+            mesh.group(step.axes)  # Made outside the count.
         local = part_of(whole, steps.source, mesh.rank, axes).requires_grad_()
-        moved = execute(steps, local, mesh)
-        moved.backward(part_of(-whole, gradient_of(steps.target, axes), mesh.rank, axes))
-        results.append((moved.detach(), local.grad))
+        forward, backward = Counter(), Counter()
+        with forward:
+            moved = execute(steps, local, mesh)
+        with backward:
+            moved.backward(part_of(-whole, gradient_of(steps.target, axes), mesh.rank, axes))
+        assert local.grad is not None
+        results.append(Moved(moved.detach(), local.grad, forward.calls, backward.calls))
     return results
 
 
-def check(axes: dict[str, int], shape: tuple[int, ...], pairs: list[tuple[str, str]]) -> None:
+def check(
+    axes: dict[str, int],
+    shape: tuple[int, ...],
+    pairs: list[tuple[str, str]],
+    bug: Planted | None = None,
+) -> None:
     whole = torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).view(shape)
     world = torch.Size(list(axes.values())).numel()
-    of_ranks = run_on_ranks(move_all, world, axes, shape, pairs)
+    of_ranks = run_on_ranks(move_all, world, axes, shape, pairs, bug)
     for (source, target), results in zip(pairs, zip(*of_ranks, strict=True), strict=True):
-        moved, grads = map(list, zip(*results, strict=True))
+        parts, grads, forward, backward = map(list, zip(*results, strict=True))
         place = f"{source} -> {target} of {shape}"
-        assert is_whole(whole, moved, Sharding.parse(target), axes), place
+        assert is_whole(whole, parts, Sharding.parse(target), axes), place
         of_gradient = gradient_of(Sharding.parse(source), axes)
         assert is_whole(-whole, grads, of_gradient, axes), f"gradient of {place}"
+        steps = plan(source, target, axes=axes, shape=shape, dtype=whole.dtype).steps
+        steps = tuple(step for step in steps if step.op not in LOCAL_OPS)
+        check_calls(steps, axes, forward, place)
+        for calls, back in zip(forward, backward, strict=True):
+            groups = [call.ranks for call in calls]
+            assert [call.ranks for call in back] == groups[::-1], f"backward of {place}"
+
+
+def check_calls(
+    steps: tuple[Step, ...], axes: dict[str, int], of_ranks: list[list[Call]], place: str
+) -> None:
+    """One collective for each step, over its group, and its bytes to the rank that gets most."""
+    for rank, calls in enumerate(of_ranks):
+        wanted = [tuple(group_of(rank, step.axes, axes)) for step in steps]
+        assert [call.ranks for call in calls] == wanted, f"rank {rank} of {place}"
+    for number, step in enumerate(steps):
+        most = max(calls[number].received for calls in of_ranks)
+        assert int(most) == step.bytes, f"{step} of {place}"
 
 
 def all_pairs(axes: dict[str, int], num_dims: int) -> list[tuple[str, str]]:
@@ -108,10 +200,77 @@ def test_every_pair_on_two_by_three_ranks(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("shape", [(8, 8), (5, 3)])
+def test_every_pair_on_eight_ranks(shape: tuple[int, int], part: int) -> None:
+    axes = {"x": 2, "y": 2, "z": 2}
+    pairs = all_pairs(axes, 2)
+    assert len(pairs) == 8464
+    check(axes, shape, pairs[part::4])
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [(8, 8, 8), (3, 9, 5)])
 def test_many_pairs_of_three_dims_on_eight_ranks(shape: tuple[int, ...]) -> None:
     axes = {"x": 2, "y": 2, "z": 2}
     check(axes, shape, random.Random(5).sample(all_pairs(axes, 3), 2000))
+
+
+_RUN = "titan_moe.distributed.redistribution:_Run"
+BUGS = {
+    "order swapped": Planted(
+        "titan_moe.distributed.sharding:Sharding.box",
+        "for axis in self.cuts[dim] if",
+        "for axis in self.cuts[dim][::-1] if",
+        [("R", "S(0)[x,y]")],
+    ),
+    "wrong innermost axis": Planted(
+        "titan_moe.distributed.sharding_moves:_all_gathers",
+        "cuts = tuple(cut[:n] for",
+        "cuts = tuple(cut[len(cut) - n :] for",
+        [("S(0)[x,y]", "S(0)[y]")],
+    ),
+    "remainder lost": Planted(
+        "titan_moe.distributed.sharding:Sharding.box",
+        "each = -(-(last - first) // axes[axis])",
+        "each = (last - first) // axes[axis]",
+        [("R", "S(0)[x]")],
+        shape=(5, 3),
+    ),
+    "sum over other ranks lost": Planted(
+        "titan_moe.distributed.boxes:exchange_boxes",
+        ".sum(0)",
+        "[place]",
+        [("P[x]", "S(0)[x]")],
+    ),
+    "sum not taken": Planted(
+        f"{_RUN}.summed",
+        "dist.all_reduce(local, group=self.mesh.group(self.axes))",
+        "pass",
+        [("P[x]", "R")],
+    ),
+    "a sum of copies": Planted(
+        f"{_RUN}.first_only",
+        "if self.mesh.rank == members[0] else torch.zeros_like(local)",
+        "",
+        [("R", "P[x]")],
+    ),
+    "gradients of a gather not added": Planted(
+        "titan_moe.distributed.redistribution:_StepFunction.backward",
+        'add=step.op == "all_gather"',
+        "add=False",
+        [("S(0)[x]", "R")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_caught(name: str) -> None:
+    bug = BUGS[name]
+    right_source(bug)
+    check({"x": 2, "y": 2}, bug.shape, bug.pairs)
+    with pytest.raises((AssertionError, RankError)):
+        check({"x": 2, "y": 2}, bug.shape, bug.pairs, bug)
 
 
 def move_wrong(axes: dict[str, int]) -> None:

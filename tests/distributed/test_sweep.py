@@ -54,6 +54,12 @@ def _ep_inside_etp() -> Any:
     return mock.patch.object(parallel_dims, "SPARSE_AXES", axes)
 
 
+def _batch_joins_cp() -> Any:
+    return mock.patch.dict(
+        parallel_dims.DERIVED_AXES, {"batch": ("dp_replicate", "dp_shard", "cp")}
+    )
+
+
 def _fsdp_cuts_the_last_dim() -> Any:
     def last(shape: Sequence[int], num_shards: int) -> int:
         dims = [dim for dim, size in enumerate(shape) if size % num_shards == 0]
@@ -118,6 +124,7 @@ _BUGS = {
         "ep, etp stand in the mesh in the order etp, ep",
         "dp_shard=4,tp=4,ep=4",
     ),
+    _batch_joins_cp: (_ALL_AXES, "batch mesh has the ranks", "dp_shard=8,tp=2,ep=4"),
     _fsdp_cuts_the_last_dim: (_ALL_AXES, "wkv_a.weight has", "tp=16,ep=16"),
     _fsdp_leaves_ranks_empty: ("dp_shard=16,etp=2", "experts.w1 has", "tp=16,ep=16"),
     _a_group_per_name: ("dp_shard=4,tp=4,ep=4,etp=4", "too many", None),

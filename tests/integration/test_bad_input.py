@@ -123,6 +123,36 @@ def stages_that_miss_a_layer(folder: Path) -> Bad:
     return Bad(_CONFIG, words, overrides, {"NGPU": 2})
 
 
+def stage_of_an_unknown_degree(folder: Path) -> Bad:
+    words = ["stages.0.parallelism.tensor_degree = 2", "did you mean parallelism.tensor_parallel_"]
+    stages = '[{"from_step": 2, "parallelism": {"tensor_degree": 2}}]'
+    return Bad(_CONFIG, words, {"stages": stages})
+
+
+def stages_in_another_order(folder: Path) -> Bad:
+    words = ["stages[1].from_step=2 must be more than stages[0].from_step=3"]
+    stages = '[{"from_step": 3, "seq_len": 16}, {"from_step": 2, "seq_len": 8}]'
+    return Bad(_CONFIG, words, {"stages": stages, "training__steps": 4})
+
+
+def stage_beyond_the_last_step(folder: Path) -> Bad:
+    words = ["stages[0].from_step=9 is beyond training.steps=4"]
+    stages = '[{"from_step": 9, "seq_len": 16}]'
+    return Bad(_CONFIG, words, {"stages": stages, "training__steps": 4})
+
+
+def stage_for_more_ranks(folder: Path) -> Bad:
+    words = ["stages[0] (from_step=2): parallelism: cp 2 = 2 must divide the 1 ranks", "NGPU=2"]
+    stages = '[{"from_step": 2, "parallelism": {"context_parallel_degree": 2}}]'
+    return Bad(_CONFIG, words, {"stages": stages, "training__steps": 4})
+
+
+def stage_whose_batch_does_not_divide(folder: Path) -> Bad:
+    words = ["stages[0] (from_step=2): training.global_batch_size=5 must be a multiple of"]
+    stages = '[{"from_step": 2, "global_batch_size": 5}]'
+    return Bad(_CONFIG, words, {"stages": stages, "training__steps": 4})
+
+
 def no_rank_to_log(folder: Path) -> Bad:
     return Bad(_CONFIG, ["LOG_RANK=first", "0 or 0,1"], variables={"LOG_RANK": "first"})
 
@@ -229,6 +259,11 @@ CONFIGURATIONS: list[Case] = [
     too_few_microbatches,
     recompute_with_a_split_backward,
     stages_that_miss_a_layer,
+    stage_of_an_unknown_degree,
+    stages_in_another_order,
+    stage_beyond_the_last_step,
+    stage_for_more_ranks,
+    stage_whose_batch_does_not_divide,
     missing_data,
     empty_data,
     tokenizer_larger_than_vocabulary,

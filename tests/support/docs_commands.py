@@ -20,6 +20,7 @@ _ENDS = set("|&;<>()")
 _TRAINS = ("run_train.sh", "slurm_train.sh")
 _OVERRIDE = re.compile(r"--([a-z][\w]*(?:\.\w+)+)")
 _FREE_KEYS = {"job.config_file"}
+_LISTS = {"--stages"}  # Of tables: the only key outside a table.
 
 
 def command_problems(page: str, text: str, repo: Path) -> list[str]:
@@ -120,7 +121,7 @@ def _filled_in(word: str) -> str:
 
 def _keys(arguments: list[str]) -> Iterator[str]:
     for word in arguments:
-        if word in ("--help", "-h") or not word.startswith("--"):
+        if word in ("--help", "-h", *_LISTS) or not word.startswith("--"):
             continue
         key = _OVERRIDE.match(word)
         if key is None:

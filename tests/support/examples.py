@@ -158,7 +158,7 @@ def check_toml(example: Example, folder: Path) -> None:
     ranks. Paths in it are below `folder`."""
     values = tomllib.loads((DEBUG_CONFIGS / "default.toml").read_text(encoding="utf-8"))
     for table, keys in tomllib.loads(example.text).items():
-        values[table] = values.get(table, {}) | keys
+        values[table] = values.get(table, {}) | keys if isinstance(keys, dict) else keys
     path = folder / f"{example.name}.toml"
     path.write_text(tomli_w.dumps(values), encoding="utf-8")
     outputs = []

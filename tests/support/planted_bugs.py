@@ -9,7 +9,7 @@ from functools import reduce
 from importlib import import_module
 from textwrap import dedent
 from types import FunctionType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 _DISTRIBUTED = "titan_moe.distributed"
 
@@ -35,7 +35,18 @@ class Bug(NamedTuple):
     """Whose gate model has what goes wrong."""
 
 
-def right_source(bug: Bug) -> tuple[FunctionType, str]:
+class Line(Protocol):
+    """Where a mistake is, and how the line reads without and with it: as in Bug."""
+
+    @property
+    def where(self) -> str: ...
+    @property
+    def right(self) -> str: ...
+    @property
+    def wrong(self) -> str: ...
+
+
+def right_source(bug: Line) -> tuple[FunctionType, str]:
     """The function that a bug is in, and its source; AssertionError if the line is gone."""
     assert "\n" not in bug.right + bug.wrong, "a bug is one line"
     module, _, path = bug.where.partition(":")
@@ -45,7 +56,7 @@ def right_source(bug: Bug) -> tuple[FunctionType, str]:
     return function, source
 
 
-def plant(bug: Bug) -> None:
+def plant(bug: Line) -> None:
     """Change the function for the rest of this process; AssertionError if the line is gone."""
     function, source = right_source(bug)
     names = dict(function.__globals__)

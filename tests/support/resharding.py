@@ -224,7 +224,7 @@ def _watch_saves(trainer: Trainer, watched: Watched, layout: Layout, save_last: 
 
 def _watch_rows(trainer: Trainer, watched: Watched) -> None:
     """Keep the rows that the loader hands out."""
-    next_step = trainer.loader.next_step
+    next_step = trainer.data.loader.next_step
 
     def next_step_and_keep() -> list:
         batches = next_step()
@@ -232,7 +232,7 @@ def _watch_rows(trainer: Trainer, watched: Watched) -> None:
         watched.rows[trainer.progress.step + 1] = rows
         return batches
 
-    trainer.loader.next_step = next_step_and_keep
+    trainer.data.loader.next_step = next_step_and_keep
 
 
 def run_and_reshard(

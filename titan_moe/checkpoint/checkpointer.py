@@ -203,7 +203,7 @@ class Checkpointer:
         The model's tensors are undefined then.
         """
         doing = f"cannot load a checkpoint from {self._folder}"
-        found = on_rank_zero(self._find, doing=doing)
+        found = on_rank_zero(lambda: find_checkpoint(self._config, self._folder), doing=doing)
         if found is None:
             if self._config.enable and self._config.initial_load_in_hf:
                 self._load_hf()
@@ -217,6 +217,10 @@ class Checkpointer:
         if dist.get_rank() == 0:
             logger.info("loaded %s%s", source, " (model only)" * model_only)
         if source.parent == self._folder:
+            if self._config.initial_load_path is not None and dist.get_rank() == 0:
+                logger.warning(
+                    "checkpoint.initial_load_path is not used: %s has checkpoints", self._folder
+                )
             self.last_step = manifest.step
             if not self._config.load_only:
                 on_rank_zero(lambda: self._set_aside_later(manifest.step), doing=doing)
@@ -263,44 +267,6 @@ class Checkpointer:
         if self._config.keep_latest_k > 0:
             storage.keep_latest(self._folder, count=self._config.keep_latest_k, newest=step)
 
-    def _find(self) -> tuple[Path, Manifest, bool] | None:
-        """The checkpoint to load, its manifest, and whether only its model is wanted."""
-        config = self._config
-        if not config.enable:
-            return None
-        steps = storage.saved_steps(self._folder)
-        if config.load_step >= 0 and config.load_step not in steps:
-            raise RunError(
-                f"checkpoint.load_step={config.load_step}: {self._folder} has "
-                + (f"steps {', '.join(map(str, steps))}" if steps else "no checkpoint")
-            )
-        if steps:
-            if config.initial_load_path is not None:
-                logger.warning(
-                    "checkpoint.initial_load_path is not used: %s has checkpoints", self._folder
-                )
-            own = storage.step_folder(
-                self._folder, config.load_step if config.load_step >= 0 else steps[-1]
-            )
-            manifest = read_manifest(own)
-            if manifest.model_only and manifest.step > 0:
-                raise RunError(
-                    f"{own} holds the model only (checkpoint.last_save_model_only) and cannot be "
-                    "resumed; choose an earlier checkpoint.load_step, or start in another "
-                    f"job.dump_folder with checkpoint.initial_load_path={own}"
-                )
-            return own, manifest, manifest.model_only
-        if config.initial_load_path is None or config.initial_load_in_hf:
-            return None
-        initial = Path(config.initial_load_path)
-        manifest = read_manifest(initial)
-        if manifest.model_only and not config.initial_load_model_only:
-            raise RunError(
-                f"checkpoint.initial_load_path={initial} holds the model only: "
-                "set checkpoint.initial_load_model_only=true"
-            )
-        return initial, manifest, config.initial_load_model_only
-
     def _load_tensors(self, source: Path, manifest: Manifest, parts: list[str]) -> None:
         tensors = {
             name: tensor
@@ -335,6 +301,50 @@ class Checkpointer:
         if DATA in saved and "dataloader" not in excluded:
             state[DATA] = saved[DATA]
         return state
+
+
+def find_checkpoint(config: Checkpoint, folder: Path) -> tuple[Path, Manifest, bool] | None:
+    """The checkpoint to load, its manifest, and whether only its model is wanted; `folder` holds
+    the run's own ones. RunError where the one that is asked for is not there or of no use."""
+    if not config.enable:
+        return None
+    steps = storage.saved_steps(folder)
+    if config.load_step >= 0 and config.load_step not in steps:
+        raise RunError(
+            f"checkpoint.load_step={config.load_step}: {folder} has "
+            + (f"steps {', '.join(map(str, steps))}" if steps else "no checkpoint")
+        )
+    if steps:
+        own = storage.step_folder(folder, config.load_step if config.load_step >= 0 else steps[-1])
+        manifest = read_manifest(own)
+        if manifest.model_only and manifest.step > 0:
+            raise RunError(
+                f"{own} holds the model only (checkpoint.last_save_model_only) and cannot be "
+                "resumed; choose an earlier checkpoint.load_step, or start in another "
+                f"job.dump_folder with checkpoint.initial_load_path={own}"
+            )
+        return own, manifest, manifest.model_only
+    if config.initial_load_path is None or config.initial_load_in_hf:
+        return None
+    initial = Path(config.initial_load_path)
+    manifest = read_manifest(initial)
+    if manifest.model_only and not config.initial_load_model_only:
+        raise RunError(
+            f"checkpoint.initial_load_path={initial} holds the model only: "
+            "set checkpoint.initial_load_model_only=true"
+        )
+    return initial, manifest, config.initial_load_model_only
+
+
+def step_to_go_on_from(config: Checkpoint, dump_folder: Path) -> int:
+    """The step that `Checkpointer.load` will go on after; 0: from the beginning. Collective."""
+    folder = dump_folder / config.folder
+    doing = f"cannot load a checkpoint from {folder}"
+    found = on_rank_zero(lambda: find_checkpoint(config, folder), doing=doing)
+    if found is None:
+        return 0
+    _, manifest, model_only = found
+    return 0 if model_only or "train_state" in config.exclude_from_loading else manifest.step
 
 
 def _check_complete(folder: Path) -> None:

@@ -2,9 +2,9 @@
 
     titan-moe check --config FILE --ranks 16 --nodes 2 --training.steps 20
 
-Prints the number of ranks of a machine and the run's folder, and what of a torchtitan file has no
-effect here; all that is wrong otherwise, a line each. run_train.sh checks the same before it starts
-a rank.
+Prints the number of ranks of a machine and the run's folder, what each training stage changes, and
+what of a torchtitan file has no effect here; all that is wrong otherwise, a line each. run_train.sh
+checks the same before it starts a rank.
 
 Exit codes: 0; 2 a configuration or data that cannot be trained on.
 """
@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
+    from titan_moe.config.stages import stage_lines
     from titan_moe.runtime.launch import default_ranks
     from titan_moe.train import check_all
 
@@ -31,7 +32,10 @@ def run(options: argparse.Namespace) -> Answer:
     job, notes = check_all(job_arguments(options), ranks, nodes, os.environ)
     found = {"ranks_per_node": ranks // nodes, "dump_folder": job.job.dump_folder}
     line = "nothing is wrong: {ranks_per_node} rank(s) on each machine, output in {dump_folder}"
-    return Answer(found | {"notes": notes}, [line.format(**found), *notes])
+    stages = stage_lines(job)
+    return Answer(
+        found | {"notes": notes, "stages": stages}, [line.format(**found), *stages, *notes]
+    )
 
 
 COMMAND = Command(run, add_arguments, overrides=True, ends_at_once=True)

@@ -28,6 +28,7 @@ COMMANDS = {
     "report profile": "where a profiled step's time goes",
     "simulate step": "communication and memory of one rank of a world of any size",
     "simulate scaling": "how both grow with the number of ranks",
+    "simulate reshard": "bytes, time and memory to move to another layout",
 }
 """A command, and what it does in a line; its module has its words joined by "_"."""
 

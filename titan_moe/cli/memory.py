@@ -2,8 +2,10 @@
 
     titan-moe memory --config FILE --ranks 64
 
-Prints the number of parameters and one line of GiB; titan_moe/simulate/memory.py says what they
-count. Needs no GPU. Exit codes: 0; 2 a configuration that cannot run, or that is not counted.
+Prints the number of parameters and one line of GiB, and one more for each training stage;
+titan_moe/simulate/memory.py says what they count. Needs no GPU.
+
+Exit codes: 0; 2 a configuration that cannot run, or that is not counted.
 """
 
 import argparse
@@ -18,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.parse import load_job
+    from titan_moe.config.stages import stage_jobs
     from titan_moe.models.hf import model_of_job
     from titan_moe.models.stats import total
     from titan_moe.simulate.memory import memory
@@ -25,12 +28,21 @@ def run(options: argparse.Namespace) -> Answer:
     job = load_job(job_arguments(options))
     config = model_of_job(job.model)
     size = total(config)
-    sections = (job.training, job.parallelism, job.activation_checkpoint)
-    found = memory(config, *sections, world_size=options.ranks)
     active = size.active(config)
+    found = {}
+    for step, stage in stage_jobs(job):
+        sections = (stage.training, stage.parallelism, stage.activation_checkpoint)
+        found[step] = memory(config, *sections, world_size=options.ranks)
+    first = found.pop(1)
+    data = {"parameters": sum(size), "active_parameters": active, "bytes": asdict(first)}
+    stages = [{"from_step": step, "bytes": asdict(stage)} for step, stage in found.items()]
     return Answer(
-        {"parameters": sum(size), "active_parameters": active, "bytes": asdict(found)},
-        [f"{sum(size) / 1e9:.1f} G parameters, {active / 1e9:.1f} G active", f"GiB: {found}"],
+        data | ({"stages": stages} if stages else {}),
+        [
+            f"{sum(size) / 1e9:.1f} G parameters, {active / 1e9:.1f} G active",
+            f"GiB: {first}",
+            *(f"GiB from step {step}: {stage}" for step, stage in found.items()),
+        ],
     )
 
 

@@ -4,7 +4,7 @@
 
 The program's own training step runs for one rank of a fake world, with all of its microbatches:
 its collectives are counted, and nothing is sent, stored or multiplied
-(titan_moe/simulate/fake_rank.py).
+(titan_moe/simulate/fake_rank.py). With training stages, a step of each.
 Exit codes: 0; 1 it failed; 2 a configuration that cannot run.
 """
 
@@ -30,14 +30,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.parse import load_job
+    from titan_moe.config.stages import stage_jobs
     from titan_moe.simulate.rank_step import in_words, rank_step, simulate
 
     job = load_job(job_arguments(options))
     task = rank_step(job, options.ranks, rank=options.rank, layers=options.layers)
-    (facts,) = simulate([task])
+    stages = stage_jobs(task[0])
+    facts, *later = simulate([(stage, *task[1:]) for _, stage in stages])
+    data, lines = facts.as_json(), [in_words(facts)]
+    if later:
+        data["stages"] = []
+    for (step, _), found in zip(stages[1:], later, strict=True):
+        data["stages"].append({"from_step": step, **found.as_json()})
+        lines += ["", f"from step {step}:", in_words(found)]
     if options.out is not None:
-        write_json(options.out, facts.as_json())
-    return Answer(facts.as_json(), [in_words(facts)])
+        write_json(options.out, data)
+    return Answer(data, lines)
 
 
 COMMAND = Command(run, add_arguments, overrides=True)

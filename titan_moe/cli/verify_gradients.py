@@ -60,7 +60,8 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.gradients.gate import Gate
     from titan_moe.verify.gradients.sweep import gate_page, summary, sweep
 
-    job = load_job(job_arguments(options))
+    # The layouts are those of the arguments, and so is none that a stage has.
+    job = load_job(job_arguments(options)).model_copy(update={"stages": []})
     out = make_folder(options.out)
     with tempfile.TemporaryDirectory() as folder:
         gate = Gate(job, Path(folder))

@@ -15,6 +15,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_serializer,
     model_validator,
 )
 
@@ -346,6 +347,29 @@ class Parallelism(Section):
         return shard if shard > 0 and shard * others == world_size else None
 
 
+class TrainingStage(Section):
+    """What changes at a step of the run, as [[stages]] tables in the order of their steps. A stage
+    begins with all that the stage before it had, and changes what it names. The tensors move to the
+    new layout in memory, and the data goes on where it was."""
+
+    from_step: int = Field(gt=1)
+    """The first step of the stage, at most training.steps."""
+    seq_len: PositiveInt | None = None
+    """As training.seq_len. Each sequence goes on behind the token that it read last."""
+    local_batch_size: PositiveInt | None = None
+    """As training.local_batch_size."""
+    global_batch_size: PositiveInt | None = None
+    """As training.global_batch_size; left out, it stays as it is, whatever the layout. With another
+    one, new sequences begin after the last document that was begun, and the rest of the old ones is
+    not read; the log says how much that is."""
+    parallelism: Parallelism = Field(default_factory=Parallelism)
+    """The keys of the table parallelism that change; the others stay as they are."""
+
+    @field_serializer("parallelism")
+    def _changed(self, parallelism: Parallelism) -> dict[str, Any]:
+        return parallelism.model_dump(exclude_unset=True, exclude_none=True)
+
+
 class Checkpoint(Section):
     """Distributed checkpoints."""
 
@@ -522,6 +546,8 @@ class JobConfig(Section):
     lr_scheduler: LRScheduler = LRScheduler()
     training: Training = Training()
     parallelism: Parallelism = Parallelism()
+    stages: list[TrainingStage] = Field([])
+    """Steps at which sequence length, batch or layout change."""
     checkpoint: Checkpoint = Checkpoint()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()

@@ -121,7 +121,10 @@ def save_job(job: JobConfig, path: Path) -> None:
 
 def as_toml(job: JobConfig) -> str:
     """`job` as TOML text. None becomes an absent key."""
-    return tomli_w.dumps(job.model_dump(exclude_none=True))
+    tables = job.model_dump(exclude_none=True)
+    if not job.stages:
+        del tables["stages"]  # Beside an empty list TOML lets nobody add [[stages]].
+    return tomli_w.dumps(tables)
 
 
 def known_keys(section: type[Section] = JobConfig, prefix: str = "") -> dict[str, Any]:

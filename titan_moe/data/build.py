@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -58,31 +59,30 @@ def build_loader(
     rank: int,
     num_ranks: int,
     global_batch_size: int,
+    largest_batch_size: int = 0,
     permutation: int = 0,
 ) -> Loader:
     """The loader of data rank `rank` of `num_ranks`, which owns a contiguous range of the global
     batch's sequences: as they come, or in the order that the seed `permutation` gives them.
+    `largest_batch_size`: that of any training stage.
 
     ConfigError when a source is missing, unreadable or has fewer documents than sequences.
     """
     sequences = _local_sequences(global_batch_size, rank, num_ranks, permutation)
+    how: dict[str, Any] = {
+        "split": Split.TRAIN,
+        "seed": seed,
+        "sequences": sequences,
+        "global_batch_size": global_batch_size,
+        "repeat": training.repeat_dataset,
+    }
     parts = [
-        BlendSource(
-            _open_order(
-                source,
-                tokenizer,
-                split=Split.TRAIN,
-                seed=seed,
-                sequences=sequences,
-                global_batch_size=global_batch_size,
-                repeat=training.repeat_dataset,
-            ),
-            source.weight,
-        )
+        BlendSource(_open_order(source, tokenizer, **how), source.weight)
         for source in _training_sources(training)
     ]
+    size = max(global_batch_size, largest_batch_size)
     for part in parts:
-        _check_size(part.order, global_batch_size, repeat=training.repeat_dataset)
+        _check_size(part.order, size, repeat=training.repeat_dataset)
     streams = [
         SequenceStream(
             index,

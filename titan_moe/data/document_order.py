@@ -1,8 +1,9 @@
 """The documents of one source in the order of training or of validation.
 
 A document order numbers its documents by position: 0, 1, 2, ... through all epochs. Sequence b of
-the global batch takes the positions b, b + G, b + 2G, ... (G: global batch size). What stands at a
-position depends on (source, seed) alone.
+the global batch takes the positions f + b, f + b + G, f + b + 2G, ... (G: global batch size; f: 0,
+or where a training stage with another G began). What stands at a position depends on (source, seed)
+alone.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class DocumentOrder(Protocol):
     def mark(self, oldest: int) -> Any:
         """JSON-able place to read on from, at or before position `oldest`; None: not needed."""
 
-    def seek(self, mark: Any) -> None:
-        """Go to a place that `mark` named, of this rank or of another."""
+    def seek(self, mark: Any, first: int) -> None:
+        """Go to a place that `mark` named, of this rank or of another; the sequences begin at
+        position `first`, at or after it."""
 
 
 class CorpusOrder:
@@ -88,7 +90,7 @@ class CorpusOrder:
     def mark(self, oldest: int) -> None:
         return None
 
-    def seek(self, mark: Any) -> None:
+    def seek(self, mark: Any, first: int) -> None:
         pass
 
     def _epoch_order(self, epoch: int) -> Permutation:
@@ -134,10 +136,10 @@ class StreamOrder:
         self._global_batch_size = global_batch_size
         self._repeat = repeat
         self._sequences = sequences
-        self.seek(None)
+        self.seek(None, 0)
 
     def document(self, position: int) -> Document:
-        waiting = self._waiting[position % self._global_batch_size]
+        waiting = self._waiting[(position - self._first) % self._global_batch_size]
         while True:
             while waiting:
                 found, document = waiting.popleft()
@@ -151,7 +153,8 @@ class StreamOrder:
             self._marks.popleft()
         return list(self._marks[0])
 
-    def seek(self, mark: Any) -> None:
+    def seek(self, mark: Any, first: int) -> None:
+        self._first = first
         start = Cursor(*mark) if mark else Cursor(0, 0, 0, None)
         self._position, self._epoch, self._number = start.position, start.epoch, start.number
         self._documents: Iterator[Document] = self._stream.read(start.stream)
@@ -172,7 +175,7 @@ class StreamOrder:
         self._number += 1
         if self._split is not Split.ALL and is_held_out(number) != (self._split is Split.HELD_OUT):
             return
-        sequence = self._position % self._global_batch_size
+        sequence = (self._position - self._first) % self._global_batch_size
         if sequence in self._waiting:
             named = Document(f"{document.name}/{number}", document.content)
             self._waiting[sequence].append((self._position, named))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_moe.data.batch import Batch, stack_sequences
 from titan_moe.data.sequences import BlendSource, SequenceStream
@@ -46,6 +46,7 @@ class Loader:
         self._parts = parts
         self._local_batch_size = local_batch_size
         self._prefetch_factor = prefetch_factor
+        self._first = [0] * len(parts)  # Positions at which the sequences begin, by part.
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._ahead: deque[Future[tuple[list[Batch], dict[str, Any]]]] = deque()
         self._step = 0  # Of the reader, not of the caller.
@@ -73,18 +74,13 @@ class Loader:
         The number of data ranks may differ from then. RunError if the state is another stream's.
         """
         _check_identity(state, self.identity)
-        missing = [each.index for each in self._streams if str(each.index) not in state["rows"]]
-        if missing:
-            raise RunError(
-                f"the checkpoint's data position holds {len(state['rows'])} sequences, but not "
-                f"sequence {missing[0]} of global_batch_size={self.identity.global_batch_size}: it "
-                "lacks a data rank's part"
-            )
+        _check_rows(state, [stream.index for stream in self._streams])
         self._forget_ahead()
-        for part, mark in zip(self._parts, state["marks"], strict=True):
-            part.order.seek(mark)
+        self._first = _first_positions(state)
+        for part, mark, first in zip(self._parts, state["marks"], self._first, strict=True):
+            part.order.seek(mark, first)
         for stream in self._streams:
-            stream.load_state(state["rows"][str(stream.index)])
+            stream.load_state(state["rows"][str(stream.index)], self._first)
         self._step = state["step"]
         self._state = self._read_state()
 
@@ -130,6 +126,7 @@ class Loader:
         return {
             "identity": asdict(self.identity),
             "step": self._step,
+            "first": self._first,
             "rows": {str(stream.index): stream.state() for stream in self._streams},
             "marks": [
                 part.order.mark(position)
@@ -151,6 +148,65 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ]
     ordered = dict(sorted(sequences.items(), key=lambda item: int(item[0])))
     return states[0] | {"rows": ordered, "marks": marks}
+
+
+class Unread(NamedTuple):
+    """What the sequences of a smaller or larger global batch leave behind."""
+
+    tokens: int
+    """Of documents that were begun."""
+    documents: int
+    """That were not begun, and lie before one that was."""
+
+
+def continue_state(
+    state: dict[str, Any], saved: Identity, identity: Identity
+) -> tuple[dict[str, Any], Unread]:
+    """`state`, merged over all ranks and taken under `saved`, as the loader of a training stage of
+    another global_batch_size or seq_len goes on with it.
+
+    With another seq_len each sequence goes on at its cursor. With another global_batch_size new
+    sequences begin, in each part after the last document that any sequence has begun. RunError if
+    the state was taken under neither of the two.
+    """
+    if state["identity"] == asdict(identity):
+        return state, Unread(0, 0)
+    _check_identity(state, saved)
+    moved = state | {"identity": asdict(identity)}
+    size = saved.global_batch_size
+    if identity.global_batch_size == size:
+        return moved, Unread(0, 0)
+    _check_rows(state, range(size))
+    rows, first = state["rows"], _first_positions(state)
+    numbers = range(len(first))
+    ends = [
+        [at + b + (rows[str(b)]["read"][part] - 1) * size + 1 for b in range(size)]
+        for part, at in enumerate(first)
+    ]
+    begins = [max(first[part], *ends[part]) for part in numbers]
+    begun = sum(sum(row["read"]) for row in rows.values())
+    fresh = {"read": [0] * len(first), "tokens": [0] * len(first), "part": -1, "offset": 0}
+    sequences = {str(b): fresh | {"unread": 0} for b in range(identity.global_batch_size)}
+    unread = Unread(
+        # Checkpoints of earlier versions do not say it.
+        tokens=sum(row.get("unread", 0) for row in rows.values()),
+        documents=sum(begins) - sum(first) - begun,
+    )
+    return moved | {"first": begins, "rows": sequences}, unread
+
+
+def _first_positions(state: dict[str, Any]) -> list[int]:
+    """0 in checkpoints of earlier versions, which had no training stages."""
+    return list(state.get("first", [0] * len(state["marks"])))
+
+
+def _check_rows(state: dict[str, Any], wanted: Iterable[int]) -> None:
+    rows, size = state["rows"], state["identity"]["global_batch_size"]
+    if missing := [index for index in wanted if str(index) not in rows]:
+        raise RunError(
+            f"the checkpoint's data position holds {len(rows)} sequences, but not sequence "
+            f"{missing[0]} of global_batch_size={size}: it lacks a data rank's part"
+        )
 
 
 def _check_identity(state: dict[str, Any], identity: Identity) -> None:

@@ -58,6 +58,11 @@ class Packer:
         """Tokens of the current document that are used up."""
         return self._offset
 
+    @property
+    def unread(self) -> int:
+        """Tokens of the current document that are not used up."""
+        return 0 if self._document is None else len(self._document.ids) - self._offset
+
     def resume(self, document: Encoded | None, offset: int) -> None:
         """Go on `offset` tokens into `document`; None: with the next one."""
         self._document, self._offset = document, offset

@@ -52,7 +52,8 @@ class Blend:
 
 
 class SequenceStream:
-    """Sequence b of the global batch: packs the documents at positions b, b + G, b + 2G, ..."""
+    """Sequence b of the global batch: packs the documents at positions f + b, f + b + G, ... of
+    each part (f: where the part's sequences begin)."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class SequenceStream:
         self._tokenizer = tokenizer
         self._global_batch_size = global_batch_size
         self._blend = Blend([part.weight for part in parts], key=(seed, index))
+        self._first: Sequence[int] = [0] * len(parts)  # Where the sequences begin, by part.
         self._read = [0] * len(parts)  # Documents opened, by part.
         self._part = -1  # Where the open document comes from; -1: none is open yet.
         self._packer = Packer(
@@ -90,16 +92,19 @@ class SequenceStream:
         return self._position(part, self._read[part] - (part == self._part))
 
     def state(self) -> dict[str, Any]:
-        """JSON-able place in the stream: documents and tokens opened by part; the open one."""
+        """JSON-able place in the stream: documents and tokens opened by part; the open document,
+        and its tokens before and after the place."""
         return {
             "read": list(self._read),
             "tokens": list(self._blend.tokens),
             "part": self._part,
             "offset": self._packer.offset,
+            "unread": self._packer.unread,
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+    def load_state(self, state: dict[str, Any], first: Sequence[int]) -> None:
+        """Go on where `state` was taken, of sequences that begin at the positions `first`."""
+        self._first = first
         self._read = list(state["read"])
         self._blend.tokens = list(state["tokens"])
         self._part = state["part"]
@@ -112,7 +117,7 @@ class SequenceStream:
         self._packer.resume(document, state["offset"])
 
     def _position(self, part: int, number: int) -> int:
-        return self.index + number * self._global_batch_size
+        return self._first[part] + self.index + number * self._global_batch_size
 
     def _next_document(self) -> Encoded:
         part = self._blend.next_part()

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from titan_moe.distributed.collectives import gather_parts
+
 Box = tuple[slice, ...]
 """For each dim, where the part begins and ends in the whole tensor."""
 
@@ -42,7 +44,8 @@ def exchange_boxes(
     group: ProcessGroup,
     add: bool = False,
 ) -> Tensor:
-    """What this rank holds afterwards, in one all-to-all; collective over the group.
+    """What this rank holds afterwards, in one all-to-all, or in one all-gather where all ranks want
+    the same of pieces of one size; collective over the group.
 
     Args:
         local: what it holds before.
@@ -55,17 +58,20 @@ def exchange_boxes(
     sent = [overlap(mine, box) for box in after]
     received = [overlap(box, wanted) for box in before]
     numbers = [prod(sizes(box)) for box in received]
-    buffer = local.new_empty(sum(numbers))
-    dist.all_to_all_single(
-        buffer,
-        torch.cat([local[inside(box, mine)].reshape(-1) for box in sent]),
-        numbers,
-        [prod(sizes(box)) for box in sent],
-        group=group,
-    )
-    pieces = buffer.split(numbers)
+    if all(box == wanted for box in after) and len(set(numbers)) == 1 and not add:
+        pieces: Sequence[Tensor] = gather_parts(local.reshape(-1), group).unbind()
+    else:
+        buffer = local.new_empty(sum(numbers))
+        dist.all_to_all_single(
+            buffer,
+            torch.cat([local[inside(box, mine)].reshape(-1) for box in sent]),
+            numbers,
+            [prod(sizes(box)) for box in sent],
+            group=group,
+        )
+        pieces = buffer.split(numbers)
     if add:
-        return torch.stack(pieces).sum(0).view(sizes(wanted))
+        return buffer.view(len(before), *sizes(wanted)).sum(0)
     whole = local.new_empty(sizes(wanted))
     for piece, box in zip(pieces, received, strict=True):
         if piece.numel():

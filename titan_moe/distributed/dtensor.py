@@ -32,39 +32,41 @@ def sharding_of(tensor: Tensor) -> tuple[Sharding, Axes]:
     """
     if not isinstance(tensor, DTensor):
         return Sharding(), {}
+    axes = mesh_axes(tensor.device_mesh)
     # torch keeps an order beside the placements (2.13), and has no public way to ask for it.
     order = getattr(tensor._spec, "shard_order", None)
-    return _sharding(tensor.device_mesh, tensor.placements, tensor.shape, order)
+    return _sharding(tuple(axes.items()), tensor.placements, order, tensor.shape), axes
 
 
-# The gradient norm asks for that of every parameter at every step.
+# The gradient norm asks at every step, for every parameter.
 @lru_cache(maxsize=4096)
 def _sharding(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, order: Any
-) -> tuple[Sharding, Axes]:
-    axes = mesh_axes(mesh)
-    sharding = Sharding.of(placements, axes)
+    axes: tuple[tuple[str, int], ...],
+    placements: tuple[Placement, ...],
+    order: tuple[Any, ...] | None,
+    shape: torch.Size,
+) -> Sharding:
+    sharding = Sharding.of(placements, dict(axes))
     if any(isinstance(placement, _StridedShard) for placement in placements):
-        _check_divides(shape, placements, sharding, axes)
+        check_divides(sharding, dict(axes), placements, shape)
     elif order is not None:
-        names = list(axes)
-        cuts = {entry.tensor_dim: tuple(names[i] for i in entry.mesh_dims) for entry in order}
-        all_cuts = tuple(cuts.get(dim, ()) for dim in range(len(shape)))
-        sharding = Sharding(all_cuts, sharding.partial)
-    return sharding, axes
+        cuts = {entry.tensor_dim: tuple(axes[i][0] for i in entry.mesh_dims) for entry in order}
+        return Sharding(tuple(cuts.get(dim, ()) for dim in range(len(shape))), sharding.partial)
+    return sharding
 
 
-def _check_divides(
-    shape: torch.Size, placements: tuple[Placement, ...], sharding: Sharding, axes: Axes
+def check_divides(
+    sharding: Sharding, axes: Axes, placements: Sequence[Placement], shape: Sequence[int]
 ) -> None:
+    """Raises ValueError as `sharding_of` does."""
     pairs = zip(axes, placements, strict=True)
     strided = {axis for axis, each in pairs if isinstance(each, _StridedShard) and axes[axis] > 1}
     for size, cut in zip(shape, sharding.cuts, strict=False):
         last = max((place for place, axis in enumerate(cut) if axis in strided), default=0)
         if size % (parts := prod(axes[axis] for axis in cut[:last])):
             raise ValueError(
-                f"{sharding} of {list(shape)} on a mesh of {dict(axes)}: {parts} does not "
-                f"divide {size}, as it must for a strided shard"
+                f"{sharding} of {list(shape)} on a mesh of {axes}: {parts} does not divide {size}, "
+                "as it must for a strided shard"
             )
 
 

@@ -9,15 +9,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from titan_moe.config.job_config import JobConfig
+from titan_moe.config.stages import job_of_step, stage_jobs, tokens_per_step
 from titan_moe.data.loader import Identity
-from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
+from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, parallel_dims
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.metrics.console import Console
 from titan_moe.metrics.jsonl import JsonLines
@@ -85,7 +86,10 @@ class Throughput:
 
 
 class RunLog:
-    """Collects each step's figures and hands the logged ones to the sinks of the main rank."""
+    """Collects each step's figures and hands the logged ones to the sinks of the main rank.
+
+    `job` is that of the whole run, `sharded` the model of the stage that `resume_step` + 1 is in.
+    """
 
     def __init__(
         self, job: JobConfig, sharded: ShardedModel, process: Process, *, resume_step: int
@@ -94,6 +98,7 @@ class RunLog:
         self._process = process
         self._log_freq = job.metrics.log_freq
         self._steps = job.training.steps
+        self._last_steps = {self._steps, *(stage.from_step - 1 for stage in job.stages)}
         self._folder = Path(job.job.dump_folder)
         self._title = job.job.description
         self._layers = [name.removesuffix(".block") for name in sharded.all_moe_layers()]
@@ -113,7 +118,7 @@ class RunLog:
                 self._sinks.append(self._console)
         on_cpu = process.device.type == "cpu"
         self._whose = " in the whole process, Python and torch included" if on_cpu else ""
-        self.set_layout(job, sharded, resume_step=resume_step)
+        self.set_layout(job_of_step(job, resume_step + 1), sharded, resume_step=resume_step)
 
     def set_layout(self, job: JobConfig, sharded: ShardedModel, *, resume_step: int) -> None:
         """Measure what follows by the layout that the run has after a step, and from now on."""
@@ -129,8 +134,9 @@ class RunLog:
         self._last_log = time.perf_counter()
 
     def wants(self, step: int) -> bool:
-        """Whether a step is logged: the first, the last, and every log_freq-th."""
-        return step in (self._first_step, self._steps) or step % self._log_freq == 0
+        """Whether a step is logged: the first and the last of each stage, and every log_freq-th."""
+        at_an_end = step == self._first_step or step in self._last_steps
+        return at_an_end or step % self._log_freq == 0
 
     def wants_norms(self, step: int) -> bool:
         """Whether the norm of every parameter is to be measured at a step."""
@@ -208,11 +214,26 @@ class RunLog:
             )
 
 
-def run_facts(
-    job: JobConfig, sharded: ShardedModel, process: Process, data: Identity
-) -> dict[str, Any]:
-    """What a run's figures depend on besides its configuration: for run.json."""
-    dims = sharded.meshes.dims
+def run_facts(job: JobConfig, process: Process, data: Identity) -> dict[str, Any]:
+    """What a run's figures depend on besides its configuration: for run.json. Layout and data are
+    those of the first stage, "stages" has what differs in the others.
+
+    Args:
+        job: of the whole run.
+        data: of any of its stages.
+    """
+    training = job.training
+    first_data = replace(
+        data, global_batch_size=training.global_batch_size, seq_len=training.seq_len
+    )
+    first, *later = [
+        {
+            "from_step": step,
+            "layout": _layout(stage, process.world_size),
+            "tokens_per_step": tokens_per_step(job)[step],
+        }
+        for step, stage in stage_jobs(job)
+    ]
     return {
         "code": running_code(),
         "python": platform.python_version(),
@@ -220,10 +241,17 @@ def run_facts(
         **describe_device(process.device),
         "threads": torch.get_num_threads(),
         "world_size": process.world_size,
-        "layout": {axis: dims.size(axis) for axis in dict.fromkeys((*DENSE_AXES, *SPARSE_AXES))},
-        "tokens_per_step": job.training.global_batch_size * job.training.seq_len,
-        "data": asdict(data),
+        "layout": first["layout"],
+        "tokens_per_step": first["tokens_per_step"],
+        "data": asdict(first_data),
+        **({"stages": later} if later else {}),
     }
+
+
+def _layout(job: JobConfig, world_size: int) -> dict[str, int]:
+    """Sizes of all axes of both views."""
+    dims = parallel_dims(job.parallelism, world_size)
+    return {axis: dims.size(axis) for axis in dict.fromkeys((*DENSE_AXES, *SPARSE_AXES))}
 
 
 def _details(job: JobConfig, resume_step: int) -> dict[str, JsonLines]:

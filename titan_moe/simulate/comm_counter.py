@@ -53,7 +53,7 @@ class CommCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.groups: dict[str, str] = {}
-        """Group name -> its axes, as `axes_of_groups` has them."""
+        """Group name -> its axes, as `axes_of_groups` has them; others go by their description."""
         self._calls: Counter[Flow] = Counter()
         self._bytes: dict[Flow, float] = defaultdict(float)
 
@@ -96,7 +96,7 @@ class CommCounter(TorchDispatchMode):
         # parameters.
         if group is dist.group.WORLD and not _called_by_fsdp():
             return WORLD
-        return self.groups.get(group.group_name, "?")
+        return self.groups.get(group.group_name, group.group_desc)
 
 
 def axes_of_groups(meshes: Meshes) -> dict[str, str]:

@@ -35,9 +35,10 @@ def rank_step(job: JobConfig, world_size: int, *, rank: int = 0, layers: int | N
 
 
 def one_microbatch(job: JobConfig) -> JobConfig:
-    """The job with a global batch that grows with the world: each rank keeps one microbatch."""
+    """The job's first stage with a global batch that grows with the world: each rank keeps one
+    microbatch."""
     training = job.training.model_copy(update={"global_batch_size": -1})
-    return job.model_copy(update={"training": training})
+    return job.model_copy(update={"training": training, "stages": []})
 
 
 def simulate(tasks: Sequence[Task]) -> Iterator[RankFacts]:

@@ -105,6 +105,21 @@ def test_json_is_all_that_standard_output_has(tmp_path: Path) -> None:
     assert _ended(command) == (0, "progress\none\n", "")
 
 
+def test_check_and_memory_speak_of_every_training_stage() -> None:
+    name = ["--config", "debug/context_extension", "--ranks", 2]
+    checked = run_command("check", *name).stdout.splitlines()
+    assert checked[1] == (
+        "stages[0] (from_step=31): training.local_batch_size 4 -> 2, training.seq_len 128 -> 512, "
+        "parallelism.context_parallel_degree 1 -> 2"
+    )
+    estimated = run_command("memory", *name).stdout.splitlines()
+    assert estimated[1].startswith("GiB: ") and estimated[2].startswith("GiB from step 31: ")
+    longer = ["--stages", '[{"from_step": 2, "seq_len": 256}]']
+    found = json.loads(run_command("memory", *name, *longer, "--json").stdout)
+    (stage,) = found["stages"]
+    assert stage["from_step"] == 2 and stage["bytes"]["kept"] == 2 * found["bytes"]["kept"]
+
+
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [

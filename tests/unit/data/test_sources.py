@@ -230,7 +230,7 @@ def test_a_stream_feed_deals_its_documents_to_rows(tmp_path):
     mark = json.loads(json.dumps(some.mark(2100)))
     assert 1588 < mark[0] <= 2100
     later = stream_feed(path, rows=range(1, 2), repeat=True)
-    later.seek(mark)
+    later.seek(mark, 0)
     assert [later.document(p).content for p in range(2101, 3500, 4)] == order[2101::4]
 
 

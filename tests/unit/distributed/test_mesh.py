@@ -165,6 +165,7 @@ VIEWS = [
     ({"tp": 2}, ("fsdp", "tp"), "S(0)[fsdp,tp]", "R"),
     ({"pp": 2, "tp": 2}, ("fsdp", "tp"), "S(0)[tp]", "R"),
     ({"ep": 2}, ("edp", "ep", "etp"), "S(0)[edp,ep]", "S(1)[ep]"),
+    ({"ep": 2}, ("edp",), "S(0)[edp]", "S(1)[edp]"),
     ({"dp_replicate": 2, "ep": 2}, ("dp_replicate", "edp", "ep"), "P[dp_replicate]", "S(0)[ep]"),
 ]
 

@@ -1,24 +1,30 @@
 """Plans between shardings: their costs against all ways there are, and their limits."""
 
 import random
+from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.shardings import all_shardings
-from titan_moe.distributed.redistribution import (
-    ALL,
+from titan_moe.distributed import plan_search
+from titan_moe.distributed.plan_search import Search
+from titan_moe.distributed.redistribution import ALL, Plan, plan
+from titan_moe.distributed.sharding import Sharding
+from titan_moe.distributed.sharding_moves import (
+    OPS,
+    Costs,
     Link,
     LinkCosts,
+    Move,
     Moves,
-    Plan,
+    State,
     UnitCosts,
-    plan,
+    moves_from,
 )
-from titan_moe.distributed.sharding import Sharding
-from titan_moe.distributed.sharding_moves import OPS
+from titan_moe.testing.shardings import all_shardings, drawn_sharding
 
 AXES = {"x": 2, "y": 2, "z": 2}
 ONE_AXIS = Moves(frozenset(OPS) - {"permute"}, joint=False)
@@ -132,9 +138,11 @@ def test_bytes_and_peaks_are_those_of_the_largest_part() -> None:
     (exchange,) = planned("S(0)[x,y]", "S(1)[x,y]", shape=(16, 4)).steps
     assert (exchange.op, exchange.bytes) == ("all_to_all", 3 * 4 * 4)
     (permute,) = planned("S(0)[x,y,z]", "S(0)[z,y,x]", shape=(16, 4)).steps
-    assert (permute.bytes, permute.peak_bytes) == (2 * 4 * 4, 2 * 2 * 4 * 4)
+    shard = 2 * 4 * 4
+    assert (permute.op, permute.bytes, permute.peak_bytes) == ("permute", shard, 2 * shard)
+    # Of 5 rows the last rank holds 1.
     uneven = planned("S(0)[x,y]", "R", shape=(5, 1)).steps[0]
-    assert uneven.bytes == (5 - 2) * 4
+    assert (uneven.bytes, uneven.peak_bytes) == (4 * 4, (2 + 5) * 4)
 
 
 def test_a_plan_keeps_to_its_memory() -> None:
@@ -165,7 +173,62 @@ def test_a_sharding_of_another_mesh_is_refused() -> None:
         planned("R", "S(2)[x]")
 
 
-def test_the_bound_of_unit_costs_is_one() -> None:
-    """A* needs it: `least` is no more than any cost."""
-    costs = UnitCosts()
-    assert all(costs.least(op) <= costs.cost(op, ("x",), (2,), 1) for op in OPS)
+LINKS = LinkCosts({axis: Link(1e9, 1e-5) for axis in "vwxyz"})
+
+
+@pytest.mark.parametrize("costs", [UnitCosts(), LINKS], ids=["unit", "links"])
+def test_the_search_s_bound_is_one(costs: Costs) -> None:
+    """A* needs it: no move lowers cost and bound together."""
+    axes, rng = dict.fromkeys("vwxyz", 2), random.Random(1)
+    search = Search(axes, (64, 64, 64), 4, costs, ALL)
+    for _ in range(100):
+        state, target = (State.of(drawn_sharding(rng, axes, 3), 3) for _ in range(2))
+        before = search.bound(state, target)
+        for move in moves_from(state, tuple(axes), ALL):
+            if set(move.axes) & set(target.partial) and "reduce" in move.op:
+                continue
+            received = search.received(state, move)
+            cost = costs.cost(move.op, move.axes, [2] * len(move.axes), received)
+            after = search.bound(move.after, target)
+            assert before <= (cost + after[0] + 1e-12, 1 + after[1]), (state, move, target)
+        assert search.bound(target, target) == (0, 0)
+
+
+def test_a_plan_is_searched_once() -> None:
+    axes, costs = {"x": 2, "y": 4}, LinkCosts({"x": Link(1e9, 1e-5), "y": Link(1e9, 1e-5)})
+    options = {"axes": axes, "costs": costs, "shape": (16, 16)}
+    found = planned("S(0)[x]S(1)[y]", "S(1)[x,y]", **options)
+    again = {"axes": dict(axes), "costs": LinkCosts(dict(costs.links)), "shape": [16, 16]}
+    assert planned(Sharding((("x",), ("y",))), "S(1)[x,y]", **again) is found
+    for other in ({"axes": {"y": 4, "x": 2}}, {"costs": UnitCosts()}, {"dtype": torch.int8}):
+        assert planned("S(0)[x]S(1)[y]", "S(1)[x,y]", **(options | other)) is not found
+
+
+def test_a_search_is_as_long_in_any_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(2)
+    pairs = [[drawn_sharding(rng, AXES, 2) for _ in range(2)] for _ in range(20)]
+
+    expanded: list[State] = []
+
+    def counted(state: State, *rest: Any) -> Iterator[Move]:
+        expanded.append(state)
+        return moves_from(state, *rest)
+
+    def states_expanded(size: int) -> int:
+        expanded.clear()
+        for source, target in pairs:
+            axes = dict.fromkeys(AXES, size)
+            planned(source, target, axes=axes, shape=(size**3, size**3))
+        return len(expanded)
+
+    monkeypatch.setattr(plan_search, "moves_from", counted)
+    # Plans that are equal but for their bytes are tried in another order.
+    small, large = states_expanded(2), states_expanded(4096)
+    assert small / 1.05 < large < 1.05 * small
+
+
+def test_an_axis_of_one_rank_changes_nothing() -> None:
+    axes = {"x": 2, "y": 2, "one": 1}
+    assert planned("S(0)[x,one]", "P[one]S(0)[x]", axes=axes).steps == ()
+    (step,) = planned("S(0)[one,x,y]", "S(1)[y,one]S(0)[x]", axes=axes).steps
+    assert (str(step.before), str(step.after)) == ("S(0)[x,y]", "S(0)[x]S(1)[y]")

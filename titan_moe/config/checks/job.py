@@ -4,6 +4,8 @@ Nothing here raises, so that everything wrong is reported at once. A rule that n
 fit the number of ranks is silent where they do not: `parallelism` says so.
 """
 
+from dataclasses import replace
+
 from titan_moe.config.checks import (
     checkpoint,
     data,
@@ -11,20 +13,34 @@ from titan_moe.config.checks import (
     experts,
     parallelism,
     precision,
+    stages,
     training,
 )
 from titan_moe.config.checks.run import Check, ModelShape, Run
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import resolve
+from titan_moe.config.stages import TRAINING_KEYS, stage_jobs, stage_name
 
-_LAYOUT = ("parallelism.", "activation_checkpoint.", "training.local_batch_size")
+_CHANGING = (
+    "parallelism.",
+    "activation_checkpoint.",
+    *(f"training.{key}" for key in TRAINING_KEYS),
+)
 """Keys, or how keys begin, of what may change while a run trains."""
 
 
 def check(job: JobConfig, model: ModelShape, world_size: int, *, num_gpus: int) -> list[str]:
-    """One line for every broken rule. `num_gpus`: GPUs of this machine; 0 means a CPU run."""
+    """One line for every broken rule, by the job and by each of its training stages. `num_gpus`:
+    GPUs of this machine; 0 means a CPU run."""
     run = Run(job, model, world_size, num_gpus)
-    return [line for rule in _CHECKS for line in rule(run)]
+    lines = [line for rule in _CHECKS for line in rule(run)]
+    said = set(lines)
+    whole = job if run.shard is None else resolve(job, world_size)
+    for number, (_, stage) in enumerate(stage_jobs(whole)[1:]):
+        broken = [line for rule in _CHECKS for line in rule(replace(run, job=stage))]
+        lines += [f"{stage_name(job, number)}: {line}" for line in broken if line not in said]
+        said |= set(broken)
+    return lines
 
 
 def check_reshard(
@@ -37,15 +53,15 @@ def check_reshard(
     old, new = (
         {
             f"{table}.{key}": value
-            for table, keys in each.model_dump().items()
+            for table, keys in each.model_dump(exclude={"stages"}).items()
             for key, value in keys.items()
         }
         for each in (before, resolve(job, world_size))
     )
     return [
-        f"{key}={new[key]}, and the run has {value}: set it to that, the layout alone can change"
+        f"{key}={new[key]}, and the run has {value}: set it to that"
         for key, value in old.items()
-        if new[key] != value and not key.startswith(_LAYOUT)
+        if new[key] != value and not key.startswith(_CHANGING)
     ]
 
 
@@ -69,6 +85,7 @@ _CHECKS: list[Check] = [
     *data.CHECKS,
     *precision.CHECKS,
     *training.CHECKS,
+    *stages.CHECKS,
     *checkpoint.CHECKS,
     *debug.CHECKS,
 ]

@@ -49,8 +49,8 @@ class RunRecord:
     name: str
     curve: Curve
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """run.json: code, torch, device, capability, world_size, layout, tokens_per_step, data; empty
-    for runs that have none."""
+    """run.json: code, torch, device, capability, world_size, layout, tokens_per_step, data, stages;
+    empty for runs that have none."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """config.toml, nested tables; empty for runs that have none."""
     folder: Path | None = None

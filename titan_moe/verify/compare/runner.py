@@ -8,6 +8,7 @@ from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
+from titan_moe.config.stages import tokens_in_words, tokens_per_step
 from titan_moe.runtime import launch
 from titan_moe.train import prepare
 from titan_moe.verify.compare.comparison import Comparison, Verdict
@@ -113,7 +114,7 @@ class Runner:
     def check(self) -> None:
         """Everything wrong with the plan that is known before a run; raises ConfigError."""
         lines: list[str] = []
-        tokens: set[int] = set()
+        tokens: dict[str, None] = {}
         steps: set[int] = set()
         for spec in (self.plan.baseline, self.plan.candidate):
             if spec.path is not None:
@@ -124,7 +125,7 @@ class Runner:
                     prepare([*spec.file(), *spec.arguments()], spec.world_size, os.environ)
                 job = self._job(spec)
                 steps.add(job.training.steps)
-                tokens.add(job.training.global_batch_size * job.training.seq_len)
+                tokens[tokens_in_words(tokens_per_step(job))] = None
                 if not spec.revision:
                     words = [*spec.file(), *spec.arguments(*self._words(spec))]
                     prepare(words, spec.world_size, os.environ)
@@ -135,8 +136,8 @@ class Runner:
             lines.append(f"training.steps: {different}: the learning rate follows it; use --steps")
         if len(tokens) > 1:
             lines.append(
-                f"tokens per step: {' and '.join(f'{each:,}' for each in sorted(tokens))}: set "
-                "training.global_batch_size and training.seq_len alike"
+                f"tokens per step: {' and '.join(tokens)}: set training.global_batch_size and "
+                "training.seq_len alike"
             )
         if (
             self.plan.num_control_runs

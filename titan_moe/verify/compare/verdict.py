@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.config.stages import tokens_in_words
 from titan_moe.verify.compare.comparison import Comparison, FirstDifference, Verdict
 from titan_moe.verify.compare.noise.band import FEWEST_CONTROLS, Band, quantities_of
 from titan_moe.verify.compare.records import LOAD_OF, NORM_OF, Array, Curve, RunRecord
@@ -160,11 +161,11 @@ def _common_steps(ours: Curve, theirs: Curve) -> list[int]:
 
 
 def _refuse_other_trainings(baseline: RunRecord, candidate: RunRecord) -> None:
-    a, b = (run.facts.get("tokens_per_step") for run in (baseline, candidate))
-    if None not in (a, b) and a != b:
+    a, b = (_tokens_per_step(run) for run in (baseline, candidate))
+    if "" not in (a, b) and a != b:
         raise ConfigError(
             [
-                f"tokens per step: {baseline.name} has {a:,}, {candidate.name} {b:,}: set "
+                f"tokens per step: {baseline.name} has {a}, {candidate.name} {b}: set "
                 "training.global_batch_size and training.seq_len alike"
             ]
         )
@@ -177,6 +178,14 @@ def _refuse_other_trainings(baseline: RunRecord, candidate: RunRecord) -> None:
                 f"{other[0]}: {_sources(baseline)} and {_sources(candidate)}"
             ]
         )
+
+
+def _tokens_per_step(run: RunRecord) -> str:
+    """In words; empty where run.json does not say it."""
+    if "tokens_per_step" not in run.facts:
+        return ""
+    stages = [{"from_step": 1, **run.facts}, *run.facts.get("stages", [])]
+    return tokens_in_words({stage["from_step"]: stage["tokens_per_step"] for stage in stages})
 
 
 def _data(curve: Curve) -> dict[int, int]:

@@ -60,6 +60,9 @@ def test_a_run_that_became_nan_is_different_from_there():
 def test_other_tokens_and_other_data_are_refused():
     with pytest.raises(ConfigError, match="tokens per step: a has 512, b 1,024"):
         compare_runs("tokens", run("a"), run("b", tokens_per_step=1024))
+    stages = [{"from_step": 5, "tokens_per_step": 1024}]
+    with pytest.raises(ConfigError, match="a has 512, b 512, from step 5 on 1,024"):
+        compare_runs("tokens", run("a"), run("b", stages=stages))
     other = changed(run("b"), data=[7 * step + (step > 3) for step in STEPS])
     with pytest.raises(ConfigError, match="different tokens at step 4"):
         compare_runs("data", run("a"), other)

@@ -1,0 +1,192 @@
+import pytest
+
+from tests.support.config_checks import Shape, problems
+from titan_moe.config.checks.job import check
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.parse import as_toml, load_job, resolve, save_job
+from titan_moe.config.stages import (
+    changes,
+    job_of_step,
+    stage_jobs,
+    tokens_in_words,
+    tokens_per_step,
+)
+
+TOML = """
+[training]
+seq_len = 64
+local_batch_size = 2
+steps = 100
+[parallelism]
+tensor_parallel_degree = 2
+
+[[stages]]
+from_step = 11
+seq_len = 128
+[stages.parallelism]
+tensor_parallel_degree = 1
+context_parallel_degree = 2
+context_parallel_rotate_method = "ring"
+
+[[stages]]
+from_step = 51
+local_batch_size = 1
+global_batch_size = 16
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    (tmp_path / "job.toml").write_text(TOML)
+    return load_job(["--config", str(tmp_path / "job.toml")])
+
+
+def test_changes_add_up_stage_after_stage(job):
+    (one, first), (eleven, second), (fifty_one, third) = stage_jobs(resolve(job, 4))
+    assert (one, eleven, fifty_one) == (1, 11, 51)
+    assert first == resolve(job, 4).model_copy(update={"stages": []})
+    for stage in (second, third):
+        assert stage.stages == [] and stage.model == job.model
+        assert stage.training.seq_len == 128
+        assert stage.parallelism.tensor_parallel_degree == 1
+        assert stage.parallelism.context_parallel_rotate_method == "ring"
+    assert (second.training.local_batch_size, third.training.local_batch_size) == (2, 1)
+    # The global batch of two data ranks, which the first stage has.
+    assert [each.training.global_batch_size for each in (first, second, third)] == [4, 4, 16]
+
+
+def test_a_step_belongs_to_the_last_stage_that_began(job):
+    lengths = {step: job_of_step(job, step).training.seq_len for step in (0, 1, 10, 11, 50, 100)}
+    assert lengths == {0: 64, 1: 64, 10: 64, 11: 128, 50: 128, 100: 128}
+    assert job_of_step(job, 50).training.global_batch_size == -1
+    assert job_of_step(job, 51).training.global_batch_size == 16
+
+
+def test_changes_are_named_with_both_values(job):
+    jobs = [each for _, each in stage_jobs(resolve(job, 4))]
+    assert changes(jobs[0], jobs[0]) == ""
+    assert changes(jobs[0], jobs[1]) == (
+        "training.seq_len 64 -> 128, parallelism.tensor_parallel_degree 2 -> 1, "
+        "parallelism.context_parallel_degree 1 -> 2, "
+        "parallelism.context_parallel_rotate_method allgather -> ring"
+    )
+    assert changes(jobs[1], jobs[2]) == (
+        "training.local_batch_size 2 -> 1, training.global_batch_size 4 -> 16"
+    )
+
+
+def test_tokens_of_a_step_are_named_where_they_change(job):
+    tokens = tokens_per_step(resolve(job, 4))
+    assert tokens == {1: 4 * 64, 11: 4 * 128, 51: 16 * 128}
+    assert tokens_in_words(tokens) == "256, from step 11 on 512, from step 51 on 2,048"
+    assert tokens_in_words({1: 256, 11: 256, 51: 512}) == "256, from step 51 on 512"
+
+
+def test_a_saved_job_has_its_stages_and_no_key_that_they_leave_alone(job, tmp_path):
+    save_job(job, tmp_path / "saved.toml")
+    saved = load_job(["--config", str(tmp_path / "saved.toml")])
+    assert saved == job
+    assert stage_jobs(saved) == stage_jobs(job)
+    (stage, _), (again, _) = job.stages, saved.stages
+    assert again.parallelism.model_fields_set == stage.parallelism.model_fields_set
+    assert len(stage.parallelism.model_fields_set) == 3
+
+
+def test_a_saved_job_without_stages_takes_some_at_its_end(tmp_path):
+    path = tmp_path / "saved.toml"
+    path.write_text(as_toml(load_job([])) + "\n[[stages]]\nfrom_step = 2\nseq_len = 16\n")
+    assert load_job(["--config", str(path)]).stages[0].seq_len == 16
+
+
+def test_stages_of_the_command_line_replace_those_of_the_file(job, tmp_path):
+    text = '[{"from_step": 5, "parallelism": {"expert_parallel_degree": 2}}]'
+    (stage,) = load_job(["--config", str(tmp_path / "job.toml"), "--stages", text]).stages
+    assert stage.from_step == 5
+    assert stage.parallelism.model_fields_set == {"expert_parallel_degree"}
+
+
+@pytest.mark.parametrize(
+    ("stages", "line"),
+    [
+        ('[{"seq_len": 16}]', "stages.0.from_step (command line): is required"),
+        ('[{"from_step": 1}]', "stages.0.from_step = 1 (command line): must be greater than 1"),
+        (
+            '[{"from_step": 2, "seqlen": 16}]',
+            "stages.0.seqlen = 16 (command line): no such key; did you mean training.seq_len?",
+        ),
+        (
+            '[{"from_step": 2, "parallelism": {"tensor_degree": 2}}]',
+            "stages.0.parallelism.tensor_degree = 2 (command line): no such key; did you mean "
+            "parallelism.tensor_parallel_degree?",
+        ),
+        (
+            '[{"from_step": 2, "global_batch_size": -1}]',
+            "stages.0.global_batch_size = -1 (command line): must be greater than 0",
+        ),
+    ],
+)
+def test_a_value_that_no_stage_can_have(stages, line):
+    with pytest.raises(ConfigError) as error:
+        load_job(["--stages", stages])
+    assert error.value.lines == [line]
+
+
+@pytest.mark.parametrize(
+    ("stages", "line"),
+    [
+        (
+            '[{"from_step":9,"seq_len":32},{"from_step":9,"seq_len":64}]',
+            "stages[1].from_step=9 must be more than stages[0].from_step=9: name the stages in the "
+            "order of their steps",
+        ),
+        (
+            '[{"from_step":101,"seq_len":32}]',
+            "stages[0].from_step=101 is beyond training.steps=100: choose one of its steps, or "
+            "leave the stage out",
+        ),
+        (
+            '[{"from_step":5,"seq_len":32},{"from_step":9,"seq_len":32}]',
+            "stages[1] (from_step=9) changes nothing of what was before it: leave it out",
+        ),
+        (
+            '[{"from_step":5,"seq_len":5000}]',
+            "stages[0] (from_step=5): training.seq_len=5000 exceeds max_seq_len=4096 of "
+            "deepseek_v3 debugmodel: choose at most 4096",
+        ),
+        (
+            '[{"from_step":5,"seq_len":32},{"from_step":9,"global_batch_size":18}]',
+            "stages[1] (from_step=9): training.global_batch_size=18 must be a multiple of "
+            "local_batch_size 8 x 4 data ranks = 32: choose 32",
+        ),
+        (  # The batch is that of the first stage, which nothing names.
+            '[{"from_step":5,"local_batch_size":3}]',
+            "stages[0] (from_step=5): training.global_batch_size=32 must be a multiple of "
+            "local_batch_size 3 x 4 data ranks = 12: choose 24",
+        ),
+        (
+            '[{"from_step":5,"parallelism":{"context_parallel_degree":8}}]',
+            "stages[0] (from_step=5): parallelism: cp 8 = 8 must divide the 4 ranks of this run: "
+            "start it with a multiple, such as NGPU=8 (--ranks 8)",
+        ),
+        (
+            '[{"from_step":5,"seq_len":30,"parallelism":{"context_parallel_degree":4}}]',
+            "stages[0] (from_step=5): training.seq_len=30 must be a multiple of 8, since "
+            "context_parallel_degree=4 cuts it in 2 x cp: choose 24 or 32",
+        ),
+    ],
+)
+def test_a_stage_that_cannot_run(stages, line):
+    job = load_job(["--training.steps", "100", "--training.seq_len", "64", "--stages", stages])
+    assert check(job, Shape(), 4, num_gpus=0) == [line]
+
+
+def test_what_is_wrong_with_the_job_is_not_said_again_of_its_stages():
+    stages = '[{"from_step":5,"global_batch_size":64}]'
+    (line,) = problems(f"--training.seq_len 5000 --stages {stages}")
+    assert line.startswith("training.seq_len=5000 exceeds")
+
+
+def test_a_routing_record_is_of_one_sequence_length(tmp_path):
+    stages = '[{"from_step":5,"seq_len":64}]'
+    (line,) = problems(f"--debug.routing_record {tmp_path}/new --stages {stages}")
+    assert line.endswith("leave it out, or train without stages that change them")

@@ -1,0 +1,34 @@
+"""All shardings of a small tensor over a small mesh, and one of a large one."""
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import permutations, product
+
+from titan_moe.distributed.sharding import Sharding
+
+
+def all_shardings(axes: Sequence[str], num_dims: int) -> Iterator[Sharding]:
+    """Each axis copies, sums, or cuts one of the dims; those that cut the same dim in any order."""
+    for roles in product(["copies", "sums", *range(num_dims)], repeat=len(axes)):
+        cutting = [
+            [a for a, role in zip(axes, roles, strict=True) if role == d] for d in range(num_dims)
+        ]
+        partial = frozenset(a for a, role in zip(axes, roles, strict=True) if role == "sums")
+        for cuts in product(*(permutations(cut) for cut in cutting)):
+            yield Sharding(cuts, partial)
+
+
+def drawn_sharding(rng: random.Random, axes: Iterable[str], num_dims: int) -> Sharding:
+    """Each axis copies, sums, or cuts one of the dims, with equal odds; those of a dim in any
+    order."""
+    cuts: list[list[str]] = [[] for _ in range(num_dims)]
+    partial = set()
+    for axis in axes:
+        role = rng.choice(["copies", "sums", *range(num_dims)])
+        if role == "sums":
+            partial.add(axis)
+        elif isinstance(role, int):
+            cuts[role].append(axis)
+    for cut in cuts:
+        rng.shuffle(cut)
+    return Sharding(tuple(map(tuple, cuts)), frozenset(partial))
