@@ -23,8 +23,9 @@ from titan_moe.verify.layouts.layouts import depth, parse
 _V3, _QWEN = "deepseek_v3", "qwen3"
 
 SHORT = [
-    (_V3, "dp_shard=2", "tp=2"),
+    (_QWEN, "dp_shard=2", "tp=2"),
     (_QWEN, "pp=2,schedule=1F1B", "dp_shard=2,ep=2"),
+    (_V3, "dp_shard=2,ep=2", "pp=2,schedule=Interleaved1F1B"),
     (_V3, "dp_shard=4,etp=4", "dp_shard=2,cp=2"),
     (_V3, "dp_replicate=2,dp_shard=2", "cp=2,tp=2,etp=4,cp_method=ulysses"),
     (_V3, "pp=4,schedule=1F1B", "tp=2,dp_shard=2,ep=2,etp=2"),
