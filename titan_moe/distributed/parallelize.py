@@ -43,6 +43,7 @@ from titan_moe.models.stats import part_weights
 from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, FlexCore, choose_core
+from titan_moe.ops.grouped_mm import slow_on_gpu
 from titan_moe.runtime.log import logger
 
 
@@ -127,6 +128,8 @@ def build_sharded_model(
     whether to give parameters their initial values; else their memory is left as it is.
     """
     check_hardware(job.model.converters, job.quantize, device)
+    if config.moe is not None and device.type == "cuda" and dist.get_rank() == 0:
+        _warn_of_slow_experts(_compute_dtype(job), device)
 
     # 1. The two views of the world.
     timeout = timedelta(seconds=job.comm.init_timeout_seconds)
@@ -161,6 +164,16 @@ def build_sharded_model(
         counts_targets=_counts_targets(meshes),
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
     )
+
+
+def _warn_of_slow_experts(dtype: torch.dtype, device: torch.device) -> None:
+    if reason := slow_on_gpu(dtype, torch.cuda.get_device_capability(device)):
+        logger.warning(
+            "%s: torch multiplies them one after the other, and the host waits for their sizes "
+            "each time; training.mixed_precision_param=bfloat16 on a GPU of compute capability 9.0 "
+            "takes one kernel for all",
+            reason,
+        )
 
 
 def _counts_targets(meshes: Meshes) -> bool:
