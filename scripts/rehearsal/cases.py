@@ -67,7 +67,7 @@ def all_cases() -> Iterator[Case]:
 
 
 def layout_cases() -> Iterator[Case]:
-    """Each layout of the sample with one family in turn, on its first and its last rank."""
+    """Each layout of the gate's sample with one family, in turn."""
     layouts = [layout for world in (2, 4, 8) for layout in legal_layouts(world)]
     sample = cover_options(cover_pairs(layouts, _SAMPLE_SIZE, _SEED))
     for number, layout in enumerate(sample):
@@ -88,12 +88,13 @@ def option_cases() -> Iterator[Case]:
 
 
 def in_layout(family: str, text: str) -> Iterator[Case]:
-    """A family's small model on a layout's first and last rank."""
+    """A family's small model on a layout's last rank; of a pipeline, on its first one too."""
     path = CONFIGS / family / _FLAVORS.get(family, "debugmodel.toml")
     layout = parse(text)
     job = apply_layout(load_job(["--job.config_file", str(path)]), layout)
     config = replace(model_of_job(job.model), num_layers=depth(layout))
-    for rank in dict.fromkeys((0, layout.world_size - 1)):
+    last = layout.world_size - 1
+    for rank in (0, last) if layout.pp > 1 else (last,):
         name = f"{family} {layout} rank {rank}"
         yield Case(name, job, config, layout.world_size, rank)
 

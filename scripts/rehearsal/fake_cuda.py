@@ -5,6 +5,7 @@ on CUDA, on FakeTensors of cuda:0. A dispatcher reads from whole numbers how man
 each of those keeps its value beside it, computed on the CPU by the same operations.
 """
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from titan_moe.simulate.fake_rank import FakeCommCounter, balanced_choice, fake_
 
 CUDA = torch.device("cuda", 0)
 _aten = torch.ops.aten
+_ON_WAIT = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 _MOST_VALUES = 1 << 24
 """Numbers of a tensor; a larger one, such as a mask, has none."""
 _WAITS = {
@@ -52,6 +54,8 @@ class FakeCuda(FakeCommCounter):
         self.ledger = Ledger()
 
     def execute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if func is torch.ops.prim.device.default:  # Asked of tensors in Python alone.
+            return getattr(args[0], "fake_device", None) or func(*args)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self.ledger.counts.dispatches += 1
         if func.namespace in COLLECTIVES:
@@ -216,7 +220,7 @@ def _waits(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 @contextmanager
 def fake_cuda() -> Iterator[FakeCuda]:
-    """Be on a GPU that is not there; needs the two stand-ins for CUDA's libraries."""
+    """Be on a GPU that is not there; scripts/rehearse.sh loads what stands for CUDA's libraries."""
     mode = FakeCuda()
 
     def tolist(x: FakeTensor) -> Any:
@@ -227,5 +231,11 @@ def fake_cuda() -> Iterator[FakeCuda]:
             return value.tolist()
         return np.full(x.shape, 1.0 if x.is_floating_point() else 1).tolist()
 
-    with mock.patch.object(FakeTensor, "tolist", tolist), mode:
-        yield mode
+    callback = _ON_WAIT(lambda name: mode.ledger.waited(name.decode()))
+    runtime = ctypes.CDLL(None)
+    runtime.rehearsal_on_wait(callback)
+    try:
+        with mock.patch.object(FakeTensor, "tolist", tolist), mode:
+            yield mode
+    finally:
+        runtime.rehearsal_on_wait(_ON_WAIT())

@@ -100,16 +100,20 @@ class Ledger:
         self.met_groups.add(group.group_name)
 
     def judged(self, *, num_moe_layers: int, num_microbatches: int) -> Iterator[Finding]:
-        """All findings; of a dispatcher without sizes on the host, `num_moe_layers` is 0."""
-        yield from self.findings
+        """All findings, each once; of layers with bounded sizes, `num_moe_layers` is 0."""
+        yield from dict.fromkeys(self.findings)
         for (place, what), calls in self.copies.items():
             if place.where not in COPIES:
                 yield Finding("copy", place, f"{what}, {calls} x")
+        in_layers, most = 0, num_moe_layers * num_microbatches
         for (place, why), calls in self.waits.items():
             allowed = WAITS.get(place.where)
             if allowed is None:
                 yield Finding("wait", place, f"{why}, {calls} x")
-                continue
-            most = num_moe_layers * num_microbatches if allowed.per_moe_layer else 1
-            if calls > most:
-                yield Finding("wait", place, f"{why}, {calls} x, where {most} are allowed")
+            elif not allowed.per_moe_layer and calls > 1:
+                yield Finding("wait", place, f"{why}, {calls} x, where once a step is allowed")
+            elif allowed.per_moe_layer:
+                in_layers += calls
+                if in_layers > most:
+                    detail = f"{why}, {in_layers} x in all MoE layers, where {most} are allowed"
+                    yield Finding("wait", place, detail)

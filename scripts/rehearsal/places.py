@@ -2,26 +2,33 @@
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-_OURS, _TORCH = "/titan_moe/", "/torch/"
+import titan_moe
+
+_OURS = f"{Path(titan_moe.__file__).parent}/"
+_FSDP = "/torch/distributed/fsdp/_fully_shard/"
+_FSDP_PATH = _FSDP.removeprefix("/")
 # Who asks is the place, not these helpers of theirs.
 _HELPERS = {("distributed/collectives.py", "to_host")}
-_NO_PROGRAM = ("simulate/",)
 
 
 class Place(NamedTuple):
     """A function of titan_moe, or what stands for one where none is running."""
 
     where: str
-    """"moe/layer.py:route" of titan_moe; "torch/..." of a file of torch's; "backward of NODE"."""
+    """"moe/layer.py:route"; "torch/distributed/fsdp/..."; or "backward of NODE"."""
     line: int = 0
 
     def __str__(self) -> str:
         path, _, function = self.where.partition(":")
-        return f"titan_moe/{path}:{self.line} ({function})" if function else self.where
+        if not function:
+            return self.where
+        folder = "" if path.startswith("torch/") else "titan_moe/"
+        return f"{folder}{path}:{self.line} ({function})"
 
 
 class Allowance(NamedTuple):
@@ -34,11 +41,14 @@ class Allowance(NamedTuple):
 
 COPIES: Mapping[str, str] = {
     "train_step.py:local_batch": "a microbatch's tokens, not waited for",
+    f"{_FSDP_PATH}_fsdp_param.py:all_gather_inputs": "offloaded parameters that are gathered",
+    f"{_FSDP_PATH}_fsdp_collectives.py:foreach_reduce": "gradients of offloaded parameters",
 }
 """Copies between host and device in a step: place -> reason."""
 
 WAITS: Mapping[str, Allowance] = {
     "distributed/collectives.py:read": Allowance("whether to update is decided on a step's sums"),
+    "train_step.py:_max_of_grads": Allowance("of the norm 'inf' alone: the step's sums decide it"),
     "moe/dispatch/all_to_all.py:_route": Allowance(
         "collectives of rows take their sizes as Python ints", per_moe_layer=True
     ),
@@ -55,19 +65,22 @@ FIRST_PAIRS: Mapping[str, str] = {
 
 
 def here() -> Place:
-    """The innermost function of titan_moe that is running; else the backward's node, or torch's
-    outermost function that is not a module's call."""
-    frame, torchs = sys._getframe(1), None
+    """The innermost function of titan_moe, or of FSDP, that is running; else backward's node."""
+    frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if _OURS in name:
-            path = name.rpartition(_OURS)[2]
-            if (path, frame.f_code.co_name) not in _HELPERS and not path.startswith(_NO_PROGRAM):
-                return Place(f"{path}:{frame.f_code.co_name}", frame.f_lineno)
-        elif torchs is None and "/torch/distributed/" in name:
-            torchs = f"torch/{name.rpartition(_TORCH)[2]} ({frame.f_code.co_name})"
+        code = frame.f_code
+        if (where := place_of(code.co_filename, code.co_name)) is not None:
+            return Place(where, frame.f_lineno)
         frame = frame.f_back  # type: ignore[assignment]
-    if torchs is not None:
-        return Place(torchs)
     node = torch._C._current_autograd_node()
-    return Place(f"backward of {node.name()}" if node is not None else "torch")
+    return Place("torch" if node is None else f"backward of {node.name()}")
+
+
+def place_of(filename: str, function: str) -> str | None:
+    """How the tables name a function; None for one that is no place."""
+    if _FSDP in filename:
+        return f"{_FSDP_PATH}{filename.rpartition(_FSDP)[2]}:{function}"
+    path = filename.removeprefix(_OURS)
+    if path == filename or path.startswith("simulate/") or (path, function) in _HELPERS:
+        return None
+    return f"{path}:{function}"

@@ -10,7 +10,7 @@ import torch
 from scripts.rehearsal.cases import Case
 from scripts.rehearsal.fake_cuda import CUDA, FakeCuda, fake_cuda
 from scripts.rehearsal.ledger import Counts, Finding
-from scripts.rehearsal.places import Place
+from scripts.rehearsal.places import Place, here, place_of
 from scripts.rehearsal.standins import StandIns, stand_ins
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
@@ -50,7 +50,7 @@ def rehearse(job: JobConfig, config: ModelConfig, world_size: int, rank: int) ->
         try:
             _train(job, config, world_size, mode, found)
         except Exception as error:  # Whatever torch's rules or the program refuse is a finding.
-            found.findings += [*mode.ledger.findings, _refused(error)]
+            found.findings += [*dict.fromkeys(mode.ledger.findings), _refused(error)]
     return found
 
 
@@ -107,15 +107,13 @@ def _has_bounded_sizes(job: JobConfig) -> bool:
 def _refused(error: Exception) -> Finding:
     """Where the program stood, and torch's words."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "/titan_moe/" in frame.filename]
-    at = (ours or frames)[-1]
-    path = at.filename.rpartition("/titan_moe/")[2]
-    lines = str(error).strip().splitlines() or [""]
-    return Finding("refused", Place(f"{path}:{at.name}", at.lineno or 0), _said(error, lines))
-
-
-def _said(error: Exception, lines: list[str]) -> str:
-    return f"{type(error).__name__}: {lines[0]}"
+    places = [
+        Place(where, frame.lineno or 0)
+        for frame in frames
+        if (where := place_of(frame.filename, frame.name)) is not None
+    ]
+    said = (str(error).strip().splitlines() or [""])[0]
+    return Finding("refused", places[-1] if places else here(), f"{type(error).__name__}: {said}")
 
 
 class Marks:
@@ -144,6 +142,7 @@ class Marks:
 
 def rehearse_all(cases: Sequence[Case]) -> list[tuple[str, Rehearsal]]:
     """In a process that has not been another rank."""
+    torch.set_num_threads(1)
     return [
         (case.name, rehearse(case.resolved(), case.config, case.world_size, case.rank))
         for case in cases
