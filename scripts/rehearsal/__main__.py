@@ -23,7 +23,7 @@ from scripts.rehearsal.counts import count_layers, counted_cases, in_words
 from scripts.rehearsal.ledger import Finding
 from scripts.rehearsal.rank import rehearse_all
 from scripts.rehearsal.sm90 import compile_launches
-from scripts.rehearsal.standins import Attention, Launch
+from scripts.rehearsal.standins import Launch
 from titan_moe.testing.process_pool import in_fresh_processes
 
 _CASES_PER_PROCESS = 12
@@ -72,11 +72,9 @@ def _count(path: Path, word: str) -> int:
 def _rehearse(cases: list[Case]) -> int:
     started, num_findings = time.perf_counter(), 0
     launches: set[Launch] = set()
-    attentions: set[Attention] = set()
     for _, results in in_fresh_processes(rehearse_all, _tasks(cases), num_workers=1):
         for name, result in results:
-            launches |= result.stand_ins.launches
-            attentions |= result.stand_ins.attentions
+            launches |= result.launches
             for finding in result.findings:
                 print(f"{finding} [{name}]", flush=True)
             num_findings += len(result.findings)

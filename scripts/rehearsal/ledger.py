@@ -110,9 +110,9 @@ class Ledger:
             allowed = WAITS.get(place.where)
             if allowed is None:
                 yield Finding("wait", place, f"{why}, {calls} x")
-            elif not allowed.per_moe_layer and calls > 1:
+            elif allowed.times == "step" and calls > 1:
                 yield Finding("wait", place, f"{why}, {calls} x, where once a step is allowed")
-            elif allowed.per_moe_layer:
+            elif allowed.times == "layer":
                 in_layers += calls
                 if in_layers > most:
                     detail = f"{why}, {in_layers} x in all MoE layers, where {most} are allowed"

@@ -32,29 +32,37 @@ class Place(NamedTuple):
 
 
 class Allowance(NamedTuple):
-    """Why something may happen at a place."""
+    """Why the host may wait at a place."""
 
     reason: str
-    per_moe_layer: bool = False
-    """Once per MoE layer and microbatch, instead of once per step."""
+    times: str = "step"
+    """Once a "step"; once a "layer", for each MoE layer and microbatch; or once a "parameter"."""
 
 
 COPIES: Mapping[str, str] = {
     "train_step.py:local_batch": "a microbatch's tokens, not waited for",
+    # With CPU offload alone.
     f"{_FSDP_PATH}_fsdp_param.py:all_gather_inputs": "offloaded parameters that are gathered",
     f"{_FSDP_PATH}_fsdp_collectives.py:foreach_reduce": "gradients of offloaded parameters",
+    "distributed/tensor_parallel.py:sum_grads": "offloaded gradients, summed by the devices",
+    "train_step.py:_reduce": "the sum of offloaded gradients' squares",
 }
 """Copies between host and device in a step: place -> reason."""
 
+_SIZES = Allowance("collectives of rows take their sizes as Python ints", "layer")
 WAITS: Mapping[str, Allowance] = {
     "distributed/collectives.py:read": Allowance("whether to update is decided on a step's sums"),
     "train_step.py:_max_of_grads": Allowance("of the norm 'inf' alone: the step's sums decide it"),
-    "moe/dispatch/all_to_all.py:_route": Allowance(
-        "collectives of rows take their sizes as Python ints", per_moe_layer=True
+    "moe/dispatch/all_to_all.py:_route": _SIZES,
+    "moe/dispatch/deduplicated.py:_route": _SIZES,
+    # With CPU offload alone.
+    f"{_FSDP_PATH}_fsdp_param_group.py:finalize_backward": Allowance(
+        "the optimizer reads offloaded gradients on the host", "parameter"
     ),
-    "moe/dispatch/deduplicated.py:_route": Allowance(
-        "collectives of rows take their sizes as Python ints", per_moe_layer=True
+    "distributed/tensor_parallel.py:sum_grads": Allowance(
+        "offloaded gradients go to the device and back", "parameter"
     ),
+    "train_step.py:_reduce": Allowance("the sum of offloaded gradients' squares"),
 }
 """Waits of the host for the device in a step."""
 

@@ -11,7 +11,7 @@ from scripts.rehearsal.cases import Case
 from scripts.rehearsal.fake_cuda import CUDA, FakeCuda, fake_cuda
 from scripts.rehearsal.ledger import Counts, Finding
 from scripts.rehearsal.places import Place, here, place_of
-from scripts.rehearsal.standins import StandIns, stand_ins
+from scripts.rehearsal.standins import Launch, stand_ins
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.execution import Microbatch
@@ -39,14 +39,15 @@ class Rehearsal:
     """Axis and operation -> calls and bytes that leave the rank, of the second step."""
     kernels: dict[str, int] = field(default_factory=dict)
     """Of that microbatch, by name."""
-    stand_ins: StandIns = field(default_factory=lambda: StandIns(set(), set()))
+    launches: set[Launch] = field(default_factory=set)
+    """Triton kernels of ours, as they were specialised."""
 
 
 def rehearse(job: JobConfig, config: ModelConfig, world_size: int, rank: int) -> Rehearsal:
     """Train two steps of two microbatches; `job` is resolved for the world."""
     found = Rehearsal()
     with fake_world(rank, world_size), fake_cuda() as mode, stand_ins(mode) as noted:
-        found.stand_ins = noted
+        found.launches = noted
         try:
             _train(job, config, world_size, mode, found)
         except Exception as error:  # Whatever torch's rules or the program refuse is a finding.

@@ -44,37 +44,20 @@ class Launch(NamedTuple):
     num_warps: int
 
 
-class Attention(NamedTuple):
-    """Shapes of flex attention's kernels."""
-
-    num_heads: int
-    num_kv_heads: int
-    qk_dim: int
-    v_dim: int
-    dtype: str
-
-
-class StandIns(NamedTuple):
-    """What has been launched."""
-
-    launches: set[Launch]
-    attentions: set[Attention]
-
-
 @contextmanager
-def stand_ins(mode: FakeCuda) -> Iterator[StandIns]:
+def stand_ins(mode: FakeCuda) -> Iterator[set[Launch]]:
     """Note launches of Triton kernels and flex attention instead of compiling them."""
     from torch.nn.attention import flex_attention as flex
     from triton.runtime.jit import JITFunction
 
-    noted = StandIns(set(), set())
+    noted: set[Launch] = set()
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         named = inspect.signature(self.fn).bind(*args, **kwargs_of_kernel(self, kwargs)).arguments
         tensors = [x for x in named.values() if isinstance(x, Tensor)]
         _check(mode, self.fn.__name__, tensors)
         mode.ledger.kernel(self.fn.__name__, sum(x.numel() * x.element_size() for x in tensors))
-        noted.launches.add(_launch(self, named, kwargs.get("num_warps", 4)))
+        noted.add(_launch(self, named, kwargs.get("num_warps", 4)))
         if compute := _VALUES.get(self.fn.__name__):
             compute({k: value_of(x) if isinstance(x, Tensor) else x for k, x in named.items()})
 
@@ -83,8 +66,6 @@ def stand_ins(mode: FakeCuda) -> Iterator[StandIns]:
         mask = options.get("block_mask")
         tensors = [x for x in tree_leaves((query, key, value, vars(mask))) if isinstance(x, Tensor)]
         _check(mode, "flex_attention", tensors, contiguous=False)
-        heads = query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]
-        noted.attentions.add(Attention(*heads, str(query.dtype).removeprefix("torch.")))
         out, lse = _Attention.apply(query, key, value, mode)
         return (out, flex.AuxOutput(lse=lse)) if options.get("return_aux") else out
 

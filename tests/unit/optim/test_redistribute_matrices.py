@@ -97,3 +97,22 @@ def test_pieces_of_what_is_made_of_the_whole_come_back():
             "one dim twice": 1,
             "experts, hidden dim twice": 3,
         }
+
+
+def one_matrix_cut_twice(_: int) -> bool:
+    """Two of the four ranks get none of it where the first cut is undone."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from titan_moe.distributed.dtensor import local_part
+    from titan_moe.optim.muon import matrix_cuts, redistribute_matrices
+
+    whole = torch.arange(48.0).view(6, 8)
+    parameter = distribute_tensor(whole, init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(1)])
+    pieces_1AB = local_part(parameter)[None]
+    doubled = redistribute_matrices(lambda x_NAB: 2 * x_NAB, pieces_1AB, matrix_cuts(parameter))
+    return torch.equal(doubled, 2 * pieces_1AB)
+
+
+def test_there_may_be_fewer_matrices_than_ranks_that_cut_them_twice():
+    assert run_on_ranks(one_matrix_cut_twice, 4, 4) == [True] * 4
