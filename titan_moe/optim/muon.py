@@ -217,7 +217,7 @@ def _gather_share(pieces_NAB: Tensor, cut: Cut) -> Tensor:
     """This rank's share of the matrices, with the cut undone."""
     rank, shares = dist.get_rank(cut.group), _shares(len(pieces_NAB), cut)
     shapes = [_with(pieces_NAB.shape, shares[rank], cut.dim, length) for length in cut.lengths]
-    sent = [share * pieces_NAB[0].numel() for share in shares]
+    sent = [share * pieces_NAB.shape[1:].numel() for share in shares]
     received = _exchange(pieces_NAB, sent, [shape.numel() for shape in shapes], cut.group)
     parts = received.split([shape.numel() for shape in shapes])
     return torch.cat([p.view(s) for p, s in zip(parts, shapes, strict=True)], cut.dim)
