@@ -41,6 +41,7 @@ class Allowance(NamedTuple):
 
 COPIES: Mapping[str, str] = {
     "train_step.py:local_batch": "a microbatch's tokens, not waited for",
+    "distributed/context_parallel/blocks.py:blocks": "positions of a mask's part, not waited for",
     # With CPU offload alone.
     f"{_FSDP_PATH}_fsdp_param.py:all_gather_inputs": "offloaded parameters that are gathered",
     f"{_FSDP_PATH}_fsdp_collectives.py:foreach_reduce": "gradients of offloaded parameters",
