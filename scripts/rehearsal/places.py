@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-import titan_moe
-
-_OURS = f"{Path(titan_moe.__file__).parent}/"
+_OURS = f"{Path(__file__).resolve().parents[2] / 'titan_moe'}/"
 _FSDP = "/torch/distributed/fsdp/_fully_shard/"
 _FSDP_PATH = _FSDP.removeprefix("/")
 # Who asks is the place, not these helpers of theirs.
@@ -36,12 +34,14 @@ class Allowance(NamedTuple):
 
     reason: str
     times: str = "step"
-    """Once a "step"; once a "layer", for each MoE layer and microbatch; or once a "parameter"."""
+    """Once a "step"; once a "layer", for each MoE layer and microbatch; once a "parameter"; or once
+    a "schedule" and stage. Only the first two are counted."""
 
 
 COPIES: Mapping[str, str] = {
     "train_step.py:local_batch": "a microbatch's tokens, not waited for",
     "distributed/context_parallel/blocks.py:blocks": "positions of a mask's part, not waited for",
+    "distributed/pipeline/schedule.py:_run": "stages agree how a schedule of torch's begins",
     # With CPU offload alone.
     f"{_FSDP_PATH}_fsdp_param.py:all_gather_inputs": "offloaded parameters that are gathered",
     f"{_FSDP_PATH}_fsdp_collectives.py:foreach_reduce": "gradients of offloaded parameters",
@@ -54,6 +54,9 @@ _SIZES = Allowance("collectives of rows take their sizes as Python ints", "layer
 WAITS: Mapping[str, Allowance] = {
     "distributed/collectives.py:read": Allowance("whether to update is decided on a step's sums"),
     "train_step.py:_max_of_grads": Allowance("of the norm 'inf' alone: the step's sums decide it"),
+    "distributed/pipeline/schedule.py:_run": Allowance(
+        "stages agree how a schedule of torch's begins, in its first run", "schedule"
+    ),
     "moe/dispatch/all_to_all.py:_route": _SIZES,
     "moe/dispatch/deduplicated.py:_route": _SIZES,
     # With CPU offload alone.
