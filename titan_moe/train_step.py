@@ -264,7 +264,7 @@ def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Mi
         tokens_BS=batch.tokens_BS[:, positions_S].to(device, non_blocking=True),
         labels_BS=batch.labels_BS[:, positions_S].to(device, non_blocking=True),
         documents_BS=batch.documents_BS.to(device, non_blocking=True),
-        positions_BS=positions_S.to(device).expand(len(batch.tokens_BS), -1),
+        positions_BS=positions_S.to(device, non_blocking=True).expand(len(batch.tokens_BS), -1),
     )
     depths = sharded.config.num_mtp_layers
     if not depths:

@@ -237,8 +237,8 @@ BUGS = {
     ),
     "positions counted from each rank's first token": Bug(
         "titan_moe.train_step:local_batch",
-        "positions_BS=positions_S.to(device)",
-        "positions_BS=torch.arange(len(positions_S)).to(device)",
+        "positions_BS=positions_S.to(device, non_blocking=True)",
+        "positions_BS=torch.arange(len(positions_S)).to(device, non_blocking=True)",
         caught_on=_GATHERED,
         named=("loss*", "gradient *.attention.*"),
         spared=("num_targets *",),

@@ -80,7 +80,7 @@ class FakeCommCounter(CommCounter):
 
     def execute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func.namespace in COLLECTIVES:
-            return _fake_collective(func, args)
+            return fake_collective(func, args)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func is _aten._local_scalar_dense.default and isinstance(tensors[0], FakeTensor):
             return 1.0 if tensors[0].is_floating_point() else 1
@@ -103,7 +103,7 @@ def _is_real(func: Any, tensors: list[Tensor], dtype: torch.dtype | None) -> boo
     return integers or (dtype is None and func in _INTEGER_FACTORIES)
 
 
-def _fake_collective(func: Any, args: tuple) -> Any:
+def fake_collective(func: Any, args: tuple) -> Any:
     """What a collective returns if every peer holds what this rank does."""
     name, x = func.__name__.partition(".")[0], args[0]
     if func.namespace == "c10d":

@@ -148,7 +148,8 @@ class FlexBlocks:
         local: LocalAttention | None = None,
     ) -> list[Block]:
         first_BS = first_seen_in_rows(documents_BS, local, mask_documents=self._mask_documents)
-        queries_S, keys_S = queries_S.to(first_BS.device), keys_S.to(first_BS.device)
+        queries_S = queries_S.to(first_BS.device, non_blocking=True)
+        keys_S = keys_S.to(first_BS.device, non_blocking=True)
         mask = self._flex.block_mask(queries_S, keys_S, first_BS[:, queries_S])
         return [Block(slice(None), slice(None), mask)]
 

@@ -1,0 +1,115 @@
+"""Rehearse CUDA without a GPU; scripts/rehearse.sh starts it and prepares its environment.
+
+    ./scripts/rehearse.sh                        all cases and the kernels that they launch
+    ./scripts/rehearse.sh --only qwen3           cases whose name has the word
+    ./scripts/rehearse.sh --controls             planted mistakes: each must be found
+    ./scripts/rehearse.sh --counts counts.json   what a layer of the shipped models costs
+    ./scripts/rehearse.sh --list                 names of the cases
+
+Exit code 1 and a line for each finding, 0 if there is none.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.rehearsal.cases import Case, all_cases
+from scripts.rehearsal.controls import CONTROLS, missed
+from scripts.rehearsal.counts import count_layers, counted_cases, in_words
+from scripts.rehearsal.ledger import Finding
+from scripts.rehearsal.rank import rehearse_all
+from scripts.rehearsal.sm90 import compile_launches
+from scripts.rehearsal.standins import Launch
+from titan_moe.testing.process_pool import in_fresh_processes
+
+_CASES_PER_PROCESS = 12
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="./scripts/rehearse.sh", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--only", default="", metavar="WORD", help="cases with this in their name")
+    parser.add_argument("--list", action="store_true", help="name the cases")
+    parser.add_argument("--controls", action="store_true", help="plant mistakes")
+    parser.add_argument("--counts", type=Path, metavar="FILE", help="count layers, as JSON there")
+    options = parser.parse_args(argv)
+    cases = [case for case in all_cases() if options.only in case.name]
+    if options.list:
+        print("\n".join(case.name for case in cases))
+        return 0
+    if options.controls:
+        return _plant(options.only)
+    if options.counts is not None:
+        return _count(options.counts, options.only)
+    return _rehearse(cases)
+
+
+def _plant(word: str) -> int:
+    controls = [control for control in CONTROLS if word in control.name]
+    lines = _run(missed, [(control.name,) for control in controls])
+    for line in filter(None, lines):
+        print(line)
+    found = sum(not line for line in lines)
+    print(f"{found} of {len(lines)} planted mistakes found")
+    return 0 if found == len(lines) else 1
+
+
+def _count(path: Path, word: str) -> int:
+    cases = counted_cases(word)
+    counted = {
+        deep.name: found for (_, deep), found in zip(cases, _run(count_layers, cases), strict=True)
+    }
+    for name, found in counted.items():
+        print(in_words(name, found))
+    path.write_text(json.dumps(counted, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _rehearse(cases: list[Case]) -> int:
+    started, num_findings = time.perf_counter(), 0
+    launches: set[Launch] = set()
+    for _, results in in_fresh_processes(rehearse_all, _tasks(cases), num_workers=1):
+        for name, result in results:
+            launches |= result.launches
+            for finding in result.findings:
+                print(f"{finding} [{name}]", flush=True)
+            num_findings += len(result.findings)
+    for finding in _kernel_findings(launches):
+        print(finding, flush=True)
+        num_findings += 1
+    print(
+        f"{len(cases)} cases, {len(launches)} kernels of ours, {num_findings} findings, "
+        f"{time.perf_counter() - started:.0f} s"
+    )
+    return 1 if num_findings else 0
+
+
+def _kernel_findings(launches: set[Launch]) -> Iterator[Finding]:
+    for taken, place in compile_launches(launches):
+        yield from taken.findings(place)
+
+
+def _run(function: Callable[..., Any], tasks: Sequence[tuple]) -> list[Any]:
+    """Each in a fresh process, one at a time; the results are in the tasks' order."""
+    found = in_fresh_processes(function, tasks, num_workers=1)
+    return [value for _, value in sorted(found, key=lambda item: item[0])]
+
+
+def _tasks(cases: list[Case]) -> list[tuple[list[Case]]]:
+    """Cases that share a process: the same rank of worlds of the same size."""
+    worlds: dict[tuple[int, int], list[Case]] = {}
+    for case in cases:
+        worlds.setdefault((case.world_size, case.rank), []).append(case)
+    return [
+        (alike[first : first + _CASES_PER_PROCESS],)
+        for alike in worlds.values()
+        for first in range(0, len(alike), _CASES_PER_PROCESS)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

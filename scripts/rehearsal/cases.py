@@ -1,0 +1,118 @@
+"""What is rehearsed: families in layouts of 2 to 8 ranks, options, and the shipped GPU files."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from titan_moe.config.checks.job import check
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import load_job, resolve
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.hf import model_of_job
+from titan_moe.models.registry import FAMILIES
+from titan_moe.verify.layouts.covering import cover_options, cover_pairs
+from titan_moe.verify.layouts.layouts import apply_layout, depth, legal_layouts, parse, with_tables
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+_SAMPLE_SIZE, _SEED = 30, 22
+"""As the gate's sample."""
+_GPUS_OF_A_NODE = 8
+LAYERS = 4
+"""Of a shipped model, kept for its rehearsal: all kinds of layers that a family has."""
+
+# Alignments that float8 and grouped GEMMs in bf16 ask for; the gate's flavors are float64's.
+_FLAVORS = {"qwen3": "debugmodel_moe.toml"}
+_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "cpu offload": {"training": {"enable_cpu_offload": True}},
+    "Muon": {"optimizer": {"name": "Muon"}},
+    "recompute full": {"activation_checkpoint": {"mode": "full"}},
+    "bounded": {"parallelism": {"expert_parallel_capacity_factor": 1.5}},
+    "max norm": {"training": {"norm_type": "inf"}},
+    "no documents": {"training": {"mask_documents": False}},
+    "float8": {
+        "model": {"converters": ["quantize.linear.float8", "quantize.grouped_mm.float8"]},
+        "quantize": {"grouped_mm": {"float8": {"fqns": ["experts"]}}},
+    },
+}
+_OPTIONS_LAYOUT = "dp_shard=4,tp=2,ep=4"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job on one rank of a world."""
+
+    name: str
+    job: JobConfig
+    config: ModelConfig
+    world_size: int
+    rank: int
+
+    def refusals(self) -> list[str]:
+        """The lines of the configuration's own checks."""
+        return check(self.job, self.config, self.world_size, num_gpus=_GPUS_OF_A_NODE)
+
+    def resolved(self) -> JobConfig:
+        """Raises ConfigError with those lines."""
+        if lines := self.refusals():
+            raise ConfigError([f"{self.name}: {line}" for line in lines])
+        return resolve(self.job, self.world_size)
+
+
+def all_cases() -> Iterator[Case]:
+    yield from layout_cases()
+    yield from option_cases()
+    yield from shipped_cases()
+
+
+def layout_cases() -> Iterator[Case]:
+    """Each layout of the gate's sample with one family, in turn."""
+    layouts = [layout for world in (2, 4, 8) for layout in legal_layouts(world)]
+    sample = cover_options(cover_pairs(layouts, _SAMPLE_SIZE, _SEED))
+    for number, layout in enumerate(sample):
+        # Where a family cannot be laid out so, the next one is.
+        turns = [list(FAMILIES)[(number + turn) % len(FAMILIES)] for turn in range(len(FAMILIES))]
+        cases = (list(in_layout(family, str(layout))) for family in turns)
+        yield from next(each for each in cases if not each[0].refusals())
+
+
+def option_cases() -> Iterator[Case]:
+    """Each family in one layout as it is; options of a run with the first family that has them."""
+    for family in FAMILIES:
+        yield from in_layout(family, _OPTIONS_LAYOUT)
+    for name, tables in _OPTIONS.items():
+        for case in in_layout("qwen3", _OPTIONS_LAYOUT):
+            job = with_tables(case.job, tables)
+            yield replace(case, name=f"{case.name} {name}", job=job)
+
+
+def in_layout(family: str, text: str) -> Iterator[Case]:
+    """A family's small model on a layout's last rank; of a pipeline, on its first one too."""
+    path = CONFIGS / family / _FLAVORS.get(family, "debugmodel.toml")
+    layout = parse(text)
+    job = apply_layout(load_job(["--job.config_file", str(path)]), layout)
+    config = replace(model_of_job(job.model), num_layers=depth(layout))
+    last = layout.world_size - 1
+    for rank in (0, last) if layout.pp > 1 else (last,):
+        name = f"{family} {layout} rank {rank}"
+        yield Case(name, job, config, layout.world_size, rank)
+
+
+def shipped_cases(layers: int | None = LAYERS) -> Iterator[Case]:
+    """The GPU configurations at their world's size, on the last rank, cut to their first layers."""
+    for path in sorted(CONFIGS.glob("*/*_*gpu.toml")):
+        world_size = int(path.stem.rpartition("_")[2].removesuffix("gpu"))
+        if world_size in (8, 64):
+            yield shipped_case(path, world_size, layers)
+
+
+def shipped_case(path: Path, world_size: int, layers: int | None) -> Case:
+    job = load_job(["--job.config_file", str(path)])
+    config = model_of_job(job.model)
+    name = f"{path.parent.name}/{path.name}"
+    parallelism = job.parallelism
+    if layers is not None and parallelism.pipeline_parallel_degree == 1:
+        config = replace(config, num_layers=min(layers, config.num_layers))
+        name += f" of {config.num_layers} layers"
+    return Case(name, job, config, world_size, world_size - 1)

@@ -1,0 +1,213 @@
+"""Planted mistakes: a rehearsal that does not find each of them proves nothing."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from scripts.rehearsal.cases import Case, in_layout
+from scripts.rehearsal.ledger import Finding
+from scripts.rehearsal.rank import rehearse
+from scripts.rehearsal.sm90 import compile_launches
+from titan_moe.verify.layouts.layouts import parse, with_tables
+
+_DISPATCHING = "dp_shard=2,ep=2"
+_BOUNDED = {"parallelism": {"expert_parallel_capacity_factor": 1.5}}
+
+
+@dataclass(frozen=True)
+class Control:
+    """A mistake and what must be found of it."""
+
+    name: str
+    kind: str
+    """Of the finding."""
+    where: str
+    """Part of the finding's place."""
+    plant: Callable[[], AbstractContextManager]
+    layout: str = _DISPATCHING
+    tables: Mapping[str, Mapping[str, Any]] | None = None
+
+    def case(self) -> Case:
+        """Qwen3 with as few layers as there are stages."""
+        case = next(iter(in_layout("qwen3", self.layout)))
+        config = replace(case.config, num_layers=parse(self.layout).num_stages)
+        return replace(case, job=with_tables(case.job, self.tables or {}), config=config)
+
+
+def missed(name: str) -> str:
+    """Plant a control's mistake; a line if it is not found. In a fresh process."""
+    control = next(each for each in CONTROLS if each.name == name)
+    case = control.case()
+    with control.plant():
+        found = rehearse(case.resolved(), case.config, case.world_size, case.rank)
+    findings = [*found.findings, *_spills(found.launches if _compiles(control) else ())]
+    hits = [f for f in findings if f.kind == control.kind and control.where in f.place.where]
+    if hits:
+        return ""
+    others = "; ".join(str(finding) for finding in findings) or "nothing"
+    return f"{control.name}: expected {control.kind} at {control.where}, found {others}"
+
+
+def _compiles(control: Control) -> bool:
+    return control.kind == "spills"
+
+
+def _spills(launches: Any) -> list[Finding]:
+    return [f for taken, place in compile_launches(launches) for f in taken.findings(place)]
+
+
+# --- planting ---
+
+
+def _wrapped(target: str, make: Callable[[Any], Any]) -> Callable[[], AbstractContextManager]:
+    """Replace "module:name" or "module:Class.name" by `make` of what it is."""
+
+    def plant() -> AbstractContextManager:
+        module, _, path = target.partition(":")
+        *holders, name = path.split(".")
+        holder: Any = import_module(module)
+        for each in holders:
+            holder = getattr(holder, each)
+        return mock.patch.object(holder, name, make(getattr(holder, name)))
+
+    return plant
+
+
+def _and_then(act: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """The same function, whose result is handed to `act` besides."""
+
+    def make(function: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            act(result)
+            return result
+
+        return called
+
+    return make
+
+
+def _changed(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same function with another result."""
+    return lambda function: lambda *args, **kwargs: change(function(*args, **kwargs))
+
+
+def _twice(function: Any) -> Any:
+    def called(*args: Any) -> Any:
+        function(*args)
+        return function(*args)
+
+    return called
+
+
+def _before(act: Callable[[], object]) -> Callable[[Any], Any]:
+    def make(function: Any) -> Any:
+        def called(*args: Any) -> Any:
+            act()
+            return function(*args)
+
+        return called
+
+    return make
+
+
+def _long_offsets(multiply: Any) -> Any:
+    return lambda x_RD, w_EFD, offsets_E: multiply(x_RD, w_EFD, offsets_E.long())
+
+
+def _source_on_host(copy_rows: Any) -> Any:
+    return lambda x_TD, source_R: copy_rows(x_TD, source_R.cpu())
+
+
+def _without_a_pipelines_first(all_reduce: Any) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        import sys
+
+        if "pipeline/schedule" in sys._getframe(1).f_code.co_filename:
+            return None
+        return all_reduce(*args, **kwargs)
+
+    return called
+
+
+_WEIGHTS = "titan_moe.moe.router:Router.gating_weights"
+CONTROLS = [
+    Control(
+        "a copy to the host",
+        "copy",
+        "moe/layer.py:forward",
+        _wrapped(_WEIGHTS, _and_then(lambda w: w.to("cpu", non_blocking=True))),
+    ),
+    Control(
+        "a number read in a layer",
+        "wait",
+        "moe/layer.py:forward",
+        _wrapped(_WEIGHTS, _and_then(lambda w: w.sum().item())),
+    ),
+    Control(
+        "sizes read twice a layer",
+        "wait",
+        "all_to_all.py:_route",
+        _wrapped("titan_moe.moe.dispatch.all_to_all:to_host", _twice),
+    ),
+    Control(
+        "a number read with bounded sizes",
+        "wait",
+        "moe/layer.py:route",
+        _wrapped(
+            "titan_moe.moe.layer:count_experts", _and_then(lambda counts_E: counts_E.sum().item())
+        ),
+        tables=_BOUNDED,
+    ),
+    Control(
+        "a tensor of numbers made in a layer",
+        "copy",
+        "moe/layer.py:forward",
+        _wrapped(_WEIGHTS, _and_then(lambda w: torch.tensor([1.0], device=w.device))),
+    ),
+    Control(
+        "a sum over ranks on the host",
+        "wrong device",
+        "train_step.py:_reduce",
+        _wrapped(
+            "titan_moe.train_step:sum_over_world", _before(lambda: dist.all_reduce(torch.zeros(1)))
+        ),
+    ),
+    Control(
+        "a pipeline that begins with a send",
+        "hang",
+        "pipeline/schedule.py",
+        _wrapped("torch.distributed:all_reduce", _without_a_pipelines_first),
+        layout="pp=4,schedule=GPipe",
+    ),
+    Control(
+        "two devices in one sum",
+        "refused",
+        "moe/layer.py:forward",
+        _wrapped(_WEIGHTS, _changed(lambda w: w + torch.ones(w.shape))),
+    ),
+    Control(
+        "offsets of a type that grouped GEMMs refuse",
+        "refused",
+        "grouped_mm.py:grouped_mm",
+        _wrapped("titan_moe.moe.experts:grouped_mm", _long_offsets),
+    ),
+    Control(
+        "a kernel that reads the host's memory",
+        "wrong device",
+        "move_rows_triton.py:copy_rows",
+        _wrapped("titan_moe.ops.move_rows:copy_rows", _source_on_host),
+    ),
+    Control(
+        "a kernel with too large a tile",
+        "spills",
+        "move_rows_triton.py:_add_rows_kernel",
+        _wrapped("titan_moe.ops.move_rows_triton:_tile", lambda tile: lambda dim, size: (64, 1024)),
+    ),
+]

@@ -1,0 +1,98 @@
+"""Where in the program something happens, and the places where it may."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+_OURS = f"{Path(__file__).resolve().parents[2] / 'titan_moe'}/"
+_FSDP = "/torch/distributed/fsdp/_fully_shard/"
+_FSDP_PATH = _FSDP.removeprefix("/")
+# Who asks is the place, not these helpers of theirs.
+_HELPERS = {("distributed/collectives.py", "to_host")}
+
+
+class Place(NamedTuple):
+    """A function of titan_moe, or what stands for one where none is running."""
+
+    where: str
+    """"moe/layer.py:route"; "torch/distributed/fsdp/..."; or "backward of NODE"."""
+    line: int = 0
+
+    def __str__(self) -> str:
+        path, _, function = self.where.partition(":")
+        if not function:
+            return self.where
+        folder = "" if path.startswith("torch/") else "titan_moe/"
+        return f"{folder}{path}:{self.line} ({function})"
+
+
+class Allowance(NamedTuple):
+    """Why the host may wait at a place."""
+
+    reason: str
+    times: str = "step"
+    """Once a "step"; once a "layer", for each MoE layer and microbatch; once a "parameter"; or once
+    a "schedule" and stage. Only the first two are counted."""
+
+
+COPIES: Mapping[str, str] = {
+    "train_step.py:local_batch": "a microbatch's tokens, not waited for",
+    "distributed/context_parallel/blocks.py:blocks": "positions of a mask's part, not waited for",
+    "distributed/pipeline/schedule.py:_run": "stages agree how a schedule of torch's begins",
+    # With CPU offload alone.
+    f"{_FSDP_PATH}_fsdp_param.py:all_gather_inputs": "offloaded parameters that are gathered",
+    f"{_FSDP_PATH}_fsdp_collectives.py:foreach_reduce": "gradients of offloaded parameters",
+    "distributed/tensor_parallel.py:sum_grads": "offloaded gradients, summed by the devices",
+    "train_step.py:_reduce": "the sum of offloaded gradients' squares",
+}
+"""Copies between host and device in a step: place -> reason."""
+
+_SIZES = Allowance("collectives of rows take their sizes as Python ints", "layer")
+WAITS: Mapping[str, Allowance] = {
+    "distributed/collectives.py:read": Allowance("whether to update is decided on a step's sums"),
+    "train_step.py:_max_of_grads": Allowance("of the norm 'inf' alone: the step's sums decide it"),
+    "distributed/pipeline/schedule.py:_run": Allowance(
+        "stages agree how a schedule of torch's begins, in its first run", "schedule"
+    ),
+    "moe/dispatch/all_to_all.py:_route": _SIZES,
+    "moe/dispatch/deduplicated.py:_route": _SIZES,
+    # With CPU offload alone.
+    f"{_FSDP_PATH}_fsdp_param_group.py:finalize_backward": Allowance(
+        "the optimizer reads offloaded gradients on the host", "parameter"
+    ),
+    "distributed/tensor_parallel.py:sum_grads": Allowance(
+        "offloaded gradients go to the device and back", "parameter"
+    ),
+    "train_step.py:_reduce": Allowance("the sum of offloaded gradients' squares"),
+}
+"""Waits of the host for the device in a step."""
+
+FIRST_PAIRS: Mapping[str, str] = {
+    "distributed/context_parallel/ring.py:_pass_on": "every rank of the ring sends and receives",
+}
+"""Batches of sends and receives that may be a group's first use: all of its ranks take part."""
+
+
+def here() -> Place:
+    """The innermost function of titan_moe, or of FSDP, that is running; else backward's node."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if (where := place_of(code.co_filename, code.co_name)) is not None:
+            return Place(where, frame.f_lineno)
+        frame = frame.f_back  # type: ignore[assignment]
+    node = torch._C._current_autograd_node()
+    return Place("torch" if node is None else f"backward of {node.name()}")
+
+
+def place_of(filename: str, function: str) -> str | None:
+    """How the tables name a function; None for one that is no place."""
+    if _FSDP in filename:
+        return f"{_FSDP_PATH}{filename.rpartition(_FSDP)[2]}:{function}"
+    path = filename.removeprefix(_OURS)
+    if path == filename or path.startswith("simulate/") or (path, function) in _HELPERS:
+        return None
+    return f"{path}:{function}"

@@ -1,0 +1,150 @@
+"""One rank of a job on a GPU that is not there: built, and two steps trained."""
+
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from scripts.rehearsal.cases import Case
+from scripts.rehearsal.fake_cuda import CUDA, FakeCuda, fake_cuda
+from scripts.rehearsal.ledger import Counts, Finding
+from scripts.rehearsal.places import Place, here, place_of
+from scripts.rehearsal.standins import Launch, stand_ins
+from titan_moe.config.job_config import JobConfig
+from titan_moe.data.batch import Batch
+from titan_moe.distributed.execution import Microbatch
+from titan_moe.distributed.parallelize import build_sharded_model
+from titan_moe.models.config import ModelConfig
+from titan_moe.optim.optimizers import build_optimizer
+from titan_moe.simulate.comm_counter import axes_of_groups
+from titan_moe.simulate.fake_rank import empty_batch, fake_world
+from titan_moe.train_step import StepResult, TrainStep
+
+_GPUS_OF_A_NODE = 8
+_MICROBATCHES = 2
+
+
+@dataclass
+class Rehearsal:
+    """What was found of one rank."""
+
+    findings: list[Finding] = field(default_factory=list)
+    microbatch: Counts | None = None
+    """Of the second step's last microbatch: a schedule's own first use is over."""
+    update: Counts | None = None
+    """Of what follows the second step's last microbatch: sums over ranks, the optimizer."""
+    collectives: dict[str, list[float]] = field(default_factory=dict)
+    """Axis and operation -> calls and bytes that leave the rank, of the second step."""
+    kernels: dict[str, int] = field(default_factory=dict)
+    """Of that microbatch, by name."""
+    launches: set[Launch] = field(default_factory=set)
+    """Triton kernels of ours, as they were specialised."""
+
+
+def rehearse(job: JobConfig, config: ModelConfig, world_size: int, rank: int) -> Rehearsal:
+    """Train two steps of two microbatches; `job` is resolved for the world."""
+    found = Rehearsal()
+    with fake_world(rank, world_size), fake_cuda() as mode, stand_ins(mode) as noted:
+        found.launches = noted
+        try:
+            _train(job, config, world_size, mode, found)
+        except Exception as error:  # Whatever torch's rules or the program refuse is a finding.
+            found.findings += [*dict.fromkeys(mode.ledger.findings), _refused(error)]
+    return found
+
+
+def _train(
+    job: JobConfig, config: ModelConfig, world_size: int, mode: FakeCuda, found: Rehearsal
+) -> None:
+    ledger = mode.ledger
+    torch.cuda.set_device(CUDA)
+    sharded = build_sharded_model(
+        job,
+        config,
+        device=CUDA,
+        world_size=world_size,
+        ranks_per_node=_GPUS_OF_A_NODE,
+        draw_weights=False,
+    )
+    # Every float that is read is 1: that of dropped rows may not stop a step.
+    sharded = replace(sharded, stops_on_overflow=False)
+    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+    step = TrainStep(sharded, optimizer, job.training, device=CUDA)
+    mode.groups = axes_of_groups(sharded.meshes)
+    waits_in = 0 if _has_bounded_sizes(job) else len(sharded.moe_layers())
+    for logged in (True, False):
+        mode.clear()
+        ledger.begin_step()
+        marks = Marks(mode)
+        step([empty_batch(job)] * _MICROBATCHES, logged=logged, observer=marks)
+        ledger.end_step()
+        found.findings += [
+            finding
+            for finding in ledger.judged(num_moe_layers=waits_in, num_microbatches=_runs(job))
+            if finding not in found.findings
+        ]
+    found.microbatch, found.kernels = marks.last_microbatch()
+    found.update = mode.counts() - marks.seen[-1][0]
+    found.collectives = {
+        f"{flow.axis} {flow.op}": [calls, sent] for flow, (calls, sent) in mode.volumes().items()
+    }
+
+
+def _runs(job: JobConfig) -> int:
+    """Forwards of a layer in a step."""
+    parallelism = job.parallelism
+    if parallelism.pipeline_parallel_degree == 1:
+        return _MICROBATCHES
+    pieces = job.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    return _MICROBATCHES * pieces
+
+
+def _has_bounded_sizes(job: JobConfig) -> bool:
+    return job.parallelism.expert_parallel_capacity_factor is not None
+
+
+def _refused(error: Exception) -> Finding:
+    """Where the program stood, and torch's words."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [
+        Place(where, frame.lineno or 0)
+        for frame in frames
+        if (where := place_of(frame.filename, frame.name)) is not None
+    ]
+    said = (str(error).strip().splitlines() or [""])[0]
+    return Finding("refused", places[-1] if places else here(), f"{type(error).__name__}: {said}")
+
+
+class Marks:
+    """Counts at the start of every microbatch and after the last; an Observer of a step."""
+
+    def __init__(self, mode: FakeCuda) -> None:
+        self._mode = mode
+        self.seen: list[tuple[Counts, Counter[str]]] = []
+
+    def reads(self, batch: Batch, local: Microbatch) -> None:
+        self._mark()
+
+    def accumulated(self) -> None:
+        self._mark()
+
+    def updated(self, result: StepResult) -> None:
+        pass
+
+    def _mark(self) -> None:
+        self.seen.append((self._mode.counts(), Counter(self._mode.ledger.kernels)))
+
+    def last_microbatch(self) -> tuple[Counts, dict[str, int]]:
+        (before, kernels_before), (after, kernels_after) = self.seen[-2:]
+        return after - before, dict(kernels_after - kernels_before)
+
+
+def rehearse_all(cases: Sequence[Case]) -> list[tuple[str, Rehearsal]]:
+    """In a process that has not been another rank."""
+    torch.set_num_threads(1)
+    return [
+        (case.name, rehearse(case.resolved(), case.config, case.world_size, case.rank))
+        for case in cases
+    ]

@@ -1,0 +1,93 @@
+"""Compile what was launched for sm_90, and read from the assembler what it takes of an H100."""
+
+import importlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scripts.rehearsal.ledger import Finding
+from scripts.rehearsal.places import Place
+from scripts.rehearsal.standins import Launch
+
+SHARED_BYTES = 227 * 1024
+"""That a block of a kernel may have at capability 9.0 (CUDA programming guide)."""
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+
+
+class Taken(NamedTuple):
+    """What a compiled kernel takes."""
+
+    name: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+    def findings(self, place: Place) -> Iterator[Finding]:
+        if self.spilled_bytes:
+            detail = f"{self.name} spills {self.spilled_bytes} bytes at {self.registers} registers"
+            yield Finding("spills", place, detail)
+        if self.shared_bytes > SHARED_BYTES:
+            detail = (
+                f"{self.name} wants {self.shared_bytes:,} bytes of shared memory, where a block "
+                f"has {SHARED_BYTES:,}"
+            )
+            yield Finding("does not fit", place, detail)
+
+
+def compile_launches(launches: Iterable[Launch]) -> Iterator[tuple[Taken, Place]]:
+    """Each kernel of ours as it was specialised."""
+    for launch in sorted(launches, key=str):
+        kernel = getattr(importlib.import_module(launch.module), launch.name)
+        yield (
+            compile_kernel(kernel, dict(launch.types), dict(launch.constants), launch.num_warps),
+            Place(_path(launch.module) + f":{launch.name}", kernel.fn.__code__.co_firstlineno),
+        )
+
+
+def compile_kernel(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int
+) -> Taken:
+    """A Triton function for sm_90; its tensors begin at multiples of 16 bytes, as torch's do."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name, kind in types.items()
+            if kind.startswith("*")
+        },
+    )
+    target = GPUTarget("cuda", 90, 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
+    text = ", ".join(f"{name}={value}" for name, value in constants.items())
+    kinds = " ".join(kind for kind in types.values() if kind.startswith("*"))
+    return taken(f"{kernel.fn.__name__}[{kinds}; {text}]", compiled)
+
+
+def taken(name: str, compiled: Any) -> Taken:
+    """By ptxas of the Triton wheel, from the PTX of a compiled kernel."""
+    import triton
+
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        command = [str(ptxas), "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = sum(int(number) for pair in _SPILLS.findall(report) for number in pair)
+    registers = max(int(number) for number in _REGISTERS.findall(report))
+    return Taken(name, registers, spills, compiled.metadata.shared)
+
+
+def _path(module: str) -> str:
+    return module.removeprefix("titan_moe.").replace(".", "/") + ".py"

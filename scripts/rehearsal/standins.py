@@ -1,0 +1,167 @@
+"""What stands for kernels that are compiled when they are called: Triton's and flex attention.
+
+A launch is noted with the types it is specialised for, so that the very kernels of a rehearsal can
+be compiled for sm_90 afterwards.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils._pytree import tree_leaves
+
+from scripts.rehearsal.fake_cuda import FakeCuda, value_of
+from scripts.rehearsal.ledger import Finding
+from scripts.rehearsal.places import here
+from titan_moe.ops.move_rows import add_rows_reference, copy_rows_reference
+from titan_moe.ops.permute_indices import permute_indices_reference
+
+_TRITON_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+class Launch(NamedTuple):
+    """A Triton kernel as specialised: what it is compiled from."""
+
+    module: str
+    name: str
+    types: tuple[tuple[str, str], ...]
+    """Argument -> its type, "*" before that of a tensor."""
+    constants: tuple[tuple[str, Any], ...]
+    num_warps: int
+
+
+@contextmanager
+def stand_ins(mode: FakeCuda) -> Iterator[set[Launch]]:
+    """Note launches of Triton kernels and flex attention instead of compiling them."""
+    from torch.nn.attention import flex_attention as flex
+    from triton.runtime.jit import JITFunction
+
+    noted: set[Launch] = set()
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        named = inspect.signature(self.fn).bind(*args, **kwargs_of_kernel(self, kwargs)).arguments
+        tensors = [x for x in named.values() if isinstance(x, Tensor)]
+        _check(mode, self.fn.__name__, tensors)
+        mode.ledger.kernel(self.fn.__name__, sum(x.numel() * x.element_size() for x in tensors))
+        noted.add(_launch(self, named, kwargs.get("num_warps", 4)))
+        if compute := _VALUES.get(self.fn.__name__):
+            compute({k: value_of(x) if isinstance(x, Tensor) else x for k, x in named.items()})
+
+    @torch.compiler.disable
+    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        mask = options.get("block_mask")
+        tensors = [x for x in tree_leaves((query, key, value, vars(mask))) if isinstance(x, Tensor)]
+        _check(mode, "flex_attention", tensors, contiguous=False)
+        out, lse = _Attention.apply(query, key, value, mode)
+        return (out, flex.AuxOutput(lse=lse)) if options.get("return_aux") else out
+
+    with (
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(flex, "flex_attention", attend),
+    ):
+        yield noted
+
+
+def kwargs_of_kernel(kernel: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A launch's keywords without those that are for Triton, such as num_warps."""
+    return {name: value for name, value in kwargs.items() if name in kernel.arg_names}
+
+
+def _check(mode: FakeCuda, name: str, tensors: list[Tensor], *, contiguous: bool = True) -> None:
+    """A kernel that is handed a tensor of the host, or one with gaps, reads other memory."""
+    for x in tensors:
+        if not x.is_cuda or not isinstance(x, FakeTensor):
+            finding = Finding("wrong device", here(), f"{name} reads a tensor on {x.device}")
+            mode.ledger.findings.append(finding)
+        elif contiguous and not x.is_contiguous():
+            finding = Finding("layout", here(), f"{name} reads a tensor that is not contiguous")
+            mode.ledger.findings.append(finding)
+
+
+def _launch(kernel: Any, named: Mapping[str, Any], num_warps: int) -> Launch:
+    constants = {p.name for p in kernel.params if p.is_constexpr}
+    types = {}
+    for name, x in named.items():
+        if isinstance(x, Tensor):
+            types[name] = "*" + _TRITON_TYPES[x.dtype]
+        elif name not in constants:
+            types[name] = "i64" if abs(x) >= 2**31 else "i32"
+    fixed = tuple((name, named[name]) for name in named if name in constants)
+    return Launch(kernel.fn.__module__, kernel.fn.__name__, tuple(types.items()), fixed, num_warps)
+
+
+# --- values of whole numbers that Triton kernels write ---
+
+
+def _copied(named: Mapping[str, Any]) -> None:
+    if named["x_ptr"] is not None and named["source_ptr"] is not None:
+        named["out_ptr"].copy_(copy_rows_reference(named["x_ptr"], named["source_ptr"]))
+
+
+def _added(named: Mapping[str, Any]) -> None:
+    if named["y_ptr"] is not None and named["rows_ptr"] is not None:
+        named["out_ptr"].copy_(add_rows_reference(named["y_ptr"], named["rows_ptr"]))
+
+
+def _permuted(named: Mapping[str, Any]) -> None:
+    if named["counts_ptr"] is None:
+        return
+    found = permute_indices_reference(
+        named["counts_ptr"],
+        num_rows=named["num_rows"],
+        row_alignment=named["ALIGNMENT"],
+        max_rows=named["max_rows"],
+    )
+    outputs = ("source_ptr", "position_ptr", "offsets_ptr", "totals_ptr")
+    for name, value in zip(outputs, found, strict=True):
+        named[name].copy_(value)
+
+
+_VALUES: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
+    "_copy_rows_kernel": _copied,
+    "_add_rows_kernel": _added,
+    "_permute_indices_kernel": _permuted,
+}
+
+
+# --- flex attention: a kernel forward, two backward ---
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, mode: FakeCuda
+    ) -> tuple[Tensor, Tensor]:
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.mode = mode  # type: ignore[attr-defined]
+        _note(mode, "flex_attention", query, key, value, out, lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor, grad_lse: Tensor):  # type: ignore[override, no-untyped-def]
+        query, key, value, out, lse = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (query, key, value)]
+        _note(ctx.mode, "flex_attention_backward_delta", out, grad, lse)
+        _note(ctx.mode, "flex_attention_backward", query, key, value, grad, lse, *grads)
+        return *grads, None
+
+
+def _note(mode: FakeCuda, name: str, *tensors: Tensor) -> None:
+    mode.ledger.kernel(name, sum(x.numel() * x.element_size() for x in tensors))
