@@ -39,6 +39,16 @@ def task(world_size: int, **degrees: int) -> tuple[JobConfig, ModelConfig, int]:
     return resolve(job, world_size), config, world_size
 
 
+def test_a_step_in_float32_sends_twice_what_one_in_bfloat16_does() -> None:
+    job, config, world_size = task(8)
+    wide = job.training.model_copy(update={"mixed_precision_param": "float32"})
+    tasks = [(job, config, world_size), (job.model_copy(update={"training": wide}), config, 8)]
+    narrow, twice = (facts for _, facts in in_fresh_processes(measure, tasks, num_workers=1))
+    rows = [facts.traffic["ep"]["all_to_all"] for facts in (narrow, twice)]
+    assert rows[0][0] == rows[1][0]
+    assert rows[1][1] / rows[0][1] == pytest.approx(2, rel=0.01)
+
+
 def with_planted(bug: str, *arguments: object) -> RankFacts:
     """`measure`, with a line changed."""
     if bug == "every rank makes all groups":
