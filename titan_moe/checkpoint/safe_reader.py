@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -52,9 +53,19 @@ class _AllowListUnpickler(pickle.Unpickler):
             if module == "pathlib._local":  # Written by Python 3.13, whose pathlib is a package.
                 module = "pathlib"
             return getattr(importlib.import_module(module), name)
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+
+
+def _memory_format(kind: type, name: str) -> _MEM_FORMAT_ENCODING:
+    """What Python 3.11.0 to 3.11.3, that of Debian 12 among them, writes `getattr(kind, name)` for:
+    the member of an enumeration. No other one is in a checkpoint."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it asks for getattr of {kind!r}, which no checkpoint needs")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 class SafeReader(FileSystemReader):
