@@ -342,7 +342,7 @@ def test_an_enumeration_as_python_3_11_2_writes_it():
     member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
     raw = pickle.dumps(_Attribute(_MEM_FORMAT_ENCODING, member.name))
     assert _AllowListUnpickler(io.BytesIO(raw)).load() is member
-    with pytest.raises(pickle.UnpicklingError, match="getattr of .*, which no checkpoint needs"):
+    with pytest.raises(pickle.UnpicklingError, match=r"getattr of .*, which no checkpoint needs"):
         _AllowListUnpickler(io.BytesIO(pickle.dumps(_Attribute(Metadata, "__init__")))).load()
 
 
