@@ -115,6 +115,7 @@ def _keys(folder: Path) -> frozenset[str]:
     return frozenset(
         f"{table}.{key}"
         for table, shape in schema["properties"].items()
+        if "$ref" in shape  # A list of tables, as [[stages]], is one key, which no table has.
         for key in tables[shape["$ref"].rpartition("/")[2]]
     )
 

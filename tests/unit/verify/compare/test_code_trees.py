@@ -24,7 +24,10 @@ def repo(tmp_path: Path, monkeypatch) -> Iterator[Path]:
     for keys in (["steps"], ["steps", "lr"]):
         schema = {
             "$defs": {"T": {"properties": {key: {} for key in keys}}},
-            "properties": {"training": {"$ref": "#/$defs/T"}},
+            "properties": {
+                "training": {"$ref": "#/$defs/T"},
+                "stages": {"type": "array", "items": {"$ref": "#/$defs/T"}},
+            },
         }
         (folder / "configs" / "schema.json").write_text(json.dumps(schema))
         (folder / "titan_moe" / "code.py").write_text(f"{len(keys)}\n")
