@@ -42,7 +42,7 @@ def staged_job(folder: Path, stages: list[dict[str, Any]] = STAGES) -> JobConfig
 
 
 def train(job: JobConfig) -> None:
-    """On one rank; nobody looks at the curves' picture, which takes a second."""
+    """On one rank, without the picture of the curves, which takes a second."""
     curves.plot_curves = lambda *_, **__: None
     train_here(job)
 

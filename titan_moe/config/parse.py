@@ -123,7 +123,7 @@ def as_toml(job: JobConfig) -> str:
     """`job` as TOML text. None becomes an absent key."""
     tables = job.model_dump(exclude_none=True)
     if not job.stages:
-        del tables["stages"]  # Beside an empty list TOML lets nobody add [[stages]].
+        del tables["stages"]  # TOML refuses [[stages]] beside an empty list.
     return tomli_w.dumps(tables)
 
 

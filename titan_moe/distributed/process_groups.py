@@ -69,7 +69,7 @@ class ProcessGroups:
     ) -> ProcessGroup:
         """The group of `ranks`, this one among them; all groups of one rank are the same.
 
-        `description`: what a flight recorder shows, of whoever asks first.
+        `description`: what a flight recorder shows; that of the first call counts.
         """
         known = self.known(ranks, options)
         if known is not None:

@@ -57,7 +57,7 @@ def transfer(
 
 
 def move(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Traffic:
-    """As `transfer`; the memory of `sources` is freed, whoever still refers to them."""
+    """As `transfer`; frees the memory of `sources`, even if there are other references."""
     traffic = transfer(sources, targets)
     for tensor in sources.values():
         local_part(tensor).detach().untyped_storage().resize_(0)

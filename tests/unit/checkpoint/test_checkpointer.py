@@ -13,7 +13,6 @@ from torch import nn
 
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.checkpointer import Checkpointer
-from titan_moe.checkpoint.safe_reader import _AllowListUnpickler
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.runtime.errors import RunError
 
@@ -324,26 +323,6 @@ def test_malicious_metadata_is_not_run(saved, tmp_path, wrap):
     (_step(saved, 2) / ".metadata").write_bytes(wrap(_Evil(tmp_path / "ran")))
     _refused(_watched(saved), ".metadata is damaged or not to be trusted", "posix.system")
     assert not (tmp_path / "ran").exists()
-
-
-class _Attribute:
-    """Pickled as Python 3.11.2 pickles the member of an enumeration."""
-
-    def __init__(self, of, name):
-        self.of, self.name = of, name
-
-    def __reduce__(self):
-        return getattr, (self.of, self.name)
-
-
-def test_an_enumeration_as_python_3_11_2_writes_it():
-    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
-
-    member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
-    raw = pickle.dumps(_Attribute(_MEM_FORMAT_ENCODING, member.name))
-    assert _AllowListUnpickler(io.BytesIO(raw)).load() is member
-    with pytest.raises(pickle.UnpicklingError, match=r"getattr of .*, which no checkpoint needs"):
-        _AllowListUnpickler(io.BytesIO(pickle.dumps(_Attribute(Metadata, "__init__")))).load()
 
 
 @pytest.mark.parametrize("raw", [b"", b"garbage", pickle.dumps({"a": 1})])

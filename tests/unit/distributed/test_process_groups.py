@@ -115,5 +115,5 @@ def test_communicators_are_made_with_their_groups_if_asked(monkeypatch, device):
     groups = ProcessGroups(device)
     groups.get((0, 1), GroupOptions(Traffic.TOKENS), "tp+etp")
     groups.get((0,), GroupOptions(Traffic.TOKENS), "pp")
-    # One rank has nobody to connect to.
+    # A group of one rank has no connections.
     assert made == [([0, 1], device, "tp+etp"), ([0], None, "pp")]
