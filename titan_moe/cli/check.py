@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> Answer:
 
 
 def _audit(names: list[str]) -> Answer:
-    from titan_moe.checkpoint.audit import audit
+    from titan_moe.verify.audit import audit
 
     audits = [audit(Path(name)) for name in names]
     whole = [line for found in audits for line in found.whole]

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.digests import DIGESTS
 from titan_moe.cli.main import main
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.runtime.errors import RunError
+from titan_moe.verify.audit import audit
 
 _READ_WHOLE = ["manifest.json", "train_state.json", ".metadata"]
 

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
-from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.hf import sources, transfer, write_folder
 from titan_moe.checkpoint.hf.transfer import export_checkpoint, import_folder, load_alone
@@ -18,6 +17,7 @@ from titan_moe.config.job_config import Checkpoint
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import differences
 from titan_moe.runtime.errors import RunError
+from titan_moe.verify.audit import audit
 
 FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3")
 CPU = torch.device("cpu")
