@@ -42,6 +42,7 @@ from titan_moe.models.output import Output
 from titan_moe.models.quantize import GROUPED_MM, ROW_ALIGNMENT, check_hardware, quantize
 from titan_moe.models.stats import part_weights
 from titan_moe.models.tensor_plans import DECODER
+from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, FlexCore, choose_core
 from titan_moe.ops.grouped_mm import slow_on_gpu
@@ -110,8 +111,24 @@ def resolve_model(
         named = {"row_alignment": _ROWS_OF_ONEDNN} | named
     if GROUPED_MM in job.model.converters:
         named["row_alignment"] = max(named.get("row_alignment", 1), ROW_ALIGNMENT)
-    forced = job.debug.moe_force_load_balance
-    return replace(config, moe=replace(config.moe, **named, force_load_balance=forced))
+    named["force_load_balance"] = job.debug.moe_force_load_balance
+    if device_type == "cuda" and joint_gate_up_pays(job, config.moe):
+        named["joint_gate_up"] = True
+    return replace(config, moe=replace(config.moe, **named))
+
+
+def joint_gate_up_pays(job: JobConfig, moe: MoEConfig) -> bool:
+    """Whether one product of gate and up saves more memory traffic than its weights cost to lay
+    side by side, in every microbatch: docs/moe.md counts both."""
+    parallelism, training = job.parallelism, job.training
+    ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
+    sequences = training.local_batch_size
+    if parallelism.pipeline_parallel_degree > 1:
+        sequences = parallelism.pipeline_parallel_microbatch_size
+    cut = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    tokens = sequences * training.seq_len / cut
+    rows_of_an_expert = tokens * moe.top_k * ep * etp / moe.num_experts
+    return rows_of_an_expert > 2 * moe.hidden_dim / etp
 
 
 def build_sharded_model(
