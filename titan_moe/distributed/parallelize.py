@@ -20,6 +20,7 @@ from titan_moe.distributed.execution import Execution, WholeModel
 from titan_moe.distributed.expert_parallel import (
     DispatchOptions,
     apply_expert_parallel,
+    choose_dispatcher,
     join_sequences,
 )
 from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
@@ -258,7 +259,7 @@ def lay_out(
     parts = _own_parts(plain, stages, job, meshes)
 
     partial_over_tp = set()
-    dispatch = _dispatch_options(job.parallelism, ranks_per_node or meshes.dims.world_size)
+    dispatch = _dispatch_options(job.parallelism, config, meshes, ranks_per_node)
     for part in parts:
         # 3. What multiplies in float8, while every weight is whole.
         if in_float8 := quantize(part, job.model.converters, job.quantize):
@@ -283,13 +284,20 @@ def lay_out(
     return Parts(parts, partial_over_tp, names, stages)
 
 
-def _dispatch_options(parallelism: Parallelism, ranks_per_node: int) -> DispatchOptions:
+def _dispatch_options(
+    parallelism: Parallelism, config: ModelConfig, meshes: Meshes, ranks_per_node: int | None
+) -> DispatchOptions:
     if (factor := parallelism.expert_parallel_capacity_factor) is not None:
         return DispatchOptions("capacity", capacity_factor=factor)
-    return DispatchOptions(
-        parallelism.expert_parallel_comm_backend,
-        ranks_per_node=parallelism.expert_parallel_ranks_per_node or ranks_per_node,
-    )
+    on_node = parallelism.expert_parallel_ranks_per_node or ranks_per_node or meshes.dims.world_size
+    backend, dims = parallelism.expert_parallel_comm_backend, meshes.dims
+    if backend != "auto":
+        return DispatchOptions(backend, ranks_per_node=on_node)
+    if config.moe is None or dims.ep == 1:
+        return DispatchOptions("standard")
+    options, reason = choose_dispatcher(config.moe, dims, on_node)
+    logger.info("expert_parallel_comm_backend=auto is %s: %s", options.name, reason)
+    return options
 
 
 def _is_eager(core: AttentionCore, meshes: Meshes) -> bool:
