@@ -295,9 +295,9 @@ BUGS = {
         harmless_on="dp_shard=2",
     ),
     "recomputed rows without their routing weight": Bug(
-        "titan_moe.moe.experts:_ActivatedProjection.backward",
-        "weighted_RF = hidden_RF if weights_R1 is None else hidden_RF * weights_R1",
-        "weighted_RF = hidden_RF.clone()",
+        "titan_moe.ops.gated:gated_rows_backward_reference",
+        "hidden_RF.mul_(weights_R1)",
+        "pass",
         caught_on="dp_shard=2,recompute=none",
         named=("gradient layers.*.moe.experts.w2*",),
         spared=("loss *", "counts *", "balance_loss *", _OUTPUT, "gradient *.experts.w[13]*"),

@@ -319,11 +319,14 @@ class Parallelism(Section):
     """Ranks that split the experts; taken from dp_shard x cp x tp."""
     expert_tensor_parallel_degree: PositiveInt = 1
     """Ranks that split each expert's hidden dim; taken from dp_shard x cp x tp."""
-    expert_parallel_comm_backend: Literal["standard", "deduplicated"] = "standard"
+    expert_parallel_comm_backend: Literal["auto", "standard", "deduplicated"] = "auto"
     """How tokens travel over the ep axis: 'standard' sends one row to each expert of a token,
-    'deduplicated' one to each rank, and between nodes one to each node."""
+    'deduplicated' one to each rank, and between nodes one to each node. 'auto' is 'deduplicated'
+    from 8 ranks on where it sends at most 1/1.2 of the rows, and else 'standard'; the run's first
+    lines say which."""
     expert_parallel_ranks_per_node: PositiveInt | None = None
-    """Ranks of a node, for 'deduplicated'; left out: as many as torchrun started on this one."""
+    """Ranks of a node, for 'deduplicated' and 'auto'; left out: as many as torchrun started on this
+    one."""
     expert_parallel_capacity_factor: PositiveFloat | None = None
     """Rows of the buffer from one rank to another, as a multiple of an even share (tokens x top_k /
     expert_parallel_degree): the host waits for no sizes. Left out: exact sizes, at one wait a

@@ -20,6 +20,7 @@ from titan_moe.distributed.execution import Execution, WholeModel
 from titan_moe.distributed.expert_parallel import (
     DispatchOptions,
     apply_expert_parallel,
+    choose_dispatcher,
     join_sequences,
 )
 from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
@@ -42,6 +43,7 @@ from titan_moe.models.output import Output
 from titan_moe.models.quantize import GROUPED_MM, ROW_ALIGNMENT, check_hardware, quantize
 from titan_moe.models.stats import part_weights
 from titan_moe.models.tensor_plans import DECODER
+from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, FlexCore, choose_core
 from titan_moe.ops.grouped_mm import slow_on_gpu
@@ -110,8 +112,24 @@ def resolve_model(
         named = {"row_alignment": _ROWS_OF_ONEDNN} | named
     if GROUPED_MM in job.model.converters:
         named["row_alignment"] = max(named.get("row_alignment", 1), ROW_ALIGNMENT)
-    forced = job.debug.moe_force_load_balance
-    return replace(config, moe=replace(config.moe, **named, force_load_balance=forced))
+    named["force_load_balance"] = job.debug.moe_force_load_balance
+    if device_type == "cuda" and joint_gate_up_pays(job, config.moe):
+        named["joint_gate_up"] = True
+    return replace(config, moe=replace(config.moe, **named))
+
+
+def joint_gate_up_pays(job: JobConfig, moe: MoEConfig) -> bool:
+    """Whether one product of gate and up saves more memory traffic than its weights cost to lay
+    side by side, in every microbatch: docs/moe.md counts both."""
+    parallelism, training = job.parallelism, job.training
+    ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
+    sequences = training.local_batch_size
+    if parallelism.pipeline_parallel_degree > 1:
+        sequences = parallelism.pipeline_parallel_microbatch_size
+    cut = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    tokens = sequences * training.seq_len / cut
+    rows_of_an_expert = tokens * moe.top_k * ep * etp / moe.num_experts
+    return rows_of_an_expert > 2 * moe.hidden_dim / etp
 
 
 def build_sharded_model(
@@ -241,7 +259,7 @@ def lay_out(
     parts = _own_parts(plain, stages, job, meshes)
 
     partial_over_tp = set()
-    dispatch = _dispatch_options(job.parallelism, ranks_per_node or meshes.dims.world_size)
+    dispatch = _dispatch_options(job.parallelism, config, meshes, ranks_per_node)
     for part in parts:
         # 3. What multiplies in float8, while every weight is whole.
         if in_float8 := quantize(part, job.model.converters, job.quantize):
@@ -266,13 +284,20 @@ def lay_out(
     return Parts(parts, partial_over_tp, names, stages)
 
 
-def _dispatch_options(parallelism: Parallelism, ranks_per_node: int) -> DispatchOptions:
+def _dispatch_options(
+    parallelism: Parallelism, config: ModelConfig, meshes: Meshes, ranks_per_node: int | None
+) -> DispatchOptions:
     if (factor := parallelism.expert_parallel_capacity_factor) is not None:
         return DispatchOptions("capacity", capacity_factor=factor)
-    return DispatchOptions(
-        parallelism.expert_parallel_comm_backend,
-        ranks_per_node=parallelism.expert_parallel_ranks_per_node or ranks_per_node,
-    )
+    on_node = parallelism.expert_parallel_ranks_per_node or ranks_per_node or meshes.dims.world_size
+    backend, dims = parallelism.expert_parallel_comm_backend, meshes.dims
+    if backend != "auto":
+        return DispatchOptions(backend, ranks_per_node=on_node)
+    if config.moe is None or dims.ep == 1:
+        return DispatchOptions("standard")
+    options, reason = choose_dispatcher(config.moe, dims, on_node)
+    logger.info("expert_parallel_comm_backend=auto is %s: %s", options.name, reason)
+    return options
 
 
 def _is_eager(core: AttentionCore, meshes: Meshes) -> bool:
