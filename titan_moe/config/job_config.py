@@ -437,6 +437,10 @@ class Compile(Section):
     """'inductor' generates kernels, with Triton on a GPU and a C++ compiler on a CPU; the others
     trace only, to look for mistakes."""
 
+    @property
+    def compiles_layers(self) -> bool:
+        return self.enable and "model" in self.components
+
 
 class Float8Linear(Section):
     """Linear layers in float8 (torchao); model.converters switches them on."""

@@ -41,8 +41,13 @@ _KEPT = _EXCHANGES | {
 Contexts = tuple[AbstractContextManager, AbstractContextManager]
 
 
+def recomputes_by_operation(section: ActivationCheckpoint) -> bool:
+    return section.mode == "selective" and section.selective_ac_option == "op"
+
+
 def apply_activation_checkpoint(blocks: Mapping[str, Any], section: ActivationCheckpoint) -> None:
-    """Let the decoder's blocks execute as the section says.
+    """Let the decoder's blocks execute as the section says; compiled blocks recompute by operation
+    within their graphs.
 
     Args:
         blocks: the layers of this rank by their number in the whole model, so that every n-th layer
@@ -51,7 +56,7 @@ def apply_activation_checkpoint(blocks: Mapping[str, Any], section: ActivationCh
     """
     if section.mode == "none":
         return
-    by_operation = section.mode == "selective" and section.selective_ac_option == "op"
+    by_operation = recomputes_by_operation(section)
     every = 1 if by_operation or section.mode == "full" else int(section.selective_ac_option)
     for number, block in blocks.items():
         if int(number) % every == 0:
@@ -62,7 +67,7 @@ def apply_activation_checkpoint(blocks: Mapping[str, Any], section: ActivationCh
 
 def _kept(section: ActivationCheckpoint) -> set[Any]:
     """The operations whose results are kept."""
-    if section.mode == "selective" and section.selective_ac_option == "op":
+    if recomputes_by_operation(section):
         return _KEPT
     return _EXCHANGES if section.keep_exchanged_rows else set()
 
