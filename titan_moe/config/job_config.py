@@ -423,6 +423,10 @@ class ActivationCheckpoint(Section):
     selective_ac_option: str = "2"
     """N: recompute every N-th layer, whole; 'op': recompute every layer but for its matrix
     products, attention and collectives, whose results are kept."""
+    keep_exchanged_rows: bool = False
+    """In layers that are recomputed whole, keep the rows that expert parallelism brought to a
+    rank's experts instead of exchanging them again: four exchanges a layer instead of five, for
+    the memory of top_k rows of a token (fewer with the deduplicating dispatcher)."""
 
 
 class Compile(Section):
@@ -435,6 +439,10 @@ class Compile(Section):
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """'inductor' generates kernels, with Triton on a GPU and a C++ compiler on a CPU; the others
     trace only, to look for mistakes."""
+
+    @property
+    def compiles_layers(self) -> bool:
+        return self.enable and "model" in self.components
 
 
 class Float8Linear(Section):

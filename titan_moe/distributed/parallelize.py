@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.pipeline import model_parts, module_names, schedule_of, stages_of_rank
-from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
+from titan_moe.distributed.activation_checkpoint import (
+    apply_activation_checkpoint,
+    recomputes_by_operation,
+)
 from titan_moe.distributed.compile import apply_compile, compile_loss
 from titan_moe.distributed.context_parallel.apply import context_parallel_core, local_positions
 from titan_moe.distributed.execution import Execution, WholeModel
@@ -276,8 +279,15 @@ def lay_out(
         # 5. Compiled blocks inside recomputation, which runs them twice; both inside FSDP's hooks,
         # so that a recomputed block finds its gathered parameters.
         blocks = _numbered_blocks(part)
-        apply_compile(blocks.values(), job.compile, eager_attention=_is_eager(part.core, meshes))
-        apply_activation_checkpoint(blocks, job.activation_checkpoint)
+        by_operation = recomputes_by_operation(job.activation_checkpoint)
+        apply_compile(
+            blocks.values(),
+            job.compile,
+            by_operation=by_operation,
+            eager_attention=_is_eager(part.core, meshes),
+        )
+        if not (by_operation and job.compile.compiles_layers):
+            apply_activation_checkpoint(blocks, job.activation_checkpoint)
 
         # 6. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, _sharding_policy(job))
