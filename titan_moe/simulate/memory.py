@@ -145,7 +145,7 @@ def _results_per_token(config: ModelConfig, parallelism: Parallelism) -> float:
     own = attention_stats(config.attention, config.dim).results
     feed_forward = 2.0 * config.hidden_dim + config.dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
-        routed = moe.top_k * (2 * moe.hidden_dim + config.dim)
+        routed: float = moe.top_k * (2 * moe.hidden_dim + config.dim)
         routed += _exchanged_per_token(config, parallelism)
         shared = 2 * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared + config.dim * (shared > 0))
