@@ -115,7 +115,14 @@ class Trainer:
         )
         self.meshes = sharded.meshes
         self._ran = False  # The first step of a layout compiles, and may take long.
-        self._say(layout_summary(dict(sharded.named_parameters()), self.meshes))
+        shared = sharded.accumulation
+        self._say(
+            layout_summary(
+                dict(sharded.named_parameters()),
+                self.meshes,
+                str(shared) if shared.microbatches > 1 else "",
+            )
+        )
         if self.process.is_main and self.meshes.dims.pp > 1:
             weights = part_weights(sharded.config, job.training.seq_len)
             size = job.training.local_batch_size

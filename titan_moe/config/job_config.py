@@ -274,6 +274,14 @@ class Parallelism(Section):
     """Free gathered parameters after the forward; 'default' does, but for the output layer, and not
     in a pipeline, which would gather them for every microbatch; schedules that split the backward
     never do."""
+    fsdp_accumulation: Literal[
+        "auto", "reduce_each", "all_reduce_once", "reduce_once", "keep_gathered"
+    ] = "auto"
+    """What the microbatches of a step share: 'reduce_each' nothing, 'all_reduce_once' the sum over
+    dp_replicate and the copy to offloaded gradients, 'reduce_once' also the reduction over the
+    ranks that shard, 'keep_gathered' also the gathered parameters. 'auto': on a GPU the last of
+    these that the memory estimate has room for, on a CPU 'reduce_each'; a pipeline's schedule
+    gathers and reduces once a run."""
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that split attention heads, hidden dims and the vocabulary, and between layers the
     sequence."""

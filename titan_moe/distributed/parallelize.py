@@ -26,10 +26,16 @@ from titan_moe.distributed.expert_parallel import (
     choose_dispatcher,
     join_sequences,
 )
-from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
+from titan_moe.distributed.fsdp import StepSync, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.distributed.parallel_dims import parallel_dims
+from titan_moe.distributed.policies import (
+    accumulation_of,
+    compute_dtype,
+    sharding_policy,
+    stored_dtype,
+)
 from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
@@ -51,6 +57,7 @@ from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, FlexCore, choose_core
 from titan_moe.ops.grouped_mm import slow_on_gpu
 from titan_moe.runtime.log import logger
+from titan_moe.simulate.memory import Accumulation
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,8 @@ class ShardedModel:
     """The modules of each stage of the pipeline; of one without a pipeline."""
     counts_targets: bool
     """Whether this rank is the first of those that read the same tokens."""
+    accumulation: Accumulation
+    """What the microbatches of a step share."""
     stops_on_overflow: bool = False
     """Whether a step, or a validation, that dropped rows for want of room must not count."""
 
@@ -109,7 +118,7 @@ def resolve_model(
     if config.moe is None:
         return config
     named = job.moe.model_dump(exclude_none=True)
-    if device_type == "cpu" and _compute_dtype(job) == torch.bfloat16:
+    if device_type == "cpu" and compute_dtype(job) == torch.bfloat16:
         # oneDNN generates code for each new number of rows and keeps it: without padding a run
         # grew by 1 GB in 20 steps, and a step of 8 experts took a fifth longer.
         named = {"row_alignment": _ROWS_OF_ONEDNN} | named
@@ -153,7 +162,7 @@ def build_sharded_model(
     """
     check_hardware(job.model.converters, job.quantize, device)
     if config.moe is not None and device.type == "cuda" and dist.get_rank() == 0:
-        _warn_of_slow_experts(_compute_dtype(job), device)
+        _warn_of_slow_experts(compute_dtype(job), device)
 
     # 1. The two views of the world.
     timeout = timedelta(seconds=job.comm.init_timeout_seconds)
@@ -164,7 +173,9 @@ def build_sharded_model(
 
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job, device.type)
-    parts, partial_over_tp, names, stages = lay_out(job, config, meshes, device, ranks_per_node)
+    parts, partial_over_tp, names, stages, accumulation = lay_out(
+        job, config, meshes, device, ranks_per_node
+    )
 
     # 7. Memory and first values, the same bits in every layout.
     offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
@@ -180,7 +191,7 @@ def build_sharded_model(
         config,
         meshes,
         # 8. Who runs it: all layers at once, or a pipeline's schedule.
-        execution=_execution(parts, job, config, meshes, device),
+        execution=_execution(parts, job, config, meshes, device, accumulation.word),
         positions=_positions(job.parallelism, meshes),
         shared_by_tp=[named[name] for name in named if name in partial_over_tp],
         tied_weights=find_tied_weights(
@@ -189,6 +200,7 @@ def build_sharded_model(
         names=names,
         stages=stages,
         counts_targets=_counts_targets(meshes),
+        accumulation=accumulation,
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
     )
 
@@ -240,6 +252,8 @@ class Parts(NamedTuple):
     """Every parameter of the whole model."""
     stages: list[list[str]]
     """The modules of each stage of the pipeline; of one without a pipeline."""
+    accumulation: Accumulation
+    """What the microbatches of a step share."""
 
 
 def lay_out(
@@ -261,6 +275,8 @@ def lay_out(
     stages = _stages(job, config)
     parts = _own_parts(plain, stages, job, meshes)
 
+    accumulation = accumulation_of(job, config, meshes.dims.world_size, device)
+    policy = sharding_policy(job, accumulation.word)
     partial_over_tp = set()
     dispatch = _dispatch_options(job.parallelism, config, meshes, ranks_per_node)
     for part in parts:
@@ -290,8 +306,8 @@ def lay_out(
             apply_activation_checkpoint(blocks, job.activation_checkpoint)
 
         # 6. Data parallelism over all of it.
-        apply_fsdp(part, stage_units(part), meshes, _sharding_policy(job))
-    return Parts(parts, partial_over_tp, names, stages)
+        apply_fsdp(part, stage_units(part), meshes, policy)
+    return Parts(parts, partial_over_tp, names, stages, accumulation)
 
 
 def _dispatch_options(
@@ -328,7 +344,7 @@ def _plain_model(job: JobConfig, config: ModelConfig, core: AttentionCore) -> De
     with torch.device("meta"):
         model = Decoder(config, core)
     for parameter in model.parameters():  # Buffers keep their own types: a bias of 1e-3 steps.
-        parameter.data = parameter.data.to(_dtype(job.training.dtype))
+        parameter.data = parameter.data.to(stored_dtype(job))
     return model
 
 
@@ -385,7 +401,12 @@ def _own_parts(
 
 
 def _execution(
-    parts: list[Decoder], job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
+    parts: list[Decoder],
+    job: JobConfig,
+    config: ModelConfig,
+    meshes: Meshes,
+    device: torch.device,
+    accumulation: str,
 ) -> Execution:
     dims = meshes.dims
     for part in parts:
@@ -395,7 +416,7 @@ def _execution(
                 part.output.cross_entropy = VocabParallelCrossEntropy(meshes.group("tp"))
             part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile)
     if dims.pp == 1:
-        return WholeModel(parts[0])
+        return WholeModel(parts[0], StepSync(parts[0], accumulation))
     from titan_moe.distributed.pipeline.schedule import Activations, Pipeline
 
     return Pipeline(
@@ -403,31 +424,7 @@ def _execution(
         meshes=meshes,
         schedule=job.parallelism.pipeline_parallel_schedule,
         microbatch_size=job.parallelism.pipeline_parallel_microbatch_size,
-        activations=Activations(config.dim, _compute_dtype(job)),
+        activations=Activations(config.dim, compute_dtype(job)),
         device=device,
         overlap=job.parallelism.pipeline_parallel_expert_parallel_overlap,
     )
-
-
-def _sharding_policy(job: JobConfig) -> ShardingPolicy:
-    training, reshard = job.training, job.parallelism.fsdp_reshard_after_forward
-    wide = training.dtype == "float64"
-    # A pipeline would gather the parameters anew for every microbatch.
-    freed_by_default = job.parallelism.pipeline_parallel_degree == 1
-    return ShardingPolicy(
-        stored_dtype=_dtype(training.dtype),
-        compute_dtype=_compute_dtype(job),
-        reduce_dtype=_dtype("float64" if wide else training.mixed_precision_reduce),
-        reshard_after_forward=reshard == "always" or (reshard == "default" and freed_by_default),
-        reshard_last=reshard == "always",
-        cpu_offload=training.enable_cpu_offload,
-    )
-
-
-def _compute_dtype(job: JobConfig) -> torch.dtype:
-    training = job.training
-    return _dtype("float64" if training.dtype == "float64" else training.mixed_precision_param)
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
