@@ -10,11 +10,12 @@ import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
-from titan_moe.data.document_order import CorpusOrder, DocumentOrder, Split, StreamOrder
+from titan_moe.data.document_order import CorpusOrder, DocumentOrder, Split
 from titan_moe.data.documents import Corpus
 from titan_moe.data.loader import Identity, Loader
 from titan_moe.data.sequences import BlendSource, SequenceStream
 from titan_moe.data.sources import check_source, is_stream, open_source
+from titan_moe.data.stream_order import StreamOrder
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.data.validation import ValidationLoader
 

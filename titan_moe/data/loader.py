@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from titan_moe.data.batch import Batch, stack_sequences
+from titan_moe.data.document_order import Assignment
 from titan_moe.data.sequences import BlendSource, SequenceStream
 from titan_moe.runtime.errors import RunError
 
@@ -46,7 +47,8 @@ class Loader:
         self._parts = parts
         self._local_batch_size = local_batch_size
         self._prefetch_factor = prefetch_factor
-        self._first = [0] * len(parts)  # Positions at which the sequences begin, by part.
+        # Positions at which the sequences begin, by part and partition.
+        self._first = [[0] * part.order.num_partitions for part in parts]
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._ahead: deque[Future[tuple[list[Batch], dict[str, Any]]]] = deque()
         self._step = 0  # Of the reader, not of the caller.
@@ -120,19 +122,23 @@ class Loader:
         return batches, self._read_state()
 
     def _read_state(self) -> dict[str, Any]:
-        oldest = [
-            min(stream.oldest(part) for stream in self._streams) for part in range(len(self._parts))
-        ]
         return {
             "identity": asdict(self.identity),
             "step": self._step,
             "first": self._first,
             "rows": {str(stream.index): stream.state() for stream in self._streams},
             "marks": [
-                part.order.mark(position)
-                for part, position in zip(self._parts, oldest, strict=True)
+                part.order.mark(self._oldest(number)) for number, part in enumerate(self._parts)
             ],
         }
+
+    def _oldest(self, part: int) -> dict[int, int]:
+        """First position, by partition of `part`, that a resume asks for."""
+        oldest: dict[int, int] = {}
+        for stream in self._streams:
+            for partition, position in stream.oldest(part).items():
+                oldest[partition] = min(position, oldest.get(partition, position))
+        return oldest
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -141,13 +147,19 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     sequences: dict[str, Any] = {}
     for state in states:
         sequences |= state["rows"]
-    # Of the places to read a stream on from, the earliest serves every sequence.
-    marks = [
-        min(places, key=lambda mark: mark[0]) if places[0] is not None else None
-        for places in zip(*(state["marks"] for state in states), strict=True)
-    ]
+    marks = [_merge_marks(of_part) for of_part in zip(*(s["marks"] for s in states), strict=True)]
     ordered = dict(sorted(sequences.items(), key=lambda item: int(item[0])))
     return states[0] | {"rows": ordered, "marks": marks}
+
+
+def _merge_marks(marks: Sequence[Any]) -> Any:
+    """Of the places to read a partition on from, the earliest serves every sequence."""
+    if marks[0] is None:
+        return None
+    return [
+        min((place for place in places if place is not None), key=lambda p: p[0], default=None)
+        for places in zip(*marks, strict=True)
+    ]
 
 
 class Unread(NamedTuple):
@@ -166,8 +178,8 @@ def continue_state(
     another global_batch_size or seq_len goes on with it.
 
     With another seq_len each sequence goes on at its cursor. With another global_batch_size new
-    sequences begin, in each part after the last document that any sequence has begun. RunError if
-    the state was taken under neither of the two.
+    sequences begin, in each partition after the last document that any sequence has begun. RunError
+    if the state was taken under neither of the two.
     """
     if state["identity"] == asdict(identity):
         return state, Unread(0, 0)
@@ -178,26 +190,41 @@ def continue_state(
         return moved, Unread(0, 0)
     _check_rows(state, range(size))
     rows, first = state["rows"], _first_positions(state)
-    numbers = range(len(first))
-    ends = [
-        [at + b + (rows[str(b)]["read"][part] - 1) * size + 1 for b in range(size)]
+    begins = [
+        _first_unbegun(at, {b: rows[str(b)]["read"][part] for b in range(size)})
         for part, at in enumerate(first)
     ]
-    begins = [max(first[part], *ends[part]) for part in numbers]
     begun = sum(sum(row["read"]) for row in rows.values())
     fresh = {"read": [0] * len(first), "tokens": [0] * len(first), "part": -1, "offset": 0}
     sequences = {str(b): fresh | {"unread": 0} for b in range(identity.global_batch_size)}
     unread = Unread(
         # Checkpoints of earlier versions do not say it.
         tokens=sum(row.get("unread", 0) for row in rows.values()),
-        documents=sum(begins) - sum(first) - begun,
+        documents=sum(map(sum, begins)) - sum(map(sum, first)) - begun,
     )
     return moved | {"first": begins, "rows": sequences}, unread
 
 
-def _first_positions(state: dict[str, Any]) -> list[int]:
-    """0 in checkpoints of earlier versions, which had no training stages."""
-    return list(state.get("first", [0] * len(state["marks"])))
+def _first_unbegun(first: Sequence[int], read: Mapping[int, int]) -> list[int]:
+    """By partition of one part, the position after the last document that any sequence has begun.
+
+    first: by partition, where the sequences began. read: documents that each has begun.
+    """
+    begins = list(first)
+    assignment = Assignment(len(read), len(first))
+    for sequence, count in read.items():
+        turns = len(assignment.partitions(sequence))
+        for number in range(max(0, count - turns), count):
+            partition, offset = assignment.place(sequence, number)
+            begins[partition] = max(begins[partition], first[partition] + offset + 1)
+    return begins
+
+
+def _first_positions(state: dict[str, Any]) -> list[list[int]]:
+    """By part and partition. Earlier versions wrote a number, of their one partition, or, before
+    there were training stages, nothing."""
+    first = state.get("first", [0] * len(state["marks"]))
+    return [[at] if isinstance(at, int) else list(at) for at in first]
 
 
 def _check_rows(state: dict[str, Any], wanted: Iterable[int]) -> None:
