@@ -30,6 +30,7 @@ _PAGES = tuple(
         (r" ran out: ", _TROUBLE + "the-data-ran-out"),
         (r"documents to train on, fewer", _TROUBLE + "too-few-documents"),
         (r"was made with tokenizer", _TROUBLE + "data-was-tokenised-with-another-tokenizer"),
+        (r"titan-moe tokenize", _TROUBLE + "no-tokenised-data"),
         (r"tokenizer_path", _TROUBLE + "tokenizer-missing-or-too-large"),
         (r"wants at least as many", _TROUBLE + "too-few-microbatches-for-the-pipeline"),
         (r"hf_assets_path|_in_hf|safetensors|config\.json|Hugging Face form", "huggingface.md"),
