@@ -18,7 +18,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import as_toml, resolve, save_job
 from titan_moe.config.stages import changes, job_of_step, stage_jobs
 from titan_moe.data.batch import Batch
-from titan_moe.data.loader import merge_states
+from titan_moe.data.step_reader import merge_states
 from titan_moe.data.tokenizer import loss_unit
 from titan_moe.debug.capture.step import StepCapture
 from titan_moe.debug.nan_locator import describe_nonfinite

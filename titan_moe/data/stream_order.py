@@ -181,7 +181,7 @@ class _Partition:
         if self._belongs_elsewhere(number):
             return
         taker = (self._position - self._first) % self._takers
-        if self._position >= self._first and taker in self._waiting:
+        if taker in self._waiting:
             file = f"/{self._file}" if self._how.stream.num_files > 1 else ""
             named = Document(f"{document.name}{file}/{number}", document.content)
             self._waiting[taker].append((self._position, named))

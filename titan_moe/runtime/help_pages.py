@@ -9,6 +9,7 @@ _PAGES = tuple(
     (re.compile(pattern), page)
     for pattern, page in (
         (r"(?i)out of memory\. |OutOfMemoryError", _TROUBLE + "out-of-memory-on-the-gpu"),
+        (r"process that reads the data", _TROUBLE + "the-process-that-reads-the-data-ended"),
         (r"was killed by SIG", _TROUBLE + "a-rank-was-killed"),
         (r"RDZV_ENDPOINT=\S* is in use", _TROUBLE + "port-in-use"),
         (

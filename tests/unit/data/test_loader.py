@@ -10,7 +10,7 @@ from titan_moe.data.build import build_loader
 from titan_moe.data.builtin import StdlibCorpus
 from titan_moe.data.document_order import CorpusOrder, Split
 from titan_moe.data.documents import Document
-from titan_moe.data.loader import merge_states
+from titan_moe.data.step_reader import merge_states
 from titan_moe.data.stream_order import StreamOrder
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.errors import RunError

@@ -12,8 +12,8 @@ from titan_moe.config.job_config import Dataset, Training
 from titan_moe.data.build import build_loader
 from titan_moe.data.documents import is_held_out, mix
 from titan_moe.data.hub import FileCorpus
-from titan_moe.data.loader import Unread, continue_state, merge_states
 from titan_moe.data.packing import IGNORE_INDEX, Packer
+from titan_moe.data.step_reader import Unread, continue_state, merge_states
 from titan_moe.data.stream_order import StreamOrder
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.errors import RunError
