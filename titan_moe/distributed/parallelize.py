@@ -1,11 +1,11 @@
 """From a resolved config to a sharded model: the only file that knows both models and
 distributed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,13 @@ from titan_moe.ops.grouped_mm import slow_on_gpu
 from titan_moe.runtime.log import logger
 
 
+class Positions(Protocol):
+    """Of a row of `seq_len` tokens, those that this rank reads."""
+
+    def __call__(self, seq_len: int, *, device: torch.device | None = None) -> Tensor:
+        """Made once for each length and device; None: the CPU."""
+
+
 @dataclass(frozen=True)
 class ShardedModel:
     """A model laid out over the ranks, ready to train."""
@@ -57,8 +64,7 @@ class ShardedModel:
     config: ModelConfig
     meshes: Meshes
     execution: Execution
-    positions: Callable[[int], Tensor]
-    """Sequence length -> the positions of each row that this rank reads."""
+    positions: Positions
     shared_by_tp: list[nn.Parameter]
     """Parameters whose gradients are still to be summed over `tp`."""
     tied_weights: TiedWeights
@@ -316,7 +322,7 @@ def _attention_core(
     )
 
 
-def _positions(parallelism: Parallelism, meshes: Meshes) -> Callable[[int], Tensor]:
+def _positions(parallelism: Parallelism, meshes: Meshes) -> Positions:
     dims = meshes.dims
     positions = partial(
         local_positions,
