@@ -5,17 +5,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.pipeline import model_parts, module_names, schedule_of, stages_of_rank
 from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.distributed.compile import apply_compile, compile_loss
-from titan_moe.distributed.context_parallel.apply import context_parallel_core, local_positions
+from titan_moe.distributed.context_parallel.apply import (
+    Positions,
+    context_parallel_core,
+    local_positions,
+)
 from titan_moe.distributed.execution import Execution, WholeModel
 from titan_moe.distributed.expert_parallel import (
     DispatchOptions,
@@ -46,13 +50,6 @@ from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, FlexCore, choose_core
 from titan_moe.ops.grouped_mm import slow_on_gpu
 from titan_moe.runtime.log import logger
-
-
-class Positions(Protocol):
-    """Of a row of `seq_len` tokens, those that this rank reads."""
-
-    def __call__(self, seq_len: int, *, device: torch.device | None = None) -> Tensor:
-        """Made once for each length and device; None: the CPU."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ much of the past on every rank. Either way a rank's positions ascend.
 """
 
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,13 @@ from titan_moe.distributed.context_parallel.blocks import Block, BlockAttention,
 from titan_moe.distributed.context_parallel.ring import Ring, Step, ring_attention
 from titan_moe.ops.attention import AttentionCore, first_seen
 from titan_moe.ops.local_attention import LocalAttention
+
+
+class Positions(Protocol):
+    """Of a row of `seq_len` tokens, those that this rank reads."""
+
+    def __call__(self, seq_len: int, *, device: torch.device | None = None) -> Tensor:
+        """Made once for each length and device; None: the CPU."""
 
 
 def local_positions(
