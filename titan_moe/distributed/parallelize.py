@@ -320,14 +320,9 @@ def _attention_core(
 
 
 def _positions(parallelism: Parallelism, meshes: Meshes) -> Positions:
-    dims = meshes.dims
-    positions = partial(
-        local_positions,
-        cp_size=dims.cp,
-        cp_rank=dims.coordinate(meshes.rank, "cp"),
-        balanced=dims.cp > 1 and _is_balanced(parallelism),
-    )
-    return cache(positions)  # Training and validation ask for the same one or two at every batch.
+    rank, size = meshes.dims.coordinate(meshes.rank, "cp"), meshes.dims.cp
+    balanced = size > 1 and _is_balanced(parallelism)
+    return cache(partial(local_positions, cp_size=size, cp_rank=rank, balanced=balanced))
 
 
 def _is_balanced(parallelism: Parallelism) -> bool:
