@@ -187,7 +187,7 @@ class Trainer:
 
     def reshard(self, job: JobConfig) -> None:
         """Go on in the layout of `job`, between two steps of `train`; collective. Sequence length
-        and batch may change too, and then the data goes on as `data.loader.continue_state` says.
+        and batch may change too: the data then goes on as `data.step_reader.continue_state` says.
 
         Nothing goes through the disk. What follows has the bits of a run that was saved, stopped
         and resumed in that layout. Parameters move first and are freed, then the optimizer's state:

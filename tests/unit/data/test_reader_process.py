@@ -7,18 +7,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.support.documents import random_texts, write_jsonl
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import Training
+from titan_moe.config.job_config import JobConfig, Training
 from titan_moe.data.build import build_reader
 from titan_moe.data.loader import Loader
 from titan_moe.data.reader_process import ReaderProcess
 from titan_moe.data.tokenizer import load_tokenizer
+from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.errors import RunError
+from titan_moe.train_data import TrainData
 
 PLACE = {"seed": 3, "rank": 1, "num_ranks": 2, "global_batch_size": 8}
 KEYS = ("tokens_BS", "labels_BS", "documents_BS")
@@ -113,7 +116,7 @@ def test_closing_ends_it_at_once(tmp_path):
 
 _RANK = """
 import sys, time
-from titan_moe.config.job_config import Training
+from titan_moe.config.job_config import JobConfig, Training
 from titan_moe.data.reader_process import ReaderProcess
 section = Training(dataset="synthetic", seq_len=64, local_batch_size=2)
 reader = ReaderProcess(section, "bytes", seed=0, rank=0, num_ranks=1, global_batch_size=4)
@@ -148,6 +151,27 @@ def is_running(pid):
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:5"])
+def test_a_run_reads_in_another_process_beside_a_gpu_alone(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    job = JobConfig(
+        model={"name": "deepseek_v3", "flavor": "2M", "tokenizer_path": "bytes"},
+        training=training(global_batch_size=8),
+    )
+    process = SimpleNamespace(device=torch.device(device), rank=0, world_size=1, is_main=True)
+    data = TrainData(job, model_of_job(job.model), process)
+    data.open(job, SimpleNamespace(coordinate=lambda rank, axis: 0, size=lambda axis: 1))
+    assert isinstance(data.loader._reader, ReaderProcess) == device.startswith("cuda")
+    expected = in_this_process(job.training, seed=job.debug.seed, rank=0, num_ranks=1)
+    state = expected.state_dict()
+    assert same(data.loader.next_step(), expected.next_step())
+    data.load_state(state)
+    assert len(data.loader.next_step()) == 4
+    data.loader.close()
+    expected.close()
 
 
 def test_pinned_memory_is_asked_for_on_the_device_of_the_rank(monkeypatch):
