@@ -1,7 +1,7 @@
 """From a resolved config to a sharded model: the only file that knows both models and
 distributed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.pipeline import model_parts, module_names, schedule_of, stages_of_rank
@@ -18,7 +18,11 @@ from titan_moe.distributed.activation_checkpoint import (
     recomputes_by_operation,
 )
 from titan_moe.distributed.compile import apply_compile, compile_loss
-from titan_moe.distributed.context_parallel.apply import context_parallel_core, local_positions
+from titan_moe.distributed.context_parallel.apply import (
+    Positions,
+    context_parallel_core,
+    local_positions,
+)
 from titan_moe.distributed.execution import Execution, WholeModel
 from titan_moe.distributed.expert_parallel import (
     apply_expert_parallel,
@@ -68,8 +72,7 @@ class ShardedModel:
     config: ModelConfig
     meshes: Meshes
     execution: Execution
-    positions: Callable[[int], Tensor]
-    """Sequence length -> the positions of each row that this rank reads."""
+    positions: Positions
     shared_by_tp: list[nn.Parameter]
     """Parameters whose gradients are still to be summed over `tp`."""
     tied_weights: TiedWeights
@@ -301,15 +304,10 @@ def _attention_core(
     )
 
 
-def _positions(parallelism: Parallelism, meshes: Meshes) -> Callable[[int], Tensor]:
-    dims = meshes.dims
-    positions = partial(
-        local_positions,
-        cp_size=dims.cp,
-        cp_rank=dims.coordinate(meshes.rank, "cp"),
-        balanced=dims.cp > 1 and _is_balanced(parallelism),
-    )
-    return cache(positions)  # Training and validation ask for the same one or two at every batch.
+def _positions(parallelism: Parallelism, meshes: Meshes) -> Positions:
+    rank, size = meshes.dims.coordinate(meshes.rank, "cp"), meshes.dims.cp
+    balanced = size > 1 and _is_balanced(parallelism)
+    return cache(partial(local_positions, cp_size=size, cp_rank=rank, balanced=balanced))
 
 
 def _is_balanced(parallelism: Parallelism) -> bool:
