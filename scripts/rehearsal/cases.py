@@ -48,6 +48,8 @@ class Case:
     config: ModelConfig
     world_size: int
     rank: int
+    path: Path
+    """The file that the job is from."""
 
     def refusals(self) -> list[str]:
         """The lines of the configuration's own checks."""
@@ -96,7 +98,7 @@ def in_layout(family: str, text: str) -> Iterator[Case]:
     last = layout.world_size - 1
     for rank in (0, last) if layout.pp > 1 else (last,):
         name = f"{family} {layout} rank {rank}"
-        yield Case(name, job, config, layout.world_size, rank)
+        yield Case(name, job, config, layout.world_size, rank, path)
 
 
 def shipped_cases(layers: int | None = LAYERS) -> Iterator[Case]:
@@ -115,4 +117,4 @@ def shipped_case(path: Path, world_size: int, layers: int | None) -> Case:
     if layers is not None and parallelism.pipeline_parallel_degree == 1:
         config = replace(config, num_layers=min(layers, config.num_layers))
         name += f" of {config.num_layers} layers"
-    return Case(name, job, config, world_size, world_size - 1)
+    return Case(name, job, config, world_size, world_size - 1, path)

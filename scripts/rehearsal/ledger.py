@@ -1,11 +1,14 @@
 """What a rehearsed step did, and what of it is a finding."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from scripts.rehearsal.kinds import COPIES as BY_FSDP
+from scripts.rehearsal.kinds import HOST
 from scripts.rehearsal.places import COPIES, FIRST_PAIRS, WAITS, Place, here
+from scripts.rehearsal.work import Link, Part, Tally, Whereabouts, Work, kind_of
 
 
 class Finding(NamedTuple):
@@ -59,6 +62,15 @@ class Ledger:
     findings: list[Finding] = field(default_factory=list)
     met_groups: set[str] = field(default_factory=set)
     """Groups whose communicator is made."""
+    whereabouts: Whereabouts | None = None
+    """Set where work is counted by its parts."""
+    work: Tally = field(default_factory=lambda: defaultdict(Work))
+    """Of all steps, by part and by link."""
+    under_way: dict[int, tuple[Link, dict[str, float]]] = field(default_factory=dict)
+    """Collectives that are not waited for yet, by what names their result: and the device's work
+    so far, by kind."""
+    done: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """The device's work so far, as in `Work.covered`."""
 
     def begin_step(self) -> None:
         self.is_step = True
@@ -68,11 +80,44 @@ class Ledger:
     def end_step(self) -> None:
         self.is_step = False
 
-    def kernel(self, name: str, bytes_moved: int) -> None:
+    def dispatched(self) -> None:
+        """An operation of the host's, whether it launches a kernel or not."""
+        self.counts.dispatches += 1
+        if self.whereabouts is not None:
+            self.work[Part(*self.whereabouts.now(), HOST, "")].dispatches += 1
+
+    def kernel(self, name: str, bytes_moved: float, flops: float = 0.0, kind: str = "") -> None:
+        """A launch; `kind` is one of work.py's, by the name if it is left out."""
         self.counts.kernels += 1
         self.counts.bytes_moved += bytes_moved
         if self.is_step:
             self.kernels[name] += 1
+        if self.whereabouts is None:
+            return
+        phase, region = self.whereabouts.now()
+        kind = BY_FSDP if region == "fsdp" else kind or kind_of(name)
+        self.work[Part(phase, region, kind, name)].add(Work(0, 1, bytes_moved, flops))
+        self.done[kind] += flops or bytes_moved
+
+    def linked(self, axis: str, op: str, num_bytes: float, places: tuple[int, int]) -> Link | None:
+        """A collective over `places`: ranks, and the nodes that they are on."""
+        if self.whereabouts is None:
+            return None
+        link = Link(*self.whereabouts.now(), axis, op, *places)
+        self.work[link].add(Work(1, 1, num_bytes))
+        return link
+
+    def started(self, link: Link, result: int) -> None:
+        """Something is to be waited for."""
+        self.under_way[result] = link, dict(self.done)
+
+    def ended(self, result: int) -> None:
+        """The device waits for it."""
+        if result not in self.under_way:
+            return
+        link, before = self.under_way.pop(result)
+        between = {kind: amount - before.get(kind, 0.0) for kind, amount in self.done.items()}
+        self.work[link].add(Work(covered=between))
 
     def copied(self, what: str) -> None:
         if self.is_step:
