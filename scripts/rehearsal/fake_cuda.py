@@ -27,7 +27,6 @@ from scripts.rehearsal.work import (
     BACKWARD_OF_ATTENTION,
     Link,
     attention_flops,
-    bytes_of,
     flops_of,
     kind_of,
 )
@@ -200,7 +199,7 @@ class FakeCuda(FakeCommCounter):
             query, key, value = (tensors[1:] if "backward" in name else tensors)[:3]
             flops = attention_flops(query, key, value)
             flops *= BACKWARD_OF_ATTENTION if "backward" in name else 1
-        self.ledger.kernel(name, bytes_of(name, tensors, outputs), flops, kind)
+        self.ledger.operated(name, kind, flops, tensors, outputs)
 
 
 def value_of(x: Tensor) -> Tensor | None:

@@ -5,10 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from scripts.rehearsal.fusion import FUSED, Fusion
 from scripts.rehearsal.kinds import COPIES as BY_FSDP
-from scripts.rehearsal.kinds import HOST
+from scripts.rehearsal.kinds import ELEMENTWISE, HOST
 from scripts.rehearsal.places import COPIES, FIRST_PAIRS, WAITS, Place, here
-from scripts.rehearsal.work import Link, Part, Tally, Whereabouts, Work, kind_of
+from scripts.rehearsal.work import Link, Now, Part, Tally, Whereabouts, Work, bytes_of, kind_of
 
 
 class Finding(NamedTuple):
@@ -71,6 +74,7 @@ class Ledger:
     so far, by kind."""
     done: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """The device's work so far, as in `Work.covered`."""
+    fusion: Fusion = field(default_factory=Fusion)
 
     def begin_step(self) -> None:
         self.is_step = True
@@ -81,29 +85,60 @@ class Ledger:
         self.is_step = False
 
     def dispatched(self) -> None:
-        """An operation of the host's, whether it launches a kernel or not."""
+        """An operation of the host's, whether it launches a kernel or not. Of a compiled function
+        only launches count."""
+        now = self.whereabouts.now() if self.whereabouts is not None else None
+        if now is None or not now.compiled:
+            self._dispatches(now)
+
+    def _dispatches(self, now: Now | None) -> None:
         self.counts.dispatches += 1
-        if self.whereabouts is not None:
-            self.work[Part(*self.whereabouts.now(), HOST, "")].dispatches += 1
+        if now is not None:
+            self.work[Part(now.phase, now.region, HOST, "")].dispatches += 1
+
+    def operated(
+        self, name: str, kind: str, flops: float, tensors: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        """A launch by an operation of torch's."""
+        now = self.whereabouts.now() if self.whereabouts is not None else None
+        if now is None or not now.compiled or kind != ELEMENTWISE:
+            self.kernel(name, bytes_of(name, tensors, outputs), flops, kind)
+            return
+
+        def emit(bytes_moved: float) -> None:
+            self._dispatches(now)
+            self._launches(now, FUSED, bytes_moved, 0.0, kind)
+
+        self.fusion.add(now, tensors, outputs, emit)
 
     def kernel(self, name: str, bytes_moved: float, flops: float = 0.0, kind: str = "") -> None:
-        """A launch; `kind` is one of work.py's, by the name if it is left out."""
+        """A launch; `kind` is one of kinds.py, by the name if it is left out."""
+        self.fusion.close()
+        now = self.whereabouts.now() if self.whereabouts is not None else None
+        if now is not None and now.compiled:
+            self._dispatches(now)
+        self._launches(now, name, bytes_moved, flops, kind)
+
+    def _launches(
+        self, now: Now | None, name: str, bytes_moved: float, flops: float, kind: str
+    ) -> None:
         self.counts.kernels += 1
         self.counts.bytes_moved += bytes_moved
         if self.is_step:
             self.kernels[name] += 1
-        if self.whereabouts is None:
+        if now is None:
             return
-        phase, region = self.whereabouts.now()
-        kind = BY_FSDP if region == "fsdp" else kind or kind_of(name)
-        self.work[Part(phase, region, kind, name)].add(Work(0, 1, bytes_moved, flops))
+        kind = BY_FSDP if now.region == "fsdp" else kind or kind_of(name)
+        self.work[Part(now.phase, now.region, kind, name)].add(Work(0, 1, bytes_moved, flops))
         self.done[kind] += flops or bytes_moved
 
     def linked(self, axis: str, op: str, num_bytes: float, places: tuple[int, int]) -> Link | None:
         """A collective over `places`: ranks, and the nodes that they are on."""
         if self.whereabouts is None:
             return None
-        link = Link(*self.whereabouts.now(), axis, op, *places)
+        self.fusion.close()
+        now = self.whereabouts.now()
+        link = Link(now.phase, now.region, axis, op, *places)
         self.work[link].add(Work(1, 1, num_bytes))
         return link
 
@@ -115,6 +150,7 @@ class Ledger:
         """The device waits for it."""
         if result not in self.under_way:
             return
+        self.fusion.close()
         link, before = self.under_way.pop(result)
         between = {kind: amount - before.get(kind, 0.0) for kind, amount in self.done.items()}
         self.work[link].add(Work(covered=between))

@@ -157,6 +157,7 @@ class Marks:
 
     def end(self) -> None:
         """Of what was counted until now."""
+        self._mode.ledger.fusion.close()
         self._seen.append((self._mode.counts(), added((self._mode.ledger.work, 1))))
 
     def counts(self) -> list[Counts]:

@@ -53,23 +53,23 @@ class Assumption(NamedTuple):
 
 
 ASSUMED = {
-    MATMUL: Assumption(0.70, "of the peak; gpu_slice.py will measure it"),
-    GROUPED: Assumption(0.60, "of the peak, for experts of 768 to 2,048 channels; gpu_moe.py"),
+    MATMUL: Assumption(0.70, "of the peak; scripts/bench/gpu_slice.py will tell"),
+    GROUPED: Assumption(0.60, "of the peak; scripts/bench/gpu_moe.py will tell"),
     FLOAT32: Assumption(0.70, "of the peak"),
     FLOAT8: Assumption(0.60, "of the peak"),
-    "flex forward": Assumption(0.38, "of the peak: Triton, FlashAttention-3's figure 5"),
-    "flex backward": Assumption(0.29, "of the peak: a Triton backward over FlashAttention-2's"),
-    "flash forward": Assumption(0.36, "of the peak: FlashAttention-2, arXiv 2407.08608, figure 5"),
+    "flex forward": Assumption(0.38, "of the peak: Triton, arXiv 2407.08608, figure 5"),
+    "flex backward": Assumption(0.29, "of the peak: assumed a little below FlashAttention-2"),
+    "flash forward": Assumption(0.36, "of the peak: FlashAttention-2, likewise"),
     "flash backward": Assumption(0.32, "of the peak: FlashAttention-2, likewise, figure 6"),
     "cudnn forward": Assumption(0.60, "of the peak: cuDNN, likewise"),
     "cudnn backward": Assumption(0.50, "of the peak: cuDNN, likewise"),
     "memory": Assumption(0.90, "of the peak, by kernels that stream"),
     ROWS: Assumption(0.72, "of the peak, by kernels that pick rows: 80 % of what a copy reaches"),
     "links": Assumption(0.80, "of NVLink and InfiniBand, by NCCL's large messages"),
-    "dispatch": Assumption(5e-6, "s of the host for an operation of torch, views among them"),
-    "wait": Assumption(20e-6, "s until a device that the host waited for has work again"),
+    "dispatch": Assumption(5e-6, "of the host for each operation of torch, views among them"),
+    "wait": Assumption(20e-6, "until a device that the host waited for has work again"),
 }
-"""Shares of a peak, and the host's seconds."""
+"""Shares of a peak, and seconds of the host."""
 
 _MATMULS = (MATMUL, GROUPED, FLOAT32, FLOAT8)
 _UPDATES = ("grad_norm", "optimizer")
@@ -121,20 +121,20 @@ class Microbatch:
     def _ideal(self) -> Row:
         flops = sum(self._found["model_flops"].values())
         peak = self._device.flops
-        return Row("the model's FLOPs at the peak", flops / peak, f"{_tera(flops)} FLOP")
+        return Row("the model's FLOPs at the peak", flops / peak, _tera(flops))
 
     def _products(self) -> Row:
         chosen = self._of("product")
         ideal = self._found["model_flops"]["products"] / self._device.flops
         says = [f"{_tera(self._total(chosen, 'flops', kind))} {kind}" for kind in _MATMULS]
-        shown = ", ".join(each for each in says if not each.startswith("0.0 T"))
+        shown = ", ".join(each for each in says if not each.startswith("0.0 "))
         return Row("products slower than that", self._seconds(chosen) - ideal, shown)
 
     def _attention(self) -> Row:
         chosen = self._of(ATTENTION)
         ideal = self._found["model_flops"]["attention"] / self._device.flops
         names = sorted({_attention_name(part) for part in chosen})
-        says = f"{_tera(self._total(chosen, 'flops'))} FLOP by {', '.join(names)}"
+        says = f"{_tera(self._total(chosen, 'flops'))} by {', '.join(names)}"
         return Row("attention slower than that", self._seconds(chosen) - ideal, says)
 
     def _sum(self, name: str, row: str) -> Row:
@@ -142,7 +142,7 @@ class Microbatch:
         flops, moved = self._total(chosen, "flops"), self._total(chosen, "bytes")
         says = f"{moved / 1e9:,.0f} GB in {self._total(chosen, 'kernels'):,.0f} kernels"
         if flops:
-            says = f"{_tera(flops)} FLOP; {says}"
+            says = f"{_tera(flops)}; {says}"
         return Row(name, self._seconds(chosen), says)
 
     def _of(self, row: str) -> list[Part]:
@@ -278,7 +278,7 @@ def _direction(link: Part) -> str:
 
 
 def _tera(flops: float) -> str:
-    return f"{flops / 1e12:,.1f} T"
+    return f"{flops / 1e12:,.1f} TFLOP"
 
 
 # --- tables ---

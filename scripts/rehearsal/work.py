@@ -24,6 +24,7 @@ from scripts.rehearsal.places import place_of
 from titan_moe.profiling import regions
 
 _CHECKPOINT = "/torch/utils/checkpoint.py"
+_DYNAMO = "/torch/_dynamo/eval_frame.py"
 OUTSIDE = "other"
 """The region of what is in none: norms, residual sums, gradients that are accumulated."""
 
@@ -163,14 +164,31 @@ def _bytes(x: Tensor) -> float:
 # --- parts ---
 
 
+class Now(NamedTuple):
+    """What an operation that is dispatched now belongs to."""
+
+    phase: str
+    region: str
+    compiled: bool
+    """Whether a function that torch.compile was given runs it, or it is the backward of one."""
+
+
+class _Callers(NamedTuple):
+    by_fsdp: bool
+    recomputes: bool
+    compiled: bool
+
+
 class Whereabouts:
-    """Which phase and region an operation that is dispatched now belongs to."""
+    """Tells what an operation belongs to: by who calls it, and in the backward by what made its
+    node of autograd."""
 
     def __init__(self) -> None:
         self._inside: list[str] = []
         self._begins: list[int] = []
-        self._regions: list[str] = []
-        """From each of these sequence numbers of autograd on, the region that makes nodes."""
+        self._made: list[tuple[str, bool]] = []
+        """From each of these sequence numbers of autograd on: what makes nodes, and whether it is
+        compiled."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -181,49 +199,63 @@ class Whereabouts:
         ):
             yield
 
-    def now(self) -> tuple[str, str]:
-        """Phase and region."""
+    def now(self) -> Now:
+        """Of the operation whose dispatch this is called from."""
         node = torch._C._current_autograd_node()
-        by_fsdp, recomputes = _callers(sys._getframe(1))
+        callers = _callers(sys._getframe(1))
         inside = self._inside[-1] if self._inside else OUTSIDE
         if node is None:
-            return "forward", "fsdp" if by_fsdp else inside
-        if recomputes:
-            return "recompute", "fsdp" if by_fsdp else inside
-        return "backward", "fsdp" if by_fsdp else self._made_in(node._sequence_nr())
+            # The node of this operation, if it has one, is there already.
+            self._note(inside, callers.compiled, made=1)
+            phase, compiled = "forward", callers.compiled
+        elif callers.recomputes:
+            phase, compiled = "recompute", callers.compiled
+        else:
+            phase, (inside, compiled) = "backward", self._made_in(node._sequence_nr())
+        if callers.by_fsdp:
+            return Now(phase, "fsdp", False)
+        return Now(phase, inside, compiled)
 
-    def _made_in(self, number: int) -> str:
+    def _made_in(self, number: int) -> tuple[str, bool]:
         at = bisect_right(self._begins, number) - 1
         # What accumulates gradients has the largest number there is.
-        return self._regions[at] if at >= 0 and number < 1 << 62 else OUTSIDE
+        return self._made[at] if at >= 0 and number < 1 << 62 else (OUTSIDE, False)
 
     @contextmanager
     def _entered(self, name: str) -> Iterator[None]:
         self._inside.append(name.removeprefix(regions.PREFIX))
-        self._note()
+        self._enters()
         try:
             yield
         finally:
             self._inside.pop()
-            self._note()
+            self._enters()
 
-    def _note(self) -> None:
+    def _enters(self) -> None:
         # A recomputation's nodes are never run: the backward is of the first ones.
         if torch._C._current_autograd_node() is None:
-            self._begins.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-            self._regions.append(self._inside[-1] if self._inside else OUTSIDE)
+            inside = self._inside[-1] if self._inside else OUTSIDE
+            self._note(inside, self._made[-1][1] if self._made else False)
+
+    def _note(self, inside: str, compiled: bool, made: int = 0) -> None:
+        if not self._made or self._made[-1] != (inside, compiled):
+            number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+            self._begins.append(max(number - made, self._begins[-1] if self._begins else 0))
+            self._made.append((inside, compiled))
 
 
-def _callers(frame: FrameType | None) -> tuple[bool, bool]:
-    """Whether FSDP called, and whether a recomputation did."""
-    caller = None
+def _callers(frame: FrameType | None) -> _Callers:
+    caller, compiled = None, None
     while frame is not None:
         code = frame.f_code
-        caller = caller or place_of(code.co_filename, code.co_name)
-        if code.co_name == "unpack_hook" and code.co_filename.endswith(_CHECKPOINT):
-            return _is_fsdp(caller), True
+        path, name = code.co_filename, code.co_name
+        caller = caller or place_of(path, name)
+        if compiled is None and path.endswith(_DYNAMO) and name in ("compile_wrapper", "_fn"):
+            compiled = name == "compile_wrapper"  # The other one is torch.compiler.disable's.
+        if name == "unpack_hook" and path.endswith(_CHECKPOINT):
+            return _Callers(_is_fsdp(caller), True, bool(compiled))
         frame = frame.f_back
-    return _is_fsdp(caller), False
+    return _Callers(_is_fsdp(caller), False, bool(compiled))
 
 
 def _is_fsdp(caller: str | None) -> bool:

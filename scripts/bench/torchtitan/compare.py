@@ -62,7 +62,7 @@ from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import total
 
-_FOLDER = REPO / "outputs/torchtitan"
+FOLDER = REPO / "outputs/torchtitan"
 _LEFT_OUT = 5  # Steps at the beginning.
 _FLAT = 0.05
 _BEYOND_TORCH = 1.5
@@ -156,7 +156,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="steps of each run")
     parser.add_argument("--rows", metavar="REGEX", default="", help="regular expression")
     parser.add_argument(
-        "--out", type=Path, default=_FOLDER, help="data, tokenizer and runs (default: %(default)s)"
+        "--out", type=Path, default=FOLDER, help="data, tokenizer and runs (default: %(default)s)"
     )
     parser.add_argument(
         "--venv", type=Path, help="torchtitan's environment, made if need be (default: OUT/venv)"

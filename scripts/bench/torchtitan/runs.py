@@ -7,10 +7,11 @@ and memory is what the kernel reports of their ranks at that moment.
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tomli_w
@@ -100,10 +101,21 @@ def bare_start(num_ranks: int) -> Start:
 
 
 class Jobs:
-    """Both programs' jobs: torchtitan's environment, the data, and a folder for each program."""
+    """Both programs' jobs: torchtitan's environment, the data, and a folder for each program.
 
-    def __init__(self, folder: Path, venv: Path, data: Path, tokenizer: Path) -> None:
+    `profiling` is the table of that name, which both read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        venv: Path,
+        data: Path,
+        tokenizer: Path,
+        profiling: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._folder, self._venv, self._data, self._tokenizer = folder, venv, data, tokenizer
+        self._profiling = profiling
 
     def ours(self, model: Model, dtype: str, layout: Layout, steps: int) -> Observed:
         """Train with titan_moe."""
@@ -145,6 +157,7 @@ class Jobs:
         """What both configurations have in common, in the names that they share."""
         return {
             "metrics": {"log_freq": 1, "disable_color_printing": True},
+            "profiling": dict(self._profiling),
             "training": {
                 "dataset_path": str(self._data),
                 "steps": steps,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from scripts.rehearsal.fusion import Fusion
 from scripts.rehearsal.kinds import ATTENTION, ELEMENTWISE, FLOAT32, GROUPED, HOST, MATMUL, ROWS
 from scripts.rehearsal.seconds import H100, Microbatch, main
 from scripts.rehearsal.work import (
@@ -205,12 +206,12 @@ def test_phases_and_regions_of_a_recomputed_layer():
     class Noted(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            seen.append(where.now())
+            seen.append(tuple(where.now())[:2])
             return x.clone()
 
         @staticmethod
         def backward(ctx, grad):
-            seen.append(where.now())
+            seen.append(tuple(where.now())[:2])
             return grad
 
     def layer(x):
@@ -234,6 +235,58 @@ def test_phases_and_regions_of_a_recomputed_layer():
         ("backward", "other"),
         ("backward", "route"),
     ]
+
+
+@torch.compile(backend="eager")
+def compiled(function, x):
+    return function(x)
+
+
+def test_what_a_compiled_function_runs_is_known_and_its_backward_too():
+    where, seen = Whereabouts(), []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(where.now().compiled)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(where.now().compiled)
+            return grad
+
+    # As beneath a dispatch mode: Dynamo lets everything run.
+    with where.watching(), torch.compiler.set_stance("force_eager"):
+        x = Noted.apply(torch.ones(3, requires_grad=True))
+        y = compiled(lambda x: torch.compiler.disable(Noted.apply)(Noted.apply(x)), x)
+        y.sum().backward()
+    assert seen == [False, True, False, False, True, False]
+
+
+def test_a_run_of_elementwise_operations_reads_and_writes_once():
+    fusion, moved = Fusion(), []
+    x = torch.ones(10)
+
+    def run(y):
+        z = y * 2
+        fusion.add("here", [y], [z], moved.append)
+        z.add_(x)
+        fusion.add("here", [z, x], [z], moved.append)
+        w = z.exp()
+        fusion.add("here", [z], [w], moved.append)
+        return w
+
+    kept = run(torch.ones(10))
+    fusion.close()
+    # y and x are read, w is written; z was only ever inside.
+    assert moved == [3 * 40]
+    fusion.add("here", [kept], [kept], moved.append)
+    other = kept + 1
+    fusion.add("elsewhere", [kept], [other], moved.append)
+    fusion.close()
+    fusion.close()
+    assert moved[1:] == [2 * 40, 2 * 40]
 
 
 def test_tallies_add_up():
