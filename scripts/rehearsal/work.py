@@ -24,7 +24,10 @@ from scripts.rehearsal.places import place_of
 from titan_moe.profiling import regions
 
 _CHECKPOINT = "/torch/utils/checkpoint.py"
-_DYNAMO = "/torch/_dynamo/eval_frame.py"
+_DYNAMO, _DISABLES = "/torch/_dynamo/eval_frame.py", "/torch/_compile.py"
+_COMPILED = {"compile_wrapper": True, "_fn": False}
+"""Functions of Dynamo's that call one that is compiled, or one that torch.compiler.disable keeps
+from it."""
 OUTSIDE = "other"
 """The region of what is in none: norms, residual sums, gradients that are accumulated."""
 
@@ -250,12 +253,17 @@ def _callers(frame: FrameType | None) -> _Callers:
         code = frame.f_code
         path, name = code.co_filename, code.co_name
         caller = caller or place_of(path, name)
-        if compiled is None and path.endswith(_DYNAMO) and name in ("compile_wrapper", "_fn"):
-            compiled = name == "compile_wrapper"  # The other one is torch.compiler.disable's.
+        if compiled is None and path.endswith(_DYNAMO):
+            compiled = _COMPILED.get(name) if not _is_torchs_own(frame) else None
         if name == "unpack_hook" and path.endswith(_CHECKPOINT):
             return _Callers(_is_fsdp(caller), True, bool(compiled))
         frame = frame.f_back
     return _Callers(_is_fsdp(caller), False, bool(compiled))
+
+
+def _is_torchs_own(frame: FrameType) -> bool:
+    """Whether it is torch that lets Dynamo look away: from a dispatch mode, for one."""
+    return frame.f_back is not None and frame.f_back.f_code.co_filename.endswith(_DISABLES)
 
 
 def _is_fsdp(caller: str | None) -> bool:
