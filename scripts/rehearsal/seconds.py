@@ -105,7 +105,7 @@ class Microbatch:
             self._ideal(),
             self._products(),
             self._attention(),
-            self._sum("elementwise, one operation at a time", "elementwise"),
+            self._sum("elementwise operations", "elementwise"),
             self._sum("rows that are picked and added", ROWS),
             self._sum("loss beside its products", "loss"),
             self._sum("recomputation", "recompute"),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from scripts.bench.measure import print_table
 from scripts.bench.torchtitan.compare import FOLDER, Row, all_rows
 from scripts.bench.torchtitan.data import write_data
-from scripts.bench.torchtitan.runs import Jobs, make_environment
+from scripts.bench.torchtitan.runs import TORCHTITAN, Jobs, make_environment
 
 _STEPS, _ACTIVE = 8, 3
 PROFILING = {
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=24, help="operators listed; %(default)s")
     arguments = parser.parse_args()
     out, venv = arguments.out.resolve(), (arguments.venv or arguments.out / "venv").absolute()
-    make_environment(venv)
+    make_environment(venv, TORCHTITAN)
     data = write_data(out / "text")
     for row in all_rows():
         if re.search(arguments.rows, row.name):
