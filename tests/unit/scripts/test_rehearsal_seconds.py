@@ -14,6 +14,7 @@ from scripts.rehearsal.seconds import H100, Microbatch, main
 from scripts.rehearsal.work import (
     Link,
     Part,
+    Tally,
     Whereabouts,
     Work,
     added,
@@ -261,7 +262,8 @@ def test_what_a_compiled_function_runs_is_known_and_its_backward_too():
 
 
 def test_a_run_of_elementwise_operations_reads_and_writes_once():
-    fusion, moved = Fusion(), []
+    fusion = Fusion()
+    moved: list[float] = []
     x = torch.ones(10)
 
     def run(y):
@@ -287,7 +289,7 @@ def test_a_run_of_elementwise_operations_reads_and_writes_once():
 
 def test_tallies_add_up():
     a, b = Part("forward", "experts", MATMUL, "mm"), Link("forward", "experts", "ep", "send", 2, 1)
-    few = {a: Work(kernels=2, flops=10), b: Work(bytes=4, covered={ROWS: 1.0})}
-    many = {a: Work(kernels=3, flops=30), b: Work(bytes=4, covered={ROWS: 1.0})}
+    few: Tally = {a: Work(kernels=2, flops=10), b: Work(bytes=4, covered={ROWS: 1.0})}
+    many: Tally = {a: Work(kernels=3, flops=30), b: Work(bytes=4, covered={ROWS: 1.0})}
     assert added((many, 1), (few, -1)) == {a: Work(kernels=1, flops=20)}
     assert added((few, 1), (few, 2))[b] == Work(bytes=12, covered={ROWS: 3.0})

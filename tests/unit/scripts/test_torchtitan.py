@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,13 +192,17 @@ def test_the_trainers_job_names_the_same_model(tmp_path: Path) -> None:
 
     from scripts.bench.torchtitan import compare, runs
 
+    seen: list[tuple[str, list[str], int]] = []
+
     class Noted(runs.Jobs):
-        def _observe(self, program, job, steps):  # type: ignore[no-untyped-def]
-            return program, job, steps
+        def _observe(self, program: str, job: Sequence[str], steps: int) -> runs.Observed:
+            seen.append((program, list(job), steps))
+            return runs.Observed()
 
     for model in compare._MODELS:
         jobs = Noted(tmp_path, tmp_path / "venv", tmp_path / "data", tmp_path / "tokenizer")
-        program, (python, _, job), steps = jobs.trainer(model, "bfloat16", 9)  # type: ignore[misc]
+        jobs.trainer(model, "bfloat16", 9)
+        program, (python, _, job), steps = seen.pop()
         assert (program, steps) == ("transformers", 9)
         assert python == str(tmp_path / "venv-transformers/bin/python")
         found = json.loads(Path(job).read_text())
