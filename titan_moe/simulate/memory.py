@@ -13,6 +13,7 @@ from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Train
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import Size, attention_stats, part_sizes
+from titan_moe.moe.config import deduplication_pays, places_reached
 
 GIB = 2**30
 RESERVED = 3 * GIB
@@ -236,18 +237,33 @@ def choose_accumulation(
 def _kept(
     config: ModelConfig, parallelism: Parallelism, recompute: ActivationCheckpoint, bytes_: float
 ) -> float:
-    """A recomputed layer keeps its input, one recomputed by operation what those return, another
-    all its values. `bytes_`: of one value of every token."""
+    """A recomputed layer keeps its input and maybe the exchanged rows, one recomputed by operation
+    what those return, another all its values. `bytes_`: of one value of every token."""
     num_layers = config.num_layers + config.num_mtp_layers
     values = _values_per_token(config)
     if recompute.mode == "none":
         return num_layers * values * bytes_
+    whole = float(config.dim)
+    if recompute.keep_exchanged_rows:
+        whole += _exchanged_per_token(config, parallelism)
     if recompute.mode == "full":
-        return num_layers * config.dim * bytes_
+        return num_layers * whole * bytes_
     if recompute.selective_ac_option == "op":
         return num_layers * _results_per_token(config, parallelism) * bytes_
     recomputed = -(-num_layers // int(recompute.selective_ac_option))
-    return (recomputed * config.dim + (num_layers - recomputed) * values) * bytes_
+    return (recomputed * whole + (num_layers - recomputed) * values) * bytes_
+
+
+def _exchanged_per_token(config: ModelConfig, parallelism: Parallelism) -> float:
+    """Elements of a token's rows that arrive at its experts' ranks; with the deduplicating
+    dispatcher, at as many ranks as a balanced router draws."""
+    ranks = parallelism.expert_parallel_degree
+    if config.moe is None or ranks == 1:
+        return 0.0
+    top_k, backend = config.moe.top_k, parallelism.expert_parallel_comm_backend
+    chosen = backend == "auto" and deduplication_pays(top_k, ranks, ranks)
+    once = chosen or backend == "deduplicated"
+    return (places_reached(top_k, ranks) if once else top_k) * config.dim
 
 
 def _values_per_token(config: ModelConfig) -> float:
@@ -266,12 +282,12 @@ def _values_per_token(config: ModelConfig) -> float:
 
 def _results_per_token(config: ModelConfig, parallelism: Parallelism) -> float:
     """Elements that recomputation by operation keeps of a token in the largest layer: the layer's
-    input, attention with all it keeps, the results of products, and of the rows' two journeys."""
+    input, attention with all it keeps, the results of products, and the exchanged rows."""
     own = attention_stats(config.attention, config.dim).results
     feed_forward = 2.0 * config.hidden_dim + config.dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
-        journeys = 2 * config.dim if parallelism.expert_parallel_degree > 1 else 0
-        routed = moe.top_k * (2 * moe.hidden_dim + config.dim + journeys)
+        routed: float = moe.top_k * (2 * moe.hidden_dim + config.dim)
+        routed += _exchanged_per_token(config, parallelism)
         shared = 2 * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared + config.dim * (shared > 0))
     return 2 * config.dim + own + feed_forward

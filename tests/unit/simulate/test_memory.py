@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.support.paths import REPO
 from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
+from titan_moe.moe.config import MoEConfig
 from titan_moe.simulate.memory import (
     GIB,
     RESERVED,
@@ -69,6 +71,24 @@ def test_by_operation_results_are_kept():
     results = 10 + 2 * (2 + 2) * 5 + 2 * 5 + 10 + 2 * 30 + 10
     assert found.kept == 2 * 21 * results * 2
     assert found.layer == _estimate().layer
+
+
+@pytest.mark.parametrize(
+    ("backend", "ep", "rows"),
+    [("standard", 1, 0), ("standard", 4, 2), ("deduplicated", 4, 4 * (1 - (3 / 4) ** 2))],
+)
+def test_rows_that_were_exchanged_are_kept_beside_a_layers_input(backend, ep: int, rows: float):
+    sparse = replace(_DENSE, moe=MoEConfig(num_experts=8, top_k=2, hidden_dim=6))
+    parallelism = Parallelism(expert_parallel_degree=ep, expert_parallel_comm_backend=backend)
+    training = Training(local_batch_size=3, seq_len=7)
+    kept = [
+        memory(sparse, training, parallelism, section, 4).kept
+        for section in (
+            ActivationCheckpoint(mode="full", keep_exchanged_rows=True),
+            ActivationCheckpoint(mode="full"),
+        )
+    ]
+    assert kept[0] - kept[1] == pytest.approx(2 * 21 * rows * 10 * 2)
 
 
 def test_the_option_of_another_mode_is_not_read():

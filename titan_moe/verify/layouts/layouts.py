@@ -237,7 +237,7 @@ def layout_tables(layout: Layout) -> dict[str, dict[str, Any]]:
 
 
 def _dispatch(layout: Layout) -> dict[str, Any]:
-    if layout.dispatch == "standard" or not layout.has("dispatch"):
+    if not layout.has("dispatch"):
         return {}
     if layout.dispatch == "bounded":
         # Room for nearly all rows of a rank in each buffer: they never overflow, and are watched.
