@@ -13,6 +13,7 @@ from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Train
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import Size, attention_stats, part_sizes
+from titan_moe.moe.config import deduplication_pays, places_reached
 
 GIB = 2**30
 RESERVED = 3 * GIB
@@ -258,10 +259,10 @@ def _exchanged_per_token(config: ModelConfig, parallelism: Parallelism) -> float
     ranks = parallelism.expert_parallel_degree
     if config.moe is None or ranks == 1:
         return 0.0
-    rows = float(config.moe.top_k)
-    if parallelism.expert_parallel_comm_backend == "deduplicated":
-        rows = ranks * (1 - (1 - 1 / ranks) ** rows)
-    return rows * config.dim
+    top_k, backend = config.moe.top_k, parallelism.expert_parallel_comm_backend
+    chosen = backend == "auto" and deduplication_pays(top_k, ranks, ranks)
+    once = chosen or backend == "deduplicated"
+    return (places_reached(top_k, ranks) if once else top_k) * config.dim
 
 
 def _values_per_token(config: ModelConfig) -> float:
