@@ -45,6 +45,7 @@ from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, FlexCore, choose_core
 from titan_moe.ops.grouped_mm import slow_on_gpu
+from titan_moe.ops.varlen_attention import takes
 from titan_moe.runtime.log import logger
 
 
@@ -302,7 +303,10 @@ def _attention_core(
 ) -> AttentionCore:
     masked = job.training.mask_documents
     plain = choose_core(
-        mask_documents=masked, device_type=device.type, local_or_sinks=config.local_or_sinks
+        mask_documents=masked,
+        device_type=device.type,
+        local_or_sinks=config.local_or_sinks,
+        takes_varlen=takes(config.attention.qk_dim, config.attention.v_dim, _compute_dtype(job)),
     )
     if meshes.dims.cp == 1:
         return plain

@@ -128,7 +128,7 @@ class MLA(Attention):
         super().__init__()
         self.config = config
         self.pairing = rope.pairing
-        qk_dim = config.nope_dim + config.rope_dim
+        qk_dim = config.qk_dim
         self.scale = qk_dim**-0.5 * softmax_factor(rope)
         self.core = core
         if config.q_rank is None:
@@ -145,7 +145,7 @@ class MLA(Attention):
 
     def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
         config = self.config
-        q_BSHC = self._query(x_BSD).unflatten(-1, (-1, config.nope_dim + config.rope_dim))
+        q_BSHC = self._query(x_BSD).unflatten(-1, (-1, config.qk_dim))
         q_nope, q_rope = q_BSHC.split([config.nope_dim, config.rope_dim], dim=-1)
         q_BSHC = torch.cat([q_nope, rotate(q_rope, rotation, self.pairing)], dim=-1)
 

@@ -75,6 +75,16 @@ class GQAConfig:
         """Channels of a head that positions rotate."""
         return self.head_dim
 
+    @property
+    def qk_dim(self) -> int:
+        """Channels of a query's and a key's head."""
+        return self.head_dim
+
+    @property
+    def v_dim(self) -> int:
+        """Channels of a value's head."""
+        return self.head_dim
+
 
 @dataclass(frozen=True)
 class MLAConfig:
@@ -101,6 +111,11 @@ class MLAConfig:
         """Each head has keys and values of its own, made from the shared latent."""
         return self.num_heads
 
+    @property
+    def qk_dim(self) -> int:
+        """Channels of a query's and a key's head."""
+        return self.nope_dim + self.rope_dim
+
 
 AttentionConfig = GQAConfig | MLAConfig
 """The variants. A further one has what is in AttentionShape too, its module in models/attention.py
@@ -117,6 +132,10 @@ class AttentionShape(Protocol):
     def num_kv_heads(self) -> int: ...
     @property
     def rope_dim(self) -> int: ...
+    @property
+    def qk_dim(self) -> int: ...
+    @property
+    def v_dim(self) -> int: ...
     @property
     def sinks(self) -> bool: ...
 

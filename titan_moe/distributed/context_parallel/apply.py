@@ -80,7 +80,7 @@ class AllGather:
         self._group = group
         self._balanced = balanced
 
-    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> list[Block]:
+    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> list[Block]:  # type: ignore[no-untyped-def]
         seq_len = documents_BS.shape[1]
         queries_S = local_positions(
             seq_len, self._group.size(), self._group.rank(), balanced=self._balanced
@@ -108,8 +108,8 @@ class Ulysses:
         self._group = group
         self._balanced = balanced
 
-    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> Any:
-        return self._plain.mask(documents_BS, local)
+    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Any:  # type: ignore[no-untyped-def]
+        return self._plain.mask(documents_BS, local, bounds)
 
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float, sinks_H=None
@@ -146,7 +146,7 @@ class RingAttention:
         self._group = group
         self._balanced = balanced
 
-    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> list[Step]:
+    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> list[Step]:  # type: ignore[no-untyped-def]
         seq_len, size, rank = documents_BS.shape[1], self._group.size(), self._group.rank()
         positions = partial(local_positions, seq_len, size, balanced=self._balanced)
         seen = seen_ranks(seq_len, size, local, balanced=self._balanced)
