@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.ops import varlen_attention as varlen
-from titan_moe.ops.attention import VarlenCore
+from titan_moe.ops.attention import CausalSdpa, FlexCore, VarlenCore, choose_core
 from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.ops.varlen_attention import (
     DocumentBounds,
@@ -70,6 +70,18 @@ def test_what_the_kernel_takes() -> None:
         (64, 128, torch.bfloat16),
     ]
     assert not any(takes(*case) for case in refused)
+
+
+def test_documents_on_a_gpu_go_to_flash_where_it_takes_them() -> None:
+    chosen = choose_core(mask_documents=True, device_type="cuda", takes_varlen=True)
+    assert isinstance(chosen, VarlenCore)
+    for mask_documents in (False, True):
+        refused = choose_core(
+            mask_documents=mask_documents, device_type="cuda", local_or_sinks=True
+        )
+        assert isinstance(refused, FlexCore)
+    chosen = choose_core(mask_documents=False, device_type="cuda", takes_varlen=True)
+    assert isinstance(chosen, CausalSdpa)
 
 
 def test_torch_names_the_kernels_arguments_as_ever() -> None:
