@@ -29,7 +29,7 @@ from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
-from titan_moe.models.config import ModelConfig, tied_weights
+from titan_moe.models.config import LOSS_CHUNKS, ModelConfig, tied_weights
 from titan_moe.models.decoder import (
     Decoder,
     initial_std,
@@ -359,10 +359,12 @@ def _execution(
     dims = meshes.dims
     for part in parts:
         if isinstance(part.output, Output):
-            part.output.chunk_size = job.training.loss_chunk_size
+            chosen = job.training.loss_chunk_size
+            part.output.chunk_size = LOSS_CHUNKS[device.type] if chosen is None else chosen
             if dims.tp > 1:
                 part.output.cross_entropy = VocabParallelCrossEntropy(meshes.group("tp"))
-            part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile)
+            if device.type != "cuda":  # It is a kernel of our own there.
+                part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile)
     if dims.pp == 1:
         return WholeModel(parts[0])
     from titan_moe.distributed.pipeline.schedule import Activations, Pipeline

@@ -117,6 +117,9 @@ class MLAConfig:
         return self.nope_dim + self.rope_dim
 
 
+LOSS_CHUNKS = {"cpu": 1024, "cuda": 4096}
+"""Device -> tokens whose logits exist at once, where training.loss_chunk_size is left out."""
+
 AttentionConfig = GQAConfig | MLAConfig
 """The variants. A further one has what is in AttentionShape too, its module in models/attention.py
 and its counts in models/stats.py."""

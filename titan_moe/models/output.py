@@ -5,12 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from titan_moe.ops.linear_cross_entropy import (
-    CrossEntropy,
-    Watch,
-    cross_entropy,
-    linear_cross_entropy,
-)
+from titan_moe.ops.cross_entropy import CrossEntropy, cross_entropy
+from titan_moe.ops.linear_cross_entropy import Watch, linear_cross_entropy
 from titan_moe.profiling.regions import region
 
 

@@ -73,12 +73,7 @@ def pieces_of_rows(
     starts_BN = torch.searchsorted(piece_BS, pieces_BN)
     starts_BN += torch.arange(batch, device=at_S.device)[:, None] * seq_len
     starts_N1 = F.pad(starts_BN.flatten(), (0, 1), value=batch * seq_len).int()
-    return Pieces(starts_N1, _rounded(longest, seq_len), window)
-
-
-def _rounded(longest: int, seq_len: int) -> int:
-    """A power of two above it: compiled code, which knows this number, is then compiled seldom."""
-    return min(1 << (longest - 1).bit_length(), seq_len)
+    return Pieces(starts_N1, longest, window)
 
 
 def takes(qk_dim: int, v_dim: int, dtype: torch.dtype) -> bool:
