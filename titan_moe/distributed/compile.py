@@ -55,9 +55,11 @@ def apply_compile(blocks: Iterable[Any], section: Compile, *, eager_attention: b
         block.execute = torch.compile(block.execute, backend=section.backend)
 
 
-def compile_loss(loss: Callable[..., Any], section: Compile) -> Callable[..., Any]:
-    """The loss compiled, if the section says so."""
-    if not section.enable or "loss" not in section.components:
+def compile_loss(
+    loss: Callable[..., Any], section: Compile, device: torch.device
+) -> Callable[..., Any]:
+    """The loss compiled, if the section says so; on CUDA it is a kernel of our own."""
+    if not section.enable or "loss" not in section.components or device.type == "cuda":
         return loss
     return torch.compile(loss, backend=section.backend)
 

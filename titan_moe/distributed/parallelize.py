@@ -29,7 +29,8 @@ from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
-from titan_moe.models.config import LOSS_CHUNKS, ModelConfig, tied_weights
+from titan_moe.models.attention import plain_core
+from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import (
     Decoder,
     initial_std,
@@ -43,9 +44,8 @@ from titan_moe.models.quantize import GROUPED_MM, ROW_ALIGNMENT, check_hardware,
 from titan_moe.models.stats import part_weights
 from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.layer import MoE
-from titan_moe.ops.attention import AttentionCore, FlexCore, choose_core
+from titan_moe.ops.attention import AttentionCore, FlexCore
 from titan_moe.ops.grouped_mm import slow_on_gpu
-from titan_moe.ops.varlen_attention import takes
 from titan_moe.runtime.log import logger
 
 
@@ -302,11 +302,8 @@ def _attention_core(
     job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
 ) -> AttentionCore:
     masked = job.training.mask_documents
-    plain = choose_core(
-        mask_documents=masked,
-        device_type=device.type,
-        local_or_sinks=config.local_or_sinks,
-        takes_varlen=takes(config.attention.qk_dim, config.attention.v_dim, _compute_dtype(job)),
+    plain = plain_core(
+        config, mask_documents=masked, dtype=_compute_dtype(job), device_type=device.type
     )
     if meshes.dims.cp == 1:
         return plain
@@ -359,12 +356,10 @@ def _execution(
     dims = meshes.dims
     for part in parts:
         if isinstance(part.output, Output):
-            chosen = job.training.loss_chunk_size
-            part.output.chunk_size = LOSS_CHUNKS[device.type] if chosen is None else chosen
+            part.output.chunk_size = job.training.loss_chunk_size
             if dims.tp > 1:
                 part.output.cross_entropy = VocabParallelCrossEntropy(meshes.group("tp"))
-            if device.type != "cuda":  # It is a kernel of our own there.
-                part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile)
+            part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile, device)
     if dims.pp == 1:
         return WholeModel(parts[0])
     from titan_moe.distributed.pipeline.schedule import Activations, Pipeline

@@ -177,8 +177,9 @@ class ModelConfig:
         if not isinstance(self.attention, AttentionShape):
             raise ConfigError(
                 [
-                    f"{type(self.attention).__name__} lacks num_heads, num_kv_heads, rope_dim or "
-                    "sinks: add it in titan_moe/models/config.py, as GQAConfig and MLAConfig have"
+                    f"{type(self.attention).__name__} lacks num_heads, num_kv_heads, rope_dim, "
+                    "qk_dim, v_dim or sinks: add it in titan_moe/models/config.py, as GQAConfig "
+                    "and MLAConfig have"
                 ]
             )
 
