@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from titan_moe.distributed.fsdp import StepSync
 from titan_moe.ops.varlen_attention import DocumentBounds
 
 
@@ -36,8 +37,11 @@ class Execution(Protocol):
     """Runs forward and backward. The ranks that compute one sum of cross-entropies together hold
     disjoint shares of its value, and each starts the backward of the whole sum."""
 
-    def train(self, rows: Microbatch) -> Tensor:
-        """Add the rows' gradients, as plain sums; returns this rank's share of the loss sum."""
+    def train(self, rows: Microbatch, *, last: bool = True) -> Tensor:
+        """Add the rows' gradients, as plain sums; returns this rank's share of the loss sum.
+
+        Gradients stand where the optimizer looks for them after the `last` rows of a step.
+        """
 
     def evaluate(self, rows: Microbatch) -> Tensor:
         """This rank's share of the loss sum, without gradients."""
@@ -46,10 +50,12 @@ class Execution(Protocol):
 class WholeModel:
     """All layers on this rank."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, sync: StepSync) -> None:
         self._model = model
+        self._sync = sync
 
-    def train(self, rows: Microbatch) -> Tensor:
+    def train(self, rows: Microbatch, *, last: bool = True) -> Tensor:
+        self._sync.begin(last=last)
         loss = self._forward(rows)
         loss.backward()
         return loss.detach()
