@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from tests.support import gated_cases, move_rows_cases
+from tests.support import cross_entropy_cases, gated_cases, move_rows_cases
 from tests.support.grouped_mm_cases import SIZES, check_against_the_slow_loop
 from tests.support.permute_cases import ALIGNMENTS, cases, check
+from titan_moe.ops.cross_entropy import cross_entropy
 from titan_moe.ops.gated import gated_rows, gated_rows_backward
+from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
 from titan_moe.ops.move_rows import (
     add_rows,
     add_rows_reference,
@@ -113,3 +115,33 @@ def test_gated_rows_are_one_launch_each_way():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_grouped_mm_equals_the_slow_loop(dtype, shape, case):
     check_against_the_slow_loop(dtype, shape, case, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", cross_entropy_cases.DTYPES, ids=str)
+def test_cross_entropy_equals_torchs_loss(dtype):
+    count = cross_entropy_cases.check(dtype, "cuda")
+    assert count == 2 * len(cross_entropy_cases.SIZES)
+
+
+def test_cross_entropy_is_one_launch_and_repeats_its_bits():
+    logits_TV = torch.randn(512, 151_936, dtype=torch.bfloat16, device="cuda")
+    labels_T = torch.randint(0, 151_936, (512,), device="cuda")
+    # The losses' sum is torch's; the copy stands for the product that makes logits.
+    names = kernels_of(lambda: cross_entropy(logits_TV.clone(), labels_T))
+    assert sum("cross_entropy" in name for name in names) == 1
+    (loss, grad_TV), (again, again_TV) = (
+        cross_entropy(logits_TV.clone(), labels_T) for _ in range(2)
+    )
+    assert torch.equal(loss, again) and torch.equal(grad_TV, again_TV)
+
+
+def test_the_weights_gradient_is_added_up_in_float32():
+    x, weight = (torch.randn(n, 256, device="cuda").bfloat16() for n in (1024, 4096))
+    labels = torch.randint(0, 4096, (1024,), device="cuda")
+    found = []
+    for inputs, chunk_size in (([x, weight], 64), ([x.double(), weight.double()], 0)):
+        inputs = [each.detach().requires_grad_() for each in inputs]
+        loss = linear_cross_entropy(*inputs, labels, chunk_size=chunk_size).loss
+        found.append([loss, *torch.autograd.grad(loss, inputs)])
+    for ours, exact in zip(*found, strict=True):
+        assert (ours - exact).norm() <= 1e-2 * exact.norm()

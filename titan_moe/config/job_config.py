@@ -241,9 +241,10 @@ class Training(Section):
     """Gradients are scaled down to this norm; inf switches clipping off."""
     norm_type: Literal["2", "inf"] = "2"
     """The norm that is reported and clipped."""
-    loss_chunk_size: NonNegativeInt = 1024
+    loss_chunk_size: NonNegativeInt | None = None
     """Most tokens of a rank whose logits exist at once, with their gradients: the loss is computed
-    in chunks; 0: of a whole microbatch."""
+    in chunks; 0: of a whole microbatch. Left out: 4,096 on a GPU, where gradients take the logits'
+    place, and 1,024 on a CPU."""
     mtp_loss_weight: NonNegativeFloat | None = None
     """Weight of the mean of multi-token prediction's losses; left out: the flavor's."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

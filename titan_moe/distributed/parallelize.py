@@ -44,6 +44,7 @@ from titan_moe.distributed.policies import (
 from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
+from titan_moe.models.attention import plain_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import (
     Decoder,
@@ -58,7 +59,7 @@ from titan_moe.models.quantize import check_hardware, quantize
 from titan_moe.models.stats import part_weights
 from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.layer import MoE
-from titan_moe.ops.attention import AttentionCore, FlexCore, choose_core
+from titan_moe.ops.attention import AttentionCore, FlexCore
 from titan_moe.runtime.log import logger
 from titan_moe.simulate.memory import Accumulation
 
@@ -290,8 +291,8 @@ def _attention_core(
     job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
 ) -> AttentionCore:
     masked = job.training.mask_documents
-    plain = choose_core(
-        mask_documents=masked, device_type=device.type, local_or_sinks=config.local_or_sinks
+    plain = plain_core(
+        config, mask_documents=masked, dtype=compute_dtype(job), device_type=device.type
     )
     if meshes.dims.cp == 1:
         return plain
@@ -347,7 +348,7 @@ def _execution(
             part.output.chunk_size = job.training.loss_chunk_size
             if dims.tp > 1:
                 part.output.cross_entropy = VocabParallelCrossEntropy(meshes.group("tp"))
-            part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile)
+            part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile, device)
     if dims.pp == 1:
         return WholeModel(parts[0], StepSync(parts[0], accumulation))
     from titan_moe.distributed.pipeline.schedule import Activations, Pipeline

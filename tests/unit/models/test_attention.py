@@ -12,6 +12,7 @@ from titan_moe.ops.attention import (
     CausalSdpa,
     DocumentSdpa,
     FlexCore,
+    VarlenCore,
     choose_core,
 )
 from titan_moe.ops.local_attention import LocalAttention
@@ -75,13 +76,16 @@ def _assert_close(ours, oracle, bound: float) -> None:
         torch.testing.assert_close(a, b, rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize("kind", ["sdpa", "varlen"])
 @pytest.mark.parametrize("shape", ["gqa", "mla"])
 @pytest.mark.parametrize("sinks", [True, False])
 @pytest.mark.parametrize("local", LOCALS)
 @pytest.mark.parametrize("masked", [True, False])
-def test_sdpa_cores_match_the_loop(masked: bool, local: str, sinks: bool, shape: str):
+def test_cores_match_the_loop(masked: bool, local: str, sinks: bool, shape: str, kind: str):
     inputs = _inputs(sinks=sinks, shape=shape)
     core = choose_core(mask_documents=masked, device_type="cpu", local_or_sinks=True)
+    if kind == "varlen":
+        core = VarlenCore(mask_documents=masked)
     documents = DOCUMENTS_BS if masked else torch.zeros_like(DOCUMENTS_BS)
     q, k, v, *rest = inputs
     slow = slow_attention(q, k, v, documents, LOCALS[local], 0.3, rest[0] if sinks else None)

@@ -50,6 +50,24 @@ def test_rows_compile_and_move_16_bytes_at_a_time(dim: int) -> None:
     assert dim == 1 or ("ld.global.v4.b32" in asm["ptx"] and "st.global.v4.b32" in asm["ptx"])
 
 
+@pytest.mark.parametrize("logits", ["*bf16", "*fp32"])
+def test_cross_entropy_compiles_and_moves_16_bytes_at_a_time(logits: str) -> None:
+    from titan_moe.ops import cross_entropy_triton as kernels
+
+    constants = {"WIDTH": 151_936, "IGNORED": -100, "BLOCK": 4096, "WIDE": 0}
+    for name, numbers in {
+        "_cross_entropy_kernel": ["losses_ptr"],
+        "_statistics_kernel": ["largest_ptr", "sum_ptr", "target_ptr"],
+        "_gradient_kernel": ["lse_ptr"],
+    }.items():
+        pointers = {"logits_ptr": logits, "labels_ptr": "*i64"} | dict.fromkeys(numbers, "*fp32")
+        kernel = getattr(kernels, name)
+        first = [] if name == "_cross_entropy_kernel" else ["first"]
+        asm = compiled(kernel, pointers, first, **constants)
+        assert "ld.global.v4.b32" in asm["ptx"], name
+        assert "st.global.v4.b32" in asm["ptx"] or name == "_statistics_kernel"
+
+
 @pytest.mark.parametrize("clamped", [0, 1])
 @pytest.mark.parametrize("dim", [1, 768, 2880])
 def test_gated_rows_compile_and_move_16_bytes_at_a_time(dim: int, clamped: int) -> None:
