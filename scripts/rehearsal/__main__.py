@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.rehearsal.cases import CONFIGS, Case, all_cases
+from scripts.rehearsal.checkpoints import NAME as CHECKPOINT
+from scripts.rehearsal.checkpoints import rehearse_checkpoint
 from scripts.rehearsal.controls import CONTROLS, missed
 from scripts.rehearsal.counts import as_text, count_layers, counted_cases, in_words
 from scripts.rehearsal.ledger import Finding
@@ -37,14 +39,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--counts", type=Path, metavar="FILE", help="count layers, as JSON there")
     options = parser.parse_args(argv)
     cases = [case for case in all_cases() if options.only in case.name]
+    saved = [CHECKPOINT] if options.only in CHECKPOINT else []
     if options.list:
-        print("\n".join(case.name for case in cases))
+        print("\n".join([*(case.name for case in cases), *saved]))
         return 0
     if options.controls:
         return _plant(options.only)
     if options.counts is not None:
         return _count(options.counts, options.only)
-    return _rehearse(cases)
+    return _rehearse(cases, saved)
 
 
 def _plant(word: str) -> int:
@@ -69,7 +72,7 @@ def _count(path: Path, word: str) -> int:
     return 0
 
 
-def _rehearse(cases: list[Case]) -> int:
+def _rehearse(cases: list[Case], saved: list[str]) -> int:
     started, num_findings = time.perf_counter(), 0
     launches: set[Launch] = set()
     for _, results in in_fresh_processes(rehearse_all, _tasks(cases), num_workers=1):
@@ -78,12 +81,16 @@ def _rehearse(cases: list[Case]) -> int:
             for finding in result.findings:
                 print(f"{finding} [{name}]", flush=True)
             num_findings += len(result.findings)
+    for findings in _run(rehearse_checkpoint, [()] * len(saved)):
+        for finding in findings:
+            print(f"{finding} [{CHECKPOINT}]", flush=True)
+            num_findings += 1
     for finding in _kernel_findings(launches):
         print(finding, flush=True)
         num_findings += 1
     print(
-        f"{len(cases)} cases, {len(launches)} kernels of ours, {num_findings} findings, "
-        f"{time.perf_counter() - started:.0f} s"
+        f"{len(cases) + len(saved)} cases, {len(launches)} kernels of ours, {num_findings} "
+        f"findings, {time.perf_counter() - started:.0f} s"
     )
     return 1 if num_findings else 0
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from scripts.rehearsal.fake_cuda import FakeCuda, value_of
 from scripts.rehearsal.ledger import Finding
 from scripts.rehearsal.places import here
-from scripts.rehearsal.work import BACKWARD_OF_ATTENTION, attention_flops
+from scripts.rehearsal.work import BACKWARD_OF_ATTENTION, attention_flops, kind_of_kernel
 from titan_moe.ops.move_rows import add_rows_reference, copy_rows_reference
 from titan_moe.ops.permute_indices import permute_indices_reference
 
@@ -57,7 +57,9 @@ def stand_ins(mode: FakeCuda) -> Iterator[set[Launch]]:
         named = inspect.signature(self.fn).bind(*args, **kwargs_of_kernel(self, kwargs)).arguments
         tensors = [x for x in named.values() if isinstance(x, Tensor)]
         _check(mode, self.fn.__name__, tensors)
-        mode.ledger.kernel(self.fn.__name__, sum(x.numel() * x.element_size() for x in tensors))
+        moved = sum(x.numel() * x.element_size() for x in tensors)
+        kind = kind_of_kernel(self.fn.__module__)
+        mode.ledger.kernel(self.fn.__name__, moved, kind=kind)
         noted.add(_launch(self, named, kwargs.get("num_warps", 4)))
         if compute := _VALUES.get(self.fn.__name__):
             compute({k: value_of(x) if isinstance(x, Tensor) else x for k, x in named.items()})
