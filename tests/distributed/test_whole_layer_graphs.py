@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.tiers import tiered
-from titan_moe.config.job_config import ActivationCheckpoint, Compile
+from titan_moe.config.job_config import ActivationCheckpoint, Compile, JobConfig
 from titan_moe.models.registry import model_config
 from titan_moe.testing.ranks import run_on_ranks
 
@@ -75,7 +75,8 @@ def train_once(
     options = DispatchOptions(dispatch, capacity_factor=0.7)
     apply_expert_parallel(list(model.moe_layers().values()), meshes, options)
     section = Compile(enable=backend is not None, backend=backend or "eager")
-    apply_compile(dict(model.layers.items()), section, recompute, eager_attention=False)
+    job = JobConfig(compile=section, activation_checkpoint=recompute)
+    apply_compile(dict(model.layers.items()), job, eager_attention=False)
 
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(0, config.vocab_size, (ROWS, SEQ_LEN), generator=generator)

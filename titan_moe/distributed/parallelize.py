@@ -13,10 +13,7 @@ from torch import Tensor, nn
 
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.pipeline import model_parts, module_names, schedule_of, stages_of_rank
-from titan_moe.distributed.activation_checkpoint import (
-    apply_activation_checkpoint,
-    recomputes_by_operation,
-)
+from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.distributed.compile import apply_compile, compile_loss
 from titan_moe.distributed.context_parallel.apply import context_parallel_core, local_positions
 from titan_moe.distributed.execution import Execution, WholeModel
@@ -261,16 +258,9 @@ def lay_out(
         # 5. Compiled blocks inside recomputation, which runs them twice; both inside FSDP's hooks,
         # so that a recomputed block finds its gathered parameters.
         blocks = _numbered_blocks(part)
-        recompute = job.activation_checkpoint
-        apply_compile(
-            blocks,
-            job.compile,
-            recompute,
-            eager_attention=_is_eager(part.core, meshes),
-            eager_routing=bool(job.debug.routing_record or job.debug.routing_replay),
-        )
-        if not (job.compile.compiles_layers and recomputes_by_operation(recompute)):
-            apply_activation_checkpoint(blocks, recompute)
+        apply_compile(blocks, job, eager_attention=_is_eager(part.core, meshes))
+        compiled = job.compile.compiles_layers
+        apply_activation_checkpoint(blocks, job.activation_checkpoint, compiled=compiled)
 
         # 6. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, _sharding_policy(job))
