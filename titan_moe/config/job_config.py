@@ -186,6 +186,9 @@ class LRScheduler(Section):
     """Learning rate at the end, as a factor of the peak."""
 
 
+DATASETS_WITHOUT_PATH = ("stdlib", "synthetic")
+
+
 class Dataset(Section):
     """One part of a blend."""
 
@@ -274,6 +277,14 @@ class Parallelism(Section):
     """Free gathered parameters after the forward; 'default' does, but for the output layer, and not
     in a pipeline, which would gather them for every microbatch; schedules that split the backward
     never do."""
+    fsdp_accumulation: Literal[
+        "auto", "reduce_each", "all_reduce_once", "reduce_once", "keep_gathered"
+    ] = "auto"
+    """What the microbatches of a step share: 'reduce_each' nothing, 'all_reduce_once' the sum over
+    dp_replicate and the copy to offloaded gradients, 'reduce_once' also the reduction over the
+    ranks that shard, 'keep_gathered' also the gathered parameters. 'auto': on a GPU the last of
+    these that the memory estimate has room for, on a CPU 'reduce_each'; a pipeline's schedule
+    gathers and reduces once a run."""
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that split attention heads, hidden dims and the vocabulary, and between layers the
     sequence."""
@@ -319,11 +330,14 @@ class Parallelism(Section):
     """Ranks that split the experts; taken from dp_shard x cp x tp."""
     expert_tensor_parallel_degree: PositiveInt = 1
     """Ranks that split each expert's hidden dim; taken from dp_shard x cp x tp."""
-    expert_parallel_comm_backend: Literal["standard", "deduplicated"] = "standard"
+    expert_parallel_comm_backend: Literal["auto", "standard", "deduplicated"] = "auto"
     """How tokens travel over the ep axis: 'standard' sends one row to each expert of a token,
-    'deduplicated' one to each rank, and between nodes one to each node."""
+    'deduplicated' one to each rank, and between nodes one to each node. 'auto' is 'deduplicated'
+    from 8 ranks on where it sends at most 1/1.2 of the rows, and else 'standard'; the run's first
+    lines say which."""
     expert_parallel_ranks_per_node: PositiveInt | None = None
-    """Ranks of a node, for 'deduplicated'; left out: as many as torchrun started on this one."""
+    """Ranks of a node, for 'deduplicated' and 'auto'; left out: as many as torchrun started on this
+    one."""
     expert_parallel_capacity_factor: PositiveFloat | None = None
     """Rows of the buffer from one rank to another, as a multiple of an even share (tokens x top_k /
     expert_parallel_degree): the host waits for no sizes. Left out: exact sizes, at one wait a

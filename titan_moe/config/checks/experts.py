@@ -37,11 +37,10 @@ def _dispatch(run: Run) -> list[str]:
     factor, backend = degrees.expert_parallel_capacity_factor, degrees.expert_parallel_comm_backend
     travels = degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree > 1
     lines = []
-    if factor is not None and backend != plain.expert_parallel_comm_backend:
+    if factor is not None and backend == "deduplicated":
         lines.append(
             f"parallelism.expert_parallel_capacity_factor={factor} bounds the buffers of "
-            f"expert_parallel_comm_backend={plain.expert_parallel_comm_backend} alone, not of "
-            f"{backend}: choose one"
+            f"expert_parallel_comm_backend=standard alone, not of {backend}: choose one"
         )
     if factor is not None and run.model.moe is not None and not travels:
         lines.append(
@@ -54,7 +53,7 @@ def _dispatch(run: Run) -> list[str]:
             f"effect without expert_parallel_capacity_factor: set it"
         )
     ranks = degrees.expert_parallel_ranks_per_node
-    if ranks is not None and backend != "deduplicated":
+    if ranks is not None and (backend == "standard" or factor is not None):
         lines.append(
             f"parallelism.expert_parallel_ranks_per_node={ranks} has no effect without "
             f"expert_parallel_comm_backend=deduplicated: set it"
