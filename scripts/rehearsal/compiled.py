@@ -2,7 +2,8 @@
 
 A layer whose dispatcher waits for nothing is to be one graph on a GPU as on the CPU: what only CUDA
 takes (Triton kernels, torch's grouped GEMM in bfloat16) must be something that a graph can hold.
-Attention is torch's here; flex attention is compiled by itself and stays outside of graphs.
+Experts and routers are cut as in a run, and FSDP is not there: its hooks break graphs anywhere.
+Attention is torch's; flex attention is compiled by itself and stays outside of graphs.
 """
 
 from dataclasses import replace
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from scripts.rehearsal.fake_cuda import CUDA
 from scripts.rehearsal.ledger import Finding
 from scripts.rehearsal.places import Place
-from titan_moe.config.job_config import ActivationCheckpoint, Compile, JobConfig
+from titan_moe.config.job_config import ActivationCheckpoint, Compile
 from titan_moe.distributed.compile import apply_compile
 from titan_moe.distributed.expert_parallel import DispatchOptions, apply_expert_parallel
 from titan_moe.distributed.parallel_dims import ParallelDims
@@ -27,10 +28,7 @@ from titan_moe.ops.attention import CausalSdpa
 from titan_moe.simulate.fake_rank import fake_world
 
 _LAYERS, _ROWS, _SEQ_LEN = 2, 2, 128
-_JOB = JobConfig(
-    compile=Compile(enable=True, backend="aot_eager"),
-    activation_checkpoint=ActivationCheckpoint(mode="selective", selective_ac_option="op"),
-)
+_BY_OPERATION = ActivationCheckpoint(mode="selective", selective_ac_option="op")
 _PLACE = Place("distributed/compile.py:apply_compile", 0)
 
 
@@ -85,7 +83,8 @@ def _run(family: str, ep: int) -> None:
         model = Decoder(config, CausalSdpa()).bfloat16()
     options = DispatchOptions("capacity", capacity_factor=1.5)
     apply_expert_parallel(list(model.moe_layers().values()), meshes, options)
-    apply_compile(dict(model.layers.items()), _JOB, eager_attention=False)
+    section = Compile(enable=True, backend="aot_eager")
+    apply_compile(dict(model.layers.items()), section, _BY_OPERATION, eager_attention=False)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=CUDA)
         tokens = torch.zeros(_ROWS, _SEQ_LEN, dtype=torch.int64, device=CUDA)

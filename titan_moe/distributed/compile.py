@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_moe.config.job_config import Compile, JobConfig
+from titan_moe.config.job_config import ActivationCheckpoint, Compile
 from titan_moe.distributed.activation_checkpoint import (
     is_recomputed_whole,
     recomputes_by_operation,
@@ -34,19 +34,25 @@ from titan_moe.moe.layer import MoE
 _RECOMPILE_LIMIT = 64
 
 
-def apply_compile(blocks: Mapping[str, Any], job: JobConfig, *, eager_attention: bool) -> None:
+def apply_compile(
+    blocks: Mapping[str, Any],
+    section: Compile,
+    recompute: ActivationCheckpoint,
+    *,
+    eager_attention: bool,
+    eager_routing: bool = False,
+) -> None:
     """Compile the decoder's blocks, whose parameters are cut over tp, ep and etp already, and which
     are not yet recomputed: a recomputation runs the compiled block again.
 
     Args:
         blocks: as `apply_activation_checkpoint` takes them.
+        recompute: how they will be recomputed.
         eager_attention: whether attention cores must not be traced.
+        eager_routing: whether the choice of experts must not be, as where it is recorded.
     """
-    section, recompute = job.compile, job.activation_checkpoint
     if not section.compiles_layers:
         return
-    # A routing record keeps, and a replay replaces, what the router chose.
-    eager_routing = bool(job.debug.routing_record or job.debug.routing_replay)
     import torch._dynamo
 
     # Register what grouped products and moves of rows are in a graph.

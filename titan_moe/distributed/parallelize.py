@@ -245,9 +245,15 @@ def lay_out(
         # 5. Compiled blocks inside recomputation, which runs them twice; both inside FSDP's hooks,
         # so that a recomputed block finds its gathered parameters.
         blocks = _numbered_blocks(part)
-        apply_compile(blocks, job, eager_attention=_is_eager(part.core, meshes))
-        compiled = job.compile.compiles_layers
-        apply_activation_checkpoint(blocks, job.activation_checkpoint, compiled=compiled)
+        recompute = job.activation_checkpoint
+        apply_compile(
+            blocks,
+            job.compile,
+            recompute,
+            eager_attention=_is_eager(part.core, meshes),
+            eager_routing=bool(job.debug.routing_record or job.debug.routing_replay),
+        )
+        apply_activation_checkpoint(blocks, recompute, compiled=job.compile.compiles_layers)
 
         # 6. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, policy)

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.tiers import tiered
-from titan_moe.config.job_config import ActivationCheckpoint, Compile, JobConfig
+from titan_moe.config.job_config import ActivationCheckpoint, Compile
 from titan_moe.distributed import graph_recompute
 from titan_moe.distributed.compile import apply_compile
 from titan_moe.models.decoder import Decoder
@@ -63,8 +63,7 @@ def train_once(family: str, *, compiled: bool = True, by_operation: bool = False
     recompute = ActivationCheckpoint(
         mode="selective" if by_operation else "none", selective_ac_option="op"
     )
-    job = JobConfig(compile=section, activation_checkpoint=recompute)
-    apply_compile(dict(model.layers.items()), job, eager_attention=False)
+    apply_compile(dict(model.layers.items()), section, recompute, eager_attention=False)
     tokens = torch.randint(0, config.vocab_size, (ROWS, SEQ_LEN))
     positions = torch.arange(SEQ_LEN).expand_as(tokens)
     kept = {p.data_ptr(): 0 for p in model.parameters()}
