@@ -13,10 +13,7 @@ from torch import nn
 
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.pipeline import model_parts, module_names, schedule_of, stages_of_rank
-from titan_moe.distributed.activation_checkpoint import (
-    apply_activation_checkpoint,
-    recomputes_by_operation,
-)
+from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.distributed.compile import apply_compile, compile_loss
 from titan_moe.distributed.context_parallel.apply import (
     Positions,
@@ -257,8 +254,7 @@ def lay_out(
             eager_attention=_is_eager(part.core, meshes),
             eager_routing=bool(job.debug.routing_record or job.debug.routing_replay),
         )
-        if not (job.compile.compiles_layers and recomputes_by_operation(recompute)):
-            apply_activation_checkpoint(blocks, recompute)
+        apply_activation_checkpoint(blocks, recompute, compiled=job.compile.compiles_layers)
 
         # 6. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, policy)
