@@ -110,7 +110,7 @@ def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:
 
     Apart from the sort, which takes longer: counts can be exchanged meanwhile.
     """
-    if experts_TK.is_cuda:
+    if _runs_triton(experts_TK):
         from titan_moe.ops import place_rows_triton
 
         return place_rows_triton.count_experts(experts_TK, num_experts)
@@ -126,7 +126,7 @@ def count_experts_reference(experts_TK: Tensor, num_experts: int) -> Tensor:
 
 def sort_by_expert(experts_TK: Tensor, num_experts: int) -> SortedRows:
     """Order the T*K rows by expert, stably."""
-    if experts_TK.is_cuda:
+    if _runs_triton(experts_TK):
         from titan_moe.ops import place_rows_triton
 
         return _sorted_rows(*place_rows_triton.sort_by_expert(experts_TK, num_experts))
@@ -137,6 +137,11 @@ def sort_by_expert_reference(experts_TK: Tensor, num_experts: int) -> tuple[Tens
     """The token and the slot of each row, and rows_TK, in plain torch."""
     slot_N = experts_TK.flatten().sort(stable=True).indices
     return slot_N // experts_TK.shape[1], slot_N, invert(slot_N).view_as(experts_TK)
+
+
+def _runs_triton(x: Tensor) -> bool:
+    """A graph sorts by the compiler's own means."""
+    return x.is_cuda and not torch.compiler.is_compiling()
 
 
 def _sorted_rows(token_N: Tensor, slot_N: Tensor, rows_TK: Tensor) -> SortedRows:
@@ -178,7 +183,7 @@ def reached_ranks(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
 
 def count_copies(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
     """How many tokens have an expert on each rank of `num_local` experts: counts_P, int64."""
-    if experts_TK.is_cuda:
+    if _runs_triton(experts_TK):
         from titan_moe.ops import place_rows_triton
 
         return place_rows_triton.count_copies(experts_TK, num_local, num_ranks)
@@ -206,7 +211,7 @@ def place_copies(experts_TK: Tensor, order_TK: Tensor, num_local: int, num_ranks
     Args:
         order_TK: each choice's place in the order of experts.
     """
-    if experts_TK.is_cuda:
+    if _runs_triton(experts_TK):
         from titan_moe.ops import place_rows_triton
 
         places = place_rows_triton.place_copies(experts_TK, order_TK, num_local, num_ranks)
