@@ -18,7 +18,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import as_toml, resolve, save_job
 from titan_moe.config.stages import changes, job_of_step, stage_jobs
 from titan_moe.data.batch import Batch
-from titan_moe.data.loader import merge_states
+from titan_moe.data.step_reader import merge_states
 from titan_moe.data.tokenizer import loss_unit
 from titan_moe.debug.capture.step import StepCapture
 from titan_moe.debug.nan_locator import describe_nonfinite
@@ -104,7 +104,14 @@ class Trainer:
         )
         self.meshes = sharded.meshes
         self._ran = False  # The first step of a layout compiles, and may take long.
-        self._say(layout_summary(dict(sharded.named_parameters()), self.meshes))
+        shared = sharded.accumulation
+        self._say(
+            layout_summary(
+                dict(sharded.named_parameters()),
+                self.meshes,
+                str(shared) if shared.microbatches > 1 else "",
+            )
+        )
         if self.process.is_main and self.meshes.dims.pp > 1:
             weights = part_weights(sharded.config, job.training.seq_len)
             size = job.training.local_batch_size
@@ -187,7 +194,7 @@ class Trainer:
 
     def reshard(self, job: JobConfig) -> None:
         """Go on in the layout of `job`, between two steps of `train`; collective. Sequence length
-        and batch may change too, and then the data goes on as `data.loader.continue_state` says.
+        and batch may change too: the data then goes on as `data.step_reader.continue_state` says.
 
         Nothing goes through the disk. What follows has the bits of a run that was saved, stopped
         and resumed in that layout. Parameters move first and are freed, then the optimizer's state:

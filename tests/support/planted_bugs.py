@@ -121,6 +121,34 @@ BUGS = {
         spared=("loss *", "counts *", "balance_loss *", "num_targets *"),
         harmless_on="pp=2",
     ),
+    # --- what the microbatches of a step share ---
+    "the last microbatch reduces nothing": Bug(
+        f"{_DISTRIBUTED}.fsdp:StepSync.begin",
+        "self._is_last = last",
+        "pass",
+        caught_on="dp_shard=2,recompute=full,reshard=always,accumulation=reduce_once",
+        named=("gradient *", "grad_norm*"),
+        spared=("loss *", "counts *", "num_targets *"),
+        harmless_on="dp_shard=2,accumulation=reduce_each",
+    ),
+    "a step's gradients reduced after its first microbatch": Bug(
+        "titan_moe.train_step:TrainStep._accumulate",
+        "last=number == len(batches)",
+        "last=number == 1",
+        caught_on="dp_replicate=2,dp_shard=2,accumulation=all_reduce_once",
+        named=("gradient *", "grad_norm*"),
+        spared=("loss *", "counts *", "num_targets *"),
+        harmless_on="dp_shard=2,accumulation=reduce_each",
+    ),
+    "parameters kept gathered over the update": Bug(
+        f"{_DISTRIBUTED}.fsdp:StepSync.begin",
+        "unit.set_reshard_after_backward(last, recurse=False)",
+        "unit.set_reshard_after_backward(False, recurse=False)",
+        caught_on="dp_shard=2,recompute=op,accumulation=keep_gathered",
+        named=("gradient *", "loss*"),
+        spared=("loss *", "gradient *", "counts *"),
+        harmless_on="dp_shard=2,accumulation=reduce_once",
+    ),
     # --- experts ---
     "experts' gradients divided by ep": Bug(
         f"{_DISTRIBUTED}.fsdp:apply_fsdp",
@@ -227,9 +255,9 @@ BUGS = {
     # --- context parallelism ---
     "labels shifted at a border of cp": Bug(
         "titan_moe.train_step:local_batch",
-        "labels_BS=batch.labels_BS[:, positions_S]",
+        "labels_BS=whole.labels_BS[:, own]",
         # The token after this one, here: the same but where the next one is on another rank.
-        "labels_BS=batch.labels_BS[:, positions_S.roll(-1) - 1]",
+        "labels_BS=whole.labels_BS[:, positions_S.roll(-1) - 1]",
         caught_on=_GATHERED,
         named=("loss*", "gradient *"),
         spared=("counts *", "num_targets *", "balance_loss *"),
@@ -237,8 +265,8 @@ BUGS = {
     ),
     "positions counted from each rank's first token": Bug(
         "titan_moe.train_step:local_batch",
-        "positions_BS=positions_S.to(device, non_blocking=True)",
-        "positions_BS=torch.arange(len(positions_S)).to(device, non_blocking=True)",
+        "positions_BS=positions_S.expand(num_rows, -1)",
+        "positions_BS=torch.arange(len(positions_S), device=device).expand(num_rows, -1)",
         caught_on=_GATHERED,
         named=("loss*", "gradient *.attention.*"),
         spared=("num_targets *",),

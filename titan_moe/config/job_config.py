@@ -186,6 +186,9 @@ class LRScheduler(Section):
     """Learning rate at the end, as a factor of the peak."""
 
 
+DATASETS_WITHOUT_PATH = ("stdlib", "synthetic")
+
+
 class Dataset(Section):
     """One part of a blend."""
 
@@ -274,6 +277,14 @@ class Parallelism(Section):
     """Free gathered parameters after the forward; 'default' does, but for the output layer, and not
     in a pipeline, which would gather them for every microbatch; schedules that split the backward
     never do."""
+    fsdp_accumulation: Literal[
+        "auto", "reduce_each", "all_reduce_once", "reduce_once", "keep_gathered"
+    ] = "auto"
+    """What the microbatches of a step share: 'reduce_each' nothing, 'all_reduce_once' the sum over
+    dp_replicate and the copy to offloaded gradients, 'reduce_once' also the reduction over the
+    ranks that shard, 'keep_gathered' also the gathered parameters. 'auto': on a GPU the last of
+    these that the memory estimate has room for, on a CPU 'reduce_each'; a pipeline's schedule
+    gathers and reduces once a run."""
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that split attention heads, hidden dims and the vocabulary, and between layers the
     sequence."""
@@ -426,6 +437,10 @@ class ActivationCheckpoint(Section):
     selective_ac_option: str = "2"
     """N: recompute every N-th layer, whole; 'op': recompute every layer but for its matrix
     products, attention and collectives, whose results are kept."""
+    keep_exchanged_rows: bool = False
+    """In layers that are recomputed whole, keep the rows that expert parallelism brought to a
+    rank's experts instead of exchanging them again: four exchanges a layer instead of five, for
+    the memory of top_k rows of a token (fewer with the deduplicating dispatcher)."""
 
 
 class Compile(Section):
@@ -438,6 +453,10 @@ class Compile(Section):
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """'inductor' generates kernels, with Triton on a GPU and a C++ compiler on a CPU; the others
     trace only, to look for mistakes."""
+
+    @property
+    def compiles_layers(self) -> bool:
+        return self.enable and "model" in self.components
 
 
 class Float8Linear(Section):

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import JobConfig, Section
+from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, JobConfig, Section
 from titan_moe.config.named import find_config, what_is_there
 from titan_moe.config.translate import (
     KEYS,
@@ -76,29 +76,26 @@ def read_job(argv: list[str]) -> tuple[JobConfig, list[str]]:
         from_cli, problems = _merged(foreign, from_cli), problems + lines
     except ConfigError as error:
         problems += error.lines
-    both = _merged(from_file, from_cli)
+    both = _merged(_without_paths(from_file, from_cli), from_cli)
     converters = converters_of(both)
     problems += _problems(translate(from_file, converters), source=str(path), strict=True)
     problems += _problems(translate(from_cli, converters), source=_COMMAND_LINE)
     if problems:
         raise ConfigError(problems)
     translation = translate(both, converters)
-    job, notes = _with_whole_layers(JobConfig.model_validate(translation.tables))
-    return job, [*translation.summary(), *notes]
+    return JobConfig.model_validate(translation.tables), translation.summary()
 
 
-def _with_whole_layers(job: JobConfig) -> tuple[JobConfig, list[str]]:
-    """`job` without recomputation by operation where the model is compiled: the results that it
-    keeps are of operations that the compiler fuses. The numbers are the same either way."""
-    recompute = job.activation_checkpoint
-    compiled = job.compile.enable and "model" in job.compile.components
-    if not compiled or (recompute.mode, recompute.selective_ac_option) != ("selective", "op"):
-        return job, []
-    whole = recompute.model_copy(update={"mode": "full"})
-    return job.model_copy(update={"activation_checkpoint": whole}), [
-        "activation_checkpoint.selective_ac_option='op' keeps results of operations that "
-        "compile.enable=true fuses: every layer is recomputed whole instead"
-    ]
+def _without_paths(from_file: dict[str, Any], from_cli: dict[str, Any]) -> dict[str, Any]:
+    """`from_file` without the path of its data where the command line names data without one."""
+    kept = dict(from_file)
+    for table in ("training", "validation"):
+        named, below = from_cli.get(table), from_file.get(table)
+        if not (isinstance(named, dict) and isinstance(below, dict)):
+            continue
+        if named.get("dataset") in DATASETS_WITHOUT_PATH:
+            kept[table] = {key: below[key] for key in below if key != "dataset_path"}
+    return kept
 
 
 def resolve(job: JobConfig, world_size: int) -> JobConfig:

@@ -17,7 +17,7 @@ from titan_moe.distributed.dtensor import cut_parameter, local_part
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.distributed.process_groups import GroupOptions, Traffic
-from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.config import MoEConfig, deduplication_pays, places_reached
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.moe.dispatch.capacity import CapacityDispatcher
@@ -58,25 +58,19 @@ class DispatchOptions(NamedTuple):
     """`MoE.num_parts`."""
 
 
-_FEWEST_RANKS, _LEAST_SAVING = 8, 1.2
-
-
 def choose_dispatcher(
     config: MoEConfig, dims: ParallelDims, ranks_per_node: int
 ) -> tuple[DispatchOptions, str]:
     """The deduplicating dispatcher where it sends clearly fewer rows, from a node's 8 ranks on; and
     the reason.
 
-    Of a token's K experts, drawn at random, P ranks hold some on P (1 - (1 - 1/P)^K) on average:
-    so many rows are sent, against K. Where ep spans nodes, P counts nodes, between which rows are
-    dearest.
+    Where ep spans nodes, nodes are counted, between which rows are dearest.
     """
     ep, top_k = dims.ep, config.top_k
     on_node = _ranks_on_node(dims, ranks_per_node)
     places, word = (ep, "ranks") if on_node is None else (ep // on_node, "nodes")
-    reached = places * (1 - (1 - 1 / places) ** top_k)
-    pays = ep >= _FEWEST_RANKS and top_k / reached >= _LEAST_SAVING
-    name = "deduplicated" if pays else "standard"
+    reached = places_reached(top_k, places)
+    name = "deduplicated" if deduplication_pays(top_k, places, ep) else "standard"
     return DispatchOptions(name, ranks_per_node=ranks_per_node), (
         f"a token's {top_k} experts are on {reached:.2f} of {places} {word} on average, "
         f"{top_k / reached:.2f} rows for one"

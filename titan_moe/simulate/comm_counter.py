@@ -78,9 +78,12 @@ class CommCounter(TorchDispatchMode):
         op, bytes_sent = _SENDS[name]
         named = arguments_of(func, args)
         group = group_of(named)
-        flow = Flow(self._axis(group), op)
+        self.add(Flow(self._axis(group), op), bytes_sent(named, group), group)
+
+    def add(self, flow: Flow, sent: float, group: dist.ProcessGroup) -> None:
+        """Add one call's bytes; a subclass may note more of it."""
         self._calls[flow] += 1
-        self._bytes[flow] += bytes_sent(named, group)
+        self._bytes[flow] += sent
 
     def volumes(self) -> dict[Flow, Volume]:
         """All that was counted."""

@@ -20,6 +20,7 @@ from titan_moe.distributed.collectives import (
     all_to_all_start,
     all_to_all_wait,
     gather_parts,
+    last_of_a_layer,
     reduce_scatter_rows,
 )
 from titan_moe.moe.config import MoEConfig
@@ -129,12 +130,13 @@ class ExchangeDispatcher(Dispatcher):
         """The first half of `combine`, up to the exchange of rows over ep, which it starts."""
         route = plan.route.wait()
         y_ND = combine_rows(y_RD, route.expert_order.wait().rows)
-        if self.etp_group.size() > 1:
-            y_ND = reduce_scatter_rows(y_ND, route.rows_gathered, self.etp_group)
-        if route.second_hop is not None:
-            hop = route.second_hop.wait()
-            y_ND = combine_rows(_exchanged(y_ND, hop.exchange.reverse()), hop.copies)
-        return all_to_all_start(y_ND, route.rows.reverse())
+        with last_of_a_layer():
+            if self.etp_group.size() > 1:
+                y_ND = reduce_scatter_rows(y_ND, route.rows_gathered, self.etp_group)
+            if route.second_hop is not None:
+                hop = route.second_hop.wait()
+                y_ND = combine_rows(_exchanged(y_ND, hop.exchange.reverse()), hop.copies)
+            return all_to_all_start(y_ND, route.rows.reverse())
 
     def combine_wait(self, home: AsyncRows, plan: ExchangePlan) -> Tensor:
         """The second half of `combine`."""
