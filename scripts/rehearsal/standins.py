@@ -144,10 +144,13 @@ def _permuted(named: Mapping[str, Any]) -> None:
 def _counted(named: Mapping[str, Any]) -> None:
     if named["experts_ptr"] is None:
         return
-    count = count_copies_reference if named["ONCE"] else count_experts_reference
-    local, bins = (named["NUM_LOCAL"],) if named["ONCE"] else (), named["NUM_BINS"]
+    bins = named["NUM_BINS"]
     for block, experts_TK in enumerate(named["experts_ptr"].split(named["TOKENS"])):
-        named["counts_ptr"][block] = count(experts_TK, *local, bins)
+        named["counts_ptr"][block] = (
+            count_copies_reference(experts_TK, named["NUM_LOCAL"], bins)
+            if named["ONCE"]
+            else count_experts_reference(experts_TK, bins)
+        )
 
 
 def _sorted(named: Mapping[str, Any]) -> None:
