@@ -250,15 +250,16 @@ def lay_out(
         # 5. Compiled blocks inside recomputation, which runs them twice; both inside FSDP's hooks,
         # so that a recomputed block finds its gathered parameters.
         blocks = _numbered_blocks(part)
-        by_operation = recomputes_by_operation(job.activation_checkpoint)
+        recompute = job.activation_checkpoint
         apply_compile(
-            blocks.values(),
+            blocks,
             job.compile,
-            by_operation=by_operation,
+            recompute,
             eager_attention=_is_eager(part.core, meshes),
+            eager_routing=bool(job.debug.routing_record or job.debug.routing_replay),
         )
-        if not (by_operation and job.compile.compiles_layers):
-            apply_activation_checkpoint(blocks, job.activation_checkpoint)
+        if not (job.compile.compiles_layers and recomputes_by_operation(recompute)):
+            apply_activation_checkpoint(blocks, recompute)
 
         # 6. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, policy)

@@ -76,6 +76,8 @@ class CommCounter(TorchDispatchMode):
         if name not in _SENDS:
             raise NotImplementedError(f"the bytes of {func} are not known")
         op, bytes_sent = _SENDS[name]
+        if op == "all_to_all" and _called_by_fsdp():
+            op = "reduce_scatter"  # Of as many bytes; gloo makes it of an exchange and a sum.
         named = arguments_of(func, args)
         group = group_of(named)
         self.add(Flow(self._axis(group), op), bytes_sent(named, group), group)

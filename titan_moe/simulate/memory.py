@@ -94,10 +94,11 @@ def memory(
     accumulated = 0.0
     if parallelism.fsdp_accumulation == "all_reduce_once" and training.enable_cpu_offload:
         accumulated = stored / (4 * wide) * reduced
-    elif parallelism.fsdp_accumulation == "reduce_once":
-        accumulated = all_of_it * reduced
-    elif parallelism.fsdp_accumulation == "keep_gathered":
-        accumulated = all_of_it * (reduced + compute)
+    elif parallelism.fsdp_accumulation in ("reduce_once", "keep_gathered"):
+        # The shards of gradients, which `stored` has, are made from these sums and free them.
+        accumulated = all_of_it * reduced - (0.0 if training.enable_cpu_offload else stored / 4)
+        if parallelism.fsdp_accumulation == "keep_gathered":
+            accumulated += all_of_it * compute
     layer = max(whole(size) for name, size in parts.items() if name.startswith("layers."))
     tokens = training.local_batch_size * training.seq_len / cp
     values = tokens * _values_per_token(config) / tp * compute

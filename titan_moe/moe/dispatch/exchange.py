@@ -140,7 +140,8 @@ class ExchangeDispatcher(Dispatcher):
 
     def combine_wait(self, home: AsyncRows, plan: ExchangePlan) -> Tensor:
         """The second half of `combine`."""
-        y_ND = all_to_all_wait(home, plan.route.wait().rows.reverse())
+        route = plan.route.wait()
+        y_ND = all_to_all_wait(home, route.rows.reverse())
         return combine_rows(y_ND, plan.rows.wait())
 
     def all_to_all(
