@@ -336,6 +336,9 @@ class Parallelism(Section):
     'deduplicated' one to each rank, and between nodes one to each node. 'auto' is 'deduplicated'
     from 8 ranks on where it sends at most 1/1.2 of the rows, and else 'standard'; the run's first
     lines say which."""
+    expert_parallel_overlap: bool = False
+    """Send each microbatch's tokens to their experts in two halves, of which one travels while the
+    experts compute the other; balance losses stay those of the whole."""
     expert_parallel_ranks_per_node: PositiveInt | None = None
     """Ranks of a node, for 'deduplicated' and 'auto'; left out: as many as torchrun started on this
     one."""

@@ -230,6 +230,8 @@ def lay_out(
     policy = sharding_policy(job, accumulation.word)
     partial_over_tp = set()
     dispatch = dispatch_options(job.parallelism, config, meshes, ranks_per_node)
+    if job.parallelism.expert_parallel_overlap:
+        dispatch = dispatch._replace(num_parts=2)
     for part in parts:
         # 3. What multiplies in float8, while every weight is whole.
         if in_float8 := quantize(part, job.model.converters, job.quantize):
