@@ -102,7 +102,9 @@ def _runs(job: JobConfig) -> int:
 
 
 def _has_bounded_sizes(job: JobConfig) -> bool:
-    return job.parallelism.expert_parallel_capacity_factor is not None
+    parallelism = job.parallelism
+    bounded = parallelism.expert_parallel_capacity_factor is not None
+    return bounded or parallelism.expert_parallel_comm_backend == "symmetric"
 
 
 def _refused(error: Exception) -> Finding:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from scripts.rehearsal.fake_cuda import FakeCuda, value_of
 from scripts.rehearsal.ledger import Finding
 from scripts.rehearsal.places import here
+from titan_moe.distributed import symmetric_memory
 from titan_moe.ops.move_rows import add_rows_reference, copy_rows_reference
 from titan_moe.ops.permute_indices import permute_indices_reference
 
@@ -72,6 +73,8 @@ def stand_ins(mode: FakeCuda) -> Iterator[set[Launch]]:
     with (
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(flex, "flex_attention", attend),
+        mock.patch.object(symmetric_memory, "_allocate", _zeros),
+        _without_nvshmem(),
     ):
         yield noted
 
@@ -102,6 +105,33 @@ def _launch(kernel: Any, named: Mapping[str, Any], num_warps: int) -> Launch:
             types[name] = "i64" if abs(x) >= 2**31 else "i32"
     fixed = tuple((name, named[name]) for name in named if name in constants)
     return Launch(kernel.fn.__module__, kernel.fn.__name__, tuple(types.items()), fixed, num_warps)
+
+
+# --- symmetric memory ---
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: Any) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+@contextmanager
+def _without_nvshmem() -> Iterator[None]:
+    """torch's exchange has a kernel for CUDA alone: one for fake tensors checks what it is given,
+    and moves nothing."""
+
+    def exchange(
+        input: Tensor, out: Tensor, in_splits: Tensor, out_splits_offsets: Tensor, group_name: str
+    ) -> None:
+        buffers = input, out, in_splits, out_splits_offsets
+        assert all(x.is_contiguous() and x.device.type == "meta" for x in buffers), "not on the GPU"
+        assert input.dtype is out.dtype and input.stride(0) == out.stride(0), "unequal rows"
+
+    library = torch.library.Library("symm_mem", "IMPL", "Meta")
+    library.impl("all_to_all_vdev", exchange)
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 # --- values of whole numbers that Triton kernels write ---

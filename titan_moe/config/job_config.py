@@ -319,15 +319,17 @@ class Parallelism(Section):
     """Ranks that split the experts; taken from dp_shard x cp x tp."""
     expert_tensor_parallel_degree: PositiveInt = 1
     """Ranks that split each expert's hidden dim; taken from dp_shard x cp x tp."""
-    expert_parallel_comm_backend: Literal["standard", "deduplicated"] = "standard"
+    expert_parallel_comm_backend: Literal["standard", "deduplicated", "symmetric"] = "standard"
     """How tokens travel over the ep axis: 'standard' sends one row to each expert of a token,
-    'deduplicated' one to each rank, and between nodes one to each node."""
+    'deduplicated' one to each rank, and between nodes one to each node; 'symmetric' is 'standard'
+    through NVSHMEM, of GPUs alone: the host waits for no sizes."""
     expert_parallel_ranks_per_node: PositiveInt | None = None
     """Ranks of a node, for 'deduplicated'; left out: as many as torchrun started on this one."""
     expert_parallel_capacity_factor: PositiveFloat | None = None
     """Rows of the buffer from one rank to another, as a multiple of an even share (tokens x top_k /
     expert_parallel_degree): the host waits for no sizes. Left out: exact sizes, at one wait a
-    layer."""
+    layer. With 'symmetric': rows of the buffer from all ranks together, as a multiple of tokens x
+    top_k; left out: as many as can come."""
     expert_parallel_overflow: Literal["stop", "drop"] = "stop"
     """When a buffer of that size does not suffice: 'stop' before the update, or 'drop' a token's
     least wanted experts and report the share."""

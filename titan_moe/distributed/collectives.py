@@ -2,7 +2,7 @@
 ranks exchange before rows; and of a step's sums."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,26 @@ class OverlapHook:
         pass
 
 
+class RowExchange(Protocol):
+    """An exchange of rows between ranks, which goes both ways."""
+
+    @property
+    def overlap(self) -> OverlapHook: ...
+
+    @property
+    def most_sent(self) -> int:
+        """Rows of the tensor that `start` takes."""
+
+    def reverse(self) -> "RowExchange":
+        """The way back, and that of the gradients."""
+
+    def start(self, x_RD: Tensor) -> Any:
+        """What `wait` takes."""
+
+    def wait(self, started: Any) -> Tensor:
+        """The received rows, in the order of their source ranks."""
+
+
 class AllToAll(NamedTuple):
     """An all-to-all of rows: `sent[p]` consecutive ones to each rank p, `received[p]` from it."""
 
@@ -38,8 +58,21 @@ class AllToAll(NamedTuple):
     group: ProcessGroup
     overlap: OverlapHook = OverlapHook()
 
+    @property
+    def most_sent(self) -> int:
+        return sum(self.sent)
+
     def reverse(self) -> "AllToAll":
         return self._replace(sent=self.received, received=self.sent)
+
+    def start(self, x_RD: Tensor) -> Tensor:
+        if len(self.sent) == 1:
+            return x_RD
+        name = self.group.group_name
+        return _functional.all_to_all_single(x_RD.contiguous(), self.received, self.sent, name)
+
+    def wait(self, started: Tensor) -> Tensor:
+        return started if len(self.sent) == 1 else _functional.wait_tensor(started)
 
 
 def all_to_all_rows(
@@ -59,9 +92,9 @@ def all_to_all_rows(
 class _InFlight:
     """Rows, or later their gradients, between the start and the wait of an exchange."""
 
-    rows: Tensor | None = None
+    rows: Any = None
 
-    def take(self) -> Tensor:
+    def take(self) -> Any:
         assert self.rows is not None, "nothing is in flight"
         rows, self.rows = self.rows, None
         return rows
@@ -76,7 +109,7 @@ class AsyncRows(NamedTuple):
     in_flight: _InFlight
 
 
-def all_to_all_start(x_RD: Tensor, exchange: AllToAll) -> AsyncRows:
+def all_to_all_start(x_RD: Tensor, exchange: RowExchange) -> AsyncRows:
     """Start an exchange; only `all_to_all_wait` makes its result readable.
 
     What the program computes between the two overlaps with the exchange, on the stream that it
@@ -89,7 +122,7 @@ def all_to_all_start(x_RD: Tensor, exchange: AllToAll) -> AsyncRows:
     return AsyncRows(_StartRows.apply(x_RD, exchange, in_flight), in_flight)
 
 
-def all_to_all_wait(rows: AsyncRows, exchange: AllToAll) -> Tensor:
+def all_to_all_wait(rows: AsyncRows, exchange: RowExchange) -> Tensor:
     """The received rows of `all_to_all_start`, in the order of their source ranks; once."""
     return _WaitRows.apply(rows.carrier, exchange, rows.in_flight)
 
@@ -133,20 +166,9 @@ def gather_parts(x: Tensor, group: ProcessGroup) -> Tensor:
     return _functional.wait_tensor(parts).view(group.size(), *x.shape)
 
 
-def _start(x_RD: Tensor, exchange: AllToAll) -> Tensor:
-    sent, received, group, _ = exchange
-    if len(sent) == 1:
-        return x_RD
-    return _functional.all_to_all_single(x_RD.contiguous(), received, sent, group.group_name)
-
-
-def _wait(x_RD: Tensor, exchange: AllToAll) -> Tensor:
-    return x_RD if len(exchange.sent) == 1 else _functional.wait_tensor(x_RD)
-
-
 def _exchange(x_RD: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
     exchange = AllToAll(sent, received, group)
-    return _wait(_start(x_RD, exchange), exchange)
+    return exchange.wait(exchange.start(x_RD))
 
 
 def _all_gather(x_RD: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
@@ -162,32 +184,34 @@ def _reduce_scatter(x_RD: Tensor, sizes: list[int], group: ProcessGroup) -> Tens
 
 class _StartRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x_RD: Tensor, exchange: AllToAll, in_flight: _InFlight) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, x_RD: Tensor, exchange: RowExchange, in_flight: _InFlight
+    ) -> Tensor:
         ctx.exchange, ctx.in_flight = exchange, in_flight  # type: ignore[attr-defined]
-        in_flight.rows = _start(x_RD, exchange)
+        in_flight.rows = exchange.start(x_RD)
         return x_RD.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[override, no-untyped-def]
         ctx.exchange.overlap.in_backward()
-        return _wait(ctx.in_flight.take(), ctx.exchange), None, None
+        return ctx.exchange.wait(ctx.in_flight.take()), None, None
 
 
 class _WaitRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, carrier: Tensor, exchange: AllToAll, in_flight: _InFlight
+        ctx: FunctionCtx, carrier: Tensor, exchange: RowExchange, in_flight: _InFlight
     ) -> Tensor:
         ctx.exchange, ctx.in_flight = exchange, in_flight  # type: ignore[attr-defined]
         exchange.overlap.in_forward()
-        rows_RD = _wait(in_flight.take(), exchange)
-        return rows_RD.detach()  # In a group of one, _start returned its input, with a history.
+        rows_RD = exchange.wait(in_flight.take())
+        return rows_RD.detach()  # In a group of one it is the input, with a history.
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
-        ctx.in_flight.rows = _start(grad_RD, ctx.exchange.reverse())
+        ctx.in_flight.rows = ctx.exchange.reverse().start(grad_RD)
         return grad_RD.new_empty(0), None, None
 
 

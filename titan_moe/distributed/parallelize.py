@@ -18,9 +18,12 @@ from titan_moe.distributed.compile import apply_compile, compile_loss
 from titan_moe.distributed.context_parallel.apply import context_parallel_core, local_positions
 from titan_moe.distributed.execution import Execution, WholeModel
 from titan_moe.distributed.expert_parallel import (
-    DispatchOptions,
+    Microbatch,
     apply_expert_parallel,
+    dispatch_options,
     join_sequences,
+    most_tokens,
+    open_symmetric_memory,
 )
 from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
@@ -152,6 +155,9 @@ def build_sharded_model(
         if draw_weights:
             std_of, drawn_as = partial(initial_std, config=config), first_names(config)
             fill_initial_weights(part, job.debug.seed, std_of, drawn_as=drawn_as, device=device)
+    tokens = most_tokens(job.training, job.validation, job.parallelism)
+    largest = Microbatch(tokens, config.dim, _compute_dtype(job), device)
+    open_symmetric_memory(parts, config.moe, meshes, job.parallelism, largest)
 
     named = {name: p for part in parts for name, p in part.named_parameters()}
     return ShardedModel(
@@ -241,7 +247,7 @@ def lay_out(
     parts = _own_parts(plain, stages, job, meshes)
 
     partial_over_tp = set()
-    dispatch = _dispatch_options(job.parallelism, ranks_per_node or meshes.dims.world_size)
+    dispatch = dispatch_options(job.parallelism, ranks_per_node or meshes.dims.world_size)
     for part in parts:
         # 3. What multiplies in float8, while every weight is whole.
         if in_float8 := quantize(part, job.model.converters, job.quantize):
@@ -264,15 +270,6 @@ def lay_out(
         # 6. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, _sharding_policy(job))
     return Parts(parts, partial_over_tp, names, stages)
-
-
-def _dispatch_options(parallelism: Parallelism, ranks_per_node: int) -> DispatchOptions:
-    if (factor := parallelism.expert_parallel_capacity_factor) is not None:
-        return DispatchOptions("capacity", capacity_factor=factor)
-    return DispatchOptions(
-        parallelism.expert_parallel_comm_backend,
-        ranks_per_node=parallelism.expert_parallel_ranks_per_node or ranks_per_node,
-    )
 
 
 def _is_eager(core: AttentionCore, meshes: Meshes) -> bool:
