@@ -36,6 +36,10 @@ _OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "model": {"converters": ["quantize.linear.float8", "quantize.grouped_mm.float8"]},
         "quantize": {"grouped_mm": {"float8": {"fqns": ["experts"]}}},
     },
+    "mxfp8, emulated": {
+        "model": {"converters": ["quantize.grouped_mm.mx"]},
+        "quantize": {"linear": {"float8": {"emulate": True}}},
+    },
 }
 _OPTIONS_LAYOUT = "dp_shard=4,tp=2,ep=4"
 

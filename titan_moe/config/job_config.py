@@ -97,9 +97,11 @@ class Model(Section):
     tokenizer_path: str = "bytes"
     """'bytes', a tiktoken BPE file (Llama-3 layout), or a folder that holds a tokenizer.json; left
     out: hf_assets_path if that is set."""
-    converters: list[Literal["quantize.linear.float8", "quantize.grouped_mm.float8"]] = Field([])
+    converters: list[
+        Literal["quantize.linear.float8", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx"]
+    ] = Field([])
     """Products in low precision, by the names of the tables that say how: Linear layers, routed
-    experts, or both."""
+    experts in one of two ways, or both."""
     num_mtp_layers: NonNegativeInt | None = None
     """Layers of multi-token prediction (arXiv 2412.19437, section 2.2); left out: the flavor's."""
 
@@ -439,16 +441,18 @@ class Compile(Section):
 class Float8Linear(Section):
     """Linear layers in float8 (torchao); model.converters switches them on."""
 
-    recipe_name: Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"] = "rowwise"
+    recipe_name: Literal["rowwise", "rowwise_with_gw_hp", "tensorwise", "blockwise"] = "rowwise"
     """Scales: one for each row or column ('rowwise'), the same but for the weights' gradient, which
-    stays in the compute type ('rowwise_with_gw_hp'), or one for each tensor ('tensorwise',
-    torchtitan's default)."""
+    stays in the compute type ('rowwise_with_gw_hp'), one for each tensor ('tensorwise',
+    torchtitan's default), or one for 128 elements of an activation and 128 x 128 of a weight
+    ('blockwise', arXiv 2412.19437)."""
     filter_fqns: list[str] = Field([])
     """Layers with one of these words in their name are left alone, such as "attention". The output
-    layer and routers always are, and layers whose sizes are no multiples of 16."""
+    layer and routers always are, and layers whose sizes are no multiples of 16; of 128 with
+    'blockwise'."""
     emulate: bool = False
     """Round as float8 does but multiply in float32, on any machine; slow, to look at the effect.
-    Holds for grouped_mm too."""
+    Holds for both tables of grouped_mm too."""
 
 
 class Linear(Section):
@@ -458,16 +462,29 @@ class Linear(Section):
 
 
 class Float8GroupedMM(Section):
-    """Routed experts in float8, scaled row-wise (torchao); model.converters switches them on."""
+    """Routed experts in float8 (torchao); model.converters switches them on."""
 
+    recipe_name: Literal["rowwise", "blockwise"] = "rowwise"
+    """As quantize.linear.float8.recipe_name; 'blockwise' needs the package deep_gemm on a GPU."""
     fqns: list[str] = Field(["experts"])
     """Experts with one of these words in their name (torchtitan's default is none)."""
+
+
+class MxGroupedMM(Section):
+    """Routed experts in mxfp8 (torchao), of GPUs of compute capability 10.0 or more;
+    model.converters switches them on."""
+
+    recipe_name: Literal["mxfp8"] = "mxfp8"
+    """float8 with a scale, a power of two, for 32 elements along the dim that is summed over."""
+    fqns: list[str] = Field(["experts"])
+    """As in quantize.grouped_mm.float8."""
 
 
 class GroupedMM(Section):
     """Routed experts."""
 
     float8: Float8GroupedMM = Float8GroupedMM()
+    mx: MxGroupedMM = MxGroupedMM()
 
 
 class Quantize(Section):

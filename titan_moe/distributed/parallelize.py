@@ -42,7 +42,7 @@ from titan_moe.models.decoder import (
     stage_units,
 )
 from titan_moe.models.output import Output
-from titan_moe.models.quantize import GROUPED_MM, ROW_ALIGNMENT, check_hardware, quantize
+from titan_moe.models.quantize import check_hardware, quantize, row_alignment
 from titan_moe.models.stats import part_weights
 from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.layer import MoE
@@ -111,8 +111,8 @@ def resolve_model(
         # oneDNN generates code for each new number of rows and keeps it: without padding a run
         # grew by 1 GB in 20 steps, and a step of 8 experts took a fifth longer.
         named = {"row_alignment": _ROWS_OF_ONEDNN} | named
-    if GROUPED_MM in job.model.converters:
-        named["row_alignment"] = max(named.get("row_alignment", 1), ROW_ALIGNMENT)
+    if (rows := row_alignment(job.model.converters, job.quantize)) > 1:
+        named["row_alignment"] = max(named.get("row_alignment", 1), rows)
     forced = job.debug.moe_force_load_balance
     return replace(config, moe=replace(config.moe, **named, force_load_balance=forced))
 
