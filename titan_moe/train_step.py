@@ -150,11 +150,11 @@ class TrainStep:
     def _accumulate(self, batches: list[Batch], observer: Observer | None) -> Tensor:
         """All gradients, whole but for the divisor; returns this rank's share of the loss sum."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        for batch in batches:
+        for number, batch in enumerate(batches, 1):
             local = local_batch(batch, self._sharded, self._device)
             if observer is not None:
                 observer.reads(batch, local)
-            loss_sum += self._sharded.execution.train(local)
+            loss_sum += self._sharded.execution.train(local, last=number == len(batches))
         if self._sharded.shared_by_tp:
             tensor_parallel.sum_grads(self._sharded.shared_by_tp, self._tp_group, self._device)
         if self._sharded.tied_weights.copies:

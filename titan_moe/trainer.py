@@ -22,6 +22,7 @@ from titan_moe.data.loader import merge_states
 from titan_moe.data.tokenizer import loss_unit
 from titan_moe.debug.capture.step import StepCapture
 from titan_moe.debug.nan_locator import describe_nonfinite
+from titan_moe.distributed.agreement import on_rank_zero
 from titan_moe.distributed.compile import compiled_so_far, forget_compiled
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.distributed.process_groups import ProcessGroups
@@ -48,6 +49,7 @@ from titan_moe.runtime.process import (
     seed_everything,
     set_timeouts,
 )
+from titan_moe.runtime.run_lock import RunLock
 from titan_moe.train_data import TrainData
 from titan_moe.train_step import StepResult, TrainStep, overflow_line, validation_loss
 
@@ -65,15 +67,24 @@ class Progress:
 class Trainer:
     """Everything of one run on one rank."""
 
-    def __init__(self, job: JobConfig, model_config: ModelConfig, process: Process) -> None:
+    def __init__(
+        self,
+        job: JobConfig,
+        model_config: ModelConfig,
+        process: Process,
+        lock: RunLock | None = None,
+    ) -> None:
         """Build, then load the checkpoint to go on from. Collective over all ranks.
+
+        Args:
+            lock: the run folder's; rank 0 stops where it has lost it.
 
         Raises ConfigError or RunError with the lines for the user.
         """
         if not job.compile.enable:
             leave_compiler_out()
         seed_everything(job.debug)
-        self.process = process
+        self.process, self._lock = process, lock
         self.folder = Path(job.job.dump_folder)
         self._config = model_config
         self._say("%s: %s", job.job.description, self.folder)
@@ -104,7 +115,14 @@ class Trainer:
         )
         self.meshes = sharded.meshes
         self._ran = False  # The first step of a layout compiles, and may take long.
-        self._say(layout_summary(dict(sharded.named_parameters()), self.meshes))
+        shared = sharded.accumulation
+        self._say(
+            layout_summary(
+                dict(sharded.named_parameters()),
+                self.meshes,
+                str(shared) if shared.microbatches > 1 else "",
+            )
+        )
         if self.process.is_main and self.meshes.dims.pp > 1:
             weights = part_weights(sharded.config, job.training.seq_len)
             size = job.training.local_batch_size
@@ -237,6 +255,8 @@ class Trainer:
         return moved.total + moved_too.total
 
     def _step(self, step: int) -> None:
+        if self._lock is not None and self.process.is_main:
+            self._lock.check()
         phases, training = self.log.phases, self.job.training
         before = self._state()
         with phases("data"), region("data"):
@@ -379,9 +399,17 @@ class Trainer:
 
 
 def train(job: JobConfig, model_config: ModelConfig, process: Process) -> None:
-    """Run a resolved job on this rank: write its seed checkpoint, or train it."""
-    trainer = Trainer(job, model_config, process)
-    if job.checkpoint.create_seed_checkpoint:
-        trainer.create_seed_checkpoint()
-    else:
-        trainer.train()
+    """Run a resolved job on this rank: write its seed checkpoint, or train it. Raises RunError
+    where another run writes into its folder."""
+    folder = Path(job.job.dump_folder)
+    lock = RunLock(folder)
+    on_rank_zero(lock.acquire, doing=f"cannot lock {folder}")
+    try:
+        trainer = Trainer(job, model_config, process, lock)
+        if job.checkpoint.create_seed_checkpoint:
+            trainer.create_seed_checkpoint()
+        else:
+            trainer.train()
+    finally:
+        if process.is_main:
+            lock.release()

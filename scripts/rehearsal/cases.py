@@ -25,7 +25,14 @@ LAYERS = 4
 # Alignments that float8 and grouped GEMMs in bf16 ask for; the gate's flavors are float64's.
 _FLAVORS = {"qwen3": "debugmodel_moe.toml"}
 _OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "cpu offload": {"training": {"enable_cpu_offload": True}},
+    "cpu offload": {
+        "training": {"enable_cpu_offload": True},
+        "parallelism": {"fsdp_accumulation": "auto"},
+    },
+    "cpu offload, gradients in shards": {
+        "training": {"enable_cpu_offload": True},
+        "parallelism": {"fsdp_accumulation": "all_reduce_once"},
+    },
     "Muon": {"optimizer": {"name": "Muon"}},
     "recompute full": {"activation_checkpoint": {"mode": "full"}},
     "bounded": {"parallelism": {"expert_parallel_capacity_factor": 1.5}},

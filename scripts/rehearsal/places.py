@@ -64,7 +64,7 @@ WAITS: Mapping[str, Allowance] = {
         "the optimizer reads offloaded gradients on the host", "parameter"
     ),
     "distributed/tensor_parallel.py:sum_grads": Allowance(
-        "offloaded gradients go to the device and back", "parameter"
+        "offloaded gradients go to the device and back"
     ),
     "train_step.py:_reduce": Allowance("the sum of offloaded gradients' squares"),
 }

@@ -33,6 +33,7 @@ _LAYERS = {
     "simulate.memory": 3,
     "profiling.profiler": 3,
     "distributed.parallelize": 4,
+    "distributed.policies": 4,
     "routing.record": 4,
     "debug": 5,
     "metrics.run_log": 5,

@@ -22,10 +22,10 @@ from titan_moe.verify.layouts.layouts import apply_layout, parse
 
 MICROBATCHES = 4
 LAYOUTS = [
-    "dp_shard=2,ep=2",
+    "dp_shard=2,ep=2,accumulation=keep_gathered",
     "pp=2,dp_shard=2,ep=2",
     "dp_shard=2,tp=2,ep=4,recompute=full",
-    "dp_replicate=2,dp_shard=2,ep=2,recompute=op",
+    "dp_replicate=2,dp_shard=2,ep=2,recompute=op,accumulation=reduce_once",
     "cp=2,tp=2,ep=2,etp=2,cp_method=ring",
     "dp_shard=2,cp=2,ep=4,cp_method=ulysses,reshard=always",
 ]
@@ -64,7 +64,7 @@ def train_on_gloo(job: JobConfig, planted: bool = False) -> Sent:
 def train_fake_rank(job: JobConfig, world_size: int, rank: int) -> tuple[Sent, Sent]:
     """What four microbatches send, and the same as extrapolated from fewer."""
     torch.set_num_threads(1)
-    few = microbatches_to_run(job.parallelism.pipeline_parallel_degree)
+    few = microbatches_to_run(job.parallelism)
     sent = []
     for run in (MICROBATCHES, few):
         with fake_world(rank, world_size):

@@ -6,6 +6,7 @@ titan-moe verify gradients runs the same on every layout.
 
 import json
 import subprocess
+from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 
@@ -114,6 +115,28 @@ def test_float32_through_grouped_gemms(gates: Gates, family: str, text: str):
 def test_the_sample_in_float32(deepseek: Gate, text: str):
     result = deepseek.verify(parse(text), dtype="float32")
     assert result.passed, "\n".join([*result.lines, result.traceback])
+
+
+def with_joint_gate_up(task: Task) -> RankReport:
+    moe = task.config.moe
+    assert moe is not None
+    joint = replace(moe, joint_gate_up=True)
+    return verify_on_rank(task._replace(config=replace(task.config, moe=joint)))
+
+
+@pytest.mark.parametrize(
+    "family, text",
+    tiered(
+        [("deepseek_v3", "tp=2,etp=2")],
+        slow=[*product(FAMILIES, ["dp_shard=2,tp=2,ep=2,etp=2,recompute=full"])],
+        full=[*product(FAMILIES, SMALL)],
+    ),
+)
+def test_one_product_of_gate_and_up_trains_the_same_model(gates: Gates, family: str, text: str):
+    """As on a GPU where it pays."""
+    layout, task = task_of(gates(family), text)
+    for report in run_on_ranks(with_joint_gate_up, layout.world_size, task):
+        assert report.num_wrong == 0 and not report.problems, [*report.wrong, *report.problems]
 
 
 def test_an_illegal_layout_gets_one_line(deepseek: Gate):

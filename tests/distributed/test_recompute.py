@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,13 @@ PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten._grouped_mm"}
 # The CPU's attention takes a row of 32 tokens in two blocks of queries, each in two products.
 ATTENTION, ATTENTION_CALLS = "aten.bmm", 4
 ALL_TO_ALL = "_c10d_functional.all_to_all_single"
-MODES = {"none": ("none", "2"), "every second": ("selective", "2"), "op": ("selective", "op")}
-MODES["full"] = ("full", "2")
+MODES: dict[str, dict[str, Any]] = {
+    "none": {"mode": "none"},
+    "every second": {"mode": "selective", "selective_ac_option": "2"},
+    "op": {"mode": "selective", "selective_ac_option": "op"},
+    "full": {"mode": "full"},
+    "full, rows kept": {"mode": "full", "keep_exchanged_rows": True},
+}
 
 
 def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> dict:
@@ -47,6 +53,14 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
 
     if planted is not None:
         plant(planted)
+    kept: list[activation_checkpoint._Keep] = []
+    begin = activation_checkpoint._Keep.__enter__
+
+    def noted(self):
+        kept.append(self)
+        return begin(self)
+
+    activation_checkpoint._Keep.__enter__ = noted
     config = replace(model_config(family, "gate"), num_layers=LAYERS, num_mtp_layers=0)
     assert config.moe is not None
     config = replace(config, moe=replace(config.moe, row_alignment=16))
@@ -54,8 +68,7 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
     with torch.device("meta"):
         model = Decoder(config, DocumentSdpa()).double()
     apply_expert_parallel(list(model.moe_layers().values()), meshes)
-    chosen, option = MODES[mode]
-    section = ActivationCheckpoint(mode=chosen, selective_ac_option=option)
+    section = ActivationCheckpoint(**MODES[mode])
     activation_checkpoint.apply_activation_checkpoint(dict(model.layers.items()), section)
     policy = ShardingPolicy(
         stored_dtype=torch.float64,
@@ -76,6 +89,8 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
     with forward:
         logits = model(tokens, documents, torch.arange(SEQ_LEN).expand_as(tokens))
         loss = logits.square().sum()
+    exchanges = [rows for one in kept for op, rows in one.kept.items() if is_exchange(op)]
+    num_exchanged = sum(map(len, exchanges))
     with backward:
         loss.backward()
     return {
@@ -83,7 +98,12 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
         "counts": [moe.router.tokens_per_expert for moe in model.moe_layers().values()],
         "forward": forward.calls,
         "backward": backward.calls,
+        "kept exchanges": num_exchanged,
     }
+
+
+def is_exchange(operation: object) -> bool:
+    return str(operation).startswith(ALL_TO_ALL)
 
 
 def plant(bug: str) -> None:
@@ -96,7 +116,7 @@ def plant(bug: str) -> None:
         hand_back = activation_checkpoint._HandBack.__torch_dispatch__
 
         def shifted(self, func, types, args=(), kwargs=None):
-            if str(func).startswith(ALL_TO_ALL):
+            if is_exchange(func):
                 self.kept[func][0] = self.kept[func][0].roll(1, 0)
             return hand_back(self, func, types, args, kwargs)
 
@@ -122,7 +142,7 @@ def products(calls: Counter) -> int:
 )
 def test_recompute_changes_no_gradient_and_counts_no_token_twice(family: str, ep: int):
     reference, *_ = run_on_ranks(train_once, 2, family, "none", ep)
-    for mode in ("full", "every second", "op"):
+    for mode in ("full", "every second", "op", "full, rows kept"):
         result, *_ = run_on_ranks(train_once, 2, family, mode, ep)
         assert distance(result, reference) <= 1e-12, mode
         for counts, expected in zip(result["counts"], reference["counts"], strict=True):
@@ -136,9 +156,9 @@ def test_recompute_by_operation_neither_multiplies_nor_communicates_again(family
         run_on_ranks(train_once, 2, family, mode, 2)[0] for mode in ("none", "full", "op")
     )
     moe_layers = len(none["counts"])
-    for name, own in ((ATTENTION, ATTENTION_CALLS * LAYERS), (ALL_TO_ALL, 3 * moe_layers)):
-        assert none["forward"][name] == own
-        assert full["backward"][name] == none["backward"][name] + own
+    assert none["forward"][ATTENTION] == ATTENTION_CALLS * LAYERS
+    assert full["backward"][ATTENTION] == none["backward"][ATTENTION] + none["forward"][ATTENTION]
+    for name in (ATTENTION, ALL_TO_ALL):
         assert op["backward"][name] == none["backward"][name]
     # Not the output layer, and not the last product of a block where it is the last operation.
     again = products(none["forward"]) - 1 - (LAYERS - moe_layers)
@@ -146,6 +166,20 @@ def test_recompute_by_operation_neither_multiplies_nor_communicates_again(family
     assert products(op["backward"]) == products(none["backward"])
     # The rest is computed again: norms, rotations, activations.
     assert op["backward"]["aten.silu"] == full["backward"]["aten.silu"] > 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "again"), [("full", 2), ("every second", 2), ("full, rows kept", 0), ("op", 0)]
+)
+def test_rows_are_exchanged_again_on_their_way_to_the_experts_alone(mode: str, again: int):
+    """Rows and weights travel to the experts, and outputs back: three all-to-alls a layer, and
+    three of gradients. No recomputation runs or keeps the last; `again` are those of a layer."""
+    result, *_ = run_on_ranks(train_once, 2, "deepseek_v3", mode, 2)
+    moe_layers, kept = len(result["counts"]), 2 - again
+    recomputed = moe_layers if mode != "every second" else 1
+    assert result["forward"][ALL_TO_ALL] == 3 * moe_layers
+    assert result["backward"][ALL_TO_ALL] == 3 * moe_layers + again * recomputed
+    assert result["kept exchanges"] == kept * recomputed
 
 
 def test_planted_bugs_are_seen():
@@ -183,8 +217,7 @@ class Counting(torch.nn.Module):
 def counted(mode: str, *, in_the_backward: bool) -> tuple[float, torch.Tensor]:
     """The metric, and the gradient, of the inputs 0 to 3."""
     block, x = Counting(in_the_backward), torch.arange(4.0, requires_grad=True)
-    chosen, option = MODES[mode]
-    section = ActivationCheckpoint(mode=chosen, selective_ac_option=option)
+    section = ActivationCheckpoint(**MODES[mode])
     apply_activation_checkpoint({"0": block}, section)
     block.execute(x).sum().backward()
     assert x.grad is not None

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from tests.support import move_rows_cases
+from tests.support import gated_cases, move_rows_cases
 from tests.support.grouped_mm_cases import SIZES, check_against_the_slow_loop
 from tests.support.permute_cases import ALIGNMENTS, cases, check
+from titan_moe.ops.gated import gated_rows, gated_rows_backward
 from titan_moe.ops.move_rows import (
     add_rows,
     add_rows_reference,
@@ -92,6 +93,19 @@ def test_rows_move_in_one_launch_without_a_wait_and_repeat_their_bits():
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("dtype", gated_cases.TOLERANCES, ids=str)
+def test_gated_rows_equal_autograd(dtype):
+    assert gated_cases.check(dtype, "cuda") == len(list(gated_cases.cases(dtype)))
+
+
+def test_gated_rows_are_one_launch_each_way():
+    gate_up = (torch.randn(4096, 1536, dtype=torch.bfloat16, device="cuda"),)
+    weights_R1, grad_RF = torch.randn(4096, 1).to(gate_up[0]), torch.randn(4096, 768).to(gate_up[0])
+    forward = lambda: gated_rows(gate_up, weights_R1, "swiglu")  # noqa: E731
+    backward = lambda: gated_rows_backward(grad_RF, gate_up, weights_R1, "swiglu")  # noqa: E731
+    assert len(kernels_of(forward)) == len(kernels_of(backward)) == 1
 
 
 @pytest.mark.parametrize("case", SIZES)

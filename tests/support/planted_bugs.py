@@ -121,6 +121,34 @@ BUGS = {
         spared=("loss *", "counts *", "balance_loss *", "num_targets *"),
         harmless_on="pp=2",
     ),
+    # --- what the microbatches of a step share ---
+    "the last microbatch reduces nothing": Bug(
+        f"{_DISTRIBUTED}.fsdp:StepSync.begin",
+        "self._is_last = last",
+        "pass",
+        caught_on="dp_shard=2,recompute=full,reshard=always,accumulation=reduce_once",
+        named=("gradient *", "grad_norm*"),
+        spared=("loss *", "counts *", "num_targets *"),
+        harmless_on="dp_shard=2,accumulation=reduce_each",
+    ),
+    "a step's gradients reduced after its first microbatch": Bug(
+        "titan_moe.train_step:TrainStep._accumulate",
+        "last=number == len(batches)",
+        "last=number == 1",
+        caught_on="dp_replicate=2,dp_shard=2,accumulation=all_reduce_once",
+        named=("gradient *", "grad_norm*"),
+        spared=("loss *", "counts *", "num_targets *"),
+        harmless_on="dp_shard=2,accumulation=reduce_each",
+    ),
+    "parameters kept gathered over the update": Bug(
+        f"{_DISTRIBUTED}.fsdp:StepSync.begin",
+        "unit.set_reshard_after_backward(last, recurse=False)",
+        "unit.set_reshard_after_backward(False, recurse=False)",
+        caught_on="dp_shard=2,recompute=op,accumulation=keep_gathered",
+        named=("gradient *", "loss*"),
+        spared=("loss *", "gradient *", "counts *"),
+        harmless_on="dp_shard=2,accumulation=reduce_once",
+    ),
     # --- experts ---
     "experts' gradients divided by ep": Bug(
         f"{_DISTRIBUTED}.fsdp:apply_fsdp",
@@ -295,9 +323,9 @@ BUGS = {
         harmless_on="dp_shard=2",
     ),
     "recomputed rows without their routing weight": Bug(
-        "titan_moe.moe.experts:_ActivatedProjection.backward",
-        "weighted_RF = hidden_RF if weights_R1 is None else hidden_RF * weights_R1",
-        "weighted_RF = hidden_RF.clone()",
+        "titan_moe.ops.gated:gated_rows_backward_reference",
+        "hidden_RF.mul_(weights_R1)",
+        "pass",
         caught_on="dp_shard=2,recompute=none",
         named=("gradient layers.*.moe.experts.w2*",),
         spared=("loss *", "counts *", "balance_loss *", _OUTPUT, "gradient *.experts.w[13]*"),

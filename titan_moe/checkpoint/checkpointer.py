@@ -4,6 +4,7 @@
     .metadata, *.distcp     tensors, by torch.distributed.checkpoint: readable in any layout
     train_state.json        step, data position, random states (not if model only)
     manifest.json           what the above holds, with a checksum per tensor, and who wrote it
+    SHA256SUMS              a digest of every file
 """
 
 import logging
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.checksum import checksums
+from titan_moe.checkpoint.digests import DIGESTS, write_digests
 from titan_moe.checkpoint.hf.transfer import load_hf, save_hf
 from titan_moe.checkpoint.manifest import (
     MANIFEST,
@@ -31,7 +33,7 @@ from titan_moe.checkpoint.manifest import (
 )
 from titan_moe.checkpoint.read_tensors import read_tensors
 from titan_moe.checkpoint.safe_reader import SafeReader
-from titan_moe.checkpoint.tensor_files import write_tensors
+from titan_moe.checkpoint.tensor_files import own_files, write_tensors
 from titan_moe.checkpoint.tensors import MODEL, OPTIMIZER, model_tensors, optimizer_tensors
 from titan_moe.checkpoint.train_state import (
     DATA,
@@ -135,7 +137,7 @@ class Checkpointer:
             raise RunError("; ".join(problems))
         rank_states = [] if model_only else gather_rank_states(state)
 
-        def commit() -> None:
+        def describe() -> None:
             _check_complete(aside)
             if not model_only:
                 train_state = merge_rank_states(rank_states, self._merge_data)
@@ -150,14 +152,16 @@ class Checkpointer:
                 code=code_version(),
                 family=self._model.family if self._model else "",
                 model=as_record(self._model.config) if self._model else {},
+                digests=DIGESTS,
             )
             storage.write_json(aside / MANIFEST, manifest.model_dump(mode="json"))
-            storage.commit(aside, target)
 
         aside = on_rank_zero(lambda: storage.begin(target), doing=doing)
         try:
             on_every_rank(lambda: write_tensors(tensors, aside), doing=doing)
-            on_rank_zero(commit, doing=doing)
+            on_rank_zero(describe, doing=doing)
+            write_digests(aside, own_files(aside), doing=doing)
+            on_rank_zero(lambda: storage.commit(aside, target), doing=doing)
         except RunError:
             if dist.get_rank() == 0:
                 storage.abandon(aside)

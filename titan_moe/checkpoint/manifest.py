@@ -10,6 +10,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
+from titan_moe.checkpoint.digests import read_checked
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.revision import running_code
 
@@ -57,6 +58,8 @@ class Manifest(_Record):
     family: str = ""
     model: dict[str, Any] = {}
     """The model's dimensions (models.hf.as_record); empty in checkpoints before they were kept."""
+    digests: str = ""
+    """The file with all files' digests; empty in checkpoints before there was one."""
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -65,7 +68,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise RunError(f"checkpoint {folder} does not exist")
     try:
-        manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+        manifest = Manifest.model_validate_json(read_checked(folder / MANIFEST))
     except FileNotFoundError:
         raise RunError(
             f"{folder} is no checkpoint of titan_moe: it has no {MANIFEST}; "
@@ -81,6 +84,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise RunError(f"{folder / MANIFEST} is damaged: {key} {first['msg']}") from None
     if manifest.tensors.keys() != manifest.checksums.keys():
         raise RunError(f"{folder / MANIFEST} is damaged: tensors and checksums name different ones")
+    if manifest.digests and not (folder / manifest.digests).is_file():
+        raise RunError(f"checkpoint {folder} is incomplete: {manifest.digests} is missing")
     return manifest
 
 

@@ -7,6 +7,7 @@ refused.
 """
 
 import importlib
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from titan_moe.checkpoint.digests import read_checked
 from titan_moe.runtime.errors import RunError
 
 METADATA = ".metadata"
@@ -101,20 +103,29 @@ class SafeReader(FileSystemReader):
         try:
             with (Path(self.path) / info.relative_path).open("rb") as file:
                 view = self._slice_file(file, info)
-                return torch.load(view, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError):
+                values = torch.load(view, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception:  # Unpickling garbage raises nearly anything.
+            values = None
+        entry = self._metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        wanted = tuple(part.stop - part.start for part in box), entry.properties.dtype
+        if not isinstance(values, Tensor) or (tuple(values.shape), values.dtype) != wanted:
             raise RunError(
-                f"checkpoint {self.path}: a tensor file is damaged or not to be trusted"
-            ) from None
+                f"checkpoint {self.path}: {info.relative_path} is damaged or not to be trusted"
+            )
+        return values
 
 
 def _read_metadata(folder: Path) -> Metadata:
     path = folder / METADATA
     try:
-        with path.open("rb") as file:
-            metadata = _checked(_AllowListUnpickler(file).load())
+        metadata = _checked(_AllowListUnpickler(io.BytesIO(read_checked(path))).load())
     except FileNotFoundError:
         raise RunError(f"checkpoint {folder} is incomplete: {METADATA} is missing") from None
+    except RunError:
+        raise
     except Exception as error:  # Unpickling garbage raises nearly anything.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise RunError(f"{path} is damaged or not to be trusted: {reason}") from None

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from titan_moe.checkpoint.digests import files, read_checked, write_digests
 from titan_moe.distributed.agreement import on_rank_zero
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import set_aside
@@ -81,6 +82,8 @@ def new_folder(target: Path, needed: int, *, doing: str) -> Iterator[Path]:
     aside = on_rank_zero(lambda: _begin_new(target, needed), doing=doing)
     try:
         yield aside
+        own = files(aside)[dist.get_rank() :: dist.get_world_size()]
+        write_digests(aside, own, doing=doing)
         on_rank_zero(lambda: _commit_new(aside, target), doing=doing)
     except BaseException:
         if dist.get_rank() == 0:
@@ -134,7 +137,7 @@ def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises RunError when the file is missing or holds anything else."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_checked(path))
     except FileNotFoundError:
         raise RunError(f"checkpoint {path.parent} is incomplete: {path.name} is missing") from None
     except ValueError as error:

@@ -58,6 +58,11 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
     )
 
 
+def own_files(folder: Path) -> list[str]:
+    """The names of those that this rank wrote."""
+    return [path.name for path in folder.glob(f"__{dist.get_rank()}_*.distcp")]
+
+
 class _SavePlanner(DefaultSavePlanner):
     """Says itself where each part lies: torch's planner reads no explicit `shard_order`."""
 

@@ -1,16 +1,21 @@
 """Check a run's configuration and data in one plain process, before any rank starts.
 
     titan-moe check --config FILE --ranks 16 --nodes 2 --training.steps 20
+    titan-moe check outputs/first/checkpoint
 
 Prints the number of ranks of a machine and the run's folder, what each training stage changes, and
 what of a torchtitan file has no effect here; all that is wrong otherwise, a line each. run_train.sh
 checks the same before it starts a rank.
 
-Exit codes: 0; 2 a configuration or data that cannot be trained on.
+A folder instead of a configuration is read whole: a checkpoint or all of a run's, an export, a
+routing record. Prints what was read, and a line for everything that is not as it was written.
+
+Exit codes: 0; 1 a folder that is damaged; 2 a configuration or data that cannot be trained on.
 """
 
 import argparse
 import os
+from pathlib import Path
 
 from titan_moe.cli.command import Answer, Command, add_ranks, job_arguments, positive
 
@@ -23,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
+    if options.config is None and options.overrides and options.overrides[0][:1] != "-":
+        return _audit(options.overrides)
     from titan_moe.config.stages import stage_lines
     from titan_moe.runtime.launch import default_ranks
     from titan_moe.train import check_all
@@ -36,6 +43,16 @@ def run(options: argparse.Namespace) -> Answer:
     return Answer(
         found | {"notes": notes, "stages": stages}, [line.format(**found), *stages, *notes]
     )
+
+
+def _audit(names: list[str]) -> Answer:
+    from titan_moe.verify.audit import audit
+
+    audits = [audit(Path(name)) for name in names]
+    whole = [line for found in audits for line in found.whole]
+    problems = [line for found in audits for line in found.problems]
+    lines = [*(f"whole: {line}" for line in whole), *(f"damaged: {line}" for line in problems)]
+    return Answer({"whole": whole, "damaged": problems}, lines, 1 if problems else 0)
 
 
 COMMAND = Command(run, add_arguments, overrides=True, ends_at_once=True)

@@ -2,8 +2,9 @@
 
     titan-moe memory --config FILE --ranks 64
 
-Prints the number of parameters and one line of GiB, and one more for each training stage;
-titan_moe/simulate/memory.py says what they count. Needs no GPU.
+Prints the number of parameters, a line of GiB, and one more for each training stage; what NCCL's
+buffers take beside it; and what microbatches share on such a GPU. titan_moe/simulate/memory.py says
+what is counted. Needs no GPU.
 
 Exit codes: 0; 2 a configuration that cannot run, or that is not counted.
 """
@@ -16,6 +17,8 @@ from titan_moe.cli.command import Answer, Command, add_ranks, job_arguments
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ranks(parser, default=8, says="GPUs of the run; default: 8")
+    says = "memory of a GPU; default: %(default)s, of an H100 of 80 GB"
+    parser.add_argument("--gpu-gib", type=float, default=79.0, metavar="GIB", help=says)
 
 
 def run(options: argparse.Namespace) -> Answer:
@@ -23,7 +26,7 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.stages import stage_jobs
     from titan_moe.models.hf import model_of_job
     from titan_moe.models.stats import total
-    from titan_moe.simulate.memory import memory
+    from titan_moe.simulate.memory import GIB, choose_accumulation, communicators, memory
 
     job = load_job(job_arguments(options))
     config = model_of_job(job.model)
@@ -34,7 +37,16 @@ def run(options: argparse.Namespace) -> Answer:
         sections = (stage.training, stage.parallelism, stage.activation_checkpoint)
         found[step] = memory(config, *sections, world_size=options.ranks)
     first = found.pop(1)
-    data = {"parameters": sum(size), "active_parameters": active, "bytes": asdict(first)}
+    groups = communicators(job.parallelism, options.ranks)
+    sections = (job.training, job.parallelism, job.activation_checkpoint)
+    shared = choose_accumulation(config, *sections, options.ranks, options.gpu_gib * GIB)
+    data = {
+        "parameters": sum(size),
+        "active_parameters": active,
+        "bytes": asdict(first),
+        "communicators": groups._asdict(),
+        "accumulation": asdict(shared),
+    }
     stages = [{"from_step": step, "bytes": asdict(stage)} for step, stage in found.items()]
     return Answer(
         data | ({"stages": stages} if stages else {}),
@@ -42,6 +54,8 @@ def run(options: argparse.Namespace) -> Answer:
             f"{sum(size) / 1e9:.1f} G parameters, {active / 1e9:.1f} G active",
             f"GiB: {first}",
             *(f"GiB from step {step}: {stage}" for step, stage in found.items()),
+            str(groups),
+            *([str(shared)] if shared.microbatches > 1 else []),
         ],
     )
 

@@ -158,7 +158,10 @@ class Optimizer(Section):
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """Muon's decay of the momentum, which is Nesterov's."""
     muon_steps: PositiveInt = 5
-    """Newton-Schulz steps, in training.dtype."""
+    """Newton-Schulz steps."""
+    muon_dtype: Literal["auto", "bfloat16", "stored"] = "auto"
+    """Their type: 'bfloat16', which the matrices then also travel in; 'stored', that of the
+    parameters (training.dtype); or 'auto', bfloat16 for parameters in float32 on a GPU."""
     muon_rms: float = Field(0.2, gt=0)
     """Root mean square of an update by Muon in learning rates; 0.2 is about AdamW's."""
 
@@ -167,7 +170,7 @@ _ADAM_KEYS = ("beta1", "beta2", "eps", "implementation", "state_dtype")
 OPTIMIZER_KEYS = {
     "AdamW": _ADAM_KEYS,
     "Adam": _ADAM_KEYS,
-    "Muon": (*_ADAM_KEYS, "muon_momentum", "muon_steps", "muon_rms"),
+    "Muon": (*_ADAM_KEYS, "muon_momentum", "muon_steps", "muon_dtype", "muon_rms"),
 }
 """The keys that each optimizer reads, besides lr and weight_decay, which all read: what its builder
 in optim/optimizers.py is given. The others are refused unless they have their defaults."""
@@ -276,6 +279,14 @@ class Parallelism(Section):
     """Free gathered parameters after the forward; 'default' does, but for the output layer, and not
     in a pipeline, which would gather them for every microbatch; schedules that split the backward
     never do."""
+    fsdp_accumulation: Literal[
+        "auto", "reduce_each", "all_reduce_once", "reduce_once", "keep_gathered"
+    ] = "auto"
+    """What the microbatches of a step share: 'reduce_each' nothing, 'all_reduce_once' the sum over
+    dp_replicate and the copy to offloaded gradients, 'reduce_once' also the reduction over the
+    ranks that shard, 'keep_gathered' also the gathered parameters. 'auto': on a GPU the last of
+    these that the memory estimate has room for, on a CPU 'reduce_each'; a pipeline's schedule
+    gathers and reduces once a run."""
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that split attention heads, hidden dims and the vocabulary, and between layers the
     sequence."""
@@ -321,12 +332,15 @@ class Parallelism(Section):
     """Ranks that split the experts; taken from dp_shard x cp x tp."""
     expert_tensor_parallel_degree: PositiveInt = 1
     """Ranks that split each expert's hidden dim; taken from dp_shard x cp x tp."""
-    expert_parallel_comm_backend: Literal["standard", "deduplicated", "symmetric"] = "standard"
+    expert_parallel_comm_backend: Literal["auto", "standard", "deduplicated", "symmetric"] = "auto"
     """How tokens travel over the ep axis: 'standard' sends one row to each expert of a token,
-    'deduplicated' one to each rank, and between nodes one to each node; 'symmetric' is 'standard'
-    through NVSHMEM, of GPUs alone: the host waits for no sizes."""
+    'deduplicated' one to each rank, and between nodes one to each node. 'auto' is 'deduplicated'
+    from 8 ranks on where it sends at most 1/1.2 of the rows, and else 'standard'; the run's first
+    lines say which. 'symmetric' is 'standard' through NVSHMEM, of GPUs alone: the host waits for no
+    sizes."""
     expert_parallel_ranks_per_node: PositiveInt | None = None
-    """Ranks of a node, for 'deduplicated'; left out: as many as torchrun started on this one."""
+    """Ranks of a node, for 'deduplicated' and 'auto'; left out: as many as torchrun started on this
+    one."""
     expert_parallel_capacity_factor: PositiveFloat | None = None
     """Rows of the buffer from one rank to another, as a multiple of an even share (tokens x top_k /
     expert_parallel_degree): the host waits for no sizes. Left out: exact sizes, at one wait a
@@ -424,6 +438,10 @@ class ActivationCheckpoint(Section):
     selective_ac_option: str = "2"
     """N: recompute every N-th layer, whole; 'op': recompute every layer but for its matrix
     products, attention and collectives, whose results are kept."""
+    keep_exchanged_rows: bool = False
+    """In layers that are recomputed whole, keep the rows that expert parallelism brought to a
+    rank's experts instead of exchanging them again: four exchanges a layer instead of five, for
+    the memory of top_k rows of a token (fewer with the deduplicating dispatcher)."""
 
 
 class Compile(Section):
@@ -436,6 +454,10 @@ class Compile(Section):
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """'inductor' generates kernels, with Triton on a GPU and a C++ compiler on a CPU; the others
     trace only, to look for mistakes."""
+
+    @property
+    def compiles_layers(self) -> bool:
+        return self.enable and "model" in self.components
 
 
 class Float8Linear(Section):

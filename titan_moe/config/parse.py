@@ -83,22 +83,7 @@ def read_job(argv: list[str]) -> tuple[JobConfig, list[str]]:
     if problems:
         raise ConfigError(problems)
     translation = translate(both, converters)
-    job, notes = _with_whole_layers(JobConfig.model_validate(translation.tables))
-    return job, [*translation.summary(), *notes]
-
-
-def _with_whole_layers(job: JobConfig) -> tuple[JobConfig, list[str]]:
-    """`job` without recomputation by operation where the model is compiled: the results that it
-    keeps are of operations that the compiler fuses. The numbers are the same either way."""
-    recompute = job.activation_checkpoint
-    compiled = job.compile.enable and "model" in job.compile.components
-    if not compiled or (recompute.mode, recompute.selective_ac_option) != ("selective", "op"):
-        return job, []
-    whole = recompute.model_copy(update={"mode": "full"})
-    return job.model_copy(update={"activation_checkpoint": whole}), [
-        "activation_checkpoint.selective_ac_option='op' keeps results of operations that "
-        "compile.enable=true fuses: every layer is recomputed whole instead"
-    ]
+    return JobConfig.model_validate(translation.tables), translation.summary()
 
 
 def resolve(job: JobConfig, world_size: int) -> JobConfig:

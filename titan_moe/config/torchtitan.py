@@ -160,11 +160,11 @@ TABLES: dict[str, dict[str, Key]] = {
     },
     "activation_checkpoint": {
         "mode": Key("selective"),
-        "selective_ac_option": Key(
-            "2", note="'op' beside a compiled model recomputes whole layers"
-        ),
+        "selective_ac_option": Key("2"),
         "per_op_sac_force_recompute_mm_shapes_by_fqns": Key(["moe.router.gate"], _NONE, _KEPT),
-        "early_stop": Key(False, _NONE, "recomputation always covers the whole layer"),
+        "early_stop": Key(
+            False, _NONE, "recomputation ends when it has made what the backward needs"
+        ),
         "memory_budget": Key(0.5, _NONE, _KEPT),
         "visualize_memory_budget_pareto": Key(False, _NONE, _KEPT),
         "preserve_rng_state": Key(True, _NONE, "layers draw no random numbers"),

@@ -25,23 +25,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from titan_moe.config.job_config import ActivationCheckpoint
+from titan_moe.distributed.collectives import ends_a_layer
 from titan_moe.moe.layer import MoE, RoutingMemo
 
+_EXCHANGES = {torch.ops._c10d_functional.all_to_all_single.default}
 # Not all-gathers: what they return is as large as all ranks' parts together, and FSDP's are
 # parameters.
-_KEPT = {
+_KEPT = _EXCHANGES | {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._grouped_mm.default,
-    torch.ops._c10d_functional.all_to_all_single.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
 
 Contexts = tuple[AbstractContextManager, AbstractContextManager]
 
 
+def recomputes_by_operation(section: ActivationCheckpoint) -> bool:
+    return section.mode == "selective" and section.selective_ac_option == "op"
+
+
 def apply_activation_checkpoint(blocks: Mapping[str, Any], section: ActivationCheckpoint) -> None:
-    """Let the decoder's blocks execute as the section says.
+    """Let the decoder's blocks execute as the section says; compiled blocks recompute by operation
+    within their graphs.
 
     Args:
         blocks: the layers of this rank by their number in the whole model, so that every n-th layer
@@ -50,18 +56,25 @@ def apply_activation_checkpoint(blocks: Mapping[str, Any], section: ActivationCh
     """
     if section.mode == "none":
         return
-    by_operation = section.mode == "selective" and section.selective_ac_option == "op"
+    by_operation = recomputes_by_operation(section)
     every = 1 if by_operation or section.mode == "full" else int(section.selective_ac_option)
     for number, block in blocks.items():
         if int(number) % every == 0:
-            block.execute = _recomputed(block, by_operation)
+            block.execute = _recomputed(block, _kept(section))
+            if by_operation:
+                block.attention.core = KeptAttention(block.attention.core)
 
 
-def _recomputed(block: Any, by_operation: bool) -> Callable[..., Tensor]:
+def _kept(section: ActivationCheckpoint) -> set[Any]:
+    """The operations whose results are kept."""
+    if recomputes_by_operation(section):
+        return _KEPT
+    return _EXCHANGES if section.keep_exchanged_rows else set()
+
+
+def _recomputed(block: Any, kept: set[Any]) -> Callable[..., Tensor]:
     compute = block.execute
     moe_layers = [module for module in block.modules() if isinstance(module, MoE)]
-    if by_operation:
-        block.attention.core = KeptAttention(block.attention.core)
 
     memo = RoutingMemo()
     for moe in moe_layers:
@@ -74,7 +87,7 @@ def _recomputed(block: Any, by_operation: bool) -> Callable[..., Tensor]:
     def contexts() -> Contexts:
         routing, replay = memo.contexts()
         both = routing, _entered(replay, _unchanged(buffers))
-        return _both(both, _kept_results()) if by_operation else both
+        return _both(both, _kept_results(kept)) if kept else both
 
     def execute(*args: object) -> Tensor:
         # No random numbers are drawn inside a block, so there is no generator state to keep.
@@ -112,11 +125,11 @@ def _both(first: Contexts, second: Contexts) -> Contexts:
     return _entered(first[0], second[0]), _entered(first[1], second[1])
 
 
-def _kept_results() -> Contexts:
+def _kept_results(operations: set[Any]) -> Contexts:
     """torch's own pair of this kind (create_selective_checkpoint_contexts) refuses a recomputation
     that runs any operation which the forward did not, as FSDP does when it gathers again."""
     kept: dict[Any, deque] = defaultdict(deque)
-    return _Keep(kept), _HandBack(kept)
+    return _Keep(kept, operations), _HandBack(kept, operations)
 
 
 class KeptAttention:
@@ -131,11 +144,11 @@ class KeptAttention:
 
 
 class _Keep(TorchDispatchMode):
-    """Keeps attention, and the results of the operations in `_KEPT` in the order of their calls."""
+    """Keeps attention, and the results of `operations` in the order of their calls."""
 
-    def __init__(self, kept: dict[Any, deque]) -> None:
+    def __init__(self, kept: dict[Any, deque], operations: set[Any]) -> None:
         super().__init__()
-        self.kept = kept
+        self.kept, self.operations = kept, operations
         self.inside_attention = False
 
     @classmethod
@@ -152,10 +165,14 @@ class _Keep(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
-        if func in _KEPT and not self.inside_attention:
+        if self.keeps(func) and not self.inside_attention:
             # Detached: autograd is about to give the result itself a history that would hold us.
             self.kept[func].append(result.detach())
         return result
+
+    def keeps(self, func: Any) -> bool:
+        """Whether what `func` returns here is kept."""
+        return func in self.operations and not (func in _EXCHANGES and ends_a_layer())
 
     def attention(self, core: Callable[..., Tensor], *args: Any) -> Tensor:
         """`core`, whose backward finds what it saved, instead of asking for a recomputation."""
@@ -171,7 +188,7 @@ class _HandBack(_Keep):
     """Hands each kept result back, once, instead of computing it."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func in _KEPT:
+        if self.keeps(func):
             return self.kept[func].popleft()
         return func(*args, **(kwargs or {}))
 

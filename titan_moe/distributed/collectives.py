@@ -1,7 +1,9 @@
 """Collectives: of rows and of parts of sequences, which autograd passes through; of counts, which
 ranks exchange before rows; and of a step's sums."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -125,6 +127,25 @@ def all_to_all_start(x_RD: Tensor, exchange: RowExchange) -> AsyncRows:
 def all_to_all_wait(rows: AsyncRows, exchange: RowExchange) -> Tensor:
     """The received rows of `all_to_all_start`, in the order of their source ranks; once."""
     return _WaitRows.apply(rows.carrier, exchange, rows.in_flight)
+
+
+@contextmanager
+def last_of_a_layer() -> Iterator[None]:
+    """Around exchanges that no backward needs the results of, as those after a layer's experts: a
+    recomputation ends before them, and does not keep what they return."""
+    before = _ends_a_layer.set(True)
+    try:
+        yield
+    finally:
+        _ends_a_layer.reset(before)
+
+
+def ends_a_layer() -> bool:
+    """Whether an exchange that starts now is within `last_of_a_layer`."""
+    return _ends_a_layer.get()
+
+
+_ends_a_layer = ContextVar("_ends_a_layer", default=False)
 
 
 def all_gather_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:

@@ -7,6 +7,9 @@ device, own collectives of uneven sizes, and are replayed by recomputation; FSDP
 in hooks of their own. Only the experts' rows change in number from step to step: their piece alone
 is compiled for any number of rows, so that nothing is compiled again.
 
+Recompute by operation is then the graphs' affair (`graph_recompute.py`): no checkpoint is around
+the block, and what lies between the pieces is not made again.
+
 Attention under context parallelism stays eager, for its collectives; so does compiled flex
 attention, which is compiled already.
 """
@@ -24,14 +27,17 @@ from titan_moe.moe.layer import MoE
 _RECOMPILE_LIMIT = 64
 
 
-def apply_compile(blocks: Iterable[Any], section: Compile, *, eager_attention: bool) -> None:
+def apply_compile(
+    blocks: Iterable[Any], section: Compile, *, by_operation: bool, eager_attention: bool
+) -> None:
     """Compile the decoder's blocks, whose parameters are cut over tp, ep and etp already, and which
     are not yet recomputed: a recomputation runs the compiled block again.
 
     Args:
+        by_operation: whether graphs keep what recompute by operation keeps, and no more.
         eager_attention: whether attention cores must not be traced.
     """
-    if not section.enable or "model" not in section.components:
+    if not section.compiles_layers:
         return
     import torch._dynamo
 
@@ -46,13 +52,14 @@ def apply_compile(blocks: Iterable[Any], section: Compile, *, eager_attention: b
     def call_untraced(moe: MoE, x_BSD: Tensor) -> Tensor:
         return moe(x_BSD)
 
+    options = _options(section.backend, by_operation)
     for block in blocks:
         if eager_attention:
             block.attention.core = torch.compiler.disable(block.attention.core.__call__)
         if block.moe is not None:
-            _compile_pieces(block.moe, section.backend)
+            _compile_pieces(block.moe, options)
             block.call_moe = call_untraced
-        block.execute = torch.compile(block.execute, backend=section.backend)
+        block.execute = torch.compile(block.execute, **options)
 
 
 def compile_loss(loss: Callable[..., Any], section: Compile) -> Callable[..., Any]:
@@ -90,9 +97,21 @@ def forget_compiled(section: Compile) -> None:
         torch._dynamo.reset()
 
 
-def _compile_pieces(moe: MoE, backend: str) -> None:
-    moe.router.compile(backend=backend)
-    moe.gating_weights = torch.compile(moe.gating_weights, backend=backend)
-    moe.experts.compute = torch.compile(moe.experts.compute, backend=backend, dynamic=True)
+def _options(backend: str, by_operation: bool) -> dict[str, Any]:
+    """Of torch.compile."""
+    if not by_operation or backend == "eager":  # That makes no backward of its own.
+        return {"backend": backend}
+    # Imported here: it imports Inductor.
+    from titan_moe.distributed.graph_recompute import aot_eager_keeping_results, keep_results
+
+    if backend == "aot_eager":
+        return {"backend": aot_eager_keeping_results}
+    return {"backend": backend, "options": {"custom_partitioner_fn": keep_results}}
+
+
+def _compile_pieces(moe: MoE, options: dict[str, Any]) -> None:
+    moe.router.compile(**options)
+    moe.gating_weights = torch.compile(moe.gating_weights, **options)
+    moe.experts.compute = torch.compile(moe.experts.compute, dynamic=True, **options)
     if moe.shared_experts is not None:
-        moe.shared_experts.compile(backend=backend)
+        moe.shared_experts.compile(**options)

@@ -5,6 +5,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from titan_moe.distributed.fsdp import StepSync
+
 
 class Microbatch(NamedTuple):
     """What a rank reads of some rows; S/cp is its part of each sequence."""
@@ -32,8 +34,11 @@ class Execution(Protocol):
     """Runs forward and backward. The ranks that compute one sum of cross-entropies together hold
     disjoint shares of its value, and each starts the backward of the whole sum."""
 
-    def train(self, rows: Microbatch) -> Tensor:
-        """Add the rows' gradients, as plain sums; returns this rank's share of the loss sum."""
+    def train(self, rows: Microbatch, *, last: bool = True) -> Tensor:
+        """Add the rows' gradients, as plain sums; returns this rank's share of the loss sum.
+
+        Gradients stand where the optimizer looks for them after the `last` rows of a step.
+        """
 
     def evaluate(self, rows: Microbatch) -> Tensor:
         """This rank's share of the loss sum, without gradients."""
@@ -42,10 +47,12 @@ class Execution(Protocol):
 class WholeModel:
     """All layers on this rank."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, sync: StepSync) -> None:
         self._model = model
+        self._sync = sync
 
-    def train(self, rows: Microbatch) -> Tensor:
+    def train(self, rows: Microbatch, *, last: bool = True) -> Tensor:
+        self._sync.begin(last=last)
         loss = self._forward(rows)
         loss.backward()
         return loss.detach()

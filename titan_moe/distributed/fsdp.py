@@ -36,6 +36,8 @@ class ShardingPolicy:
     """For all units but the last, which the backward wants first."""
     reshard_last: bool
     cpu_offload: bool
+    accumulation: str = "reduce_each"
+    """A word of `parallelism.fsdp_accumulation` but "auto"."""
 
 
 def shard_dim(shape: torch.Size, num_shards: int) -> int:
@@ -63,8 +65,8 @@ def apply_fsdp(
             chain the next unit is gathered ahead; what may be left out is a chain of its own. The
             backward begins with the last unit of the first chain.
     """
-    dense_mesh = _data_mesh(meshes, "fsdp")
-    expert_mesh = _data_mesh(meshes, "edp")
+    dense_mesh = _data_mesh(meshes, "fsdp", policy)
+    expert_mesh = _data_mesh(meshes, "edp", policy)
     is_cast = policy.compute_dtype != policy.stored_dtype
     if meshes.dims.world_size == 1 and not (is_cast or policy.cpu_offload):
         return
@@ -79,10 +81,41 @@ def apply_fsdp(
         _prefetch(units)
 
 
-def _data_mesh(meshes: Meshes, shard_axis: str) -> DeviceMesh:
-    return (
-        meshes["dp_replicate", shard_axis] if meshes.dims.dp_replicate > 1 else meshes[shard_axis]
-    )
+class StepSync:
+    """Tells FSDP before each microbatch of a step what is gathered, kept and reduced in it.
+
+    Gradients of reductions that a microbatch leaves out add up on the device in `reduce_dtype`.
+
+    Args:
+        model: the root that `apply_fsdp` has sharded.
+        accumulation: as in `ShardingPolicy`.
+    """
+
+    def __init__(self, model: nn.Module, accumulation: str) -> None:
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._accumulation = accumulation
+        self._is_last = True
+
+    def begin(self, *, last: bool) -> None:
+        """Before a microbatch's forward; all that was left out is made up for in the `last`."""
+        if self._accumulation == "reduce_each" or last == self._is_last:
+            return
+        self._is_last = last
+        for unit in self._units:
+            if self._accumulation == "all_reduce_once":
+                unit.set_requires_all_reduce(last, recurse=False)
+            else:
+                unit.set_requires_gradient_sync(last, recurse=False)
+            if self._accumulation == "keep_gathered":
+                unit.set_reshard_after_backward(last, recurse=False)
+
+
+def _data_mesh(meshes: Meshes, shard_axis: str, policy: ShardingPolicy) -> DeviceMesh:
+    # FSDP keeps sums of shards on the device for an all-reduce over replicas alone; one replica
+    # will do, whose all-reduce sends nothing.
+    if meshes.dims.dp_replicate > 1 or policy.accumulation == "all_reduce_once":
+        return meshes["dp_replicate", shard_axis]
+    return meshes[shard_axis]
 
 
 def _moe_layers(unit: nn.Module) -> list[MoE]:

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.pipeline import model_parts, module_names, schedule_of, stages_of_rank
-from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
+from titan_moe.distributed.activation_checkpoint import (
+    apply_activation_checkpoint,
+    recomputes_by_operation,
+)
 from titan_moe.distributed.compile import apply_compile, compile_loss
 from titan_moe.distributed.context_parallel.apply import context_parallel_core, local_positions
 from titan_moe.distributed.execution import Execution, WholeModel
@@ -25,10 +28,16 @@ from titan_moe.distributed.expert_parallel import (
     most_tokens,
     open_symmetric_memory,
 )
-from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
+from titan_moe.distributed.fsdp import StepSync, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.distributed.parallel_dims import parallel_dims
+from titan_moe.distributed.policies import (
+    accumulation_of,
+    compute_dtype,
+    sharding_policy,
+    stored_dtype,
+)
 from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
@@ -45,10 +54,12 @@ from titan_moe.models.output import Output
 from titan_moe.models.quantize import check_hardware, quantize, row_alignment
 from titan_moe.models.stats import part_weights
 from titan_moe.models.tensor_plans import DECODER
+from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, FlexCore, choose_core
 from titan_moe.ops.grouped_mm import slow_on_gpu
 from titan_moe.runtime.log import logger
+from titan_moe.simulate.memory import Accumulation
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,8 @@ class ShardedModel:
     """The modules of each stage of the pipeline; of one without a pipeline."""
     counts_targets: bool
     """Whether this rank is the first of those that read the same tokens."""
+    accumulation: Accumulation
+    """What the microbatches of a step share."""
     stops_on_overflow: bool = False
     """Whether a step, or a validation, that dropped rows for want of room must not count."""
 
@@ -107,14 +120,30 @@ def resolve_model(
     if config.moe is None:
         return config
     named = job.moe.model_dump(exclude_none=True)
-    if device_type == "cpu" and _compute_dtype(job) == torch.bfloat16:
+    if device_type == "cpu" and compute_dtype(job) == torch.bfloat16:
         # oneDNN generates code for each new number of rows and keeps it: without padding a run
         # grew by 1 GB in 20 steps, and a step of 8 experts took a fifth longer.
         named = {"row_alignment": _ROWS_OF_ONEDNN} | named
     if (rows := row_alignment(job.model.converters, job.quantize)) > 1:
         named["row_alignment"] = max(named.get("row_alignment", 1), rows)
-    forced = job.debug.moe_force_load_balance
-    return replace(config, moe=replace(config.moe, **named, force_load_balance=forced))
+    named["force_load_balance"] = job.debug.moe_force_load_balance
+    if device_type == "cuda" and joint_gate_up_pays(job, config.moe):
+        named["joint_gate_up"] = True
+    return replace(config, moe=replace(config.moe, **named))
+
+
+def joint_gate_up_pays(job: JobConfig, moe: MoEConfig) -> bool:
+    """Whether one product of gate and up saves more memory traffic than its weights cost to lay
+    side by side, in every microbatch: docs/moe.md counts both."""
+    parallelism, training = job.parallelism, job.training
+    ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
+    sequences = training.local_batch_size
+    if parallelism.pipeline_parallel_degree > 1:
+        sequences = parallelism.pipeline_parallel_microbatch_size
+    cut = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    tokens = sequences * training.seq_len / cut
+    rows_of_an_expert = tokens * moe.top_k * ep * etp / moe.num_experts
+    return rows_of_an_expert > 2 * moe.hidden_dim / etp
 
 
 def build_sharded_model(
@@ -135,7 +164,7 @@ def build_sharded_model(
     """
     check_hardware(job.model.converters, job.quantize, device)
     if config.moe is not None and device.type == "cuda" and dist.get_rank() == 0:
-        _warn_of_slow_experts(_compute_dtype(job), device)
+        _warn_of_slow_experts(compute_dtype(job), device)
 
     # 1. The two views of the world.
     timeout = timedelta(seconds=job.comm.init_timeout_seconds)
@@ -146,7 +175,9 @@ def build_sharded_model(
 
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job, device.type)
-    parts, partial_over_tp, names, stages = lay_out(job, config, meshes, device, ranks_per_node)
+    parts, partial_over_tp, names, stages, accumulation = lay_out(
+        job, config, meshes, device, ranks_per_node
+    )
 
     # 7. Memory and first values, the same bits in every layout.
     offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device
@@ -156,7 +187,7 @@ def build_sharded_model(
             std_of, drawn_as = partial(initial_std, config=config), first_names(config)
             fill_initial_weights(part, job.debug.seed, std_of, drawn_as=drawn_as, device=device)
     tokens = most_tokens(job.training, job.validation, job.parallelism)
-    largest = Microbatch(tokens, config.dim, _compute_dtype(job), device)
+    largest = Microbatch(tokens, config.dim, compute_dtype(job), device)
     open_symmetric_memory(parts, config.moe, meshes, job.parallelism, largest)
 
     named = {name: p for part in parts for name, p in part.named_parameters()}
@@ -165,7 +196,7 @@ def build_sharded_model(
         config,
         meshes,
         # 8. Who runs it: all layers at once, or a pipeline's schedule.
-        execution=_execution(parts, job, config, meshes, device),
+        execution=_execution(parts, job, config, meshes, device, accumulation.word),
         positions=_positions(job.parallelism, meshes),
         shared_by_tp=[named[name] for name in named if name in partial_over_tp],
         tied_weights=find_tied_weights(
@@ -174,6 +205,7 @@ def build_sharded_model(
         names=names,
         stages=stages,
         counts_targets=_counts_targets(meshes),
+        accumulation=accumulation,
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
     )
 
@@ -225,6 +257,8 @@ class Parts(NamedTuple):
     """Every parameter of the whole model."""
     stages: list[list[str]]
     """The modules of each stage of the pipeline; of one without a pipeline."""
+    accumulation: Accumulation
+    """What the microbatches of a step share."""
 
 
 def lay_out(
@@ -246,8 +280,11 @@ def lay_out(
     stages = _stages(job, config)
     parts = _own_parts(plain, stages, job, meshes)
 
+    accumulation = accumulation_of(job, config, meshes.dims.world_size, device)
+    policy = sharding_policy(job, accumulation.word)
     partial_over_tp = set()
-    dispatch = dispatch_options(job.parallelism, ranks_per_node or meshes.dims.world_size)
+    on_node = ranks_per_node or meshes.dims.world_size
+    dispatch = dispatch_options(job.parallelism, config.moe, meshes.dims, on_node)
     for part in parts:
         # 3. What multiplies in float8, while every weight is whole.
         if in_float8 := quantize(part, job.model.converters, job.quantize):
@@ -264,12 +301,19 @@ def lay_out(
         # 5. Compiled blocks inside recomputation, which runs them twice; both inside FSDP's hooks,
         # so that a recomputed block finds its gathered parameters.
         blocks = _numbered_blocks(part)
-        apply_compile(blocks.values(), job.compile, eager_attention=_is_eager(part.core, meshes))
-        apply_activation_checkpoint(blocks, job.activation_checkpoint)
+        by_operation = recomputes_by_operation(job.activation_checkpoint)
+        apply_compile(
+            blocks.values(),
+            job.compile,
+            by_operation=by_operation,
+            eager_attention=_is_eager(part.core, meshes),
+        )
+        if not (by_operation and job.compile.compiles_layers):
+            apply_activation_checkpoint(blocks, job.activation_checkpoint)
 
         # 6. Data parallelism over all of it.
-        apply_fsdp(part, stage_units(part), meshes, _sharding_policy(job))
-    return Parts(parts, partial_over_tp, names, stages)
+        apply_fsdp(part, stage_units(part), meshes, policy)
+    return Parts(parts, partial_over_tp, names, stages, accumulation)
 
 
 def _is_eager(core: AttentionCore, meshes: Meshes) -> bool:
@@ -290,7 +334,7 @@ def _plain_model(job: JobConfig, config: ModelConfig, core: AttentionCore) -> De
     with torch.device("meta"):
         model = Decoder(config, core)
     for parameter in model.parameters():  # Buffers keep their own types: a bias of 1e-3 steps.
-        parameter.data = parameter.data.to(_dtype(job.training.dtype))
+        parameter.data = parameter.data.to(stored_dtype(job))
     return model
 
 
@@ -347,7 +391,12 @@ def _own_parts(
 
 
 def _execution(
-    parts: list[Decoder], job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
+    parts: list[Decoder],
+    job: JobConfig,
+    config: ModelConfig,
+    meshes: Meshes,
+    device: torch.device,
+    accumulation: str,
 ) -> Execution:
     dims = meshes.dims
     for part in parts:
@@ -357,7 +406,7 @@ def _execution(
                 part.output.cross_entropy = VocabParallelCrossEntropy(meshes.group("tp"))
             part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile)
     if dims.pp == 1:
-        return WholeModel(parts[0])
+        return WholeModel(parts[0], StepSync(parts[0], accumulation))
     from titan_moe.distributed.pipeline.schedule import Activations, Pipeline
 
     return Pipeline(
@@ -365,31 +414,7 @@ def _execution(
         meshes=meshes,
         schedule=job.parallelism.pipeline_parallel_schedule,
         microbatch_size=job.parallelism.pipeline_parallel_microbatch_size,
-        activations=Activations(config.dim, _compute_dtype(job)),
+        activations=Activations(config.dim, compute_dtype(job)),
         device=device,
         overlap=job.parallelism.pipeline_parallel_expert_parallel_overlap,
     )
-
-
-def _sharding_policy(job: JobConfig) -> ShardingPolicy:
-    training, reshard = job.training, job.parallelism.fsdp_reshard_after_forward
-    wide = training.dtype == "float64"
-    # A pipeline would gather the parameters anew for every microbatch.
-    freed_by_default = job.parallelism.pipeline_parallel_degree == 1
-    return ShardingPolicy(
-        stored_dtype=_dtype(training.dtype),
-        compute_dtype=_compute_dtype(job),
-        reduce_dtype=_dtype("float64" if wide else training.mixed_precision_reduce),
-        reshard_after_forward=reshard == "always" or (reshard == "default" and freed_by_default),
-        reshard_last=reshard == "always",
-        cpu_offload=training.enable_cpu_offload,
-    )
-
-
-def _compute_dtype(job: JobConfig) -> torch.dtype:
-    training = job.training
-    return _dtype("float64" if training.dtype == "float64" else training.mixed_precision_param)
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)

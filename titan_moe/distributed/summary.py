@@ -16,8 +16,11 @@ from titan_moe.distributed.parallel_dims import DENSE_AXES, DERIVED_AXES, SPARSE
 GRADIENT_RULE = "gradients: plain sums over target tokens, divided once a step by their number"
 
 
-def layout_summary(parameters: Mapping[str, nn.Parameter], meshes: Meshes) -> str:
-    """Axes with this rank's groups, its parameters by how they are cut, and the gradient rule."""
+def layout_summary(
+    parameters: Mapping[str, nn.Parameter], meshes: Meshes, accumulation: str = ""
+) -> str:
+    """Axes with this rank's groups, its parameters by how they are cut, the gradient rule, and the
+    line on what the microbatches of a step share."""
     dims = meshes.dims
     lines = [f"{dims.world_size} ranks in two views, with the groups of rank {meshes.rank}:"]
     for title, axes in (("dense", DENSE_AXES), ("sparse", SPARSE_AXES), ("derived", DERIVED_AXES)):
@@ -28,6 +31,8 @@ def layout_summary(parameters: Mapping[str, nn.Parameter], meshes: Meshes) -> st
         lines.append(f"  {elements / 1e6:10.3f} M in {tensors:4d} tensors  {layout}")
     lines.append(f"process groups of this rank besides the world: {meshes.groups.num_groups}")
     lines.append(GRADIENT_RULE)
+    if accumulation:
+        lines.append(accumulation)
     return "\n".join(lines)
 
 

@@ -81,14 +81,16 @@ def sum_grads(
 ) -> None:
     """Complete the gradients of parameters that all ranks of the group hold whole, in place.
 
-    One all-reduce for all of them, on `device`, once per step. Collective over the group, whose
-    ranks must have gradients of the same parameters.
+    One all-reduce for all of them, on `device`, once per step; offloaded gradients travel there and
+    back in one piece. Collective over the group, whose ranks must have gradients of the same
+    parameters.
     """
     grads = local_grads(parameters)
     if not grads:
         return
     flat = torch.cat([grad.flatten() for grad in grads]).to(device)
     dist.all_reduce(flat, group=group)
+    flat = flat.to(grads[0].device)
     for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(part.view_as(grad))
 

@@ -12,15 +12,20 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import ExpertRows
-from titan_moe.ops.grouped_mm import GroupedMM, add_bias, grouped_mm, grouped_mm_backward
-
-_CLAMP_LIMIT, _CLAMP_ALPHA = 7.0, 1.702
+from titan_moe.ops.gated import gated_rows, gated_rows_backward, halves
+from titan_moe.ops.grouped_mm import (
+    GroupedMM,
+    add_bias,
+    grouped_mm,
+    grouped_mm_backward,
+    grouped_mm_grad_rows,
+    grouped_mm_grad_weights,
+)
 
 
 class ExpertWeights(NamedTuple):
@@ -35,17 +40,6 @@ class ExpertWeights(NamedTuple):
 
 
 Compute = Callable[[ExpertRows, ExpertWeights, GroupedMM], Tensor]
-Pull = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""The gradient of the hidden rows, which it may overwrite -> those of gate and up."""
-
-
-class Activation(NamedTuple):
-    """A function of gate and up, as plain arithmetic that autograd is not to see."""
-
-    hidden: Callable[[Tensor, Tensor], Tensor]
-    """gate_RF, up_RF -> hidden_RF, in memory of its own."""
-    hidden_and_pull: Callable[[Tensor, Tensor], tuple[Tensor, Pull]]
-    """The same, in the backward."""
 
 
 def expert_outputs(
@@ -53,8 +47,9 @@ def expert_outputs(
     weights: ExpertWeights,
     multiply: GroupedMM,
     *,
-    activation: Activation,
+    activation: str,
     scale_inputs: bool,
+    joint: bool,
 ) -> Tensor:
     """The weighted output of its expert for each row, y_RD:
 
@@ -67,16 +62,21 @@ def expert_outputs(
 
     Args:
         multiply: `grouped_mm`, or a product in lower precision.
+        joint: `MoEConfig.joint_gate_up`.
     """
     offsets_E = rows.offsets_E
     weights_R1 = rows.weights_R[:, None].to(rows.x_RD.dtype)
     before_R1, after_R1 = (weights_R1, None) if scale_inputs else (None, weights_R1)
-    gate_RF, up_RF = projections(rows.x_RD, before_R1, weights.w1, weights.w3, offsets_E, multiply)
-    gate_RF = add_bias(gate_RF, weights.b1, offsets_E)
-    up_RF = add_bias(up_RF, weights.b3, offsets_E)
-    y_RD = activated_projection(
-        gate_RF, up_RF, after_R1, weights.w2, offsets_E, activation, multiply
+    gate_up = projections(
+        rows.x_RD, before_R1, weights.w1, weights.w3, offsets_E, multiply, joint=joint
     )
+    if weights.b1 is not None and weights.b3 is not None:
+        biases = (weights.b1, weights.b3)
+        if len(gate_up) == 1:
+            biases = (torch.cat(biases, 1),)  # type: ignore[assignment]
+        pairs = zip(gate_up, biases, strict=True)
+        gate_up = tuple(add_bias(y_RF, bias_EF, offsets_E) for y_RF, bias_EF in pairs)
+    y_RD = activated_projection(gate_up, after_R1, weights.w2, offsets_E, activation, multiply)
     return add_bias(y_RD, weights.b2, offsets_E, after_R1)
 
 
@@ -102,8 +102,9 @@ class Experts(nn.Module):
         self.grouped_mm: GroupedMM = grouped_mm
         self.compute: Compute = partial(
             expert_outputs,
-            activation=ACTIVATIONS[config.activation],
+            activation=config.activation,
             scale_inputs=config.weights_scale == "inputs",
+            joint=config.joint_gate_up,
         )
 
     def forward(self, rows: ExpertRows) -> Tensor:
@@ -111,54 +112,12 @@ class Experts(nn.Module):
         return self.compute(rows, weights, self.grouped_mm)
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate).mul_(up)
-
-
-def _swiglu_and_pull(gate: Tensor, up: Tensor) -> tuple[Tensor, Pull]:
-    silu = F.silu(gate)
-
-    def pull(grad: Tensor) -> tuple[Tensor, Tensor]:
-        grad_up = silu.mul_(grad)
-        return torch.ops.aten.silu_backward(grad.mul_(up), gate), grad_up
-
-    return silu * up, pull
-
-
-def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return _clamped_swiglu_and_pull(gate, up)[0]
-
-
-def _clamped_swiglu_and_pull(gate: Tensor, up: Tensor) -> tuple[Tensor, Pull]:
-    low = gate.clamp(max=_CLAMP_LIMIT)
-    up_1 = up.clamp(-_CLAMP_LIMIT, _CLAMP_LIMIT) + 1
-    sigmoid = torch.sigmoid(_CLAMP_ALPHA * low)
-    silu = low * sigmoid
-
-    def pull(grad: Tensor) -> tuple[Tensor, Tensor]:
-        slope = sigmoid * (1 + _CLAMP_ALPHA * low * (1 - sigmoid))
-        grad_gate = (grad * up_1 * slope).masked_fill_(gate > _CLAMP_LIMIT, 0)
-        return grad_gate, (grad * silu).masked_fill_(up.abs() > _CLAMP_LIMIT, 0)
-
-    return silu * up_1, pull
-
-
-ACTIVATIONS = {
-    # silu(gate) * up (arXiv 2002.05202).
-    "swiglu": Activation(_swiglu, _swiglu_and_pull),
-    # gpt-oss's: both clamped to 7 (the gate from above only), silu with a slope of 1.702, up + 1
-    # (arXiv 2508.10925, section 2.2, and its published reference code).
-    "clamped_swiglu": Activation(_clamped_swiglu, _clamped_swiglu_and_pull),
-}
-
-
 def activated_projection(
-    gate_RF: Tensor,
-    up_RF: Tensor,
+    gate_up: tuple[Tensor, ...],
     weights_R1: Tensor | None,
     w2_EDF: Tensor,
     offsets_E: Tensor,
-    activation: Activation,
+    activation: str,
     multiply: GroupedMM = grouped_mm,
 ) -> Tensor:
     """multiply(weights * activation(gate, up), w2): y_RD. With `grouped_mm` keeps no hidden rows.
@@ -166,8 +125,8 @@ def activated_projection(
     In a split backward the products of both gradients run twice: one function makes both.
     """
     if multiply is grouped_mm:
-        return _ActivatedProjection.apply(gate_RF, up_RF, weights_R1, w2_EDF, offsets_E, activation)
-    hidden_RF = _Activated.apply(gate_RF, up_RF, activation)
+        return _ActivatedProjection.apply(weights_R1, w2_EDF, offsets_E, activation, *gate_up)
+    hidden_RF = _Activated.apply(*halves(gate_up), activation)
     if weights_R1 is not None:
         hidden_RF = hidden_RF * weights_R1
     return multiply(hidden_RF, w2_EDF, offsets_E)
@@ -180,11 +139,16 @@ def projections(
     w3_EFD: Tensor,
     offsets_E: Tensor,
     multiply: GroupedMM = grouped_mm,
-) -> tuple[Tensor, Tensor]:
-    """multiply(weights * x, w) for w1 and for w3. With `grouped_mm` keeps x, not the weighted rows.
+    *,
+    joint: bool = False,
+) -> tuple[Tensor, ...]:
+    """multiply(weights * x, w) for w1 and for w3: gate_RF and up_RF, or with `joint` one tensor
+    [R, 2F] of both. With `grouped_mm` keeps x, not the weighted rows, nor the weights side by side.
 
-    Another product keeps its operands for the backward as it needs them.
+    Another product keeps its operands for the backward as it needs them, and is never joint.
     """
+    if multiply is grouped_mm and joint:
+        return (_JointProjections.apply(x_RD, weights_R1, w1_EFD, w3_EFD, offsets_E),)
     if weights_R1 is not None:
         if multiply is grouped_mm:
             return _ScaledProjections.apply(x_RD, weights_R1, w1_EFD, w3_EFD, offsets_E)
@@ -194,49 +158,72 @@ def projections(
 
 class _Activated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, gate_RF: Tensor, up_RF: Tensor, activation: Activation) -> Tensor:
+    def forward(ctx: FunctionCtx, gate_RF: Tensor, up_RF: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate_RF, up_RF)
         ctx.activation = activation  # type: ignore[attr-defined]
-        return activation.hidden(gate_RF, up_RF)
+        return gated_rows((gate_RF, up_RF), None, activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RF: Tensor):  # type: ignore[override, no-untyped-def]
-        _, pull = ctx.activation.hidden_and_pull(*ctx.saved_tensors)
-        return *pull(grad_RF.clone()), None
+        grads = gated_rows_backward(grad_RF.clone(), ctx.saved_tensors, None, ctx.activation)
+        return *grads.gate_up, None
 
 
 class _ActivatedProjection(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx,
-        gate_RF: Tensor,
-        up_RF: Tensor,
         weights_R1: Tensor | None,
         w2_EDF: Tensor,
         offsets_E: Tensor,
-        activation: Activation,
+        activation: str,
+        *gate_up: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(gate_RF, up_RF, weights_R1, w2_EDF, offsets_E)  # type: ignore[arg-type]
+        ctx.save_for_backward(weights_R1, w2_EDF, offsets_E, *gate_up)  # type: ignore[arg-type]
         ctx.activation = activation  # type: ignore[attr-defined]
-        hidden_RF = activation.hidden(gate_RF, up_RF)
-        if weights_R1 is not None:
-            hidden_RF.mul_(weights_R1)
-        return grouped_mm(hidden_RF, w2_EDF, offsets_E)
+        return grouped_mm(gated_rows(gate_up, weights_R1, activation), w2_EDF, offsets_E)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
-        gate_RF, up_RF, weights_R1, w2_EDF, offsets_E = ctx.saved_tensors
-        hidden_RF, pull = ctx.activation.hidden_and_pull(gate_RF, up_RF)
-        weighted_RF = hidden_RF if weights_R1 is None else hidden_RF * weights_R1
-        grad_RF, grad_w2_EDF = grouped_mm_backward(grad_RD, weighted_RF, w2_EDF, offsets_E)
-        del weighted_RF
-        grad_weights_R1 = None
-        if weights_R1 is not None:
-            grad_weights_R1 = hidden_RF.mul_(grad_RF).sum(-1, keepdim=True)
-            grad_RF.mul_(weights_R1)
-        return *pull(grad_RF), grad_weights_R1, grad_w2_EDF, None, None
+        weights_R1, w2_EDF, offsets_E, *gate_up = ctx.saved_tensors
+        grad_RD = grad_RD.contiguous()
+        grad_RF = grouped_mm_grad_rows(grad_RD, w2_EDF, offsets_E)
+        grads = gated_rows_backward(grad_RF, tuple(gate_up), weights_R1, ctx.activation)
+        grad_w2_EDF = grouped_mm_grad_weights(grad_RD, grads.hidden_RF, w2_EDF, offsets_E)
+        return grads.weights_R1, grad_w2_EDF, None, None, *grads.gate_up
+
+
+class _JointProjections(torch.autograd.Function):
+    """Both weights side by side for the length of a product: two copies of them, and one of their
+    gradient, against rows that are read once and gradients of rows that are not added up."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x_RD: Tensor,
+        weights_R1: Tensor | None,
+        w1_EFD: Tensor,
+        w3_EFD: Tensor,
+        offsets_E: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x_RD, weights_R1, w1_EFD, w3_EFD, offsets_E)  # type: ignore[arg-type]
+        scaled_RD = x_RD if weights_R1 is None else x_RD * weights_R1
+        return grouped_mm(scaled_RD, torch.cat([w1_EFD, w3_EFD], 1), offsets_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_RG: Tensor):  # type: ignore[override, no-untyped-def]
+        x_RD, weights_R1, w1_EFD, w3_EFD, offsets_E = ctx.saved_tensors
+        w13_EGD = torch.cat([w1_EFD, w3_EFD], 1)
+        scaled_RD = x_RD if weights_R1 is None else x_RD * weights_R1
+        grad_RD, grad_EGD = grouped_mm_backward(grad_RG, scaled_RD, w13_EGD, offsets_E)
+        grad_w1_EFD, grad_w3_EFD = (half.contiguous() for half in grad_EGD.chunk(2, 1))
+        if weights_R1 is None:
+            return grad_RD, None, grad_w1_EFD, grad_w3_EFD, None
+        grad_weights_R1 = (grad_RD * x_RD).sum(-1, keepdim=True)
+        return grad_RD.mul_(weights_R1), grad_weights_R1, grad_w1_EFD, grad_w3_EFD, None
 
 
 class _ScaledProjections(torch.autograd.Function):

@@ -83,20 +83,36 @@ def grouped_mm_backward(
     gradient of x holds there is undefined.
     """
     grad_RF = grad_RF.contiguous()  # torch refuses an expanded one, such as that of a plain sum.
+    grad_RD = grouped_mm_grad_rows(grad_RF, w_EFD, offsets_E)
+    return grad_RD, grouped_mm_grad_weights(grad_RF, x_RD, w_EFD, offsets_E)
+
+
+def grouped_mm_grad_rows(grad_RF: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
+    """The first half of `grouped_mm_backward`, of a contiguous gradient."""
     if torch.compiler.is_compiling():
-        return torch.ops.titan_moe.grouped_mm_backward(grad_RF, x_RD, w_EFD, offsets_E)
+        return torch.ops.titan_moe.grouped_mm_grad_rows(grad_RF, w_EFD, offsets_E)
     if has_grouped_gemm(w_EFD):
-        return (
-            F.grouped_mm(grad_RF, w_EFD, offs=offsets_E),
-            F.grouped_mm(grad_RF.t(), x_RD, offs=offsets_E),
-        )
-    grad_RD, grad_EFD = torch.empty_like(x_RD), torch.empty_like(w_EFD)
-    start = 0
+        return F.grouped_mm(grad_RF, w_EFD, offs=offsets_E)
+    grad_RD, start = grad_RF.new_empty(len(grad_RF), w_EFD.shape[2]), 0
     for expert, end in enumerate(offsets_E.tolist()):  # Host sync on a GPU.
         torch.mm(grad_RF[start:end], w_EFD[expert], out=grad_RD[start:end])
+        start = end
+    return grad_RD
+
+
+def grouped_mm_grad_weights(
+    grad_RF: Tensor, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor
+) -> Tensor:
+    """The second half, of a contiguous gradient; of w only type and shape are read."""
+    if torch.compiler.is_compiling():
+        return torch.ops.titan_moe.grouped_mm_grad_weights(grad_RF, x_RD, w_EFD, offsets_E)
+    if has_grouped_gemm(w_EFD):
+        return F.grouped_mm(grad_RF.t(), x_RD, offs=offsets_E)
+    grad_EFD, start = torch.empty_like(w_EFD), 0
+    for expert, end in enumerate(offsets_E.tolist()):  # Host sync on a GPU.
         torch.mm(grad_RF[start:end].t(), x_RD[start:end], out=grad_EFD[expert])
         start = end
-    return grad_RD, grad_EFD
+    return grad_EFD
 
 
 def add_bias(

@@ -51,14 +51,14 @@ class _GatherRows(torch.autograd.Function):
 class _CombineRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, y_RD: Tensor, row_map: RowMap) -> Tensor:
-        ctx.save_for_backward(row_map.source_R)
+        # Not saved_for_backward: a recomputation would have to come as far as this to find it.
+        ctx.source_R = row_map.source_R  # type: ignore[attr-defined]
         return add_rows(y_RD, row_map.rows_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_TD: Tensor):  # type: ignore[override, no-untyped-def]
-        (source_R,) = ctx.saved_tensors
-        return copy_rows(grad_TD, source_R), None
+        return copy_rows(grad_TD, ctx.source_R), None
 
 
 def copy_rows(x_TD: Tensor, source_R: Tensor) -> Tensor:

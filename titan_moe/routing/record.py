@@ -1,6 +1,6 @@
 """A routing record on disk: the experts that every token of a training went to. No torch.
 
-    record.json                 the MoE layers, experts and experts per token of the model
+    record.json                 the MoE layers, experts and experts per token of the model, CRC32
     step-12.rank-3-of-8.npz     what rank 3 of 8 routed in step 12: a part
 
 A part has the names of its rows [R, 2], its positions in them [P], and of every MoE layer on its
@@ -16,6 +16,7 @@ byte of an expert's number, repeat, and mantissas do not.
 import json
 import logging
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -88,6 +89,11 @@ def name_rows(fingerprints: Iterable[int], before: Iterable[int] = ()) -> list[R
     return names
 
 
+def is_record(folder: Path) -> bool:
+    """Whether a folder has a record's header."""
+    return (folder / _HEADER).is_file()
+
+
 def start_record(folder: Path, dims: Dims, *, after: int) -> None:
     """Make a record ready for the steps after `after`; one rank's job.
 
@@ -103,7 +109,8 @@ def start_record(folder: Path, dims: Dims, *, after: int) -> None:
             _drop_after(folder, after)
     folder.mkdir(parents=True, exist_ok=True)
     header = folder / f".{_HEADER}.tmp"
-    header.write_text(json.dumps(asdict(dims)), encoding="utf-8")
+    described = asdict(dims)
+    header.write_text(json.dumps(described | {"crc32": _crc32(described)}), encoding="utf-8")
     header.replace(folder / _HEADER)
 
 
@@ -175,9 +182,12 @@ class Record:
         self.folder = folder
         try:
             header = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
+            crc32 = header.pop("crc32", None)  # Records of earlier versions have none.
             self.dims = Dims(**header)
         except (OSError, ValueError, TypeError):
             raise ConfigError([f"{folder}: there is no routing record ({_HEADER})"]) from None
+        if crc32 not in (None, _crc32(header)):
+            raise ConfigError([f"{folder / _HEADER} is damaged: wrong CRC32"])
         parts: dict[int, dict[tuple[int, int], Path]] = defaultdict(dict)
         for path in folder.iterdir():
             if match := _PART.fullmatch(path.name):
@@ -218,6 +228,14 @@ class RecordedStep:
         self.name = name
         self.parts = [Part(path, dims) for path in paths]
         self._dims = dims
+
+    def read_all(self) -> None:
+        """Unpack every array, each of which has a CRC32 in its file."""
+        for part in self.parts:
+            assert part.tokens
+            for layer in part.layers:
+                part.read(layer, "experts")
+                part.read(layer, "weights")
 
     def num_tokens(self, layer: str) -> int:
         """How many a layer routed."""
@@ -293,6 +311,10 @@ class Part:
     @cached_property
     def _rows(self) -> dict[RowName, int]:
         return {row: place for place, row in enumerate(self.tokens.rows)}
+
+
+def _crc32(header: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(header, sort_keys=True).encode())
 
 
 def _pack(array: NDArray[Any]) -> NDArray[np.uint8]:

@@ -68,6 +68,13 @@ def describe_device(device: torch.device) -> dict[str, str]:
     return {"device": "cpu", "capability": torch.backends.cpu.get_cpu_capability()}
 
 
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of a GPU's memory; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of the device; None where unknown, and always for a CPU."""
     return peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

@@ -40,6 +40,7 @@ _PAGES = tuple(
         ),
         (r"no such key", _TROUBLE + "unknown-key"),
         (r"model\.(name|flavor)", "models.md"),
+        (r"the sum of their gradients stays", "layouts.md#several-microbatches-a-step"),
         (r"^parallelism|since (context|tensor)_parallel", "layouts.md"),
         (r"^(model\.converters|quantize|compile|training\.mixed_precision)\b", "precision.md"),
         (r"^checkpoint\b", "checkpoints.md"),

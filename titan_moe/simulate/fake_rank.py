@@ -26,7 +26,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from titan_moe.config.job_config import JobConfig
+from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.execution import Microbatch
 from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
@@ -248,6 +248,8 @@ class StepVolumes:
         return found
 
 
-def microbatches_to_run(pp: int) -> int:
-    """How many it takes to know what a further one adds; a pipeline's first one differs."""
-    return 3 if pp > 1 else 2
+def microbatches_to_run(parallelism: Parallelism) -> int:
+    """How many it takes to know what a further one adds; a pipeline's first one differs, and so
+    does one that gathers for all."""
+    same = parallelism.fsdp_accumulation in ("auto", "reduce_each")  # "auto" of a CPU.
+    return 2 if same and parallelism.pipeline_parallel_degree == 1 else 3

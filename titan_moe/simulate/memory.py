@@ -1,17 +1,22 @@
 """What a run keeps in a GPU's memory, by arithmetic. No torch.
 
 An estimate for layouts without a pipeline, and for experts that get equally many tokens. Peaks that
-do not quite meet (the logits', one layer's backward) are added; what CUDA, NCCL and a fragmented
-allocator take, about 5 GiB, is not.
+do not quite meet (the logits', one layer's backward) are added; NCCL's buffers are counted apart;
+what CUDA and a fragmented allocator take, about 3 GiB, is not counted. Nothing of it has been
+compared with a GPU.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
+from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import Size, attention_stats, part_sizes
 
 GIB = 2**30
+RESERVED = 3 * GIB
+"""What CUDA and a fragmented allocator take."""
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -31,18 +36,30 @@ class Memory:
     logits: float
     """Of one chunk of the loss, and what the cross-entropy makes of them; and the output layer's
     gradients, which stand from there on."""
+    accumulated: float
+    """What the microbatches of a step share, by `parallelism.fsdp_accumulation`: sums of gradients
+    that are still to be reduced, and parameters that stay gathered. "auto" counts as nothing."""
     host: float
     """Bytes in the host's memory for each GPU, which `stored` has moved to."""
 
     @property
     def total(self) -> float:
         """On the GPU."""
-        return self.stored + self.gathered + self.kept + self.layer + self.logits
+        terms = (self.stored, self.gathered, self.kept, self.layer, self.logits)
+        return sum(terms) + self.accumulated
 
     def __str__(self) -> str:
         """One line, in GiB."""
-        names = ("stored", "gathered", "kept", "one layer", "logits")
-        terms = [f"{n} {b / GIB:.1f}" for n, b in zip(names, astuple(self), strict=False)]
+        named = {
+            "stored": self.stored,
+            "gathered": self.gathered,
+            "kept": self.kept,
+            "one layer": self.layer,
+            "logits": self.logits,
+        }
+        if self.accumulated:
+            named["accumulated"] = self.accumulated
+        terms = [f"{name} {size / GIB:.1f}" for name, size in named.items()]
         host = f"; in the host's memory {self.host / GIB:.1f}" if self.host else ""
         return f"{' + '.join(terms)} = {self.total / GIB:.1f}{host}"
 
@@ -72,6 +89,14 @@ def memory(
         return size.dense / tp + size.routed / experts
 
     reduced = max(wide, 4)
+    all_of_it = sum(whole(size) for size in parts.values())
+    accumulated = 0.0
+    if parallelism.fsdp_accumulation == "all_reduce_once" and training.enable_cpu_offload:
+        accumulated = stored / (4 * wide) * reduced
+    elif parallelism.fsdp_accumulation == "reduce_once":
+        accumulated = all_of_it * reduced
+    elif parallelism.fsdp_accumulation == "keep_gathered":
+        accumulated = all_of_it * (reduced + compute)
     layer = max(whole(size) for name, size in parts.items() if name.startswith("layers."))
     tokens = training.local_batch_size * training.seq_len / cp
     values = tokens * _values_per_token(config) / tp * compute
@@ -89,25 +114,154 @@ def memory(
         kept=_kept(config, parallelism, recompute, tokens / tp * compute),
         layer=2 * values,
         logits=logits,
+        accumulated=accumulated,
         host=stored if offload else 0.0,
     )
+
+
+# NCCL's device.h: eight slots each for the protocols Simple (NCCL_BUFFSIZE), LL (8 lines of 16
+# bytes for each of 512 threads) and LL128 (120 elements of 8 bytes for each of 640 threads).
+_CONNECTION = 4 * 2**20 + 8 * 8 * 16 * 512 + 8 * 120 * 8 * 640
+# What NCCL 2.2x says at its start of 8 GPUs behind NVSwitches: "24 coll channels, ... 32 p2p
+# channels per peer".
+_RING_CHANNELS, _PEER_CHANNELS = 24, 32
+
+
+class Communicators(NamedTuple):
+    """NCCL's communicators of one rank."""
+
+    number: int
+    bytes: float
+    """Of the buffers that they receive in."""
+
+    def __str__(self) -> str:
+        """One line."""
+        return (
+            f"beside it the buffers of {self.number} NCCL communicators, "
+            f"{self.bytes / GIB:.1f} GiB by arithmetic"
+        )
+
+
+def communicators(
+    parallelism: Parallelism, world_size: int, ranks_per_node: int = 8
+) -> Communicators:
+    """What the groups that a rank communicates in take from its GPU at the least.
+
+    A ring receives from one rank in each of its channels; an exchange of rows, or a send, from each
+    rank of the node in as many channels as NVLink has room for. Buffers for trees, for NVLink SHARP
+    (0.25 GiB a communicator that spans a node) and for the network are left out.
+    """
+    dims = parallel_dims(parallelism, world_size)
+    rotates = parallelism.context_parallel_rotate_method != "allgather"
+    found: dict[tuple[object, bool], int] = {((), True): _RING_CHANNELS}
+    for axis in ("dp_replicate", "fsdp", "edp", "pp", "cp", "tp", "ep", "etp"):
+        if dims.size(axis) == 1:
+            continue
+        members = dims.group_of(0, axis)
+        holds_parameters = axis in ("dp_replicate", "fsdp", "edp")
+        whole = holds_parameters and len(members) == world_size
+        channels = _RING_CHANNELS
+        if axis in ("ep", "pp") or (axis == "cp" and rotates):
+            channels = _PEER_CHANNELS * sum(0 < rank < ranks_per_node for rank in members)
+        key = ((), True) if whole else (members, holds_parameters)
+        found[key] = max(found.get(key, 0), channels)
+    if world_size == 1:
+        return Communicators(0, 0.0)
+    return Communicators(len(found), sum(found.values()) * _CONNECTION)
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """What the microbatches of a step share."""
+
+    word: str
+    """Of `parallelism.fsdp_accumulation`, and not "auto"."""
+    microbatches: int
+    """Of a step."""
+    needed: float | None = None
+    """Bytes of a GPU by the estimate, where it has chosen the word."""
+    usable: float | None = None
+    """Bytes of a GPU that it may fill."""
+
+    def __str__(self) -> str:
+        """One line."""
+        line = f"{self.microbatches} microbatches a step: fsdp_accumulation={self.word}"
+        if self.needed is None or self.usable is None:
+            return line
+        return f"{line}, {self.needed / GIB:.1f} of {self.usable / GIB:.1f} GiB by arithmetic"
+
+
+def choose_accumulation(
+    config: ModelConfig,
+    training: Training,
+    parallelism: Parallelism,
+    recompute: ActivationCheckpoint,
+    world_size: int,
+    device_bytes: float | None,
+) -> Accumulation:
+    """What `parallelism.fsdp_accumulation` stands for on devices of this size; None: on a CPU.
+
+    Raises ValueError where gradients are offloaded and the device has no room for their sum.
+    """
+    degrees = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
+    piped = parallelism.pipeline_parallel_degree > 1
+    sequences = world_size // degrees * training.local_batch_size
+    microbatches = 1 if piped else max(training.global_batch_size // sequences, 1)
+    if parallelism.fsdp_accumulation != "auto":
+        return Accumulation(parallelism.fsdp_accumulation, microbatches)
+    if microbatches == 1 or device_bytes is None:
+        return Accumulation("reduce_each", microbatches)
+    usable = device_bytes - RESERVED - communicators(parallelism, world_size).bytes
+    needed = 0.0
+    reduces_shards = parallelism.data_parallel_replicate_degree > 1 or training.enable_cpu_offload
+    words = ("keep_gathered", "reduce_once", *(["all_reduce_once"] if reduces_shards else []))
+    for word in words:
+        chosen = parallelism.model_copy(update={"fsdp_accumulation": word})
+        needed = memory(config, training, chosen, recompute, world_size).total
+        if needed <= usable:
+            return Accumulation(word, microbatches, needed, usable)
+    if training.enable_cpu_offload:
+        raise ValueError(
+            f"training.enable_cpu_offload=true with {microbatches} microbatches a step: the sum of "
+            f"their gradients stays on the GPU, which needs {needed / GIB:.1f} of "
+            f"{usable / GIB:.1f} GiB by arithmetic: take more ranks, or "
+            f"training.global_batch_size={sequences}; "
+            "parallelism.fsdp_accumulation=reduce_each would copy every gradient to the host in "
+            "each microbatch and wait for it"
+        )
+    return Accumulation("reduce_each", microbatches)
 
 
 def _kept(
     config: ModelConfig, parallelism: Parallelism, recompute: ActivationCheckpoint, bytes_: float
 ) -> float:
-    """A recomputed layer keeps its input, one recomputed by operation what those return, another
-    all its values. `bytes_`: of one value of every token."""
+    """A recomputed layer keeps its input and maybe the exchanged rows, one recomputed by operation
+    what those return, another all its values. `bytes_`: of one value of every token."""
     num_layers = config.num_layers + config.num_mtp_layers
     values = _values_per_token(config)
     if recompute.mode == "none":
         return num_layers * values * bytes_
+    whole = float(config.dim)
+    if recompute.keep_exchanged_rows:
+        whole += _exchanged_per_token(config, parallelism)
     if recompute.mode == "full":
-        return num_layers * config.dim * bytes_
+        return num_layers * whole * bytes_
     if recompute.selective_ac_option == "op":
         return num_layers * _results_per_token(config, parallelism) * bytes_
     recomputed = -(-num_layers // int(recompute.selective_ac_option))
-    return (recomputed * config.dim + (num_layers - recomputed) * values) * bytes_
+    return (recomputed * whole + (num_layers - recomputed) * values) * bytes_
+
+
+def _exchanged_per_token(config: ModelConfig, parallelism: Parallelism) -> float:
+    """Elements of a token's rows that arrive at its experts' ranks; with the deduplicating
+    dispatcher, at as many ranks as a balanced router draws."""
+    ranks = parallelism.expert_parallel_degree
+    if config.moe is None or ranks == 1:
+        return 0.0
+    rows = float(config.moe.top_k)
+    if parallelism.expert_parallel_comm_backend == "deduplicated":
+        rows = ranks * (1 - (1 - 1 / ranks) ** rows)
+    return rows * config.dim
 
 
 def _values_per_token(config: ModelConfig) -> float:
@@ -126,12 +280,12 @@ def _values_per_token(config: ModelConfig) -> float:
 
 def _results_per_token(config: ModelConfig, parallelism: Parallelism) -> float:
     """Elements that recomputation by operation keeps of a token in the largest layer: the layer's
-    input, attention with all it keeps, the results of products, and of the rows' two journeys."""
+    input, attention with all it keeps, the results of products, and the exchanged rows."""
     own = attention_stats(config.attention, config.dim).results
     feed_forward = 2.0 * config.hidden_dim + config.dim if _has_dense_layer(config) else 0.0
     if moe := config.moe:
-        journeys = 2 * config.dim if parallelism.expert_parallel_degree > 1 else 0
-        routed = moe.top_k * (2 * moe.hidden_dim + config.dim + journeys)
+        routed: float = moe.top_k * (2 * moe.hidden_dim + config.dim)
+        routed += _exchanged_per_token(config, parallelism)
         shared = 2 * moe.num_shared_experts * moe.hidden_dim
         feed_forward = max(feed_forward, routed + shared + config.dim * (shared > 0))
     return 2 * config.dim + own + feed_forward

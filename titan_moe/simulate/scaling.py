@@ -87,7 +87,7 @@ def measure(job: JobConfig, config: ModelConfig, world_size: int, rank: int = 0)
         dims, training = meshes.dims, job.training
         microbatch = training.local_batch_size * dims.size("batch")
         microbatches = training.global_batch_size // microbatch
-        volumes = fake.step(min(microbatches_to_run(dims.pp), microbatches))
+        volumes = fake.step(min(microbatches_to_run(job.parallelism), microbatches))
         traffic: dict[str, dict[str, tuple[int, float]]] = {}
         for flow, (calls, sent) in volumes.of(microbatches).items():
             traffic.setdefault(flow.axis, {})[flow.op] = (calls, sent)

@@ -13,6 +13,7 @@ from torch import nn
 
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.checkpoint.digests import write_digests
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.runtime.errors import RunError
 
@@ -73,6 +74,11 @@ def saved(folder):
 
 def _step(folder, step):
     return folder / "checkpoint" / f"step-{step}"
+
+
+def _reseal(saved):
+    """Digests that agree with what a hostile hand has left behind."""
+    write_digests(_step(saved, 2), [], doing="sealing")
 
 
 def _names(folder):
@@ -190,6 +196,7 @@ def test_seed_checkpoint(folder):
     seed.save(0)
     assert sorted(path.name for path in _step(folder, 0).iterdir()) == [
         ".metadata",
+        "SHA256SUMS",
         "__0_0.distcp",
         "manifest.json",
     ]
@@ -265,6 +272,7 @@ def test_wrong_checksum_names_the_tensor(saved):
     manifest = json.loads(path.read_text())
     manifest["checksums"]["model.w_EFD"] = "0123456789abcdef"
     path.write_text(json.dumps(manifest))
+    _reseal(saved)
     _refused(_watched(saved), "step-2 is damaged", "checksum of model.w_EFD")
 
 
@@ -287,7 +295,7 @@ def test_truncated_tensor_file(saved):
 def test_emptied_tensor_file_of_right_length(saved):
     path = _step(saved, 2) / "__0_0.distcp"
     path.write_bytes(bytes(path.stat().st_size))
-    _refused(_watched(saved), "step-2: a tensor file is damaged")
+    _refused(_watched(saved), "__0_0.distcp is damaged")
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
@@ -321,6 +329,7 @@ def _pickled_with_dcp(evil):
 @pytest.mark.parametrize("wrap", [pickle.dumps, _pickled_with_dcp])
 def test_malicious_metadata_is_not_run(saved, tmp_path, wrap):
     (_step(saved, 2) / ".metadata").write_bytes(wrap(_Evil(tmp_path / "ran")))
+    _reseal(saved)
     _refused(_watched(saved), ".metadata is damaged or not to be trusted", "posix.system")
     assert not (tmp_path / "ran").exists()
 
@@ -328,6 +337,7 @@ def test_malicious_metadata_is_not_run(saved, tmp_path, wrap):
 @pytest.mark.parametrize("raw", [b"", b"garbage", pickle.dumps({"a": 1})])
 def test_garbled_metadata(saved, raw):
     (_step(saved, 2) / ".metadata").write_bytes(raw)
+    _reseal(saved)
     _refused(_watched(saved), ".metadata is damaged or not to be trusted")
 
 
@@ -336,6 +346,7 @@ def _edit_metadata(saved, edit):
     metadata = pickle.loads(path.read_bytes())
     edit(metadata)
     path.write_bytes(pickle.dumps(metadata))
+    _reseal(saved)
 
 
 def test_byte_entries_are_refused(saved):
@@ -374,7 +385,7 @@ def test_malicious_tensor_file_is_not_run(saved, tmp_path):
     raw = buffer.getvalue()
     (_step(saved, 2) / "__0_0.distcp").write_bytes(raw)
     _edit_metadata(saved, edit)
-    _refused(_watched(saved), "step-2: a tensor file is damaged or not to be trusted")
+    _refused(_watched(saved), "step-2: __0_0.distcp is damaged or not to be trusted")
     assert not (tmp_path / "ran").exists()
 
 

@@ -5,7 +5,7 @@ import pytest
 from tests.support.config_checks import Shape, problems
 from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.job import check
-from titan_moe.config.job_config import OPTIMIZER_KEYS, ActivationCheckpoint
+from titan_moe.config.job_config import OPTIMIZER_KEYS
 from titan_moe.config.parse import load_job, resolve
 
 _FLOAT8 = '--model.converters ["quantize.linear.float8","quantize.grouped_mm.float8"]'
@@ -190,18 +190,6 @@ def test_multi_token_prediction_wants_rows_longer_than_it_looks_ahead() -> None:
     assert check(job, model, 1, num_gpus=0) == []
     (line,) = check(job, Shape(), 1, num_gpus=0)
     assert "training.mtp_loss_weight=0.1: deepseek_v3 debugmodel has no multi-token" in line
-
-
-@pytest.mark.parametrize(("components", "lines"), [("model", 1), ("loss", 0)])
-def test_a_layout_may_not_keep_results_of_a_compiled_model(components: str, lines: int) -> None:
-    """A file that asks for it is read otherwise; a layout that is put on a job is not."""
-    words = ["--compile.enable", "--compile.backend", "eager", "--compile.components", components]
-    job = load_job(words)
-    by_operation = ActivationCheckpoint(mode="selective", selective_ac_option="op")
-    laid_out = job.model_copy(update={"activation_checkpoint": by_operation})
-    found = check(laid_out, Shape(), 1, num_gpus=0)
-    assert len(found) == lines
-    assert all("choose 1, or activation_checkpoint.mode=full or none" in line for line in found)
 
 
 def test_a_tokenizer_must_fit_the_vocabulary() -> None:

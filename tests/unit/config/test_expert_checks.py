@@ -29,7 +29,7 @@ _EP, _P = "--parallelism.expert_parallel_degree 2", "--parallelism.expert_parall
             "expert_parallel_capacity_factor: set it",
         ),
         (
-            f"{_EP} {_P}_ranks_per_node 2",
+            f"{_EP} {_P}_comm_backend standard {_P}_ranks_per_node 2",
             "parallelism.expert_parallel_ranks_per_node=2 has no effect without "
             "expert_parallel_comm_backend=deduplicated: set it",
         ),
@@ -49,6 +49,7 @@ def test_one_line(arguments: str, line: str) -> None:
     [
         f"{_EP} {_P}_capacity_factor 1.5 {_P}_overflow drop",
         f"{_EP} {_P}_comm_backend deduplicated {_P}_ranks_per_node 2",
+        f"{_EP} {_P}_ranks_per_node 2",  # Which the automatic choice reads.
         f"{_P}_comm_backend deduplicated",  # As good as another where nothing travels.
     ],
 )

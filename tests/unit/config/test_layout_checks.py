@@ -74,6 +74,12 @@ PARALLEL_RULES = [
         "activation_checkpoint.mode=none, or one of 1F1B, Interleaved1F1B, GPipe, LoopedBFS",
     ),
     (
+        "pp 2 --parallelism.fsdp_accumulation reduce_once",
+        "parallelism.fsdp_accumulation=reduce_once has no effect on a pipeline, whose schedule "
+        "gathers and reduces once a run: leave it out, or choose "
+        "parallelism.pipeline_parallel_degree=1",
+    ),
+    (
         'pp 2 --parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0","layers.1"],'
         '["layers.2","norm","output"]]',
         "parallelism.module_fqns_per_model_part names 'layers.3' 0 times: add it",

@@ -134,20 +134,6 @@ def test_a_table_that_is_none(argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("components", "mode"),
-    [("model,loss", "full"), ("model", "full"), ("loss", "selective")],
-)
-def test_recompute_by_operation_of_compiled_layers(components: str, mode: str) -> None:
-    argv = ["--compile.enable", f"--compile.components={components}"]
-    argv += ["--activation_checkpoint.selective_ac_option", "op"]
-    job, notes = read_job(argv)
-    assert job.activation_checkpoint.mode == mode
-    assert len(notes) == (mode == "full")
-    assert all("every layer is recomputed whole" in note for note in notes)
-    assert read_job(argv[2:])[0].activation_checkpoint.mode == "selective"
-
-
-@pytest.mark.parametrize(
     ("misspelt", "right"),
     [
         ("training.stepz", "training.steps"),

@@ -48,3 +48,22 @@ def test_rows_compile_and_move_16_bytes_at_a_time(dim: int) -> None:
     pointers = {"y_ptr": "*bf16", "rows_ptr": "*i64", "out_ptr": "*bf16"}
     asm = compiled(kernels._add_rows_kernel, pointers, ["num_tokens"], **constants)
     assert dim == 1 or ("ld.global.v4.b32" in asm["ptx"] and "st.global.v4.b32" in asm["ptx"])
+
+
+@pytest.mark.parametrize("clamped", [0, 1])
+@pytest.mark.parametrize("dim", [1, 768, 2880])
+def test_gated_rows_compile_and_move_16_bytes_at_a_time(dim: int, clamped: int) -> None:
+    from titan_moe.ops import gated_triton as kernels
+
+    rows, columns = kernels._tile(dim)
+    constants = {"DIM": dim, "STRIDE": 2 * dim, "UP": dim, "HAS_WEIGHTS": 1, "CLAMPED": clamped}
+    constants |= {"LIMIT": 7, "SLOPE": 2, "ROWS": rows, "COLUMNS": columns, "WIDE": 0}
+    pointers = dict.fromkeys(["gate_ptr", "up_ptr", "weights_ptr", "hidden_ptr"], "*bf16")
+    asm = compiled(kernels._gated_rows_kernel, pointers, ["num_rows"], **constants)
+    assert dim == 1 or ("ld.global.v4.b32" in asm["ptx"] and "st.global.v4.b32" in asm["ptx"])
+
+    pointers = {"grad_ptr": "*bf16", **pointers, "grad_gate_ptr": "*bf16", "grad_up_ptr": "*bf16"}
+    pointers |= {"grad_weights_ptr": "*bf16"}
+    del pointers["hidden_ptr"]
+    asm = compiled(kernels._gated_rows_backward_kernel, pointers, ["num_rows"], **constants)
+    assert dim == 1 or ("ld.global.v4.b32" in asm["ptx"] and "st.global.v4.b32" in asm["ptx"])

@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,15 @@ import pytest
 from tests.support.paths import REPO
 from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
-from titan_moe.simulate.memory import GIB, Memory, memory
+from titan_moe.moe.config import MoEConfig
+from titan_moe.simulate.memory import (
+    GIB,
+    RESERVED,
+    Memory,
+    choose_accumulation,
+    communicators,
+    memory,
+)
 from titan_moe.train import prepare
 
 _CONFIGS = REPO / "configs"
@@ -64,6 +73,24 @@ def test_by_operation_results_are_kept():
     assert found.layer == _estimate().layer
 
 
+@pytest.mark.parametrize(
+    ("backend", "ep", "rows"),
+    [("standard", 1, 0), ("standard", 4, 2), ("deduplicated", 4, 4 * (1 - (3 / 4) ** 2))],
+)
+def test_rows_that_were_exchanged_are_kept_beside_a_layers_input(backend, ep: int, rows: float):
+    sparse = replace(_DENSE, moe=MoEConfig(num_experts=8, top_k=2, hidden_dim=6))
+    parallelism = Parallelism(expert_parallel_degree=ep, expert_parallel_comm_backend=backend)
+    training = Training(local_batch_size=3, seq_len=7)
+    kept = [
+        memory(sparse, training, parallelism, section, 4).kept
+        for section in (
+            ActivationCheckpoint(mode="full", keep_exchanged_rows=True),
+            ActivationCheckpoint(mode="full"),
+        )
+    ]
+    assert kept[0] - kept[1] == pytest.approx(2 * 21 * rows * 10 * 2)
+
+
 def test_the_option_of_another_mode_is_not_read():
     section = ActivationCheckpoint(mode="full", selective_ac_option="op")
     training = Training(local_batch_size=3, seq_len=7)
@@ -84,6 +111,65 @@ def test_what_is_not_counted_is_refused():
         memory(
             _DENSE, Training(), Parallelism(pipeline_parallel_degree=2), ActivationCheckpoint(), 4
         )
+
+
+_FOUR_MICROBATCHES = {"global_batch_size": 4 * 4 * 3}
+_WHOLE = 2 * _LAYER + 2 * _OUTPUT + 10
+"""Parameters: all ranks have them all, gathered."""
+
+
+def _shared(room: float, replicas: int = 1, word: str = "auto", **training: object) -> str:
+    """What four ranks choose whose GPUs have `room` bytes beside the model."""
+    section = Training(local_batch_size=3, seq_len=7, **{**_FOUR_MICROBATCHES, **training})  # type: ignore[arg-type]
+    parallelism = Parallelism(data_parallel_replicate_degree=replicas, fsdp_accumulation=word)
+    recompute = ActivationCheckpoint(mode="full")
+    plain = memory(_DENSE, section, parallelism, recompute, 4).total
+    groups = communicators(parallelism, 4).bytes
+    size = plain + room + RESERVED + groups
+    return choose_accumulation(_DENSE, section, parallelism, recompute, 4, size).word
+
+
+def test_the_most_is_shared_that_there_is_room_for():
+    sums, weights = _WHOLE * 4, _WHOLE * 2
+    assert _shared(sums + weights) == "keep_gathered"
+    assert _shared(sums + weights - 1) == "reduce_once"
+    assert _shared(sums) == "reduce_once"
+    assert _shared(sums - 1) == "reduce_each"
+    assert _shared(0, replicas=2) == "all_reduce_once"
+    assert _shared(sums, global_batch_size=4 * 3) == "reduce_each"  # One microbatch.
+    assert _shared(0, word="reduce_once") == "reduce_once"
+
+
+def test_offloaded_gradients_add_up_on_the_device_or_the_run_is_refused():
+    shard = _WHOLE * 4 / 4
+    assert _shared(shard, enable_cpu_offload=True) == "all_reduce_once"
+    with pytest.raises(ValueError, match=r"4 microbatches.*training\.global_batch_size=12"):
+        _shared(shard - 1, enable_cpu_offload=True)
+    assert _shared(0, word="reduce_each", enable_cpu_offload=True) == "reduce_each"
+
+
+def test_a_cpu_and_a_pipeline_share_nothing():
+    section = Training(local_batch_size=3, seq_len=7, **_FOUR_MICROBATCHES)  # type: ignore[arg-type]
+    recompute, pipeline = ActivationCheckpoint(), Parallelism(pipeline_parallel_degree=2)
+    on_cpu = choose_accumulation(_DENSE, section, Parallelism(), recompute, 4, None)
+    assert (on_cpu.word, on_cpu.microbatches) == ("reduce_each", 4)
+    piped = choose_accumulation(_DENSE, section, pipeline, recompute, 4, 80 * GIB)
+    assert (piped.word, piped.microbatches) == ("reduce_each", 1)
+
+
+def test_communicators_by_hand():
+    connection = 4 * 2**20 + 2**19 + 4_915_200
+    assert communicators(Parallelism(), 1) == (0, 0.0)
+    # One group of all ranks shards parameters.
+    assert communicators(Parallelism(), 8) == (1, 24 * connection)
+    # Experts' ranks, of which seven are peers on the node, exchange rows.
+    ep = Parallelism(expert_parallel_degree=8)
+    assert communicators(ep, 8) == (2, (24 + 7 * 32) * connection)
+    # The world's, ep's, and that of the two ranks which share experts.
+    assert communicators(ep, 16) == (3, (2 * 24 + 7 * 32) * connection)
+    # fsdp of 4 and tp of 2; edp of one rank has none.
+    both = Parallelism(expert_parallel_degree=8, tensor_parallel_degree=2)
+    assert communicators(both, 8) == (4, (3 * 24 + 7 * 32) * connection)
 
 
 @pytest.mark.parametrize("path", _SIZED, ids=lambda path: str(path.relative_to(_CONFIGS)))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.checksum import box_sum
+from titan_moe.checkpoint.digests import DIGESTS, check_listed
 from titan_moe.checkpoint.hf.assets import (
     HF,
     asset_folders,
@@ -71,6 +72,7 @@ def import_folder(folder: Path, out: Path, dtype: torch.dtype) -> str:
     started = time.perf_counter()
     doing = f"cannot import {folder}"
     model = on_every_rank(lambda: model_of(folder), doing=doing)
+    check_listed(folder, doing=doing)
     shapes = model_shapes(model.config)
     opened = on_every_rank(lambda: HFFolder(folder), doing=doing)
     with opened:
@@ -140,6 +142,7 @@ def _manifest(model: HFModel, shapes: Shapes, dtype: torch.dtype, sums: dict[str
         code=code_version(),
         family=model.family,
         model=as_record(model.config),
+        digests=DIGESTS,
     )
 
 
@@ -199,7 +202,6 @@ def load_hf(folder: Path, model: HFModel, tensors: Mapping[str, Tensor], shapes:
     started = time.perf_counter()
 
     def load() -> int:
-        _refuse_other_dimensions(model, folder)
         with HFFolder(folder) as opened:
             source = HFSource(opened, model, shapes)
             boxes = {
@@ -214,7 +216,10 @@ def load_hf(folder: Path, model: HFModel, tensors: Mapping[str, Tensor], shapes:
                 fill(tensors, boxes, source, bar.update)
             return opened.num_bytes
 
-    num_bytes = on_every_rank(load, doing=f"cannot load {folder}")
+    doing = f"cannot load {folder}"
+    on_every_rank(lambda: _refuse_other_dimensions(model, folder), doing=doing)
+    check_listed(folder, doing=doing)
+    num_bytes = on_every_rank(load, doing=doing)
     if dist.get_rank() == 0:
         logger.info(_speed_line(f"loaded {folder}", num_bytes, started))
 

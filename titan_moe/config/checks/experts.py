@@ -57,7 +57,7 @@ def _dispatch(run: Run) -> list[str]:
             f"effect without expert_parallel_capacity_factor: set it"
         )
     ranks = degrees.expert_parallel_ranks_per_node
-    if ranks is not None and backend != "deduplicated":
+    if ranks is not None and (backend == "standard" or factor is not None):
         lines.append(
             f"parallelism.expert_parallel_ranks_per_node={ranks} has no effect without "
             f"expert_parallel_comm_backend=deduplicated: set it"
@@ -113,7 +113,8 @@ def _experts(run: Run) -> list[str]:
         used = {
             f"parallelism.expert_parallel_degree={degree}": degree > 1,
             f"parallelism.expert_tensor_parallel_degree={slices}": slices > 1,
-            f"parallelism.expert_parallel_comm_backend={backend}": backend != "standard",
+            f"parallelism.expert_parallel_comm_backend={backend}": backend
+            not in ("auto", "standard"),
             "debug.moe_force_load_balance=true": run.job.debug.moe_force_load_balance,
         }
         return [

@@ -152,6 +152,17 @@ def _split_backward(run: Run) -> list[str]:
     ]
 
 
+def _accumulation(run: Run) -> list[str]:
+    degrees = run.job.parallelism
+    if degrees.pipeline_parallel_degree == 1 or degrees.fsdp_accumulation == "auto":
+        return []
+    return [
+        f"parallelism.fsdp_accumulation={degrees.fsdp_accumulation} has no effect on a pipeline, "
+        "whose schedule gathers and reduces once a run: leave it out, or choose "
+        "parallelism.pipeline_parallel_degree=1"
+    ]
+
+
 CHECKS: list[Check] = [
     _ranks,
     _tensor,
@@ -160,4 +171,5 @@ CHECKS: list[Check] = [
     _pipeline,
     _pipeline_parts,
     _split_backward,
+    _accumulation,
 ]

@@ -48,16 +48,10 @@ def _recompute(run: Run) -> list[str]:
 
 
 def _compile(run: Run) -> list[str]:
-    section, recompute = run.job.compile, run.job.activation_checkpoint
+    section = run.job.compile
     if not section.enable:
         return []
     lines = []
-    by_operation = recompute.mode == "selective" and recompute.selective_ac_option == "op"
-    if by_operation and "model" in section.components:  # Of a layout: a file's is read otherwise.
-        lines.append(
-            "activation_checkpoint.selective_ac_option='op' keeps results of operations that "
-            "compile.enable=true fuses: choose 1, or activation_checkpoint.mode=full or none"
-        )
     if run.job.debug.capture_step:
         lines.append(
             f"debug.capture_step={run.job.debug.capture_step} looks into layers that "
@@ -66,7 +60,7 @@ def _compile(run: Run) -> list[str]:
     degrees = run.job.parallelism
     schedule = pipeline.SCHEDULES[degrees.pipeline_parallel_schedule]
     piped = degrees.pipeline_parallel_degree > 1
-    if piped and schedule.splits_backward and "model" in section.components:
+    if piped and schedule.splits_backward and section.compiles_layers:
         whole = [name for name, known in pipeline.SCHEDULES.items() if not known.splits_backward]
         lines.append(
             f"parallelism.pipeline_parallel_schedule={degrees.pipeline_parallel_schedule} splits "

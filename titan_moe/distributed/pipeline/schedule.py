@@ -95,7 +95,7 @@ class Pipeline:
             for moe in _moe_layers(parts):
                 moe.dispatcher.overlap = self._alternation
 
-    def train(self, rows: Microbatch) -> Tensor:
+    def train(self, rows: Microbatch, *, last: bool = True) -> Tensor:
         shape = rows.tokens_BS.shape
         if shape not in self._training:
             self._training[shape] = self._build(self._schedule.name, shape, self._microbatch_size)

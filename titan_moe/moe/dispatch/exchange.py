@@ -21,6 +21,7 @@ from titan_moe.distributed.collectives import (
     all_to_all_start,
     all_to_all_wait,
     gather_parts,
+    last_of_a_layer,
     reduce_scatter_rows,
 )
 from titan_moe.moe.config import MoEConfig
@@ -126,12 +127,13 @@ class ExchangeDispatcher(Dispatcher):
     def combine(self, y_RD: Tensor, plan: ExchangePlan) -> Tensor:
         route = plan.route.wait()
         y_ND = combine_rows(y_RD, route.expert_order.wait().rows)
-        if self.etp_group.size() > 1:
-            y_ND = reduce_scatter_rows(y_ND, route.rows_gathered, self.etp_group)
-        if route.second_hop is not None:
-            hop = route.second_hop.wait()
-            y_ND = combine_rows(_exchanged(y_ND, hop.exchange.reverse()), hop.copies)
-        y_ND = _exchanged(y_ND, route.rows.reverse())
+        with last_of_a_layer():
+            if self.etp_group.size() > 1:
+                y_ND = reduce_scatter_rows(y_ND, route.rows_gathered, self.etp_group)
+            if route.second_hop is not None:
+                hop = route.second_hop.wait()
+                y_ND = combine_rows(_exchanged(y_ND, hop.exchange.reverse()), hop.copies)
+            y_ND = _exchanged(y_ND, route.rows.reverse())
         return combine_rows(y_ND, plan.rows.wait())
 
     def all_to_all(

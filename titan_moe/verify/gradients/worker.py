@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
+from titan_moe.distributed.grad_norm import clip_factor
 from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.moe.layer import MoE
@@ -138,7 +139,7 @@ class LocalState:
     ) -> list[TensorDifference]:
         """Everything that a step left on this rank."""
         found: list[TensorDifference] = []
-        clip = min(1.0, snapshot.max_norm / result.grad_norm)
+        clip = clip_factor(result.grad_norm, snapshot.max_norm)
         gradients = {name: g / clip for name, g in snapshot.gradients.items()}
         for quantity, ours, theirs in (
             ("gradient", gradients, step.gradients),

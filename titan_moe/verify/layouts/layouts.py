@@ -31,6 +31,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "cp_balancer": ("headtail", "none"),
     "reshard": ("default", "always", "never"),
     "dispatch": ("standard", "deduplicated", "nodes", "bounded", "symmetric"),
+    "accumulation": ("reduce_each", "all_reduce_once", "reduce_once", "keep_gathered"),
 }
 """What a layout may vary besides its degrees; `recompute=2` is every second layer,
 `dispatch=nodes` the deduplicating one with two ranks of an ep group on a node."""
@@ -57,6 +58,7 @@ class Layout:
     cp_balancer: str = "headtail"
     reshard: str = "default"
     dispatch: str = "standard"
+    accumulation: str = "reduce_each"
 
     def size(self, axis: str) -> int:
         return int(getattr(self, axis))
@@ -92,6 +94,8 @@ class Layout:
             return self.pp > 1
         if option == "dispatch":
             return self.ep * self.etp > 1
+        if option == "accumulation":
+            return self.pp == 1 and self.world_size > 1
         return self.cp > 1 or option not in ("cp_method", "cp_balancer")
 
     def __str__(self) -> str:
@@ -212,6 +216,7 @@ def layout_tables(layout: Layout) -> dict[str, dict[str, Any]]:
             "expert_parallel_degree": layout.ep,
             "expert_tensor_parallel_degree": layout.etp,
             "fsdp_reshard_after_forward": layout.reshard,
+            "fsdp_accumulation": layout.accumulation if layout.pp == 1 else "auto",
             "pipeline_parallel_schedule": layout.schedule,
             "pipeline_parallel_microbatch_size": microbatch,
             # Named only where the layers leave a choice: production's own split is tried as well.
@@ -232,7 +237,7 @@ def layout_tables(layout: Layout) -> dict[str, dict[str, Any]]:
 
 
 def _dispatch(layout: Layout) -> dict[str, Any]:
-    if layout.dispatch == "standard" or not layout.has("dispatch"):
+    if not layout.has("dispatch"):
         return {}
     if layout.dispatch == "bounded":
         # Room for nearly all rows of a rank in each buffer: they never overflow, and are watched.

@@ -17,6 +17,7 @@ from titan_moe.config.job_config import Checkpoint
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import differences
 from titan_moe.runtime.errors import RunError
+from titan_moe.verify.audit import audit
 
 FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3")
 CPU = torch.device("cpu")
@@ -103,6 +104,23 @@ def test_transformers_opens_an_export(family, tmp_path):
     assert all(beyond in name for name in info["unexpected_keys"])
     assert opened.dtype == torch.bfloat16
     assert opened.config.eos_token_id == 1 and opened.config.bos_token_id is None
+
+
+def test_a_changed_export_is_refused(tmp_path):
+    make_folder(tmp_path / "in", small_model("qwen3"), torch.bfloat16)
+    import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
+    export_checkpoint(tmp_path / "imported", tmp_path / "out", None)
+    assert audit(tmp_path / "out").problems == audit(tmp_path / "imported").problems == []
+    weights = tmp_path / "out" / "model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-3] ^= 16
+    weights.write_bytes(raw)
+    assert "model.safetensors is damaged" in audit(tmp_path / "out").problems[0]
+    with pytest.raises(RunError, match=r"model.safetensors is not what SHA256SUMS beside it says"):
+        import_folder(tmp_path / "out", tmp_path / "again", torch.float32)
+    assert not (tmp_path / "again").exists()
+    (tmp_path / "out" / "SHA256SUMS").unlink()
+    import_folder(tmp_path / "out", tmp_path / "again", torch.float32)
 
 
 def _as_fp8(path, names, block=(16, 16)):

@@ -64,8 +64,10 @@ def test_what_is_no_layout_gets_one_line(text: str, words: str):
 def test_each_value_meets_each_axis():
     layouts = cover_options(legal_layouts(8))
     for option, values in OPTIONS.items():
+        # A pipeline's schedule accumulates by a rule of its own.
+        axes = [axis for axis in AXES if (option, axis) != ("accumulation", "pp")]
         for value in values:
-            for axis in AXES:
+            for axis in axes:
                 assert any(
                     layout.size(axis) > 1
                     and layout.has(option)

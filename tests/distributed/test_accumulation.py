@@ -1,0 +1,182 @@
+"""What the microbatches of a step share: collectives counted, sums in bfloat16's company, and a
+model that is evaluated between two steps."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.tiers import tiered
+from tests.support.tiny import global_batch, make_job, tiny
+from titan_moe.config.job_config import JobConfig
+from titan_moe.testing.ranks import run_on_ranks
+
+MICROBATCHES = 3
+CPU = torch.device("cpu")
+
+
+def job_with(word: str, replicas: int = 1, **training: Any) -> JobConfig:
+    degrees = {"fsdp_accumulation": word, "data_parallel_replicate_degree": replicas}
+    return make_job("qwen3", parallelism=degrees, training=training)
+
+
+def batches(first: int, vocab_size: int) -> list:
+    """A step's microbatches, of this rank's own sequences."""
+    import torch.distributed as dist
+
+    from titan_moe.data.batch import Batch
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found = []
+    for number in range(MICROBATCHES):
+        tokens, labels, documents = (
+            x[rank::ranks][:2] for x in global_batch(first + number, vocab_size)
+        )
+        found.append(Batch(tokens, labels, documents, [[]] * 2))
+    return found
+
+
+def trained(job: JobConfig, evaluates: bool = False) -> dict[str, Any]:
+    """Two steps: the calls of the second, losses, and this rank's gradients of the first."""
+    import torch.distributed as dist
+
+    from titan_moe.checkpoint.tensors import model_tensors
+    from titan_moe.distributed.dtensor import local_part
+    from titan_moe.distributed.parallelize import build_sharded_model
+    from titan_moe.optim.optimizers import build_optimizer
+    from titan_moe.simulate.comm_counter import CommCounter, axes_of_groups
+    from titan_moe.train_step import TrainStep, validation_loss
+
+    sharded = build_sharded_model(job, tiny(job), device=CPU, world_size=dist.get_world_size())
+    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+    step = TrainStep(sharded, optimizer, job.training, device=CPU)
+    parameters = dict(sharded.named_parameters())
+    seen = Gradients(parameters)
+    losses, counter = [], CommCounter()
+    with counter:
+        for number in range(2):
+            counter.groups = axes_of_groups(sharded.meshes)
+            counter.clear()
+            data = batches(MICROBATCHES * number, sharded.config.vocab_size)
+            losses.append(step(data, observer=seen).loss)
+            calls = Counter({f: v.calls for f, v in counter.volumes().items() if v.bytes})
+            counter.groups = {}
+            if evaluates:
+                losses.append(validation_loss(data, sharded, CPU)[0])
+                kept = model_tensors(sharded.parts)
+                shapes = {name: local_part(kept[f"model.{name}"]).shape for name in parameters}
+                assert shapes == {name: local_part(p).shape for name, p in parameters.items()}
+    return {"calls": calls, "losses": losses, "gradients": seen.of_first_step}
+
+
+class Gradients:
+    """An observer that keeps this rank's part of the first step's."""
+
+    def __init__(self, parameters: dict) -> None:
+        self._parameters = parameters
+        self.of_first_step: dict[str, torch.Tensor] = {}
+
+    def reads(self, batch: Any, local: Any) -> None:
+        pass
+
+    def accumulated(self) -> None:
+        if not self.of_first_step:
+            self.of_first_step = {
+                name: p.grad.to_local().clone() for name, p in self._parameters.items()
+            }
+
+    def updated(self, result: Any) -> None:
+        pass
+
+
+# --- collectives ---
+
+# The embedding, three blocks and their experts, the norm and the output layer. The last of them is
+# not freed between its forward and its backward, nor is what the root has for itself.
+UNITS, FREED = 9, 7
+
+
+@pytest.mark.parametrize(
+    "word, gathers, reductions",
+    [
+        ("reduce_each", MICROBATCHES * (UNITS + FREED), MICROBATCHES * UNITS),
+        ("all_reduce_once", MICROBATCHES * (UNITS + FREED), MICROBATCHES * UNITS),
+        ("reduce_once", MICROBATCHES * (UNITS + FREED), UNITS),
+        ("keep_gathered", UNITS, UNITS),
+    ],
+)
+def test_units_are_gathered_and_reduced_as_often_as_the_word_says(
+    word: str, gathers: int, reductions: int
+):
+    for found in run_on_ranks(trained, 2, job_with(word)):
+        by_op: Counter[str] = Counter()
+        for flow, calls in found["calls"].items():
+            by_op[flow.op] += calls
+        assert (by_op["all_gather"], by_op["reduce_scatter"]) == (gathers, reductions)
+
+
+@pytest.mark.parametrize(
+    "word, sums",
+    tiered(
+        [("all_reduce_once", UNITS)],
+        slow=[
+            ("reduce_each", MICROBATCHES * UNITS),
+            ("reduce_once", UNITS),
+            ("keep_gathered", UNITS),
+        ],
+    ),
+)
+def test_replicas_are_summed_once(word: str, sums: int):
+    for found in run_on_ranks(trained, 4, job_with(word, replicas=2)):
+        over_replicas = {
+            flow.op: calls
+            for flow, calls in found["calls"].items()
+            if "dp_replicate" in flow.axis.split("+")
+        }
+        assert over_replicas == {"all_reduce": sums}
+
+
+# --- numbers ---
+
+
+def error(ours: dict, theirs: dict) -> float:
+    """Of all gradients together, relative."""
+    parts = [(ours[name].double() - theirs[name].double()).square().sum() for name in theirs]
+    whole = [theirs[name].double().square().sum() for name in theirs]
+    return float((sum(parts) / sum(whole)).sqrt())
+
+
+def mixed_gradients(word: str) -> dict[str, torch.Tensor]:
+    job = job_with(word, dtype="float32", mixed_precision_param="bfloat16")
+    return run_on_ranks(trained, 2, job)[0]["gradients"]
+
+
+@pytest.fixture(scope="module")
+def exact() -> dict[str, torch.Tensor]:
+    return run_on_ranks(trained, 2, job_with("reduce_each"))[0]["gradients"]
+
+
+@pytest.fixture(scope="module")
+def each() -> dict[str, torch.Tensor]:
+    return mixed_gradients("reduce_each")
+
+
+@pytest.mark.parametrize("word", tiered(["reduce_once"], slow=["all_reduce_once", "keep_gathered"]))
+def test_gradients_in_bfloat16_add_up_in_float32(word: str, exact: dict, each: dict):
+    """To a few units of float32, while each is wrong by units of bfloat16."""
+    ours = mixed_gradients(word)
+    assert all(gradient.dtype == torch.float32 for gradient in ours.values())
+    assert error(ours, each) < 1e-6
+    assert 1e-3 < error(ours, exact) < 1.001 * error(each, exact)
+
+
+@pytest.mark.parametrize("word", tiered(["keep_gathered"], slow=["reduce_each", "reduce_once"]))
+def test_an_evaluation_between_two_steps_changes_nothing(word: str):
+    """And what a checkpoint would take is sharded, though an evaluation frees no parameters."""
+    job = job_with(word)
+    plain = run_on_ranks(trained, 2, job, False)[0]["losses"]
+    with_evaluation = run_on_ranks(trained, 2, job, True)[0]["losses"]
+    assert with_evaluation[0::2] == plain
+    # The weights of the second step's data were updated before the second evaluation.
+    assert with_evaluation[3] < with_evaluation[2]

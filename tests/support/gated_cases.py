@@ -1,0 +1,73 @@
+"""Cases for the gated activations, and autograd in float64 to compare with."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_moe.ops.gated import ACTIVATIONS, gated_rows, gated_rows_backward, halves
+
+# (rows, F): odd, one column, several tiles wide, several programs, none at all.
+SIZES = [(5, 3), (3, 1), (7, 1100), (70, 96), (0, 8)]
+# Of a wide type the arithmetic's, of a narrow one its own rounding.
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}
+
+
+class Case(NamedTuple):
+    name: str
+    gate_up: tuple[Tensor, ...]
+    weights_R1: Tensor | None
+    grad_RF: Tensor
+
+
+def cases(dtype: torch.dtype, device: str = "cpu") -> Iterator[Case]:
+    """Wide enough that both sides of every clamp occur."""
+    drawn = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=drawn, dtype=torch.float64).to(dtype).to(device)
+
+    for name, joint, weighted, (rows, dim) in product(
+        ACTIVATIONS, (False, True), (False, True), SIZES
+    ):
+        both = 6 * draw(rows, 2 * dim)
+        gate_up = (both,) if joint else tuple(half.contiguous() for half in halves((both,)))
+        yield Case(name, gate_up, draw(rows, 1) if weighted else None, draw(rows, dim))
+
+
+def plain(name: str, gate: Tensor, up: Tensor) -> Tensor:
+    """The activation as its definition has it, for autograd."""
+    if name == "swiglu":
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+def check(dtype: torch.dtype, device: str = "cpu") -> int:
+    """Values and gradients against autograd in float64; how many cases there were."""
+    count = 0
+    for case in cases(dtype, device):
+        gate_up = tuple(x.double().requires_grad_() for x in case.gate_up)
+        inputs, weights = list(gate_up), None
+        expected = plain(case.name, *halves(gate_up))
+        if case.weights_R1 is not None:
+            weights = case.weights_R1.double().requires_grad_()
+            expected, inputs = expected * weights, [*inputs, weights]
+        wanted = torch.autograd.grad(expected, inputs, case.grad_RF.double())
+
+        kept = [x.clone() for x in case.gate_up]
+        hidden = gated_rows(case.gate_up, case.weights_R1, case.name)
+        found = gated_rows_backward(case.grad_RF.clone(), case.gate_up, case.weights_R1, case.name)
+        grads = [*found.gate_up, *([] if weights is None else [found.weights_R1])]
+        results = [hidden, found.hidden_RF, *grads]
+        for ours, theirs in zip(results, [expected, expected, *wanted], strict=True):
+            assert ours is not None and ours.dtype == dtype and ours.shape == theirs.shape
+            assert ours.is_contiguous()
+            error, size = (ours.double() - theirs).norm(), theirs.norm()
+            assert error <= TOLERANCES[dtype] * size, (case.name, ours.shape, error / size)
+        assert all(torch.equal(a, b) for a, b in zip(kept, case.gate_up, strict=True))
+        count += 1
+    return count

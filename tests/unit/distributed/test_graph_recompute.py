@@ -1,0 +1,99 @@
+"""Recompute by operation in compiled layers: the same gradients, no product made again, and less
+kept than without."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._functorch.partitioners import OpTypes
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.tiers import tiered
+from titan_moe.config.job_config import Compile
+from titan_moe.distributed import graph_recompute
+from titan_moe.distributed.compile import apply_compile
+from titan_moe.models.decoder import Decoder
+from titan_moe.models.registry import model_config
+from titan_moe.ops.attention import CausalSdpa
+
+ROWS, SEQ_LEN = 2, 48
+PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "titan_moe.grouped_mm")
+
+
+class Count(TorchDispatchMode):
+    """How often each operation runs, in graphs too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[str(func).rpartition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Trained(NamedTuple):
+    grads: dict[str, Tensor]
+    backward: Counter[str]
+    """What ran, and how often."""
+    kept_bytes: int
+    """That the forward left for the backward, without parameters."""
+
+
+def products(calls: Counter[str]) -> int:
+    return sum(n for name, n in calls.items() if name.startswith(PRODUCTS))
+
+
+def train_once(family: str, *, compiled: bool = True, by_operation: bool = False) -> Trained:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    config = replace(model_config(family, "gate"), num_layers=2, num_mtp_layers=0)
+    model = Decoder(config, CausalSdpa()).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    section = Compile(enable=compiled, backend="aot_eager")
+    apply_compile(model.layers.values(), section, by_operation=by_operation, eager_attention=False)
+    tokens = torch.randint(0, config.vocab_size, (ROWS, SEQ_LEN))
+    positions = torch.arange(SEQ_LEN).expand_as(tokens)
+    kept = {p.data_ptr(): 0 for p in model.parameters()}
+
+    def note(x: Tensor) -> Tensor:
+        kept.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
+        return x
+
+    with saved_tensors_hooks(note, lambda x: x):
+        loss = model(tokens, torch.zeros_like(tokens), positions).square().sum()
+    backward = Count()
+    with backward:
+        loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Trained(grads, backward.calls, sum(kept.values()))
+
+
+@pytest.mark.parametrize("family", tiered(["deepseek_v3"], slow=["gpt_oss", "llama4"]))
+def test_graphs_make_no_product_again_and_keep_less(family: str):
+    expected = train_once(family, compiled=False).grads
+    by_default = train_once(family)
+    results = train_once(family, by_operation=True)
+    for name, grad in results.grads.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-11, atol=1e-11)
+    assert results.backward["aten.pow"] > by_default.backward["aten.pow"]  # Of norms.
+    assert products(results.backward) == products(by_default.backward)
+    assert results.kept_bytes < 0.9 * by_default.kept_bytes
+
+
+@pytest.mark.slow
+def test_products_that_are_made_again_are_seen(monkeypatch: pytest.MonkeyPatch):
+    expected = train_once("deepseek_v3", by_operation=True)
+    monkeypatch.setattr(graph_recompute, "_KEPT", ())
+    monkeypatch.setattr(OpTypes, "is_compute_intensive", lambda self, node: False)
+    planted = train_once("deepseek_v3", by_operation=True)
+    assert products(planted.backward) > products(expected.backward)

@@ -1,0 +1,133 @@
+"""One run writes into a folder; what a killed one left behind is recognised."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.run_lock import LOCK, RunLock
+
+_BEAT_S = 0.05
+_HOLD = """
+import sys, time
+from pathlib import Path
+from titan_moe.runtime.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]), beat_s=0.05)
+lock.acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock of tmp_path / "run"."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLD, tmp_path / "run"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def _edit(folder, **changes):
+    path = folder / LOCK
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path, holder):
+    with pytest.raises(RunError, match=f"in use by process {holder.pid} of .*job.dump_folder"):
+        RunLock(tmp_path / "run").acquire()
+    assert os.listdir(tmp_path / "run") == [LOCK]
+
+
+def test_a_killed_run_s_lock_is_taken_over(tmp_path, holder):
+    holder.kill()
+    holder.wait()
+    lock = RunLock(tmp_path / "run")
+    lock.acquire()
+    lock.check()
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_number_that_another_process_has_now(tmp_path, holder):
+    _edit(tmp_path / "run", began="1")
+    RunLock(tmp_path / "run", beat_s=60).acquire()
+
+
+def test_a_run_of_another_machine_lives_while_it_counts(tmp_path, holder):
+    run = tmp_path / "run"
+    place = json.loads((run / LOCK).read_text())["place"]
+    mine = RunLock(run, beat_s=0.5)
+    mine._holder = mine._holder.__class__(**{**vars(mine._holder), "place": f"not {place}"})
+    with pytest.raises(RunError, match="in use by process"):
+        mine.acquire()
+    holder.kill()
+    holder.wait()
+    mine.acquire()
+    mine.release()
+
+
+def test_a_damaged_lock_is_named(tmp_path):
+    (tmp_path / LOCK).write_text("{")
+    with pytest.raises(RunError, match=r"\.lock is damaged: if no run writes to"):
+        RunLock(tmp_path).acquire()
+
+
+def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path, holder):
+    holder.kill()
+    holder.wait()
+    locks = [RunLock(tmp_path / "run", beat_s=60) for _ in range(16)]
+    got, start = [], threading.Barrier(len(locks))
+
+    def take(lock):
+        start.wait()
+        try:
+            lock.acquire()
+            got.append(lock)
+        except RunError:
+            pass
+
+    threads = [threading.Thread(target=take, args=(lock,)) for lock in locks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 1
+    assert os.listdir(tmp_path / "run") == [LOCK]
+    got[0].release()
+
+
+def test_one_that_was_killed_as_it_took_over(tmp_path, holder):
+    holder.kill()
+    holder.wait()
+    token = json.loads((tmp_path / "run" / LOCK).read_text())["token"]
+    permit = tmp_path / "run" / f"{LOCK}.after.{token}"
+    permit.touch()
+    with pytest.raises(RunError, match=f"was being taken over: remove {permit}"):
+        RunLock(tmp_path / "run", beat_s=_BEAT_S).acquire()
+    permit.unlink()
+    RunLock(tmp_path / "run").acquire()
+
+
+def test_a_run_that_stood_still_notices_that_it_was_taken_over(tmp_path):
+    mine = RunLock(tmp_path, beat_s=_BEAT_S)
+    mine.acquire()
+    _edit(tmp_path, token="another")
+    for _ in range(100):
+        time.sleep(_BEAT_S)
+        try:
+            mine.check()
+        except RunError as error:
+            assert "another run has taken" in str(error)
+            break
+    else:
+        pytest.fail("not noticed")
+    mine.release()
+    assert (tmp_path / LOCK).exists()

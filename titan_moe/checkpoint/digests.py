@@ -1,0 +1,130 @@
+"""SHA256SUMS: a SHA-256 of every file of a folder, in the form that `sha256sum --check` reads.
+
+It is written last, and a change of any byte of the folder shows, its own included: a damaged line
+agrees with no file, and a missing line leaves a file without one.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
+from titan_moe.runtime.errors import RunError
+
+DIGESTS = "SHA256SUMS"
+
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](\S.*)")
+_BLOCK = 1 << 22
+
+Advance = Callable[[int], object]
+"""Told of bytes that were read."""
+
+
+def write_digests(folder: Path, own: Iterable[str], *, doing: str) -> None:
+    """Digest all files of a folder; collective, and the last thing that is written there.
+
+    Args:
+        own: of this rank, names relative to the folder. What no rank names, rank 0 reads.
+        doing: as on_every_rank's.
+    """
+    mine = on_every_rank(lambda: _digests(folder, own), doing=doing)
+    everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+
+    def write() -> None:
+        known = {name: digest for digests in everyone for name, digest in digests.items()}
+        known |= _digests(folder, set(files(folder)) - known.keys())
+        lines = [f"{known[name]}  {name}\n" for name in sorted(known)]
+        with (folder / DIGESTS).open("w", encoding="utf-8") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+
+    on_rank_zero(write, doing=doing)
+
+
+def files(folder: Path) -> list[str]:
+    """All files of a folder and of folders in it but SHA256SUMS, sorted, relative to it."""
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path) for path in paths if str(path) != DIGESTS)
+
+
+def read_digests(folder: Path) -> dict[str, str] | None:
+    """Digests by the file's name; None where there is no SHA256SUMS. Raises RunError where it makes
+    no sense."""
+    path = folder / DIGESTS
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError:
+        lines = [""]
+    matches = [_LINE.fullmatch(line) for line in lines]
+    if not lines or None in matches:
+        raise RunError(f"{path} is damaged: line {matches.index(None) + 1 if lines else 1}")
+    return {match[2]: match[1] for match in matches if match}
+
+
+def check_listed(folder: Path, *, doing: str) -> None:
+    """Raises RunError where a file that a folder's SHA256SUMS lists is not what it says; reads each
+    on one rank. Collective."""
+    digests = on_rank_zero(lambda: read_digests(folder), doing=doing) or {}
+    mine = dict(sorted(digests.items())[dist.get_rank() :: dist.get_world_size()])
+
+    def check() -> None:
+        for name, wanted in mine.items():
+            if not (folder / name).is_file() or digest(folder / name) != wanted:
+                raise RunError(
+                    f"{folder / name} is not what {DIGESTS} beside it says: copy the folder again, "
+                    f"or, if you changed the file, remove {DIGESTS}"
+                )
+
+    on_every_rank(check, doing=doing)
+
+
+def read_checked(path: Path) -> bytes:
+    """A file's bytes, which SHA256SUMS must agree with, if there is one beside it.
+
+    Raises RunError where it does not, and FileNotFoundError.
+    """
+    data = path.read_bytes()
+    digests = read_digests(path.parent)
+    if digests is not None and digests.get(path.name) != hashlib.sha256(data).hexdigest():
+        raise RunError(f"{path} is damaged: {_why(digests, path.name)}")
+    return data
+
+
+def damaged_files(
+    folder: Path, digests: Mapping[str, str], advance: Advance = lambda number: None
+) -> list[str]:
+    """What is wrong with a folder's files, a line each; reads all of them."""
+    found, present = [], set(files(folder))
+    for name in sorted(digests.keys() | present):
+        if name not in present:
+            found.append(f"{name} is missing")
+        elif name not in digests or digest(folder / name, advance) != digests[name]:
+            found.append(f"{name} is damaged: {_why(digests, name)}")
+    return found
+
+
+def digest(path: Path, advance: Advance = lambda number: None) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    result, block = hashlib.sha256(), bytearray(_BLOCK)
+    view = memoryview(block)
+    with path.open("rb", buffering=0) as file:
+        while number := file.readinto(block):
+            result.update(view[:number])
+            advance(number)
+    return result.hexdigest()
+
+
+def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    return {name: digest(folder / name) for name in names}
+
+
+def _why(digests: Mapping[str, str], name: str) -> str:
+    return f"it is not what {DIGESTS} says" if name in digests else f"{DIGESTS} does not list it"
