@@ -43,6 +43,7 @@ _OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "model": {"converters": ["quantize.linear.float8", "quantize.grouped_mm.float8"]},
         "quantize": {"grouped_mm": {"float8": {"fqns": ["experts"]}}},
     },
+    "router on bfloat16 units": {"moe": {"router_product": "bfloat16"}},
     "mxfp8, emulated": {
         "model": {"converters": ["quantize.grouped_mm.mx"]},
         "quantize": {"linear": {"float8": {"emulate": True}}},

@@ -121,6 +121,10 @@ class Moe(Section):
     """Each expert's rows are padded to a multiple of this before the grouped GEMM (bf16 1,
     float8 16, mxfp8 32). Left out: 1, but 64 for bfloat16 on a CPU, where every new number of rows
     costs time and memory for a kernel of its own."""
+    router_product: Literal["float32", "bfloat16"] = "float32"
+    """What multiplies tokens by the router's weights where both are bfloat16: float32 units, or
+    bfloat16 ones, which are many times faster on a GPU. Products are exact and sums float32 either
+    way, but in another order, which decides near ties otherwise."""
     bias_update_speed: NonNegativeFloat | None = None
     """Step of the aux-loss-free routing bias per optimizer step (arXiv 2408.15664); 0 switches
     it off."""
