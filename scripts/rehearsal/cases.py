@@ -44,10 +44,6 @@ _OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "quantize": {"grouped_mm": {"float8": {"fqns": ["experts"]}}},
     },
     "router on bfloat16 units": {"moe": {"router_product": "bfloat16"}},
-    "mxfp8, emulated": {
-        "model": {"converters": ["quantize.grouped_mm.mx"]},
-        "quantize": {"linear": {"float8": {"emulate": True}}},
-    },
 }
 _OPTIONS_LAYOUT = "dp_shard=4,tp=2,ep=4"
 
