@@ -7,7 +7,9 @@ import errno
 import gc
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.experts import check_trains_on_gpus
@@ -22,6 +24,7 @@ from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import report
 from titan_moe.runtime.launch import Launch, count_gpus
 from titan_moe.runtime.log import start_logging
+from titan_moe.runtime.run_lock import RunLock
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +113,25 @@ def _run(argv: list[str], environment: Mapping[str, str], launch: Launch) -> Non
     from titan_moe.runtime.process import process_group
     from titan_moe.trainer import train
 
-    with process_group(launch, job.comm, environment) as process:
+    with (
+        process_group(launch, job.comm, environment) as process,
+        _only_run(Path(job.job.dump_folder), is_main=process.is_main),
+    ):
         train(job, model, process)
+
+
+@contextmanager
+def _only_run(folder: Path, *, is_main: bool) -> Iterator[None]:
+    """RunError on all ranks where another run writes into the folder; collective."""
+    from titan_moe.distributed.agreement import on_rank_zero
+
+    lock = RunLock(folder)
+    on_rank_zero(lock.acquire, doing=f"cannot lock {folder}")
+    try:
+        yield
+    finally:
+        if is_main:
+            lock.release()
 
 
 def _log_ranks(environment: Mapping[str, str]) -> set[int]:

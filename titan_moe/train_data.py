@@ -10,8 +10,10 @@ from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.stages import job_of_step, stage_jobs
-from titan_moe.data.build import build_loader, build_validation
-from titan_moe.data.loader import Identity, continue_state, merge_states
+from titan_moe.data.build import build_reader, build_validation
+from titan_moe.data.loader import Loader, Reader
+from titan_moe.data.reader_process import ReaderProcess
+from titan_moe.data.step_reader import Identity, continue_state, merge_states
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.validation import ValidationLoader
 from titan_moe.distributed.parallel_dims import ParallelDims
@@ -38,9 +40,8 @@ class TrainData:
             "rank": dims.coordinate(self._process.rank, "batch"),
             "num_ranks": dims.size("batch"),
         }
-        self.loader = build_loader(
-            job.training,
-            self.tokenizer,
+        self.loader = self._open_loader(
+            job,
             global_batch_size=job.training.global_batch_size,
             largest_batch_size=max(
                 stage.training.global_batch_size for _, stage in stage_jobs(self._job)
@@ -53,6 +54,21 @@ class TrainData:
             self.validation = build_validation(
                 job.validation, job.training, self.tokenizer, **place
             )
+
+    def _open_loader(self, job: JobConfig, **place: Any) -> Loader:
+        """Beside a GPU, whose kernels this process launches, another process reads. Its start takes
+        seconds, which a run on the CPU is spared."""
+        on_gpu = self._process.device.type == "cuda"
+        reader: Reader
+        if on_gpu:
+            reader = ReaderProcess(job.training, job.model.tokenizer_path, **place)
+        else:
+            reader = build_reader(job.training, self.tokenizer, **place)
+        return Loader(
+            reader,
+            prefetch_factor=job.training.dataloader.prefetch_factor,
+            pin_for=self._process.device if on_gpu else None,
+        )
 
     def reopen(self, job: JobConfig, dims: ParallelDims) -> None:
         """For another stage or layout, from where all ranks' loaders are; collective."""

@@ -264,22 +264,30 @@ def overflow_line(parallelism: Parallelism, rows_dropped: int) -> str:
 
 
 def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Microbatch:
-    """What this rank reads of whole sequences: its part of each, and all documents."""
-    positions_S = sharded.positions(batch.tokens_BS.shape[1])
-    local = Microbatch(
-        tokens_BS=batch.tokens_BS[:, positions_S].to(device, non_blocking=True),
-        labels_BS=batch.labels_BS[:, positions_S].to(device, non_blocking=True),
+    """What this rank reads of whole sequences: its part of each, and all documents.
+
+    Whole sequences are copied, as they lie in page-locked memory, and cut on the device.
+    """
+    whole = replace(
+        batch,
+        tokens_BS=batch.tokens_BS.to(device, non_blocking=True),
+        labels_BS=batch.labels_BS.to(device, non_blocking=True),
         documents_BS=batch.documents_BS.to(device, non_blocking=True),
-        positions_BS=positions_S.to(device, non_blocking=True).expand(len(batch.tokens_BS), -1),
+    )
+    num_rows, seq_len = whole.tokens_BS.shape
+    positions_S = sharded.positions(seq_len, device=device)
+    own = slice(None) if len(positions_S) == seq_len else positions_S
+    local = Microbatch(
+        tokens_BS=whole.tokens_BS[:, own],
+        labels_BS=whole.labels_BS[:, own],
+        documents_BS=whole.documents_BS,
+        positions_BS=positions_S.expand(num_rows, -1),
     )
     depths = sharded.config.num_mtp_layers
     if not depths:
         return local
-    tokens_BKS, labels_BKS = (x_BKS[..., positions_S] for x_BKS in look_ahead(batch, depths))
-    return local._replace(
-        ahead_tokens_BKS=tokens_BKS.to(device, non_blocking=True),
-        ahead_labels_BKS=labels_BKS.to(device, non_blocking=True),
-    )
+    tokens_BKS, labels_BKS = (x_BKS[..., own] for x_BKS in look_ahead(whole, depths))
+    return local._replace(ahead_tokens_BKS=tokens_BKS, ahead_labels_BKS=labels_BKS)
 
 
 def look_ahead(batch: Batch, depths: int) -> tuple[Tensor, Tensor]:

@@ -18,11 +18,10 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import as_toml, resolve, save_job
 from titan_moe.config.stages import changes, job_of_step, stage_jobs
 from titan_moe.data.batch import Batch
-from titan_moe.data.loader import merge_states
+from titan_moe.data.step_reader import merge_states
 from titan_moe.data.tokenizer import loss_unit
 from titan_moe.debug.capture.step import StepCapture
 from titan_moe.debug.nan_locator import describe_nonfinite
-from titan_moe.distributed.agreement import on_rank_zero
 from titan_moe.distributed.compile import compiled_so_far, forget_compiled
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.distributed.process_groups import ProcessGroups
@@ -49,7 +48,6 @@ from titan_moe.runtime.process import (
     seed_everything,
     set_timeouts,
 )
-from titan_moe.runtime.run_lock import RunLock
 from titan_moe.train_data import TrainData
 from titan_moe.train_step import StepResult, TrainStep, overflow_line, validation_loss
 
@@ -67,24 +65,15 @@ class Progress:
 class Trainer:
     """Everything of one run on one rank."""
 
-    def __init__(
-        self,
-        job: JobConfig,
-        model_config: ModelConfig,
-        process: Process,
-        lock: RunLock | None = None,
-    ) -> None:
+    def __init__(self, job: JobConfig, model_config: ModelConfig, process: Process) -> None:
         """Build, then load the checkpoint to go on from. Collective over all ranks.
-
-        Args:
-            lock: the run folder's; rank 0 stops where it has lost it.
 
         Raises ConfigError or RunError with the lines for the user.
         """
         if not job.compile.enable:
             leave_compiler_out()
         seed_everything(job.debug)
-        self.process, self._lock = process, lock
+        self.process = process
         self.folder = Path(job.job.dump_folder)
         self._config = model_config
         self._say("%s: %s", job.job.description, self.folder)
@@ -205,7 +194,7 @@ class Trainer:
 
     def reshard(self, job: JobConfig) -> None:
         """Go on in the layout of `job`, between two steps of `train`; collective. Sequence length
-        and batch may change too, and then the data goes on as `data.loader.continue_state` says.
+        and batch may change too: the data then goes on as `data.step_reader.continue_state` says.
 
         Nothing goes through the disk. What follows has the bits of a run that was saved, stopped
         and resumed in that layout. Parameters move first and are freed, then the optimizer's state:
@@ -255,8 +244,6 @@ class Trainer:
         return moved.total + moved_too.total
 
     def _step(self, step: int) -> None:
-        if self._lock is not None and self.process.is_main:
-            self._lock.check()
         phases, training = self.log.phases, self.job.training
         before = self._state()
         with phases("data"), region("data"):
@@ -399,17 +386,9 @@ class Trainer:
 
 
 def train(job: JobConfig, model_config: ModelConfig, process: Process) -> None:
-    """Run a resolved job on this rank: write its seed checkpoint, or train it. Raises RunError
-    where another run writes into its folder."""
-    folder = Path(job.job.dump_folder)
-    lock = RunLock(folder)
-    on_rank_zero(lock.acquire, doing=f"cannot lock {folder}")
-    try:
-        trainer = Trainer(job, model_config, process, lock)
-        if job.checkpoint.create_seed_checkpoint:
-            trainer.create_seed_checkpoint()
-        else:
-            trainer.train()
-    finally:
-        if process.is_main:
-            lock.release()
+    """Run a resolved job on this rank: write its seed checkpoint, or train it."""
+    trainer = Trainer(job, model_config, process)
+    if job.checkpoint.create_seed_checkpoint:
+        trainer.create_seed_checkpoint()
+    else:
+        trainer.train()

@@ -4,8 +4,9 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scripts.docs import configuration, models, parity, redistribution, torchtitan
+from scripts.docs import configuration, models, parity, redistribution, seconds, torchtitan
 from scripts.docs.figures import boxes, moe_layer, noise_band, step, views
+from scripts.docs.figures import seconds as seconds_figure
 
 REGIONS: dict[str, Callable[[], str]] = {
     "configuration": configuration.tables,
@@ -13,6 +14,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "parity": parity.table,
     "plan costs": redistribution.costs,
     "planning times": redistribution.times,
+    "seconds": seconds.table,
     "torchtitan": torchtitan.table,
 }
 """The text of a region, by its name in the page."""
@@ -22,6 +24,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "boxes-transfer.svg": boxes.draw_transfer,
     "moe-layer.svg": moe_layer.draw,
     "noise-band.svg": noise_band.draw,
+    "seconds.svg": seconds_figure.draw,
     "step.svg": step.draw,
     "views.svg": views.draw,
 }

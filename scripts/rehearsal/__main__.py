@@ -10,16 +10,15 @@ Exit code 1 and a line for each finding, 0 if there is none.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.rehearsal.cases import Case, all_cases
+from scripts.rehearsal.cases import CONFIGS, Case, all_cases
 from scripts.rehearsal.controls import CONTROLS, missed
-from scripts.rehearsal.counts import count_layers, counted_cases, in_words
+from scripts.rehearsal.counts import as_text, count_layers, counted_cases, in_words
 from scripts.rehearsal.ledger import Finding
 from scripts.rehearsal.rank import rehearse_all
 from scripts.rehearsal.sm90 import compile_launches
@@ -61,11 +60,12 @@ def _plant(word: str) -> int:
 def _count(path: Path, word: str) -> int:
     cases = counted_cases(word)
     counted = {
-        deep.name: found for (_, deep), found in zip(cases, _run(count_layers, cases), strict=True)
+        deep.path.relative_to(CONFIGS).as_posix(): found
+        for (_, deep), found in zip(cases, _run(count_layers, cases), strict=True)
     }
     for name, found in counted.items():
         print(in_words(name, found))
-    path.write_text(json.dumps(counted, indent=1) + "\n", encoding="utf-8")
+    path.write_text(as_text(counted), encoding="utf-8")
     return 0
 
 

@@ -9,6 +9,7 @@ from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job, resolve
+from titan_moe.config.pipeline import SCHEDULES
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.models.registry import FAMILIES
@@ -16,9 +17,10 @@ from titan_moe.verify.layouts.covering import cover_options, cover_pairs
 from titan_moe.verify.layouts.layouts import apply_layout, depth, legal_layouts, parse, with_tables
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-_SAMPLE_SIZE, _SEED = 30, 22
-"""As the gate's sample."""
+_SAMPLES, _SEED = {(2, 4, 8): 30, (2, 4): 12}, 22
+"""Sizes of worlds, and how many layouts of them; the first is the gate's sample."""
 _GPUS_OF_A_NODE = 8
+_STAGES = 4
 LAYERS = 4
 """Of a shipped model, kept for its rehearsal: all kinds of layers that a family has."""
 
@@ -57,6 +59,8 @@ class Case:
     config: ModelConfig
     world_size: int
     rank: int
+    path: Path
+    """The file that the job is from."""
 
     def refusals(self) -> list[str]:
         """The lines of the configuration's own checks."""
@@ -76,10 +80,14 @@ def all_cases() -> Iterator[Case]:
 
 
 def layout_cases() -> Iterator[Case]:
-    """Each layout of the gate's sample with one family, in turn."""
-    layouts = [layout for world in (2, 4, 8) for layout in legal_layouts(world)]
-    sample = cover_options(cover_pairs(layouts, _SAMPLE_SIZE, _SEED))
-    for number, layout in enumerate(sample):
+    """Each layout of the gate's sample with one family, in turn; and of a sample of small ones,
+    which that has few of, and each schedule on four ranks."""
+    sample = []
+    for worlds, size in _SAMPLES.items():
+        layouts = [layout for world in worlds for layout in legal_layouts(world)]
+        sample += cover_options(cover_pairs(layouts, size, _SEED))
+    sample += [parse(f"pp={_STAGES},schedule={schedule}") for schedule in SCHEDULES]
+    for number, layout in enumerate(dict.fromkeys(sample)):
         # Where a family cannot be laid out so, the next one is.
         turns = [list(FAMILIES)[(number + turn) % len(FAMILIES)] for turn in range(len(FAMILIES))]
         cases = (list(in_layout(family, str(layout))) for family in turns)
@@ -97,15 +105,17 @@ def option_cases() -> Iterator[Case]:
 
 
 def in_layout(family: str, text: str) -> Iterator[Case]:
-    """A family's small model on a layout's last rank; of a pipeline, on its first one too."""
+    """A family's small model on a layout's last rank; of a pipeline, on its first one too, and on
+    one of a stage in the middle."""
     path = CONFIGS / family / _FLAVORS.get(family, "debugmodel.toml")
     layout = parse(text)
     job = apply_layout(load_job(["--job.config_file", str(path)]), layout)
     config = replace(model_of_job(job.model), num_layers=depth(layout))
     last = layout.world_size - 1
-    for rank in (0, last) if layout.pp > 1 else (last,):
+    middle = layout.world_size // layout.pp * (layout.pp // 2) if layout.pp > 2 else last
+    for rank in sorted({0, middle, last}) if layout.pp > 1 else (last,):
         name = f"{family} {layout} rank {rank}"
-        yield Case(name, job, config, layout.world_size, rank)
+        yield Case(name, job, config, layout.world_size, rank, path)
 
 
 def shipped_cases(layers: int | None = LAYERS) -> Iterator[Case]:
@@ -124,4 +134,4 @@ def shipped_case(path: Path, world_size: int, layers: int | None) -> Case:
     if layers is not None and parallelism.pipeline_parallel_degree == 1:
         config = replace(config, num_layers=min(layers, config.num_layers))
         name += f" of {config.num_layers} layers"
-    return Case(name, job, config, world_size, world_size - 1)
+    return Case(name, job, config, world_size, world_size - 1, path)

@@ -16,17 +16,27 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from scripts.rehearsal.kinds import ATTENTION
 from scripts.rehearsal.ledger import Counts, Ledger
-from titan_moe.simulate.comm_counter import COLLECTIVES, arguments_of, group_of
+from scripts.rehearsal.work import (
+    BACKWARD_OF_ATTENTION,
+    Link,
+    attention_flops,
+    flops_of,
+    kind_of,
+)
+from titan_moe.simulate.comm_counter import COLLECTIVES, Flow, arguments_of, group_of
 from titan_moe.simulate.fake_rank import FakeCommCounter, balanced_choice, fake_collective
 
 CUDA = torch.device("cuda", 0)
 _aten = torch.ops.aten
 _ON_WAIT = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+_GPUS_OF_A_NODE = 8
 _MOST_VALUES = 1 << 24
 """Numbers of a tensor; a larger one, such as a mask, has none."""
 _WAITS = {
@@ -52,12 +62,14 @@ class FakeCuda(FakeCommCounter):
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Ledger()
+        self._link: Link | None = None
+        """Of the last collective."""
 
     def execute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.prim.device.default:  # Asked of tensors in Python alone.
             return getattr(args[0], "fake_device", None) or func(*args)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        self.ledger.counts.dispatches += 1
+        self.ledger.dispatched()
         if func.namespace in COLLECTIVES:
             return self._communicate(func, args, tensors)
         if func is _aten.lift_fresh.default and tensors[0].is_cuda:
@@ -86,6 +98,12 @@ class FakeCuda(FakeCommCounter):
             collectives=sum(each.calls for each in volumes),
             bytes_sent=sum(each.bytes for each in volumes),
         )
+
+    def add(self, flow: Flow, sent: float, group: dist.ProcessGroup) -> None:
+        super().add(flow, sent, group)
+        ranks = dist.get_process_group_ranks(group)
+        places = len(ranks), len({rank // _GPUS_OF_A_NODE for rank in ranks})
+        self._link = self.ledger.linked(*flow, sent, places)
 
     # --- values of whole numbers ---
 
@@ -130,6 +148,7 @@ class FakeCuda(FakeCommCounter):
     def _communicate(self, func: Any, args: tuple, tensors: list[Tensor]) -> Any:
         name = func.__name__.partition(".")[0]
         if name == "wait_tensor":
+            self.ledger.ended(id(tensors[0]))
             return tensors[0]
         group = group_of(arguments_of(func, args))
         self.ledger.communicated(name, group, {x.device.type for x in tensors})
@@ -142,7 +161,10 @@ class FakeCuda(FakeCommCounter):
                 return x
             return known[id(x)] if id(x) in known else self.on_device(x)
 
-        return tree_map(back, outcome)
+        result = tree_map(back, outcome)
+        if self._link is not None and isinstance(result, FakeTensor):
+            self.ledger.started(self._link, id(result))
+        return result
 
     def on_device(self, value: Tensor) -> Tensor:
         """A fake tensor on the GPU with this value."""
@@ -171,8 +193,13 @@ class FakeCuda(FakeCommCounter):
         if name in _LAUNCHES_NOTHING or func.is_view:
             return
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        distinct = {id(x): x for x in (*tensors, *outputs)}
-        self.ledger.kernel(name, sum(x.numel() * x.element_size() for x in distinct.values()))
+        kind = kind_of(name, tensors[0].dtype if tensors else None)
+        flops = flops_of(name, tensors)
+        if kind == ATTENTION:
+            query, key, value = (tensors[1:] if "backward" in name else tensors)[:3]
+            flops = attention_flops(query, key, value)
+            flops *= BACKWARD_OF_ATTENTION if "backward" in name else 1
+        self.ledger.operated(name, kind, flops, tensors, outputs)
 
 
 def value_of(x: Tensor) -> Tensor | None:

@@ -39,8 +39,7 @@ class Allowance(NamedTuple):
 
 
 COPIES: Mapping[str, str] = {
-    "train_step.py:local_batch": "a microbatch's tokens, not waited for",
-    "distributed/context_parallel/blocks.py:blocks": "positions of a mask's part, not waited for",
+    "train_step.py:local_batch": "a microbatch's tokens, labels and documents, not waited for",
     "distributed/pipeline/schedule.py:_run": "stages agree how a schedule of torch's begins",
     # With CPU offload alone.
     f"{_FSDP_PATH}_fsdp_param.py:all_gather_inputs": "offloaded parameters that are gathered",

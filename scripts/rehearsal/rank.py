@@ -1,9 +1,10 @@
 """One rank of a job on a GPU that is not there: built, and two steps trained."""
 
 import traceback
-from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 
@@ -12,6 +13,7 @@ from scripts.rehearsal.fake_cuda import CUDA, FakeCuda, fake_cuda
 from scripts.rehearsal.ledger import Counts, Finding
 from scripts.rehearsal.places import Place, here, place_of
 from scripts.rehearsal.standins import Launch, stand_ins
+from scripts.rehearsal.work import Tally, Whereabouts, added
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.execution import Microbatch
@@ -31,32 +33,50 @@ class Rehearsal:
     """What was found of one rank."""
 
     findings: list[Finding] = field(default_factory=list)
-    microbatch: Counts | None = None
-    """Of the second step's last microbatch: a schedule's own first use is over."""
+    microbatches: list[Counts] = field(default_factory=list)
+    """Of the second step: a schedule's own first use is over."""
     update: Counts | None = None
     """Of what follows the second step's last microbatch: sums over ranks, the optimizer."""
     collectives: dict[str, list[float]] = field(default_factory=dict)
     """Axis and operation -> calls and bytes that leave the rank, of the second step."""
-    kernels: dict[str, int] = field(default_factory=dict)
-    """Of that microbatch, by name."""
+    work: list[Tally] = field(default_factory=list)
+    """The parts of each of those microbatches, and last of what follows; if asked for."""
     launches: set[Launch] = field(default_factory=set)
     """Triton kernels of ours, as they were specialised."""
 
 
-def rehearse(job: JobConfig, config: ModelConfig, world_size: int, rank: int) -> Rehearsal:
-    """Train two steps of two microbatches; `job` is resolved for the world."""
+def rehearse(
+    job: JobConfig,
+    config: ModelConfig,
+    world_size: int,
+    rank: int,
+    *,
+    num_microbatches: int = _MICROBATCHES,
+    by_parts: bool = False,
+) -> Rehearsal:
+    """Train two steps; `job` is resolved for the world. `by_parts` counts work by its parts."""
     found = Rehearsal()
     with fake_world(rank, world_size), fake_cuda() as mode, stand_ins(mode) as noted:
         found.launches = noted
+        watching: AbstractContextManager = nullcontext()
+        if by_parts:
+            mode.ledger.whereabouts = Whereabouts()
+            watching = mode.ledger.whereabouts.watching()
         try:
-            _train(job, config, world_size, mode, found)
+            with watching:
+                _train(job, config, world_size, mode, num_microbatches, found)
         except Exception as error:  # Whatever torch's rules or the program refuse is a finding.
             found.findings += [*dict.fromkeys(mode.ledger.findings), _refused(error)]
     return found
 
 
 def _train(
-    job: JobConfig, config: ModelConfig, world_size: int, mode: FakeCuda, found: Rehearsal
+    job: JobConfig,
+    config: ModelConfig,
+    world_size: int,
+    mode: FakeCuda,
+    num_microbatches: int,
+    found: Rehearsal,
 ) -> None:
     ledger = mode.ledger
     torch.cuda.set_device(CUDA)
@@ -78,27 +98,29 @@ def _train(
         mode.clear()
         ledger.begin_step()
         marks = Marks(mode)
-        step([empty_batch(job)] * _MICROBATCHES, logged=logged, observer=marks)
+        step([empty_batch(job)] * num_microbatches, logged=logged, observer=marks)
         ledger.end_step()
         found.findings += [
             finding
-            for finding in ledger.judged(num_moe_layers=waits_in, num_microbatches=_runs(job))
+            for finding in ledger.judged(
+                num_moe_layers=waits_in, num_microbatches=num_microbatches * _pieces(job)
+            )
             if finding not in found.findings
         ]
-    found.microbatch, found.kernels = marks.last_microbatch()
-    found.update = mode.counts() - marks.seen[-1][0]
+    marks.end()
+    *found.microbatches, found.update = marks.counts()
+    found.work = marks.work()
     found.collectives = {
         f"{flow.axis} {flow.op}": [calls, sent] for flow, (calls, sent) in mode.volumes().items()
     }
 
 
-def _runs(job: JobConfig) -> int:
-    """Forwards of a layer in a step."""
+def _pieces(job: JobConfig) -> int:
+    """That a pipeline cuts a microbatch into: forwards of a layer."""
     parallelism = job.parallelism
     if parallelism.pipeline_parallel_degree == 1:
-        return _MICROBATCHES
-    pieces = job.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-    return _MICROBATCHES * pieces
+        return 1
+    return job.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
 
 
 def _has_bounded_sizes(job: JobConfig) -> bool:
@@ -120,27 +142,33 @@ def _refused(error: Exception) -> Finding:
 
 
 class Marks:
-    """Counts at the start of every microbatch and after the last; an Observer of a step."""
+    """Counts at the start of each microbatch, after the last and at the end; an Observer."""
 
     def __init__(self, mode: FakeCuda) -> None:
         self._mode = mode
-        self.seen: list[tuple[Counts, Counter[str]]] = []
+        self._seen: list[tuple[Counts, Tally]] = []
 
     def reads(self, batch: Batch, local: Microbatch) -> None:
-        self._mark()
+        self.end()
 
     def accumulated(self) -> None:
-        self._mark()
+        self.end()
 
     def updated(self, result: StepResult) -> None:
         pass
 
-    def _mark(self) -> None:
-        self.seen.append((self._mode.counts(), Counter(self._mode.ledger.kernels)))
+    def end(self) -> None:
+        """Of what was counted until now."""
+        self._mode.ledger.fusion.close()
+        self._seen.append((self._mode.counts(), added((self._mode.ledger.work, 1))))
 
-    def last_microbatch(self) -> tuple[Counts, dict[str, int]]:
-        (before, kernels_before), (after, kernels_after) = self.seen[-2:]
-        return after - before, dict(kernels_after - kernels_before)
+    def counts(self) -> list[Counts]:
+        """Between each mark and the next."""
+        return [after - before for (before, _), (after, _) in pairwise(self._seen)]
+
+    def work(self) -> list[Tally]:
+        """Likewise, by parts."""
+        return [added((after, 1), (before, -1)) for (_, before), (_, after) in pairwise(self._seen)]
 
 
 def rehearse_all(cases: Sequence[Case]) -> list[tuple[str, Rehearsal]]:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from scripts.rehearsal.fake_cuda import FakeCuda, value_of
 from scripts.rehearsal.ledger import Finding
 from scripts.rehearsal.places import here
+from scripts.rehearsal.work import BACKWARD_OF_ATTENTION, attention_flops
 from titan_moe.distributed import symmetric_memory
 from titan_moe.ops.move_rows import add_rows_reference, copy_rows_reference
 from titan_moe.ops.permute_indices import permute_indices_reference
@@ -180,7 +181,8 @@ class _Attention(torch.autograd.Function):
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.mode = mode  # type: ignore[attr-defined]
-        _note(mode, "flex_attention", query, key, value, out, lse)
+        flops = attention_flops(query, key, value)
+        _note(mode, "flex_attention", flops, query, key, value, out, lse)
         return out, lse
 
     @staticmethod
@@ -188,10 +190,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad: Tensor, grad_lse: Tensor):  # type: ignore[override, no-untyped-def]
         query, key, value, out, lse = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in (query, key, value)]
-        _note(ctx.mode, "flex_attention_backward_delta", out, grad, lse)
-        _note(ctx.mode, "flex_attention_backward", query, key, value, grad, lse, *grads)
+        flops = BACKWARD_OF_ATTENTION * attention_flops(query, key, value)
+        _note(ctx.mode, "flex_delta", 0.0, out, grad, lse)
+        _note(ctx.mode, "flex_attention_backward", flops, query, key, value, grad, lse, *grads)
         return *grads, None
 
 
-def _note(mode: FakeCuda, name: str, *tensors: Tensor) -> None:
-    mode.ledger.kernel(name, sum(x.numel() * x.element_size() for x in tensors))
+def _note(mode: FakeCuda, name: str, flops: float, *tensors: Tensor) -> None:
+    mode.ledger.kernel(name, sum(x.numel() * x.element_size() for x in tensors), flops)

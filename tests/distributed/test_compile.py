@@ -1,11 +1,14 @@
 """Compiled layers train the same model, and nothing is compiled again as routing varies."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.gates import SAMPLE
 from tests.support.paths import DEBUG_CONFIGS
 from tests.support.tiers import tiered
 from tests.support.tiny import global_batch, make_job, tiny
@@ -13,30 +16,49 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.testing.ranks import run_on_ranks
 from titan_moe.verify.gradients.gate import Gate
-from titan_moe.verify.layouts.layouts import parse
+from titan_moe.verify.layouts.layouts import SPLIT_BACKWARD, Layout, parse, with_options
 
 STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def compiled_gate(tmp_path_factory) -> Gate:
-    """The gate, in float64, with every layer and the loss compiled."""
+def compiled_gates(tmp_path_factory) -> Callable[[str], Gate]:
+    """The gate, in float64, with every layer and the loss compiled by a backend."""
     torch.set_num_threads(1)
+    folder = Path(tmp_path_factory.mktemp("compiled"))
     path = str(DEBUG_CONFIGS / "gate_deepseek_v3.toml")
-    arguments = ["--job.config_file", path, "--compile.enable", "--compile.backend", "aot_eager"]
-    return Gate(load_job(arguments), Path(tmp_path_factory.mktemp("compiled")))
+
+    @cache
+    def gate(backend: str) -> Gate:
+        arguments = ["--job.config_file", path, "--compile.enable", "--compile.backend", backend]
+        return Gate(load_job(arguments), folder)
+
+    return gate
+
+
+def compilable(layout: Layout) -> Layout:
+    """With a schedule that does not split the backward, which compile refuses."""
+    return with_options(layout, schedule="1F1B") if layout.schedule in SPLIT_BACKWARD else layout
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("backend", "text"),
     tiered(
-        ["dp_shard=2,ep=2,recompute=2"],
-        slow=["tp=2", "cp=2,cp_method=ring"],
-        full=["dp_shard=2,recompute=full", "pp=2,schedule=Interleaved1F1B"],
+        [("aot_eager", "dp_shard=2,ep=2,recompute=2")],
+        slow=[
+            ("aot_eager", "dp_shard=2,ep=2,recompute=op,dispatch=bounded"),
+            ("aot_eager", "tp=2"),
+            ("aot_eager", "cp=2,cp_method=ring"),
+        ],
+        full=[
+            *(("aot_eager", text) for text in SAMPLE),
+            ("inductor", "dp_shard=2,ep=2,recompute=op"),
+            ("inductor", "dp_shard=2,ep=2,dispatch=bounded"),
+        ],
     ),
 )
-def test_compiled_layers_train_the_same_model(compiled_gate: Gate, layout: str):
-    result = compiled_gate.verify(parse(layout))
+def test_compiled_layers_train_the_same_model(compiled_gates, backend: str, text: str):
+    result = compiled_gates(backend).verify(compilable(parse(text)))
     assert result.passed, "\n".join([*result.lines, result.traceback])
 
 

@@ -92,7 +92,8 @@ def log_of_gathers(prefetch: bool) -> list[str]:
 
     if not prefetch:
         fsdp._prefetch = lambda units: None
-    sharded = build({"parallelism": {"fsdp_reshard_after_forward": "always"}})
+    degrees = {"fsdp_reshard_after_forward": "always", "expert_parallel_degree": 2}
+    sharded = build({"parallelism": degrees})
     (part,) = sharded.parts
     log, gather = Log(), group.foreach_all_gather
     names = {id(module): name for name, module in part.named_modules()}
@@ -118,7 +119,7 @@ def gathered_before(events: list[str], what: str, compute: str) -> bool:
 
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_the_next_blocks_parameters_are_gathered_before_a_block_computes(prefetch: bool):
-    for events in run_on_ranks(log_of_gathers, 2, prefetch):
+    for events in run_on_ranks(log_of_gathers, 4, prefetch):
         turn = next(n for n, event in enumerate(events) if event.startswith("backward"))
         forward, backward = events[:turn], events[turn:]
         ahead = [

@@ -68,7 +68,7 @@ def test_a_window_of_another_size_is_not_compiled_anew():
 @pytest.mark.parametrize("keys_of", ["own half", "other half"])
 def test_blocks_by_flex_match_explicit_masks_forward_and_backward(keys_of: str, local: str):
     """What a rank of two computes in a step of the ring; some queries see no key of the block."""
-    first, second = torch.arange(512).chunk(2)
+    first, second = torch.arange(512, device=DEVICE).chunk(2)
     keys_S = second if keys_of == "own half" else first
     q, k, v, grad = _drawn(8, 2, 2, 8, seq_len=256)
     results = []

@@ -21,7 +21,7 @@ LAYERS = 8
 
 
 def model_dims():
-    from titan_moe.distributed.parallelize import resolve_model
+    from titan_moe.distributed.policies import resolve_model
 
     return resolve_model(replace(tiny(JOB), num_layers=LAYERS), JOB)
 

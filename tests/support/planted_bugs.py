@@ -255,9 +255,9 @@ BUGS = {
     # --- context parallelism ---
     "labels shifted at a border of cp": Bug(
         "titan_moe.train_step:local_batch",
-        "labels_BS=batch.labels_BS[:, positions_S]",
+        "labels_BS=whole.labels_BS[:, own]",
         # The token after this one, here: the same but where the next one is on another rank.
-        "labels_BS=batch.labels_BS[:, positions_S.roll(-1) - 1]",
+        "labels_BS=whole.labels_BS[:, positions_S.roll(-1) - 1]",
         caught_on=_GATHERED,
         named=("loss*", "gradient *"),
         spared=("counts *", "num_targets *", "balance_loss *"),
@@ -265,8 +265,8 @@ BUGS = {
     ),
     "positions counted from each rank's first token": Bug(
         "titan_moe.train_step:local_batch",
-        "positions_BS=positions_S.to(device, non_blocking=True)",
-        "positions_BS=torch.arange(len(positions_S)).to(device, non_blocking=True)",
+        "positions_BS=positions_S.expand(num_rows, -1)",
+        "positions_BS=torch.arange(len(positions_S), device=device).expand(num_rows, -1)",
         caught_on=_GATHERED,
         named=("loss*", "gradient *.attention.*"),
         spared=("num_targets *",),

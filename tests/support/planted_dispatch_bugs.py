@@ -74,8 +74,8 @@ DISPATCH_BUGS = {
     ),
     "gradients come home through symmetric memory before they are there": Bug(
         "titan_moe.distributed.symmetric_memory:DeviceAllToAll.wait",
-        "return started.rows",
-        "return started.rows * (started.rows.shape[0] == self.most_received)",
+        "return self.channel.wait(in_flight)",
+        "return self.channel.wait(in_flight) * (len(in_flight) == self.most_received)",
         caught_on=_SYMMETRIC,
         named=("gradient *",),
         spared=("loss *", "counts *", "num_targets *"),

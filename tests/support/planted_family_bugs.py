@@ -61,7 +61,7 @@ FAMILY_BUGS: dict[str, Bug] = {
     ),
     "tokens and labels ahead shifted at a border of cp": Bug(
         "titan_moe.train_step:local_batch",
-        "(x_BKS[..., positions_S] for x_BKS",
+        "(x_BKS[..., own] for x_BKS",
         "(x_BKS[..., positions_S.roll(-1) - 1] for x_BKS",
         caught_on=_GATHERED,
         named=("mtp_loss*",),
@@ -143,8 +143,8 @@ FAMILY_BUGS: dict[str, Bug] = {
     ),
     "all layers see everything under cp": Bug(
         "titan_moe.distributed.context_parallel.apply:AllGather.mask",
-        "return self._attention.blocks(documents_BS, queries_S, torch.arange(seq_len), local)",
-        "return self._attention.blocks(documents_BS, queries_S, torch.arange(seq_len))",
+        "return self._attention.blocks(documents_BS, queries_S, keys_S, local)",
+        "return self._attention.blocks(documents_BS, queries_S, keys_S)",
         caught_on=_GATHERED,
         named=("loss*", "gradient layers.*"),
         spared=("num_targets *",),

@@ -195,6 +195,9 @@ class LRScheduler(Section):
     """Learning rate at the end, as a factor of the peak."""
 
 
+DATASETS_WITHOUT_PATH = ("stdlib", "synthetic")
+
+
 class Dataset(Section):
     """One part of a blend."""
 

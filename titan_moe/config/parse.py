@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import JobConfig, Section
+from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, JobConfig, Section
 from titan_moe.config.named import find_config, what_is_there
 from titan_moe.config.translate import (
     KEYS,
@@ -76,7 +76,7 @@ def read_job(argv: list[str]) -> tuple[JobConfig, list[str]]:
         from_cli, problems = _merged(foreign, from_cli), problems + lines
     except ConfigError as error:
         problems += error.lines
-    both = _merged(from_file, from_cli)
+    both = _merged(_without_paths(from_file, from_cli), from_cli)
     converters = converters_of(both)
     problems += _problems(translate(from_file, converters), source=str(path), strict=True)
     problems += _problems(translate(from_cli, converters), source=_COMMAND_LINE)
@@ -84,6 +84,18 @@ def read_job(argv: list[str]) -> tuple[JobConfig, list[str]]:
         raise ConfigError(problems)
     translation = translate(both, converters)
     return JobConfig.model_validate(translation.tables), translation.summary()
+
+
+def _without_paths(from_file: dict[str, Any], from_cli: dict[str, Any]) -> dict[str, Any]:
+    """`from_file` without the path of its data where the command line names data without one."""
+    kept = dict(from_file)
+    for table in ("training", "validation"):
+        named, below = from_cli.get(table), from_file.get(table)
+        if not (isinstance(named, dict) and isinstance(below, dict)):
+            continue
+        if named.get("dataset") in DATASETS_WITHOUT_PATH:
+            kept[table] = {key: below[key] for key in below if key != "dataset_path"}
+    return kept
 
 
 def resolve(job: JobConfig, world_size: int) -> JobConfig:

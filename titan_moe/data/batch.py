@@ -15,7 +15,17 @@ from titan_moe.data.packing import IGNORE_INDEX, PackedSequence
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["IGNORE_INDEX", "Batch", "stack_sequences"]
+__all__ = ["IGNORE_INDEX", "Batch", "PackedBatch", "stack_sequences", "to_tensors"]
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A `Batch` as NumPy arrays: what a process without torch makes."""
+
+    tokens_BS: np.ndarray
+    labels_BS: np.ndarray
+    documents_BS: np.ndarray
+    samples: list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -40,13 +50,30 @@ def fingerprints(batch: Batch) -> list[int]:
     return [reduce(lambda crc, x_S: crc32(x_S.numpy(), crc), sequence, 0) for sequence in sequences]
 
 
-def stack_sequences(sequences: Sequence[PackedSequence]) -> Batch:
-    """Stack the sequences of one microbatch into tensors."""
+def stack_sequences(sequences: Sequence[PackedSequence]) -> PackedBatch:
+    """Stack the sequences of one microbatch."""
+    return PackedBatch(
+        tokens_BS=np.stack([each.tokens_S for each in sequences]),
+        labels_BS=np.stack([each.labels_S for each in sequences]),
+        documents_BS=np.stack([each.documents_S for each in sequences]),
+        samples=[each.samples for each in sequences],
+    )
+
+
+def to_tensors(packed: PackedBatch, *, pin: bool = False) -> Batch:
+    """`packed` as tensors; `pin`: in page-locked memory, from which CUDA copies without waiting.
+
+    torch gives such memory out again once the tensor is gone and copies from it have ended.
+    """
     import torch  # Here, so that the checks before a run need not wait for torch.
 
+    def tensor(x_BS: np.ndarray) -> torch.Tensor:
+        x = torch.from_numpy(x_BS)
+        return x.pin_memory() if pin else x
+
     return Batch(
-        tokens_BS=torch.from_numpy(np.stack([each.tokens_S for each in sequences])),
-        labels_BS=torch.from_numpy(np.stack([each.labels_S for each in sequences])),
-        documents_BS=torch.from_numpy(np.stack([each.documents_S for each in sequences])),
-        samples=[each.samples for each in sequences],
+        tokens_BS=tensor(packed.tokens_BS),
+        labels_BS=tensor(packed.labels_BS),
+        documents_BS=tensor(packed.documents_BS),
+        samples=packed.samples,
     )

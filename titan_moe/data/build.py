@@ -10,11 +10,13 @@ import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
-from titan_moe.data.document_order import CorpusOrder, DocumentOrder, Split, StreamOrder
+from titan_moe.data.document_order import CorpusOrder, DocumentOrder, Split
 from titan_moe.data.documents import Corpus
-from titan_moe.data.loader import Identity, Loader
+from titan_moe.data.loader import Loader
 from titan_moe.data.sequences import BlendSource, SequenceStream
 from titan_moe.data.sources import check_source, is_stream, open_source
+from titan_moe.data.step_reader import Identity, StepReader
+from titan_moe.data.stream_order import StreamOrder
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.data.validation import ValidationLoader
 
@@ -51,7 +53,13 @@ def check_data(training: Training, validation: Validation, tokenizer_path: str) 
     return lines
 
 
-def build_loader(
+def build_loader(training: Training, tokenizer: Tokenizer, **place: Any) -> Loader:
+    """A loader that reads in this process; `place`: the keywords of `build_reader`."""
+    reader = build_reader(training, tokenizer, **place)
+    return Loader(reader, prefetch_factor=training.dataloader.prefetch_factor)
+
+
+def build_reader(
     training: Training,
     tokenizer: Tokenizer,
     *,
@@ -61,8 +69,8 @@ def build_loader(
     global_batch_size: int,
     largest_batch_size: int = 0,
     permutation: int = 0,
-) -> Loader:
-    """The loader of data rank `rank` of `num_ranks`, which owns a contiguous range of the global
+) -> StepReader:
+    """The reader of data rank `rank` of `num_ranks`, which owns a contiguous range of the global
     batch's sequences: as they come, or in the order that the seed `permutation` gives them.
     `largest_batch_size`: that of any training stage.
 
@@ -96,7 +104,7 @@ def build_loader(
         for index in sequences
     ]
     sources = " + ".join(f"{part.weight:g} x {part.order.fingerprint}" for part in parts)
-    return Loader(
+    return StepReader(
         streams,
         parts,
         identity=Identity(
@@ -106,7 +114,6 @@ def build_loader(
             seq_len=training.seq_len,
         ),
         local_batch_size=training.local_batch_size,
-        prefetch_factor=training.dataloader.prefetch_factor,
     )
 
 

@@ -1,15 +1,14 @@
 """The documents of one source in the order of training or of validation.
 
-A document order numbers its documents by position: 0, 1, 2, ... through all epochs. Sequence b of
-the global batch takes the positions f + b, f + b + G, f + b + 2G, ... (G: global batch size; f: 0,
-or where a training stage with another G began). What stands at a position depends on (source, seed)
-alone.
+A source is one partition or several (a stream's files, divided). A document order numbers the
+documents of each partition by position: 0, 1, 2, ... through all epochs. What stands at a position
+depends on (source, seed, number of partitions) alone. Which positions a sequence of the global
+batch takes is its `Assignment`.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -18,9 +17,7 @@ from titan_moe.data.documents import (
     Document,
     OutOfDocumentsError,
     Permutation,
-    Stream,
     count_held_out,
-    is_held_out,
 )
 
 
@@ -32,8 +29,45 @@ class Split(Enum):
     ALL = "all"
 
 
+class Assignment(NamedTuple):
+    """Which documents the sequences of a global batch of G take from P partitions.
+
+    With P up to G, sequence b takes from partition floor(b P / G), and the sequences of a partition
+    take its documents in turn. With P above G, sequence b takes in turn from every partition k with
+    floor(k G / P) = b. With one partition, sequence b takes b, b + G, b + 2G, ....
+    """
+
+    global_batch_size: int
+    num_partitions: int
+
+    def partitions(self, sequence: int) -> range:
+        """The partitions that `sequence` takes from, in turn."""
+        return _share(sequence, self.global_batch_size, self.num_partitions)
+
+    def sequences(self, partition: int) -> range:
+        """The sequences that take from `partition`, in turn."""
+        return _share(partition, self.num_partitions, self.global_batch_size)
+
+    def place(self, sequence: int, number: int) -> tuple[int, int]:
+        """The partition of document `number` of `sequence`, and its offset there from the position
+        at which the sequences began."""
+        partitions = self.partitions(sequence)
+        turn, which = divmod(number, len(partitions))
+        partition = partitions[which]
+        sequences = self.sequences(partition)
+        return partition, sequence - sequences.start + turn * len(sequences)
+
+
+def _share(index: int, count: int, of: int) -> range:
+    """The numbers j below `of` that belong to `index` of `count`: one or more of its own, or one
+    that it has in common with its neighbours."""
+    if count >= of:
+        return range(index * of // count, index * of // count + 1)
+    return range(-(-index * of // count), -(-(index + 1) * of // count))
+
+
 class DocumentOrder(Protocol):
-    """Documents by position."""
+    """Documents by partition and position."""
 
     name: str
     """The source as its key and value in the configuration."""
@@ -43,19 +77,26 @@ class DocumentOrder(Protocol):
     def size(self) -> int | None:
         """Documents of one epoch; None when that is not known beforehand."""
 
-    def document(self, position: int) -> Document:
+    @property
+    def num_partitions(self) -> int:
+        """1, but for streams of several files."""
+
+    def document(self, position: int, partition: int = 0) -> Document:
         """The document at `position` (for each sequence, rising); OutOfDocumentsError beyond."""
 
-    def mark(self, oldest: int) -> Any:
-        """JSON-able place to read on from, at or before position `oldest`; None: not needed."""
+    def mark(self, oldest: Mapping[int, int]) -> Any:
+        """JSON-able places to read on from, by partition at or before position `oldest`; None: not
+        needed."""
 
-    def seek(self, mark: Any, first: int) -> None:
-        """Go to a place that `mark` named, of this rank or of another; the sequences begin at
-        position `first`, at or after it."""
+    def seek(self, mark: Any, first: Sequence[int]) -> None:
+        """Go to places that `mark` named, of this rank or of others; in each of the len(first)
+        partitions the sequences begin at position `first`, at or after its place."""
 
 
 class CorpusOrder:
     """A corpus, each epoch in a seeded order of its own (`seed` None: as it lies)."""
+
+    num_partitions = 1
 
     def __init__(
         self, name: str, corpus: Corpus, *, split: Split, seed: int | None, repeat: bool
@@ -78,7 +119,7 @@ class CorpusOrder:
     def size(self) -> int:
         return self._size
 
-    def document(self, position: int) -> Document:
+    def document(self, position: int, partition: int = 0) -> Document:
         epoch, index = divmod(position, self._size)
         if epoch > 0 and not self._repeat:
             raise OutOfDocumentsError
@@ -87,10 +128,10 @@ class CorpusOrder:
         index += self._first
         return self._corpus[index if self._split is None else self._split[index]]
 
-    def mark(self, oldest: int) -> None:
+    def mark(self, oldest: Mapping[int, int]) -> None:
         return None
 
-    def seek(self, mark: Any, first: int) -> None:
+    def seek(self, mark: Any, first: Sequence[int]) -> None:
         pass
 
     def _epoch_order(self, epoch: int) -> Permutation:
@@ -98,89 +139,3 @@ class CorpusOrder:
             assert self._seed is not None
             self._epoch, self._order = epoch, Permutation(self._size, self._seed, epoch)
         return self._order
-
-
-class Cursor(NamedTuple):
-    """A place in a stream: before the document at `position`, number `number` of its epoch."""
-
-    position: int
-    epoch: int
-    number: int
-    stream: Any
-
-
-class StreamOrder:
-    """A stream in its own order; a data rank reads all of it and keeps its sequences' documents.
-
-    The price: N data ranks read the stream N times. Where that is too much, tokenize it once
-    (titan-moe tokenize) and train on the copy.
-    """
-
-    size: int | None = None
-    _CURSOR_EVERY = 512  # Positions; a resume reads at most these, and a mark costs about 20 us.
-
-    def __init__(
-        self,
-        name: str,
-        stream: Stream,
-        *,
-        split: Split,
-        sequences: Sequence[int],
-        global_batch_size: int,
-        repeat: bool,
-    ) -> None:
-        self.name = name
-        self.fingerprint = stream.fingerprint
-        self._stream = stream
-        self._split = split
-        self._global_batch_size = global_batch_size
-        self._repeat = repeat
-        self._sequences = sequences
-        self.seek(None, 0)
-
-    def document(self, position: int) -> Document:
-        waiting = self._waiting[(position - self._first) % self._global_batch_size]
-        while True:
-            while waiting:
-                found, document = waiting.popleft()
-                if found == position:
-                    return document
-            assert position >= self._position, "read past already"
-            self._read_one()
-
-    def mark(self, oldest: int) -> Any:
-        while len(self._marks) > 1 and self._marks[1].position <= oldest:
-            self._marks.popleft()
-        return list(self._marks[0])
-
-    def seek(self, mark: Any, first: int) -> None:
-        self._first = first
-        start = Cursor(*mark) if mark else Cursor(0, 0, 0, None)
-        self._position, self._epoch, self._number = start.position, start.epoch, start.number
-        self._documents: Iterator[Document] = self._stream.read(start.stream)
-        self._marks = deque([start])
-        self._waiting: dict[int, deque[tuple[int, Document]]] = {
-            sequence: deque() for sequence in self._sequences
-        }
-
-    def _read_one(self) -> None:
-        document = next(self._documents, None)
-        if document is None:
-            if not self._repeat or self._position == 0:
-                raise OutOfDocumentsError
-            self._epoch, self._number = self._epoch + 1, 0
-            self._documents = self._stream.read()
-            return
-        number = self._number
-        self._number += 1
-        if self._split is not Split.ALL and is_held_out(number) != (self._split is Split.HELD_OUT):
-            return
-        sequence = (self._position - self._first) % self._global_batch_size
-        if sequence in self._waiting:
-            named = Document(f"{document.name}/{number}", document.content)
-            self._waiting[sequence].append((self._position, named))
-        self._position += 1
-        if self._position % self._CURSOR_EVERY == 0:
-            self._marks.append(
-                Cursor(self._position, self._epoch, self._number, self._stream.mark())
-            )

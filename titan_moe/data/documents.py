@@ -36,9 +36,13 @@ class Corpus(Protocol):
 
 
 class Stream(Protocol):
-    """Documents that can only be read one after the other."""
+    """Files of documents, each of which can only be read from its beginning on."""
 
     fingerprint: str
+    num_files: int
+
+    def file(self, index: int) -> Stream:
+        """The stream of file `index` alone, with a place of its own."""
 
     def read(self, mark: Any = None) -> Iterator[Document]:
         """Start at the beginning, or where a `mark` was taken."""
@@ -98,6 +102,6 @@ def count_held_out(num_documents: int) -> int:
     return max(1, num_documents // HELD_OUT_EVERY)
 
 
-def is_held_out(index: int) -> bool:
-    """Whether a stream's document number `index` is held out (a stream's length is not known)."""
-    return mix(index) % HELD_OUT_EVERY == 0
+def is_held_out(index: int, file: int = 0) -> bool:
+    """Whether document number `index` of a stream's file is held out (lengths are not known)."""
+    return mix(index + (file << 40)) % HELD_OUT_EVERY == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import glob
 import hashlib
 import json
@@ -149,7 +150,7 @@ def _small_json_lines(files: list[Path], column: str) -> list[str] | None:
 
 
 class HubStream:
-    """A hub dataset, or a local copy of one, read from beginning to end without keeping it."""
+    """A hub dataset, or a local copy of one, read file by file without keeping it."""
 
     def __init__(
         self, dataset: str, dataset_path: str | None, *, text_column: str = "text", key: str
@@ -182,7 +183,18 @@ class HubStream:
                     "synthetic, json, parquet, text or tokens"
                 ]
             ) from None
+        self.num_files: int = self._stream.num_shards
         self._beginning = self._stream.state_dict()
+
+    def file(self, index: int) -> HubStream:
+        from datasets.distributed import split_dataset_by_node
+
+        one = copy.copy(self)
+        # As many nodes as files: each has one. IterableDataset.shard is younger.
+        one._stream = split_dataset_by_node(self._stream, index, self.num_files)
+        one.num_files = 1
+        one._beginning = one._stream.state_dict()
+        return one
 
     def read(self, mark: Any = None) -> Iterator[Document]:
         # The beginning is loaded too: a state, once loaded, is where every later iteration starts.

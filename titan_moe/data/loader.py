@@ -1,27 +1,30 @@
-"""The loader of one data rank: its sequences of each global batch, read ahead in the background."""
+"""The loader of one data rank: its part of each global batch, read ahead in the background."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
-from titan_moe.data.batch import Batch, stack_sequences
-from titan_moe.data.sequences import BlendSource, SequenceStream
-from titan_moe.runtime.errors import RunError
+from titan_moe.data.batch import Batch, PackedBatch, to_tensors
+from titan_moe.data.step_reader import Identity
+
+if TYPE_CHECKING:
+    import torch
 
 
-@dataclass(frozen=True)
-class Identity:
-    """All that the token stream follows from: a data position means nothing under another one."""
+class Reader(Protocol):
+    """A `StepReader`, in this process or in another."""
 
-    fingerprint: str
-    """Tokenizer, sources and weights."""
-    seed: int
-    global_batch_size: int
-    seq_len: int
+    identity: Identity
+
+    def read_step(self) -> tuple[list[PackedBatch], dict[str, Any]]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Loader:
@@ -32,25 +35,18 @@ class Loader:
     """
 
     def __init__(
-        self,
-        streams: Sequence[SequenceStream],
-        parts: Sequence[BlendSource],
-        *,
-        identity: Identity,
-        local_batch_size: int,
-        prefetch_factor: int,
+        self, reader: Reader, *, prefetch_factor: int, pin_for: torch.device | None = None
     ) -> None:
-        assert len(streams) % local_batch_size == 0
-        self.identity = identity
-        self._streams = streams
-        self._parts = parts
-        self._local_batch_size = local_batch_size
+        """`pin_for`: the CUDA device that page-locked memory is copied to; None: plain memory."""
+        self.identity = reader.identity
+        self._reader = reader
         self._prefetch_factor = prefetch_factor
-        self._first = [0] * len(parts)  # Positions at which the sequences begin, by part.
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
+        self._pin_for = pin_for
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="data", initializer=self._begin_thread
+        )
         self._ahead: deque[Future[tuple[list[Batch], dict[str, Any]]]] = deque()
-        self._step = 0  # Of the reader, not of the caller.
-        self._state = self._read_state()
+        self._state = reader.state_dict()
 
     def next_step(self) -> list[Batch]:
         """All microbatches of the next step, in order.
@@ -73,148 +69,35 @@ class Loader:
 
         The number of data ranks may differ from then. RunError if the state is another stream's.
         """
-        _check_identity(state, self.identity)
-        _check_rows(state, [stream.index for stream in self._streams])
         self._forget_ahead()
-        self._first = _first_positions(state)
-        for part, mark, first in zip(self._parts, state["marks"], self._first, strict=True):
-            part.order.seek(mark, first)
-        for stream in self._streams:
-            stream.load_state(state["rows"][str(stream.index)], self._first)
-        self._step = state["step"]
-        self._state = self._read_state()
+        self._reader.load_state_dict(state)
+        self._state = self._reader.state_dict()
 
     def close(self) -> None:
-        """End the background thread, after the step it is reading."""
+        """End the background thread, after the step it is reading, and the reader's process."""
+        self._reader.close()
         self._forget_ahead()
-        self._reader.shutdown()
+        self._thread.shutdown()
 
     def _read_ahead(self) -> None:
         while len(self._ahead) < self._prefetch_factor:
-            self._ahead.append(self._reader.submit(self._read_step))
+            self._ahead.append(self._thread.submit(self._read_step))
 
     def _forget_ahead(self) -> None:
         for future in reversed(self._ahead):
             future.cancel()
         for future in self._ahead:
             if not future.cancelled():
-                future.exception()  # Waits: the thread must leave the streams alone.
+                future.exception()  # Waits: the thread must leave the reader alone.
         self._ahead.clear()
 
+    def _begin_thread(self) -> None:
+        if self._pin_for is not None:
+            import torch
+
+            # A thread's own device is the first: page-locked memory would make a context there.
+            torch.cuda.set_device(self._pin_for)
+
     def _read_step(self) -> tuple[list[Batch], dict[str, Any]]:
-        try:
-            packed = [stream.next_sequence() for stream in self._streams]
-        except RunError as error:
-            raise RunError(f"step {self._step + 1}: {error}") from None
-        except Exception as error:  # A disk, a network, a damaged file: each raises its own.
-            reason = (str(error).splitlines() or [""])[0]
-            raise RunError(
-                f"step {self._step + 1}: reading the dataset {self.identity.fingerprint} failed: "
-                f"{type(error).__name__}: {reason}"
-            ) from error
-        self._step += 1
-        size = self._local_batch_size
-        batches = [
-            stack_sequences(packed[first : first + size]) for first in range(0, len(packed), size)
-        ]
-        return batches, self._read_state()
-
-    def _read_state(self) -> dict[str, Any]:
-        oldest = [
-            min(stream.oldest(part) for stream in self._streams) for part in range(len(self._parts))
-        ]
-        return {
-            "identity": asdict(self.identity),
-            "step": self._step,
-            "first": self._first,
-            "rows": {str(stream.index): stream.state() for stream in self._streams},
-            "marks": [
-                part.order.mark(position)
-                for part, position in zip(self._parts, oldest, strict=True)
-            ],
-        }
-
-
-def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One state of all sequences from the states of all data ranks, taken at the same step."""
-    assert len({state["step"] for state in states}) == 1
-    sequences: dict[str, Any] = {}
-    for state in states:
-        sequences |= state["rows"]
-    # Of the places to read a stream on from, the earliest serves every sequence.
-    marks = [
-        min(places, key=lambda mark: mark[0]) if places[0] is not None else None
-        for places in zip(*(state["marks"] for state in states), strict=True)
-    ]
-    ordered = dict(sorted(sequences.items(), key=lambda item: int(item[0])))
-    return states[0] | {"rows": ordered, "marks": marks}
-
-
-class Unread(NamedTuple):
-    """What the sequences of a smaller or larger global batch leave behind."""
-
-    tokens: int
-    """Of documents that were begun."""
-    documents: int
-    """That were not begun, and lie before one that was."""
-
-
-def continue_state(
-    state: dict[str, Any], saved: Identity, identity: Identity
-) -> tuple[dict[str, Any], Unread]:
-    """`state`, merged over all ranks and taken under `saved`, as the loader of a training stage of
-    another global_batch_size or seq_len goes on with it.
-
-    With another seq_len each sequence goes on at its cursor. With another global_batch_size new
-    sequences begin, in each part after the last document that any sequence has begun. RunError if
-    the state was taken under neither of the two.
-    """
-    if state["identity"] == asdict(identity):
-        return state, Unread(0, 0)
-    _check_identity(state, saved)
-    moved = state | {"identity": asdict(identity)}
-    size = saved.global_batch_size
-    if identity.global_batch_size == size:
-        return moved, Unread(0, 0)
-    _check_rows(state, range(size))
-    rows, first = state["rows"], _first_positions(state)
-    numbers = range(len(first))
-    ends = [
-        [at + b + (rows[str(b)]["read"][part] - 1) * size + 1 for b in range(size)]
-        for part, at in enumerate(first)
-    ]
-    begins = [max(first[part], *ends[part]) for part in numbers]
-    begun = sum(sum(row["read"]) for row in rows.values())
-    fresh = {"read": [0] * len(first), "tokens": [0] * len(first), "part": -1, "offset": 0}
-    sequences = {str(b): fresh | {"unread": 0} for b in range(identity.global_batch_size)}
-    unread = Unread(
-        # Checkpoints of earlier versions do not say it.
-        tokens=sum(row.get("unread", 0) for row in rows.values()),
-        documents=sum(begins) - sum(first) - begun,
-    )
-    return moved | {"first": begins, "rows": sequences}, unread
-
-
-def _first_positions(state: dict[str, Any]) -> list[int]:
-    """0 in checkpoints of earlier versions, which had no training stages."""
-    return list(state.get("first", [0] * len(state["marks"])))
-
-
-def _check_rows(state: dict[str, Any], wanted: Iterable[int]) -> None:
-    rows, size = state["rows"], state["identity"]["global_batch_size"]
-    if missing := [index for index in wanted if str(index) not in rows]:
-        raise RunError(
-            f"the checkpoint's data position holds {len(rows)} sequences, but not sequence "
-            f"{missing[0]} of global_batch_size={size}: it lacks a data rank's part"
-        )
-
-
-def _check_identity(state: dict[str, Any], identity: Identity) -> None:
-    for key, ours in asdict(identity).items():
-        theirs = state["identity"][key]
-        if theirs != ours:
-            raise RunError(
-                f"the checkpoint's data position was taken with {key}={theirs!r}, this run has "
-                f"{key}={ours!r}: set it as it was, begin in another job.dump_folder, or leave the "
-                'position out with checkpoint.exclude_from_loading=["dataloader"]'
-            )
+        packed, state = self._reader.read_step()
+        return [to_tensors(each, pin=self._pin_for is not None) for each in packed], state

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_moe.data.document_order import DocumentOrder
+from titan_moe.data.document_order import Assignment, DocumentOrder
 from titan_moe.data.documents import Document, OutOfDocumentsError, mix
 from titan_moe.data.packing import Encoded, PackedSequence, Packer
 from titan_moe.data.tokenizer import Tokenizer
@@ -52,8 +52,7 @@ class Blend:
 
 
 class SequenceStream:
-    """Sequence b of the global batch: packs the documents at positions f + b, f + b + G, ... of
-    each part (f: where the part's sequences begin)."""
+    """A sequence of the global batch: packs the documents of each part that are assigned to it."""
 
     def __init__(
         self,
@@ -71,7 +70,8 @@ class SequenceStream:
         self._tokenizer = tokenizer
         self._global_batch_size = global_batch_size
         self._blend = Blend([part.weight for part in parts], key=(seed, index))
-        self._first: Sequence[int] = [0] * len(parts)  # Where the sequences begin, by part.
+        # Where the sequences begin, by part and partition.
+        self._first: Sequence[Sequence[int]] = [[0] * part.order.num_partitions for part in parts]
         self._read = [0] * len(parts)  # Documents opened, by part.
         self._part = -1  # Where the open document comes from; -1: none is open yet.
         self._packer = Packer(
@@ -87,9 +87,11 @@ class SequenceStream:
         assert packed is not None
         return packed
 
-    def oldest(self, part: int) -> int:
-        """First position of `part` that a resume from `state()` asks for."""
-        return self._position(part, self._read[part] - (part == self._part))
+    def oldest(self, part: int) -> dict[int, int]:
+        """First position, by partition of `part`, that a resume from `state()` asks for."""
+        turns = len(self._assignment(part).partitions(self.index))
+        next_number = self._read[part] - (part == self._part)
+        return dict(self._place(part, next_number + turn) for turn in range(turns))
 
     def state(self) -> dict[str, Any]:
         """JSON-able place in the stream: documents and tokens opened by part; the open document,
@@ -102,7 +104,7 @@ class SequenceStream:
             "unread": self._packer.unread,
         }
 
-    def load_state(self, state: dict[str, Any], first: Sequence[int]) -> None:
+    def load_state(self, state: dict[str, Any], first: Sequence[Sequence[int]]) -> None:
         """Go on where `state` was taken, of sequences that begin at the positions `first`."""
         self._first = first
         self._read = list(state["read"])
@@ -110,20 +112,27 @@ class SequenceStream:
         self._part = state["part"]
         document = None
         if self._part >= 0:
-            position = self.oldest(self._part)
-            document = encode_document(
-                self._parts[self._part].order.document(position), self._tokenizer
-            )
+            document = self._open(self._part, self._read[self._part] - 1)
         self._packer.resume(document, state["offset"])
 
-    def _position(self, part: int, number: int) -> int:
-        return self._first[part] + self.index + number * self._global_batch_size
+    def _assignment(self, part: int) -> Assignment:
+        return Assignment(self._global_batch_size, self._parts[part].order.num_partitions)
+
+    def _place(self, part: int, number: int) -> tuple[int, int]:
+        """Partition and position of this sequence's document `number` of `part`."""
+        partition, offset = self._assignment(part).place(self.index, number)
+        return partition, self._first[part][partition] + offset
+
+    def _open(self, part: int, number: int) -> Encoded:
+        partition, position = self._place(part, number)
+        document = self._parts[part].order.document(position, partition)
+        return encode_document(document, self._tokenizer)
 
     def _next_document(self) -> Encoded:
         part = self._blend.next_part()
         order = self._parts[part].order
         try:
-            document = order.document(self._position(part, self._read[part]))
+            encoded = self._open(part, self._read[part])
         except OutOfDocumentsError:
             of = "" if order.size is None else f" of the {order.size:,} documents of an epoch"
             raise RunError(
@@ -132,7 +141,6 @@ class SequenceStream:
                 f"{self._blend.tokens[part]:,} tokens; set training.repeat_dataset=true to start "
                 "it again, or train fewer steps"
             ) from None
-        encoded = encode_document(document, self._tokenizer)
         self._part = part
         self._read[part] += 1
         self._blend.tokens[part] += len(encoded.ids)

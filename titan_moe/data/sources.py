@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import DATASETS_WITHOUT_PATH
 from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
 from titan_moe.data.documents import Corpus, Stream
 from titan_moe.data.hub import SUFFIXES, FileCorpus, HubStream, find_files
 from titan_moe.data.tokens import TokenCorpus
 
-_WITHOUT_PATH = ("stdlib", "synthetic")
 # 2,000 documents of C4 that lie, as JSON lines, in torchtitan's repository and not in this one.
 _C4_TEST, _C4_TEST_FOLDER = "c4_test", "tests/assets/c4_test"
 
 
 def is_stream(dataset: str) -> bool:
     """Whether `dataset` is read from beginning to end (a hub dataset) and its length not known."""
-    return dataset not in (*_WITHOUT_PATH, "tokens", _C4_TEST, *SUFFIXES)
+    return dataset not in (*DATASETS_WITHOUT_PATH, "tokens", _C4_TEST, *SUFFIXES)
 
 
 def open_source(
@@ -65,7 +65,7 @@ def check_source(
             ]
         )
     dataset, dataset_path = _as_files(dataset, dataset_path)
-    if dataset in _WITHOUT_PATH:
+    if dataset in DATASETS_WITHOUT_PATH:
         if dataset_path is not None:
             raise ConfigError(
                 [

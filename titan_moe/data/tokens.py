@@ -67,7 +67,10 @@ def shard_paths(folder: Path, number: int) -> tuple[Path, Path]:
 
 def read_manifest(folder: Path, *, key: str) -> Manifest:
     """Read the manifest; ConfigError naming `key` when the folder is not a whole corpus."""
-    problem = "make it with titan-moe tokenize"
+    problem = (
+        f"make it with titan-moe tokenize --out {folder} --model.tokenizer_path TOKENIZER "
+        "--training.dataset DATASET"
+    )
     try:
         table = json.loads((folder / MANIFEST).read_bytes())
         if table.get("format") != FORMAT:

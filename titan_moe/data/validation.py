@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from titan_moe.data.batch import Batch, stack_sequences
+from titan_moe.data.batch import Batch, stack_sequences, to_tensors
 from titan_moe.data.documents import OutOfDocumentsError
 from titan_moe.data.packing import Encoded, PackedSequence, Packer, ignored_sequence
 from titan_moe.data.sequences import Blend, BlendSource, encode_document
@@ -62,7 +62,7 @@ class ValidationLoader:
             own, found = self._next_sequences()
             if not found:
                 return batches
-            batches.append(stack_sequences(own))
+            batches.append(to_tensors(stack_sequences(own)))
 
     def _next_sequences(self) -> tuple[list[PackedSequence], bool]:
         """This rank's sequences of the next batch, and whether any rank's hold a document."""

@@ -45,6 +45,13 @@ def recomputes_by_operation(section: ActivationCheckpoint) -> bool:
     return section.mode == "selective" and section.selective_ac_option == "op"
 
 
+def is_recomputed_whole(number: str, section: ActivationCheckpoint) -> bool:
+    """Of the layer of this number in the whole model."""
+    if section.mode == "none" or recomputes_by_operation(section):
+        return False
+    return section.mode == "full" or int(number) % int(section.selective_ac_option) == 0
+
+
 def apply_activation_checkpoint(blocks: Mapping[str, Any], section: ActivationCheckpoint) -> None:
     """Let the decoder's blocks execute as the section says; compiled blocks recompute by operation
     within their graphs.
@@ -54,12 +61,9 @@ def apply_activation_checkpoint(blocks: Mapping[str, Any], section: ActivationCh
             is the same one however a pipeline cuts the model.
         section: which layers, and whether whole or by operation.
     """
-    if section.mode == "none":
-        return
     by_operation = recomputes_by_operation(section)
-    every = 1 if by_operation or section.mode == "full" else int(section.selective_ac_option)
     for number, block in blocks.items():
-        if int(number) % every == 0:
+        if by_operation or is_recomputed_whole(number, section):
             block.execute = _recomputed(block, _kept(section))
             if by_operation:
                 block.attention.core = KeptAttention(block.attention.core)

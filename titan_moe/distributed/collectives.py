@@ -2,9 +2,9 @@
 ranks exchange before rows; and of a step's sums."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,10 +45,10 @@ class RowExchange(Protocol):
     def reverse(self) -> "RowExchange":
         """The way back, and that of the gradients."""
 
-    def start(self, x_RD: Tensor) -> Any:
-        """What `wait` takes."""
+    def start(self, x_RD: Tensor) -> Tensor:
+        """The rows that are being received; `wait` makes them readable."""
 
-    def wait(self, started: Any) -> Tensor:
+    def wait(self, in_flight: Tensor) -> Tensor:
         """The received rows, in the order of their source ranks."""
 
 
@@ -73,8 +73,8 @@ class AllToAll(NamedTuple):
         name = self.group.group_name
         return _functional.all_to_all_single(x_RD.contiguous(), self.received, self.sent, name)
 
-    def wait(self, started: Tensor) -> Tensor:
-        return started if len(self.sent) == 1 else _functional.wait_tensor(started)
+    def wait(self, in_flight: Tensor) -> Tensor:
+        return in_flight if len(self.sent) == 1 else _functional.wait_tensor(in_flight)
 
 
 def all_to_all_rows(
@@ -91,24 +91,14 @@ def all_to_all_rows(
     return all_to_all_wait(all_to_all_start(x_RD, exchange), exchange)
 
 
-class _InFlight:
-    """Rows, or later their gradients, between the start and the wait of an exchange."""
-
-    rows: Any = None
-
-    def take(self) -> Any:
-        assert self.rows is not None, "nothing is in flight"
-        rows, self.rows = self.rows, None
-        return rows
-
-
 class AsyncRows(NamedTuple):
     """The rows of an exchange that `all_to_all_start` started, for `all_to_all_wait`."""
 
     carrier: Tensor
-    """Empty: it links the two in autograd, which would refuse gradients of another number of
-    rows."""
-    in_flight: _InFlight
+    """One element, expanded to the shape of the rows that were sent: it links the two in autograd,
+    where its gradient is the reverse exchange, under way."""
+    in_flight: Tensor
+    """What `all_to_all_wait` makes readable; without a gradient."""
 
 
 def all_to_all_start(x_RD: Tensor, exchange: RowExchange) -> AsyncRows:
@@ -120,19 +110,23 @@ def all_to_all_start(x_RD: Tensor, exchange: RowExchange) -> AsyncRows:
     `all_to_all_wait` starts the exchange of the gradients, and that of `all_to_all_start` waits for
     it.
     """
-    in_flight = _InFlight()
-    return AsyncRows(_StartRows.apply(x_RD, exchange, in_flight), in_flight)
+    return AsyncRows(*_StartRows.apply(x_RD, exchange))
 
 
 def all_to_all_wait(rows: AsyncRows, exchange: RowExchange) -> Tensor:
     """The received rows of `all_to_all_start`, in the order of their source ranks; once."""
-    return _WaitRows.apply(rows.carrier, exchange, rows.in_flight)
+    return _WaitRows.apply(*rows, exchange)
+
+
+def last_of_a_layer() -> AbstractContextManager:
+    """Around exchanges that no backward needs the results of, as those after a layer's experts: a
+    recomputation ends before them, and does not keep what they return."""
+    # Of a layer that is one graph, the partitioner finds that out.
+    return nullcontext() if torch.compiler.is_compiling() else _ending_a_layer()
 
 
 @contextmanager
-def last_of_a_layer() -> Iterator[None]:
-    """Around exchanges that no backward needs the results of, as those after a layer's experts: a
-    recomputation ends before them, and does not keep what they return."""
+def _ending_a_layer() -> Iterator[None]:
     before = _ends_a_layer.set(True)
     try:
         yield
@@ -205,35 +199,32 @@ def _reduce_scatter(x_RD: Tensor, sizes: list[int], group: ProcessGroup) -> Tens
 
 class _StartRows(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, x_RD: Tensor, exchange: RowExchange, in_flight: _InFlight
-    ) -> Tensor:
-        ctx.exchange, ctx.in_flight = exchange, in_flight  # type: ignore[attr-defined]
-        in_flight.rows = exchange.start(x_RD)
-        return x_RD.new_empty(0)
+    def forward(ctx: FunctionCtx, x_RD: Tensor, exchange: RowExchange) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange  # type: ignore[attr-defined]
+        in_flight = exchange.start(x_RD).detach()  # In a group of one that is x itself.
+        ctx.mark_non_differentiable(in_flight)
+        return x_RD.new_empty(1).expand(x_RD.shape), in_flight
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):  # type: ignore[override, no-untyped-def]
+    def backward(ctx, grad_in_flight: Tensor, _):  # type: ignore[override, no-untyped-def]
         ctx.exchange.overlap.in_backward()
-        return ctx.exchange.wait(ctx.in_flight.take()), None, None
+        return ctx.exchange.wait(grad_in_flight), None
 
 
 class _WaitRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, carrier: Tensor, exchange: RowExchange, in_flight: _InFlight
+        ctx: FunctionCtx, carrier: Tensor, in_flight: Tensor, exchange: RowExchange
     ) -> Tensor:
-        ctx.exchange, ctx.in_flight = exchange, in_flight  # type: ignore[attr-defined]
+        ctx.exchange = exchange  # type: ignore[attr-defined]
         exchange.overlap.in_forward()
-        rows_RD = exchange.wait(in_flight.take())
-        return rows_RD.detach()  # In a group of one it is the input, with a history.
+        return exchange.wait(in_flight).detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
-        ctx.in_flight.rows = ctx.exchange.reverse().start(grad_RD)
-        return grad_RD.new_empty(0), None, None
+        return ctx.exchange.reverse().start(grad_RD), None, None
 
 
 class _AllGatherRows(torch.autograd.Function):
@@ -330,6 +321,12 @@ def exchange_counts(
     if group.size() == 1:
         return Pending(lambda: counts)
     rows = len(counts) if received is None else sum(received)
+    if torch.compiler.is_compiling():
+        sizes = [len(counts) // group.size()] * group.size()
+        in_flight = _functional.all_to_all_single(
+            counts.contiguous(), received or sizes, sent or sizes, group.group_name
+        )
+        return Pending(lambda: _functional.wait_tensor(in_flight))
     result = counts.new_empty(rows, *counts.shape[1:])
     work = dist.all_to_all_single(result, counts, received, sent, group=group, async_op=True)
 

@@ -1,26 +1,33 @@
 """torch.compile, block by block.
 
-A block is traced on its own, so that a model of many equal layers is compiled once. Of a mixture of
-experts the pieces that compute are compiled each by itself: router, weights, experts, shared
-experts. What lies between them stays eager: the choice of experts and the dispatch wait for the
-device, own collectives of uneven sizes, and are replayed by recomputation; FSDP gathers the experts
-in hooks of their own. Only the experts' rows change in number from step to step: their piece alone
-is compiled for any number of rows, so that nothing is compiled again.
+A block is traced on its own, so that a model of many equal layers is compiled once. Where the
+dispatcher's sizes are fixed, a layer with a mixture of experts is one graph like any other: its
+exchanges are functional collectives, and moves of rows are operations that no graph looks into.
 
-Recompute by operation is then the graphs' affair (`graph_recompute.py`): no checkpoint is around
-the block, and what lies between the pieces is not made again.
+Where the host waits for split sizes, or where the layer is recomputed whole and its choice of
+experts replayed, the pieces that compute are compiled each by itself: router, weights, experts,
+shared experts. What lies between them stays eager. Only the experts' rows change in number from
+step to step: their piece alone is compiled for any number of rows, so that nothing is compiled
+again. FSDP gathers the experts in hooks, which end a graph too.
+
+Recompute by operation is the graphs' affair (`graph_recompute.py`): no checkpoint is around the
+block, and what lies between two graphs is not made again.
 
 Attention under context parallelism stays eager, for its collectives; so does compiled flex
 attention, which is compiled already.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from titan_moe.config.job_config import Compile
+from titan_moe.config.job_config import ActivationCheckpoint, Compile
+from titan_moe.distributed.activation_checkpoint import (
+    is_recomputed_whole,
+    recomputes_by_operation,
+)
 from titan_moe.moe.layer import MoE
 
 # Entries of one function's cache: blocks of all kinds, in training and in validation, share it.
@@ -28,21 +35,29 @@ _RECOMPILE_LIMIT = 64
 
 
 def apply_compile(
-    blocks: Iterable[Any], section: Compile, *, by_operation: bool, eager_attention: bool
+    blocks: Mapping[str, Any],
+    section: Compile,
+    recompute: ActivationCheckpoint,
+    *,
+    eager_attention: bool,
+    eager_routing: bool = False,
 ) -> None:
     """Compile the decoder's blocks, whose parameters are cut over tp, ep and etp already, and which
     are not yet recomputed: a recomputation runs the compiled block again.
 
     Args:
-        by_operation: whether graphs keep what recompute by operation keeps, and no more.
+        blocks: as `apply_activation_checkpoint` takes them.
+        recompute: how they will be recomputed.
         eager_attention: whether attention cores must not be traced.
+        eager_routing: whether the choice of experts must not be, as where it is recorded.
     """
     if not section.compiles_layers:
         return
     import torch._dynamo
 
-    # Registers what grouped_mm is in a graph.
-    import titan_moe.ops.grouped_mm_opaque  # noqa: F401
+    # Register what grouped products and moves of rows are in a graph.
+    import titan_moe.ops.grouped_mm_opaque
+    import titan_moe.ops.rows_opaque  # noqa: F401
 
     torch._dynamo.config.recompile_limit = max(
         torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT
@@ -52,11 +67,12 @@ def apply_compile(
     def call_untraced(moe: MoE, x_BSD: Tensor) -> Tensor:
         return moe(x_BSD)
 
-    options = _options(section.backend, by_operation)
-    for block in blocks:
+    options = _options(section.backend, recomputes_by_operation(recompute))
+    for number, block in blocks.items():
         if eager_attention:
             block.attention.core = torch.compiler.disable(block.attention.core.__call__)
-        if block.moe is not None:
+        in_pieces = eager_routing or is_recomputed_whole(number, recompute)
+        if block.moe is not None and (in_pieces or block.moe.dispatcher.waits_for_host):
             _compile_pieces(block.moe, options)
             block.call_moe = call_untraced
         block.execute = torch.compile(block.execute, **options)

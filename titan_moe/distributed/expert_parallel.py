@@ -20,7 +20,7 @@ from titan_moe.distributed.dtensor import cut_parameter, local_part
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.distributed.process_groups import GroupOptions, Traffic
-from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.config import MoEConfig, deduplication_pays, places_reached
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.moe.dispatch.capacity import CapacityDispatcher
@@ -29,7 +29,6 @@ from titan_moe.moe.dispatch.symmetric import SymmetricDispatcher, rows_of_buffer
 from titan_moe.moe.experts import Compute, Experts, ExpertWeights
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.grouped_mm import GroupedMM
-from titan_moe.runtime.log import logger
 
 # The dim that etp cuts of each stack: the hidden dim F. Of b2 [E, D], which is added to a sum over
 # F that the ranks share, it is D: each rank adds it to a slice.
@@ -61,45 +60,19 @@ class DispatchOptions(NamedTuple):
     """Of "deduplicated"; None: all ranks are on one node."""
 
 
-def dispatch_options(
-    parallelism: Parallelism, config: MoEConfig | None, dims: ParallelDims, ranks_per_node: int
-) -> DispatchOptions:
-    """What the keys ask for, and "auto" comes to; says so if that is a choice."""
-    backend = parallelism.expert_parallel_comm_backend
-    factor = parallelism.expert_parallel_capacity_factor
-    if backend == "symmetric":
-        return DispatchOptions(backend, capacity_factor=factor)
-    if factor is not None:
-        return DispatchOptions("capacity", capacity_factor=factor)
-    on_node = parallelism.expert_parallel_ranks_per_node or ranks_per_node
-    if backend != "auto":
-        return DispatchOptions(backend, ranks_per_node=on_node)
-    if config is None or dims.ep == 1:
-        return DispatchOptions("standard")
-    options, reason = choose_dispatcher(config, dims, on_node)
-    logger.info("expert_parallel_comm_backend=auto is %s: %s", options.name, reason)
-    return options
-
-
-_FEWEST_RANKS, _LEAST_SAVING = 8, 1.2
-
-
 def choose_dispatcher(
     config: MoEConfig, dims: ParallelDims, ranks_per_node: int
 ) -> tuple[DispatchOptions, str]:
     """The deduplicating dispatcher where it sends clearly fewer rows, from a node's 8 ranks on; and
     the reason.
 
-    Of a token's K experts, drawn at random, P ranks hold some on P (1 - (1 - 1/P)^K) on average:
-    so many rows are sent, against K. Where ep spans nodes, P counts nodes, between which rows are
-    dearest.
+    Where ep spans nodes, nodes are counted, between which rows are dearest.
     """
     ep, top_k = dims.ep, config.top_k
     on_node = _ranks_on_node(dims, ranks_per_node)
     places, word = (ep, "ranks") if on_node is None else (ep // on_node, "nodes")
-    reached = places * (1 - (1 - 1 / places) ** top_k)
-    pays = ep >= _FEWEST_RANKS and top_k / reached >= _LEAST_SAVING
-    name = "deduplicated" if pays else "standard"
+    reached = places_reached(top_k, places)
+    name = "deduplicated" if deduplication_pays(top_k, places, ep) else "standard"
     return DispatchOptions(name, ranks_per_node=ranks_per_node), (
         f"a token's {top_k} experts are on {reached:.2f} of {places} {word} on average, "
         f"{top_k / reached:.2f} rows for one"

@@ -4,12 +4,14 @@ Every reduction is a plain sum (docs/parallelism.md, "One rule for gradients"). 
 alone is HSDP whose shard axis has one rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -56,24 +58,27 @@ def apply_fsdp(
 ) -> None:
     """Shard routed experts over (dp_replicate, edp), the rest over (dp_replicate, fsdp).
 
-    On one rank, with nothing to cast or to offload, the model stays as it is: FSDP would copy all
-    parameters and gradients twice.
+    Experts are units of their own where that is another mesh; elsewhere they would only double the
+    collectives. On one rank, with nothing to cast or to offload, the model stays as it is: FSDP
+    would copy all parameters and gradients twice.
 
     Args:
         model: the root; takes what no unit holds.
-        chains: units in forward order, each gathered as one, its routed experts apart. Within a
+        chains: units in forward order, each gathered as one, perhaps its experts apart. Within a
             chain the next unit is gathered ahead; what may be left out is a chain of its own. The
             backward begins with the last unit of the first chain.
     """
     dense_mesh = _data_mesh(meshes, "fsdp", policy)
     expert_mesh = _data_mesh(meshes, "edp", policy)
+    dims = meshes.dims
+    experts_apart = dims.tp * dims.ep * dims.etp > 1
     is_cast = policy.compute_dtype != policy.stored_dtype
-    if meshes.dims.world_size == 1 and not (is_cast or policy.cpu_offload):
+    if dims.world_size == 1 and not (is_cast or policy.cpu_offload):
         return
     for unit in chain.from_iterable(chains):
         last = unit is chains[0][-1]
         reshard = policy.reshard_last if last else policy.reshard_after_forward
-        for moe in _moe_layers(unit):
+        for moe in _moe_layers(unit) if experts_apart else []:
             _shard(moe.experts, expert_mesh, policy, reshard=reshard)
         _shard(unit, dense_mesh, policy, reshard=reshard)
     _shard(model, dense_mesh, policy, reshard=policy.reshard_last)
@@ -142,6 +147,27 @@ def _shard(module: nn.Module, mesh: DeviceMesh, policy: ShardingPolicy, *, resha
         sharded.set_gradient_divide_factor(1.0)
     # gloo has no pre-multiplied sum, which a divide factor would otherwise ask for.
     sharded.set_force_sum_reduction_for_comms(True)
+    if mesh.device_type == "cpu" and dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo":
+        sharded.set_custom_reduce_scatter(ExchangedSum())  # type: ignore[arg-type]
+
+
+class ExchangedSum:
+    """A reduce-scatter for gloo, whose own is an all-reduce that sends twice the bytes: an exchange
+    of parts, and a local sum in the order of ranks. What FSDP2 wants of a `ReduceScatter`."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, **_: object
+    ) -> None:
+        """Writes this rank's part, [n], of the sum over ranks of inputs of [P n]."""
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        first, second, *others = parts.chunk(group.size())
+        torch.add(first, second, out=output_tensor)
+        for part in others:
+            output_tensor.add_(part)
 
 
 def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
@@ -159,4 +185,5 @@ def _prefetch(units: list[nn.Module]) -> None:
 
 
 def _gathered_apart(unit: nn.Module) -> list[FSDPModule]:
-    return [unit, *(moe.experts for moe in _moe_layers(unit))]  # type: ignore[list-item]
+    experts = (moe.experts for moe in _moe_layers(unit))
+    return [unit, *(each for each in experts if isinstance(each, FSDPModule))]  # type: ignore[list-item]

@@ -1,15 +1,15 @@
 """From a resolved config to a sharded model: the only file that knows both models and
 distributed."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.pipeline import model_parts, module_names, schedule_of, stages_of_rank
@@ -18,12 +18,15 @@ from titan_moe.distributed.activation_checkpoint import (
     recomputes_by_operation,
 )
 from titan_moe.distributed.compile import apply_compile, compile_loss
-from titan_moe.distributed.context_parallel.apply import context_parallel_core, local_positions
+from titan_moe.distributed.context_parallel.apply import (
+    Positions,
+    context_parallel_core,
+    local_positions,
+)
 from titan_moe.distributed.execution import Execution, WholeModel
 from titan_moe.distributed.expert_parallel import (
     Microbatch,
     apply_expert_parallel,
-    dispatch_options,
     join_sequences,
     most_tokens,
     open_symmetric_memory,
@@ -35,8 +38,11 @@ from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.distributed.policies import (
     accumulation_of,
     compute_dtype,
+    dispatch_options,
+    resolve_model,
     sharding_policy,
     stored_dtype,
+    warn_of_slow_experts,
 )
 from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
@@ -51,13 +57,11 @@ from titan_moe.models.decoder import (
     stage_units,
 )
 from titan_moe.models.output import Output
-from titan_moe.models.quantize import check_hardware, quantize, row_alignment
+from titan_moe.models.quantize import check_hardware, quantize
 from titan_moe.models.stats import part_weights
 from titan_moe.models.tensor_plans import DECODER
-from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, FlexCore, choose_core
-from titan_moe.ops.grouped_mm import slow_on_gpu
 from titan_moe.runtime.log import logger
 from titan_moe.simulate.memory import Accumulation
 
@@ -71,8 +75,7 @@ class ShardedModel:
     config: ModelConfig
     meshes: Meshes
     execution: Execution
-    positions: Callable[[int], Tensor]
-    """Sequence length -> the positions of each row that this rank reads."""
+    positions: Positions
     shared_by_tp: list[nn.Parameter]
     """Parameters whose gradients are still to be summed over `tp`."""
     tied_weights: TiedWeights
@@ -107,45 +110,6 @@ class ShardedModel:
         return moe_layer_names(self.config)
 
 
-_ROWS_OF_ONEDNN = 64
-
-
-def resolve_model(
-    config: ModelConfig, job: JobConfig, device_type: str | None = None
-) -> ModelConfig:
-    """The dimensions of `model_of_job` with the [moe], [training] and [debug] tables' words, and
-    what the device that the model will run on, if there is one, makes of what they leave open."""
-    if job.training.mtp_loss_weight is not None:
-        config = replace(config, mtp_loss_weight=job.training.mtp_loss_weight)
-    if config.moe is None:
-        return config
-    named = job.moe.model_dump(exclude_none=True)
-    if device_type == "cpu" and compute_dtype(job) == torch.bfloat16:
-        # oneDNN generates code for each new number of rows and keeps it: without padding a run
-        # grew by 1 GB in 20 steps, and a step of 8 experts took a fifth longer.
-        named = {"row_alignment": _ROWS_OF_ONEDNN} | named
-    if (rows := row_alignment(job.model.converters, job.quantize)) > 1:
-        named["row_alignment"] = max(named.get("row_alignment", 1), rows)
-    named["force_load_balance"] = job.debug.moe_force_load_balance
-    if device_type == "cuda" and joint_gate_up_pays(job, config.moe):
-        named["joint_gate_up"] = True
-    return replace(config, moe=replace(config.moe, **named))
-
-
-def joint_gate_up_pays(job: JobConfig, moe: MoEConfig) -> bool:
-    """Whether one product of gate and up saves more memory traffic than its weights cost to lay
-    side by side, in every microbatch: docs/moe.md counts both."""
-    parallelism, training = job.parallelism, job.training
-    ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
-    sequences = training.local_batch_size
-    if parallelism.pipeline_parallel_degree > 1:
-        sequences = parallelism.pipeline_parallel_microbatch_size
-    cut = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-    tokens = sequences * training.seq_len / cut
-    rows_of_an_expert = tokens * moe.top_k * ep * etp / moe.num_experts
-    return rows_of_an_expert > 2 * moe.hidden_dim / etp
-
-
 def build_sharded_model(
     job: JobConfig,
     config: ModelConfig,
@@ -164,7 +128,7 @@ def build_sharded_model(
     """
     check_hardware(job.model.converters, job.quantize, device)
     if config.moe is not None and device.type == "cuda" and dist.get_rank() == 0:
-        _warn_of_slow_experts(compute_dtype(job), device)
+        warn_of_slow_experts(compute_dtype(job), device)
 
     # 1. The two views of the world.
     timeout = timedelta(seconds=job.comm.init_timeout_seconds)
@@ -208,16 +172,6 @@ def build_sharded_model(
         accumulation=accumulation,
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
     )
-
-
-def _warn_of_slow_experts(dtype: torch.dtype, device: torch.device) -> None:
-    if reason := slow_on_gpu(dtype, torch.cuda.get_device_capability(device)):
-        logger.warning(
-            "%s: torch multiplies them one after the other, and the host waits for their sizes "
-            "each time; training.mixed_precision_param=bfloat16 on a GPU of compute capability 9.0 "
-            "takes one kernel for all",
-            reason,
-        )
 
 
 def _counts_targets(meshes: Meshes) -> bool:
@@ -283,8 +237,7 @@ def lay_out(
     accumulation = accumulation_of(job, config, meshes.dims.world_size, device)
     policy = sharding_policy(job, accumulation.word)
     partial_over_tp = set()
-    on_node = ranks_per_node or meshes.dims.world_size
-    dispatch = dispatch_options(job.parallelism, config.moe, meshes.dims, on_node)
+    dispatch = dispatch_options(job.parallelism, config, meshes, ranks_per_node)
     for part in parts:
         # 3. What multiplies in float8, while every weight is whole.
         if in_float8 := quantize(part, job.model.converters, job.quantize):
@@ -301,15 +254,16 @@ def lay_out(
         # 5. Compiled blocks inside recomputation, which runs them twice; both inside FSDP's hooks,
         # so that a recomputed block finds its gathered parameters.
         blocks = _numbered_blocks(part)
-        by_operation = recomputes_by_operation(job.activation_checkpoint)
+        recompute = job.activation_checkpoint
         apply_compile(
-            blocks.values(),
+            blocks,
             job.compile,
-            by_operation=by_operation,
+            recompute,
             eager_attention=_is_eager(part.core, meshes),
+            eager_routing=bool(job.debug.routing_record or job.debug.routing_replay),
         )
-        if not (by_operation and job.compile.compiles_layers):
-            apply_activation_checkpoint(blocks, job.activation_checkpoint)
+        if not (job.compile.compiles_layers and recomputes_by_operation(recompute)):
+            apply_activation_checkpoint(blocks, recompute)
 
         # 6. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, policy)
@@ -357,15 +311,10 @@ def _attention_core(
     )
 
 
-def _positions(parallelism: Parallelism, meshes: Meshes) -> Callable[[int], Tensor]:
-    dims = meshes.dims
-    positions = partial(
-        local_positions,
-        cp_size=dims.cp,
-        cp_rank=dims.coordinate(meshes.rank, "cp"),
-        balanced=dims.cp > 1 and _is_balanced(parallelism),
-    )
-    return cache(positions)  # Training and validation ask for the same one or two at every batch.
+def _positions(parallelism: Parallelism, meshes: Meshes) -> Positions:
+    rank, size = meshes.dims.coordinate(meshes.rank, "cp"), meshes.dims.cp
+    balanced = size > 1 and _is_balanced(parallelism)
+    return cache(partial(local_positions, cp_size=size, cp_rank=rank, balanced=balanced))
 
 
 def _is_balanced(parallelism: Parallelism) -> bool:

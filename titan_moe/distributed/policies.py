@@ -1,13 +1,79 @@
-"""What a job's tables say to FSDP: types, what is gathered and freed, what microbatches share."""
+"""What a job's tables make of a model on a device, and say to FSDP and to the dispatchers."""
+
+from dataclasses import replace
 
 import torch
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import JobConfig
+from titan_moe.config.job_config import JobConfig, Parallelism
+from titan_moe.distributed.expert_parallel import DispatchOptions, choose_dispatcher
 from titan_moe.distributed.fsdp import ShardingPolicy
+from titan_moe.distributed.mesh import Meshes
 from titan_moe.models.config import ModelConfig
+from titan_moe.models.quantize import row_alignment
+from titan_moe.moe.config import MoEConfig
+from titan_moe.ops.grouped_mm import slow_on_gpu
 from titan_moe.runtime.device import memory_of
+from titan_moe.runtime.log import logger
 from titan_moe.simulate.memory import Accumulation, choose_accumulation
+
+_ROWS_OF_ONEDNN = 64
+
+
+def resolve_model(
+    config: ModelConfig, job: JobConfig, device_type: str | None = None
+) -> ModelConfig:
+    """The dimensions of `model_of_job` with the [moe], [training] and [debug] tables' words, and
+    what the device that the model will run on, if there is one, makes of what they leave open."""
+    if job.training.mtp_loss_weight is not None:
+        config = replace(config, mtp_loss_weight=job.training.mtp_loss_weight)
+    if config.moe is None:
+        return config
+    named = job.moe.model_dump(exclude_none=True)
+    if device_type == "cpu" and compute_dtype(job) == torch.bfloat16:
+        # oneDNN generates code for each new number of rows and keeps it: without padding a run
+        # grew by 1 GB in 20 steps, and a step of 8 experts took a fifth longer.
+        named = {"row_alignment": _ROWS_OF_ONEDNN} | named
+    if (rows := row_alignment(job.model.converters, job.quantize)) > 1:
+        named["row_alignment"] = max(named.get("row_alignment", 1), rows)
+    named["force_load_balance"] = job.debug.moe_force_load_balance
+    if device_type == "cuda" and joint_gate_up_pays(job, config.moe):
+        named["joint_gate_up"] = True
+    return replace(config, moe=replace(config.moe, **named))
+
+
+def joint_gate_up_pays(job: JobConfig, moe: MoEConfig) -> bool:
+    """Whether one product of gate and up saves more memory traffic than its weights cost to lay
+    side by side, in every microbatch: docs/moe.md counts both."""
+    parallelism, training = job.parallelism, job.training
+    ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
+    sequences = training.local_batch_size
+    if parallelism.pipeline_parallel_degree > 1:
+        sequences = parallelism.pipeline_parallel_microbatch_size
+    cut = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    tokens = sequences * training.seq_len / cut
+    rows_of_an_expert = tokens * moe.top_k * ep * etp / moe.num_experts
+    return rows_of_an_expert > 2 * moe.hidden_dim / etp
+
+
+def dispatch_options(
+    parallelism: Parallelism, config: ModelConfig, meshes: Meshes, ranks_per_node: int | None
+) -> DispatchOptions:
+    """What a model's MoE layers exchange rows by. `ranks_per_node`: as the launcher says."""
+    backend, dims = parallelism.expert_parallel_comm_backend, meshes.dims
+    factor = parallelism.expert_parallel_capacity_factor
+    if backend == "symmetric":
+        return DispatchOptions(backend, capacity_factor=factor)
+    if factor is not None:
+        return DispatchOptions("capacity", capacity_factor=factor)
+    on_node = parallelism.expert_parallel_ranks_per_node or ranks_per_node or dims.world_size
+    if backend != "auto":
+        return DispatchOptions(backend, ranks_per_node=on_node)
+    if config.moe is None or dims.ep == 1:
+        return DispatchOptions("standard")
+    options, reason = choose_dispatcher(config.moe, dims, on_node)
+    logger.info("expert_parallel_comm_backend=auto is %s: %s", options.name, reason)
+    return options
 
 
 def sharding_policy(job: JobConfig, accumulation: str) -> ShardingPolicy:
@@ -54,3 +120,14 @@ def stored_dtype(job: JobConfig) -> torch.dtype:
 
 def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
+
+
+def warn_of_slow_experts(dtype: torch.dtype, device: torch.device) -> None:
+    """Say so where a GPU multiplies expert after expert in this type."""
+    if reason := slow_on_gpu(dtype, torch.cuda.get_device_capability(device)):
+        logger.warning(
+            "%s: torch multiplies them one after the other, and the host waits for their sizes "
+            "each time; training.mixed_precision_param=bfloat16 on a GPU of compute capability 9.0 "
+            "takes one kernel for all",
+            reason,
+        )

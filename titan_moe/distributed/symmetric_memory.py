@@ -89,15 +89,6 @@ class _Turn(NamedTuple):
     out_splits_offsets: Tensor
 
 
-class _Started(NamedTuple):
-    """Rows that are being received."""
-
-    rows: Tensor
-    source: Tensor
-    """What is sent: not freed before the exchange is over."""
-    done: torch.cuda.Event | None
-
-
 class Channel:
     """Exchanges, over one group, of rows that are at most so many and so wide. Collective over the
     world: all ranks make theirs in the same order and of the same sizes.
@@ -120,6 +111,7 @@ class Channel:
     ) -> None:
         self.num_rows, self.width = num_rows, width
         self._group, self._stream = group, stream
+        self._done: dict[int, torch.cuda.Event] = {}
         self._exchange: _Vdev = torch.ops.symm_mem.all_to_all_vdev
         if device.type != "cuda":
             self._exchange = Emulation(group)
@@ -133,7 +125,7 @@ class Channel:
         ]
         self._turns = cycle(turns)
 
-    def start(self, x_RD: Tensor, sent_P: Tensor, num_received: int) -> _Started:
+    def start(self, x_RD: Tensor, sent_P: Tensor, num_received: int) -> Tensor:
         """Send `sent_P[p]` consecutive rows to each rank p.
 
         Returns:
@@ -146,6 +138,7 @@ class Channel:
         turn = next(self._turns)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
+            x_RD.record_stream(self._stream)
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             turn.send[: len(x_RD), :width].copy_(x_RD)
             turn.in_splits.copy_(sent_P)
@@ -157,8 +150,15 @@ class Channel:
                 self._group.group_name,
             )
             rows_RD.copy_(self._received[:num_received, :width])
-            done = None if self._stream is None else self._stream.record_event()
-        return _Started(rows_RD, x_RD, done)
+            if self._stream is not None:
+                self._done[rows_RD.data_ptr()] = self._stream.record_event()
+        return rows_RD
+
+    def wait(self, rows_RD: Tensor) -> Tensor:
+        """The rows of `start`, for the current stream."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_event(self._done.pop(rows_RD.data_ptr()))
+        return rows_RD
 
 
 class DeviceAllToAll(NamedTuple):
@@ -182,13 +182,11 @@ class DeviceAllToAll(NamedTuple):
             most_received=self.most_sent,
         )
 
-    def start(self, x_RD: Tensor) -> _Started:
+    def start(self, x_RD: Tensor) -> Tensor:
         return self.channel.start(x_RD.contiguous(), self.sent_P, self.most_received)
 
-    def wait(self, started: _Started) -> Tensor:
-        if started.done is not None:
-            torch.cuda.current_stream().wait_event(started.done)
-        return started.rows
+    def wait(self, in_flight: Tensor) -> Tensor:
+        return self.channel.wait(in_flight)
 
 
 class Channels(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.stages import job_of_step, stage_jobs, tokens_per_step
-from titan_moe.data.loader import Identity
+from titan_moe.data.step_reader import Identity
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, parallel_dims
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.metrics.console import Console

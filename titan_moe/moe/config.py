@@ -4,6 +4,8 @@ read it."""
 from dataclasses import dataclass
 from typing import Literal
 
+_FEWEST_RANKS, _LEAST_SAVING = 8, 1.2
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -40,3 +42,16 @@ class MoEConfig:
     global_aux_loss_weight: float = 0.0
     z_loss_weight: float = 0.0
     force_load_balance: bool = False
+
+
+def places_reached(top_k: int, places: int) -> float:
+    """On how many of P places, ranks or nodes, a token's K experts are on average, drawn at random:
+    P (1 - (1 - 1/P)^K). Each place gets one row of the token from a deduplicating dispatcher, one
+    for each expert from another."""
+    return places * (1 - (1 - 1 / places) ** top_k)
+
+
+def deduplication_pays(top_k: int, places: int, ranks: int) -> bool:
+    """Whether one row for each place is clearly fewer rows, on a node's 8 ranks or more."""
+    saving = top_k / places_reached(top_k, places)
+    return ranks >= _FEWEST_RANKS and saving >= _LEAST_SAVING

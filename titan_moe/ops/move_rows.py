@@ -63,6 +63,8 @@ class _CombineRows(torch.autograd.Function):
 
 def copy_rows(x_TD: Tensor, source_R: Tensor) -> Tensor:
     """As `gather_rows`, without a gradient."""
+    if torch.compiler.is_compiling():
+        return torch.ops.titan_moe.copy_rows(x_TD, source_R)
     if x_TD.is_cuda:
         # Imported here: a CPU run has no Triton and no use for it.
         from titan_moe.ops.move_rows_triton import copy_rows as copy_rows_triton
@@ -73,6 +75,8 @@ def copy_rows(x_TD: Tensor, source_R: Tensor) -> Tensor:
 
 def add_rows(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
     """As `combine_rows`, without a gradient."""
+    if torch.compiler.is_compiling():
+        return torch.ops.titan_moe.add_rows(y_RD, rows_TK)
     if y_RD.is_cuda:
         from titan_moe.ops.move_rows_triton import add_rows as add_rows_triton
 

@@ -56,6 +56,9 @@ def permute_indices(
         max_rows: rows of the padded buffer, at least the padded rows: see max_padded_rows.
     """
     sizes = {"num_rows": num_rows, "row_alignment": row_alignment, "max_rows": max_rows}
+    if torch.compiler.is_compiling():
+        permuted = torch.ops.titan_moe.permute_indices(counts_PE, *sizes.values())
+        return PermuteIndices(*permuted)
     if counts_PE.is_cuda:
         # Imported here: a CPU run has no Triton and no use for it.
         from titan_moe.ops import permute_indices_triton

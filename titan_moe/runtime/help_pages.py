@@ -9,6 +9,7 @@ _PAGES = tuple(
     (re.compile(pattern), page)
     for pattern, page in (
         (r"(?i)out of memory\. |OutOfMemoryError", _TROUBLE + "out-of-memory-on-the-gpu"),
+        (r"process that reads the data", _TROUBLE + "the-process-that-reads-the-data-ended"),
         (r"was killed by SIG", _TROUBLE + "a-rank-was-killed"),
         (r"RDZV_ENDPOINT=\S* is in use", _TROUBLE + "port-in-use"),
         (
@@ -31,6 +32,7 @@ _PAGES = tuple(
         (r" ran out: ", _TROUBLE + "the-data-ran-out"),
         (r"documents to train on, fewer", _TROUBLE + "too-few-documents"),
         (r"was made with tokenizer", _TROUBLE + "data-was-tokenised-with-another-tokenizer"),
+        (r"titan-moe tokenize", _TROUBLE + "no-tokenised-data"),
         (r"tokenizer_path", _TROUBLE + "tokenizer-missing-or-too-large"),
         (r"wants at least as many", _TROUBLE + "too-few-microbatches-for-the-pipeline"),
         (r"hf_assets_path|_in_hf|safetensors|config\.json|Hugging Face form", "huggingface.md"),

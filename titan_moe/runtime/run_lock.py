@@ -9,10 +9,12 @@ behind is recognised in either case, on file systems of one machine or of many.
 import json
 import logging
 import os
+import signal
 import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -47,14 +49,23 @@ class RunLock:
         folder: made if need be.
         beat_s: how often the count goes up. A lock of another machine is given up for stale when it
             has not for three times as long.
+        on_loss: called with a line where another process has taken the lock, to which this one,
+            standing still, seemed dead. It must write nothing more.
     """
 
-    def __init__(self, folder: Path, *, beat_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        beat_s: float = 10.0,
+        on_loss: Callable[[str], None] | None = None,
+    ) -> None:
         self._folder = folder
         self._path = folder / LOCK
         self._beat_s = beat_s
         self._holder = _this_process()
         self._stopped = threading.Event()
+        self._on_loss = on_loss or _end_process
         self._lost = False
         self._patience = time.monotonic() + 6 * beat_s
         self._thread = threading.Thread(target=self._count_up, name="run lock", daemon=True)
@@ -74,15 +85,6 @@ class RunLock:
             if self._replace(other):
                 break
         self._thread.start()
-
-    def check(self) -> None:
-        """Raises RunError where another process has taken the lock, to which this one, standing
-        still, seemed dead."""
-        if self._lost:
-            raise RunError(
-                f"another run has taken {self._folder} over while this process stood still: "
-                "this run ends, and writes nothing more"
-            )
 
     def release(self) -> None:
         """Give the lock back, and remove a folder that is empty."""
@@ -167,11 +169,19 @@ class RunLock:
             try:
                 if not _same(self._read(), self._holder):
                     self._lost = True
-                    return
+                    return self._on_loss(
+                        f"another run has taken {self._folder} over while this process stood "
+                        "still: this run ends"
+                    )
                 self._holder = replace(self._holder, count=self._holder.count + 1)
                 self._write_aside().replace(self._path)
             except (OSError, RunError) as error:  # A file system that is away may come back.
                 logger.warning("cannot renew %s: %s", self._path, error)
+
+
+def _end_process(line: str) -> None:
+    logger.error(line)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _same(found: Holder | None, other: Holder) -> bool:

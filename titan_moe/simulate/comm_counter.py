@@ -76,11 +76,16 @@ class CommCounter(TorchDispatchMode):
         if name not in _SENDS:
             raise NotImplementedError(f"the bytes of {func} are not known")
         op, bytes_sent = _SENDS[name]
+        if op == "all_to_all" and _called_by_fsdp():
+            op = "reduce_scatter"  # Of as many bytes; gloo makes it of an exchange and a sum.
         named = arguments_of(func, args)
         group = group_of(named)
-        flow = Flow(self._axis(group), op)
+        self.add(Flow(self._axis(group), op), bytes_sent(named, group), group)
+
+    def add(self, flow: Flow, sent: float, group: dist.ProcessGroup) -> None:
+        """Add one call's bytes; a subclass may note more of it."""
         self._calls[flow] += 1
-        self._bytes[flow] += bytes_sent(named, group)
+        self._bytes[flow] += sent
 
     def volumes(self) -> dict[Flow, Volume]:
         """All that was counted."""

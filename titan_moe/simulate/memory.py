@@ -13,6 +13,7 @@ from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Train
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import Size, attention_stats, part_sizes
+from titan_moe.moe.config import deduplication_pays, places_reached
 
 GIB = 2**30
 RESERVED = 3 * GIB
@@ -93,10 +94,11 @@ def memory(
     accumulated = 0.0
     if parallelism.fsdp_accumulation == "all_reduce_once" and training.enable_cpu_offload:
         accumulated = stored / (4 * wide) * reduced
-    elif parallelism.fsdp_accumulation == "reduce_once":
-        accumulated = all_of_it * reduced
-    elif parallelism.fsdp_accumulation == "keep_gathered":
-        accumulated = all_of_it * (reduced + compute)
+    elif parallelism.fsdp_accumulation in ("reduce_once", "keep_gathered"):
+        # The shards of gradients, which `stored` has, are made from these sums and free them.
+        accumulated = all_of_it * reduced - (0.0 if training.enable_cpu_offload else stored / 4)
+        if parallelism.fsdp_accumulation == "keep_gathered":
+            accumulated += all_of_it * compute
     layer = max(whole(size) for name, size in parts.items() if name.startswith("layers."))
     tokens = training.local_batch_size * training.seq_len / cp
     values = tokens * _values_per_token(config) / tp * compute
@@ -258,10 +260,10 @@ def _exchanged_per_token(config: ModelConfig, parallelism: Parallelism) -> float
     ranks = parallelism.expert_parallel_degree
     if config.moe is None or ranks == 1:
         return 0.0
-    rows = float(config.moe.top_k)
-    if parallelism.expert_parallel_comm_backend == "deduplicated":
-        rows = ranks * (1 - (1 - 1 / ranks) ** rows)
-    return rows * config.dim
+    top_k, backend = config.moe.top_k, parallelism.expert_parallel_comm_backend
+    chosen = backend == "auto" and deduplication_pays(top_k, ranks, ranks)
+    once = chosen or backend == "deduplicated"
+    return (places_reached(top_k, ranks) if once else top_k) * config.dim
 
 
 def _values_per_token(config: ModelConfig) -> float:

@@ -17,7 +17,8 @@ from torch import Tensor
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.distributed.parallel_dims import parallel_dims
-from titan_moe.distributed.parallelize import lay_out, resolve_model
+from titan_moe.distributed.parallelize import lay_out
+from titan_moe.distributed.policies import resolve_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.simulate.comm_counter import WORLD
 from titan_moe.simulate.fake_rank import CPU, FakeRank, fake_world, microbatches_to_run

@@ -28,7 +28,8 @@ from titan_moe.distributed.parallel_dims import (
     ParallelDims,
     parallel_dims,
 )
-from titan_moe.distributed.parallelize import lay_out, resolve_model
+from titan_moe.distributed.parallelize import lay_out
+from titan_moe.distributed.policies import resolve_model
 from titan_moe.simulate.fake_rank import CPU, fake_world, known_groups
 from titan_moe.simulate.models import LayoutModel, layout_models
 from titan_moe.simulate.tiling import (

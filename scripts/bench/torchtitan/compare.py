@@ -1,17 +1,20 @@
-"""titan_moe beside torchtitan 0.2.2: the same models on the same text, in turn, on the CPU.
+"""titan_moe beside torchtitan 0.2.2 and transformers' Trainer, in turn, on the CPU.
 
     python -m scripts.bench.torchtitan.compare --rows 'cmp.*1 rank' --repeats 1
     python -m scripts.bench.torchtitan.compare --json figures.json     # all rows: over an hour
 
 The first run makes torchtitan an environment of its own from the package registry (--venv), and
-writes the data set and the tokenizer that both programs get (data.py). torchtitan trains on
+writes the data set and the tokenizer that all programs get (data.py). torchtitan trains on
 CPUs with the substitutes of torchtitan_rank.py. 1 thread per rank, no recomputation, 8 rows of
 256 tokens a step, plain causal attention in both.
 
-Both see the same documents through the same tokenizer, with the same end-of-document token. Rows
-differ in their order: titan_moe shuffles documents, torchtitan takes them as they come, by rank.
-Weights are each program's own draw, by its own rule; the first losses, near ln(2048) = 7.6 in both,
-are printed.
+On one rank transformers' own Trainer takes part too (trainer_rank.py), in a second environment
+beside the first.
+
+All see the same documents through the same tokenizer, with the same end-of-document token. Rows
+differ in their order: titan_moe and the Trainer shuffle, torchtitan takes documents as they come,
+by rank. Weights are each program's own draw, by its own rule; the first losses, near
+ln(2048) = 7.6, are printed.
 
 In each round a row is: a torchrun job that only imports torch and starts gloo, then one run of each
 program, whose order alternates. Medians over the rounds; tokens/s over all steps from the 6th on.
@@ -49,6 +52,7 @@ from scripts.bench.torchtitan.runs import (
     GLOBAL_BATCH_SIZE,
     SEQ_LEN,
     TORCHTITAN,
+    TRAINER,
     Jobs,
     Layout,
     Model,
@@ -56,13 +60,14 @@ from scripts.bench.torchtitan.runs import (
     Start,
     bare_start,
     make_environment,
+    trainer_environment,
 )
 from titan_moe.metrics.run_log import model_flops_per_token
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import total
 
-_FOLDER = REPO / "outputs/torchtitan"
+FOLDER = REPO / "outputs/torchtitan"
 _LEFT_OUT = 5  # Steps at the beginning.
 _FLAT = 0.05
 _BEYOND_TORCH = 1.5
@@ -89,6 +94,12 @@ class Row:
     ours: list[Observed] = field(default_factory=list)
     theirs: list[Observed] = field(default_factory=list)
     starts: list[Start] = field(default_factory=list)
+    trainer: list[Observed] = field(default_factory=list)
+    """Of transformers' Trainer, on one rank alone."""
+
+    @property
+    def has_trainer(self) -> bool:
+        return self.layout.num_ranks == 1
 
     @property
     def name(self) -> str:
@@ -121,7 +132,9 @@ class Figures:
 def main() -> None:
     arguments = _arguments()
     rows = [row for row in all_rows() if re.search(arguments.rows, row.name)]
-    make_environment(arguments.venv)
+    make_environment(arguments.venv, TORCHTITAN)
+    if any(row.has_trainer for row in rows):
+        make_environment(trainer_environment(arguments.venv), *TRAINER)
     jobs = Jobs(arguments.out, arguments.venv, *write_data(arguments.out / "text"))
     matmul: _Matmul = {}
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -156,7 +169,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="steps of each run")
     parser.add_argument("--rows", metavar="REGEX", default="", help="regular expression")
     parser.add_argument(
-        "--out", type=Path, default=_FOLDER, help="data, tokenizer and runs (default: %(default)s)"
+        "--out", type=Path, default=FOLDER, help="data, tokenizer and runs (default: %(default)s)"
     )
     parser.add_argument(
         "--venv", type=Path, help="torchtitan's environment, made if need be (default: OUT/venv)"
@@ -190,9 +203,13 @@ def run(row: Row, jobs: Jobs, steps: int, *, ours_first: bool) -> None:
         ours, theirs = jobs.ours(*job), jobs.theirs(*job)
     else:
         theirs, ours = jobs.theirs(*job), jobs.ours(*job)
-    if problem := different_models(row.model, theirs.num_parameters):
-        sys.exit(problem)
+    trainer = jobs.trainer(row.model, row.dtype, steps) if row.has_trainer else None
+    for peer in filter(None, (theirs, trainer)):
+        if problem := different_models(row.model, peer.num_parameters):
+            sys.exit(problem)
     row.starts.append(start)
+    if trainer is not None:
+        row.trainer.append(trainer)
     row.ours.append(ours)
     row.theirs.append(theirs)
 
@@ -204,7 +221,7 @@ def different_models(model: Model, theirs: int | None) -> str | None:
     if ours == theirs == model.num_parameters:
         return None
     return (
-        f"{model.name}: {ours:,} parameters here and {theirs} in torchtitan, expected "
+        f"{model.name}: {ours:,} parameters here and {theirs} in a peer, expected "
         f"{model.num_parameters:,}: these are different models"
     )
 
@@ -278,6 +295,9 @@ def print_tables(rows: list[Row], matmul: _Matmul) -> None:
     heads = ["", "first", "", "beyond torch", "and fsdp", "memory", "", "ratio", "growth", ""]
     title = "first step, s from the launch; memory beyond torch alone, MiB; ours, theirs"
     print_table(heads, memory, title)
+    heads = ["", "titan_moe", "Trainer", "ratio", "memory", "", "ratio", "loss of step 1"]
+    beside = [[row.name, *_trainer_cells(row)] for row in rows if row.trainer]
+    print_table(heads, beside, "beside transformers' Trainer: tokens/s; memory, MiB")
     print_table(list(goals[0]) if goals else [], [list(row.values()) for row in goals], "goals")
 
 
@@ -288,6 +308,18 @@ def _speed_cells(row: Row, ours: Figures, theirs: Figures, matmul_tflops: float)
         f"{ours.rate / theirs.rate:.2f}",
         f"{share_of_matmul(row, ours.rate, matmul_tflops):.0%}",
         f"{row.ours[0].losses[0]:.4f}, {row.theirs[0].losses[0]:.4f}",
+    ]
+
+
+def _trainer_cells(row: Row) -> list[str]:
+    ours, theirs = figures_of(row.ours, row.starts), figures_of(row.trainer, row.starts)
+    return [
+        spread(ours.tokens_per_second),
+        spread(theirs.tokens_per_second),
+        f"{ours.rate / theirs.rate:.2f}",
+        *(f"{ours.memory_mib:,.0f}", f"{theirs.memory_mib:,.0f}"),
+        f"{ours.memory_mib / theirs.memory_mib:.2f}",
+        f"{row.ours[0].losses[0]:.4f}, {row.trainer[0].losses[0]:.4f}",
     ]
 
 

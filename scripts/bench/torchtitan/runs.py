@@ -4,23 +4,28 @@ Both programs are measured in the same way: a step ends when its line is on thei
 and memory is what the kernel reports of their ranks at that moment.
 """
 
+import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tomli_w
 
 from scripts.bench.measure import TRAIN, run_job, torchrun
-from scripts.bench.resident import ranks_memory
+from scripts.bench.resident import ranks_memory, resident_mib
+from titan_moe.models.hf import HFModel
+from titan_moe.models.registry import model_config
 
 SEQ_LEN = 256
 GLOBAL_BATCH_SIZE = 8
 TORCHTITAN = "torchtitan==0.2.2"
+TRAINER = ("transformers==5.23.0", "accelerate==1.15.0")
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 _STEP = re.compile(r"\bstep:?\s+(\d+)\s+loss:?\s+(\S+)")
@@ -100,10 +105,21 @@ def bare_start(num_ranks: int) -> Start:
 
 
 class Jobs:
-    """Both programs' jobs: torchtitan's environment, the data, and a folder for each program."""
+    """All programs' jobs: the peers' environments, the data, and a folder for each program.
 
-    def __init__(self, folder: Path, venv: Path, data: Path, tokenizer: Path) -> None:
+    `profiling` is the table of that name, which titan_moe and torchtitan read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        venv: Path,
+        data: Path,
+        tokenizer: Path,
+        profiling: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._folder, self._venv, self._data, self._tokenizer = folder, venv, data, tokenizer
+        self._profiling = profiling
 
     def ours(self, model: Model, dtype: str, layout: Layout, steps: int) -> Observed:
         """Train with titan_moe."""
@@ -139,12 +155,35 @@ class Jobs:
         python = str(self._venv / "bin/python")
         return self._train("torchtitan", tables, layout, python, [str(script)])
 
+    def trainer(self, model: Model, dtype: str, steps: int) -> Observed:
+        """Train with transformers' Trainer, on one rank."""
+        folder = self._folder / "transformers"
+        folder.mkdir(parents=True, exist_ok=True)
+        config = HFModel(model.family, model_config(model.family, model.our_flavor))
+        job = {
+            "folder": str(folder),
+            "model": str(folder / "config.json"),
+            "data": str(self._data),
+            "tokenizer": str(self._tokenizer),
+            "dtype": dtype,
+            "steps": steps,
+            "seq_len": SEQ_LEN,
+            "batch_size": GLOBAL_BATCH_SIZE,
+            "lr": model.lr,
+        }
+        for name, value in (("config", config.settings()), ("job", job)):
+            (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
+        script = Path(__file__).with_name("trainer_rank.py")
+        python = str(trainer_environment(self._venv) / "bin/python")
+        return self._observe("transformers", [python, str(script), str(folder / "job.json")], steps)
+
     def _tables(
         self, model: Model, dtype: str, layout: Layout, steps: int
     ) -> dict[str, dict[str, Any]]:
         """What both configurations have in common, in the names that they share."""
         return {
             "metrics": {"log_freq": 1, "disable_color_printing": True},
+            "profiling": dict(self._profiling),
             "training": {
                 "dataset_path": str(self._data),
                 "steps": steps,
@@ -172,24 +211,32 @@ class Jobs:
         folder.mkdir(parents=True, exist_ok=True)
         config = folder / "job.toml"
         config.write_text(tomli_w.dumps(tables), encoding="utf-8")
+        job = [*torchrun(layout.num_ranks, python), *command, "--job.config_file", str(config)]
+        return self._observe(program, job, tables["training"]["steps"])
+
+    def _observe(self, program: str, job: Sequence[str], steps: int) -> Observed:
         observed = Observed()
 
         def read(line: str, seconds: float, pid: int) -> None:
-            observed.read(line, seconds, lambda: ranks_memory(pid))
+            # A job without a launcher is its own rank.
+            observed.read(line, seconds, lambda: ranks_memory(pid) or [resident_mib(pid)])
 
-        job = [*torchrun(layout.num_ranks, python), *command, "--job.config_file", str(config)]
-        offline = {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
+        offline = {"HF_HOME": str(self._folder / program / "hf"), "HF_HUB_OFFLINE": "1"}
         run_job(job, _ENVIRONMENT | offline, read)
-        steps = tables["training"]["steps"]
         if len(observed.seconds) != steps:
             sys.exit(f"{program}: {len(observed.seconds)} lines of {steps} steps were understood")
         return observed
 
 
-def make_environment(venv: Path) -> None:
-    """Install torchtitan and this environment's release of torch into `venv`, unless it is done."""
+def trainer_environment(venv: Path) -> Path:
+    """Where the Trainer's environment is, beside torchtitan's."""
+    return venv.with_name(f"{venv.name}-transformers")
+
+
+def make_environment(venv: Path, *packages: str) -> None:
+    """Install a peer and this environment's release of torch into `venv`, unless it is done."""
     mark = venv / "installed"
-    wanted = [TORCHTITAN, f"torch=={metadata.version('torch').partition('+')[0]}"]
+    wanted = [*packages, f"torch=={metadata.version('torch').partition('+')[0]}"]
     if mark.exists() and mark.read_text(encoding="utf-8").split() == wanted:
         return
     print(f"installing {' '.join(wanted)} into {venv}", file=sys.stderr)

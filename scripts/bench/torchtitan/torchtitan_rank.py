@@ -8,7 +8,7 @@ Nothing of its code is changed on disk, and its model, loop and optimizer are it
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -35,6 +35,7 @@ def substitute() -> None:
     _drop_device_ids()
     _sum_in_fsdp()
     _permute_without_triton()
+    _profile_the_cpu_alone()
 
 
 def _name_the_device() -> None:
@@ -89,6 +90,17 @@ def _sum_in_fsdp() -> None:
         module.set_force_sum_reduction_for_comms(True)
 
     FSDPModule.set_gradient_divide_factor = set_factor_and_sum  # type: ignore[assignment]
+
+
+def _profile_the_cpu_alone() -> None:
+    """torchtitan asks torch's profiler for an accelerator's activities besides, which is None."""
+    profile = torch.profiler.profile
+
+    @wraps(profile)
+    def of_the_cpu(*, activities: Sequence[Any], **kwargs: Any) -> Any:
+        return profile(activities=[each for each in activities if each is not None], **kwargs)
+
+    torch.profiler.profile = of_the_cpu  # type: ignore[assignment,misc]
 
 
 def _permute_without_triton() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.cli.config_schema import SCHEMA, schema
+from titan_moe.config.parse import load_job
 from titan_moe.train import prepare
 
 _SCHEMA = Path(__file__).parents[3] / SCHEMA
@@ -35,3 +36,17 @@ def test_a_config_names_the_schema_and_runs_on_the_ranks_it_states(
     if ranks:
         monkeypatch.setattr("titan_moe.train.count_gpus", lambda environment: 8)
     prepare(["--job.config_file", str(path)], int(ranks[1]) if ranks else 2, os.environ)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(_CONFIGS.glob("*/*_*gpu.toml")), ids=lambda path: str(path.relative_to(_CONFIGS))
+)
+def test_a_config_for_gpus_names_the_command_that_makes_its_data(path: Path) -> None:
+    job = load_job(["--config", str(path)])
+    (line,) = re.findall(r"^# titan-moe tokenize --out (.+)$", path.read_text(), re.MULTILINE)
+    folder, *overrides = line.split()
+    made = load_job(overrides)
+    assert job.training.dataset == "tokens"
+    assert Path(job.training.dataset_path or "") == Path(folder)
+    assert Path(job.model.tokenizer_path) == Path(made.model.tokenizer_path)
+    assert made.training.dataset == "c4" and made.training.dataset_path is None

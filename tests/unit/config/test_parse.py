@@ -37,6 +37,23 @@ def test_command_line_goes_over_file_goes_over_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("argv", "dataset", "path"),
+    [
+        (["--training.dataset", "synthetic"], "synthetic", None),
+        (["--training.dataset", "c4"], "c4", "data/x"),
+        (["--training.dataset=stdlib", "--training.dataset_path=y"], "stdlib", "y"),
+        (["--training.steps", "3"], "tokens", "data/x"),
+    ],
+)
+def test_data_without_a_path_takes_the_place_of_a_file_s(
+    tmp_path: Path, argv: list[str], dataset: str, path: str | None
+) -> None:
+    text = '[training]\ndataset = "tokens"\ndataset_path = "data/x"\n'
+    training = load_job([*_file(tmp_path, text), *argv]).training
+    assert (training.dataset, training.dataset_path) == (dataset, path)
+
+
+@pytest.mark.parametrize(
     ("argv", "key", "value"),
     [
         (["--checkpoint.enable"], "checkpoint.enable", True),

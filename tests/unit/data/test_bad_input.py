@@ -30,6 +30,7 @@ PATHS = [
     ({"dataset": "text", "dataset_path": "{}"}, "holds no \\*.txt file"),
     ({"dataset": "json", "dataset_path": "{}/empty.json"}, "is empty: 1 file\\(s\\) of 0 bytes"),
     ({"dataset": "tokens", "dataset_path": "{}"}, "no manifest.json can be read there"),
+    ({"dataset": "tokens", "dataset_path": "{}"}, "titan-moe tokenize --out .* --training.dataset"),
     ({"dataset": "c4", "dataset_path": "{}/none"}, "none' does not exist"),
     ({"dataset": "stdlib", "dataset_path": "{}"}, "has no use with training.dataset='stdlib'"),
     (

@@ -8,9 +8,10 @@ from tests.support.documents import random_texts, slow_rows, write_jsonl
 from titan_moe.config.job_config import Dataset, Training
 from titan_moe.data.build import build_loader
 from titan_moe.data.builtin import StdlibCorpus
-from titan_moe.data.document_order import CorpusOrder, Split, StreamOrder
+from titan_moe.data.document_order import CorpusOrder, Split
 from titan_moe.data.documents import Document
-from titan_moe.data.loader import merge_states
+from titan_moe.data.step_reader import merge_states
+from titan_moe.data.stream_order import StreamOrder
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.errors import RunError
 
@@ -48,7 +49,7 @@ def take(ranks, steps):
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    monkeypatch.setattr(StreamOrder, "_CURSOR_EVERY", 8)  # So that the ranks' marks differ.
+    monkeypatch.setattr(StreamOrder, "CURSOR_EVERY", 8)  # So that the ranks' marks differ.
     return {
         "json": write_jsonl(tmp_path / "a.jsonl", random_texts(400)),
         "c4": str(tmp_path / "hub"),

@@ -10,7 +10,7 @@ from tests.support.documents import ListCorpus, write_jsonl
 from titan_moe.config.errors import ConfigError
 from titan_moe.data import hub
 from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
-from titan_moe.data.document_order import CorpusOrder, Split, StreamOrder
+from titan_moe.data.document_order import CorpusOrder, Split
 from titan_moe.data.hub import FileCorpus, HubStream
 from titan_moe.data.sources import check_source, is_stream, open_source
 from titan_moe.runtime.errors import RunError
@@ -204,34 +204,6 @@ def test_a_stream_goes_on_from_its_mark(tmp_path):
     fresh = HubStream("c4", str(tmp_path), key="training.")
     assert [document.content for document in fresh.read(mark)] == whole[1700:]
     assert [document.content for document in fresh.read()] == whole
-
-
-def stream_feed(path, *, rows, split=Split.TRAIN, repeat=False):
-    stream = HubStream("c4", path, key="training.")
-    return StreamOrder(
-        "c4", stream, split=split, sequences=rows, global_batch_size=4, repeat=repeat
-    )
-
-
-def test_a_stream_feed_deals_its_documents_to_rows(tmp_path):
-    path = local_hub(tmp_path)
-    everything = stream_feed(path, rows=range(4), repeat=True)
-    order = [everything.document(position).content for position in range(3500)]
-    held_out = stream_feed(path, rows=range(4), split=Split.HELD_OUT)
-    kept_back = [held_out.document(position).content for position in range(30)]
-    assert not set(order) & set(kept_back)
-    size = len(set(order))
-    assert 2900 < size < 3000 and order[size:] == order[: 3500 - size]  # The second epoch.
-    # A rank with two rows, one of them far ahead, finds the same; so does one that seeks a mark.
-    some = stream_feed(path, rows=range(2, 4), repeat=True)
-    ahead = [some.document(position).content for position in range(3, 3200, 4)]
-    assert ahead == order[3:3200:4]
-    assert some.document(2).content == order[2]
-    mark = json.loads(json.dumps(some.mark(2100)))
-    assert 1588 < mark[0] <= 2100
-    later = stream_feed(path, rows=range(1, 2), repeat=True)
-    later.seek(mark, 0)
-    assert [later.document(p).content for p in range(2101, 3500, 4)] == order[2101::4]
 
 
 @pytest.mark.parametrize("size", [2, 5, 64, 200])

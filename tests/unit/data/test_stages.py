@@ -10,11 +10,11 @@ import pytest
 from tests.support.documents import random_texts, write_jsonl
 from titan_moe.config.job_config import Dataset, Training
 from titan_moe.data.build import build_loader
-from titan_moe.data.document_order import StreamOrder
 from titan_moe.data.documents import is_held_out, mix
 from titan_moe.data.hub import FileCorpus
-from titan_moe.data.loader import Unread, continue_state, merge_states
 from titan_moe.data.packing import IGNORE_INDEX, Packer
+from titan_moe.data.step_reader import Unread, continue_state, merge_states
+from titan_moe.data.stream_order import StreamOrder
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.errors import RunError
 
@@ -41,7 +41,7 @@ PLANS = {
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    monkeypatch.setattr(StreamOrder, "_CURSOR_EVERY", 8)
+    monkeypatch.setattr(StreamOrder, "CURSOR_EVERY", 8)
     return {
         "json": write_jsonl(tmp_path / "a.jsonl", random_texts(90, longest=60)),
         "c4": write_jsonl(tmp_path / "hub" / "b.json", random_texts(80, seed=1, longest=60)),

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.tiers import tiered
-from titan_moe.config.job_config import Compile
+from titan_moe.config.job_config import ActivationCheckpoint, Compile
 from titan_moe.distributed import graph_recompute
 from titan_moe.distributed.compile import apply_compile
 from titan_moe.models.decoder import Decoder
@@ -60,7 +60,10 @@ def train_once(family: str, *, compiled: bool = True, by_operation: bool = False
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     section = Compile(enable=compiled, backend="aot_eager")
-    apply_compile(model.layers.values(), section, by_operation=by_operation, eager_attention=False)
+    recompute = ActivationCheckpoint(
+        mode="selective" if by_operation else "none", selective_ac_option="op"
+    )
+    apply_compile(dict(model.layers.items()), section, recompute, eager_attention=False)
     tokens = torch.randint(0, config.vocab_size, (ROWS, SEQ_LEN))
     positions = torch.arange(SEQ_LEN).expand_as(tokens)
     kept = {p.data_ptr(): 0 for p in model.parameters()}

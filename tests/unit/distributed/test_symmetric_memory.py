@@ -39,8 +39,8 @@ def exchange_twice(bug: str | None) -> list[list[float]]:
     x_RD = torch.arange(6.0, dtype=torch.float64).view(3, 2)[: 3 - rank] + 10 * rank
     found = []
     for _ in range(2):
-        there = channel.start(x_RD, sent_P, 4).rows
-        back = channel.start(there, received_P, 4).rows
+        there = channel.wait(channel.start(x_RD, sent_P, 4))
+        back = channel.wait(channel.start(there, received_P, 4))
         found += [there.tolist(), back.tolist()]
         x_RD = x_RD + 100
     return found

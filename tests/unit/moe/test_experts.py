@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tests.support.paths import REPO
 from titan_moe.config.parse import load_job, resolve
-from titan_moe.distributed.parallelize import resolve_model
+from titan_moe.distributed.policies import resolve_model
 from titan_moe.models.hf import model_of_job
 from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.moe.experts import ExpertWeights, activated_projection, expert_outputs, projections

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,52 @@ def test_the_substitute_for_tritons_kernel_finds_every_row(ranks: int, experts: 
         space = int(padded[expert])
         assert found[begin : begin + space] == rows + [-1] * (space - len(rows))
     assert found[int(padded.sum()) :] == [-1] * 8
+
+
+def test_a_profile_is_of_operators_own_time_on_the_thread_that_trains() -> None:
+    from scripts.bench.torchtitan.operators import profile_of
+
+    def event(name: str, begin: float, length: float, tid: int = 1, cat: str = "cpu_op") -> dict:
+        return {"name": name, "ts": 1000 * begin, "dur": 1000 * length, "tid": tid, "cat": cat}
+
+    found = profile_of(
+        [
+            event("ProfilerStep#3", 10, 10, cat="user_annotation"),
+            event("ProfilerStep#4", 20, 10, cat="user_annotation"),
+            event("aten::mm", 5, 4),  # Before the steps.
+            event("aten::linear", 11, 6),
+            event("aten::mm", 12, 4),
+            event("aten::mm", 21, 2),
+            event("gloo:all_reduce", 12, 6, tid=7, cat="user_annotation"),
+            event("aten::add_", 12, 6, tid=7),
+        ]
+    )
+    assert found.wall == 10
+    assert found.own == {"aten::linear": 1.0, "aten::mm": 3.0, "between operators": 6.0}
+    assert found.calls == {"aten::linear": 0, "aten::mm": 1}
+    assert found.collectives == {"gloo:all_reduce": 3.0}
+
+
+def test_the_trainers_job_names_the_same_model(tmp_path: Path) -> None:
+    import json
+
+    from scripts.bench.torchtitan import compare, runs
+
+    seen: list[tuple[str, list[str], int]] = []
+
+    class Noted(runs.Jobs):
+        def _observe(self, program: str, job: Sequence[str], steps: int) -> runs.Observed:
+            seen.append((program, list(job), steps))
+            return runs.Observed()
+
+    for model in compare._MODELS:
+        jobs = Noted(tmp_path, tmp_path / "venv", tmp_path / "data", tmp_path / "tokenizer")
+        jobs.trainer(model, "bfloat16", 9)
+        program, (python, _, job), steps = seen.pop()
+        assert (program, steps) == ("transformers", 9)
+        assert python == str(tmp_path / "venv-transformers/bin/python")
+        found = json.loads(Path(job).read_text())
+        assert found["batch_size"] * found["seq_len"] == 2048 and found["dtype"] == "bfloat16"
+        config = json.loads(Path(found["model"]).read_text())
+        assert config["num_hidden_layers"] == compare._config(model).num_layers
+    assert [row.layout.num_ranks for row in compare.all_rows() if row.has_trainer] == [1] * 4

@@ -1,9 +1,9 @@
 """Lengths and batches of the data, and its vocabulary."""
 
 from titan_moe.config.checks.run import Check, ModelShape, Run, flavor
-from titan_moe.config.job_config import JobConfig
+from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, JobConfig
 
-_WITHOUT_COLUMNS = ("stdlib", "synthetic", "text", "tokens")
+_WITHOUT_COLUMNS = (*DATASETS_WITHOUT_PATH, "text", "tokens")
 
 
 def check_vocabulary(job: JobConfig, model: ModelShape, tokenizer_size: int) -> list[str]:

@@ -13,8 +13,8 @@ Head-tail balance: of 2 * cp chunks, rank r holds chunks r and 2 * cp - 1 - r, w
 much of the past on every rank. Either way a rank's positions ascend.
 """
 
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,13 +28,27 @@ from titan_moe.ops.attention import AttentionCore, first_seen
 from titan_moe.ops.local_attention import LocalAttention
 
 
-def local_positions(seq_len: int, cp_size: int, cp_rank: int, *, balanced: bool) -> Tensor:
-    """Where in its row each token of this rank is: [seq_len / cp_size] int64 on the CPU, ascending.
+class Positions(Protocol):
+    """Of a row of `seq_len` tokens, those that this rank reads."""
+
+    def __call__(self, seq_len: int, *, device: torch.device | None = None) -> Tensor:
+        """Made once for each length and device; None: the CPU."""
+
+
+def local_positions(
+    seq_len: int,
+    cp_size: int,
+    cp_rank: int,
+    *,
+    balanced: bool,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Where in its row each token of a rank is: [seq_len / cp_size] int64, ascending.
 
     `seq_len` divides by `cp_size`, by twice that if balanced.
     """
     held = _chunks_of_ranks(cp_size, balanced)
-    chunks = torch.arange(seq_len).chunk(cp_size * len(held[0]))
+    chunks = torch.arange(seq_len, device=device).chunk(cp_size * len(held[0]))
     return torch.cat([chunks[chunk] for chunk in held[cp_rank]])
 
 
@@ -79,13 +93,13 @@ class AllGather:
         self._attention = attention
         self._group = group
         self._balanced = balanced
+        self._positions = cache(partial(local_positions, balanced=balanced))
 
     def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> list[Block]:
-        seq_len = documents_BS.shape[1]
-        queries_S = local_positions(
-            seq_len, self._group.size(), self._group.rank(), balanced=self._balanced
-        )
-        return self._attention.blocks(documents_BS, queries_S, torch.arange(seq_len), local)
+        seq_len, size, rank = documents_BS.shape[1], self._group.size(), self._group.rank()
+        queries_S = self._positions(seq_len, size, rank, device=documents_BS.device)
+        keys_S = self._positions(seq_len, 1, 0, device=documents_BS.device)
+        return self._attention.blocks(documents_BS, queries_S, keys_S, local)
 
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: list[Block], scale: float, sinks_H=None
@@ -145,10 +159,11 @@ class RingAttention:
         self._attention = attention
         self._group = group
         self._balanced = balanced
+        self._positions = cache(partial(local_positions, balanced=balanced))
 
     def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> list[Step]:
         seq_len, size, rank = documents_BS.shape[1], self._group.size(), self._group.rank()
-        positions = partial(local_positions, seq_len, size, balanced=self._balanced)
+        positions = partial(self._positions, seq_len, size, device=documents_BS.device)
         seen = seen_ranks(seq_len, size, local, balanced=self._balanced)
         steps = []
         for distance in range(size):

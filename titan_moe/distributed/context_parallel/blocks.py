@@ -50,7 +50,7 @@ class BlockAttention(Protocol):
 
         Args:
             documents_BS: the documents of whole rows.
-            queries_S, keys_S: their positions in the row, ascending; on the CPU.
+            queries_S, keys_S: their positions in the row, ascending; on the documents' device.
             local: how far back queries see; None: the whole past.
         """
 
@@ -148,8 +148,6 @@ class FlexBlocks:
         local: LocalAttention | None = None,
     ) -> list[Block]:
         first_BS = first_seen_in_rows(documents_BS, local, mask_documents=self._mask_documents)
-        queries_S = queries_S.to(first_BS.device, non_blocking=True)
-        keys_S = keys_S.to(first_BS.device, non_blocking=True)
         mask = self._flex.block_mask(queries_S, keys_S, first_BS[:, queries_S])
         return [Block(slice(None), slice(None), mask)]
 
@@ -200,7 +198,7 @@ def _block(
     at_S = queries_S[start:end]
     if not len(at_S):
         return None
-    first_BS = first_BS[:, at_S.to(first_BS.device)]
+    first_BS = first_BS[:, at_S]
     # First positions ascend, so the keys that no query sees are at the edges. Reads
     # that wait for a device, if the documents are on one.
     keys = slice(int((keys_S < int(first_BS[:, 0].min())).sum()), int((keys_S <= at_S[-1]).sum()))

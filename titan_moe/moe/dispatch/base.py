@@ -34,6 +34,8 @@ class Dispatcher(Protocol):
     overlap: OverlapHook = OverlapHook()
     """Set once: an overlapped pipeline schedule computes something else in it while rows are
     exchanged."""
+    waits_for_host: bool = True
+    """Whether the host must know sizes that routing decides: no compiled graph does."""
 
     def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
         """Rows that this rank's tokens send to other ranks, one way, and the fewest that would do:
@@ -69,6 +71,8 @@ class LocalPlan(NamedTuple):
 
 class LocalDispatcher(Dispatcher):
     """All experts are here: one gather into padded expert-major order, one back. Never waits."""
+
+    waits_for_host = False
 
     def __init__(self, row_alignment: int) -> None:
         self.row_alignment = row_alignment

@@ -28,6 +28,8 @@ class CapacityDispatcher(ExchangeDispatcher):
             ep that a balanced router would send; never more than a token's experts there can be.
     """
 
+    waits_for_host = False
+
     def __init__(
         self,
         ep_group: ProcessGroup,

@@ -37,7 +37,8 @@ def rows_of_buffers(
 class SymmetricDispatcher(AllToAllDispatcher):
     """As `AllToAllDispatcher`, through symmetric memory.
 
-    `channels` are set when the model gets its memory.
+    `channels` are set when the model gets its memory. No compiled graph holds an exchange, although
+    the host knows all shapes: buffers take turns, on a stream of their own.
 
     Args:
         capacity_factor: of `rows_of_buffers`.

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.init_weights import fill_initial_weights
-from titan_moe.distributed.parallelize import first_names, resolve_model
+from titan_moe.distributed.parallelize import first_names
+from titan_moe.distributed.policies import resolve_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder, initial_std
 from titan_moe.ops.attention import AllPairs

@@ -1,0 +1,186 @@
+"""A reader in a process of its own reads what one in this process reads, and never outlives it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support.documents import random_texts, write_jsonl
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import JobConfig, Training
+from titan_moe.data.build import build_reader
+from titan_moe.data.loader import Loader
+from titan_moe.data.reader_process import ReaderProcess
+from titan_moe.data.tokenizer import load_tokenizer
+from titan_moe.models.hf import model_of_job
+from titan_moe.runtime.errors import RunError
+from titan_moe.train_data import TrainData
+
+PLACE = {"seed": 3, "rank": 1, "num_ranks": 2, "global_batch_size": 8}
+KEYS = ("tokens_BS", "labels_BS", "documents_BS")
+
+
+def training(**keys):
+    return Training(**({"dataset": "synthetic", "seq_len": 64, "local_batch_size": 2} | keys))
+
+
+def in_a_process(section, **place):
+    return Loader(ReaderProcess(section, "bytes", **(PLACE | place)), prefetch_factor=2)
+
+
+def in_this_process(section, **place):
+    reader = build_reader(section, load_tokenizer("bytes"), **(PLACE | place))
+    return Loader(reader, prefetch_factor=2)
+
+
+def same(found, expected):
+    return all(
+        torch.equal(getattr(a, key), getattr(b, key)) and a.samples == b.samples
+        for a, b in zip(found, expected, strict=True)
+        for key in KEYS
+    )
+
+
+def test_it_reads_what_a_reader_in_this_process_reads(tmp_path):
+    write_jsonl(tmp_path / "a.json", random_texts(80))
+    write_jsonl(tmp_path / "b.json", random_texts(90, seed=1))
+    section = training(dataset="c4", dataset_path=str(tmp_path), repeat_dataset=True)
+    far, near = in_a_process(section), in_this_process(section)
+    assert far.identity == near.identity and far.state_dict() == near.state_dict()
+    for _ in range(6):
+        assert same(far.next_step(), near.next_step())
+        assert far.state_dict() == near.state_dict()
+    state = json.loads(json.dumps(near.state_dict()))
+    expected = [near.next_step() for _ in range(3)]
+    for _ in range(2):
+        far.load_state_dict(state)
+        assert far.state_dict() == state
+        assert all(same(far.next_step(), step) for step in expected)
+    for loader in (far, near):
+        loader.close()
+
+
+def test_mistakes_are_the_lines_that_they_are_in_this_process(tmp_path):
+    path = write_jsonl(tmp_path / "a.json", ["x" * 500] * 9)
+    section = training(dataset="json", dataset_path=path)
+    with pytest.raises(ConfigError) as caught:
+        in_a_process(section, global_batch_size=64)
+    (line,) = caught.value.lines
+    assert line.startswith("training.dataset='json' has 8 documents to train on, fewer")
+    loader = in_a_process(section)
+    other = loader.state_dict() | {"identity": {**loader.state_dict()["identity"], "seed": 9}}
+    with pytest.raises(RunError, match="was taken with seed=9, this run has seed=3"):
+        loader.load_state_dict(other)
+    for _ in range(2):
+        with pytest.raises(RunError, match=r"^step \d+: training.dataset='json' ran out: sequ"):
+            while True:
+                loader.next_step()
+    loader.close()
+
+
+def test_its_death_is_one_line():
+    reader = ReaderProcess(training(), "bytes", **PLACE)
+    loader = Loader(reader, prefetch_factor=2)
+    loader.next_step()
+    os.kill(reader._child.pid, signal.SIGKILL)
+    with pytest.raises(RunError) as caught:
+        while True:
+            loader.next_step()
+    assert str(caught.value) == (
+        "the process that reads the data was killed by SIGKILL (often: out of memory): start again "
+        "from the latest checkpoint"
+    )
+    loader.close()
+
+
+def test_closing_ends_it_at_once(tmp_path):
+    """Also while it reads what never comes."""
+    path = tmp_path / "a.json"
+    write_jsonl(path, ["x"])
+    reader = ReaderProcess(training(dataset="c4", dataset_path=str(tmp_path)), "bytes", **PLACE)
+    path.unlink()
+    os.mkfifo(path)  # Nothing writes to it.
+    loader = Loader(reader, prefetch_factor=2)
+    loader._read_ahead()
+    time.sleep(0.5)
+    loader.close()
+    assert reader._child.returncode == -signal.SIGKILL
+
+
+_RANK = """
+import sys, time
+from titan_moe.config.job_config import JobConfig, Training
+from titan_moe.data.reader_process import ReaderProcess
+section = Training(dataset="synthetic", seq_len=64, local_batch_size=2)
+reader = ReaderProcess(section, "bytes", seed=0, rank=0, num_ranks=1, global_batch_size=4)
+reader.read_step()
+print(reader._child.pid, "torch" in sys.modules, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_it_ends_with_its_rank_however_that_ends(number):
+    rank = subprocess.Popen([sys.executable, "-c", _RANK], stdout=subprocess.PIPE, text=True)
+    assert rank.stdout is not None
+    pid, torch_there = rank.stdout.readline().split()
+    assert torch_there == "False"
+    # What a terminal or a job sends to all of its processes is the rank's to answer.
+    for harmless in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        os.kill(int(pid), harmless)
+    time.sleep(0.2)
+    assert is_running(pid)
+    rank.send_signal(number)
+    rank.wait()
+    deadline = time.monotonic() + 20
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(pid)
+
+
+def is_running(pid):
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:5"])
+def test_a_run_reads_in_another_process_beside_a_gpu_alone(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    job = JobConfig(
+        model={"name": "deepseek_v3", "flavor": "2M", "tokenizer_path": "bytes"},
+        training=training(global_batch_size=8),
+    )
+    process = SimpleNamespace(device=torch.device(device), rank=0, world_size=1, is_main=True)
+    data = TrainData(job, model_of_job(job.model), process)
+    data.open(job, SimpleNamespace(coordinate=lambda rank, axis: 0, size=lambda axis: 1))
+    assert isinstance(data.loader._reader, ReaderProcess) == device.startswith("cuda")
+    expected = in_this_process(job.training, seed=job.debug.seed, rank=0, num_ranks=1)
+    state = expected.state_dict()
+    assert same(data.loader.next_step(), expected.next_step())
+    data.load_state(state)
+    assert len(data.loader.next_step()) == 4
+    data.loader.close()
+    expected.close()
+
+
+def test_pinned_memory_is_asked_for_on_the_device_of_the_rank(monkeypatch):
+    """Without a GPU: what torch is asked for, and by which thread."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append(str(device)))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: asked.append(x.shape) or x)
+    reader = build_reader(training(), load_tokenizer("bytes"), **PLACE)
+    loader = Loader(reader, prefetch_factor=1, pin_for=torch.device("cuda", 5))
+    loader.next_step()
+    loader.close()
+    assert asked[0] == "cuda:5" and len(asked) % 3 == 1 and asked[1] == (2, 64)
