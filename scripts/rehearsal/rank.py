@@ -124,7 +124,9 @@ def _pieces(job: JobConfig) -> int:
 
 
 def _has_bounded_sizes(job: JobConfig) -> bool:
-    return job.parallelism.expert_parallel_capacity_factor is not None
+    parallelism = job.parallelism
+    bounded = parallelism.expert_parallel_capacity_factor is not None
+    return bounded or parallelism.expert_parallel_comm_backend == "symmetric"
 
 
 def refused(error: Exception) -> Finding:

@@ -21,6 +21,7 @@ from scripts.rehearsal.fake_cuda import FakeCuda, value_of
 from scripts.rehearsal.ledger import Finding
 from scripts.rehearsal.places import here
 from scripts.rehearsal.work import BACKWARD_OF_ATTENTION, attention_flops, kind_of_kernel
+from titan_moe.distributed import symmetric_memory
 from titan_moe.ops.move_rows import add_rows_reference, copy_rows_reference
 from titan_moe.ops.permute_indices import (
     count_copies_reference,
@@ -84,6 +85,8 @@ def stand_ins(mode: FakeCuda) -> Iterator[set[Launch]]:
     with (
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(flex, "flex_attention", attend),
+        mock.patch.object(symmetric_memory, "_allocate", _zeros),
+        _without_nvshmem(),
     ):
         yield noted
 
@@ -114,6 +117,33 @@ def _launch(kernel: Any, named: Mapping[str, Any], num_warps: int) -> Launch:
             types[name] = "i64" if abs(x) >= 2**31 else "i32"
     fixed = tuple((name, named[name]) for name in named if name in constants)
     return Launch(kernel.fn.__module__, kernel.fn.__name__, tuple(types.items()), fixed, num_warps)
+
+
+# --- symmetric memory ---
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: Any) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+@contextmanager
+def _without_nvshmem() -> Iterator[None]:
+    """torch's exchange has a kernel for CUDA alone: one for fake tensors checks what it is given,
+    and moves nothing."""
+
+    def exchange(
+        input: Tensor, out: Tensor, in_splits: Tensor, out_splits_offsets: Tensor, group_name: str
+    ) -> None:
+        buffers = input, out, in_splits, out_splits_offsets
+        assert all(x.is_contiguous() and x.device.type == "meta" for x in buffers), "not on the GPU"
+        assert input.dtype is out.dtype and input.stride(0) == out.stride(0), "unequal rows"
+
+    library = torch.library.Library("symm_mem", "IMPL", "Meta")
+    library.impl("all_to_all_vdev", exchange)
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 # --- values of whole numbers that Triton kernels write ---

@@ -142,7 +142,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         draft = _Draft(copies, copies_P, reached_TP, row_N, len(experts_TK))
         route = Pending(lambda: self._route(draft, sent_PX, received.wait()))
         return ExchangePlan(
-            rows=Pending(lambda: _cut(draft.copies, route.wait().rows.sent)),
+            rows=Pending(lambda: _cut(draft.copies, route.wait().rows.most_sent)),
             weights=slots,
             route=route,
         )
@@ -210,7 +210,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
 
         def make() -> Hop:
             copies = copy_to_ranks(onward.wait().bool(), min(self.top_k, within.size()))
-            return Hop(_cut(copies, sent), self.all_to_all(sent, received, within))
+            return Hop(_cut(copies, sum(sent)), self.all_to_all(sent, received, within))
 
         return Pending(make)
 
@@ -261,6 +261,6 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         return first_QGA.transpose(1, 2).flatten()
 
 
-def _cut(copies: RowMap, sent: list[int]) -> RowMap:
+def _cut(copies: RowMap, sent: int) -> RowMap:
     """Without the room that `copy_to_ranks` left."""
-    return copies._replace(source_R=copies.source_R[: sum(sent)])
+    return copies._replace(source_R=copies.source_R[:sent])

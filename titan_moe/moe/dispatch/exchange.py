@@ -16,6 +16,7 @@ from titan_moe.distributed.collectives import (
     AllToAll,
     AsyncRows,
     Pending,
+    RowExchange,
     all_gather_rows,
     all_to_all_start,
     all_to_all_wait,
@@ -47,8 +48,8 @@ class Hop(NamedTuple):
 class Route(NamedTuple):
     """What is known once the ranks have exchanged their counts."""
 
-    rows: AllToAll
-    weights: AllToAll
+    rows: RowExchange
+    weights: RowExchange
     """Of the routing weights: a row may travel for several experts, a weight belongs to one."""
     rows_gathered: list[int]
     """Rows of each rank of the etp group."""
@@ -168,5 +169,5 @@ class ExchangeDispatcher(Dispatcher):
         return ExpertOrder(rows, rows, permuted.offsets_E[:num_local])
 
 
-def _exchanged(x_RD: Tensor, exchange: AllToAll) -> Tensor:
+def _exchanged(x_RD: Tensor, exchange: RowExchange) -> Tensor:
     return all_to_all_wait(all_to_all_start(x_RD, exchange), exchange)
