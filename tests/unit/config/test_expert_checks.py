@@ -109,6 +109,14 @@ _NAME = "parallelism.expert_parallel_comm_backend=symmetric"
             2,
             [f"{_NAME} never drops a row: leave expert_parallel_overflow=drop out"],
         ),
+        (
+            "degree 2 {p}_overlap true",
+            2,
+            [
+                f"{_NAME} has one set of buffers, and parallelism.expert_parallel_overlap=true has "
+                "two exchanges under way: choose one"
+            ],
+        ),
     ],
 )
 def test_symmetric_memory(arguments: str, ranks: int, lines: list[str]) -> None:

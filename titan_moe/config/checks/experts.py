@@ -116,6 +116,11 @@ def _symmetric(run: Run) -> list[str]:
             f"{name} never drops a row, and expert_parallel_capacity_factor={factor} has no room "
             f"for those of a balanced router: choose 1.25 or more"
         )
+    if degrees.expert_parallel_overlap:
+        lines.append(
+            f"{name} has one set of buffers, and parallelism.expert_parallel_overlap=true has two "
+            f"exchanges under way: choose one"
+        )
     if degrees.expert_parallel_overflow == "drop":
         lines.append(f"{name} never drops a row: leave expert_parallel_overflow=drop out")
     return lines
