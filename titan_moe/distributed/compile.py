@@ -78,9 +78,11 @@ def apply_compile(
         block.execute = torch.compile(block.execute, **options)
 
 
-def compile_loss(loss: Callable[..., Any], section: Compile) -> Callable[..., Any]:
-    """The loss compiled, if the section says so."""
-    if not section.enable or "loss" not in section.components:
+def compile_loss(
+    loss: Callable[..., Any], section: Compile, device: torch.device
+) -> Callable[..., Any]:
+    """The loss compiled, if the section says so; on CUDA it is a kernel of our own."""
+    if not section.enable or "loss" not in section.components or device.type == "cuda":
         return loss
     return torch.compile(loss, backend=section.backend)
 

@@ -22,8 +22,11 @@ from titan_moe.distributed.context_parallel.apply import (
 )
 from titan_moe.distributed.execution import Execution, WholeModel
 from titan_moe.distributed.expert_parallel import (
+    Microbatch,
     apply_expert_parallel,
     join_sequences,
+    most_tokens,
+    open_symmetric_memory,
 )
 from titan_moe.distributed.fsdp import StepSync, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
@@ -41,6 +44,7 @@ from titan_moe.distributed.policies import (
 from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
+from titan_moe.models.attention import plain_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import (
     Decoder,
@@ -55,7 +59,7 @@ from titan_moe.models.quantize import check_hardware, quantize
 from titan_moe.models.stats import part_weights
 from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.layer import MoE
-from titan_moe.ops.attention import AttentionCore, FlexCore, choose_core
+from titan_moe.ops.attention import AttentionCore, FlexCore
 from titan_moe.runtime.log import logger
 from titan_moe.simulate.memory import Accumulation
 
@@ -144,6 +148,9 @@ def build_sharded_model(
         if draw_weights:
             std_of, drawn_as = partial(initial_std, config=config), first_names(config)
             fill_initial_weights(part, job.debug.seed, std_of, drawn_as=drawn_as, device=device)
+    tokens = most_tokens(job.training, job.validation, job.parallelism)
+    largest = Microbatch(tokens, config.dim, compute_dtype(job), device)
+    open_symmetric_memory(parts, config.moe, meshes, job.parallelism, largest)
 
     named = {name: p for part in parts for name, p in part.named_parameters()}
     return ShardedModel(
@@ -229,6 +236,8 @@ def lay_out(
     policy = sharding_policy(job, accumulation.word)
     partial_over_tp = set()
     dispatch = dispatch_options(job.parallelism, config, meshes, ranks_per_node)
+    if job.parallelism.expert_parallel_overlap:
+        dispatch = dispatch._replace(num_parts=2)
     for part in parts:
         # 3. What multiplies in float8, while every weight is whole.
         if in_float8 := quantize(part, job.model.converters, job.quantize):
@@ -286,8 +295,8 @@ def _attention_core(
     job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
 ) -> AttentionCore:
     masked = job.training.mask_documents
-    plain = choose_core(
-        mask_documents=masked, device_type=device.type, local_or_sinks=config.local_or_sinks
+    plain = plain_core(
+        config, mask_documents=masked, dtype=compute_dtype(job), device_type=device.type
     )
     if meshes.dims.cp == 1:
         return plain
@@ -343,7 +352,7 @@ def _execution(
             part.output.chunk_size = job.training.loss_chunk_size
             if dims.tp > 1:
                 part.output.cross_entropy = VocabParallelCrossEntropy(meshes.group("tp"))
-            part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile)
+            part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile, device)
     if dims.pp == 1:
         return WholeModel(parts[0], StepSync(parts[0], accumulation))
     from titan_moe.distributed.pipeline.schedule import Activations, Pipeline
