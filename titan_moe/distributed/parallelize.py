@@ -125,7 +125,7 @@ def build_sharded_model(
     those of another layout of the same world, used again.
     """
     check_hardware(job.model.converters, job.quantize, device)
-    if config.moe is not None and device.type == "cuda" and dist.get_rank() == 0:
+    if config.moe is not None:
         warn_of_slow_experts(compute_dtype(job), device)
 
     # 1. The two views of the world.
@@ -137,9 +137,8 @@ def build_sharded_model(
 
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job, device.type)
-    parts, partial_over_tp, names, stages, accumulation = lay_out(
-        job, config, meshes, device, ranks_per_node
-    )
+    laid_out = lay_out(job, config, meshes, device, ranks_per_node)
+    parts, partial_over_tp, names, stages, accumulation = laid_out
 
     # 7. Memory and first values, the same bits in every layout.
     offloaded = torch.device("cpu") if job.training.enable_cpu_offload else device

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
@@ -124,7 +125,9 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def warn_of_slow_experts(dtype: torch.dtype, device: torch.device) -> None:
-    """Say so where a GPU multiplies expert after expert in this type."""
+    """Say so, once, where a GPU multiplies expert after expert in this type."""
+    if device.type != "cuda" or dist.get_rank() != 0:
+        return
     if reason := slow_on_gpu(dtype, torch.cuda.get_device_capability(device)):
         logger.warning(
             "%s: torch multiplies them one after the other, and the host waits for their sizes "
