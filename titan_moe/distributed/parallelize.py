@@ -147,9 +147,7 @@ def build_sharded_model(
         if draw_weights:
             std_of, drawn_as = partial(initial_std, config=config), first_names(config)
             fill_initial_weights(part, job.debug.seed, std_of, drawn_as=drawn_as, device=device)
-    tokens = most_tokens(job.training, job.validation, job.parallelism)
-    largest = Microbatch(tokens, config.dim, compute_dtype(job), device)
-    open_symmetric_memory(parts, config.moe, meshes, job.parallelism, largest)
+    _open_symmetric_memory(parts, job, config, meshes, device)
 
     named = {name: p for part in parts for name, p in part.named_parameters()}
     return ShardedModel(
@@ -169,6 +167,14 @@ def build_sharded_model(
         accumulation=accumulation,
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
     )
+
+
+def _open_symmetric_memory(
+    parts: list[Decoder], job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
+) -> None:
+    tokens = most_tokens(job.training, job.validation, job.parallelism)
+    largest = Microbatch(tokens, config.dim, compute_dtype(job), device)
+    open_symmetric_memory(parts, config.moe, meshes, job.parallelism, largest)
 
 
 def _counts_targets(meshes: Meshes) -> bool:
