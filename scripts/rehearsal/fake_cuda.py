@@ -86,7 +86,7 @@ class FakeCuda(FakeCommCounter):
             return super().execute(func, args, kwargs)
         with self._fake:
             result = func(*args, **kwargs)
-        self._note_kernel(func, tensors, result)
+        self._note_kernel(func, args, tensors, result)
         self._give_values(func, args, kwargs, tensors, result)
         return result
 
@@ -188,7 +188,7 @@ class FakeCuda(FakeCommCounter):
             if waits:
                 self.ledger.waited(f"copy from {what}")
 
-    def _note_kernel(self, func: Any, tensors: list[Tensor], result: Any) -> None:
+    def _note_kernel(self, func: Any, args: tuple, tensors: list[Tensor], result: Any) -> None:
         name = func.__name__.partition(".")[0]
         if name in _LAUNCHES_NOTHING or func.is_view:
             return
@@ -197,7 +197,9 @@ class FakeCuda(FakeCommCounter):
         flops = flops_of(name, tensors)
         if kind == ATTENTION:
             query, key, value = (tensors[1:] if "backward" in name else tensors)[:3]
-            flops = attention_flops(query, key, value)
+            # Of variable-length kernels, whose tokens lie in one stream, the first number is max_q.
+            longest = next((x for x in args if type(x) is int), None) if query.ndim == 3 else None
+            flops = attention_flops(query, key, value, longest)
             flops *= BACKWARD_OF_ATTENTION if "backward" in name else 1
         self.ledger.operated(name, kind, flops, tensors, outputs)
 

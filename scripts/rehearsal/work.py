@@ -136,9 +136,11 @@ def flops_of(name: str, factors: list[Tensor]) -> float:
     return 2.0 * x.numel() * columns / share
 
 
-def attention_flops(query: Tensor, key: Tensor, value: Tensor) -> float:
-    """Of a causal forward, [B, H, S, C]: half of all pairs, also with windows or documents."""
-    pairs = prod(query.shape[:-1]) * key.shape[-2] / 2
+def attention_flops(query: Tensor, key: Tensor, value: Tensor, longest: int | None = None) -> float:
+    """Of a causal forward, [B, H, S, C]: half of all pairs, also with windows or documents. Of a
+    stream of tokens [T, H, C], as if every piece were the `longest`."""
+    num_keys = key.shape[-2] if longest is None else longest
+    pairs = prod(query.shape[:-1]) * num_keys / 2
     return 2.0 * pairs * (query.shape[-1] + value.shape[-1])
 
 

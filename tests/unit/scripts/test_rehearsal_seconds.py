@@ -177,6 +177,9 @@ def test_flops_of_products():
     heads = torch.empty(2, 8, 128, 64)
     # 2 x 8 heads, 128 x 128 / 2 pairs, 64 products for a score and 64 for values.
     assert attention_flops(heads, heads[:, :2], heads[:, :2]) == 16 * 8192 * 2 * 128
+    stream = torch.empty(256, 2, 64, device="meta")
+    one_piece = attention_flops(stream, stream, stream, longest=128)
+    assert one_piece == 256 * 2 * 128 / 2 * 2 * 128
 
 
 def test_kinds():
