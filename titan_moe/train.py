@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titan_moe.config.checks.data import check_vocabulary
+from titan_moe.config.checks.experts import check_trains_on_gpus
 from titan_moe.config.checks.job import check
 from titan_moe.config.checks.run import flavor
 from titan_moe.config.errors import ConfigError
@@ -63,7 +64,9 @@ def prepare_job(
         # Initial weights are the same in every layout: any number of ranks can write them.
         job = job.model_copy(update={"parallelism": Parallelism(), "stages": []})
     model = model_of_job(job.model)
-    problems = check(job, model, world_size, num_gpus=count_gpus(environment))
+    num_gpus = count_gpus(environment)
+    problems = check(job, model, world_size, num_gpus=num_gpus)
+    problems += check_trains_on_gpus(job, num_gpus)
     if job.checkpoint.last_save_in_hf:
         problems += export_problems(HFModel(job.model.name, model), job.moe.bias_update_speed)
     if problems:

@@ -251,6 +251,12 @@ def validation_loss(
 def overflow_line(parallelism: Parallelism, rows_dropped: int) -> str:
     """What to tell a user whose bounded buffers do not suffice."""
     factor = parallelism.expert_parallel_capacity_factor
+    if parallelism.expert_parallel_comm_backend == "symmetric":
+        return (
+            f"{rows_dropped} choices of an expert by a token found no room between ranks with "
+            f"parallelism.expert_parallel_capacity_factor={factor}: choose a larger one, or leave "
+            f"it out for room for all rows that can come"
+        )
     return (
         f"{rows_dropped} choices of an expert by a token found no room between ranks with "
         f"parallelism.expert_parallel_capacity_factor={factor}: choose a larger one, leave it out "

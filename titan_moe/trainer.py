@@ -262,14 +262,15 @@ class Trainer:
             )
         if capture is not None:
             capture.write(self.folder)
-        if not result.finite:
-            self._handle_nonfinite(step, result, batches, before)
-        elif result.rows_dropped and self.sharded.stops_on_overflow:
+        # First: with symmetric memory nothing was sent, and what was not received may be anything.
+        if result.rows_dropped and self.sharded.stops_on_overflow:
             self.train_step.discard()
             kept = self._keep(step, before)
             raise RunError(
                 f"step {step}: {overflow_line(self.job.parallelism, result.rows_dropped)}; {kept}"
             )
+        if not result.finite:
+            self._handle_nonfinite(step, result, batches, before)
 
         step_tokens = training.global_batch_size * training.seq_len
         self.progress = Progress(step, self.progress.tokens + step_tokens)

@@ -22,6 +22,7 @@ _LAYERS = {
     "ops": 0,
     "profiling.regions": 0,
     "distributed.collectives": 0,
+    "distributed.symmetric_memory": 0,
     "moe": 1,
     "models": 2,
     "distributed": 2,

@@ -14,7 +14,7 @@ from tests.support.tiers import tiered
 from titan_moe.testing.ranks import run_on_ranks
 
 TOKENS, TOP_K, EXPERTS, DIM = 13, 3, 8, 6
-DEDUPLICATED, CAPACITY = "deduplicated", "capacity"
+DEDUPLICATED, CAPACITY, SYMMETRIC = "deduplicated", "capacity", "symmetric"
 
 
 class Case(NamedTuple):
@@ -22,7 +22,7 @@ class Case(NamedTuple):
     etp: int = 1
     name: str = "standard"
     ranks_per_node: int | None = None
-    capacity_factor: float = 1.0
+    capacity_factor: float | None = 1.0
 
 
 class Seen(NamedTuple):
@@ -40,6 +40,9 @@ CASES = {
         Case(2, name=DEDUPLICATED),
         Case(1, 2, DEDUPLICATED),
         Case(2, name=CAPACITY, capacity_factor=9),
+        Case(2, name=SYMMETRIC, capacity_factor=None),
+        Case(2, name=SYMMETRIC, capacity_factor=1.9),
+        Case(1, 2, SYMMETRIC, capacity_factor=None),
     ],
     4: [
         Case(4),
@@ -54,6 +57,9 @@ CASES = {
         Case(2, 2, name=CAPACITY, capacity_factor=9),
         Case(1, 4, name=CAPACITY, capacity_factor=1),
         Case(4, name=CAPACITY, capacity_factor=2.5),
+        Case(4, name=SYMMETRIC, capacity_factor=None),
+        Case(2, 2, SYMMETRIC, capacity_factor=None),
+        Case(2, 2, SYMMETRIC, capacity_factor=1.9),
     ],
     8: [
         Case(8, name=DEDUPLICATED),
@@ -75,16 +81,12 @@ def travel(cases: list[Case]) -> list[Seen]:
 
 
 def _travel(case: Case) -> Seen:
-    from titan_moe.distributed.expert_parallel import DispatchOptions, make_dispatcher
     from titan_moe.distributed.parallel_dims import ParallelDims
-    from titan_moe.moe.config import MoEConfig
     from titan_moe.ops.permute_indices import count_experts
 
     rank = dist.get_rank()
     dims = ParallelDims(dist.get_world_size(), ep=case.ep, etp=case.etp)
-    config = MoEConfig(num_experts=EXPERTS, top_k=TOP_K, hidden_dim=8, row_alignment=4)
-    options = DispatchOptions(case.name, case.capacity_factor, case.ranks_per_node)
-    dispatcher = make_dispatcher(config, dims.build_mesh("cpu"), options)
+    dispatcher = _dispatcher(case, dims.build_mesh("cpu"))
     drawn = torch.Generator().manual_seed(rank)
     options = {"dtype": torch.float64, "generator": drawn}
     x_TD = torch.randn(TOKENS, DIM, requires_grad=True, **options)
@@ -122,6 +124,24 @@ def _travel(case: Case) -> Seen:
     )
 
 
+def _dispatcher(case: Case, meshes):
+    from titan_moe.distributed.expert_parallel import DispatchOptions, make_dispatcher
+    from titan_moe.distributed.symmetric_memory import open_channels
+    from titan_moe.moe.config import MoEConfig
+    from titan_moe.moe.dispatch.symmetric import rows_of_buffers
+
+    config = MoEConfig(num_experts=EXPERTS, top_k=TOP_K, hidden_dim=8, row_alignment=4)
+    options = DispatchOptions(case.name, case.capacity_factor, case.ranks_per_node)
+    dispatcher = make_dispatcher(config, meshes, options)
+    if case.name == SYMMETRIC and case.ep > 1:
+        rows = rows_of_buffers(TOKENS, TOP_K, EXPERTS, case.ep, case.capacity_factor)
+        device = torch.device("cpu")
+        dispatcher.channels = open_channels(
+            meshes.group("ep"), max(rows, TOKENS * TOP_K), DIM, torch.float64, device
+        )
+    return dispatcher
+
+
 def _experts(rows, w_EDD: Tensor) -> Tensor:
     """Weighted products of each expert's rows; NaN in padding and behind them."""
     ends = rows.offsets_E.tolist()
@@ -142,9 +162,12 @@ def test_tokens_come_home_with_what_their_experts_made_of_them(world_size: int):
             assert not one.missing or (case.capacity_factor == 2.5 and one.dropped == one.missing)
             if case.name == DEDUPLICATED:
                 assert one.rows_sent == one.fewest, (case, one)
-            elif case.name == "standard":
+            elif case.name in ("standard", SYMMETRIC):
                 assert one.rows_sent >= one.fewest, (case, one)
-            assert (one.dropped is None) == (case.capacity_factor != 2.5), (case, one)
+            if case.name == SYMMETRIC:
+                assert one.dropped == 0, (case, one)
+            else:
+                assert (one.dropped is None) == (case.capacity_factor != 2.5), (case, one)
 
 
 def test_what_exceeds_the_capacity_is_left_out_and_counted():
@@ -173,5 +196,5 @@ def test_an_unknown_word_is_an_error():
     from titan_moe.moe.config import MoEConfig
 
     config = MoEConfig(num_experts=8, top_k=2, hidden_dim=8)
-    with pytest.raises(ValueError, match="'doubled' is none of standard, deduplicated, capacity"):
+    with pytest.raises(ValueError, match="'doubled' is none of standard, dedup"):
         make_dispatcher(config, None, DispatchOptions("doubled"))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support import cross_entropy_cases, gated_cases, move_rows_cases
+from tests.support import cross_entropy_cases, gated_cases, move_rows_cases, place_cases
 from tests.support.grouped_mm_cases import SIZES, check_against_the_slow_loop
 from tests.support.permute_cases import ALIGNMENTS, cases, check
 from titan_moe.ops.cross_entropy import cross_entropy
@@ -15,7 +15,12 @@ from titan_moe.ops.move_rows import (
     copy_rows,
     copy_rows_reference,
 )
-from titan_moe.ops.permute_indices import max_padded_rows, permute_indices
+from titan_moe.ops.permute_indices import (
+    max_padded_rows,
+    permute_indices,
+    place_copies,
+    sort_by_expert,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -95,6 +100,25 @@ def test_rows_move_in_one_launch_without_a_wait_and_repeat_their_bits():
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(first, again)
+
+
+def test_choices_are_sorted_and_copied_as_by_the_slow_loops():
+    assert place_cases.check("cuda") == len(list(place_cases.cases()))
+
+
+def test_choices_are_sorted_and_copied_in_two_launches_each_without_a_wait():
+    experts_TK = torch.rand(16384, 128, device="cuda").topk(8).indices
+    order_TK = sort_by_expert(experts_TK, 128).tokens.rows_TK
+    for piece in (
+        lambda: sort_by_expert(experts_TK, 128),
+        lambda: place_copies(experts_TK, order_TK, 16, 8),
+    ):
+        assert len(kernels_of(piece)) == 2
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            piece()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dtype", gated_cases.TOLERANCES, ids=str)

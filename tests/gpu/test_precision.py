@@ -20,6 +20,16 @@ def test_a_float8_linear_is_what_its_emulation_says(recipe: str):
     assert all(error < 1e-2 for error in float8_errors(recipe).values())
 
 
+@pytest.mark.skipif(lacks(LINEAR_NEEDS, (9, 0)), reason="needs Hopper, and nothing later")
+def test_a_blockwise_linear_is_what_its_emulation_says():
+    assert all(error < 1e-2 for error in float8_errors("blockwise").values())
+
+
+@pytest.mark.skipif(lacks((10, 0)), reason="needs Blackwell's mxfp8 units")
+def test_mxfp8_experts_are_what_their_emulation_says():
+    assert all(error < 1e-2 for error in float8_errors("mxfp8").values())
+
+
 @pytest.mark.skipif(lacks(GROUPED_NEEDS), reason="needs Hopper's float8 units")
 def test_float8_experts_are_what_their_emulation_says():
     assert all(error < 1e-2 for error in float8_errors("grouped").values())

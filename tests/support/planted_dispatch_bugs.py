@@ -3,7 +3,8 @@
 from tests.support.planted_bugs import _EP, _LAST_EXPERTS, _OUTPUT, Bug
 
 _ONCE = "dp_shard=2,ep=2,recompute=full,reshard=always,dispatch=deduplicated"
-_NODES = "dp_shard=2,tp=2,ep=4,recompute=full,reshard=never,dispatch=nodes"
+_NODES = "dp_shard=2,tp=2,ep=4,recompute=none,reshard=default,dispatch=nodes"
+_SYMMETRIC = "dp_shard=2,ep=2,recompute=full,reshard=never,dispatch=symmetric"
 _BOUNDED = "dp_shard=2,ep=2,recompute=2,reshard=always,dispatch=bounded"
 
 DISPATCH_BUGS = {
@@ -35,7 +36,7 @@ DISPATCH_BUGS = {
         harmless_on=_EP,
     ),
     "outputs leave a node without the other ranks' parts": Bug(
-        "titan_moe.moe.dispatch.exchange:ExchangeDispatcher.combine",
+        "titan_moe.moe.dispatch.exchange:ExchangeDispatcher.combine_start",
         "combine_rows(_exchanged(y_ND, hop.exchange.reverse()), hop.copies)",
         "combine_rows(_exchanged(y_ND, hop.exchange.reverse()), "
         "hop.copies._replace(rows_TK=hop.copies.rows_TK[:, :1]))",
@@ -61,5 +62,23 @@ DISPATCH_BUGS = {
         named=("loss*", "gradient *"),
         spared=("num_targets *",),
         harmless_on=_ONCE,
+    ),
+    "rows through symmetric memory taken for those of another rank": Bug(
+        "titan_moe.moe.dispatch.symmetric:SymmetricDispatcher._device_route",
+        "filled_PE = F.pad(received_PE, (0, 1))",
+        "filled_PE = F.pad(received_PE.flip(0), (0, 1))",
+        caught_on=_SYMMETRIC,
+        named=("loss*", "gradient *"),
+        spared=("counts layers.1", "num_targets *"),
+        harmless_on=_EP,
+    ),
+    "gradients come home through symmetric memory before they are there": Bug(
+        "titan_moe.distributed.symmetric_memory:DeviceAllToAll.wait",
+        "return self.channel.wait(in_flight)",
+        "return self.channel.wait(in_flight) * (len(in_flight) == self.most_received)",
+        caught_on=_SYMMETRIC,
+        named=("gradient *",),
+        spared=("loss *", "counts *", "num_targets *"),
+        harmless_on=_EP,
     ),
 }

@@ -20,8 +20,8 @@ MUON_BUGS: dict[str, Bug] = {
     ),
     "experts' slices made orthogonal": Bug(
         f"{_MUON}:Muon._update_batch",
-        "_stacked(directions, batch), batch.cut)",
-        "_stacked(directions, batch), batch.cut if len(shape) == 2 else None)",
+        "pieces, batch.cut)",
+        "pieces, batch.cut if len(shape) == 2 else None)",
         caught_on="dp_shard=2,etp=2",
         named=(_EXPERTS,),
         spared=(*_BEFORE, _ATTENTION.rstrip("*")),

@@ -13,9 +13,11 @@ LINEAR_NEEDS, GROUPED_NEEDS = (8, 9), (9, 0)
 STEPS = 6
 
 
-def lacks(capability: tuple[int, int]) -> bool:
-    """Whether this machine has no GPU of that capability."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability() < capability
+def lacks(capability: tuple[int, int], most: tuple[int, int] = (99, 0)) -> bool:
+    """Whether this machine has no GPU of that capability, and of no more than `most`."""
+    if not torch.cuda.is_available():
+        return True
+    return not capability <= torch.cuda.get_device_capability() <= most
 
 
 def float8_errors(
@@ -24,19 +26,21 @@ def float8_errors(
     """Relative differences between float8 units and their emulation: of y and of both gradients.
 
     Args:
-        what: a recipe of `float8_linear`, or "grouped".
+        what: a recipe of `float8_linear`, or of experts "grouped" (row-wise) or "mxfp8".
     """
+    experts_alone = what in ("grouped", "mxfp8")
     torch.manual_seed(0)
     x = torch.randn(rows, size, device="cuda", dtype=torch.bfloat16)
     grad = torch.randn(rows, 2 * size, device="cuda", dtype=torch.bfloat16)
-    shape = (experts, 2 * size, size) if what == "grouped" else (2 * size, size)
+    shape = (experts, 2 * size, size) if experts_alone else (2 * size, size)
     w = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     ends = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32) * (rows // experts)
 
     def run(emulate: bool) -> list[Tensor]:
         own_x, own_w = (each.clone().requires_grad_() for each in (x, w))
-        if what == "grouped":
-            y = float8_grouped_mm(emulate=emulate)(own_x, own_w, ends)
+        if experts_alone:
+            recipe = "rowwise" if what == "grouped" else what
+            y = float8_grouped_mm(recipe, emulate=emulate)(own_x, own_w, ends)
         else:
             y = float8_linear(what, emulate=emulate)(own_x, own_w)
         y.backward(grad)

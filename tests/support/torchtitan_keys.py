@@ -183,8 +183,6 @@ SWITCHED_ON: dict[str, Any] = {
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": "cuda",
     "quantize.linear.mx.recipe_name": "mxfp8_emulated",
     "quantize.linear.mx.filter_fqns": ["output", "router.gate"],
-    "quantize.grouped_mm.mx.recipe_name": "another",
-    "quantize.grouped_mm.mx.fqns": ["experts"],
     "comm.trace_buf_size": 0,
     "comm.save_traces_folder": "traces",
     "comm.save_traces_file_prefix": "r",

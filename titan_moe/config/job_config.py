@@ -97,9 +97,11 @@ class Model(Section):
     tokenizer_path: str = "bytes"
     """'bytes', a tiktoken BPE file (Llama-3 layout), or a folder that holds a tokenizer.json; left
     out: hf_assets_path if that is set."""
-    converters: list[Literal["quantize.linear.float8", "quantize.grouped_mm.float8"]] = Field([])
+    converters: list[
+        Literal["quantize.linear.float8", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx"]
+    ] = Field([])
     """Products in low precision, by the names of the tables that say how: Linear layers, routed
-    experts, or both."""
+    experts in one of two ways, or both."""
     num_mtp_layers: NonNegativeInt | None = None
     """Layers of multi-token prediction (arXiv 2412.19437, section 2.2); left out: the flavor's."""
 
@@ -119,6 +121,10 @@ class Moe(Section):
     """Each expert's rows are padded to a multiple of this before the grouped GEMM (bf16 1,
     float8 16, mxfp8 32). Left out: 1, but 64 for bfloat16 on a CPU, where every new number of rows
     costs time and memory for a kernel of its own."""
+    router_product: Literal["float32", "bfloat16"] = "float32"
+    """What multiplies tokens by the router's weights where both are bfloat16: float32 units, or
+    bfloat16 ones, which are many times faster on a GPU. Products are exact and sums float32 either
+    way, but in another order, which decides near ties otherwise."""
     bias_update_speed: NonNegativeFloat | None = None
     """Step of the aux-loss-free routing bias per optimizer step (arXiv 2408.15664); 0 switches
     it off."""
@@ -156,7 +162,10 @@ class Optimizer(Section):
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """Muon's decay of the momentum, which is Nesterov's."""
     muon_steps: PositiveInt = 5
-    """Newton-Schulz steps, in training.dtype."""
+    """Newton-Schulz steps."""
+    muon_dtype: Literal["auto", "bfloat16", "stored"] = "auto"
+    """Their type: 'bfloat16', which the matrices then also travel in; 'stored', that of the
+    parameters (training.dtype); or 'auto', bfloat16 for parameters in float32 on a GPU."""
     muon_rms: float = Field(0.2, gt=0)
     """Root mean square of an update by Muon in learning rates; 0.2 is about AdamW's."""
 
@@ -165,7 +174,7 @@ _ADAM_KEYS = ("beta1", "beta2", "eps", "implementation", "state_dtype")
 OPTIMIZER_KEYS = {
     "AdamW": _ADAM_KEYS,
     "Adam": _ADAM_KEYS,
-    "Muon": (*_ADAM_KEYS, "muon_momentum", "muon_steps", "muon_rms"),
+    "Muon": (*_ADAM_KEYS, "muon_momentum", "muon_steps", "muon_dtype", "muon_rms"),
 }
 """The keys that each optimizer reads, besides lr and weight_decay, which all read: what its builder
 in optim/optimizers.py is given. The others are refused unless they have their defaults."""
@@ -331,18 +340,23 @@ class Parallelism(Section):
     """Ranks that split the experts; taken from dp_shard x cp x tp."""
     expert_tensor_parallel_degree: PositiveInt = 1
     """Ranks that split each expert's hidden dim; taken from dp_shard x cp x tp."""
-    expert_parallel_comm_backend: Literal["auto", "standard", "deduplicated"] = "auto"
+    expert_parallel_comm_backend: Literal["auto", "standard", "deduplicated", "symmetric"] = "auto"
     """How tokens travel over the ep axis: 'standard' sends one row to each expert of a token,
     'deduplicated' one to each rank, and between nodes one to each node. 'auto' is 'deduplicated'
     from 8 ranks on where it sends at most 1/1.2 of the rows, and else 'standard'; the run's first
-    lines say which."""
+    lines say which. 'symmetric' is 'standard' through NVSHMEM, of GPUs alone: the host waits for no
+    sizes."""
+    expert_parallel_overlap: bool = False
+    """Send each microbatch's tokens to their experts in two halves, of which one travels while the
+    experts compute the other; balance losses stay those of the whole."""
     expert_parallel_ranks_per_node: PositiveInt | None = None
     """Ranks of a node, for 'deduplicated' and 'auto'; left out: as many as torchrun started on this
     one."""
     expert_parallel_capacity_factor: PositiveFloat | None = None
     """Rows of the buffer from one rank to another, as a multiple of an even share (tokens x top_k /
     expert_parallel_degree): the host waits for no sizes. Left out: exact sizes, at one wait a
-    layer."""
+    layer. With 'symmetric': rows of the buffer from all ranks together, as a multiple of tokens x
+    top_k; left out: as many as can come."""
     expert_parallel_overflow: Literal["stop", "drop"] = "stop"
     """When a buffer of that size does not suffice: 'stop' before the update, or 'drop' a token's
     least wanted experts and report the share."""
@@ -460,16 +474,18 @@ class Compile(Section):
 class Float8Linear(Section):
     """Linear layers in float8 (torchao); model.converters switches them on."""
 
-    recipe_name: Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"] = "rowwise"
+    recipe_name: Literal["rowwise", "rowwise_with_gw_hp", "tensorwise", "blockwise"] = "rowwise"
     """Scales: one for each row or column ('rowwise'), the same but for the weights' gradient, which
-    stays in the compute type ('rowwise_with_gw_hp'), or one for each tensor ('tensorwise',
-    torchtitan's default)."""
+    stays in the compute type ('rowwise_with_gw_hp'), one for each tensor ('tensorwise',
+    torchtitan's default), or one for 128 elements of an activation and 128 x 128 of a weight
+    ('blockwise', arXiv 2412.19437)."""
     filter_fqns: list[str] = Field([])
     """Layers with one of these words in their name are left alone, such as "attention". The output
-    layer and routers always are, and layers whose sizes are no multiples of 16."""
+    layer and routers always are, and layers whose sizes are no multiples of 16; of 128 with
+    'blockwise'."""
     emulate: bool = False
     """Round as float8 does but multiply in float32, on any machine; slow, to look at the effect.
-    Holds for grouped_mm too."""
+    Holds for both tables of grouped_mm too."""
 
 
 class Linear(Section):
@@ -479,16 +495,29 @@ class Linear(Section):
 
 
 class Float8GroupedMM(Section):
-    """Routed experts in float8, scaled row-wise (torchao); model.converters switches them on."""
+    """Routed experts in float8 (torchao); model.converters switches them on."""
 
+    recipe_name: Literal["rowwise", "blockwise"] = "rowwise"
+    """As quantize.linear.float8.recipe_name; 'blockwise' needs the package deep_gemm on a GPU."""
     fqns: list[str] = Field(["experts"])
     """Experts with one of these words in their name (torchtitan's default is none)."""
+
+
+class MxGroupedMM(Section):
+    """Routed experts in mxfp8 (torchao), of GPUs of compute capability 10.0 or more;
+    model.converters switches them on."""
+
+    recipe_name: Literal["mxfp8"] = "mxfp8"
+    """float8 with a scale, a power of two, for 32 elements along the dim that is summed over."""
+    fqns: list[str] = Field(["experts"])
+    """As in quantize.grouped_mm.float8."""
 
 
 class GroupedMM(Section):
     """Routed experts."""
 
     float8: Float8GroupedMM = Float8GroupedMM()
+    mx: MxGroupedMM = MxGroupedMM()
 
 
 class Quantize(Section):

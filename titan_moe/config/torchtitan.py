@@ -22,9 +22,9 @@ class Key(NamedTuple):
     """What differs, why it has no effect, or what to do instead."""
 
 
-_WORKERS = "one background thread reads ahead, as training.dataloader.prefetch_factor says"
+_WORKERS = "one reader reads ahead, as training.dataloader.prefetch_factor says"
 _KEPT = "what is recomputed is set by activation_checkpoint.mode and selective_ac_option"
-_MX = "mxfp8 has not been seen on hardware: choose quantize.linear.float8"
+_MX = "only experts run in mxfp8, by quantize.grouped_mm.mx: choose quantize.linear.float8"
 _EXTENSION = "code is not imported from a config: add a folder to titan_moe/models instead"
 _RECORDER = "set TORCH_NCCL_TRACE_BUFFER_SIZE and TORCH_NCCL_DEBUG_INFO_TEMP_FILE instead"
 _TORCHFT = "torchft is not used"
@@ -195,10 +195,7 @@ TABLES: dict[str, dict[str, Key]] = {
         "filter_fqns": Key(["output"], _NONE, _MX),
     },
     "quantize.grouped_mm.float8": {"fqns": Key([])},
-    "quantize.grouped_mm.mx": {
-        "recipe_name": Key("mxfp8", _NONE, _MX),
-        "fqns": Key([], _NONE, _MX),
-    },
+    "quantize.grouped_mm.mx": {"recipe_name": Key("mxfp8"), "fqns": Key([])},
     "comm": {
         "init_timeout_seconds": Key(300),
         "train_timeout_seconds": Key(100),
@@ -271,7 +268,7 @@ VALUES: dict[str, dict[str, str]] = {
 
 # Values at keys of ours that are refused with more than the list of those allowed.
 VALUE_REMEDIES: dict[str, dict[str, str]] = {
-    "model.converters": dict.fromkeys(["mx", "quantize.linear.mx", "quantize.grouped_mm.mx"], _MX),
+    "model.converters": dict.fromkeys(["mx", "quantize.linear.mx"], _MX),
     "checkpoint.exclude_from_loading": {
         "lr_scheduler": (
             "the learning rate follows from the step: name 'train_state' to count from step 1 again"

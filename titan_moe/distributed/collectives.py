@@ -4,7 +4,7 @@ ranks exchange before rows; and of a step's sums."""
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,26 @@ class OverlapHook:
         pass
 
 
+class RowExchange(Protocol):
+    """An exchange of rows between ranks, which goes both ways."""
+
+    @property
+    def overlap(self) -> OverlapHook: ...
+
+    @property
+    def most_sent(self) -> int:
+        """Rows of the tensor that `start` takes."""
+
+    def reverse(self) -> "RowExchange":
+        """The way back, and that of the gradients."""
+
+    def start(self, x_RD: Tensor) -> Tensor:
+        """The rows that are being received; `wait` makes them readable."""
+
+    def wait(self, in_flight: Tensor) -> Tensor:
+        """The received rows, in the order of their source ranks."""
+
+
 class AllToAll(NamedTuple):
     """An all-to-all of rows: `sent[p]` consecutive ones to each rank p, `received[p]` from it."""
 
@@ -40,8 +60,21 @@ class AllToAll(NamedTuple):
     group: ProcessGroup
     overlap: OverlapHook = OverlapHook()
 
+    @property
+    def most_sent(self) -> int:
+        return sum(self.sent)
+
     def reverse(self) -> "AllToAll":
         return self._replace(sent=self.received, received=self.sent)
+
+    def start(self, x_RD: Tensor) -> Tensor:
+        if len(self.sent) == 1:
+            return x_RD
+        name = self.group.group_name
+        return _functional.all_to_all_single(x_RD.contiguous(), self.received, self.sent, name)
+
+    def wait(self, in_flight: Tensor) -> Tensor:
+        return in_flight if len(self.sent) == 1 else _functional.wait_tensor(in_flight)
 
 
 def all_to_all_rows(
@@ -68,7 +101,7 @@ class AsyncRows(NamedTuple):
     """What `all_to_all_wait` makes readable; without a gradient."""
 
 
-def all_to_all_start(x_RD: Tensor, exchange: AllToAll) -> AsyncRows:
+def all_to_all_start(x_RD: Tensor, exchange: RowExchange) -> AsyncRows:
     """Start an exchange; only `all_to_all_wait` makes its result readable.
 
     What the program computes between the two overlaps with the exchange, on the stream that it
@@ -80,7 +113,7 @@ def all_to_all_start(x_RD: Tensor, exchange: AllToAll) -> AsyncRows:
     return AsyncRows(*_StartRows.apply(x_RD, exchange))
 
 
-def all_to_all_wait(rows: AsyncRows, exchange: AllToAll) -> Tensor:
+def all_to_all_wait(rows: AsyncRows, exchange: RowExchange) -> Tensor:
     """The received rows of `all_to_all_start`, in the order of their source ranks; once."""
     return _WaitRows.apply(*rows, exchange)
 
@@ -148,20 +181,9 @@ def gather_parts(x: Tensor, group: ProcessGroup) -> Tensor:
     return _functional.wait_tensor(parts).view(group.size(), *x.shape)
 
 
-def _start(x_RD: Tensor, exchange: AllToAll) -> Tensor:
-    sent, received, group, _ = exchange
-    if len(sent) == 1:
-        return x_RD
-    return _functional.all_to_all_single(x_RD.contiguous(), received, sent, group.group_name)
-
-
-def _wait(x_RD: Tensor, exchange: AllToAll) -> Tensor:
-    return x_RD if len(exchange.sent) == 1 else _functional.wait_tensor(x_RD)
-
-
 def _exchange(x_RD: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
     exchange = AllToAll(sent, received, group)
-    return _wait(_start(x_RD, exchange), exchange)
+    return exchange.wait(exchange.start(x_RD))
 
 
 def _all_gather(x_RD: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
@@ -177,9 +199,9 @@ def _reduce_scatter(x_RD: Tensor, sizes: list[int], group: ProcessGroup) -> Tens
 
 class _StartRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x_RD: Tensor, exchange: AllToAll) -> tuple[Tensor, Tensor]:
+    def forward(ctx: FunctionCtx, x_RD: Tensor, exchange: RowExchange) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange  # type: ignore[attr-defined]
-        in_flight = _start(x_RD, exchange).detach()  # In a group of one that is x itself.
+        in_flight = exchange.start(x_RD).detach()  # In a group of one that is x itself.
         ctx.mark_non_differentiable(in_flight)
         return x_RD.new_empty(1).expand(x_RD.shape), in_flight
 
@@ -187,20 +209,22 @@ class _StartRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_in_flight: Tensor, _):  # type: ignore[override, no-untyped-def]
         ctx.exchange.overlap.in_backward()
-        return _wait(grad_in_flight, ctx.exchange), None
+        return ctx.exchange.wait(grad_in_flight), None
 
 
 class _WaitRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, carrier: Tensor, in_flight: Tensor, exchange: AllToAll) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, carrier: Tensor, in_flight: Tensor, exchange: RowExchange
+    ) -> Tensor:
         ctx.exchange = exchange  # type: ignore[attr-defined]
         exchange.overlap.in_forward()
-        return _wait(in_flight, exchange).detach()
+        return exchange.wait(in_flight).detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
-        return _start(grad_RD, ctx.exchange.reverse()), None, None
+        return ctx.exchange.reverse().start(grad_RD), None, None
 
 
 class _AllGatherRows(torch.autograd.Function):

@@ -8,7 +8,7 @@ Where the host waits for split sizes, or where the layer is recomputed whole and
 experts replayed, the pieces that compute are compiled each by itself: router, weights, experts,
 shared experts. What lies between them stays eager. Only the experts' rows change in number from
 step to step: their piece alone is compiled for any number of rows, so that nothing is compiled
-again. FSDP gathers the experts in hooks, which end a graph too.
+again. Where FSDP gathers the experts apart, its hooks end a graph too.
 
 Recompute by operation is the graphs' affair (`graph_recompute.py`): no checkpoint is around the
 block, and what lies between two graphs is not made again.

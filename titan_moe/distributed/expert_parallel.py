@@ -5,14 +5,17 @@ of those experts' hidden dim. On entry every rank of a (dp_shard x cp x tp) bloc
 its own, so nothing here needs to know how the dense part of the model was cut.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from titan_moe.config.job_config import Parallelism, Training, Validation
+from titan_moe.distributed import symmetric_memory
 from titan_moe.distributed.dtensor import cut_parameter, local_part
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
@@ -22,6 +25,7 @@ from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.moe.dispatch.capacity import CapacityDispatcher
 from titan_moe.moe.dispatch.deduplicated import DeduplicatedDispatcher, Nodes
+from titan_moe.moe.dispatch.symmetric import SymmetricDispatcher, rows_of_buffers
 from titan_moe.moe.experts import Compute, Experts, ExpertWeights
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.grouped_mm import GroupedMM
@@ -50,10 +54,12 @@ class DispatchOptions(NamedTuple):
 
     name: str = "standard"
     """A key of `DISPATCHERS`."""
-    capacity_factor: float = 1.0
-    """Of "capacity"."""
+    capacity_factor: float | None = None
+    """Of "capacity", which needs one, and of "symmetric"."""
     ranks_per_node: int | None = None
     """Of "deduplicated"; None: all ranks are on one node."""
+    num_parts: int = 1
+    """`MoE.num_parts`."""
 
 
 def choose_dispatcher(
@@ -82,9 +88,11 @@ def apply_expert_parallel(
     dims = meshes.dims
     if dims.ep * dims.etp == 1:
         return
+    options = options or DispatchOptions()
     for moe in moe_layers:
         _cut_experts(moe.experts, meshes)
-        moe.dispatcher = make_dispatcher(moe.config, meshes, options or DispatchOptions())
+        moe.dispatcher = make_dispatcher(moe.config, meshes, options)
+        moe.num_parts = options.num_parts
 
 
 def make_dispatcher(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:
@@ -106,14 +114,67 @@ def _deduplicated(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -
 
 def _capacity(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:
     groups = meshes.group("ep"), meshes.group("etp")
+    assert options.capacity_factor is not None
     return CapacityDispatcher(*groups, config, options.capacity_factor)
+
+
+def _symmetric(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:
+    groups = meshes.group("ep"), meshes.group("etp")
+    return SymmetricDispatcher(*groups, config, options.capacity_factor)
 
 
 DISPATCHERS: dict[str, Callable[[MoEConfig, Meshes, DispatchOptions], Dispatcher]] = {
     "standard": _standard,
     "deduplicated": _deduplicated,
     "capacity": _capacity,
+    "symmetric": _symmetric,
 }
+
+
+class Microbatch(NamedTuple):
+    """The largest that a rank's MoE layers see."""
+
+    num_tokens: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def most_tokens(training: Training, validation: Validation, parallelism: Parallelism) -> int:
+    """Tokens of a rank's largest microbatch, in training and in validation."""
+    lengths = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    piped = parallelism.pipeline_parallel_degree > 1
+    size = parallelism.pipeline_parallel_microbatch_size
+    most = (size if piped else training.local_batch_size) * training.seq_len
+    if validation.enable:
+        seq_len = validation.seq_len or training.seq_len
+        most = max(most, (size if piped else validation.local_batch_size) * seq_len)
+    return most // lengths
+
+
+def open_symmetric_memory(
+    parts: Iterable[nn.Module],
+    config: MoEConfig | None,
+    meshes: Meshes,
+    parallelism: Parallelism,
+    largest: Microbatch,
+) -> None:
+    """Give the symmetric dispatchers, if that is what the layers have, the buffers that they share.
+    Collective over the world, also on ranks without such a layer. Raises ConfigError where torch or
+    the machine lacks symmetric memory."""
+    ep, factor = meshes.dims.ep, parallelism.expert_parallel_capacity_factor
+    if config is None or ep == 1 or parallelism.expert_parallel_comm_backend != "symmetric":
+        return
+    symmetric_memory.check_available(largest.device)
+    tokens, width, dtype, device = largest
+    received = rows_of_buffers(tokens, config.top_k, config.num_experts, ep, factor)
+    channels = symmetric_memory.open_channels(
+        meshes.group("ep"), max(received, tokens * config.top_k), width, dtype, device
+    )
+    for module in (each for part in parts for each in part.modules()):
+        if isinstance(module, MoE):
+            assert isinstance(module.dispatcher, SymmetricDispatcher)
+            module.dispatcher.channels = channels
 
 
 def _cut_experts(experts: Experts, meshes: Meshes) -> None:

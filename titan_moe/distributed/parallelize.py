@@ -13,10 +13,7 @@ from torch import nn
 
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.pipeline import model_parts, module_names, schedule_of, stages_of_rank
-from titan_moe.distributed.activation_checkpoint import (
-    apply_activation_checkpoint,
-    recomputes_by_operation,
-)
+from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.distributed.compile import apply_compile, compile_loss
 from titan_moe.distributed.context_parallel.apply import (
     Positions,
@@ -25,8 +22,11 @@ from titan_moe.distributed.context_parallel.apply import (
 )
 from titan_moe.distributed.execution import Execution, WholeModel
 from titan_moe.distributed.expert_parallel import (
+    Microbatch,
     apply_expert_parallel,
     join_sequences,
+    most_tokens,
+    open_symmetric_memory,
 )
 from titan_moe.distributed.fsdp import StepSync, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
@@ -148,6 +148,9 @@ def build_sharded_model(
         if draw_weights:
             std_of, drawn_as = partial(initial_std, config=config), first_names(config)
             fill_initial_weights(part, job.debug.seed, std_of, drawn_as=drawn_as, device=device)
+    tokens = most_tokens(job.training, job.validation, job.parallelism)
+    largest = Microbatch(tokens, config.dim, compute_dtype(job), device)
+    open_symmetric_memory(parts, config.moe, meshes, job.parallelism, largest)
 
     named = {name: p for part in parts for name, p in part.named_parameters()}
     return ShardedModel(
@@ -233,6 +236,8 @@ def lay_out(
     policy = sharding_policy(job, accumulation.word)
     partial_over_tp = set()
     dispatch = dispatch_options(job.parallelism, config, meshes, ranks_per_node)
+    if job.parallelism.expert_parallel_overlap:
+        dispatch = dispatch._replace(num_parts=2)
     for part in parts:
         # 3. What multiplies in float8, while every weight is whole.
         if in_float8 := quantize(part, job.model.converters, job.quantize):
@@ -257,8 +262,7 @@ def lay_out(
             eager_attention=_is_eager(part.core, meshes),
             eager_routing=bool(job.debug.routing_record or job.debug.routing_replay),
         )
-        if not (job.compile.compiles_layers and recomputes_by_operation(recompute)):
-            apply_activation_checkpoint(blocks, recompute)
+        apply_activation_checkpoint(blocks, recompute, compiled=job.compile.compiles_layers)
 
         # 6. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, policy)

@@ -10,7 +10,7 @@ from titan_moe.distributed.expert_parallel import DispatchOptions, choose_dispat
 from titan_moe.distributed.fsdp import ShardingPolicy
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.quantize import GROUPED_MM, ROW_ALIGNMENT
+from titan_moe.models.quantize import row_alignment
 from titan_moe.moe.config import MoEConfig
 from titan_moe.ops.grouped_mm import slow_on_gpu
 from titan_moe.runtime.device import memory_of
@@ -34,8 +34,8 @@ def resolve_model(
         # oneDNN generates code for each new number of rows and keeps it: without padding a run
         # grew by 1 GB in 20 steps, and a step of 8 experts took a fifth longer.
         named = {"row_alignment": _ROWS_OF_ONEDNN} | named
-    if GROUPED_MM in job.model.converters:
-        named["row_alignment"] = max(named.get("row_alignment", 1), ROW_ALIGNMENT)
+    if (rows := row_alignment(job.model.converters, job.quantize)) > 1:
+        named["row_alignment"] = max(named.get("row_alignment", 1), rows)
     named["force_load_balance"] = job.debug.moe_force_load_balance
     if device_type == "cuda" and joint_gate_up_pays(job, config.moe):
         named["joint_gate_up"] = True
@@ -44,14 +44,15 @@ def resolve_model(
 
 def joint_gate_up_pays(job: JobConfig, moe: MoEConfig) -> bool:
     """Whether one product of gate and up saves more memory traffic than its weights cost to lay
-    side by side, in every microbatch: docs/moe.md counts both."""
+    side by side, in every part of a microbatch: docs/moe.md counts both."""
     parallelism, training = job.parallelism, job.training
     ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
     sequences = training.local_batch_size
     if parallelism.pipeline_parallel_degree > 1:
         sequences = parallelism.pipeline_parallel_microbatch_size
     cut = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-    tokens = sequences * training.seq_len / cut
+    parts = 2 if parallelism.expert_parallel_overlap else 1
+    tokens = sequences * training.seq_len / cut / parts
     rows_of_an_expert = tokens * moe.top_k * ep * etp / moe.num_experts
     return rows_of_an_expert > 2 * moe.hidden_dim / etp
 
@@ -60,10 +61,13 @@ def dispatch_options(
     parallelism: Parallelism, config: ModelConfig, meshes: Meshes, ranks_per_node: int | None
 ) -> DispatchOptions:
     """What a model's MoE layers exchange rows by. `ranks_per_node`: as the launcher says."""
-    if (factor := parallelism.expert_parallel_capacity_factor) is not None:
-        return DispatchOptions("capacity", capacity_factor=factor)
-    on_node = parallelism.expert_parallel_ranks_per_node or ranks_per_node or meshes.dims.world_size
     backend, dims = parallelism.expert_parallel_comm_backend, meshes.dims
+    factor = parallelism.expert_parallel_capacity_factor
+    if backend == "symmetric":
+        return DispatchOptions(backend, capacity_factor=factor)
+    if factor is not None:
+        return DispatchOptions("capacity", capacity_factor=factor)
+    on_node = parallelism.expert_parallel_ranks_per_node or ranks_per_node or dims.world_size
     if backend != "auto":
         return DispatchOptions(backend, ranks_per_node=on_node)
     if config.moe is None or dims.ep == 1:

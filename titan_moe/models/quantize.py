@@ -13,28 +13,59 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Quantize
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
-from titan_moe.ops.float8 import ROW_ALIGNMENT, Float8Linear, float8_grouped_mm, float8_linear
+from titan_moe.ops.float8 import (
+    Float8Linear,
+    alignment,
+    float8_grouped_mm,
+    float8_linear,
+    has_deep_gemm,
+)
 
 LINEAR, GROUPED_MM = "quantize.linear.float8", "quantize.grouped_mm.float8"
+GROUPED_MX = "quantize.grouped_mm.mx"
 
-# What torch's kernels want: any float8 units, and for grouped GEMMs those of Hopper.
-_CAPABILITIES = {LINEAR: (8, 9), GROUPED_MM: (9, 0)}
+# What torch's kernels want: any float8 units, for grouped GEMMs those of Hopper, for mxfp8 those of
+# Blackwell.
+_CAPABILITIES = {LINEAR: (8, 9), GROUPED_MM: (9, 0), GROUPED_MX: (10, 0)}
 
 
 def check_hardware(converters: Sequence[str], section: Quantize, device: torch.device) -> None:
-    """Raises ConfigError where a GPU lacks the units that the converters ask for."""
+    """Raises ConfigError where a GPU, or the installation, lacks what the converters ask for."""
     if section.linear.float8.emulate or device.type != "cuda":
         return
     found = torch.cuda.get_device_capability(device)
+    gpu = f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
+    emulate = "or set quantize.linear.float8.emulate=true"
     lines = [
         f"model.converters: {name} needs a GPU of compute capability {major}.{minor} or more, and "
-        f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}: leave it out, or set "
-        f"quantize.linear.float8.emulate=true"
+        f"{gpu}: leave it out, {emulate}"
         for name, (major, minor) in _CAPABILITIES.items()
         if name in converters and found < (major, minor)
     ]
+    if LINEAR in converters and section.linear.float8.recipe_name == "blockwise":
+        version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+        if found != (9, 0) or version < (12, 9):
+            lines.append(
+                f"{LINEAR}.recipe_name=blockwise needs a GPU of compute capability 9.0 and torch "
+                f"for CUDA 12.9 or later, and {gpu} with CUDA {torch.version.cuda}: choose "
+                f"rowwise, {emulate}"
+            )
+    blockwise_experts = section.grouped_mm.float8.recipe_name == "blockwise"
+    if GROUPED_MM in converters and blockwise_experts and not has_deep_gemm():
+        lines.append(
+            f"{GROUPED_MM}.recipe_name=blockwise needs the package deep_gemm, which is not "
+            f"installed: choose rowwise, {emulate}"
+        )
     if lines:
         raise ConfigError(lines)
+
+
+def row_alignment(converters: Sequence[str], section: Quantize) -> int:
+    """What each expert's rows are padded to a multiple of."""
+    return max(
+        (alignment(recipe) for name, recipe, _ in _experts(section) if name in converters),
+        default=1,
+    )
 
 
 def quantize(model: nn.Module, converters: Sequence[str], section: Quantize) -> list[str]:
@@ -44,30 +75,43 @@ def quantize(model: nn.Module, converters: Sequence[str], section: Quantize) -> 
         The names of the Linear layers and MoE layers that do.
     """
     names = []
+    emulate = section.linear.float8.emulate
     if LINEAR in converters:
         linear = section.linear.float8
-        multiply = float8_linear(linear.recipe_name, emulate=linear.emulate)
-        for name, module in list(_linears(model, linear.filter_fqns)):
+        multiply = float8_linear(linear.recipe_name, emulate=emulate)
+        unit = alignment(linear.recipe_name)
+        for name, module in list(_linears(model, linear.filter_fqns, unit)):
             model.set_submodule(name, Float8Linear(module, multiply))
             names.append(name)
-    if GROUPED_MM in converters:
-        product = float8_grouped_mm(emulate=section.linear.float8.emulate)
+    for converter, recipe, fqns in _experts(section):
+        if converter not in converters:
+            continue
+        product = float8_grouped_mm(recipe, emulate=emulate)
         for name, module in model.named_modules():
-            if isinstance(module, MoE) and _has_word(
-                f"{name}.experts", section.grouped_mm.float8.fqns
-            ):
+            if isinstance(module, MoE) and _has_word(f"{name}.experts", fqns):
                 module.experts.grouped_mm = product
                 names.append(name)
     return names
 
 
-def _linears(model: nn.Module, left_alone: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
+def _experts(section: Quantize) -> list[tuple[str, str, list[str]]]:
+    """Converter, recipe and words of the names."""
+    float8, mx = section.grouped_mm.float8, section.grouped_mm.mx
+    return [
+        (GROUPED_MM, float8.recipe_name, float8.fqns),
+        (GROUPED_MX, mx.recipe_name, mx.fqns),
+    ]
+
+
+def _linears(
+    model: nn.Module, left_alone: Sequence[str], unit: int
+) -> Iterator[tuple[str, nn.Linear]]:
     routers = (each for each in model.modules() if isinstance(each, Router))
     inside = {id(module) for router in routers for module in router.modules()}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or id(module) in inside:
             continue
-        aligned = all(size % ROW_ALIGNMENT == 0 for size in module.weight.shape)
+        aligned = all(size % unit == 0 for size in module.weight.shape)
         if aligned and name != "output" and not _has_word(name, left_alone):
             yield name, module
 

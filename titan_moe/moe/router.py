@@ -10,6 +10,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from titan_moe.moe.balance import updated_bias
 from titan_moe.moe.config import MoEConfig
+from titan_moe.ops.split_linear import split_linear
 
 
 class Scores(NamedTuple):
@@ -56,14 +57,21 @@ class Router(nn.Module):
         self.balance_loss.zero_()
 
     def forward(self, x_TD: Tensor) -> Scores:
-        dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        bias_E = None if self.gate.bias is None else self.gate.bias.to(dtype)
-        logits_TE = F.linear(x_TD.to(dtype), self.gate.weight.to(dtype), bias_E)
+        logits_TE = self._logits(x_TD)
         if self.config.score == "softmax":
             scores_TE = logits_TE.softmax(-1)
             return Scores(logits_TE, scores_TE, scores_TE)
         scores_TE = logits_TE.sigmoid()
         return Scores(logits_TE, scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True))
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        dtype, weight_ED = torch.promote_types(x_TD.dtype, torch.float32), self.gate.weight
+        bias_E = None if self.gate.bias is None else self.gate.bias.to(dtype)
+        narrow = x_TD.dtype is weight_ED.dtype is torch.bfloat16
+        if narrow and self.config.router_product == "bfloat16":
+            logits_TE = split_linear(x_TD, weight_ED)
+            return logits_TE if bias_E is None else logits_TE + bias_E
+        return F.linear(x_TD.to(dtype), weight_ED.to(dtype), bias_E)
 
     def select_experts(self, scores_TE: Tensor) -> Tensor:
         """The top_k experts of each token: experts_TK, best first. Has no gradient."""

@@ -11,6 +11,8 @@ A sink is one more logit in a head's softmax that brings no value: it takes a sh
 away (attention sinks: arXiv 2309.17453; a learned one: gpt-oss).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -147,6 +149,20 @@ def _with_sink_key(
     return q_BHSC, k_BHSC, F.pad(v_BHSC, (0, 1, 1, 0)), mask
 
 
+class MasksByLength:
+    """Masks that do not depend on the documents, made once for each length of rows and device."""
+
+    def __init__(self, make: Callable[[Tensor, LocalAttention | None], Any]) -> None:
+        self._make = make
+        self._made: dict[tuple[int, torch.device, LocalAttention | None], Any] = {}
+
+    def __call__(self, documents_BS: Tensor, local: LocalAttention | None) -> Any:
+        key = documents_BS.shape[1], documents_BS.device, local
+        if key not in self._made:
+            self._made[key] = self._make(documents_BS, local)
+        return self._made[key]
+
+
 class Flex:
     """Flex attention, which skips tiles where no key is seen.
 
@@ -240,8 +256,11 @@ class Flex:
 class CausalSdpa:
     """Documents packed into a row see each other. Fast where neither windows nor sinks are."""
 
+    def __init__(self) -> None:
+        self._masks = MasksByLength(partial(_explicit, mask_documents=False))
+
     def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Tensor | None:  # type: ignore[no-untyped-def]
-        return None if local is None else _explicit(documents_BS, local, mask_documents=False)
+        return None if local is None else self._masks(documents_BS, local)
 
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor | None, scale: float, sinks_H=None
@@ -325,8 +344,13 @@ class FlexCore:
     def __init__(self, *, mask_documents: bool, compiled: bool) -> None:
         self._mask_documents = mask_documents
         self._flex = Flex(compiled=compiled)
+        self._masks = MasksByLength(self._make)
 
     def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Any:  # type: ignore[no-untyped-def]
+        make = self._make if self._mask_documents else self._masks
+        return make(documents_BS, local)
+
+    def _make(self, documents_BS: Tensor, local: LocalAttention | None) -> Any:
         return self._flex.row_mask(
             first_seen_in_rows(documents_BS, local, mask_documents=self._mask_documents)
         )

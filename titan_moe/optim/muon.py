@@ -12,6 +12,10 @@ gathering all of them everywhere would be P - 1 times them. Where several axes c
 and tp, edp and etp), P counts the ranks of all of them, and the exchange is one over their joined
 group. Whole replicas (over dp_replicate, or of what tp leaves whole) each do the same work on the
 same bits.
+
+In bfloat16, as its author runs them on GPUs, the steps take products of twice the rate or more, and
+matrices travel in half the bytes. Rounding moves singular values by some thousandths, where the
+steps leave them anywhere from 0.68 to 1.17.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -64,6 +68,8 @@ class Muon(Adam):
     Args:
         momentum: decay of the mean.
         num_steps: of Newton-Schulz.
+        dtype: of these steps: "bfloat16"; "stored", the parameters' own type; or "auto", bfloat16
+            for parameters in float32 on a GPU.
         rms: root mean square of an update of full rank, in learning rates.
         joined_group: asked at the first update, for axes that cut the same matrices; may be left
             out where no two axes do.
@@ -75,6 +81,7 @@ class Muon(Adam):
         *,
         momentum: float,
         num_steps: int,
+        dtype: str,
         rms: float,
         joined_group: JoinedGroup | None = None,
         **adam: Any,
@@ -82,6 +89,7 @@ class Muon(Adam):
         super().__init__(groups, **adam)
         self._momentum, self._rms, self._joined_group = momentum, rms, joined_group
         self._orthogonalized = partial(orthogonalized, num_steps=num_steps)
+        self._dtype = dtype
         self._batches: dict[tuple[int, ...], list[_Batch]] = {}
 
     def initial_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
@@ -102,11 +110,12 @@ class Muon(Adam):
     def _update_batch(self, group: dict[str, Any], batch: "_Batch") -> None:
         lr, shape = group["lr"], batch.parameters[0].shape
         directions = self._directions(batch.parameters)
-        made = redistribute_matrices(self._orthogonalized, _stacked(directions, batch), batch.cut)
+        pieces = narrowed(_stacked(directions, batch), self._dtype)
+        made = redistribute_matrices(self._orthogonalized, pieces, batch.cut)
         numbers = [direction.shape[:-2].numel() for direction in directions]
         own = [local_part(parameter) for parameter in batch.parameters]
         updates = [
-            update.view(each.shape).to(each.device)
+            update.view(each.shape).to(each)
             for update, each in zip(made.split(numbers), own, strict=True)
         ]
         torch._foreach_mul_(own, 1 - lr * group["weight_decay"])
@@ -123,6 +132,12 @@ class Muon(Adam):
         torch._foreach_lerp_(grads, wide, self._momentum)
         self.put_back(kept, wide)
         return grads
+
+
+def narrowed(x_NAB: Tensor, dtype: str) -> Tensor:
+    """In the type that Muon's `dtype` says."""
+    on_gpu = x_NAB.is_cuda and x_NAB.dtype == torch.float32
+    return x_NAB.bfloat16() if dtype == "bfloat16" or (dtype == "auto" and on_gpu) else x_NAB
 
 
 class Cut(NamedTuple):

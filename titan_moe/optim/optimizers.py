@@ -83,6 +83,7 @@ def _muon(
     *,
     muon_momentum: float,
     muon_steps: int,
+    muon_dtype: str,
     muon_rms: float,
     joined_group: JoinedGroup | None,
     **adam: Any,
@@ -91,6 +92,7 @@ def _muon(
         Muon,
         momentum=muon_momentum,
         num_steps=muon_steps,
+        dtype=muon_dtype,
         rms=muon_rms,
         joined_group=joined_group,
     )

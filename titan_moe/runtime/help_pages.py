@@ -20,6 +20,7 @@ _PAGES = tuple(
         (r"ranks for \d+ GPUs", _TROUBLE + "more-ranks-than-gpus"),
         (r"^this is a command of the checkout", _TROUBLE + "the-wrong-code-runs"),
         (r"^step \d+: loss ", _TROUBLE + "loss-is-nan"),
+        (r"comm_backend=symmetric: ", _TROUBLE + "symmetric-memory-is-refused"),
         (r"found no room between ranks", _TROUBLE + "capacity-overflow"),
         (r"free some space| GB are free", _TROUBLE + "disk-full"),
         (r"one folder for all nodes", _TROUBLE + "no-checkpoint-folder-is-shared"),

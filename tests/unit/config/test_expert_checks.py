@@ -3,6 +3,8 @@
 import pytest
 
 from tests.support.config_checks import problems
+from titan_moe.config.checks.experts import check_trains_on_gpus
+from titan_moe.config.parse import load_job
 
 _EP, _P = "--parallelism.expert_parallel_degree 2", "--parallelism.expert_parallel"
 
@@ -13,11 +15,17 @@ _EP, _P = "--parallelism.expert_parallel_degree 2", "--parallelism.expert_parall
         (
             f"{_EP} {_P}_capacity_factor 1.5 {_P}_comm_backend deduplicated",
             "parallelism.expert_parallel_capacity_factor=1.5 bounds the buffers of "
-            "expert_parallel_comm_backend=standard alone, not of deduplicated: choose one",
+            "expert_parallel_comm_backend=standard and symmetric alone, not of deduplicated: "
+            "choose one",
         ),
         (
             f"{_P}_capacity_factor 1.5",
             "parallelism.expert_parallel_capacity_factor=1.5 has no effect without "
+            "expert_parallel_degree above 1: leave it out",
+        ),
+        (
+            f"{_P}_overlap true",
+            "parallelism.expert_parallel_overlap=true has no effect without "
             "expert_parallel_degree above 1: leave it out",
         ),
         (
@@ -54,10 +62,74 @@ def test_nothing_to_say(arguments: str) -> None:
     assert problems(arguments, ranks=2) == []
 
 
-def test_a_model_without_experts() -> None:
-    (line,) = problems(f"{_P}_comm_backend deduplicated", moe=False)
-    assert line.startswith("parallelism.expert_parallel_comm_backend=deduplicated: ")
+def test_two_overlaps_are_one_too_many() -> None:
+    chunks = "--parallelism.pipeline_parallel_degree 2 --activation_checkpoint.mode none"
+    chunks += " --parallelism.pipeline_parallel_schedule DualPipeV --training.local_batch_size 8"
+    (line,) = problems(f"{_EP} {_P}_overlap true {chunks}", ranks=4)
+    assert line.startswith("parallelism.expert_parallel_overlap=true does within a chunk what ")
+    apart = "--parallelism.pipeline_parallel_expert_parallel_overlap false"
+    assert problems(f"{_EP} {_P}_overlap true {chunks} {apart}", ranks=4) == []
+
+
+@pytest.mark.parametrize("backend", ["deduplicated", "symmetric"])
+def test_a_model_without_experts(backend: str) -> None:
+    (line,) = problems(f"{_P}_comm_backend {backend}", moe=False)
+    assert line.startswith(f"parallelism.expert_parallel_comm_backend={backend}: ")
     assert line.endswith("has no experts; leave it out")
+
+
+_NAME = "parallelism.expert_parallel_comm_backend=symmetric"
+
+
+@pytest.mark.parametrize(
+    "arguments, ranks, lines",
+    [
+        ("degree 2", 2, []),
+        ("degree 2 {p}_capacity_factor 1.5", 2, []),
+        (
+            "degree 3",
+            3,
+            [
+                f"{_NAME}: torch's kernel wants a power of two of ranks, at most 64, and "
+                "expert_parallel_degree is 3: choose one, or deduplicated",
+                "parallelism.expert_parallel_degree=3 must divide num_experts=8: choose 1, 2, 4 or "
+                "8",
+            ],
+        ),
+        (
+            "degree 2 {p}_capacity_factor 0.5",
+            2,
+            [
+                f"{_NAME} never drops a row, and expert_parallel_capacity_factor=0.5 has no room "
+                "for those of a balanced router: choose 1.25 or more"
+            ],
+        ),
+        (
+            "degree 2 {p}_capacity_factor 1.5 {p}_overflow drop",
+            2,
+            [f"{_NAME} never drops a row: leave expert_parallel_overflow=drop out"],
+        ),
+        (
+            "degree 2 {p}_overlap true",
+            2,
+            [
+                f"{_NAME} has one set of buffers, and parallelism.expert_parallel_overlap=true has "
+                "two exchanges under way: choose one"
+            ],
+        ),
+    ],
+)
+def test_symmetric_memory(arguments: str, ranks: int, lines: list[str]) -> None:
+    given = f"{_P}_comm_backend symmetric {_P}_" + arguments.format(p=_P)
+    assert problems(given, ranks=ranks, gpus=8) == lines
+
+
+def test_symmetric_memory_trains_on_gpus_alone() -> None:
+    job = load_job(f"{_P}_comm_backend symmetric".split())
+    (line,) = check_trains_on_gpus(job, 0)
+    assert line.startswith(f"{_NAME}: a CPU has no NVSHMEM: choose standard; ")
+    assert not check_trains_on_gpus(job, 8)
+    assert not check_trains_on_gpus(load_job([]), 0)
 
 
 def test_a_dense_model_has_no_expert_settings() -> None:

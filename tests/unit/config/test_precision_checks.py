@@ -26,3 +26,34 @@ def test_float8_without_torchao_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (line,) = problems(_EMULATED)
     assert "needs torchao, which is not installed: pip install '.[float8]'" in line
+
+
+_MX = '--model.converters ["quantize.grouped_mm.mx"]'
+_EMULATE = "--quantize.linear.float8.emulate true"
+
+
+def test_blocks_want_multiples_of_their_size() -> None:
+    blockwise = f"{_EMULATED} --quantize.grouped_mm.float8.recipe_name blockwise"
+    (line,) = problems(blockwise)
+    assert line.startswith(
+        "model.converters=quantize.grouped_mm.float8 wants multiples of 128, and dim of "
+    )
+    assert problems(f"{_MX} {_EMULATE}") == []
+    (line,) = problems(f"{_MX} {_EMULATE} --parallelism.expert_tensor_parallel_degree 16", ranks=16)
+    assert "quantize.grouped_mm.mx wants multiples of 32" in line and "is 16: leave it out" in line
+
+
+def test_a_microbatch_is_whole_blocks() -> None:
+    linear = '--model.converters ["quantize.linear.float8"] --training.local_batch_size 1'
+    recipe = "--quantize.linear.float8.recipe_name blockwise"
+    (line,) = problems(f"{linear} {recipe} --training.seq_len 96", gpus=1)
+    assert "are 96 tokens" in line and "a multiple of 128: choose a multiple of 128" in line
+
+
+def test_experts_multiply_in_one_way() -> None:
+    both = '--model.converters ["quantize.grouped_mm.float8","quantize.grouped_mm.mx"]'
+    (line,) = problems(f"{both} {_EMULATE}")
+    assert line.endswith(
+        "quantize.grouped_mm.float8 and quantize.grouped_mm.mx are for the same products: choose "
+        "one"
+    )

@@ -120,6 +120,19 @@ def test_flex_matches_the_explicit_mask_with_gradients(
     _assert_close(*found, 1e-13)
 
 
+@pytest.mark.parametrize("core", ["plain", "flex"])
+def test_a_mask_without_documents_is_made_once_for_each_length(core: str):
+    made = CausalSdpa() if core == "plain" else FlexCore(mask_documents=False, compiled=False)
+    window, chunk = LOCALS["window"], LOCALS["chunk"]
+    first = made.mask(DOCUMENTS_BS, window)
+    assert made.mask(torch.zeros_like(DOCUMENTS_BS)[:1], window) is first
+    assert made.mask(DOCUMENTS_BS, chunk) is not first
+    shorter = made.mask(DOCUMENTS_BS[:, :5], window)
+    assert shorter is not first and tuple(shorter.shape[-2:]) == (5, 5)
+    by_documents = FlexCore(mask_documents=True, compiled=False)
+    assert by_documents.mask(DOCUMENTS_BS, window) is not by_documents.mask(DOCUMENTS_BS, window)
+
+
 def test_sinks_of_the_plain_core_need_no_mask():
     """Where nobody said that there would be sinks; without them the kernel's own causal order."""
     inputs = _inputs(sinks=True)

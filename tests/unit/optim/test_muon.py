@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from titan_moe.config.job_config import Optimizer
-from titan_moe.optim.muon import orthogonalized
+from titan_moe.optim.muon import narrowed, orthogonalized
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.verify.gradients.reference import orthogonal
 
@@ -47,6 +47,46 @@ def test_in_the_type_it_comes_in(dtype, error):
     assert made.dtype == dtype
     exact = torch.stack([by_singular_values(matrix) for matrix in x_NAB])
     assert (made - exact).norm() < error * exact.norm()
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 256), (2, 128, 128), (2, 256, 96)])
+def test_rounding_leaves_singular_values_where_they_belong(shape):
+    """Of matrices whose own span one and a half decades."""
+    torch.manual_seed(0)
+    number, rows, columns = shape
+    rank = min(rows, columns)
+    u = torch.linalg.qr(torch.randn(number, rows, rank, dtype=torch.float64)).Q
+    v = torch.linalg.qr(torch.randn(number, columns, rank, dtype=torch.float64)).Q
+    x_NAB = u * 10 ** (-1.5 * torch.rand(number, 1, rank, dtype=torch.float64)) @ v.mT
+    exact = orthogonalized(x_NAB, 5)
+    rounded = orthogonalized(narrowed(x_NAB.float(), "bfloat16"), 5).double()
+    assert (rounded - exact).norm() < 0.03 * exact.norm()
+    values = torch.linalg.svdvals(exact), torch.linalg.svdvals(rounded)
+    assert (values[0] - values[1]).abs().max() < 0.01
+    assert values[1].min() > 0.67 and values[1].max() < 1.2
+
+
+def test_a_cpu_keeps_the_parameters_type_unless_told():
+    x_NAB = torch.ones(1, 2, 2)
+    types = {dtype: narrowed(x_NAB, dtype).dtype for dtype in ("auto", "stored", "bfloat16")}
+    wide = {"auto": torch.float32, "stored": torch.float32}
+    assert types == wide | {"bfloat16": torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype, same", [("stored", True), ("bfloat16", False)])
+def test_a_step_in_bfloat16_is_nearly_that_of_float32(dtype, same):
+    steps = []
+    for word in ("auto", dtype):
+        named = parameters()
+        config = Optimizer(name="Muon", lr=0.1, weight_decay=0.0, muon_dtype=word)
+        before = {name: each.detach().clone() for name, each in named.items()}
+        for each in named.values():
+            each.grad = torch.ones_like(each).cumsum(-1).sin()
+        build_optimizer(config, named.items()).step()
+        steps.append({n: each.detach() - before[n] for n, each in named.items()})
+    moved = "layers.0.moe.experts.w1"
+    assert torch.equal(steps[0][moved], steps[1][moved]) == same
+    assert (steps[0][moved] - steps[1][moved]).norm() < 0.05 * steps[0][moved].norm()
 
 
 def parameters():

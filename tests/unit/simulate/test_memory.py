@@ -185,5 +185,6 @@ def test_a_config_states_its_memory_and_fits(path: Path, monkeypatch: pytest.Mon
     comment = " ".join(line.removeprefix("# ") for line in text.splitlines())
     assert str(found) in comment
     assert found.total < _USABLE
+    choose_accumulation(config, *sections, ranks, 79 * GIB)  # Which may refuse to offload.
     # A node of 8 has 2 TB.
     assert 8 * found.host < 1.9e12

@@ -3,7 +3,10 @@
 import math
 
 from titan_moe.config.checks.run import Check, Run, divisors
-from titan_moe.config.job_config import Moe
+from titan_moe.config.job_config import JobConfig, Moe
+from titan_moe.config.stages import stage_jobs
+
+_SYMMETRIC = "parallelism.expert_parallel_comm_backend=symmetric"
 
 
 def _moe_settings(run: Run) -> list[str]:
@@ -40,12 +43,29 @@ def _dispatch(run: Run) -> list[str]:
     if factor is not None and backend == "deduplicated":
         lines.append(
             f"parallelism.expert_parallel_capacity_factor={factor} bounds the buffers of "
-            f"expert_parallel_comm_backend=standard alone, not of {backend}: choose one"
+            f"expert_parallel_comm_backend=standard and symmetric alone, not of {backend}: choose "
+            f"one"
         )
     if factor is not None and run.model.moe is not None and not travels:
         lines.append(
             f"parallelism.expert_parallel_capacity_factor={factor} has no effect without "
             f"expert_parallel_degree above 1: leave it out"
+        )
+    if degrees.expert_parallel_overlap and run.model.moe is not None and not travels:
+        lines.append(
+            "parallelism.expert_parallel_overlap=true has no effect without "
+            "expert_parallel_degree above 1: leave it out"
+        )
+    overlaps_chunks = (
+        degrees.pipeline_parallel_degree > 1
+        and degrees.pipeline_parallel_schedule == "DualPipeV"
+        and degrees.pipeline_parallel_expert_parallel_overlap
+    )
+    if degrees.expert_parallel_overlap and overlaps_chunks:
+        lines.append(
+            "parallelism.expert_parallel_overlap=true does within a chunk what "
+            "pipeline_parallel_schedule=DualPipeV does with two chunks: leave it out, or set "
+            "pipeline_parallel_expert_parallel_overlap=false"
         )
     if factor is None and degrees.expert_parallel_overflow != plain.expert_parallel_overflow:
         lines.append(
@@ -66,15 +86,58 @@ def _dispatch(run: Run) -> list[str]:
     return lines
 
 
+def check_trains_on_gpus(job: JobConfig, num_gpus: int) -> list[str]:
+    """Not of `check`: the gate proves on CPUs what trains on GPUs alone."""
+    backends = {
+        each.parallelism.expert_parallel_comm_backend
+        for each in (job, *(stage for _, stage in stage_jobs(job)))
+    }
+    if num_gpus or "symmetric" not in backends:
+        return []
+    return [
+        f"{_SYMMETRIC}: a CPU has no NVSHMEM: choose standard; titan-moe verify gradients "
+        f"--layouts dp_shard=2,ep=2,dispatch=symmetric proves it with an emulated exchange"
+    ]
+
+
+def _symmetric(run: Run) -> list[str]:
+    degrees = run.job.parallelism
+    if degrees.expert_parallel_comm_backend != "symmetric":
+        return []
+    name, lines = _SYMMETRIC, []
+    ep, factor = degrees.expert_parallel_degree, degrees.expert_parallel_capacity_factor
+    if ep & (ep - 1) or ep > 64:
+        lines.append(
+            f"{name}: torch's kernel wants a power of two of ranks, at most 64, and "
+            f"expert_parallel_degree is {ep}: choose one, or deduplicated"
+        )
+    if factor is not None and factor < 1:
+        lines.append(
+            f"{name} never drops a row, and expert_parallel_capacity_factor={factor} has no room "
+            f"for those of a balanced router: choose 1.25 or more"
+        )
+    if degrees.expert_parallel_overlap:
+        lines.append(
+            f"{name} has one set of buffers, and parallelism.expert_parallel_overlap=true has two "
+            f"exchanges under way: choose one"
+        )
+    if degrees.expert_parallel_overflow == "drop":
+        lines.append(f"{name} never drops a row: leave expert_parallel_overflow=drop out")
+    return lines
+
+
 def _experts(run: Run) -> list[str]:
     degree, moe = run.job.parallelism.expert_parallel_degree, run.model.moe
     slices = run.job.parallelism.expert_tensor_parallel_degree
+    backend = run.job.parallelism.expert_parallel_comm_backend
     if moe is None:
         used = {
             f"parallelism.expert_parallel_degree={degree}": degree > 1,
             f"parallelism.expert_tensor_parallel_degree={slices}": slices > 1,
-            "parallelism.expert_parallel_comm_backend=deduplicated": (
-                run.job.parallelism.expert_parallel_comm_backend == "deduplicated"
+            f"parallelism.expert_parallel_comm_backend={backend}": backend
+            not in ("auto", "standard"),
+            "parallelism.expert_parallel_overlap=true": (
+                run.job.parallelism.expert_parallel_overlap
             ),
             "debug.moe_force_load_balance=true": run.job.debug.moe_force_load_balance,
         }
@@ -109,4 +172,11 @@ def _expert_hidden_dim(run: Run) -> list[str]:
     ]
 
 
-CHECKS: list[Check] = [_moe_settings, _expert_block, _dispatch, _experts, _expert_hidden_dim]
+CHECKS: list[Check] = [
+    _moe_settings,
+    _expert_block,
+    _dispatch,
+    _symmetric,
+    _experts,
+    _expert_hidden_dim,
+]

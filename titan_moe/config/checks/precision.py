@@ -16,7 +16,7 @@ def _precision(run: Run) -> list[str]:
 
 
 def _float8(run: Run) -> list[str]:
-    job, model = run.job, run.model
+    job = run.job
     named = job.model.converters
     if not named:
         return []
@@ -37,22 +37,36 @@ def _float8(run: Run) -> list[str]:
         wide = wide or f"training.mixed_precision_param={job.training.mixed_precision_param}"
     if units and wide:
         lines.append(f"{wide}: float8 products of a GPU go with bfloat16: choose bfloat16")
-    if "quantize.grouped_mm.float8" not in named:
-        return lines
+    return lines + _float8_experts(run)
+
+
+def _float8_experts(run: Run) -> list[str]:
+    job, model, float8 = run.job, run.model, "quantize.grouped_mm.float8"
+    units = {
+        float8: _unit(job.quantize.grouped_mm.float8.recipe_name),
+        "quantize.grouped_mm.mx": 32,
+    }
+    named = [name for name in units if name in job.model.converters]
     if model.moe is None:
         return [
-            *lines,
-            f"model.converters=quantize.grouped_mm.float8: {run.flavor} has no experts; leave it "
-            "out",
+            f"model.converters={name}: {run.flavor} has no experts; leave it out" for name in named
         ]
+    if len(named) > 1:
+        return [f"model.converters: {' and '.join(named)} are for the same products: choose one"]
     cut = job.parallelism.expert_tensor_parallel_degree
     sizes = {"dim": model.dim, f"the experts' hidden_dim / etp {cut}": model.moe.hidden_dim // cut}
-    return lines + [
-        f"model.converters=quantize.grouped_mm.float8 wants multiples of 16, and {name} of "
-        f"{run.flavor} is {size}: leave it out"
-        for name, size in sizes.items()
-        if size % 16
+    return [
+        f"model.converters={name} wants multiples of {units[name]}, and {what} of {run.flavor} is "
+        f"{size}: leave it out"
+        for name in named
+        for what, size in sizes.items()
+        if size % units[name]
     ]
+
+
+def _unit(recipe: str) -> int:
+    """What sizes are multiples of; `ops.float8.alignment` says the same."""
+    return 128 if recipe == "blockwise" else 16
 
 
 def _float8_tokens(run: Run) -> list[str]:
@@ -64,12 +78,13 @@ def _float8_tokens(run: Run) -> list[str]:
     size = degrees.pipeline_parallel_microbatch_size if piped else job.training.local_batch_size
     lengths = degrees.context_parallel_degree * degrees.tensor_parallel_degree
     tokens = size * job.training.seq_len // lengths
-    if tokens % 16 == 0:
+    unit = _unit(job.quantize.linear.float8.recipe_name)
+    if tokens % unit == 0:
         return []
     return [
         f"training.seq_len={job.training.seq_len}: {size} sequences / cp x tp {lengths} are "
-        f"{tokens} tokens, and quantize.linear.float8 wants a multiple of 16: choose a multiple of "
-        f"{16 * lengths}"
+        f"{tokens} tokens, and quantize.linear.float8 wants a multiple of {unit}: choose a "
+        f"multiple of {unit * lengths}"
     ]
 
 

@@ -16,6 +16,7 @@ from titan_moe.distributed.collectives import (
     AllToAll,
     AsyncRows,
     Pending,
+    RowExchange,
     all_gather_rows,
     all_to_all_start,
     all_to_all_wait,
@@ -47,8 +48,8 @@ class Hop(NamedTuple):
 class Route(NamedTuple):
     """What is known once the ranks have exchanged their counts."""
 
-    rows: AllToAll
-    weights: AllToAll
+    rows: RowExchange
+    weights: RowExchange
     """Of the routing weights: a row may travel for several experts, a weight belongs to one."""
     rows_gathered: list[int]
     """Rows of each rank of the etp group."""
@@ -124,6 +125,10 @@ class ExchangeDispatcher(Dispatcher):
         )
 
     def combine(self, y_RD: Tensor, plan: ExchangePlan) -> Tensor:
+        return self.combine_wait(self.combine_start(y_RD, plan), plan)
+
+    def combine_start(self, y_RD: Tensor, plan: ExchangePlan) -> AsyncRows:
+        """The first half of `combine`, up to the exchange of rows over ep, which it starts."""
         route = plan.route.wait()
         y_ND = combine_rows(y_RD, route.expert_order.wait().rows)
         with last_of_a_layer():
@@ -132,7 +137,12 @@ class ExchangeDispatcher(Dispatcher):
             if route.second_hop is not None:
                 hop = route.second_hop.wait()
                 y_ND = combine_rows(_exchanged(y_ND, hop.exchange.reverse()), hop.copies)
-            y_ND = _exchanged(y_ND, route.rows.reverse())
+            return all_to_all_start(y_ND, route.rows.reverse())
+
+    def combine_wait(self, home: AsyncRows, plan: ExchangePlan) -> Tensor:
+        """The second half of `combine`."""
+        route = plan.route.wait()
+        y_ND = all_to_all_wait(home, route.rows.reverse())
         return combine_rows(y_ND, plan.rows.wait())
 
     def all_to_all(
@@ -159,5 +169,5 @@ class ExchangeDispatcher(Dispatcher):
         return ExpertOrder(rows, rows, permuted.offsets_E[:num_local])
 
 
-def _exchanged(x_RD: Tensor, exchange: AllToAll) -> Tensor:
+def _exchanged(x_RD: Tensor, exchange: RowExchange) -> Tensor:
     return all_to_all_wait(all_to_all_start(x_RD, exchange), exchange)

@@ -30,7 +30,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "cp_method": ("allgather", "ulysses", "ring"),
     "cp_balancer": ("headtail", "none"),
     "reshard": ("default", "always", "never"),
-    "dispatch": ("standard", "deduplicated", "nodes", "bounded"),
+    "dispatch": ("standard", "deduplicated", "nodes", "bounded", "symmetric"),
     "accumulation": ("reduce_each", "all_reduce_once", "reduce_once", "keep_gathered"),
 }
 """What a layout may vary besides its degrees; `recompute=2` is every second layer,

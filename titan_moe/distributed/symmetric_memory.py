@@ -1,0 +1,275 @@
+"""Exchanges of rows whose sizes stay on the device, through torch's symmetric memory.
+
+`torch.ops.symm_mem.all_to_all_vdev` is given how many rows go to each rank as a tensor on the
+device. Every rank writes its rows into a buffer that its peers can read, the ranks of the group
+tell each other sizes and offsets in one kernel that ends with a barrier, and a second kernel reads
+the peers' rows. The host learns nothing and waits for nothing.
+
+Two rules follow from peers reading what a rank wrote, and they hold without a further barrier
+because all exchanges of a group run in one order on one stream:
+
+- A send buffer is written again only two exchanges later. The barrier of the next exchange on the
+  same buffers says that all peers have read it.
+- So are the places for the received sizes, which the peers write.
+
+The backend is NVSHMEM: its memory is allocated by all ranks of the world together, in one order and
+of one size, so buffers are made once, when the model is built, and never grow.
+
+Without CUDA an emulation of the same signature stands in, over the group's own all-to-all. It
+checks what torch's kernel takes for granted, and spoils what nothing was written to. It has not
+been compared with hardware.
+"""
+
+import warnings
+from contextlib import nullcontext
+from functools import partial
+from itertools import cycle
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.distributed.collectives import OverlapHook
+
+SCHEMA = (
+    "symm_mem::all_to_all_vdev(Tensor input, Tensor(a!) out, Tensor in_splits, "
+    "Tensor(a!) out_splits_offsets, str group_name) -> ()"
+)
+ROW_BYTES = 64
+"""Of which a row is a multiple: up to this many thread blocks share the rows from one rank, and
+torch's kernel gives each as many bytes."""
+MOST_RANKS = 64
+"""A power of two up to this one, for the same reason."""
+
+_KEY = "parallelism.expert_parallel_comm_backend=symmetric"
+
+
+def check_available(device: torch.device) -> None:
+    """Raises ConfigError, with one line, where a GPU run cannot use these exchanges. A CPU emulates
+    them; that a training asks for them there is refused before."""
+    if device.type != "cuda":
+        return
+    import torch.distributed._symmetric_memory as symm_mem
+
+    missing = ""
+    if str(_schema()) != SCHEMA:
+        missing = f"torch {torch.__version__} has no symm_mem::all_to_all_vdev of the form known"
+    elif not symm_mem.is_nvshmem_available():
+        missing = "NVSHMEM is not found: it is the package nvidia-nvshmem-cu12 or -cu13"
+    if missing:
+        raise ConfigError([f"{_KEY}: {missing}: choose deduplicated or standard"])
+
+
+def _schema() -> torch.FunctionSchema | None:
+    operation = getattr(torch.ops.symm_mem, "all_to_all_vdev", None)
+    return None if operation is None else operation.default._schema
+
+
+class _Vdev(Protocol):
+    """`torch.ops.symm_mem.all_to_all_vdev`, or its emulation."""
+
+    def __call__(
+        self,
+        input: Tensor,
+        out: Tensor,
+        in_splits: Tensor,
+        out_splits_offsets: Tensor,
+        group_name: str,
+    ) -> None: ...
+
+
+class _Turn(NamedTuple):
+    """What one of two consecutive exchanges writes to."""
+
+    send: Tensor
+    in_splits: Tensor
+    out_splits_offsets: Tensor
+
+
+class Channel:
+    """Exchanges, over one group, of rows that are at most so many and so wide. Collective over the
+    world: all ranks make theirs in the same order and of the same sizes.
+
+    Memory: three times `num_rows` rows.
+
+    Args:
+        num_rows: the most that a rank sends, and the most that it receives.
+        width: elements of a row; a buffer's row is the next multiple of `ROW_BYTES`.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        num_rows: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stream: "torch.cuda.Stream | None",
+    ) -> None:
+        self.num_rows, self.width = num_rows, width
+        self._group, self._stream = group, stream
+        self._done: dict[int, torch.cuda.Event] = {}
+        self._exchange: _Vdev = torch.ops.symm_mem.all_to_all_vdev
+        if device.type != "cuda":
+            self._exchange = Emulation(group)
+        new = partial(_allocate, device=device, group=group)
+        unit = ROW_BYTES // dtype.itemsize
+        shape, ranks = (num_rows, -(-width // unit) * unit), group.size()
+        self._received = new(shape, dtype)
+        turns = [
+            _Turn(new(shape, dtype), new((ranks,), torch.int64), new((2, ranks), torch.int64))
+            for _ in range(2)
+        ]
+        self._turns = cycle(turns)
+
+    def start(self, x_RD: Tensor, sent_P: Tensor, num_received: int) -> Tensor:
+        """Send `sent_P[p]` consecutive rows to each rank p.
+
+        Returns:
+            Room for `num_received` rows, of which those received are written, in the order of
+            their ranks.
+        """
+        width = x_RD.shape[1]
+        # Made on the stream that it is used and freed on.
+        rows_RD = x_RD.new_empty(num_received, width)
+        turn = next(self._turns)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            x_RD.record_stream(self._stream)
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            turn.send[: len(x_RD), :width].copy_(x_RD)
+            turn.in_splits.copy_(sent_P)
+            self._exchange(
+                turn.send,
+                self._received,
+                turn.in_splits,
+                turn.out_splits_offsets,
+                self._group.group_name,
+            )
+            rows_RD.copy_(self._received[:num_received, :width])
+            if self._stream is not None:
+                self._done[rows_RD.data_ptr()] = self._stream.record_event()
+        return rows_RD
+
+    def wait(self, rows_RD: Tensor) -> Tensor:
+        """The rows of `start`, for the current stream."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_event(self._done.pop(rows_RD.data_ptr()))
+        return rows_RD
+
+
+class DeviceAllToAll(NamedTuple):
+    """An exchange as `AllToAll` is, of sizes that only the device knows."""
+
+    channel: Channel
+    sent_P: Tensor
+    """int64: rows to each rank."""
+    received_P: Tensor
+    most_sent: int
+    """Rows of the tensor that is sent, and of that which is received: the last ones of either may
+    be no rows."""
+    most_received: int
+    overlap: OverlapHook = OverlapHook()
+
+    def reverse(self) -> "DeviceAllToAll":
+        return self._replace(
+            sent_P=self.received_P,
+            received_P=self.sent_P,
+            most_sent=self.most_received,
+            most_received=self.most_sent,
+        )
+
+    def start(self, x_RD: Tensor) -> Tensor:
+        return self.channel.start(x_RD.contiguous(), self.sent_P, self.most_received)
+
+    def wait(self, in_flight: Tensor) -> Tensor:
+        return self.channel.wait(in_flight)
+
+
+class Channels(NamedTuple):
+    """What all layers of a rank share: of rows, and of routing weights, which have a column alone
+    and at least 32 bits."""
+
+    rows: Channel
+    weights: Channel
+
+
+def open_channels(
+    group: ProcessGroup, num_rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> Channels:
+    """Collective over the world, as `Channel` is."""
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    wide = torch.promote_types(dtype, torch.float32)
+    return Channels(
+        Channel(group, num_rows, width, dtype, device, stream),
+        Channel(group, num_rows, 1, wide, device, stream),
+    )
+
+
+def _allocate(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: ProcessGroup
+) -> Tensor:
+    """Zeros, which every rank of the group can read and write."""
+    if device.type != "cuda":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    import torch.distributed._symmetric_memory as symm_mem
+
+    if symm_mem.get_backend(device) != "NVSHMEM":
+        symm_mem.set_backend("NVSHMEM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        buffer = symm_mem.empty(shape, dtype=dtype, device=device).zero_()
+        symm_mem.rendezvous(buffer, group)
+    return buffer
+
+
+class Emulation:
+    """`all_to_all_vdev` of one channel over a group's own all-to-all.
+
+    Raises AssertionError where torch's kernel would read or write what it must not.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._last: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def __call__(
+        self,
+        input: Tensor,
+        out: Tensor,
+        in_splits: Tensor,
+        out_splits_offsets: Tensor,
+        group_name: str,
+    ) -> None:
+        ranks = self._group.size()
+        assert group_name == self._group.group_name, "another group"
+        assert in_splits.shape == (ranks,), "in_splits: one number for each rank"
+        assert out_splits_offsets.shape == (2, ranks), "splits, then offsets"
+        splits = in_splits, out_splits_offsets
+        assert all(each.dtype is torch.int64 for each in splits), "sizes are int64"
+        assert all(each.is_contiguous() for each in (input, out, *splits)), "gaps"
+        assert input.dtype is out.dtype and input.stride(0) == out.stride(0), "unequal rows"
+        assert input.stride(0) * input.element_size() % ROW_BYTES == 0, "rows of odd size"
+        if self._last is not None:
+            before, copy, places = self._last
+            assert torch.equal(before.view(torch.uint8), copy.view(torch.uint8)), (
+                "a send buffer was written while peers read it"
+            )
+            assert places.data_ptr() != out_splits_offsets.data_ptr(), (
+                "received sizes were written while they were read"
+            )
+        received = torch.empty_like(in_splits)
+        dist.all_to_all_single(received, in_splits, group=self._group)
+        sent, sizes = in_splits.tolist(), received.tolist()
+        assert sum(sent) <= len(input), "more rows than there are"
+        assert sum(sizes) <= len(out), "more rows than there is room for"
+        out.view(torch.uint8).fill_(0xFF)  # NaN in every type.
+        dist.all_to_all_single(
+            out[: sum(sizes)], input[: sum(sent)], sizes, sent, group=self._group
+        )
+        out_splits_offsets[0] = received
+        out_splits_offsets[1] = received.cumsum(0) - received
+        self._last = input, input.clone(), out_splits_offsets

@@ -1,0 +1,105 @@
+"""The dispatcher whose sizes stay on the device: nothing is padded or dropped, and the host never
+waits.
+
+All ranks of an ep group learn all counts, so that each knows by itself whether the rows of any of
+them exceed the buffers. If they do, no rank sends a row in that layer, and the step counts what did
+not fit: it is not applied.
+
+Not seen on hardware.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from titan_moe.distributed.collectives import AllToAll, Pending, RowExchange, exchange_counts
+from titan_moe.distributed.symmetric_memory import Channels, DeviceAllToAll
+from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
+from titan_moe.moe.dispatch.exchange import ExchangePlan, Route
+from titan_moe.ops.permute_indices import sort_by_expert
+
+
+def rows_of_buffers(
+    num_tokens: int, top_k: int, num_experts: int, ep: int, capacity_factor: float | None
+) -> int:
+    """Rows that a rank has room for, received from all ranks together.
+
+    Args:
+        capacity_factor: as a multiple of the num_tokens * top_k that a rank of a balanced router
+            receives; never more than all that can come. None: as many.
+    """
+    most = ep * num_tokens * min(top_k, num_experts // ep)
+    share = num_tokens * top_k
+    return most if capacity_factor is None else min(round(capacity_factor * share), most)
+
+
+class SymmetricDispatcher(AllToAllDispatcher):
+    """As `AllToAllDispatcher`, through symmetric memory.
+
+    `channels` are set when the model gets its memory. No compiled graph holds an exchange, although
+    the host knows all shapes: buffers take turns, on a stream of their own.
+
+    Args:
+        capacity_factor: of `rows_of_buffers`.
+    """
+
+    channels: Channels
+
+    def __init__(
+        self,
+        ep_group: ProcessGroup,
+        etp_group: ProcessGroup,
+        config: MoEConfig,
+        capacity_factor: float | None,
+    ) -> None:
+        super().__init__(ep_group, etp_group, config)
+        self.num_experts, self.capacity_factor = config.num_experts, capacity_factor
+
+    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
+        ranks, own = self.ep_group.size(), self.ep_group.rank()
+        all_counts = exchange_counts(counts_E.expand(ranks, -1).contiguous(), self.ep_group)
+        tokens, slots = sort_by_expert(experts_TK, len(counts_E))
+        room = self._room(len(experts_TK))
+        counts_PPE = all_counts.wait().view(ranks, ranks, -1)  # The device waits.
+        over_P = (counts_PPE.sum((0, 2)) - room).clamp(min=0)
+        fits = (over_P == 0).all()
+        counts_PPE = counts_PPE * fits
+        return ExchangePlan(
+            rows=Pending(lambda: tokens),
+            weights=slots,
+            route=Pending(lambda: self._device_route(counts_PPE, experts_TK.numel(), room)),
+            dropped=over_P[own],
+        )
+
+    def _room(self, num_tokens: int) -> int:
+        ranks = self.ep_group.size()
+        if ranks == 1:
+            return num_tokens * self.top_k
+        return rows_of_buffers(
+            num_tokens, self.top_k, self.num_experts, ranks, self.capacity_factor
+        )
+
+    def _device_route(self, counts_PPE: Tensor, num_rows: int, room: int) -> Route:
+        own, slices = self.ep_group.rank(), self.etp_group.size()
+        sent_P, received_PE = counts_PPE[own].sum(1), counts_PPE[:, own]
+        # What is behind the last row counts for one more expert, which nothing reads.
+        filled_PE = F.pad(received_PE, (0, 1))
+        filled_PE[-1, -1] = room - received_PE.sum()
+        gathered = [room] * slices
+        order = self.expert_order(
+            self.gather_counts(filled_PE).flatten(0, 1), sum(gathered), self.num_local
+        )
+        rows, weights = self._exchanges(sent_P, received_PE.sum(1), num_rows, room)
+        return Route(rows, weights, gathered, gathered, Pending(lambda: order))
+
+    def _exchanges(
+        self, sent_P: Tensor, received_P: Tensor, num_rows: int, room: int
+    ) -> tuple[RowExchange, RowExchange]:
+        if self.ep_group.size() == 1:
+            all_rows = AllToAll([num_rows], [num_rows], self.ep_group)
+            return all_rows, all_rows
+        rows, weights = (
+            DeviceAllToAll(channel, sent_P, received_P, num_rows, room) for channel in self.channels
+        )
+        return rows._replace(overlap=self.overlap), weights
