@@ -25,6 +25,7 @@ from titan_moe.distributed.tied_weights import sum_tied_grads
 from titan_moe.metrics.step_metrics import device_metrics
 from titan_moe.moe.layer import take_dropped
 from titan_moe.moe.router import local_expert_counts, update_routers
+from titan_moe.ops.varlen_attention import bounds_of
 from titan_moe.profiling.regions import region
 
 
@@ -282,6 +283,7 @@ def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Mi
         labels_BS=whole.labels_BS[:, own],
         documents_BS=whole.documents_BS,
         positions_BS=positions_S.expand(num_rows, -1),
+        bounds=bounds_of(batch.documents_BS),
     )
     depths = sharded.config.num_mtp_layers
     if not depths:

@@ -26,7 +26,12 @@ def table() -> str:
         f"| {' | '.join(heads)} |\n|---|{'--:|' * len(columns)}",
         *(f"| {' | '.join(line)} |" for line in lines),
     ]
-    return "\n\n".join(["\n".join(parts), _arithmetic(), _assumptions()])
+    return "\n\n".join([_commits(), "\n".join(parts), _arithmetic(), _assumptions()])
+
+
+def _commits() -> str:
+    words = [f"*{when}* is commit {found['commit']}" for when, found in counts(SHOWN).items()]
+    return f"{', '.join(words)}.".replace("*before*", "*Before*")
 
 
 def counts(name: str) -> dict[str, dict[str, Any]]:

@@ -12,11 +12,14 @@ Exit code 1 and a line for each finding, 0 if there is none.
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.rehearsal.cases import CONFIGS, Case, all_cases
+from scripts.rehearsal.checkpoints import NAME as CHECKPOINT
+from scripts.rehearsal.checkpoints import rehearse_checkpoint
+from scripts.rehearsal.compiled import compiled_cases, missed_break, trace
 from scripts.rehearsal.controls import CONTROLS, missed
 from scripts.rehearsal.counts import as_text, count_layers, counted_cases, in_words
 from scripts.rehearsal.ledger import Finding
@@ -37,19 +40,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--counts", type=Path, metavar="FILE", help="count layers, as JSON there")
     options = parser.parse_args(argv)
     cases = [case for case in all_cases() if options.only in case.name]
+    saved = [CHECKPOINT] if options.only in CHECKPOINT else []
     if options.list:
-        print("\n".join(case.name for case in cases))
+        print("\n".join([*(case.name for case in cases), *saved, *compiled_cases(options.only)]))
         return 0
     if options.controls:
         return _plant(options.only)
     if options.counts is not None:
         return _count(options.counts, options.only)
-    return _rehearse(cases)
+    return _rehearse(cases, saved, compiled_cases(options.only))
 
 
 def _plant(word: str) -> int:
     controls = [control for control in CONTROLS if word in control.name]
     lines = _run(missed, [(control.name,) for control in controls])
+    if word in "a graph break":
+        lines += _run(missed_break, [()])
     for line in filter(None, lines):
         print(line)
     found = sum(not line for line in lines)
@@ -69,7 +75,7 @@ def _count(path: Path, word: str) -> int:
     return 0
 
 
-def _rehearse(cases: list[Case]) -> int:
+def _rehearse(cases: list[Case], saved: list[str], compiled: Mapping[str, tuple[str, int]]) -> int:
     started, num_findings = time.perf_counter(), 0
     launches: set[Launch] = set()
     for _, results in in_fresh_processes(rehearse_all, _tasks(cases), num_workers=1):
@@ -78,11 +84,22 @@ def _rehearse(cases: list[Case]) -> int:
             for finding in result.findings:
                 print(f"{finding} [{name}]", flush=True)
             num_findings += len(result.findings)
+    for findings in _run(rehearse_checkpoint, [()] * len(saved)):
+        for finding in findings:
+            print(f"{finding} [{CHECKPOINT}]", flush=True)
+            num_findings += 1
+    traced = _run(trace, list(compiled.values()))
+    for name, (graphs, findings) in zip(compiled, traced, strict=True):
+        print(f"{name}: {graphs} graphs", flush=True)
+        for finding in findings:
+            print(f"{finding} [{name}]", flush=True)
+        num_findings += len(findings)
     for finding in _kernel_findings(launches):
         print(finding, flush=True)
         num_findings += 1
+    num_cases = len(cases) + len(saved) + len(compiled)
     print(
-        f"{len(cases)} cases, {len(launches)} kernels of ours, {num_findings} findings, "
+        f"{num_cases} cases, {len(launches)} kernels of ours, {num_findings} findings, "
         f"{time.perf_counter() - started:.0f} s"
     )
     return 1 if num_findings else 0

@@ -13,6 +13,7 @@ from titan_moe.config.pipeline import SCHEDULES
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.models.registry import FAMILIES
+from titan_moe.simulate.memory import GIB, choose_accumulation
 from titan_moe.verify.layouts.covering import cover_options, cover_pairs
 from titan_moe.verify.layouts.layouts import apply_layout, depth, legal_layouts, parse, with_tables
 
@@ -20,6 +21,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 _SAMPLES, _SEED = {(2, 4, 8): 30, (2, 4): 12}, 22
 """Sizes of worlds, and how many layouts of them; the first is the gate's sample."""
 _GPUS_OF_A_NODE = 8
+_GPU_BYTES = 79 * GIB
+"""Of an H100, as `titan-moe memory` has it."""
 _STAGES = 4
 LAYERS = 4
 """Of a shipped model, kept for its rehearsal: all kinds of layers that a family has."""
@@ -132,6 +135,10 @@ def shipped_case(path: Path, world_size: int, layers: int | None) -> Case:
     name = f"{path.parent.name}/{path.name}"
     parallelism = job.parallelism
     if layers is not None and parallelism.pipeline_parallel_degree == 1:
+        # What the whole model has room for, not its first layers.
+        sections = (job.training, parallelism, job.activation_checkpoint)
+        shared = choose_accumulation(config, *sections, world_size, _GPU_BYTES)
+        job = with_tables(job, {"parallelism": {"fsdp_accumulation": shared.word}})
         config = replace(config, num_layers=min(layers, config.num_layers))
         name += f" of {config.num_layers} layers"
     return Case(name, job, config, world_size, world_size - 1, path)

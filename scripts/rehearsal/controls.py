@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from scripts.rehearsal.cases import Case, in_layout
+from scripts.rehearsal.checkpoints import rehearse_checkpoint
 from scripts.rehearsal.ledger import Finding
-from scripts.rehearsal.rank import rehearse
+from scripts.rehearsal.rank import Rehearsal, rehearse
 from scripts.rehearsal.sm90 import compile_launches
 from titan_moe.verify.layouts.layouts import parse, with_tables
 
@@ -32,6 +33,11 @@ class Control:
     plant: Callable[[], AbstractContextManager]
     layout: str = _DISPATCHING
     tables: Mapping[str, Mapping[str, Any]] | None = None
+    rehearse: Callable[["Control"], Rehearsal] = lambda control: control.train()
+
+    def train(self) -> Rehearsal:
+        case = self.case()
+        return rehearse(case.resolved(), case.config, case.world_size, case.rank)
 
     def case(self) -> Case:
         """Qwen3 with as few layers as there are stages."""
@@ -43,9 +49,8 @@ class Control:
 def missed(name: str) -> str:
     """Plant a control's mistake; a line if it is not found. In a fresh process."""
     control = next(each for each in CONTROLS if each.name == name)
-    case = control.case()
     with control.plant():
-        found = rehearse(case.resolved(), case.config, case.world_size, case.rank)
+        found = control.rehearse(control)
     findings = [*found.findings, *_spills(found.launches if _compiles(control) else ())]
     hits = [f for f in findings if f.kind == control.kind and control.where in f.place.where]
     if hits:
@@ -138,6 +143,26 @@ def _without_a_pipelines_first(all_reduce: Any) -> Any:
 
 _WEIGHTS = "titan_moe.moe.router:Router.gating_weights"
 CONTROLS = [
+    Control(
+        "a checkpoint that is copied to the host as a whole",
+        "copy",
+        "checkpointer.py:_tensors",
+        _wrapped(
+            "titan_moe.checkpoint.checkpointer:model_tensors",
+            _and_then(lambda tensors: [tensor.cpu() for tensor in tensors.values()]),
+        ),
+        rehearse=lambda control: Rehearsal(rehearse_checkpoint()),
+    ),
+    Control(
+        "checksums of two devices",
+        "refused",
+        "checksum.py:_sum_box",
+        _wrapped(
+            "titan_moe.checkpoint.checksum:_bits",
+            _changed(lambda bits: bits + torch.ones(bits.shape, dtype=bits.dtype)),
+        ),
+        rehearse=lambda control: Rehearsal(rehearse_checkpoint()),
+    ),
     Control(
         "a copy to the host",
         "copy",

@@ -17,6 +17,7 @@ from scripts.rehearsal.work import Link, Part, Tally, Work, added
 from titan_moe.config.job_config import JobConfig
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import part_weights
+from titan_moe.runtime.revision import running_code
 
 _MOST_MICROBATCHES = 3
 _INNERMOST = re.compile(r"\{[^{}]*\}")
@@ -57,6 +58,7 @@ def count_layers(shallow: Case, deep: Case) -> dict[str, Any]:
     further = (whole.num_layers - shallow.config.num_layers) / between
     few_work, many_work = (_step(found, num_microbatches) for found in rehearsals)
     return {
+        "commit": str(running_code().get("commit", "unknown"))[:7],
         "world_size": deep.world_size,
         "tokens": _tokens(job),
         "num_microbatches": num_microbatches,

@@ -24,9 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from scripts.rehearsal.kinds import ATTENTION
 from scripts.rehearsal.ledger import Counts, Ledger
 from scripts.rehearsal.work import (
-    BACKWARD_OF_ATTENTION,
     Link,
-    attention_flops,
+    attention_flops_of,
     flops_of,
     kind_of,
 )
@@ -86,7 +85,7 @@ class FakeCuda(FakeCommCounter):
             return super().execute(func, args, kwargs)
         with self._fake:
             result = func(*args, **kwargs)
-        self._note_kernel(func, tensors, result)
+        self._note_kernel(func, args, kwargs, tensors, result)
         self._give_values(func, args, kwargs, tensors, result)
         return result
 
@@ -188,7 +187,9 @@ class FakeCuda(FakeCommCounter):
             if waits:
                 self.ledger.waited(f"copy from {what}")
 
-    def _note_kernel(self, func: Any, tensors: list[Tensor], result: Any) -> None:
+    def _note_kernel(
+        self, func: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor], result: Any
+    ) -> None:
         name = func.__name__.partition(".")[0]
         if name in _LAUNCHES_NOTHING or func.is_view:
             return
@@ -196,9 +197,7 @@ class FakeCuda(FakeCommCounter):
         kind = kind_of(name, tensors[0].dtype if tensors else None)
         flops = flops_of(name, tensors)
         if kind == ATTENTION:
-            query, key, value = (tensors[1:] if "backward" in name else tensors)[:3]
-            flops = attention_flops(query, key, value)
-            flops *= BACKWARD_OF_ATTENTION if "backward" in name else 1
+            flops = attention_flops_of(name, args, kwargs)
         self.ledger.operated(name, kind, flops, tensors, outputs)
 
 
@@ -246,9 +245,9 @@ def _waits(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def fake_cuda() -> Iterator[FakeCuda]:
+def fake_cuda(mode: FakeCuda | None = None) -> Iterator[FakeCuda]:
     """Be on a GPU that is not there; scripts/rehearse.sh loads what stands for CUDA's libraries."""
-    mode = FakeCuda()
+    mode = mode or FakeCuda()
 
     def tolist(x: FakeTensor) -> Any:
         """One copy and one wait; FakeTensor's own reads number by number."""

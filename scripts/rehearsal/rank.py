@@ -66,7 +66,7 @@ def rehearse(
             with watching:
                 _train(job, config, world_size, mode, num_microbatches, found)
         except Exception as error:  # Whatever torch's rules or the program refuse is a finding.
-            found.findings += [*dict.fromkeys(mode.ledger.findings), _refused(error)]
+            found.findings += [*dict.fromkeys(mode.ledger.findings), refused(error)]
     return found
 
 
@@ -129,7 +129,7 @@ def _has_bounded_sizes(job: JobConfig) -> bool:
     return bounded or parallelism.expert_parallel_comm_backend == "symmetric"
 
 
-def _refused(error: Exception) -> Finding:
+def refused(error: Exception) -> Finding:
     """Where the program stood, and torch's words."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [

@@ -14,15 +14,22 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from scripts.rehearsal.fake_cuda import FakeCuda, value_of
 from scripts.rehearsal.ledger import Finding
 from scripts.rehearsal.places import here
-from scripts.rehearsal.work import BACKWARD_OF_ATTENTION, attention_flops
+from scripts.rehearsal.work import BACKWARD_OF_ATTENTION, attention_flops, kind_of_kernel
 from titan_moe.distributed import symmetric_memory
 from titan_moe.ops.move_rows import add_rows_reference, copy_rows_reference
-from titan_moe.ops.permute_indices import permute_indices_reference
+from titan_moe.ops.permute_indices import (
+    count_copies_reference,
+    count_experts_reference,
+    permute_indices_reference,
+    place_copies_reference,
+    sort_by_expert_reference,
+)
 
 _TRITON_TYPES = {
     torch.bfloat16: "bf16",
@@ -58,10 +65,14 @@ def stand_ins(mode: FakeCuda) -> Iterator[set[Launch]]:
         named = inspect.signature(self.fn).bind(*args, **kwargs_of_kernel(self, kwargs)).arguments
         tensors = [x for x in named.values() if isinstance(x, Tensor)]
         _check(mode, self.fn.__name__, tensors)
-        mode.ledger.kernel(self.fn.__name__, sum(x.numel() * x.element_size() for x in tensors))
+        moved = sum(x.numel() * x.element_size() for x in tensors)
+        kind = kind_of_kernel(self.fn.__module__)
+        mode.ledger.kernel(self.fn.__name__, moved, kind=kind)
         noted.add(_launch(self, named, kwargs.get("num_warps", 4)))
         if compute := _VALUES.get(self.fn.__name__):
-            compute({k: value_of(x) if isinstance(x, Tensor) else x for k, x in named.items()})
+            values = {k: value_of(x) if isinstance(x, Tensor) else x for k, x in named.items()}
+            with _disable_current_modes():  # A kernel's insides are no dispatches.
+                compute(values)
 
     @torch.compiler.disable
     def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
@@ -162,10 +173,40 @@ def _permuted(named: Mapping[str, Any]) -> None:
         named[name].copy_(value)
 
 
+def _counted(named: Mapping[str, Any]) -> None:
+    if named["experts_ptr"] is None:
+        return
+    bins = named["NUM_BINS"]
+    for block, experts_TK in enumerate(named["experts_ptr"].split(named["TOKENS"])):
+        named["counts_ptr"][block] = (
+            count_copies_reference(experts_TK, named["NUM_LOCAL"], bins)
+            if named["ONCE"]
+            else count_experts_reference(experts_TK, bins)
+        )
+
+
+def _sorted(named: Mapping[str, Any]) -> None:
+    if named["experts_ptr"] is not None:
+        found = sort_by_expert_reference(named["experts_ptr"], named["NUM_BINS"])
+        for name, value in zip(("token_ptr", "slot_ptr", "rows_ptr"), found, strict=True):
+            named[name].copy_(value)
+
+
+def _placed(named: Mapping[str, Any]) -> None:
+    if named["experts_ptr"] is not None and named["order_ptr"] is not None:
+        sizes = named["NUM_LOCAL"], named["NUM_BINS"]
+        found = place_copies_reference(named["experts_ptr"], named["order_ptr"], *sizes)
+        for name, value in zip(("source_ptr", "rows_ptr", "row_ptr"), found, strict=True):
+            named[name].copy_(value)
+
+
 _VALUES: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     "_copy_rows_kernel": _copied,
     "_add_rows_kernel": _added,
     "_permute_indices_kernel": _permuted,
+    "_count_kernel": _counted,
+    "_sort_kernel": _sorted,
+    "_copies_kernel": _placed,
 }
 
 

@@ -8,12 +8,12 @@ as "optimizer". FSDP's own work is the region "fsdp", whichever layer it is for.
 import sys
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -42,8 +42,8 @@ _ROWS = {
     "index_add", "index_put", "repeat_interleave", "scatter", "scatter_add", "searchsorted", "sort",
     "topk",
 }  # fmt: skip
-_ROW_KERNELS = ("rows", "permut", "plan")
-"""In the names of Triton kernels of ours that move rows or find out where they go."""
+_ROW_FILES = {"move_rows_triton", "permute_indices_triton", "place_rows_triton"}
+"""Of Triton kernels of ours."""
 _ONLY_WRITES = {"_foreach_copy_", "_foreach_zero_", "copy_", "fill_", "zero_"}
 
 
@@ -119,8 +119,13 @@ def kind_of(name: str, dtype: torch.dtype | None = None) -> str:
         return GROUPED if name in _GROUPED else MATMUL
     if name.startswith(_ATTENTIONS):
         return ATTENTION
-    is_kernel_of_rows = name.endswith("_kernel") and any(word in name for word in _ROW_KERNELS)
-    return ROWS if name in _ROWS or is_kernel_of_rows else ELEMENTWISE
+    return ROWS if name in _ROWS else ELEMENTWISE
+
+
+def kind_of_kernel(module: str) -> str:
+    """Of a Triton kernel of ours: some move rows, or find out where they go."""
+    file = module.rpartition(".")[2]
+    return ROWS if file in _ROW_FILES else ELEMENTWISE
 
 
 def flops_of(name: str, factors: list[Tensor]) -> float:
@@ -140,6 +145,21 @@ def attention_flops(query: Tensor, key: Tensor, value: Tensor) -> float:
     """Of a causal forward, [B, H, S, C]: half of all pairs, also with windows or documents."""
     pairs = prod(query.shape[:-1]) * key.shape[-2] / 2
     return 2.0 * pairs * (query.shape[-1] + value.shape[-1])
+
+
+def attention_flops_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """Of an operation of torch's, by its arguments; causal."""
+    backward = "backward" in name
+    query, key, value = args[1:4] if backward else args[:3]
+    if name.startswith("_flash_attention"):  # Tokens stand before heads; lengths are arguments.
+        longest = int(args[9 if backward else 6])
+        left = kwargs.get("window_size_left")
+        reach = longest if left is None or left < 0 else min(left + 1, longest)
+        pairs = prod(query.shape[:-1]) * (reach - reach**2 / (2 * longest))
+        forward = 2.0 * pairs * (query.shape[-1] + value.shape[-1])
+    else:
+        forward = attention_flops(query, key, value)
+    return forward * (BACKWARD_OF_ATTENTION if backward else 1)
 
 
 BACKWARD_OF_ATTENTION = 2.5

@@ -62,6 +62,17 @@ def test_compiled_layers_train_the_same_model(compiled_gates, backend: str, text
     assert result.passed, "\n".join([*result.lines, result.traceback])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["standard", "bounded"])
+def test_compiled_halves_of_a_microbatch_train_the_same_model(tmp_path: Path, dispatch: str):
+    path = str(DEBUG_CONFIGS / "gate_deepseek_v3.toml")
+    arguments = ["--job.config_file", path, "--compile.enable", "--compile.backend", "aot_eager"]
+    arguments += ["--parallelism.expert_parallel_overlap", "true"]
+    gate = Gate(load_job(arguments), tmp_path)
+    result = gate.verify(parse(f"dp_shard=2,ep=2,dispatch={dispatch}"))
+    assert result.passed, "\n".join([*result.lines, result.traceback])
+
+
 def train(job: JobConfig, planted: bool) -> tuple[list[int], list[float], list[set]]:
     """Graphs compiled after each step, losses, and the numbers of rows that experts got."""
     from torch._dynamo.utils import counters

@@ -32,6 +32,7 @@ from titan_moe.verify.layouts.layouts import (
     depth,
     num_rows,
     parse,
+    with_tables,
 )
 
 
@@ -136,6 +137,27 @@ def test_one_product_of_gate_and_up_trains_the_same_model(gates: Gates, family: 
     """As on a GPU where it pays."""
     layout, task = task_of(gates(family), text)
     for report in run_on_ranks(with_joint_gate_up, layout.world_size, task):
+        assert report.num_wrong == 0 and not report.problems, [*report.wrong, *report.problems]
+
+
+HALVES = {
+    "default": [("deepseek_v3", "dp_shard=2,ep=2,recompute=full")],
+    "slow": [
+        ("deepseek_v3", "dp_shard=2,tp=2,ep=4,dispatch=nodes,recompute=op"),
+        ("deepseek_v3", "dp_shard=2,cp=2,ep=2,etp=2,dispatch=deduplicated,reshard=always"),
+        ("deepseek_v3", "dp_shard=2,tp=2,ep=4,dispatch=bounded,recompute=full"),
+        ("deepseek_v3", "pp=2,dp_shard=2,ep=2,schedule=ZBVZeroBubble"),
+        ("gpt_oss", "dp_shard=2,tp=2,ep=2,etp=2,recompute=2"),
+        ("llama4", "dp_shard=2,cp=2,ep=4"),
+    ],
+}
+
+
+@pytest.mark.parametrize("family, text", tiered(HALVES["default"], slow=HALVES["slow"]))
+def test_two_halves_of_a_microbatch_train_the_same_model(gates: Gates, family: str, text: str):
+    layout, task = task_of(gates(family), text)
+    job = with_tables(task.job, {"parallelism": {"expert_parallel_overlap": True}})
+    for report in run_on_ranks(verify_on_rank, layout.world_size, task._replace(job=job)):
         assert report.num_wrong == 0 and not report.problems, [*report.wrong, *report.problems]
 
 

@@ -81,6 +81,39 @@ def test_the_log_shows_the_serial_order():
         assert not any("shared experts" in inside for _, inside in flights)
 
 
+# --- one half of a microbatch beside the other's experts ---
+
+
+def log_of_halves(overlap: bool) -> list[tuple[str, list[str]]]:
+    sharded = build(
+        {"parallelism": {"expert_parallel_degree": 2, "expert_parallel_overlap": overlap}}
+    )
+    log = Log()
+    log.watch_exchanges()
+    for moe in sharded.moe_layers().values():
+        moe.experts.compute = _marked(moe.experts.compute, log)
+    train_once(sharded)
+    return [(start.phase, [e.what for e in inside]) for start, inside in log.inside()]
+
+
+def _marked(compute, log: Log):
+    def marked(*args):
+        log.mark_now("experts")
+        return log.seen(compute(*args), "experts")
+
+    return marked
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_one_half_travels_while_the_experts_compute_the_other(overlap: bool):
+    for flights in run_on_ranks(log_of_halves, 2, overlap):
+        beside = [phase for phase, inside in flights if "experts" in inside]
+        # In each of two layers the second half's rows and their weights on the way to the experts,
+        # and the first half's outputs on the way back; in the backward gradients, of which one is
+        # that of the second half's rows, its weights' included, and one of the first's outputs.
+        assert beside.count("forward") == beside.count("backward") == (2 * 3 if overlap else 0)
+
+
 # --- the next block's parameters ---
 
 

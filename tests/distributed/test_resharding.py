@@ -190,7 +190,7 @@ def _first_stage_only() -> None:
 
 
 def _begin_data_anew() -> None:
-    from titan_moe.data.step_reader import Loader
+    from titan_moe.data.loader import Loader
 
     Loader.load_state_dict = lambda *_: None
 

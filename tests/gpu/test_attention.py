@@ -1,4 +1,4 @@
-"""Flex attention on CUDA, forward and backward, against explicit masks."""
+"""Flex and flash attention on CUDA, forward and backward, against explicit masks."""
 
 from itertools import product
 
@@ -7,8 +7,16 @@ import torch
 from torch import Tensor
 
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks, FlexBlocks, Upstream
-from titan_moe.ops.attention import AttentionCore, CausalSdpa, DocumentSdpa, FlexCore, choose_core
+from titan_moe.ops.attention import (
+    AttentionCore,
+    CausalSdpa,
+    DocumentSdpa,
+    FlexCore,
+    VarlenCore,
+    choose_core,
+)
 from titan_moe.ops.local_attention import LocalAttention
+from titan_moe.ops.varlen_attention import DocumentBounds, bounds_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -52,6 +60,52 @@ def test_flex_matches_the_explicit_mask_forward_and_backward(masked: bool, local
     oracle = _results(plain, local, sinks=sinks)
     for a, b in zip(_results(ours, local, sinks=sinks), oracle, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("heads", ["gqa", "latent"])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("local", LOCALS)
+@pytest.mark.parametrize("masked", [True, False])
+def test_flash_matches_the_explicit_mask_forward_and_backward(
+    masked: bool, local: str, sinks: bool, heads: str
+):
+    """In bfloat16, against float32; with spare bounds some of the pieces are empty."""
+    core = choose_core(
+        mask_documents=masked, device_type="cuda", local_or_sinks=True, takes_varlen=True
+    )
+    assert isinstance(core, VarlenCore)
+    plain = DocumentSdpa() if masked else CausalSdpa()
+    kv_heads, dims = (2, (128, 128, 128)) if heads == "gqa" else (8, (192, 192, 128))
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    shapes = [(2, h, 512, d) for h, d in zip((8, kv_heads, kv_heads), dims, strict=True)]
+    drawn = [torch.randn(s, device=DEVICE, generator=generator).bfloat16() for s in shapes]
+    drawn += [torch.linspace(-1, 3, 8, device=DEVICE)] * sinks
+    documents_BS = _documents()
+    per_row, longest = bounds_of(documents_BS)
+    spare = DocumentBounds(per_row + 3, longest)
+
+    def results(core: AttentionCore, bounds: DocumentBounds | None, dtype: torch.dtype):
+        q, k, v, *rest = inputs = [x.to(dtype).requires_grad_() for x in drawn]
+        out = core(q, k, v, core.mask(documents_BS, LOCALS[local], bounds), 0.1, *rest)
+        return [out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+    oracle = results(plain, None, torch.float32)
+    for bounds in (None, spare):
+        for ours, wanted in zip(results(core, bounds, torch.bfloat16), oracle, strict=True):
+            assert (ours - wanted).norm() <= 2e-2 * wanted.norm()
+
+
+def test_flash_never_waits_for_the_device():
+    core = VarlenCore(mask_documents=True)
+    documents_BS = _documents()
+    bounds = bounds_of(documents_BS)
+    q, k, v = (x.bfloat16().requires_grad_() for x in _drawn(8, 2, 2))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = core(q, k, v, core.mask(documents_BS, LOCALS["chunk"], bounds), 0.1)
+        out.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_window_of_another_size_is_not_compiled_anew():

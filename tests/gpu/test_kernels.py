@@ -3,17 +3,24 @@
 import pytest
 import torch
 
-from tests.support import gated_cases, move_rows_cases
+from tests.support import cross_entropy_cases, gated_cases, move_rows_cases, place_cases
 from tests.support.grouped_mm_cases import SIZES, check_against_the_slow_loop
 from tests.support.permute_cases import ALIGNMENTS, cases, check
+from titan_moe.ops.cross_entropy import cross_entropy
 from titan_moe.ops.gated import gated_rows, gated_rows_backward
+from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
 from titan_moe.ops.move_rows import (
     add_rows,
     add_rows_reference,
     copy_rows,
     copy_rows_reference,
 )
-from titan_moe.ops.permute_indices import max_padded_rows, permute_indices
+from titan_moe.ops.permute_indices import (
+    max_padded_rows,
+    permute_indices,
+    place_copies,
+    sort_by_expert,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -95,6 +102,25 @@ def test_rows_move_in_one_launch_without_a_wait_and_repeat_their_bits():
         assert torch.equal(first, again)
 
 
+def test_choices_are_sorted_and_copied_as_by_the_slow_loops():
+    assert place_cases.check("cuda") == len(list(place_cases.cases()))
+
+
+def test_choices_are_sorted_and_copied_in_two_launches_each_without_a_wait():
+    experts_TK = torch.rand(16384, 128, device="cuda").topk(8).indices
+    order_TK = sort_by_expert(experts_TK, 128).tokens.rows_TK
+    for piece in (
+        lambda: sort_by_expert(experts_TK, 128),
+        lambda: place_copies(experts_TK, order_TK, 16, 8),
+    ):
+        assert len(kernels_of(piece)) == 2
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            piece()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("dtype", gated_cases.TOLERANCES, ids=str)
 def test_gated_rows_equal_autograd(dtype):
     assert gated_cases.check(dtype, "cuda") == len(list(gated_cases.cases(dtype)))
@@ -113,3 +139,33 @@ def test_gated_rows_are_one_launch_each_way():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_grouped_mm_equals_the_slow_loop(dtype, shape, case):
     check_against_the_slow_loop(dtype, shape, case, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", cross_entropy_cases.DTYPES, ids=str)
+def test_cross_entropy_equals_torchs_loss(dtype):
+    count = cross_entropy_cases.check(dtype, "cuda")
+    assert count == 2 * len(cross_entropy_cases.SIZES)
+
+
+def test_cross_entropy_is_one_launch_and_repeats_its_bits():
+    logits_TV = torch.randn(512, 151_936, dtype=torch.bfloat16, device="cuda")
+    labels_T = torch.randint(0, 151_936, (512,), device="cuda")
+    # The losses' sum is torch's; the copy stands for the product that makes logits.
+    names = kernels_of(lambda: cross_entropy(logits_TV.clone(), labels_T))
+    assert sum("cross_entropy" in name for name in names) == 1
+    (loss, grad_TV), (again, again_TV) = (
+        cross_entropy(logits_TV.clone(), labels_T) for _ in range(2)
+    )
+    assert torch.equal(loss, again) and torch.equal(grad_TV, again_TV)
+
+
+def test_the_weights_gradient_is_added_up_in_float32():
+    x, weight = (torch.randn(n, 256, device="cuda").bfloat16() for n in (1024, 4096))
+    labels = torch.randint(0, 4096, (1024,), device="cuda")
+    found = []
+    for inputs, chunk_size in (([x, weight], 64), ([x.double(), weight.double()], 0)):
+        inputs = [each.detach().requires_grad_() for each in inputs]
+        loss = linear_cross_entropy(*inputs, labels, chunk_size=chunk_size).loss
+        found.append([loss, *torch.autograd.grad(loss, inputs)])
+    for ours, exact in zip(*found, strict=True):
+        assert (ours - exact).norm() <= 1e-2 * exact.norm()

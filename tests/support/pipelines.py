@@ -39,7 +39,7 @@ def rows_of(step: int, seq_len: int = SEQ_LEN) -> Microbatch:
 
 
 def cut(rows: Microbatch, start: int, end: int) -> Microbatch:
-    return Microbatch(*(tensor[start:end] for tensor in rows if tensor is not None))
+    return Microbatch(*(x[start:end] for x in rows if isinstance(x, torch.Tensor)))
 
 
 def cross_entropy(logits, labels):

@@ -170,7 +170,7 @@ BUGS = {
         harmless_on="dp_shard=2",
     ),
     "rows come home off by one shard": Bug(
-        "titan_moe.moe.dispatch.exchange:ExchangeDispatcher.combine",
+        "titan_moe.moe.dispatch.exchange:ExchangeDispatcher.combine_wait",
         "return combine_rows(y_ND,",
         "return combine_rows(y_ND.roll(route.rows.sent[0], 0),",
         caught_on=_EP,

@@ -36,7 +36,7 @@ DISPATCH_BUGS = {
         harmless_on=_EP,
     ),
     "outputs leave a node without the other ranks' parts": Bug(
-        "titan_moe.moe.dispatch.exchange:ExchangeDispatcher.combine",
+        "titan_moe.moe.dispatch.exchange:ExchangeDispatcher.combine_start",
         "combine_rows(_exchanged(y_ND, hop.exchange.reverse()), hop.copies)",
         "combine_rows(_exchanged(y_ND, hop.exchange.reverse()), "
         "hop.copies._replace(rows_TK=hop.copies.rows_TK[:, :1]))",

@@ -250,9 +250,10 @@ class Training(Section):
     """Gradients are scaled down to this norm; inf switches clipping off."""
     norm_type: Literal["2", "inf"] = "2"
     """The norm that is reported and clipped."""
-    loss_chunk_size: NonNegativeInt = 1024
+    loss_chunk_size: NonNegativeInt | None = None
     """Most tokens of a rank whose logits exist at once, with their gradients: the loss is computed
-    in chunks; 0: of a whole microbatch."""
+    in chunks; 0: of a whole microbatch. Left out: 4,096 on a GPU, where gradients take the logits'
+    place, and 1,024 on a CPU."""
     mtp_loss_weight: NonNegativeFloat | None = None
     """Weight of the mean of multi-token prediction's losses; left out: the flavor's."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -345,6 +346,9 @@ class Parallelism(Section):
     from 8 ranks on where it sends at most 1/1.2 of the rows, and else 'standard'; the run's first
     lines say which. 'symmetric' is 'standard' through NVSHMEM, of GPUs alone: the host waits for no
     sizes."""
+    expert_parallel_overlap: bool = False
+    """Send each microbatch's tokens to their experts in two halves, of which one travels while the
+    experts compute the other; balance losses stay those of the whole."""
     expert_parallel_ranks_per_node: PositiveInt | None = None
     """Ranks of a node, for 'deduplicated' and 'auto'; left out: as many as torchrun started on this
     one."""

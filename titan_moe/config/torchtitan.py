@@ -22,7 +22,7 @@ class Key(NamedTuple):
     """What differs, why it has no effect, or what to do instead."""
 
 
-_WORKERS = "one background thread reads ahead, as training.dataloader.prefetch_factor says"
+_WORKERS = "one reader reads ahead, as training.dataloader.prefetch_factor says"
 _KEPT = "what is recomputed is set by activation_checkpoint.mode and selective_ac_option"
 _MX = "only experts run in mxfp8, by quantize.grouped_mm.mx: choose quantize.linear.float8"
 _EXTENSION = "code is not imported from a config: add a folder to titan_moe/models instead"

@@ -187,11 +187,8 @@ class HubStream:
         self._beginning = self._stream.state_dict()
 
     def file(self, index: int) -> HubStream:
-        from datasets.distributed import split_dataset_by_node
-
         one = copy.copy(self)
-        # As many nodes as files: each has one. IterableDataset.shard is younger.
-        one._stream = split_dataset_by_node(self._stream, index, self.num_files)
+        one._stream = self._stream.shard(num_shards=self.num_files, index=index)
         one.num_files = 1
         one._beginning = one._stream.state_dict()
         return one

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from titan_moe.data.document_order import Assignment, Split
 from titan_moe.data.documents import Document, OutOfDocumentsError, Stream, is_held_out
 
-# A rank that reads all partitions has a file of each open, with some 10 MB of it in memory.
+# A rank that reads all partitions has a file of each open, with a piece of some 10 MB in memory.
 _MOST_PARTITIONS = 64
 
 

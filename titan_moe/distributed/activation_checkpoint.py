@@ -52,16 +52,20 @@ def is_recomputed_whole(number: str, section: ActivationCheckpoint) -> bool:
     return section.mode == "full" or int(number) % int(section.selective_ac_option) == 0
 
 
-def apply_activation_checkpoint(blocks: Mapping[str, Any], section: ActivationCheckpoint) -> None:
-    """Let the decoder's blocks execute as the section says; compiled blocks recompute by operation
-    within their graphs.
+def apply_activation_checkpoint(
+    blocks: Mapping[str, Any], section: ActivationCheckpoint, *, compiled: bool = False
+) -> None:
+    """Let the decoder's blocks execute as the section says.
 
     Args:
         blocks: the layers of this rank by their number in the whole model, so that every n-th layer
             is the same one however a pipeline cuts the model.
         section: which layers, and whether whole or by operation.
+        compiled: whether blocks are compiled: they recompute by operation within their graphs.
     """
     by_operation = recomputes_by_operation(section)
+    if by_operation and compiled:
+        return
     for number, block in blocks.items():
         if by_operation or is_recomputed_whole(number, section):
             block.execute = _recomputed(block, _kept(section))

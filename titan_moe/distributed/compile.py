@@ -8,7 +8,7 @@ Where the host waits for split sizes, or where the layer is recomputed whole and
 experts replayed, the pieces that compute are compiled each by itself: router, weights, experts,
 shared experts. What lies between them stays eager. Only the experts' rows change in number from
 step to step: their piece alone is compiled for any number of rows, so that nothing is compiled
-again. FSDP gathers the experts in hooks, which end a graph too.
+again. Where FSDP gathers the experts apart, its hooks end a graph too.
 
 Recompute by operation is the graphs' affair (`graph_recompute.py`): no checkpoint is around the
 block, and what lies between two graphs is not made again.
@@ -78,9 +78,11 @@ def apply_compile(
         block.execute = torch.compile(block.execute, **options)
 
 
-def compile_loss(loss: Callable[..., Any], section: Compile) -> Callable[..., Any]:
-    """The loss compiled, if the section says so."""
-    if not section.enable or "loss" not in section.components:
+def compile_loss(
+    loss: Callable[..., Any], section: Compile, device: torch.device
+) -> Callable[..., Any]:
+    """The loss compiled, if the section says so; on CUDA it is a kernel of our own."""
+    if not section.enable or "loss" not in section.components or device.type == "cuda":
         return loss
     return torch.compile(loss, backend=section.backend)
 

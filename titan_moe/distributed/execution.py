@@ -1,11 +1,12 @@
 """How a rank runs its part of the model over a batch of rows: whole, or as stages of a pipeline."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from titan_moe.distributed.fsdp import StepSync
+from titan_moe.ops.varlen_attention import DocumentBounds
 
 
 class Microbatch(NamedTuple):
@@ -23,8 +24,10 @@ class Microbatch(NamedTuple):
     """[B, K, S/cp] the tokens 1, 2, ..., K positions on, for multi-token prediction."""
     ahead_labels_BKS: Tensor | None = None
     """[B, K, S/cp] their next tokens, as `labels_BS`."""
+    bounds: DocumentBounds | None = None
+    """Of the documents of any part of the rows; None: not known on the host."""
 
-    def beside_tokens(self) -> dict[str, Tensor]:
+    def beside_tokens(self) -> dict[str, Any]:
         """What a decoder's forward takes besides the token ids."""
         named = self._asdict().items()
         return {k: v for k, v in named if k != "tokens_BS" and v is not None}

@@ -58,6 +58,8 @@ class DispatchOptions(NamedTuple):
     """Of "capacity", which needs one, and of "symmetric"."""
     ranks_per_node: int | None = None
     """Of "deduplicated"; None: all ranks are on one node."""
+    num_parts: int = 1
+    """`MoE.num_parts`."""
 
 
 def choose_dispatcher(
@@ -86,9 +88,11 @@ def apply_expert_parallel(
     dims = meshes.dims
     if dims.ep * dims.etp == 1:
         return
+    options = options or DispatchOptions()
     for moe in moe_layers:
         _cut_experts(moe.experts, meshes)
-        moe.dispatcher = make_dispatcher(moe.config, meshes, options or DispatchOptions())
+        moe.dispatcher = make_dispatcher(moe.config, meshes, options)
+        moe.num_parts = options.num_parts
 
 
 def make_dispatcher(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:

@@ -13,10 +13,7 @@ from torch import nn
 
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.pipeline import model_parts, module_names, schedule_of, stages_of_rank
-from titan_moe.distributed.activation_checkpoint import (
-    apply_activation_checkpoint,
-    recomputes_by_operation,
-)
+from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_moe.distributed.compile import apply_compile, compile_loss
 from titan_moe.distributed.context_parallel.apply import (
     Positions,
@@ -45,6 +42,7 @@ from titan_moe.distributed.policies import (
 from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
 from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
+from titan_moe.models.attention import plain_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import (
     Decoder,
@@ -59,7 +57,7 @@ from titan_moe.models.quantize import check_hardware, quantize
 from titan_moe.models.stats import part_weights
 from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.layer import MoE
-from titan_moe.ops.attention import AttentionCore, FlexCore, choose_core
+from titan_moe.ops.attention import AttentionCore, FlexCore
 from titan_moe.runtime.log import logger
 from titan_moe.simulate.memory import Accumulation
 
@@ -234,6 +232,8 @@ def lay_out(
     policy = sharding_policy(job, accumulation.word)
     partial_over_tp = set()
     dispatch = dispatch_options(job.parallelism, config, meshes, ranks_per_node)
+    if job.parallelism.expert_parallel_overlap:
+        dispatch = dispatch._replace(num_parts=2)
     for part in parts:
         # 3. What multiplies in float8, while every weight is whole.
         if in_float8 := quantize(part, job.model.converters, job.quantize):
@@ -258,8 +258,7 @@ def lay_out(
             eager_attention=_is_eager(part.core, meshes),
             eager_routing=bool(job.debug.routing_record or job.debug.routing_replay),
         )
-        if not (job.compile.compiles_layers and recomputes_by_operation(recompute)):
-            apply_activation_checkpoint(blocks, recompute)
+        apply_activation_checkpoint(blocks, recompute, compiled=job.compile.compiles_layers)
 
         # 6. Data parallelism over all of it.
         apply_fsdp(part, stage_units(part), meshes, policy)
@@ -292,8 +291,8 @@ def _attention_core(
     job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
 ) -> AttentionCore:
     masked = job.training.mask_documents
-    plain = choose_core(
-        mask_documents=masked, device_type=device.type, local_or_sinks=config.local_or_sinks
+    plain = plain_core(
+        config, mask_documents=masked, dtype=compute_dtype(job), device_type=device.type
     )
     if meshes.dims.cp == 1:
         return plain
@@ -349,7 +348,7 @@ def _execution(
             part.output.chunk_size = job.training.loss_chunk_size
             if dims.tp > 1:
                 part.output.cross_entropy = VocabParallelCrossEntropy(meshes.group("tp"))
-            part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile)
+            part.output.cross_entropy = compile_loss(part.output.cross_entropy, job.compile, device)
     if dims.pp == 1:
         return WholeModel(parts[0], StepSync(parts[0], accumulation))
     from titan_moe.distributed.pipeline.schedule import Activations, Pipeline

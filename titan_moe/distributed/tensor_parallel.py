@@ -37,8 +37,13 @@ from titan_moe.distributed.grad_norm import local_grads
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
+from titan_moe.ops.cross_entropy import (
+    IGNORE_INDEX,
+    at_least_float32,
+    gradient_in_place,
+    statistics,
+)
 from titan_moe.ops.float8 import Float8Linear
-from titan_moe.ops.linear_cross_entropy import IGNORE_INDEX, at_least_float32
 from titan_moe.profiling.regions import region
 
 
@@ -218,7 +223,9 @@ class VocabParallelCrossEntropy:
         self._group = group
 
     def __call__(self, logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-        """As `ops.linear_cross_entropy.cross_entropy`."""
+        """As `ops.cross_entropy.cross_entropy`."""
+        if logits_TV.is_cuda:
+            return self.by_kernels(logits_TV, labels_T)
         group, width = self._group, logits_TV.shape[1]
         rank = dist.get_rank(group)
         largest_T = logits_TV.amax(-1).to(at_least_float32(logits_TV))
@@ -237,6 +244,24 @@ class VocabParallelCrossEntropy:
         grad_TV = exp_TV.mul_((counted_T / sum_T)[:, None])
         # One column a token: nothing is added twice.
         grad_TV.scatter_add_(1, column_T1, -counted_T.masked_fill(elsewhere_T, 0)[:, None])
+        return loss_T.tensor_split(group.size())[rank].sum(), grad_TV
+
+    def by_kernels(self, logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+        """The same in two kernels: largest logits and sums are each rank's own before they travel,
+        and the gradient takes the logits' place."""
+        group, width = self._group, logits_TV.shape[1]
+        rank = dist.get_rank(group)
+        own = statistics(logits_TV, labels_T, rank * width)
+        largest_T = own.largest_T.clone()
+        dist.all_reduce(largest_T, dist.ReduceOp.MAX, group=group)
+        elsewhere_T = labels_T.div(width, rounding_mode="floor") != rank
+        target_T = (own.target_T - largest_T).masked_fill(elsewhere_T, 0)
+        sums = torch.stack([own.sum_T * (own.largest_T - largest_T).exp(), target_T])
+        dist.all_reduce(sums, group=group)
+        sum_T, target_T = sums
+        loss_T = (sum_T.log() - target_T).masked_fill(labels_T == IGNORE_INDEX, 0)
+        lse_T = largest_T + sum_T.log()
+        grad_TV = gradient_in_place(logits_TV, labels_T, rank * width, lse_T)
         return loss_T.tensor_split(group.size())[rank].sum(), grad_TV
 
 

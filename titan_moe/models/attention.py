@@ -17,7 +17,8 @@ from titan_moe.models.config import (
     RopeConfig,
 )
 from titan_moe.models.rope import Rotation, rotate, softmax_factor
-from titan_moe.ops.attention import AttentionCore
+from titan_moe.ops.attention import AttentionCore, choose_core
+from titan_moe.ops.varlen_attention import takes
 
 # Of queries and keys, what tells them where in the row they are.
 Placement = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]
@@ -128,7 +129,7 @@ class MLA(Attention):
         super().__init__()
         self.config = config
         self.pairing = rope.pairing
-        qk_dim = config.nope_dim + config.rope_dim
+        qk_dim = config.qk_dim
         self.scale = qk_dim**-0.5 * softmax_factor(rope)
         self.core = core
         if config.q_rank is None:
@@ -145,7 +146,7 @@ class MLA(Attention):
 
     def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
         config = self.config
-        q_BSHC = self._query(x_BSD).unflatten(-1, (-1, config.nope_dim + config.rope_dim))
+        q_BSHC = self._query(x_BSD).unflatten(-1, (-1, config.qk_dim))
         q_nope, q_rope = q_BSHC.split([config.nope_dim, config.rope_dim], dim=-1)
         q_BSHC = torch.cat([q_nope, rotate(q_rope, rotation, self.pairing)], dim=-1)
 
@@ -199,3 +200,16 @@ def _tempered(
     steps_BS = ((rotation.positions_BS + 1) // temperature.floor).to(dtype)
     scale_BS = 1 + temperature.scale * steps_BS.log1p()
     return (q_BSHC.to(dtype) * scale_BS[..., None, None]).to(q_BSHC.dtype), k_BSHC
+
+
+def plain_core(
+    config: ModelConfig, *, mask_documents: bool, dtype: torch.dtype, device_type: str
+) -> AttentionCore:
+    """The fastest core for a model that computes in `dtype`, with whole rows on one device."""
+    heads = config.attention
+    return choose_core(
+        mask_documents=mask_documents,
+        device_type=device_type,
+        local_or_sinks=config.local_or_sinks,
+        takes_varlen=takes(heads.qk_dim, heads.v_dim, dtype),
+    )

@@ -75,6 +75,16 @@ class GQAConfig:
         """Channels of a head that positions rotate."""
         return self.head_dim
 
+    @property
+    def qk_dim(self) -> int:
+        """Channels of a query's and a key's head."""
+        return self.head_dim
+
+    @property
+    def v_dim(self) -> int:
+        """Channels of a value's head."""
+        return self.head_dim
+
 
 @dataclass(frozen=True)
 class MLAConfig:
@@ -101,6 +111,14 @@ class MLAConfig:
         """Each head has keys and values of its own, made from the shared latent."""
         return self.num_heads
 
+    @property
+    def qk_dim(self) -> int:
+        """Channels of a query's and a key's head."""
+        return self.nope_dim + self.rope_dim
+
+
+LOSS_CHUNKS = {"cpu": 1024, "cuda": 4096}
+"""Device -> tokens whose logits exist at once, where training.loss_chunk_size is left out."""
 
 AttentionConfig = GQAConfig | MLAConfig
 """The variants. A further one has what is in AttentionShape too, its module in models/attention.py
@@ -117,6 +135,10 @@ class AttentionShape(Protocol):
     def num_kv_heads(self) -> int: ...
     @property
     def rope_dim(self) -> int: ...
+    @property
+    def qk_dim(self) -> int: ...
+    @property
+    def v_dim(self) -> int: ...
     @property
     def sinks(self) -> bool: ...
 
@@ -155,8 +177,9 @@ class ModelConfig:
         if not isinstance(self.attention, AttentionShape):
             raise ConfigError(
                 [
-                    f"{type(self.attention).__name__} lacks num_heads, num_kv_heads, rope_dim or "
-                    "sinks: add it in titan_moe/models/config.py, as GQAConfig and MLAConfig have"
+                    f"{type(self.attention).__name__} lacks num_heads, num_kv_heads, rope_dim, "
+                    "qk_dim, v_dim or sinks: add it in titan_moe/models/config.py, as GQAConfig "
+                    "and MLAConfig have"
                 ]
             )
 

@@ -18,6 +18,7 @@ from titan_moe.models.output import Embedding, Output
 from titan_moe.models.rope import Rope, Rotation
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, CausalSdpa
+from titan_moe.ops.varlen_attention import DocumentBounds
 from titan_moe.profiling.regions import region
 
 _BIASES = ("b1", "b2", "b3")
@@ -112,6 +113,7 @@ class Decoder(nn.Module):
         labels_BS: Tensor | None = None,
         ahead_tokens_BKS: Tensor | None = None,
         ahead_labels_BKS: Tensor | None = None,
+        bounds: DocumentBounds | None = None,
     ) -> Tensor:
         """Logits [B, S, V] in the compute type; with labels the sum of cross-entropies.
 
@@ -125,8 +127,9 @@ class Decoder(nn.Module):
             ahead_tokens_BKS: what multi-token prediction trains on: the tokens 1, 2, ..., K
                 positions on. Ignored in evaluation.
             ahead_labels_BKS: their labels.
+            bounds: of the documents, for an attention core that wants them from the host.
         """
-        hidden = self.hidden(tokens_BS, documents_BS, positions_BS, ahead_tokens_BKS)
+        hidden = self.hidden(tokens_BS, documents_BS, positions_BS, ahead_tokens_BKS, bounds)
         if labels_BS is None or len(hidden) == 1:
             return self.output(hidden[0], labels_BS)
         assert self.mtp is not None and ahead_labels_BKS is not None
@@ -138,13 +141,14 @@ class Decoder(nn.Module):
         documents_BS: Tensor,
         positions_BS: Tensor,
         ahead_tokens_BKS: Tensor | None = None,
+        bounds: DocumentBounds | None = None,
     ) -> list[Tensor]:
         """What the output layer reads, x_BSD: of the decoder, and in training, where there are
         tokens ahead, of each depth of multi-token prediction."""
         x_BSD = self.tok_embeddings(tokens_BS)
         rotation = self.rope(positions_BS, x_BSD.dtype)
         locals_ = dict.fromkeys(block.local for block in self.blocks().values())
-        masks = {local: self.core.mask(documents_BS, local) for local in locals_}
+        masks = {local: self.core.mask(documents_BS, local, bounds) for local in locals_}
         for block in self.layers.values():
             x_BSD = block(x_BSD, rotation, masks[block.local])  # type: ignore[index]
         x_BSD = self.norm(x_BSD)

@@ -5,12 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from titan_moe.ops.linear_cross_entropy import (
-    CrossEntropy,
-    Watch,
-    cross_entropy,
-    linear_cross_entropy,
-)
+from titan_moe.models.config import LOSS_CHUNKS
+from titan_moe.ops.cross_entropy import CrossEntropy, cross_entropy
+from titan_moe.ops.linear_cross_entropy import Watch, linear_cross_entropy
 from titan_moe.profiling.regions import region
 
 
@@ -30,14 +27,14 @@ class Output(nn.Linear):
     """A projection to the vocabulary that, given labels, goes on to the loss itself.
 
     So no logits leave it, and the loss can be computed in chunks of tokens. Chosen when the model
-    is laid out: `chunk_size` and `cross_entropy`, as `linear_cross_entropy` names them, and
-    `local_weight`, by which tensor parallelism hands over this rank's rows. `watch` is for a
-    debugger.
+    is laid out: `chunk_size` and `cross_entropy`, as `linear_cross_entropy` names them (None: the
+    device's size), and `local_weight`, by which tensor parallelism hands over this rank's rows.
+    `watch` is for a debugger.
     """
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
-        self.chunk_size = 0
+        self.chunk_size: int | None = 0
         self.cross_entropy: CrossEntropy = cross_entropy
         self.local_weight: Callable[[Tensor], Tensor] = _whole
         self.watch: Watch | None = None
@@ -60,12 +57,15 @@ class Output(nn.Linear):
             weight_VD = self.local_weight(self.weight)
             if labels_BS is None:
                 return nn.functional.linear(x_BSD, weight_VD)
+            chunk_size = self.chunk_size
+            if chunk_size is None:
+                chunk_size = LOSS_CHUNKS[x_BSD.device.type]
             losses = linear_cross_entropy(
                 x_BSD.flatten(0, 1),
                 weight_VD,
                 labels_BS.flatten(),
                 factors=factors,
-                chunk_size=self.chunk_size,
+                chunk_size=chunk_size,
                 cross_entropy=self.cross_entropy,
                 watch=self.watch,
             )

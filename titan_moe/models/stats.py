@@ -55,7 +55,7 @@ def _(attention: GQAConfig, dim: int) -> AttentionStats:
 @attention_stats.register
 def _(attention: MLAConfig, dim: int) -> AttentionStats:
     heads, nope_dim, v_dim = attention.num_heads, attention.nope_dim, attention.v_dim
-    qk_dim, kv_rank, q_rank = nope_dim + attention.rope_dim, attention.kv_rank, attention.q_rank
+    qk_dim, kv_rank, q_rank = attention.qk_dim, attention.kv_rank, attention.q_rank
     latent = kv_rank + attention.rope_dim
     matrices = dim * latent + kv_rank * heads * (nope_dim + v_dim) + heads * v_dim * dim
     matrices += dim * heads * qk_dim if q_rank is None else q_rank * (dim + heads * qk_dim)

@@ -9,7 +9,7 @@ same).
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,27 @@ def expert_outputs(
     return add_bias(y_RD, weights.b2, offsets_E, after_R1)
 
 
+class RowsInParts(NamedTuple):
+    """Parts of a microbatch that travel apart, so that one does while the experts compute another.
+
+    An argument of one call of `Experts`, whose gathered weights serve all parts.
+    """
+
+    sent: list[Any]
+    """What `Dispatcher.send` returned for each part."""
+    receive: Callable[[Any, int], ExpertRows]
+    """A part on its way, and its number -> its rows."""
+    send_back: Callable[[Tensor, int], Any]
+    """Outputs for these rows, and the part's number -> outputs on their way back."""
+
+    def through(self, compute: Callable[[ExpertRows], Tensor]) -> list[Any]:
+        """Receive a part, compute it, send it back, and go on to the next one."""
+        return [
+            self.send_back(compute(self.receive(sent, part)), part)
+            for part, sent in enumerate(self.sent)
+        ]
+
+
 class Experts(nn.Module):
     """The stacked weights of all experts, as `ExpertWeights` names them.
 
@@ -107,8 +128,10 @@ class Experts(nn.Module):
             joint=config.joint_gate_up,
         )
 
-    def forward(self, rows: ExpertRows) -> Tensor:
+    def forward(self, rows: ExpertRows | RowsInParts) -> Any:
         weights = ExpertWeights(self.w1, self.w2, self.w3, self.b1, self.b2, self.b3)
+        if isinstance(rows, RowsInParts):
+            return rows.through(lambda part: self.compute(part, weights, self.grouped_mm))
         return self.compute(rows, weights, self.grouped_mm)
 
 

@@ -7,22 +7,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from titan_moe.distributed.collectives import AsyncRows
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.dispatch.base import Dispatcher, LocalDispatcher
-from titan_moe.moe.experts import Experts
+from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows, LocalDispatcher
+from titan_moe.moe.dispatch.exchange import ExchangeDispatcher
+from titan_moe.moe.experts import Experts, RowsInParts
 from titan_moe.moe.router import Router, Scores
 from titan_moe.ops.permute_indices import count_experts
 from titan_moe.profiling.regions import region
 
 
 class RoutingDecision(NamedTuple):
-    """The selected experts and the dispatch plan: what a recomputation replays."""
+    """The selected experts and the dispatch plans: what a recomputation replays."""
 
     experts_TK: Tensor
     chosen_BE: Tensor | None
     """How often each sequence selected each expert; None if no loss needs it."""
-    plan: Any
+    plans: list[Any]
+    """Of each part of the tokens."""
 
 
 class RoutingMemo:
@@ -73,10 +76,11 @@ class RoutingMemo:
 class MoE(nn.Module):
     """Routed experts, plus a shared expert that sees every token.
 
-    Five attributes are strategies, set once when the model is built: `dispatcher` by expert
-    parallelism; `whole_sequences`, which sums counts_BE over the ranks that hold parts of the same
-    sequences; `routing_fn`, scores_TE -> experts_TK, by routing traces; `gating_weights`, by
-    compile; and `routing_memo`, shared with the activation checkpoint around this layer.
+    Six attributes are strategies, set once when the model is built: `dispatcher` by expert
+    parallelism, and `num_parts`, in how many parts it sends the tokens; `whole_sequences`, which
+    sums counts_BE over the ranks that hold parts of the same sequences; `routing_fn`, scores_TE ->
+    experts_TK, by routing traces; `gating_weights`, by compile; and `routing_memo`, shared with the
+    activation checkpoint around this layer.
 
     `counts_traffic` says whether this step's traffic is measured, which only a log reads.
 
@@ -94,6 +98,7 @@ class MoE(nn.Module):
         self.experts = Experts(dim, config)
         self.shared_experts = shared_experts
         self.dispatcher: Dispatcher = LocalDispatcher(config.row_alignment)
+        self.num_parts = 1
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
         self.routing_fn: Callable[[Tensor], Tensor] = self.router.select_experts
         self.gating_weights: Callable[[Tensor, Tensor], Tensor] = self.router.gating_weights
@@ -121,40 +126,71 @@ class MoE(nn.Module):
             if loss is not None:
                 weights_TK = balance.attach_loss(weights_TK, loss, self.router.balance_loss)
 
+        parts = zip(self._parts(x_TD), self._parts(weights_TK), decision.plans, strict=True)
         with region("dispatch"):
-            sent = self.dispatcher.send(x_TD, weights_TK, decision.plan)
+            sent = [self.dispatcher.send(*part) for part in parts]
         # Overlaps with the exchange of rows, here and in the backward.
         shared_TD = None
         if self.shared_experts is not None:
             with region("shared_experts"):
                 shared_TD = self.shared_experts(x_TD)
-        with region("dispatch"):
-            rows = self.dispatcher.receive(sent, decision.plan)
-        with region("experts"):
-            y_RD = self.experts(rows)
-        with region("combine"):
-            y_TD = self.dispatcher.combine(y_RD, decision.plan)
+        y_TD = self._through_experts(sent, decision.plans)
         return (y_TD if shared_TD is None else y_TD + shared_TD).view_as(x_BSD)
+
+    def _through_experts(self, sent: list[Any], plans: list[Any]) -> Tensor:
+        dispatcher = self.dispatcher
+        if len(plans) == 1:
+            with region("dispatch"):
+                rows = dispatcher.receive(sent[0], plans[0])
+            with region("experts"):
+                y_RD = self.experts(rows)
+            with region("combine"):
+                return dispatcher.combine(y_RD, plans[0])
+
+        assert isinstance(dispatcher, ExchangeDispatcher)
+
+        def receive(sent: Any, part: int) -> ExpertRows:
+            with region("dispatch"):
+                return dispatcher.receive(sent, plans[part])
+
+        def send_back(y_RD: Tensor, part: int) -> AsyncRows:
+            with region("combine"):
+                return dispatcher.combine_start(y_RD, plans[part])
+
+        with region("experts"):
+            home = self.experts(RowsInParts(sent, receive, send_back))
+        with region("combine"):
+            pairs = zip(home, plans, strict=True)
+            return torch.cat([dispatcher.combine_wait(rows, plan) for rows, plan in pairs])
+
+    def _parts(self, x_T: Tensor) -> tuple[Tensor, ...]:
+        """Tensors of the tokens, [T, ...], by part; a token or more in each."""
+        return (x_T,) if self.num_parts == 1 else x_T.tensor_split(self.num_parts)
 
     def route(self, scores_BSE: Tensor) -> RoutingDecision:
         """Select experts, count them (in training), and plan the dispatch."""
         with region("route"):
             experts_TK = self.routing_fn(scores_BSE.flatten(0, 1))
-        counts_E = count_experts(experts_TK, self.config.num_experts)
+        parts = [
+            (part_TK, count_experts(part_TK, self.config.num_experts))
+            for part_TK in self._parts(experts_TK)
+        ]
         with region("dispatch"):  # First: what it sends is under way.
-            plan = self.dispatcher.plan(experts_TK, counts_E)
-        if (dropped := self.dispatcher.dropped(plan)) is not None:
-            self.rows_dropped += dropped
+            plans = [self.dispatcher.plan(*part) for part in parts]
+        for plan in plans:
+            if (dropped := self.dispatcher.dropped(plan)) is not None:
+                self.rows_dropped += dropped
         chosen_BE = None
         if self.training:
-            self.router.tokens_per_expert += counts_E
-            if self.counts_traffic:
-                self.rows_sent += self.dispatcher.traffic(experts_TK, counts_E)
+            for part_TK, counts_E in parts:
+                self.router.tokens_per_expert += counts_E
+                if self.counts_traffic:
+                    self.rows_sent += self.dispatcher.traffic(part_TK, counts_E)
             if self.config.sequence_aux_loss_weight:
                 experts_BN = experts_TK.view(len(scores_BSE), -1)
                 chosen_BE = balance.counts_per_row(experts_BN, self.config.num_experts)
                 chosen_BE = self.whole_sequences(chosen_BE)
-        return RoutingDecision(experts_TK, chosen_BE, plan)
+        return RoutingDecision(experts_TK, chosen_BE, plans)
 
     def _balance_loss(
         self, scores: Scores, chosen_BE: Tensor | None, num_rows: int

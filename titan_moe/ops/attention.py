@@ -11,6 +11,8 @@ A sink is one more logit in a head's softmax that brings no value: it takes a sh
 away (attention sinks: arXiv 2309.17453; a learned one: gpt-oss).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,15 +21,28 @@ from torch import Tensor
 
 from titan_moe.ops.cpu.blockwise import MAX_SEQ_LEN, attend_in_blocks
 from titan_moe.ops.local_attention import LocalAttention
+from titan_moe.ops.varlen_attention import (
+    DocumentBounds,
+    Pieces,
+    bounds_of,
+    pieces_of_rows,
+    varlen_attention,
+)
 
 
 class AttentionCore(Protocol):
     """What an attention layer calls between its projections."""
 
-    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> Any:
+    def mask(
+        self,
+        documents_BS: Tensor,
+        local: LocalAttention | None = None,
+        bounds: DocumentBounds | None = None,
+    ) -> Any:
         """The mask of a microbatch for layers that see as far as `local`; None: the whole past.
 
         `documents_BS` numbers each row's packed documents from 0. Positions are counted in the row.
+        A core that wants `bounds` of them waits for the device where there are none.
         """
 
     def __call__(
@@ -134,6 +149,20 @@ def _with_sink_key(
     return q_BHSC, k_BHSC, F.pad(v_BHSC, (0, 1, 1, 0)), mask
 
 
+class MasksByLength:
+    """Masks that do not depend on the documents, made once for each length of rows and device."""
+
+    def __init__(self, make: Callable[[Tensor, LocalAttention | None], Any]) -> None:
+        self._make = make
+        self._made: dict[tuple[int, torch.device, LocalAttention | None], Any] = {}
+
+    def __call__(self, documents_BS: Tensor, local: LocalAttention | None) -> Any:
+        key = documents_BS.shape[1], documents_BS.device, local
+        if key not in self._made:
+            self._made[key] = self._make(documents_BS, local)
+        return self._made[key]
+
+
 class Flex:
     """Flex attention, which skips tiles where no key is seen.
 
@@ -227,8 +256,11 @@ class Flex:
 class CausalSdpa:
     """Documents packed into a row see each other. Fast where neither windows nor sinks are."""
 
-    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> Tensor | None:
-        return None if local is None else _explicit(documents_BS, local, mask_documents=False)
+    def __init__(self) -> None:
+        self._masks = MasksByLength(partial(_explicit, mask_documents=False))
+
+    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Tensor | None:  # type: ignore[no-untyped-def]
+        return None if local is None else self._masks(documents_BS, local)
 
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor | None, scale: float, sinks_H=None
@@ -242,7 +274,7 @@ class CausalSdpa:
 class DocumentSdpa:
     """Causal within each document by an explicit mask [B, 1, S, S]: the CPU's way."""
 
-    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> Tensor:
+    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Tensor:  # type: ignore[no-untyped-def]
         return _explicit(documents_BS, local, mask_documents=True)
 
     def __call__(  # type: ignore[no-untyped-def]
@@ -257,7 +289,7 @@ class AllPairs:
     def __init__(self, *, mask_documents: bool) -> None:
         self._mask_documents = mask_documents
 
-    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> Tensor:
+    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Tensor:  # type: ignore[no-untyped-def]
         return _explicit(documents_BS, local, mask_documents=self._mask_documents)
 
     def __call__(  # type: ignore[no-untyped-def]
@@ -283,14 +315,42 @@ def _explicit(
     return is_seen(positions_S, positions_S, first_BS)[:, None]
 
 
+class VarlenCore:
+    """By flash attention over documents, chunks or rows of any length: see varlen_attention."""
+
+    def __init__(self, *, mask_documents: bool) -> None:
+        self._mask_documents = mask_documents
+
+    def mask(  # type: ignore[no-untyped-def]
+        self, documents_BS: Tensor, local=None, bounds: DocumentBounds | None = None
+    ) -> Pieces:
+        if not self._mask_documents:
+            documents_BS = torch.zeros_like(documents_BS)
+            bounds = DocumentBounds(per_row=1, longest=documents_BS.shape[1])
+        return pieces_of_rows(documents_BS, local, bounds or bounds_of(documents_BS))
+
+    def __call__(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: Pieces, scale: float, sinks_H=None
+    ) -> Tensor:
+        rows = q_BHSC.shape[0], q_BHSC.shape[2]
+        q_THC, k_THC, v_THC = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSC, k_BHSC, v_BHSC))
+        o_THC = varlen_attention(q_THC, k_THC, v_THC, mask, scale, sinks_H)
+        return o_THC.unflatten(0, rows).transpose(1, 2)
+
+
 class FlexCore:
     """By flex attention, which skips tiles that are masked out."""
 
     def __init__(self, *, mask_documents: bool, compiled: bool) -> None:
         self._mask_documents = mask_documents
         self._flex = Flex(compiled=compiled)
+        self._masks = MasksByLength(self._make)
 
-    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> Any:
+    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Any:  # type: ignore[no-untyped-def]
+        make = self._make if self._mask_documents else self._masks
+        return make(documents_BS, local)
+
+    def _make(self, documents_BS: Tensor, local: LocalAttention | None) -> Any:
         return self._flex.row_mask(
             first_seen_in_rows(documents_BS, local, mask_documents=self._mask_documents)
         )
@@ -302,13 +362,22 @@ class FlexCore:
 
 
 def choose_core(
-    *, mask_documents: bool, device_type: str, local_or_sinks: bool = False
+    *,
+    mask_documents: bool,
+    device_type: str,
+    local_or_sinks: bool = False,
+    takes_varlen: bool = False,
 ) -> AttentionCore:
     """The fastest core for the device: on CUDA a mask never costs the fast kernel.
 
+    Plain causal attention is left to torch, which on an H100 prefers cuDNN's kernel to flash.
+
     Args:
         local_or_sinks: whether any layer has a window, a chunk or sinks.
+        takes_varlen: whether heads and type are such that `varlen_attention` has a kernel for them.
     """
     if device_type == "cuda" and (mask_documents or local_or_sinks):
+        if takes_varlen:
+            return VarlenCore(mask_documents=mask_documents)
         return FlexCore(mask_documents=mask_documents, compiled=True)
     return DocumentSdpa() if mask_documents else CausalSdpa()

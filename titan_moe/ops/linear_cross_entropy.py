@@ -13,28 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-IGNORE_INDEX = -100
-"""A label that stands for no target."""
+from titan_moe.ops.cross_entropy import CrossEntropy, at_least_float32, cross_entropy
 
-CrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""logits_TV, which it may overwrite, and labels_T -> the sum of cross-entropies, and its gradient
-for the logits."""
+# A product of narrow matrices that is added to a float32 one as it is computed: CUDA alone.
+_ADDS_IN_FLOAT32 = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 Watch = Callable[[int, Tensor, Tensor], None]
 """Shown each chunk: the number of its first token, logits_TV, and the loss's gradient for them."""
-
-
-def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Of logits of the whole vocabulary; both computed in at least float32."""
-    ignored_T = labels_T == IGNORE_INDEX
-    target_T1 = labels_T.masked_fill(ignored_T, 0)[:, None]
-    log_probability_TV = logits_TV.log_softmax(-1, at_least_float32(logits_TV))
-    losses_T = log_probability_TV.gather(1, target_T1)[:, 0].neg().masked_fill(ignored_T, 0)
-    counted_T1 = (~ignored_T)[:, None].to(losses_T.dtype)
-    grad_TV = log_probability_TV.exp_().mul_(counted_T1)
-    # One column a token: nothing is added twice.
-    grad_TV.scatter_add_(1, target_T1, -counted_T1)
-    return losses_T.sum(), grad_TV
 
 
 class Losses(NamedTuple):
@@ -72,11 +57,6 @@ def linear_cross_entropy(
     with_gradients = torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad)
     plan = _Plan(tuple(factors), chunk_size, cross_entropy, watch, with_gradients)
     return Losses(*_LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, plan))
-
-
-def at_least_float32(x: Tensor) -> torch.dtype:
-    """The type that sums and exponentials of this tensor are computed in."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 class _Plan(NamedTuple):
@@ -150,4 +130,7 @@ def _added(sum_VD: Tensor | None, grad_tV: Tensor, x_tD: Tensor) -> Tensor:
     wide = at_least_float32(x_tD)
     if wide == x_tD.dtype:
         return sum_VD.addmm_(grad_tV.T, x_tD)
+    if x_tD.is_cuda and _ADDS_IN_FLOAT32:
+        sum_VD = sum_VD.to(wide)  # Of the first two terms, the first was rounded.
+        return torch.addmm(sum_VD, grad_tV.T, x_tD, out_dtype=wide, out=sum_VD)
     return sum_VD.to(wide).add_(grad_tV.T @ x_tD)

@@ -111,21 +111,44 @@ class SortedRows(NamedTuple):
 def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:
     """How many of the T*K rows each expert gets: counts_E, int64, without a wait for the device.
 
-    Apart from the sort, which takes longer: counts can be exchanged meanwhile. Integers add up to
-    the same sum in any order, so that atomics do no harm here.
+    Apart from the sort, which takes longer: counts can be exchanged meanwhile.
     """
+    if _runs_triton(experts_TK):
+        from titan_moe.ops import place_rows_triton
+
+        return place_rows_triton.count_experts(experts_TK, num_experts)
+    return count_experts_reference(experts_TK, num_experts)
+
+
+def count_experts_reference(experts_TK: Tensor, num_experts: int) -> Tensor:
+    """`count_experts` in plain torch. Integers add up to the same sum in any order, so that atomics
+    do no harm here."""
     slot_N = experts_TK.flatten()
     return slot_N.new_zeros(num_experts).scatter_add_(0, slot_N, torch.ones_like(slot_N))
 
 
-def sort_by_expert(experts_TK: Tensor) -> SortedRows:
+def sort_by_expert(experts_TK: Tensor, num_experts: int) -> SortedRows:
     """Order the T*K rows by expert, stably."""
+    if _runs_triton(experts_TK):
+        from titan_moe.ops import place_rows_triton
+
+        return _sorted_rows(*place_rows_triton.sort_by_expert(experts_TK, num_experts))
+    return _sorted_rows(*sort_by_expert_reference(experts_TK, num_experts))
+
+
+def sort_by_expert_reference(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The token and the slot of each row, and rows_TK, in plain torch."""
     slot_N = experts_TK.flatten().sort(stable=True).indices
-    rows_TK = invert(slot_N).view_as(experts_TK)
-    return SortedRows(
-        tokens=RowMap(slot_N // experts_TK.shape[1], rows_TK),
-        slots=RowMap(slot_N, rows_TK.view(-1, 1)),
-    )
+    return slot_N // experts_TK.shape[1], slot_N, invert(slot_N).view_as(experts_TK)
+
+
+def _runs_triton(x: Tensor) -> bool:
+    """A graph sorts by the compiler's own means."""
+    return x.is_cuda and not torch.compiler.is_compiling()
+
+
+def _sorted_rows(token_N: Tensor, slot_N: Tensor, rows_TK: Tensor) -> SortedRows:
+    return SortedRows(RowMap(token_N, rows_TK), RowMap(slot_N, rows_TK.view(-1, 1)))
 
 
 def invert(order_N: Tensor) -> Tensor:
@@ -159,6 +182,62 @@ def reached_ranks(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
     """Whether a token has an expert on a rank of `num_local` experts: [T, P], bool."""
     reached_TP = experts_TK.new_zeros(len(experts_TK), num_ranks, dtype=torch.bool)
     return reached_TP.scatter_(1, experts_TK // num_local, True)
+
+
+def count_copies(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
+    """How many tokens have an expert on each rank of `num_local` experts: counts_P, int64."""
+    if _runs_triton(experts_TK):
+        from titan_moe.ops import place_rows_triton
+
+        return place_rows_triton.count_copies(experts_TK, num_local, num_ranks)
+    return count_copies_reference(experts_TK, num_local, num_ranks)
+
+
+def count_copies_reference(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
+    """`count_copies` in plain torch."""
+    return reached_ranks(experts_TK, num_local, num_ranks).sum(0)
+
+
+class Copies(NamedTuple):
+    """Tokens copied to the ranks of their experts, once to each."""
+
+    tokens: RowMap
+    """As `copy_to_ranks` returns it."""
+    row_N: Tensor
+    """int32: of each choice, in the order of experts, its row among those that its rank is sent
+    from here, times J = min(K, num_local), plus how many of that row's choices come before it."""
+
+
+def place_copies(experts_TK: Tensor, order_TK: Tensor, num_local: int, num_ranks: int) -> Copies:
+    """One copy of each token for each rank of `num_local` experts that has some of its experts.
+
+    Args:
+        order_TK: each choice's place in the order of experts.
+    """
+    if _runs_triton(experts_TK):
+        from titan_moe.ops import place_rows_triton
+
+        places = place_rows_triton.place_copies(experts_TK, order_TK, num_local, num_ranks)
+    else:
+        places = place_copies_reference(experts_TK, order_TK, num_local, num_ranks)
+    source_R, rows_TK, row_N = places
+    return Copies(RowMap(source_R, rows_TK), row_N)
+
+
+def place_copies_reference(
+    experts_TK: Tensor, order_TK: Tensor, num_local: int, num_ranks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """source_R and rows_TK of `Copies.tokens`, and row_N, in plain torch."""
+    top_k = experts_TK.shape[1]
+    reached_TP = reached_ranks(experts_TK, num_local, num_ranks)
+    rank_TK = experts_TK // num_local
+    nth_TK = (rank_TK[:, :, None] == rank_TK[:, None]).tril(-1).sum(2)
+    most_here = min(top_k, num_local)
+    row_TK = (reached_TP.cumsum(0) - 1).gather(1, rank_TK) * most_here + nth_TK
+    row_N = torch.empty_like(order_TK, dtype=torch.int32).flatten()
+    row_N[order_TK.flatten()] = row_TK.flatten().int()
+    source_R, rows_TK = copy_to_ranks(reached_TP, min(top_k, num_ranks))
+    return source_R, rows_TK, row_N
 
 
 def copy_to_ranks(reached_TP: Tensor, most: int) -> RowMap:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
 from titan_moe.distributed.parallel_dims import parallel_dims
-from titan_moe.models.config import ModelConfig
+from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
 from titan_moe.models.stats import Size, attention_stats, part_sizes
 from titan_moe.moe.config import deduplication_pays, places_reached, rows_of_buffers
 
@@ -35,8 +35,7 @@ class Memory:
     layer: float
     """The recomputed values of one layer, and their gradients."""
     logits: float
-    """Of one chunk of the loss, and what the cross-entropy makes of them; and the output layer's
-    gradients, which stand from there on."""
+    """Of one chunk of the loss, and the output layer's gradients, which stand from there on."""
     accumulated: float
     """What the microbatches of a step share, by `parallelism.fsdp_accumulation`: sums of gradients
     that are still to be reduced, and parameters that stay gathered. "auto" counts as nothing."""
@@ -107,9 +106,10 @@ def memory(
     tokens = training.local_batch_size * training.seq_len / cp
     values = tokens * _values_per_token(config) / tp * compute
     vocabulary = config.vocab_size / tp
-    whole_part = training.loss_chunk_size or tokens
-    # Logits, their probabilities in place of both logarithms and gradients, and those rounded.
-    logits = min(tokens, whole_part) * vocabulary * (2 * compute + reduced)
+    chunk = training.loss_chunk_size
+    whole_part = LOSS_CHUNKS["cuda"] if chunk is None else chunk or tokens
+    # Logits, whose place their gradients take.
+    logits = min(tokens, whole_part) * vocabulary * compute
     # Of the stream as the output layer sees it, gathered, and of its weight, added up wide.
     logits += tokens * (1 + config.num_mtp_layers) * config.dim * compute
     logits += vocabulary * config.dim * (reduced + compute)

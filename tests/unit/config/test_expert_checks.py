@@ -24,6 +24,11 @@ _EP, _P = "--parallelism.expert_parallel_degree 2", "--parallelism.expert_parall
             "expert_parallel_degree above 1: leave it out",
         ),
         (
+            f"{_P}_overlap true",
+            "parallelism.expert_parallel_overlap=true has no effect without "
+            "expert_parallel_degree above 1: leave it out",
+        ),
+        (
             f"{_EP} {_P}_overflow drop",
             "parallelism.expert_parallel_overflow=drop has no effect without "
             "expert_parallel_capacity_factor: set it",
@@ -55,6 +60,15 @@ def test_one_line(arguments: str, line: str) -> None:
 )
 def test_nothing_to_say(arguments: str) -> None:
     assert problems(arguments, ranks=2) == []
+
+
+def test_two_overlaps_are_one_too_many() -> None:
+    chunks = "--parallelism.pipeline_parallel_degree 2 --activation_checkpoint.mode none"
+    chunks += " --parallelism.pipeline_parallel_schedule DualPipeV --training.local_batch_size 8"
+    (line,) = problems(f"{_EP} {_P}_overlap true {chunks}", ranks=4)
+    assert line.startswith("parallelism.expert_parallel_overlap=true does within a chunk what ")
+    apart = "--parallelism.pipeline_parallel_expert_parallel_overlap false"
+    assert problems(f"{_EP} {_P}_overlap true {chunks} {apart}", ranks=4) == []
 
 
 @pytest.mark.parametrize("backend", ["deduplicated", "symmetric"])

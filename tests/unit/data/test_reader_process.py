@@ -155,7 +155,8 @@ def is_running(pid):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:5"])
 def test_a_run_reads_in_another_process_beside_a_gpu_alone(device, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    pinned_for = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: pinned_for.append(str(device)))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     job = JobConfig(
         model={"name": "deepseek_v3", "flavor": "2M", "tokenizer_path": "bytes"},
@@ -168,6 +169,7 @@ def test_a_run_reads_in_another_process_beside_a_gpu_alone(device, monkeypatch):
     expected = in_this_process(job.training, seed=job.debug.seed, rank=0, num_ranks=1)
     state = expected.state_dict()
     assert same(data.loader.next_step(), expected.next_step())
+    assert pinned_for == [device] * device.startswith("cuda")
     data.load_state(state)
     assert len(data.loader.next_step()) == 4
     data.loader.close()

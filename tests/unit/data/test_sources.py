@@ -206,6 +206,16 @@ def test_a_stream_goes_on_from_its_mark(tmp_path):
     assert [document.content for document in fresh.read()] == whole
 
 
+def test_a_mark_of_an_only_file_is_one_of_the_stream(tmp_path):
+    """Earlier versions kept the stream's in checkpoints."""
+    write_jsonl(tmp_path / "a.json", [f"document {index}" for index in range(300)])
+    stream = HubStream("c4", str(tmp_path), key="training.")
+    for _ in zip(range(120), stream.read(), strict=False):
+        pass
+    found = [document.content for document in stream.file(0).read(stream.mark())]
+    assert found == [f"document {index}" for index in range(120, 300)]
+
+
 @pytest.mark.parametrize("size", [2, 5, 64, 200])
 def test_training_never_sees_held_out_documents(size):
     corpus = ListCorpus([str(number) for number in range(size)])

@@ -12,6 +12,7 @@ from titan_moe.ops.attention import (
     CausalSdpa,
     DocumentSdpa,
     FlexCore,
+    VarlenCore,
     choose_core,
 )
 from titan_moe.ops.local_attention import LocalAttention
@@ -75,13 +76,16 @@ def _assert_close(ours, oracle, bound: float) -> None:
         torch.testing.assert_close(a, b, rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize("kind", ["sdpa", "varlen"])
 @pytest.mark.parametrize("shape", ["gqa", "mla"])
 @pytest.mark.parametrize("sinks", [True, False])
 @pytest.mark.parametrize("local", LOCALS)
 @pytest.mark.parametrize("masked", [True, False])
-def test_sdpa_cores_match_the_loop(masked: bool, local: str, sinks: bool, shape: str):
+def test_cores_match_the_loop(masked: bool, local: str, sinks: bool, shape: str, kind: str):
     inputs = _inputs(sinks=sinks, shape=shape)
     core = choose_core(mask_documents=masked, device_type="cpu", local_or_sinks=True)
+    if kind == "varlen":
+        core = VarlenCore(mask_documents=masked)
     documents = DOCUMENTS_BS if masked else torch.zeros_like(DOCUMENTS_BS)
     q, k, v, *rest = inputs
     slow = slow_attention(q, k, v, documents, LOCALS[local], 0.3, rest[0] if sinks else None)
@@ -114,6 +118,19 @@ def test_flex_matches_the_explicit_mask_with_gradients(
         for core in (plain, FlexCore(mask_documents=masked, compiled=False))
     ]
     _assert_close(*found, 1e-13)
+
+
+@pytest.mark.parametrize("core", ["plain", "flex"])
+def test_a_mask_without_documents_is_made_once_for_each_length(core: str):
+    made = CausalSdpa() if core == "plain" else FlexCore(mask_documents=False, compiled=False)
+    window, chunk = LOCALS["window"], LOCALS["chunk"]
+    first = made.mask(DOCUMENTS_BS, window)
+    assert made.mask(torch.zeros_like(DOCUMENTS_BS)[:1], window) is first
+    assert made.mask(DOCUMENTS_BS, chunk) is not first
+    shorter = made.mask(DOCUMENTS_BS[:, :5], window)
+    assert shorter is not first and tuple(shorter.shape[-2:]) == (5, 5)
+    by_documents = FlexCore(mask_documents=True, compiled=False)
+    assert by_documents.mask(DOCUMENTS_BS, window) is not by_documents.mask(DOCUMENTS_BS, window)
 
 
 def test_sinks_of_the_plain_core_need_no_mask():

@@ -25,6 +25,8 @@ class LinearAttention:
     num_heads: int = 4
     num_kv_heads: int = 4
     rope_dim: int = 8
+    qk_dim: int = 8
+    v_dim: int = 8
     sinks: bool = False
 
 
@@ -55,7 +57,8 @@ def test_dimensions_without_what_all_variants_have_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         with_variant(Bare())
     (line,) = caught.value.lines
-    assert line.startswith("Bare lacks num_heads, num_kv_heads, rope_dim or sinks: add it in ")
+    lacking = "num_heads, num_kv_heads, rope_dim, qk_dim, v_dim or sinks"
+    assert line.startswith(f"Bare lacks {lacking}: add it in ")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

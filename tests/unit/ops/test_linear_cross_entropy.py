@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_moe.ops.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
+from titan_moe.ops.cross_entropy import IGNORE_INDEX
+from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
 
 TOKENS, D, VOCABULARY, FACTORS = 22, 3, 11, (1.0, 0.3)
 

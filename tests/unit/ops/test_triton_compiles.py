@@ -50,6 +50,40 @@ def test_rows_compile_and_move_16_bytes_at_a_time(dim: int) -> None:
     assert dim == 1 or ("ld.global.v4.b32" in asm["ptx"] and "st.global.v4.b32" in asm["ptx"])
 
 
+@pytest.mark.parametrize("logits", ["*bf16", "*fp32"])
+def test_cross_entropy_compiles_and_moves_16_bytes_at_a_time(logits: str) -> None:
+    from titan_moe.ops import cross_entropy_triton as kernels
+
+    constants = {"WIDTH": 151_936, "IGNORED": -100, "BLOCK": 4096, "WIDE": 0}
+    for name, numbers in {
+        "_cross_entropy_kernel": ["losses_ptr"],
+        "_statistics_kernel": ["largest_ptr", "sum_ptr", "target_ptr"],
+        "_gradient_kernel": ["lse_ptr"],
+    }.items():
+        pointers = {"logits_ptr": logits, "labels_ptr": "*i64"} | dict.fromkeys(numbers, "*fp32")
+        kernel = getattr(kernels, name)
+        first = [] if name == "_cross_entropy_kernel" else ["first"]
+        asm = compiled(kernel, pointers, first, **constants)
+        assert "ld.global.v4.b32" in asm["ptx"], name
+        assert "st.global.v4.b32" in asm["ptx"] or name == "_statistics_kernel"
+
+
+@pytest.mark.parametrize("num_bins", [1, 8, 128, 384])
+def test_sorting_and_copying_compile(num_bins: int) -> None:
+    from titan_moe.ops import place_rows_triton as kernels
+
+    constants = {"TOP_K": 8, "NUM_LOCAL": 16, "NUM_BINS": num_bins, **kernels._tile(num_bins)}
+    experts = {"experts_ptr": "*i64", "counts_ptr": "*i32"}
+    assert compiled(kernels._count_kernel, experts, ["num_tokens"], **constants, ONCE=1)["cubin"]
+    numbers = ["num_tokens", "num_blocks"]
+    pointers = experts | dict.fromkeys(["token_ptr", "slot_ptr", "rows_ptr"], "*i64")
+    assert compiled(kernels._sort_kernel, pointers, numbers, **constants)["cubin"]
+    pointers = experts | dict.fromkeys(["order_ptr", "source_ptr", "rows_ptr"], "*i64")
+    pointers["row_ptr"] = "*i32"
+    constants |= {"MOST": min(8, num_bins), "MOST_HERE": 8}
+    assert compiled(kernels._copies_kernel, pointers, numbers, **constants)["cubin"]
+
+
 @pytest.mark.parametrize("clamped", [0, 1])
 @pytest.mark.parametrize("dim", [1, 768, 2880])
 def test_gated_rows_compile_and_move_16_bytes_at_a_time(dim: int, clamped: int) -> None:

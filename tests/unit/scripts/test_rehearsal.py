@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import pytest
 
 from scripts.rehearsal.ledger import Ledger
-from scripts.rehearsal.places import COPIES, FIRST_PAIRS, WAITS, Place
+from scripts.rehearsal.places import CHECKPOINT_MOVES, COPIES, FIRST_PAIRS, WAITS, Place
 from tests.support.paths import REPO
 
-_ALLOWED = sorted({*COPIES, *WAITS, *FIRST_PAIRS})
+_ALLOWED = sorted({*COPIES, *WAITS, *FIRST_PAIRS, *CHECKPOINT_MOVES})
 _READ = Place("distributed/collectives.py:read", 1)
 _ROUTE = Place("moe/dispatch/all_to_all.py:_route", 1)
 

@@ -19,9 +19,11 @@ from scripts.rehearsal.work import (
     Work,
     added,
     attention_flops,
+    attention_flops_of,
     bytes_of,
     flops_of,
     kind_of,
+    kind_of_kernel,
 )
 from titan_moe.profiling.regions import region
 
@@ -179,6 +181,19 @@ def test_flops_of_products():
     assert attention_flops(heads, heads[:, :2], heads[:, :2]) == 16 * 8192 * 2 * 128
 
 
+def test_flops_of_attention_over_rows_of_tokens():
+    name, q_THC = "_flash_attention_forward", torch.empty(256, 8, 64)
+    starts = torch.tensor([0, 128, 256])
+    args = (q_THC, q_THC, q_THC, starts, starts, 128, 128, 0.0, True, False)
+    # 256 tokens x 8 heads see 64 in the mean, in a window of 16 of them 15.
+    whole = 2 * 256 * 8 * 64 * 128
+    assert attention_flops_of(name, args, {"window_size_left": -1}) == whole
+    found = attention_flops_of(name, args, {"window_size_left": 15})
+    assert found == 2 * 256 * 8 * (16 - 1) * 128
+    backward = (q_THC, *args[:3], q_THC, q_THC, *args[3:])
+    assert attention_flops_of("_flash_attention_backward", backward, {}) == 2.5 * whole
+
+
 def test_kinds():
     bf16, fp32 = torch.bfloat16, torch.float32
     assert [kind_of("mm", bf16), kind_of("mm", fp32), kind_of("_grouped_mm", bf16)] == [
@@ -188,8 +203,10 @@ def test_kinds():
     ]
     assert kind_of("_scaled_grouped_mm", torch.float8_e4m3fn) == "float8 matmul"
     assert kind_of("_scaled_dot_product_flash_attention_backward", bf16) == ATTENTION
-    assert {kind_of("_copy_rows_kernel"), kind_of("index_put_"), kind_of("topk")} == {ROWS}
-    assert {kind_of("mul"), kind_of("_swiglu_kernel"), kind_of("cat")} == {ELEMENTWISE}
+    assert {kind_of("index_put_"), kind_of("topk")} == {ROWS}
+    assert {kind_of("mul"), kind_of("cat")} == {ELEMENTWISE}
+    assert kind_of_kernel("titan_moe.ops.move_rows_triton") == ROWS
+    assert kind_of_kernel("titan_moe.ops.gated_triton") == ELEMENTWISE
 
 
 def test_bytes_of_picked_rows_are_not_those_of_the_whole_tensor():

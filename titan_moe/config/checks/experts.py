@@ -51,6 +51,22 @@ def _dispatch(run: Run) -> list[str]:
             f"parallelism.expert_parallel_capacity_factor={factor} has no effect without "
             f"expert_parallel_degree above 1: leave it out"
         )
+    if degrees.expert_parallel_overlap and run.model.moe is not None and not travels:
+        lines.append(
+            "parallelism.expert_parallel_overlap=true has no effect without "
+            "expert_parallel_degree above 1: leave it out"
+        )
+    overlaps_chunks = (
+        degrees.pipeline_parallel_degree > 1
+        and degrees.pipeline_parallel_schedule == "DualPipeV"
+        and degrees.pipeline_parallel_expert_parallel_overlap
+    )
+    if degrees.expert_parallel_overlap and overlaps_chunks:
+        lines.append(
+            "parallelism.expert_parallel_overlap=true does within a chunk what "
+            "pipeline_parallel_schedule=DualPipeV does with two chunks: leave it out, or set "
+            "pipeline_parallel_expert_parallel_overlap=false"
+        )
     if factor is None and degrees.expert_parallel_overflow != plain.expert_parallel_overflow:
         lines.append(
             f"parallelism.expert_parallel_overflow={degrees.expert_parallel_overflow} has no "
@@ -115,6 +131,9 @@ def _experts(run: Run) -> list[str]:
             f"parallelism.expert_tensor_parallel_degree={slices}": slices > 1,
             f"parallelism.expert_parallel_comm_backend={backend}": backend
             not in ("auto", "standard"),
+            "parallelism.expert_parallel_overlap=true": (
+                run.job.parallelism.expert_parallel_overlap
+            ),
             "debug.moe_force_load_balance=true": run.job.debug.moe_force_load_balance,
         }
         return [

@@ -95,7 +95,7 @@ class AllGather:
         self._balanced = balanced
         self._positions = cache(partial(local_positions, balanced=balanced))
 
-    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> list[Block]:
+    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> list[Block]:  # type: ignore[no-untyped-def]
         seq_len, size, rank = documents_BS.shape[1], self._group.size(), self._group.rank()
         queries_S = self._positions(seq_len, size, rank, device=documents_BS.device)
         keys_S = self._positions(seq_len, 1, 0, device=documents_BS.device)
@@ -122,8 +122,8 @@ class Ulysses:
         self._group = group
         self._balanced = balanced
 
-    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> Any:
-        return self._plain.mask(documents_BS, local)
+    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Any:  # type: ignore[no-untyped-def]
+        return self._plain.mask(documents_BS, local, bounds)
 
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float, sinks_H=None
@@ -161,7 +161,7 @@ class RingAttention:
         self._balanced = balanced
         self._positions = cache(partial(local_positions, balanced=balanced))
 
-    def mask(self, documents_BS: Tensor, local: LocalAttention | None = None) -> list[Step]:
+    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> list[Step]:  # type: ignore[no-untyped-def]
         seq_len, size, rank = documents_BS.shape[1], self._group.size(), self._group.rank()
         positions = partial(self._positions, seq_len, size, device=documents_BS.device)
         seen = seen_ranks(seq_len, size, local, balanced=self._balanced)

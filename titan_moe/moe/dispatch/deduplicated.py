@@ -28,8 +28,10 @@ from titan_moe.moe.dispatch.exchange import (
 from titan_moe.ops.move_rows import RowMap
 from titan_moe.ops.permute_indices import (
     copy_to_ranks,
+    count_copies,
     follow,
     pad_to_alignment,
+    place_copies,
     reached_ranks,
     row_map,
     sort_by_expert,
@@ -79,10 +81,11 @@ class _Draft(NamedTuple):
     """Of this rank's tokens, to ranks or to nodes: as `copy_to_ranks` returns it."""
     copies_P: Tensor
     """How many for each."""
-    reached_TP: Tensor
+    reached_TP: Tensor | None
+    """Which ranks each token reaches; None without nodes."""
     row_N: Tensor
-    """int32: of each choice, in the order of experts, its row among those that its rank is sent
-    from here, times J, plus how many of that row's choices come before it."""
+    """As in `Copies`."""
+    num_tokens: int
 
 
 class DeduplicatedDispatcher(ExchangeDispatcher):
@@ -119,26 +122,24 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         return sent.expand(2)
 
     def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
-        degree = self.ep_group.size()
-        reached_TP = reached_ranks(experts_TK, self.num_local, degree)
+        degree, num_local = self.ep_group.size(), self.num_local
+        copies_P = count_copies(experts_TK, num_local, degree)
         # Exchanged first: choices by expert, rows, and what nodes need to know.
-        counts = [counts_E.view(degree, -1), reached_TP.sum(0)[:, None]]
+        counts, reached_TP = [counts_E.view(degree, -1), copies_P[:, None]], None
         if self.nodes is not None:
+            reached_TP = reached_ranks(experts_TK, num_local, degree)
             counts.append(self.nodes.counts_to_send(reached_TP))
         sent_PX = torch.cat(counts, 1)
         received = exchange_counts(sent_PX, self.ep_group)
 
-        _, slots = sort_by_expert(experts_TK)
-        rank_TK = experts_TK // self.num_local
-        nth_TK = (rank_TK[:, :, None] == rank_TK[:, None]).tril(-1).sum(2)
-        row_TK = (reached_TP.cumsum(0) - 1).gather(1, rank_TK) * self._most_here + nth_TK
-        to_TP = reached_TP if self.nodes is None else self.nodes.by_node(reached_TP).any(2)
-        draft = _Draft(
-            copies=copy_to_ranks(to_TP, min(self.top_k, to_TP.shape[1])),
-            copies_P=to_TP.sum(0),
-            reached_TP=reached_TP,
-            row_N=row_TK.flatten()[slots.source_R].int(),
-        )
+        _, slots = sort_by_expert(experts_TK, len(counts_E))
+        order_TK = slots.rows_TK.view_as(experts_TK)
+        copies, row_N = place_copies(experts_TK, order_TK, num_local, degree)
+        if self.nodes is not None:
+            size = self.nodes.within.size()
+            copies, _ = place_copies(experts_TK, order_TK, num_local * size, degree // size)
+            copies_P = count_copies(experts_TK, num_local * size, degree // size)
+        draft = _Draft(copies, copies_P, reached_TP, row_N, len(experts_TK))
         route = Pending(lambda: self._route(draft, sent_PX, received.wait()))
         return ExchangePlan(
             rows=Pending(lambda: _cut(draft.copies, route.wait().rows.most_sent)),
@@ -190,7 +191,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
 
     def _local_sizes(self, draft: _Draft) -> list[list[int]]:
         """Where all experts are on this rank, and those who share them have as many tokens."""
-        tokens, choices, slices = len(draft.reached_TP), len(draft.row_N), self.etp_group.size()
+        tokens, choices, slices = draft.num_tokens, len(draft.row_N), self.etp_group.size()
         own = [[tokens], [tokens], [choices], [choices]]
         return [*own, [tokens] * slices, [choices] * slices]
 
@@ -198,7 +199,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         self, draft: _Draft, first: AllToAll, sent: list[int], received: list[int]
     ) -> Pending[Hop]:
         """From this rank to the others of its node; the ranks that send rows say to which."""
-        assert self.nodes is not None
+        assert self.nodes is not None and draft.reached_TP is not None
         within, num_copies = self.nodes.within, sum(first.sent)
         node_M = torch.arange(len(first.sent), device=draft.reached_TP.device).repeat_interleave(
             draft.copies_P, output_size=num_copies

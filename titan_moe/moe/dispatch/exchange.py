@@ -125,6 +125,10 @@ class ExchangeDispatcher(Dispatcher):
         )
 
     def combine(self, y_RD: Tensor, plan: ExchangePlan) -> Tensor:
+        return self.combine_wait(self.combine_start(y_RD, plan), plan)
+
+    def combine_start(self, y_RD: Tensor, plan: ExchangePlan) -> AsyncRows:
+        """The first half of `combine`, up to the exchange of rows over ep, which it starts."""
         route = plan.route.wait()
         y_ND = combine_rows(y_RD, route.expert_order.wait().rows)
         with last_of_a_layer():
@@ -133,7 +137,12 @@ class ExchangeDispatcher(Dispatcher):
             if route.second_hop is not None:
                 hop = route.second_hop.wait()
                 y_ND = combine_rows(_exchanged(y_ND, hop.exchange.reverse()), hop.copies)
-            y_ND = _exchanged(y_ND, route.rows.reverse())
+            return all_to_all_start(y_ND, route.rows.reverse())
+
+    def combine_wait(self, home: AsyncRows, plan: ExchangePlan) -> Tensor:
+        """The second half of `combine`."""
+        route = plan.route.wait()
+        y_ND = all_to_all_wait(home, route.rows.reverse())
         return combine_rows(y_ND, plan.rows.wait())
 
     def all_to_all(

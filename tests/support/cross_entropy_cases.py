@@ -1,0 +1,70 @@
+"""Cases for ops/cross_entropy.py, and torch's own loss in float64 to compare with."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_moe.ops import cross_entropy as ops
+from titan_moe.ops.cross_entropy import IGNORE_INDEX
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float64]
+BOUNDS = {torch.bfloat16: 2**-8, torch.float32: 2e-6, torch.float64: 1e-14}
+"""Of a gradient that is rounded to the logits' type, relative and absolute."""
+# (tokens, V): narrower than a block, one token's worth, whole blocks, blocks and a rest, none.
+SIZES = [(5, 11), (3, 1), (2, 8192), (3, 9001), (0, 11)]
+
+
+def cases(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """logits_TV, labels_T, and of them the losses_T and their sum's gradient in float64."""
+    generator = torch.Generator().manual_seed(0)
+    for scale in (1.0, 100.0):
+        for num_tokens, width in SIZES:
+            drawn = torch.randn(num_tokens, width, generator=generator, dtype=torch.float64)
+            logits_TV = (drawn * scale).to(dtype)
+            labels_T = torch.randint(0, width, (num_tokens,), generator=generator)
+            labels_T[1::3] = IGNORE_INDEX
+            exact_TV = logits_TV.double().clone().requires_grad_()
+            losses_T = F.cross_entropy(
+                exact_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="none"
+            )
+            (grad_TV,) = torch.autograd.grad(losses_T.sum(), exact_TV)
+            yield logits_TV, labels_T, losses_T.detach(), grad_TV
+
+
+def check(dtype: torch.dtype, device: str = "cpu") -> int:
+    """The whole vocabulary at once, and in two blocks; how many cases there were."""
+    wide, exact = torch.promote_types(dtype, torch.float32), {torch.float64: 1e-13}
+    bound = exact.get(wide, 1e-5)
+    count = 0
+    for logits_TV, labels_T, losses_T, wanted_TV in cases(dtype):
+        labels = labels_T.to(device)
+        loss, grad_TV = ops.cross_entropy(logits_TV.to(device, copy=True), labels)
+        assert loss.dtype == wide
+        torch.testing.assert_close(loss.cpu().double(), losses_T.sum(), rtol=bound, atol=bound)
+        _assert_gradient(grad_TV, wanted_TV, dtype)
+
+        middle = logits_TV.shape[1] // 3
+        halves = [(0, logits_TV[:, :middle]), (middle, logits_TV[:, middle:])]
+        blocks = [(first, x.to(device).contiguous()) for first, x in halves if x.shape[1]]
+        found = [ops.statistics(x, labels, first) for first, x in blocks]
+        terms = [each.largest_T.double() + each.sum_T.double().log() for each in found]
+        lse_T = torch.stack(terms).logsumexp(0).to(wide)
+        target_T = torch.stack([each.target_T for each in found]).sum(0)
+        ours_T = (lse_T - target_T).masked_fill(labels == IGNORE_INDEX, 0)
+        torch.testing.assert_close(ours_T.cpu().double(), losses_T, rtol=bound, atol=20 * bound)
+        parts = [ops.gradient_in_place(x, labels, first, lse_T) for first, x in blocks]
+        assert all(part is x for part, (_, x) in zip(parts, blocks, strict=True))
+        _assert_gradient(torch.cat(parts, 1), wanted_TV, dtype)
+        count += 1
+    return count
+
+
+def _assert_gradient(grad_TV: Tensor, wanted_TV: Tensor, dtype: torch.dtype) -> None:
+    bound = BOUNDS[dtype]
+    # A logit of hundreds in float32 leaves its last digits to the exponential.
+    loose = 50 if dtype != torch.bfloat16 else 1
+    torch.testing.assert_close(
+        grad_TV.cpu().double(), wanted_TV, rtol=loose * bound, atol=loose * bound
+    )

@@ -1,0 +1,106 @@
+"""The sum of cross-entropies and its gradient for the logits, of whole rows or of a part of each.
+
+On CUDA one kernel puts the gradient in the logits' place, in their type; plain torch holds the
+logits, float32 probabilities and rounded gradients beside each other.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""A label that stands for no target."""
+
+CrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""logits_TV, which it may overwrite, and labels_T -> the sum of cross-entropies, and its gradient
+for the logits."""
+
+
+class Statistics(NamedTuple):
+    """Of each token's logits, or of a part of them, in at least float32."""
+
+    largest_T: Tensor
+    sum_T: Tensor
+    """Of exp(logit - largest)."""
+    target_T: Tensor
+    """The label's logit; 0 where the part has none."""
+
+
+def at_least_float32(x: Tensor) -> torch.dtype:
+    """The type that sums and exponentials of this tensor are computed in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Of logits of the whole vocabulary; both computed in at least float32."""
+    if logits_TV.is_cuda:
+        # Imported here: a CPU run has no Triton and no use for it.
+        from titan_moe.ops.cross_entropy_triton import cross_entropy as cross_entropy_triton
+
+        return cross_entropy_triton(logits_TV, labels_T)
+    return cross_entropy_reference(logits_TV, labels_T)
+
+
+def statistics(logits_TV: Tensor, labels_T: Tensor, first: int) -> Statistics:
+    """Of a block of the vocabulary that begins with the token `first`."""
+    if logits_TV.is_cuda:
+        from titan_moe.ops.cross_entropy_triton import statistics as statistics_triton
+
+        return Statistics(*statistics_triton(logits_TV, labels_T, first))
+    return statistics_reference(logits_TV, labels_T, first)
+
+
+def gradient_in_place(logits_TV: Tensor, labels_T: Tensor, first: int, lse_T: Tensor) -> Tensor:
+    """Put the gradient in the logits' place; returns `logits_TV`.
+
+    Args:
+        logits_TV: of a block of the vocabulary that begins with the token `first`.
+        lse_T: logarithms of the divisors of the softmaxes over the whole vocabulary.
+    """
+    if logits_TV.is_cuda:
+        from titan_moe.ops.cross_entropy_triton import gradient_in_place as in_place_triton
+
+        return in_place_triton(logits_TV, labels_T, first, lse_T)
+    return gradient_in_place_reference(logits_TV, labels_T, first, lse_T)
+
+
+def cross_entropy_reference(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+    """`cross_entropy` in plain torch."""
+    ignored_T = labels_T == IGNORE_INDEX
+    target_T1 = labels_T.masked_fill(ignored_T, 0)[:, None]
+    log_probability_TV = logits_TV.log_softmax(-1, at_least_float32(logits_TV))
+    losses_T = log_probability_TV.gather(1, target_T1)[:, 0].neg().masked_fill(ignored_T, 0)
+    counted_T1 = (~ignored_T)[:, None].to(losses_T.dtype)
+    grad_TV = log_probability_TV.exp_().mul_(counted_T1)
+    # One column a token: nothing is added twice.
+    grad_TV.scatter_add_(1, target_T1, -counted_T1)
+    return losses_T.sum(), grad_TV
+
+
+def statistics_reference(logits_TV: Tensor, labels_T: Tensor, first: int) -> Statistics:
+    """`statistics` in plain torch."""
+    wide_TV = logits_TV.to(at_least_float32(logits_TV))
+    largest_T = wide_TV.amax(-1)
+    column_T, elsewhere_T = _columns(labels_T, first, logits_TV.shape[1])
+    target_T = wide_TV.gather(1, column_T[:, None])[:, 0].masked_fill(elsewhere_T, 0)
+    return Statistics(largest_T, (wide_TV - largest_T[:, None]).exp().sum(-1), target_T)
+
+
+def gradient_in_place_reference(
+    logits_TV: Tensor, labels_T: Tensor, first: int, lse_T: Tensor
+) -> Tensor:
+    """`gradient_in_place` in plain torch."""
+    grad_TV = (logits_TV.to(lse_T.dtype) - lse_T[:, None]).exp()
+    column_T, elsewhere_T = _columns(labels_T, first, logits_TV.shape[1])
+    here_T = (~elsewhere_T).to(grad_TV.dtype)
+    grad_TV.scatter_add_(1, column_T[:, None], -here_T[:, None])
+    return logits_TV.copy_(grad_TV.masked_fill_((labels_T == IGNORE_INDEX)[:, None], 0))
+
+
+def _columns(labels_T: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """Where in the block each label is, and which are elsewhere."""
+    column_T = labels_T - first
+    elsewhere_T = (column_T < 0) | (column_T >= width)
+    return column_T.masked_fill(elsewhere_T, 0), elsewhere_T
