@@ -127,8 +127,7 @@ def _travel(case: Case) -> Seen:
 def _dispatcher(case: Case, meshes):
     from titan_moe.distributed.expert_parallel import DispatchOptions, make_dispatcher
     from titan_moe.distributed.symmetric_memory import open_channels
-    from titan_moe.moe.config import MoEConfig
-    from titan_moe.moe.dispatch.symmetric import rows_of_buffers
+    from titan_moe.moe.config import MoEConfig, rows_of_buffers
 
     config = MoEConfig(num_experts=EXPERTS, top_k=TOP_K, hidden_dim=8, row_alignment=4)
     options = DispatchOptions(case.name, case.capacity_factor, case.ranks_per_node)

@@ -20,12 +20,12 @@ from titan_moe.distributed.dtensor import cut_parameter, local_part
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.distributed.process_groups import GroupOptions, Traffic
-from titan_moe.moe.config import MoEConfig, deduplication_pays, places_reached
+from titan_moe.moe.config import MoEConfig, deduplication_pays, places_reached, rows_of_buffers
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.moe.dispatch.capacity import CapacityDispatcher
 from titan_moe.moe.dispatch.deduplicated import DeduplicatedDispatcher, Nodes
-from titan_moe.moe.dispatch.symmetric import SymmetricDispatcher, rows_of_buffers
+from titan_moe.moe.dispatch.symmetric import SymmetricDispatcher
 from titan_moe.moe.experts import Compute, Experts, ExpertWeights
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.grouped_mm import GroupedMM

@@ -22,11 +22,8 @@ from titan_moe.distributed.context_parallel.apply import (
 )
 from titan_moe.distributed.execution import Execution, WholeModel
 from titan_moe.distributed.expert_parallel import (
-    Microbatch,
     apply_expert_parallel,
     join_sequences,
-    most_tokens,
-    open_symmetric_memory,
 )
 from titan_moe.distributed.fsdp import StepSync, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
@@ -36,6 +33,7 @@ from titan_moe.distributed.policies import (
     accumulation_of,
     compute_dtype,
     dispatch_options,
+    open_buffers,
     resolve_model,
     sharding_policy,
     stored_dtype,
@@ -147,7 +145,7 @@ def build_sharded_model(
         if draw_weights:
             std_of, drawn_as = partial(initial_std, config=config), first_names(config)
             fill_initial_weights(part, job.debug.seed, std_of, drawn_as=drawn_as, device=device)
-    _open_symmetric_memory(parts, job, config, meshes, device)
+    open_buffers(parts, job, config, meshes, device)
 
     named = {name: p for part in parts for name, p in part.named_parameters()}
     return ShardedModel(
@@ -167,14 +165,6 @@ def build_sharded_model(
         accumulation=accumulation,
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
     )
-
-
-def _open_symmetric_memory(
-    parts: list[Decoder], job: JobConfig, config: ModelConfig, meshes: Meshes, device: torch.device
-) -> None:
-    tokens = most_tokens(job.training, job.validation, job.parallelism)
-    largest = Microbatch(tokens, config.dim, compute_dtype(job), device)
-    open_symmetric_memory(parts, config.moe, meshes, job.parallelism, largest)
 
 
 def _counts_targets(meshes: Meshes) -> bool:

@@ -1,13 +1,21 @@
 """What a job's tables make of a model on a device, and say to FSDP and to the dispatchers."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
-from titan_moe.distributed.expert_parallel import DispatchOptions, choose_dispatcher
+from titan_moe.distributed.expert_parallel import (
+    DispatchOptions,
+    Microbatch,
+    choose_dispatcher,
+    most_tokens,
+    open_symmetric_memory,
+)
 from titan_moe.distributed.fsdp import ShardingPolicy
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.models.config import ModelConfig
@@ -76,6 +84,19 @@ def dispatch_options(
     options, reason = choose_dispatcher(config.moe, dims, on_node)
     logger.info("expert_parallel_comm_backend=auto is %s: %s", options.name, reason)
     return options
+
+
+def open_buffers(
+    parts: Iterable[nn.Module],
+    job: JobConfig,
+    config: ModelConfig,
+    meshes: Meshes,
+    device: torch.device,
+) -> None:
+    """Those of `open_symmetric_memory`, for the job's largest microbatch."""
+    tokens = most_tokens(job.training, job.validation, job.parallelism)
+    largest = Microbatch(tokens, config.dim, compute_dtype(job), device)
+    open_symmetric_memory(parts, config.moe, meshes, job.parallelism, largest)
 
 
 def sharding_policy(job: JobConfig, accumulation: str) -> ShardingPolicy:

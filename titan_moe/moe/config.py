@@ -55,3 +55,17 @@ def deduplication_pays(top_k: int, places: int, ranks: int) -> bool:
     """Whether one row for each place is clearly fewer rows, on a node's 8 ranks or more."""
     saving = top_k / places_reached(top_k, places)
     return ranks >= _FEWEST_RANKS and saving >= _LEAST_SAVING
+
+
+def rows_of_buffers(
+    num_tokens: int, top_k: int, num_experts: int, ep: int, capacity_factor: float | None
+) -> int:
+    """Rows that a rank has room for in symmetric memory, received from all ranks together.
+
+    Args:
+        capacity_factor: as a multiple of the num_tokens * top_k that a rank of a balanced router
+            receives; never more than all that can come. None: as many.
+    """
+    most = ep * num_tokens * min(top_k, num_experts // ep)
+    share = num_tokens * top_k
+    return most if capacity_factor is None else min(round(capacity_factor * share), most)

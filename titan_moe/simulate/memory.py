@@ -13,7 +13,7 @@ from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Train
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
 from titan_moe.models.stats import Size, attention_stats, part_sizes
-from titan_moe.moe.config import deduplication_pays, places_reached
+from titan_moe.moe.config import deduplication_pays, places_reached, rows_of_buffers
 
 GIB = 2**30
 RESERVED = 3 * GIB
@@ -39,6 +39,8 @@ class Memory:
     accumulated: float
     """What the microbatches of a step share, by `parallelism.fsdp_accumulation`: sums of gradients
     that are still to be reduced, and parameters that stay gathered. "auto" counts as nothing."""
+    exchange: float
+    """Symmetric memory of the dispatcher that has some."""
     host: float
     """Bytes in the host's memory for each GPU, which `stored` has moved to."""
 
@@ -46,7 +48,7 @@ class Memory:
     def total(self) -> float:
         """On the GPU."""
         terms = (self.stored, self.gathered, self.kept, self.layer, self.logits)
-        return sum(terms) + self.accumulated
+        return sum(terms) + self.accumulated + self.exchange
 
     def __str__(self) -> str:
         """One line, in GiB."""
@@ -59,6 +61,8 @@ class Memory:
         }
         if self.accumulated:
             named["accumulated"] = self.accumulated
+        if self.exchange:
+            named["symmetric memory"] = self.exchange
         terms = [f"{name} {size / GIB:.1f}" for name, size in named.items()]
         host = f"; in the host's memory {self.host / GIB:.1f}" if self.host else ""
         return f"{' + '.join(terms)} = {self.total / GIB:.1f}{host}"
@@ -117,6 +121,7 @@ def memory(
         layer=2 * values,
         logits=logits,
         accumulated=accumulated,
+        exchange=_symmetric_memory(config, parallelism, round(tokens / tp), compute),
         host=stored if offload else 0.0,
     )
 
@@ -232,6 +237,19 @@ def choose_accumulation(
             "each microbatch and wait for it"
         )
     return Accumulation("reduce_each", microbatches)
+
+
+def _symmetric_memory(
+    config: ModelConfig, parallelism: Parallelism, num_tokens: int, width: int
+) -> float:
+    """Three buffers of rows, two to send from and one to receive in, and of routing weights, which
+    take 64 bytes each. `width`: bytes of an element."""
+    ep, factor = parallelism.expert_parallel_degree, parallelism.expert_parallel_capacity_factor
+    moe = config.moe
+    if moe is None or ep == 1 or parallelism.expert_parallel_comm_backend != "symmetric":
+        return 0.0
+    received = rows_of_buffers(num_tokens, moe.top_k, moe.num_experts, ep, factor)
+    return 3.0 * max(received, num_tokens * moe.top_k) * (config.dim * width + 64)
 
 
 def _kept(

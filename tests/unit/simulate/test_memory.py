@@ -188,3 +188,25 @@ def test_a_config_states_its_memory_and_fits(path: Path, monkeypatch: pytest.Mon
     choose_accumulation(config, *sections, ranks, 79 * GIB)  # Which may refuse to offload.
     # A node of 8 has 2 TB.
     assert 8 * found.host < 1.9e12
+
+
+def test_symmetric_memory_is_three_buffers():
+    moe = MoEConfig(num_experts=8, top_k=2, hidden_dim=16)
+    sparse, sections = replace(_DENSE, moe=moe), (Training(local_batch_size=3, seq_len=8),)
+    keys = {"expert_parallel_degree": 2, "data_parallel_shard_degree": 4}
+    plain, symmetric, bounded = (
+        memory(sparse, *sections, Parallelism(**keys, **more), ActivationCheckpoint(), 4)
+        for more in (
+            {},
+            {"expert_parallel_comm_backend": "symmetric"},
+            {
+                "expert_parallel_comm_backend": "symmetric",
+                "expert_parallel_capacity_factor": 1.5,
+            },
+        )
+    )
+    row = 10 * 2 + 64
+    assert (plain.exchange, symmetric.exchange) == (0.0, 3 * 2 * 24 * 2 * row)
+    assert bounded.exchange == 3 * 1.5 * 24 * 2 * row
+    assert symmetric.total - plain.total == symmetric.exchange
+    assert "symmetric memory" in str(symmetric) and "symmetric memory" not in str(plain)

@@ -14,24 +14,10 @@ from torch.distributed import ProcessGroup
 
 from titan_moe.distributed.collectives import AllToAll, Pending, RowExchange, exchange_counts
 from titan_moe.distributed.symmetric_memory import Channels, DeviceAllToAll
-from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.config import MoEConfig, rows_of_buffers
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
 from titan_moe.moe.dispatch.exchange import ExchangePlan, Route
 from titan_moe.ops.permute_indices import sort_by_expert
-
-
-def rows_of_buffers(
-    num_tokens: int, top_k: int, num_experts: int, ep: int, capacity_factor: float | None
-) -> int:
-    """Rows that a rank has room for, received from all ranks together.
-
-    Args:
-        capacity_factor: as a multiple of the num_tokens * top_k that a rank of a balanced router
-            receives; never more than all that can come. None: as many.
-    """
-    most = ep * num_tokens * min(top_k, num_experts // ep)
-    share = num_tokens * top_k
-    return most if capacity_factor is None else min(round(capacity_factor * share), most)
 
 
 class SymmetricDispatcher(AllToAllDispatcher):
@@ -59,7 +45,7 @@ class SymmetricDispatcher(AllToAllDispatcher):
     def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
         ranks, own = self.ep_group.size(), self.ep_group.rank()
         all_counts = exchange_counts(counts_E.expand(ranks, -1).contiguous(), self.ep_group)
-        tokens, slots = sort_by_expert(experts_TK, len(counts_E))
+        tokens, slots = sort_by_expert(experts_TK, self.num_experts)
         room = self._room(len(experts_TK))
         counts_PPE = all_counts.wait().view(ranks, ranks, -1)  # The device waits.
         over_P = (counts_PPE.sum((0, 2)) - room).clamp(min=0)
