@@ -26,6 +26,7 @@ from scripts.rehearsal.ledger import Counts, Ledger
 from scripts.rehearsal.work import (
     Link,
     attention_flops_of,
+    factors_of,
     flops_of,
     kind_of,
 )
@@ -194,8 +195,9 @@ class FakeCuda(FakeCommCounter):
         if name in _LAUNCHES_NOTHING or func.is_view:
             return
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        kind = kind_of(name, tensors[0].dtype if tensors else None)
-        flops = flops_of(name, tensors)
+        factors = factors_of(name, tensors)
+        kind = kind_of(name, factors[0].dtype if factors else None)
+        flops = flops_of(name, factors)
         if kind == ATTENTION:
             flops = attention_flops_of(name, args, kwargs)
         self.ledger.operated(name, kind, flops, tensors, outputs)

@@ -128,12 +128,15 @@ def kind_of_kernel(module: str) -> str:
     return ROWS if file in _ROW_FILES else ELEMENTWISE
 
 
+def factors_of(name: str, tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors of a product without what it is added to, which may be of another type."""
+    return tensors[1:] if name in ("addmm", "addmm_", "baddbmm", "baddbmm_") else tensors
+
+
 def flops_of(name: str, factors: list[Tensor]) -> float:
-    """Of a matrix product; 0 of any other operation. Padded rows count."""
+    """Of a matrix product of `factors_of`; 0 of any other operation. Padded rows count."""
     if name not in _GROUPED and name not in _MATMULS:
         return 0.0
-    if name in ("addmm", "addmm_", "baddbmm", "baddbmm_"):
-        factors = factors[1:]
     x, w = factors[:2]
     columns = w.shape[-1]
     # Of a product of experts with rows, each expert meets its own rows alone.
