@@ -115,9 +115,10 @@ def test_closing_ends_it_at_once(tmp_path):
 
 
 _RANK = """
-import sys, time
+import signal, sys, time
 from titan_moe.config.job_config import JobConfig, Training
 from titan_moe.data.reader_process import ReaderProcess
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background job ignores it.
 section = Training(dataset="synthetic", seq_len=64, local_batch_size=2)
 reader = ReaderProcess(section, "bytes", seed=0, rank=0, num_ranks=1, global_batch_size=4)
 reader.read_step()
