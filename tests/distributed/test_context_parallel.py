@@ -223,8 +223,8 @@ OUT, DQ, DK, DV, DSINKS = range(5)
 BUGS = {
     "mask by local positions": Bug(
         context_parallel,
-        "blocks(documents_BS, queries_S, torch.arange(seq_len), local)",
-        "blocks(documents_BS, torch.arange(len(queries_S)), torch.arange(seq_len), local)",
+        "blocks(documents_BS, queries_S, keys_S, local)",
+        "blocks(documents_BS, keys_S[: len(queries_S)], keys_S, local)",
         "allgather",
         OUT,
     ),

@@ -142,6 +142,17 @@ EXPECTED = {
     "outputs leave a node without the other ranks' parts": _COMBINED,
     "buffers come home off by one rank": _COMBINED,
     "buffers filled with the rows of the tokens before": _DISPATCHED,
+    "rows through symmetric memory taken for those of another rank": _DISPATCHED,
+    "gradients come home through symmetric memory before they are there": Expected(
+        "backward", f"{_LAST}.moe.dispatcher.dispatch", "*"
+    ),
+    "the last microbatch reduces nothing": Expected(
+        "gradient", "*", "gradient of *", whole_phase=True
+    ),
+    "a step's gradients reduced after its first microbatch": Expected(
+        "gradient", "*", "gradient of *", whole_phase=True
+    ),
+    "parameters kept gathered over the update": Expected("update", "*", "*"),
 }
 QUICK = [
     "rows come home off by one shard",

@@ -29,20 +29,20 @@ class Log:
         """Log starts and waits of all exchanges of rows, for the rest of this process."""
         from titan_moe.distributed import collectives
 
-        start, wait = collectives._start, collectives._wait
+        start, wait = collectives.AllToAll.start, collectives.AllToAll.wait
 
-        def started(x_RD: Tensor, exchange: Any) -> Tensor:
-            out_RD = start(x_RD, exchange)
+        def started(exchange: Any, x_RD: Tensor) -> Tensor:
+            out_RD = start(exchange, x_RD)
             flight = self.flights[out_RD.untyped_storage()._cdata] = len(self.events)
             self.events.append(Event("start", phase(), flight, x_RD.shape[1]))
             return out_RD
 
-        def waited(x_RD: Tensor, exchange: Any) -> Tensor:
+        def waited(exchange: Any, x_RD: Tensor) -> Tensor:
             flight = self.flights.pop(x_RD.untyped_storage()._cdata)
             self.events.append(Event("wait", phase(), flight, x_RD.shape[1]))
-            return wait(x_RD, exchange)
+            return wait(exchange, x_RD)
 
-        collectives._start, collectives._wait = started, waited
+        collectives.AllToAll.start, collectives.AllToAll.wait = started, waited  # type: ignore
 
     def mark_now(self, name: str) -> None:
         self.events.append(Event(name, phase()))

@@ -49,10 +49,10 @@ def _audit(names: list[str]) -> Answer:
     from titan_moe.verify.audit import audit
 
     audits = [audit(Path(name)) for name in names]
-    whole = [line for found in audits for line in found.whole]
-    problems = [line for found in audits for line in found.problems]
-    lines = [*(f"whole: {line}" for line in whole), *(f"damaged: {line}" for line in problems)]
-    return Answer({"whole": whole, "damaged": problems}, lines, 1 if problems else 0)
+    found = {"whole": [line for each in audits for line in each.whole]}
+    found["damaged"] = [line for each in audits for line in each.problems]
+    lines = [f"{how}: {line}" for how in found for line in found[how]]
+    return Answer(found, lines, exit_code=1 if found["damaged"] else 0)
 
 
 COMMAND = Command(run, add_arguments, overrides=True, ends_at_once=True)
