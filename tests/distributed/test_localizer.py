@@ -144,7 +144,7 @@ EXPECTED = {
     "buffers filled with the rows of the tokens before": _DISPATCHED,
     "rows through symmetric memory taken for those of another rank": _DISPATCHED,
     "gradients come home through symmetric memory before they are there": Expected(
-        "backward", f"{_LAST}.moe.dispatcher.dispatch", "*"
+        "backward", f"{_LAST}.moe.dispatcher.combine", "*"
     ),
     "the last microbatch reduces nothing": Expected(
         "gradient", "*", "gradient of *", whole_phase=True
@@ -152,7 +152,9 @@ EXPECTED = {
     "a step's gradients reduced after its first microbatch": Expected(
         "gradient", "*", "gradient of *", whole_phase=True
     ),
-    "parameters kept gathered over the update": Expected("update", "*", "*"),
+    "parameters kept gathered over the update": Expected(
+        "gradient", "*", "gradient of *", whole_phase=True
+    ),
 }
 QUICK = [
     "rows come home off by one shard",

@@ -325,12 +325,12 @@ def test_an_error_inside_a_chunk_is_the_runs():
 def failing_pipeline(case: dict) -> None:
     from titan_moe.distributed import collectives
 
-    wait = collectives._wait
+    wait = collectives.AllToAll.wait
 
-    def refuse(x_RD, exchange):
+    def refuse(exchange, x_RD):
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("no rows today")
-        return wait(x_RD, exchange)
+        return wait(exchange, x_RD)
 
-    collectives._wait = refuse
+    collectives.AllToAll.wait = refuse
     run_pipeline(case)
