@@ -81,6 +81,7 @@ def train_once(family: str, *, compiled: bool = True, by_operation: bool = False
     return Trained(grads, backward.calls, sum(kept.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", tiered(["deepseek_v3"], slow=["gpt_oss", "llama4"]))
 def test_graphs_make_no_product_again_and_keep_less(family: str):
     expected = train_once(family, compiled=False).grads
