@@ -293,7 +293,7 @@ class Parallelism(Section):
     """What the microbatches of a step share: 'reduce_each' nothing, 'all_reduce_once' the sum over
     dp_replicate and the copy to offloaded gradients, 'reduce_once' also the reduction over the
     ranks that shard, 'keep_gathered' also the gathered parameters. 'auto': on a GPU the last of
-    these that the memory estimate has room for, on a CPU 'reduce_each'; a pipeline's schedule
+    these that fits by the memory estimate, on a CPU 'reduce_each'; a pipeline's schedule
     gathers and reduces once a run."""
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that split attention heads, hidden dims and the vocabulary, and between layers the

@@ -104,6 +104,11 @@ class RunLock:
             return True
         except FileExistsError:
             return False
+        except OSError:  # No hard links on this file system. A reader may see a file half written.
+            with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
+                file.write(aside.read_text(encoding="utf-8"))
+                return True
+            return False
         finally:
             aside.unlink()
 
@@ -200,7 +205,7 @@ def _this_process() -> Holder:
 
 
 def _place() -> str:
-    """ "" where there is no /proc: all processes then count as another machine's."""
+    """Empty where there is no /proc: all processes then count as another machine's."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -209,7 +214,7 @@ def _place() -> str:
 
 
 def _began(pid: int) -> str:
-    """ "" of a process that is not there."""
+    """Empty for a process that is not there."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

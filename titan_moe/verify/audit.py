@@ -68,6 +68,9 @@ def _read_checkpoint(folder: Path, problems: list[str]) -> str:
     digested = _read_files(folder, problems)
     manifest = read_manifest(folder)
     reader = SafeReader(folder)
+    named = {name for name, _ in reader.chunks("")}
+    if extra := sorted(named - manifest.tensors.keys()):
+        raise RunError(f"its manifest does not name {', '.join(extra)}")
     sums: dict[str, int] = defaultdict(int)
     for name, box in reader.chunks(""):
         values = reader.read_chunk(name, box)

@@ -1,5 +1,6 @@
 """No byte of a checkpoint changes unseen."""
 
+import json
 import random
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from titan_moe.checkpoint.checkpointer import Checkpointer
-from titan_moe.checkpoint.digests import DIGESTS
+from titan_moe.checkpoint.digests import DIGESTS, write_digests
 from titan_moe.cli.main import main
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Checkpoint
@@ -132,6 +133,16 @@ def test_checkpoints_of_earlier_versions_have_no_digests(saved):
     manifest.write_text(manifest.read_text().replace(f'"digests": "{DIGESTS}"', '"digests": ""'))
     assert _run(saved.parents[1])[1].load()["step"] == 7
     assert audit(saved).whole == [f"{saved}: checkpoint of step 7, no {DIGESTS}, 8 tensors"]
+
+
+def test_a_tensor_that_the_manifest_does_not_name(saved):
+    path = saved / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for part in ("tensors", "checksums"):
+        del manifest[part]["model.bias"]
+    path.write_text(json.dumps(manifest))
+    write_digests(saved, [], doing="sealing")
+    assert audit(saved).problems == [f"{saved}: its manifest does not name model.bias"]
 
 
 def test_the_command(saved, capsys):

@@ -1,5 +1,6 @@
 """One run writes into a folder; what a killed one left behind is recognised."""
 
+import errno
 import json
 import os
 import signal
@@ -71,6 +72,21 @@ def test_a_run_of_another_machine_lives_while_it_counts(tmp_path, holder):
     holder.wait()
     mine.acquire()
     mine.release()
+
+
+def test_a_file_system_without_hard_links(tmp_path, holder, monkeypatch):
+    def refuse(source, target):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(RunError, match="in use by process"):
+        RunLock(tmp_path / "run").acquire()
+    holder.kill()
+    holder.wait()
+    lock = RunLock(tmp_path / "run")
+    lock.acquire()
+    lock.release()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_damaged_lock_is_named(tmp_path):
