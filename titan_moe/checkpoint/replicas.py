@@ -55,7 +55,7 @@ class ReplicaCheck:
         dist.all_gather_object(held, sum(local_part(each).numel() for each in tensors.values()))
         if dist.get_rank() == 0:
             logger.info(
-                "replicas are compared every %d steps: of parameters and optimizer state an element "
+                "replicas are compared every %d steps: an element of model and optimizer state "
                 "is held by %.2f ranks on average",
                 self._freq,
                 sum(held) / sum(prod(shape) for shape in self._shapes.values()),
