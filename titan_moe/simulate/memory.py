@@ -7,6 +7,7 @@ compared with a GPU.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
@@ -29,7 +30,7 @@ class Memory:
     """This rank's shard of weights, gradients and AdamW's two moments."""
     gathered: float
     """Of the largest layer and the output layer: weights of two units, and gradients of one before
-    and while they are reduced."""
+    and while they are reduced. Where experts are reduced apart, two reductions are under way."""
     kept: float
     """What the forward leaves for the backward."""
     layer: float
@@ -102,7 +103,12 @@ def memory(
         accumulated = all_of_it * reduced - (0.0 if training.enable_cpu_offload else stored / 4)
         if parallelism.fsdp_accumulation == "keep_gathered":
             accumulated += all_of_it * compute
-    layer = max(whole(size) for name, size in parts.items() if name.startswith("layers."))
+    layers = [size for name, size in parts.items() if name.startswith("layers.")]
+    layer = in_reduction = max(map(whole, layers))
+    if tp * parallelism.expert_parallel_degree * parallelism.expert_tensor_parallel_degree > 1:
+        apart = [part for size in layers for part in (Size(size.dense), Size(0, size.routed))]
+        units = [size for size in map(whole, apart) if size]
+        in_reduction = max(map(sum, pairwise(units)), default=layer)
     tokens = training.local_batch_size * training.seq_len / cp
     values = tokens * _values_per_token(config) / tp * compute
     vocabulary = config.vocab_size / tp
@@ -116,7 +122,9 @@ def memory(
     offload = training.enable_cpu_offload
     return Memory(
         stored=0.0 if offload else stored,
-        gathered=layer * (3 * compute + reduced) + whole(parts["output"]) * (2 * compute + reduced),
+        gathered=layer * 3 * compute
+        + in_reduction * reduced
+        + whole(parts["output"]) * (2 * compute + reduced),
         kept=_kept(config, parallelism, recompute, tokens / tp * compute),
         layer=2 * values,
         logits=logits,
