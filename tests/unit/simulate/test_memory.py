@@ -79,6 +79,14 @@ def test_two_reductions_under_way_where_experts_are_apart():
     assert found.gathered == pytest.approx(layer * (3 * 2 + 4) + _OUTPUT * (2 * 2 + 4))
 
 
+def test_what_tensor_parallel_ranks_read_from_each_other():
+    degrees = Parallelism(tensor_parallel_degree=2, enable_async_tensor_parallel=True)
+    training = Training(local_batch_size=3, seq_len=8)
+    found = memory(_DENSE, training, degrees, ActivationCheckpoint(), 4)
+    # Two of a rank's parts of the stream.
+    assert found.exchange == 2 * (3 * 8 / 2) * 10 * 2
+
+
 def test_by_operation_results_are_kept():
     section = ActivationCheckpoint(mode="selective", selective_ac_option="op")
     training = Training(local_batch_size=3, seq_len=7)
