@@ -56,6 +56,7 @@ class Launch(NamedTuple):
 @contextmanager
 def stand_ins(mode: FakeCuda) -> Iterator[set[Launch]]:
     """Note launches of Triton kernels and flex attention instead of compiling them."""
+    import torch.distributed._symmetric_memory as symm_mem
     from torch.nn.attention import flex_attention as flex
     from triton.runtime.jit import JITFunction
 
@@ -86,6 +87,7 @@ def stand_ins(mode: FakeCuda) -> Iterator[set[Launch]]:
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(flex, "flex_attention", attend),
         mock.patch.object(symmetric_memory, "_allocate", _zeros),
+        mock.patch.object(symm_mem, "get_symm_mem_workspace"),
         _without_nvshmem(),
     ):
         yield noted

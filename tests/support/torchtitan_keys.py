@@ -167,7 +167,6 @@ SWITCHED_ON: dict[str, Any] = {
     "training.dataloader.persistent_workers": True,
     "training.dataloader.pin_memory": True,
     "parallelism.disable_loss_parallel": True,
-    "parallelism.enable_async_tensor_parallel": True,
     "parallelism.pipeline_parallel_schedule_csv": "a.csv",
     "checkpoint.enable_ft_dataloader_checkpoints": "always",
     "checkpoint.initial_load_in_hf_quantized": True,

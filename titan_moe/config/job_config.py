@@ -302,6 +302,9 @@ class Parallelism(Section):
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that split attention heads, hidden dims and the vocabulary, and between layers the
     sequence."""
+    enable_async_tensor_parallel: bool = False
+    """Hide tensor parallelism's collectives behind the products next to them, part by part, through
+    memory that its GPUs read from each other. Of GPUs alone; not seen on hardware yet."""
     context_parallel_degree: PositiveInt = 1
     """Ranks that split the sequence."""
     context_parallel_rotate_method: Literal["allgather", "ulysses", "ring"] = "allgather"

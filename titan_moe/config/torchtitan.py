@@ -113,9 +113,7 @@ TABLES: dict[str, dict[str, Key]] = {
         "disable_loss_parallel": Key(
             False, _NONE, "the loss is always computed by vocabulary, with the same value"
         ),
-        "enable_async_tensor_parallel": Key(
-            False, _NONE, "tensor parallelism's collectives are not cut into pieces"
-        ),
+        "enable_async_tensor_parallel": Key(False, note="does not ask for torch.compile"),
         "pipeline_parallel_degree": Key(1),
         "module_fqns_per_model_part": Key(None),
         "pipeline_parallel_first_stage_less_layers": Key(1, note="where layers are cut differs"),

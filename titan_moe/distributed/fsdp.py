@@ -84,6 +84,21 @@ def apply_fsdp(
     _shard(model, dense_mesh, policy, reshard=policy.reshard_last)
     for units in chains:
         _prefetch(units)
+    if experts_apart and dense_mesh.device_type == "cuda":
+        keep_two_reductions(model)
+
+
+def keep_two_reductions(root: nn.Module) -> None:
+    """Let a layer's two reductions be under way at once: of its experts, and of its other
+    parameters.
+
+    FSDP has one buffer of gradients by default, so that the end of a layer's backward waits for the
+    reduction of its experts, which attention alone has hidden. With two, each reduction has a whole
+    layer's backward to hide behind, and all buffers together are as large as a layer's gradients.
+    A torch without the call (before 2.13) has one.
+    """
+    if allow := getattr(FSDPModule, "set_reduce_scatter_max_input_buffers", None):
+        allow(root, 2)
 
 
 class StepSync:

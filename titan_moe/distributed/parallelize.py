@@ -243,7 +243,8 @@ def lay_out(
         # hidden dims, and losses that ask for whole sequences.
         moe_layers = list(part.moe_layers().values())
         apply_expert_parallel(moe_layers, meshes, dispatch)
-        partial_over_tp |= apply_tensor_parallel(part, DECODER, meshes)
+        asynchronous = job.parallelism.enable_async_tensor_parallel
+        partial_over_tp |= apply_tensor_parallel(part, DECODER, meshes, asynchronous=asynchronous)
         join_sequences(moe_layers, meshes)
 
         # 5. Compiled blocks inside recomputation, which runs them twice; both inside FSDP's hooks,

@@ -24,11 +24,25 @@ from titan_moe.ops.varlen_attention import takes
 Placement = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]
 
 
+# The products of one input with several Linears.
+Products = Callable[..., tuple[Tensor, ...]]
+
+
+def products(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
+    """Each Linear of x."""
+    return tuple(linear(x) for linear in linears)
+
+
 class Attention(nn.Module):
-    """What all variants have: `forward(x_BSD, rotation, mask)`, and between its projections `core`,
-    the call of an AttentionCore: a strategy that may be wrapped when the model is laid out."""
+    """What all variants have: `forward(x_BSD, rotation, mask)`, and two strategies that the model's
+    layout may set: `core`, between the projections, the call of an AttentionCore; and `products` of
+    the input."""
 
     core: Callable[..., Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: Products = products
 
 
 @singledispatch
@@ -93,9 +107,10 @@ class GQA(Attention):
 
     def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
         heads = (-1, self.head_dim)
-        q_BSHC = self.q_norm(self.wq(x_BSD).unflatten(-1, heads))
-        k_BSHC = self.k_norm(self.wk(x_BSD).unflatten(-1, heads))
-        v_BSHC = self.wv(x_BSD).unflatten(-1, heads)
+        q, k, v = self.products(x_BSD, self.wq, self.wk, self.wv)
+        q_BSHC = self.q_norm(q.unflatten(-1, heads))
+        k_BSHC = self.k_norm(k.unflatten(-1, heads))
+        v_BSHC = v.unflatten(-1, heads)
         q_BSHC, k_BSHC = self.place(q_BSHC, k_BSHC, rotation)
         q_BHSC, k_BHSC, v_BHSC = (x.transpose(1, 2) for x in (q_BSHC, k_BSHC, v_BSHC))
         sinks_H = None if self.sinks is None else self.sinks()
@@ -146,11 +161,14 @@ class MLA(Attention):
 
     def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
         config = self.config
-        q_BSHC = self._query(x_BSD).unflatten(-1, (-1, config.qk_dim))
+        whole_rank = config.q_rank is None
+        q, latent = self.products(x_BSD, self.wq if whole_rank else self.wq_a, self.wkv_a)
+        q = q if whole_rank else self.wq_b(self.q_norm(q))
+        q_BSHC = q.unflatten(-1, (-1, config.qk_dim))
         q_nope, q_rope = q_BSHC.split([config.nope_dim, config.rope_dim], dim=-1)
         q_BSHC = torch.cat([q_nope, rotate(q_rope, rotation, self.pairing)], dim=-1)
 
-        latent_BSR, k_rope = self.wkv_a(x_BSD).split([config.kv_rank, config.rope_dim], dim=-1)
+        latent_BSR, k_rope = latent.split([config.kv_rank, config.rope_dim], dim=-1)
         kv_BSHC = self.wkv_b(self.kv_norm(latent_BSR))
         kv_BSHC = kv_BSHC.unflatten(-1, (-1, config.nope_dim + config.v_dim))
         k_nope, v_BSHC = kv_BSHC.split([config.nope_dim, config.v_dim], dim=-1)
@@ -161,11 +179,6 @@ class MLA(Attention):
             q_BSHC.transpose(1, 2), k_BSHC.transpose(1, 2), v_BSHC.transpose(1, 2), mask, self.scale
         )
         return self.wo(o_BHSC.transpose(1, 2).flatten(2))
-
-    def _query(self, x_BSD: Tensor) -> Tensor:
-        if self.config.q_rank is None:
-            return self.wq(x_BSD)
-        return self.wq_b(self.q_norm(self.wq_a(x_BSD)))
 
 
 def _placement(config: GQAConfig, rope: RopeConfig, norm_eps: float, rotary: bool) -> Placement:

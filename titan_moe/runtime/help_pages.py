@@ -21,6 +21,10 @@ _PAGES = tuple(
         (r"^this is a command of the checkout", _TROUBLE + "the-wrong-code-runs"),
         (r"^step \d+: loss ", _TROUBLE + "loss-is-nan"),
         (r"comm_backend=symmetric: ", _TROUBLE + "symmetric-memory-is-refused"),
+        (
+            r"enable_async_tensor_parallel=true: (the|torch|CPUs) ",
+            _TROUBLE + "asynchronous-tensor-parallelism-is-refused",
+        ),
         (r"found no room between ranks", _TROUBLE + "capacity-overflow"),
         (r"free some space| GB are free", _TROUBLE + "disk-full"),
         (r"one folder for all nodes", _TROUBLE + "no-checkpoint-folder-is-shared"),

@@ -6,7 +6,9 @@ what CUDA and a fragmented allocator take, about 3 GiB, is not counted. Nothing 
 compared with a GPU.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
@@ -29,7 +31,7 @@ class Memory:
     """This rank's shard of weights, gradients and AdamW's two moments."""
     gathered: float
     """Of the largest layer and the output layer: weights of two units, and gradients of one before
-    and while they are reduced."""
+    and while they are reduced. Where experts are reduced apart, two reductions are under way."""
     kept: float
     """What the forward leaves for the backward."""
     layer: float
@@ -40,7 +42,7 @@ class Memory:
     """What the microbatches of a step share, by `parallelism.fsdp_accumulation`: sums of gradients
     that are still to be reduced, and parameters that stay gathered. "auto" counts as nothing."""
     exchange: float
-    """Symmetric memory of the dispatcher that has some."""
+    """Symmetric memory: of the dispatcher that has some, or of asynchronous tensor parallelism."""
     host: float
     """Bytes in the host's memory for each GPU, which `stored` has moved to."""
 
@@ -102,7 +104,8 @@ def memory(
         accumulated = all_of_it * reduced - (0.0 if training.enable_cpu_offload else stored / 4)
         if parallelism.fsdp_accumulation == "keep_gathered":
             accumulated += all_of_it * compute
-    layer = max(whole(size) for name, size in parts.items() if name.startswith("layers."))
+    layers = [size for name, size in parts.items() if name.startswith("layers.")]
+    layer = max(map(whole, layers))
     tokens = training.local_batch_size * training.seq_len / cp
     values = tokens * _values_per_token(config) / tp * compute
     vocabulary = config.vocab_size / tp
@@ -116,7 +119,9 @@ def memory(
     offload = training.enable_cpu_offload
     return Memory(
         stored=0.0 if offload else stored,
-        gathered=layer * (3 * compute + reduced) + whole(parts["output"]) * (2 * compute + reduced),
+        gathered=layer * 3 * compute
+        + _in_reduction(layers, parallelism, whole) * reduced
+        + whole(parts["output"]) * (2 * compute + reduced),
         kept=_kept(config, parallelism, recompute, tokens / tp * compute),
         layer=2 * values,
         logits=logits,
@@ -124,6 +129,19 @@ def memory(
         exchange=_symmetric_memory(config, parallelism, round(tokens / tp), compute),
         host=stored if offload else 0.0,
     )
+
+
+def _in_reduction(
+    layers: list[Size], parallelism: Parallelism, whole: Callable[[Size], float]
+) -> float:
+    """Elements of the reductions that are under way at once: of two units in a row where experts
+    are units of their own. `whole`: of a part, those that a rank gathers."""
+    ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
+    layer = max(map(whole, layers))
+    if parallelism.tensor_parallel_degree * ep * etp == 1:
+        return layer
+    apart = [part for size in layers for part in (Size(size.dense), Size(0, size.routed))]
+    return max(map(sum, pairwise(size for size in map(whole, apart) if size)), default=layer)
 
 
 # NCCL's device.h: eight slots each for the protocols Simple (NCCL_BUFFSIZE), LL (8 lines of 16
@@ -243,9 +261,11 @@ def _symmetric_memory(
     config: ModelConfig, parallelism: Parallelism, num_tokens: int, width: int
 ) -> float:
     """Three buffers of rows, two to send from and one to receive in, and of routing weights, which
-    take 64 bytes each. `width`: bytes of an element."""
+    take 64 bytes each; or two parts of a microbatch. `width`: bytes of an element."""
     ep, factor = parallelism.expert_parallel_degree, parallelism.expert_parallel_capacity_factor
     moe = config.moe
+    if parallelism.enable_async_tensor_parallel:
+        return 2.0 * num_tokens * config.dim * width
     if moe is None or ep == 1 or parallelism.expert_parallel_comm_backend != "symmetric":
         return 0.0
     received = rows_of_buffers(num_tokens, moe.top_k, moe.num_experts, ep, factor)

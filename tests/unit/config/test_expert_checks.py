@@ -132,6 +132,13 @@ def test_symmetric_memory_trains_on_gpus_alone() -> None:
     assert not check_trains_on_gpus(load_job([]), 0)
 
 
+def test_asynchronous_tensor_parallelism_trains_on_gpus_alone() -> None:
+    job = load_job(["--parallelism.enable_async_tensor_parallel", "true"])
+    (line,) = check_trains_on_gpus(job, 0)
+    assert line.startswith("parallelism.enable_async_tensor_parallel=true: CPUs do not read ")
+    assert not check_trains_on_gpus(job, 8)
+
+
 def test_a_dense_model_has_no_expert_settings() -> None:
     arguments = "--parallelism.expert_parallel_degree 2 --debug.moe_force_load_balance"
     lines = problems(arguments, ranks=2, moe=False)

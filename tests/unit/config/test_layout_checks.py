@@ -6,6 +6,8 @@ from tests.support.config_checks import Experts, Shape, problems
 from titan_moe.config.checks.job import check
 from titan_moe.config.parse import load_job
 
+_ASYNC = "--parallelism.enable_async_tensor_parallel true"
+
 # "tp 3" stands for --parallelism.tensor_parallel_degree 3; the run has as many ranks as it takes.
 PARALLEL_RULES = [
     (
@@ -74,6 +76,33 @@ PARALLEL_RULES = [
         "activation_checkpoint.mode=none, or one of 1F1B, Interleaved1F1B, GPipe, LoopedBFS",
     ),
     (
+        f"tp 1 {_ASYNC}",
+        "parallelism.enable_async_tensor_parallel=true has no effect without "
+        "tensor_parallel_degree above 1: leave it out",
+    ),
+    (
+        f"tp 2 ep 2 {_ASYNC} --parallelism.expert_parallel_comm_backend symmetric",
+        "parallelism.enable_async_tensor_parallel=true and expert_parallel_comm_backend=symmetric "
+        "want symmetric memory of two kinds: choose one",
+    ),
+    (
+        f"tp 2 {_ASYNC} --activation_checkpoint.mode selective "
+        "--activation_checkpoint.selective_ac_option op",
+        "recomputation by operation keeps no product that gathers its input: choose "
+        "activation_checkpoint.mode=full or none, or selective_ac_option=2",
+    ),
+    (
+        f"tp 2 {_ASYNC} --debug.capture_step 3",
+        "parallelism.enable_async_tensor_parallel=true computes in one what debug.capture_step=3 "
+        "sees projection by projection: leave one out",
+    ),
+    (
+        f"tp 2 {_ASYNC} --model.converters quantize.linear.float8 "
+        "--quantize.linear.float8.emulate true",
+        "parallelism.enable_async_tensor_parallel=true multiplies in the compute type, and "
+        "model.converters=quantize.linear.float8 in float8: choose one",
+    ),
+    (
         "pp 2 --parallelism.fsdp_accumulation reduce_once",
         "parallelism.fsdp_accumulation=reduce_once has no effect on a pipeline, whose schedule "
         "gathers and reduces once a run: leave it out, or choose "
@@ -106,6 +135,7 @@ LEGAL_LAYOUTS = [
     "--validation.enable",
     "tp 2 --activation_checkpoint.selective_ac_option op",
     "tp 4 cp 4 pp 4",
+    f"tp 2 ep 2 {_ASYNC} --activation_checkpoint.mode full",
 ]
 _AXES = {
     "pp": "pipeline_parallel",

@@ -63,6 +63,30 @@ def test_a_small_model_by_hand():
     assert _estimate("selective").kept == 21 * values * 2 + 21 * 10 * 2
 
 
+def test_two_reductions_under_way_where_experts_are_apart():
+    training = Training(local_batch_size=3, seq_len=7)
+    found = memory(
+        _DENSE, training, Parallelism(tensor_parallel_degree=2), ActivationCheckpoint(), 4
+    )
+    # Of two dense layers in a row.
+    assert found.gathered == (_LAYER * (3 * 2 + 2 * 4) + _OUTPUT * (2 * 2 + 4)) / 2
+    sparse = replace(_DENSE, moe=MoEConfig(num_experts=64, top_k=2, hidden_dim=30))
+    found = memory(
+        sparse, training, Parallelism(expert_parallel_degree=4), ActivationCheckpoint(), 4
+    )
+    # Of one layer's experts, and of its other parameters.
+    layer = _LAYER - 3 * 10 * 30 + 10 * 64 + 64 / 4 * 3 * 10 * 30
+    assert found.gathered == pytest.approx(layer * (3 * 2 + 4) + _OUTPUT * (2 * 2 + 4))
+
+
+def test_what_tensor_parallel_ranks_read_from_each_other():
+    degrees = Parallelism(tensor_parallel_degree=2, enable_async_tensor_parallel=True)
+    training = Training(local_batch_size=3, seq_len=8)
+    found = memory(_DENSE, training, degrees, ActivationCheckpoint(), 4)
+    # Two of a rank's parts of the stream.
+    assert found.exchange == 2 * (3 * 8 / 2) * 10 * 2
+
+
 def test_by_operation_results_are_kept():
     section = ActivationCheckpoint(mode="selective", selective_ac_option="op")
     training = Training(local_batch_size=3, seq_len=7)

@@ -88,16 +88,22 @@ def _dispatch(run: Run) -> list[str]:
 
 def check_trains_on_gpus(job: JobConfig, num_gpus: int) -> list[str]:
     """Not of `check`: the gate proves on CPUs what trains on GPUs alone."""
-    backends = {
-        each.parallelism.expert_parallel_comm_backend
-        for each in (job, *(stage for _, stage in stage_jobs(job)))
-    }
-    if num_gpus or "symmetric" not in backends:
+    if num_gpus:
         return []
-    return [
-        f"{_SYMMETRIC}: a CPU has no NVSHMEM: choose standard; titan-moe verify gradients "
-        f"--layouts dp_shard=2,ep=2,dispatch=symmetric proves it with an emulated exchange"
-    ]
+    each = [job.parallelism, *(stage.parallelism for _, stage in stage_jobs(job))]
+    lines = []
+    if any(degrees.expert_parallel_comm_backend == "symmetric" for degrees in each):
+        lines.append(
+            f"{_SYMMETRIC}: a CPU has no NVSHMEM: choose standard; titan-moe verify gradients "
+            f"--layouts dp_shard=2,ep=2,dispatch=symmetric proves it with an emulated exchange"
+        )
+    if any(degrees.enable_async_tensor_parallel for degrees in each):
+        lines.append(
+            "parallelism.enable_async_tensor_parallel=true: CPUs do not read each other's memory: "
+            "leave it out; titan-moe verify gradients --layouts tp=2 with it proves it with "
+            "emulated operations"
+        )
+    return lines
 
 
 def _symmetric(run: Run) -> list[str]:

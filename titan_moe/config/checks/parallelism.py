@@ -64,6 +64,37 @@ def _tensor_sizes(run: Run) -> dict[str, int]:
     return sizes
 
 
+def _async_tensor(run: Run) -> list[str]:
+    job = run.job
+    if not job.parallelism.enable_async_tensor_parallel:
+        return []
+    name, lines = "parallelism.enable_async_tensor_parallel=true", []
+    if job.parallelism.tensor_parallel_degree == 1:
+        lines.append(f"{name} has no effect without tensor_parallel_degree above 1: leave it out")
+    if "quantize.linear.float8" in job.model.converters:
+        lines.append(
+            f"{name} multiplies in the compute type, and model.converters=quantize.linear.float8 "
+            "in float8: choose one"
+        )
+    if job.parallelism.expert_parallel_comm_backend == "symmetric":
+        lines.append(
+            f"{name} and expert_parallel_comm_backend=symmetric want symmetric memory of two kinds:"
+            " choose one"
+        )
+    recompute = job.activation_checkpoint
+    if recompute.mode == "selective" and recompute.selective_ac_option == "op":
+        lines.append(
+            f"{name}: recomputation by operation keeps no product that gathers its input: choose "
+            "activation_checkpoint.mode=full or none, or selective_ac_option=2"
+        )
+    if step := job.debug.capture_step:
+        lines.append(
+            f"{name} computes in one what debug.capture_step={step} sees projection by projection: "
+            "leave one out"
+        )
+    return lines
+
+
 def _sequence_parts(run: Run) -> list[str]:
     degrees = run.job.parallelism
     cp, tp = degrees.context_parallel_degree, degrees.tensor_parallel_degree
@@ -166,6 +197,7 @@ def _accumulation(run: Run) -> list[str]:
 CHECKS: list[Check] = [
     _ranks,
     _tensor,
+    _async_tensor,
     _sequence_parts,
     _ulysses,
     _pipeline,
