@@ -4,11 +4,20 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scripts.docs import configuration, models, parity, redistribution, seconds, torchtitan
+from scripts.docs import (
+    beside_torchtitan,
+    configuration,
+    models,
+    parity,
+    redistribution,
+    seconds,
+    torchtitan,
+)
 from scripts.docs.figures import boxes, moe_layer, noise_band, step, views
 from scripts.docs.figures import seconds as seconds_figure
 
 REGIONS: dict[str, Callable[[], str]] = {
+    "beside torchtitan": beside_torchtitan.tables,
     "configuration": configuration.tables,
     "models": models.tables,
     "parity": parity.table,

@@ -14,8 +14,14 @@ from typing import Any
 
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import explain, print_errors
-from titan_moe.runtime.launch import cpu_threads
+from titan_moe.runtime.launch import count_gpus, cpu_threads
 
+# No mapping of its own for any size, no end of the heap handed back; no lists of small pieces that
+# are not joined with their neighbours.
+_KEEP_AND_JOIN = ":".join(
+    f"glibc.malloc.{name}"
+    for name in ("mmap_max=0", f"trim_threshold={2**62}", "tcache_count=0", "mxfast=0")
+)
 _INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
 
 
@@ -53,7 +59,7 @@ def start_ranks(
         variables = {
             # torchrun would set one thread per rank.
             "OMP_NUM_THREADS": str(cpu_threads(ranks)),
-            **_allocator(environment),
+            **allocators(environment),
             **environment,
             "TITAN_MOE_FAILURES": records,
         }
@@ -86,12 +92,22 @@ def _torchrun(ranks: int, nodes: Nodes, environment: Mapping[str, str]) -> list[
     return [*torchrun, "--nnodes", str(nodes.number), *meeting, *name, *host]
 
 
-def _allocator(environment: Mapping[str, str]) -> dict[str, str]:
-    """Segments that grow: exchanges whose sizes change at every step fragment fixed ones, and a run
-    then ends out of memory beside free memory."""
-    if environment.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
-        return {}
-    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+def allocators(environment: Mapping[str, str]) -> dict[str, str]:
+    """How a rank's memory is managed, where the environment does not say so.
+
+    On a GPU segments that grow: exchanges whose sizes change at every step fragment fixed ones, and
+    a run then ends out of memory beside free memory. On the CPU glibc keeps what a step has freed
+    for the next one, and joins all of it: by default it hands large tensors back to the kernel,
+    which clears every page again (half of the time of an elementwise pass), and keeps the odd ends
+    that alignment leaves between tensors, so that no other tensor of the size fits in their place.
+    """
+    found = {}
+    if not environment.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        found["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    chosen = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in environment)
+    if not (chosen or count_gpus(environment)):
+        found["GLIBC_TUNABLES"] = _KEEP_AND_JOIN
+    return found
 
 
 def _new_log(folder: Path, node: int) -> Path:

@@ -5,6 +5,7 @@ and memory is what the kernel reports of their ranks at that moment.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from scripts.bench.measure import TRAIN, run_job, torchrun
 from scripts.bench.resident import ranks_memory, resident_mib
 from titan_moe.models.hf import HFModel
 from titan_moe.models.registry import model_config
+from titan_moe.runtime.torchrun import allocators
 
 SEQ_LEN = 256
 GLOBAL_BATCH_SIZE = 8
@@ -124,7 +126,9 @@ class Jobs:
     def ours(self, model: Model, dtype: str, layout: Layout, steps: int) -> Observed:
         """Train with titan_moe."""
         tables = self.our_tables(model, dtype, layout, steps)
-        return self._train("titan_moe", tables, layout, sys.executable, TRAIN)
+        # As `titan-moe train` starts its ranks.
+        variables = allocators(os.environ)
+        return self._train("titan_moe", tables, layout, sys.executable, TRAIN, variables)
 
     def our_tables(
         self, model: Model, dtype: str, layout: Layout, steps: int
@@ -206,15 +210,22 @@ class Jobs:
         layout: Layout,
         python: str,
         command: Sequence[str],
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> Observed:
         folder = self._folder / program
         folder.mkdir(parents=True, exist_ok=True)
         config = folder / "job.toml"
         config.write_text(tomli_w.dumps(tables), encoding="utf-8")
         job = [*torchrun(layout.num_ranks, python), *command, "--job.config_file", str(config)]
-        return self._observe(program, job, tables["training"]["steps"])
+        return self._observe(program, job, tables["training"]["steps"], variables)
 
-    def _observe(self, program: str, job: Sequence[str], steps: int) -> Observed:
+    def _observe(
+        self,
+        program: str,
+        job: Sequence[str],
+        steps: int,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> Observed:
         observed = Observed()
 
         def read(line: str, seconds: float, pid: int) -> None:
@@ -222,7 +233,7 @@ class Jobs:
             observed.read(line, seconds, lambda: ranks_memory(pid) or [resident_mib(pid)])
 
         offline = {"HF_HOME": str(self._folder / program / "hf"), "HF_HUB_OFFLINE": "1"}
-        run_job(job, _ENVIRONMENT | offline, read)
+        run_job(job, _ENVIRONMENT | offline | dict(variables), read)
         if len(observed.seconds) != steps:
             sys.exit(f"{program}: {len(observed.seconds)} lines of {steps} steps were understood")
         return observed

@@ -1,7 +1,9 @@
 """How torchrun is called, and what is left of a run that it could not finish."""
 
 import os
+import platform
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from titan_moe.runtime import torchrun
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import Failure
-from titan_moe.runtime.torchrun import Nodes, start_ranks
+from titan_moe.runtime.torchrun import Nodes, allocators, start_ranks
 
 _ALONE = Nodes()
 
@@ -76,6 +78,42 @@ def test_segments_of_gpu_memory_grow_unless_the_user_says_otherwise(
     script = f"import os; print({names}, file=open({str(out)!r}, 'w'))"
     assert start(monkeypatch, tmp_path, script) == 0
     assert out.read_text().strip() == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "num_gpus", "kept"),
+    [
+        ({}, 0, True),
+        ({}, 1, False),
+        ({"MALLOC_ARENA_MAX": "1"}, 0, False),
+        ({"GLIBC_TUNABLES": "glibc.malloc.check=1"}, 0, False),
+    ],
+)
+def test_glibc_keeps_memory_on_the_cpu_unless_the_user_says_otherwise(
+    said: dict[str, str], num_gpus: int, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titan_moe.runtime.torchrun.count_gpus", lambda environment: num_gpus)
+    assert ("GLIBC_TUNABLES" in allocators(said)) is kept
+
+
+_FAULTS = """
+import resource, torch
+def faults():
+    x = torch.ones(64 << 20, dtype=torch.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+first = faults()
+print(faults() - first)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
+def test_a_tensor_takes_the_place_of_a_freed_one_of_its_size() -> None:
+    environment = {**os.environ, **allocators({"CUDA_VISIBLE_DEVICES": ""})}
+    run = subprocess.run(
+        [sys.executable, "-c", _FAULTS], env=environment, capture_output=True, text=True, check=True
+    )
+    # 64 MiB are 16,384 pages.
+    assert int(run.stdout) < 1000
 
 
 def test_the_first_failure_s_line_and_exit_code(
