@@ -11,7 +11,10 @@ _OURS = f"{Path(__file__).resolve().parents[2] / 'titan_moe'}/"
 _FSDP = "/torch/distributed/fsdp/_fully_shard/"
 _FSDP_PATH = _FSDP.removeprefix("/")
 # Who asks is the place, not these helpers of theirs.
-_HELPERS = {("distributed/collectives.py", "to_host")}
+_HELPERS = {
+    ("distributed/collectives.py", "to_host"),
+    ("distributed/activation_checkpoint.py", "__torch_dispatch__"),
+}
 
 
 class Place(NamedTuple):
