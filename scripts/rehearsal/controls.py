@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from scripts.rehearsal.cases import Case, in_layout
 from scripts.rehearsal.checkpoints import rehearse_checkpoint
-from scripts.rehearsal.flex import PLACE, Heads, attend_in_ring
+from scripts.rehearsal.flex import PLACE, Heads, attend_in_float32, attend_in_ring
 from scripts.rehearsal.inductor import kernels_of
 from scripts.rehearsal.ledger import Finding
 from scripts.rehearsal.rank import Rehearsal, rehearse
@@ -144,7 +144,8 @@ def _without_a_pipelines_first(all_reduce: Any) -> Any:
     return called
 
 
-_IN_RING = partial(attend_in_ring, Heads(queries=32, keys=4, qk_dim=128, v_dim=128))
+_WIDE_IN_RING = partial(attend_in_ring, Heads(queries=4, keys=4, qk_dim=1024, v_dim=1024))
+_IN_FLOAT32 = partial(attend_in_float32, Heads(queries=32, keys=4, qk_dim=128, v_dim=128))
 
 
 def _by_options(**options: int) -> Callable[[Any], Any]:
@@ -251,14 +252,14 @@ CONTROLS = [
         "flex attention with tiles that do not fit",
         "does not fit",
         "ops/attention.py:attend",
-        _wrapped(_FLEX_OPTIONS, _by_options(BLOCK_M=256, BLOCK_N=256)),
-        rehearse=lambda control: Rehearsal(kernels_of(_IN_RING, PLACE).findings),
+        _wrapped(_FLEX_OPTIONS, _by_options(BLOCK_M=16, BLOCK_N=128, num_warps=8)),
+        rehearse=lambda control: Rehearsal(kernels_of(_WIDE_IN_RING, PLACE).findings),
     ),
     Control(
-        "flex attention with too few warps",
+        "flex attention in float32 with torch's 4 warps",
         "spills",
         "ops/attention.py:attend",
-        _wrapped(_FLEX_OPTIONS, _by_options(num_warps=1)),
-        rehearse=lambda control: Rehearsal(kernels_of(_IN_RING, PLACE).findings),
+        _wrapped(_FLEX_OPTIONS, _by_options()),
+        rehearse=lambda control: Rehearsal(kernels_of(_IN_FLOAT32, PLACE).findings),
     ),
 ]

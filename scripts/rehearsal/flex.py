@@ -43,7 +43,7 @@ def flex_cases(word: str = "") -> dict[str, tuple[Callable[[], None], Place]]:
     for heads in shapes.values():
         name = f"flex heads of {heads.qk_dim}/{heads.v_dim}"
         cases[f"{name} in a ring, bfloat16"] = partial(attend_in_ring, heads), PLACE
-        cases[f"{name}, float32"] = partial(_attend, heads), PLACE
+        cases[f"{name}, float32"] = partial(attend_in_float32, heads), PLACE
     return {name: case for name, case in cases.items() if word in name}
 
 
@@ -58,11 +58,12 @@ def attend_in_ring(heads: Heads) -> None:
         attention.backward(Upstream(q, o, lse, lse), k, v, block.mask, heads.qk_dim**-0.5)
 
 
-def _attend(heads: Heads) -> None:
+def attend_in_float32(heads: Heads) -> None:
+    """Whole rows, forward and backward, on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        inputs = [x.requires_grad_() for x in _inputs(heads, torch.float32)]
+        q, k, v = (x.requires_grad_() for x in _inputs(heads, torch.float32))
         core = choose_core(mask_documents=True, device_type="cuda")
-        core(*inputs, core.mask(_documents()), heads.qk_dim**-0.5).sum().backward()
+        core(q, k, v, core.mask(_documents()), heads.qk_dim**-0.5).sum().backward()
 
 
 def _inputs(heads: Heads, dtype: torch.dtype) -> list[Tensor]:
