@@ -18,9 +18,13 @@ if [[ ! -e $venv/finished ]]; then
     python3 -m venv "$venv"
     # Three equals signs: "2.13.0" alone also names the CPU build.
     "$venv/bin/pip" install --quiet 'torch===2.13.0'
-    "$venv/bin/pip" install --quiet "${repo}[float8]"
-    # The working tree is what is rehearsed.
+    # What titan_moe depends on, and not itself: the working tree is rehearsed. From a copy, for pip
+    # leaves a folder "build" where it builds.
+    copy=$(mktemp -d)
+    cp -r "$repo"/{pyproject.toml,README.md,LICENSE,titan_moe} "$copy"
+    "$venv/bin/pip" install --quiet "${copy}[float8]"
     "$venv/bin/pip" uninstall --quiet --yes titan_moe
+    rm -rf "$copy"
     touch "$venv/finished"
 fi
 

@@ -19,10 +19,13 @@ from typing import Any
 from scripts.rehearsal.cases import CONFIGS, Case, all_cases
 from scripts.rehearsal.checkpoints import NAME as CHECKPOINT
 from scripts.rehearsal.checkpoints import rehearse_checkpoint
-from scripts.rehearsal.compiled import compiled_cases, missed_break, trace
+from scripts.rehearsal.compiled import compiled_cases, layer_cases, missed_break, trace
 from scripts.rehearsal.controls import CONTROLS, missed
 from scripts.rehearsal.counts import as_text, count_layers, counted_cases, in_words
+from scripts.rehearsal.flex import flex_cases
+from scripts.rehearsal.inductor import kernels_of
 from scripts.rehearsal.ledger import Finding
+from scripts.rehearsal.places import Place
 from scripts.rehearsal.rank import rehearse_all
 from scripts.rehearsal.sm90 import compile_launches
 from scripts.rehearsal.standins import Launch
@@ -41,14 +44,24 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     cases = [case for case in all_cases() if options.only in case.name]
     saved = [CHECKPOINT] if options.only in CHECKPOINT else []
+    traced = compiled_cases(options.only)
+    made = {**layer_cases(options.only), **flex_cases(options.only)}
     if options.list:
-        print("\n".join([*(case.name for case in cases), *saved, *compiled_cases(options.only)]))
+        print("\n".join([*(case.name for case in cases), *saved, *traced, *made]))
         return 0
     if options.controls:
         return _plant(options.only)
     if options.counts is not None:
         return _count(options.counts, options.only)
-    return _rehearse(cases, saved, compiled_cases(options.only))
+    started = time.perf_counter()
+    num_findings, num_kernels = _rehearse(cases)
+    num_findings += _rehearse_checkpoint(saved) + _trace(traced) + _make_kernels(made)
+    num_cases = len(cases) + len(saved) + len(traced) + len(made)
+    print(
+        f"{num_cases} cases, {num_kernels} kernels of ours, {num_findings} findings, "
+        f"{time.perf_counter() - started:.0f} s"
+    )
+    return 1 if num_findings else 0
 
 
 def _plant(word: str) -> int:
@@ -75,34 +88,51 @@ def _count(path: Path, word: str) -> int:
     return 0
 
 
-def _rehearse(cases: list[Case], saved: list[str], compiled: Mapping[str, tuple[str, int]]) -> int:
-    started, num_findings = time.perf_counter(), 0
+def _rehearse(cases: list[Case]) -> tuple[int, int]:
+    """Findings, those of the kernels of ours that the cases launch among them; and such kernels."""
     launches: set[Launch] = set()
+    num_findings = num_done = 0
     for _, results in in_fresh_processes(rehearse_all, _tasks(cases), num_workers=1):
         for name, result in results:
             launches |= result.launches
-            for finding in result.findings:
-                print(f"{finding} [{name}]", flush=True)
-            num_findings += len(result.findings)
-    for findings in _run(rehearse_checkpoint, [()] * len(saved)):
-        for finding in findings:
-            print(f"{finding} [{CHECKPOINT}]", flush=True)
-            num_findings += 1
-    traced = _run(trace, list(compiled.values()))
-    for name, (graphs, findings) in zip(compiled, traced, strict=True):
-        print(f"{name}: {graphs} graphs", flush=True)
-        for finding in findings:
-            print(f"{finding} [{name}]", flush=True)
-        num_findings += len(findings)
+            num_findings += _tell(name, result.findings)
+        num_done += len(results)
+        print(f"{num_done} of {len(cases)} layouts", flush=True)
     for finding in _kernel_findings(launches):
         print(finding, flush=True)
         num_findings += 1
-    num_cases = len(cases) + len(saved) + len(compiled)
-    print(
-        f"{num_cases} cases, {len(launches)} kernels of ours, {num_findings} findings, "
-        f"{time.perf_counter() - started:.0f} s"
-    )
-    return 1 if num_findings else 0
+    return num_findings, len(launches)
+
+
+def _rehearse_checkpoint(saved: list[str]) -> int:
+    found = _run(rehearse_checkpoint, [()] * len(saved))
+    return sum(_tell(name, findings) for name, findings in zip(saved, found, strict=True))
+
+
+def _trace(cases: Mapping[str, tuple[str, int]]) -> int:
+    num_findings = 0
+    for index, (graphs, findings) in in_fresh_processes(trace, list(cases.values()), num_workers=1):
+        name = list(cases)[index]
+        print(f"{name}: {graphs} graphs", flush=True)
+        num_findings += _tell(name, findings)
+    return num_findings
+
+
+def _make_kernels(cases: Mapping[str, tuple[Callable[[], None], Place]]) -> int:
+    num_findings = 0
+    tasks = list(cases.values())
+    for index, made in in_fresh_processes(kernels_of, tasks, num_workers=1):
+        name = list(cases)[index]
+        print(f"{name}:", "\n".join(made.in_words()), flush=True)
+        num_findings += _tell(name, made.findings)
+    return num_findings
+
+
+def _tell(name: str, findings: Sequence[Finding]) -> int:
+    """Their number."""
+    for finding in findings:
+        print(f"{finding} [{name}]", flush=True)
+    return len(findings)
 
 
 def _kernel_findings(launches: set[Launch]) -> Iterator[Finding]:

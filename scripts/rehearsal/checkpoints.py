@@ -83,7 +83,7 @@ def _acts(case: Case, folder: Path) -> Sequence[Callable[[], object]]:
     sharded = build_sharded_model(
         job, case.config, device=CUDA, world_size=1, ranks_per_node=1, draw_weights=False
     )
-    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+    optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), sharded.meshes.group)
     moe = sharded.config.moe
     model = HFModel(job.model.name, sharded.config)
 

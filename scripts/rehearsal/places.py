@@ -10,8 +10,12 @@ import torch
 _OURS = f"{Path(__file__).resolve().parents[2] / 'titan_moe'}/"
 _FSDP = "/torch/distributed/fsdp/_fully_shard/"
 _FSDP_PATH = _FSDP.removeprefix("/")
-# Who asks is the place, not these helpers of theirs.
-_HELPERS = {("distributed/collectives.py", "to_host")}
+# Who asks is the place, not these helpers of theirs, nor a loop that Python runs as a function.
+_LOOPS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
+_HELPERS = {
+    ("distributed/collectives.py", "to_host"),
+    ("distributed/activation_checkpoint.py", "__torch_dispatch__"),
+}
 
 
 class Place(NamedTuple):
@@ -101,6 +105,8 @@ def place_of(filename: str, function: str) -> str | None:
     if _FSDP in filename:
         return f"{_FSDP_PATH}{filename.rpartition(_FSDP)[2]}:{function}"
     path = filename.removeprefix(_OURS)
-    if path == filename or path.startswith("simulate/") or (path, function) in _HELPERS:
+    if path == filename or path.startswith("simulate/"):
+        return None
+    if (path, function) in _HELPERS or function in _LOOPS:
         return None
     return f"{path}:{function}"

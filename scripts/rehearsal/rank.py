@@ -90,7 +90,7 @@ def _train(
     )
     # Every float that is read is 1: that of dropped rows may not stop a step.
     sharded = replace(sharded, stops_on_overflow=False)
-    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+    optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), sharded.meshes.group)
     step = TrainStep(sharded, optimizer, job.training, device=CUDA)
     mode.groups = axes_of_groups(sharded.meshes)
     waits_in = 0 if _has_bounded_sizes(job) else len(sharded.moe_layers())
@@ -130,7 +130,9 @@ def _has_bounded_sizes(job: JobConfig) -> bool:
 
 
 def refused(error: Exception) -> Finding:
-    """Where the program stood, and torch's words."""
+    """Where the program stood, and torch's words; of the first error, where one led to another."""
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__)
     places = [
         Place(where, frame.lineno or 0)

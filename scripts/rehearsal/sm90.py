@@ -38,6 +38,13 @@ class Taken(NamedTuple):
             yield Finding("does not fit", place, detail)
 
 
+def h100() -> Any:
+    """The target as Triton names it."""
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", 90, 32)
+
+
 def compile_launches(launches: Iterable[Launch]) -> Iterator[tuple[Taken, Place]]:
     """Each kernel of ours as it was specialised."""
     for launch in sorted(launches, key=str):
@@ -53,7 +60,6 @@ def compile_kernel(
 ) -> Taken:
     """A Triton function for sm_90; its tensors begin at multiples of 16 bytes, as torch's do."""
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
@@ -67,8 +73,7 @@ def compile_kernel(
             if kind.startswith("*")
         },
     )
-    target = GPUTarget("cuda", 90, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
+    compiled = triton.compile(source, target=h100(), options={"num_warps": num_warps})
     text = ", ".join(f"{name}={value}" for name, value in constants.items())
     kinds = " ".join(kind for kind in types.values() if kind.startswith("*"))
     return taken(f"{kernel.fn.__name__}[{kinds}; {text}]", compiled)

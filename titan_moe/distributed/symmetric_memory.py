@@ -151,14 +151,19 @@ class Channel:
             )
             rows_RD.copy_(self._received[:num_received, :width])
             if self._stream is not None:
-                self._done[rows_RD.data_ptr()] = self._stream.record_event()
+                self._done[_memory_of(rows_RD)] = self._stream.record_event()
         return rows_RD
 
     def wait(self, rows_RD: Tensor) -> Tensor:
         """The rows of `start`, for the current stream."""
         if self._stream is not None:
-            torch.cuda.current_stream().wait_event(self._done.pop(rows_RD.data_ptr()))
+            torch.cuda.current_stream().wait_event(self._done.pop(_memory_of(rows_RD)))
         return rows_RD
+
+
+def _memory_of(x: Tensor) -> int:
+    """Names it for as long as it is held; empty and fake tensors all have the address 0."""
+    return x.untyped_storage()._cdata
 
 
 class DeviceAllToAll(NamedTuple):

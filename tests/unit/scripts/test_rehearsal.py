@@ -6,7 +6,14 @@ from dataclasses import dataclass
 import pytest
 
 from scripts.rehearsal.ledger import Ledger
-from scripts.rehearsal.places import CHECKPOINT_MOVES, COPIES, FIRST_PAIRS, WAITS, Place
+from scripts.rehearsal.places import (
+    CHECKPOINT_MOVES,
+    COPIES,
+    FIRST_PAIRS,
+    WAITS,
+    Place,
+    place_of,
+)
 from tests.support.paths import REPO
 
 _ALLOWED = sorted({*COPIES, *WAITS, *FIRST_PAIRS, *CHECKPOINT_MOVES})
@@ -31,6 +38,12 @@ def test_a_place_that_may_copy_or_wait_exists(where: str):
     tree = ast.parse((REPO / "titan_moe" / path).read_text(encoding="utf-8"))
     names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     assert function in names
+
+
+def test_a_loop_of_python_is_no_place_of_its_own():
+    path = str(REPO / "titan_moe/moe/layer.py")
+    assert place_of(path, "route") == "moe/layer.py:route"
+    assert place_of(path, "<listcomp>") is None
 
 
 def judged(ledger: Ledger) -> list[str]:
