@@ -2,13 +2,14 @@
 to know what the others have sent.
 
 The processes are forked from this one, so that what it has imported and learnt is shared. Values
-pass through it: when all that still run wait for others that have ended, or that wait elsewhere,
-nothing can come any more, and each is told so.
+pass through it, and turns to compute: when all wait for others that have ended, or that wait
+elsewhere, nothing can come any more, and each is told so.
 """
 
 import os
 import signal
 import traceback
+from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -60,17 +61,21 @@ class Report(NamedTuple):
     has_ended: bool = False
 
 
-def run_ranks(fn: Callable[[int, Peers], None], world_size: int) -> Generator[Report, None, None]:
+def run_ranks(
+    fn: Callable[[int, Peers], None], world_size: int, *, num_workers: int | None = None
+) -> Generator[Report, None, None]:
     """Call `fn(rank, peers)` for every rank, each in a process forked from this one, and yield what
     they report and how they end, as it comes.
 
     Call it in a process that has one thread. Ranks end by themselves when this process has gone.
+    `num_workers`: how many compute at a time; left out, as many as there are cores.
     """
-    hall = _Hall()
-    for rank in range(world_size):
-        hall.fork(fn, rank)
+    hall = _Hall(num_workers or os.cpu_count() or 1)
     try:
+        for rank in range(world_size):
+            hall.fork(fn, rank)
         while hall.ranks:
+            hall.give_turns()
             for pipe in wait(list(hall.ranks)):
                 report = hall.hear(pipe)  # type: ignore[arg-type]
                 if report is not None:
@@ -81,12 +86,15 @@ def run_ranks(fn: Callable[[int, Peers], None], world_size: int) -> Generator[Re
 
 @dataclass
 class _Hall:
-    """Those that still run, and who waits for whom."""
+    """Those that have not ended: who computes, who may go on, and who waits for whom."""
 
+    num_workers: int
     ranks: dict[Connection, int] = field(default_factory=dict)
     processes: list[int] = field(default_factory=list)
+    running: set[Connection] = field(default_factory=set)
+    ready: deque[tuple[Connection, Any]] = field(default_factory=deque)
+    """With what each is told."""
     waiting: dict[Meeting, dict[int, tuple[Connection, Any]]] = field(default_factory=dict)
-    num_waiting: int = 0
 
     def fork(self, fn: Callable[[int, Peers], None], rank: int) -> None:
         ours, theirs = Pipe()
@@ -99,6 +107,19 @@ class _Hall:
         theirs.close()
         self.processes.append(process)
         self.ranks[ours] = rank
+        self.ready.append((ours, None))
+
+    def give_turns(self) -> None:
+        """Let as many compute as may."""
+        if not self.running and not self.ready:  # Nothing comes any more.
+            for meeting in list(self.waiting):
+                self._answer(meeting, None)
+        while self.ready and len(self.running) < self.num_workers:
+            pipe, told = self.ready.popleft()
+            if pipe in self.ranks:
+                self.running.add(pipe)
+                with suppress(BrokenPipeError):  # It has died; its end is heard next.
+                    pipe.send(told)
 
     def hear(self, pipe: Connection) -> Report | None:
         rank = self.ranks[pipe]
@@ -107,6 +128,7 @@ class _Hall:
         except (EOFError, ConnectionResetError):
             return self._ended(pipe, Report(rank, None, "its process has died", has_ended=True))
         if isinstance(what, Meeting):
+            self.running.discard(pipe)
             self._meet(what, rank, pipe, value)
             return None
         if what is None:
@@ -122,36 +144,25 @@ class _Hall:
 
     def _ended(self, pipe: Connection, report: Report) -> Report:
         del self.ranks[pipe]
+        self.running.discard(pipe)
         pipe.close()
-        self._release_if_stuck()
         return report
 
     def _meet(self, meeting: Meeting, rank: int, pipe: Connection, value: Any) -> None:
         there = self.waiting.setdefault(meeting, {})
         there[rank] = pipe, value
-        self.num_waiting += 1
-        if len(there) < len(meeting.members):
-            self._release_if_stuck()
-            return
-        values = [there[member][1] for member in meeting.members]
-        self._answer(meeting, values)
-
-    def _release_if_stuck(self) -> None:
-        if self.num_waiting and self.num_waiting == len(self.ranks):
-            for meeting in list(self.waiting):
-                self._answer(meeting, None)
+        if len(there) == len(meeting.members):
+            self._answer(meeting, [there[member][1] for member in meeting.members])
 
     def _answer(self, meeting: Meeting, values: Sequence[Any] | None) -> None:
-        there = self.waiting.pop(meeting)
-        self.num_waiting -= len(there)
-        for pipe, _ in there.values():
-            pipe.send(values)
+        self.ready += [(pipe, values) for pipe, _ in self.waiting.pop(meeting).values()]
 
 
 def _run(fn: Callable[[int, Peers], None], rank: int, pipe: Connection) -> None:
     """Call it and end this process, without what its parent would do at its own end."""
     error = ""
     try:
+        pipe.recv()  # Its first turn.
         fn(rank, Peers(pipe))
     except BaseException:
         error = traceback.format_exc()
