@@ -17,19 +17,18 @@ import torch.distributed as dist
 from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
-from titan_moe.config.parse import load_job, resolve
+from titan_moe.config.parse import resolve
 from titan_moe.config.pipeline import num_stages
 from titan_moe.distributed.context_parallel.apply import local_positions
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.errors import RunError
 from titan_moe.simulate.comm_counter import axes_of_groups
 from titan_moe.simulate.desync import Finding, Group, RankLog, find_desyncs
 from titan_moe.simulate.fake_rank import FakeRank, empty_batch, fake_world
 from titan_moe.simulate.issued import RecordingRank
 from titan_moe.simulate.lockstep import AbandonedError, Peers, run_ranks
-from titan_moe.simulate.rank_step import rank_step
+from titan_moe.simulate.rank_step import one_microbatch, rank_step
 from titan_moe.simulate.routings import ROUTINGS, LayerOfRank, Routing, without_targets
 from titan_moe.simulate.whereabouts import Whereabouts
 from titan_moe.testing.process_pool import in_fresh_processes
@@ -197,7 +196,7 @@ def _fewest_layers(parallelism: Parallelism, config: ModelConfig) -> int:
 def run_world(task: Task) -> WorldReport:
     """Run all ranks of the task, in processes forked from this one, and compare."""
     torch.set_num_threads(1)
-    _warm_up(task.world_size)
+    _warm_up(task)
     gc.collect()
     gc.freeze()  # The ranks share what is here as long as they do not write to it.
     report = WorldReport()
@@ -266,15 +265,16 @@ def _routings(config: ModelConfig) -> list[Routing]:
     return [r for r in ROUTINGS if config.moe is not None or r == first or r.masks_a_rank]
 
 
-def _warm_up(world_size: int) -> None:
+def _warm_up(task: Task) -> None:
     """Import, and let torch learn, what a step needs, once for all ranks.
 
     The world is larger than theirs by one, so that no mesh of it is one of theirs: see
     `fake_world`.
     """
-    job = load_job(["--model.name", "qwen3", "--model.flavor", "gate"])
-    with fake_world(0, world_size + 1):
-        FakeRank(resolve(job, world_size + 1), model_of_job(job.model)).step()
+    job, world_size = one_microbatch(task.job), task.world_size + 1
+    job = resolve(job.model_copy(update={"parallelism": Parallelism()}), world_size)
+    with fake_world(0, world_size):
+        FakeRank(job, task.config).step()
 
 
 # --- one rank ---
