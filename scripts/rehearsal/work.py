@@ -6,7 +6,6 @@ as "optimizer". FSDP's own work is the region "fsdp", whichever layer it is for.
 """
 
 import sys
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from dataclasses import dataclass, field
 from math import prod
 from types import FrameType
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -211,18 +209,13 @@ class Whereabouts:
 
     def __init__(self) -> None:
         self._inside: list[str] = []
-        self._begins: list[int] = []
-        self._made: list[tuple[str, bool]] = []
-        """From each of these sequence numbers of autograd on: what makes nodes, and whether it is
-        compiled."""
+        self._makers = regions.NodeMakers[tuple[str, bool]]()
+        """Region, and whether it is compiled."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Hear of every region that is entered, as a profiler would."""
-        with (
-            mock.patch.object(torch.autograd, "_profiler_enabled", lambda: True),
-            mock.patch.object(regions, "record_function", self._entered),
-        ):
+        with regions.watched_by(self._entered):
             yield
 
     def now(self) -> Now:
@@ -232,24 +225,19 @@ class Whereabouts:
         inside = self._inside[-1] if self._inside else OUTSIDE
         if node is None:
             # The node of this operation, if it has one, is there already.
-            self._note(inside, callers.compiled, made=1)
+            self._makers.note((inside, callers.compiled), already=1)
             phase, compiled = "forward", callers.compiled
         elif callers.recomputes:
             phase, compiled = "recompute", callers.compiled
         else:
-            phase, (inside, compiled) = "backward", self._made_in(node._sequence_nr())
+            phase, (inside, compiled) = "backward", self._makers.of(node) or (OUTSIDE, False)
         if callers.by_fsdp:
             return Now(phase, "fsdp", False)
         return Now(phase, inside, compiled)
 
-    def _made_in(self, number: int) -> tuple[str, bool]:
-        at = bisect_right(self._begins, number) - 1
-        # What accumulates gradients has the largest number there is.
-        return self._made[at] if at >= 0 and number < 1 << 62 else (OUTSIDE, False)
-
     @contextmanager
     def _entered(self, name: str) -> Iterator[None]:
-        self._inside.append(name.removeprefix(regions.PREFIX))
+        self._inside.append(name)
         self._enters()
         try:
             yield
@@ -261,13 +249,8 @@ class Whereabouts:
         # A recomputation's nodes are never run: the backward is of the first ones.
         if torch._C._current_autograd_node() is None:
             inside = self._inside[-1] if self._inside else OUTSIDE
-            self._note(inside, self._made[-1][1] if self._made else False)
-
-    def _note(self, inside: str, compiled: bool, made: int = 0) -> None:
-        if not self._made or self._made[-1] != (inside, compiled):
-            number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-            self._begins.append(max(number - made, self._begins[-1] if self._begins else 0))
-            self._made.append((inside, compiled))
+            before = self._makers.last()
+            self._makers.note((inside, before[1] if before is not None else False))
 
 
 def _callers(frame: FrameType | None) -> _Callers:

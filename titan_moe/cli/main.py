@@ -27,6 +27,7 @@ COMMANDS = {
     "report run": "curves, expert load and configuration of runs, as a page",
     "report profile": "where a profiled step's time goes",
     "simulate step": "communication and memory of one rank of a world of any size",
+    "simulate collectives": "whether all ranks of a group issue the same collectives",
     "simulate scaling": "how both grow with the number of ranks",
     "simulate reshard": "bytes, time and memory to move to another layout",
 }
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> int:
         return 2
     print(f"usage: titan-moe {' '.join([*words, 'COMMAND'])} ...\n")
     for each in known:
-        print(f"  {each:<18}{COMMANDS[each]}")
+        print(f"  {each:<22}{COMMANDS[each]}")
     print("\nEach has a --help of its own; titan-moe --version names the code that runs.")
     return 0 if words != argv else 2
 

@@ -5,11 +5,15 @@ backward does for it is found by who made its operations (autograd's sequence nu
 recomputation does by its running inside the backward; see profiling/trace.py.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Generic, TypeVar
 
 import torch
 from torch.autograd.profiler import record_function
 
+T = TypeVar("T")
 PREFIX = "region::"
 """Of a region's name in a trace."""
 REGIONS = (
@@ -34,6 +38,52 @@ def region(name: str) -> AbstractContextManager:
 
     A compiled layer is one region of its own: names in it would break its graph.
     """
-    if torch.compiler.is_compiling() or not torch.autograd._profiler_enabled():
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    if _watcher is not None:
+        return _watcher(name)
+    if not torch.autograd._profiler_enabled():
         return nullcontext()
     return record_function(PREFIX + name)
+
+
+_Watcher = Callable[[str], AbstractContextManager]
+_watcher: _Watcher | None = None
+
+
+@contextmanager
+def watched_by(watcher: _Watcher) -> Iterator[None]:
+    """Enter `watcher(name)` around every region instead of telling torch's profiler."""
+    global _watcher
+    before, _watcher = _watcher, watcher
+    try:
+        yield
+    finally:
+        _watcher = before
+
+
+class NodeMakers(Generic[T]):
+    """What the forward was doing when it made a node of autograd, by sequence numbers: a backward
+    runs nodes without a word of who made them."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._made: list[T] = []
+
+    def note(self, doing: T, already: int = 0) -> None:
+        """From now on, and for as many nodes that are `already` made; call it in the forward."""
+        if not self._made or self._made[-1] != doing:
+            number = torch.autograd._get_sequence_nr() - already  # type: ignore[attr-defined]
+            self._begins.append(max(number, self._begins[-1] if self._begins else 0))
+            self._made.append(doing)
+
+    def last(self) -> T | None:
+        """What was noted last."""
+        return self._made[-1] if self._made else None
+
+    def of(self, node: torch.autograd.graph.Node) -> T | None:
+        """None for a node made before the first note, and for what accumulates gradients, which
+        has the largest number there is."""
+        number = node._sequence_nr()  # type: ignore[attr-defined]
+        at = bisect_right(self._begins, number) - 1
+        return self._made[at] if at >= 0 and number < 1 << 62 else None

@@ -183,9 +183,11 @@ def empty_batch(job: JobConfig) -> Batch:
 class FakeRank:
     """A rank's model in a fake world that exists already, and its steps."""
 
-    def __init__(self, job: JobConfig, config: ModelConfig) -> None:
+    def __init__(
+        self, job: JobConfig, config: ModelConfig, counter: FakeCommCounter | None = None
+    ) -> None:
         self._job = job
-        self._counter = FakeCommCounter()
+        self._counter = FakeCommCounter() if counter is None else counter
         with self._counter:
             sharded = build_sharded_model(
                 job, config, device=CPU, world_size=dist.get_world_size(), draw_weights=False
@@ -195,8 +197,9 @@ class FakeRank:
         self.sharded = replace(sharded, stops_on_overflow=False)
         balance_routers(self.sharded)
 
-    def step(self, num_microbatches: int = 1) -> "StepVolumes":
-        """Train on microbatches of the job's size."""
+    def step(self, num_microbatches: int = 1, batch: Batch | None = None) -> "StepVolumes":
+        """Train on microbatches of the job's size, all of them `batch`; left out, an empty one."""
+        batch = empty_batch(self._job) if batch is None else batch
         volumes = StepVolumes(self._counter)
         self._counter.clear()
         with self._counter:
@@ -205,7 +208,7 @@ class FakeRank:
             )
             step = TrainStep(self.sharded, self.optimizer, self._job.training, device=CPU)
             self._counter.groups = axes_of_groups(self.sharded.meshes)
-            step([empty_batch(self._job)] * num_microbatches, observer=volumes)
+            step([batch] * num_microbatches, observer=volumes)
         assert volumes.has_updated, "the step has updated nothing"
         volumes.total = self._counter.volumes()
         return volumes

@@ -1,0 +1,90 @@
+"""Ranks as processes that wait for each other."""
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+
+from titan_moe.simulate.lockstep import AbandonedError, Meeting, Peers, Report, run_ranks
+from titan_moe.testing.process_pool import in_fresh_processes
+
+_WORLD = (0, 1, 2)
+
+
+def _exchange_twice(rank: int, peers: Peers) -> None:
+    first = peers.exchange(Meeting("a", _WORLD), rank)
+    peers.report(first)
+    if rank != 1:
+        peers.report(peers.exchange(Meeting("b", (0, 2)), 10 * rank))
+
+
+def _one_leaves_it_out(rank: int, peers: Peers) -> None:
+    try:
+        if rank != 1:
+            peers.exchange(Meeting("a", _WORLD), rank)
+        peers.report("went through")
+    except AbandonedError:
+        peers.report("abandoned")
+
+
+def _in_a_circle(rank: int, peers: Peers) -> None:
+    pairs = [(0, 1), (1, 2), (0, 2)]
+    first, second = [(0, 2), (1, 0), (2, 1)][rank]
+    try:
+        for pair in (first, second):
+            peers.exchange(Meeting(pair, pairs[pair]), rank)
+    except AbandonedError:
+        peers.report("abandoned")
+
+
+def _one_fails_and_one_dies(rank: int, peers: Peers) -> None:
+    if rank == 0:
+        raise ValueError("of rank 0")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        peers.exchange(Meeting("a", _WORLD), rank)
+    except AbandonedError:
+        peers.report("abandoned")
+
+
+def _reports(fn: Callable[[int, Peers], None]) -> list[Report]:
+    return list(run_ranks(fn, len(_WORLD)))
+
+
+def _first_alone() -> list[Report]:
+    ranks = run_ranks(partial(_exchange_twice), len(_WORLD))
+    first = [next(ranks)]
+    ranks.close()  # Ends those that still run.
+    return first
+
+
+def _ran(fn: Callable, *arguments: object) -> list[Report]:
+    ((_, reports),) = in_fresh_processes(fn, [arguments], num_workers=1)
+    return reports
+
+
+def test_members_get_each_other_s_values() -> None:
+    reports = _ran(_reports, _exchange_twice)
+    said = sorted((r.rank, r.value) for r in reports if not r.has_ended)
+    assert said == [(0, [0, 1, 2]), (0, [0, 20]), (1, [0, 1, 2]), (2, [0, 1, 2]), (2, [0, 20])]
+    assert sorted(r.rank for r in reports if r.has_ended) == [0, 1, 2]
+    assert not any(r.error for r in reports)
+
+
+def test_who_waits_in_vain_is_told() -> None:
+    said = {r.rank: r.value for r in _ran(_reports, _one_leaves_it_out) if not r.has_ended}
+    assert said == {0: "abandoned", 1: "went through", 2: "abandoned"}
+    said = {r.rank: r.value for r in _ran(_reports, _in_a_circle) if not r.has_ended}
+    assert said == dict.fromkeys(_WORLD, "abandoned")
+
+
+def test_a_rank_that_fails_and_one_that_dies() -> None:
+    reports = _ran(_reports, _one_fails_and_one_dies)
+    errors = {r.rank: r.error for r in reports if r.has_ended}
+    assert "ValueError: of rank 0" in errors[0] and errors[1] == "its process has died"
+    assert not errors[2]
+
+
+def test_ranks_end_with_the_iteration() -> None:
+    assert len(_ran(_first_alone)) == 1

@@ -1,0 +1,332 @@
+"""All ranks' steps of a configuration in a fake world, under several routings, and whether their
+collectives match."""
+
+import gc
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from titan_moe.config.checks.job import check
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import JobConfig, Parallelism
+from titan_moe.config.parse import resolve
+from titan_moe.config.pipeline import num_stages
+from titan_moe.distributed.context_parallel.apply import local_positions
+from titan_moe.distributed.parallel_dims import parallel_dims
+from titan_moe.models.config import ModelConfig
+from titan_moe.runtime.errors import RunError
+from titan_moe.simulate.comm_counter import axes_of_groups
+from titan_moe.simulate.desync import Finding, Group, RankLog, find_desyncs
+from titan_moe.simulate.fake_rank import FakeRank, empty_batch, fake_world
+from titan_moe.simulate.issued import RecordingRank
+from titan_moe.simulate.lockstep import AbandonedError, Peers, run_ranks
+from titan_moe.simulate.rank_step import one_microbatch, rank_step
+from titan_moe.simulate.routings import ROUTINGS, LayerOfRank, Routing, without_targets
+from titan_moe.simulate.whereabouts import Whereabouts
+from titan_moe.testing.process_pool import in_fresh_processes
+
+START = "start"
+_FEWEST_TOKENS = 256
+_MOST_SHOWN = 5
+
+
+class Task(NamedTuple):
+    """What is simulated."""
+
+    job: JobConfig
+    config: ModelConfig
+    world_size: int
+    num_microbatches: int
+    """Of the first step; further ones have one."""
+    reduced: str
+    """What is smaller than configured, in words."""
+
+
+@dataclass
+class Traffic:
+    """Of the groups of some axes, and one operation, in a step."""
+
+    groups: int
+    ranks: int
+    calls: int
+    bytes_even: float = 0.0
+    """That a rank sends at most, where experts get equally many tokens."""
+    bytes_most: float = 0.0
+    """Under any routing."""
+
+
+@dataclass
+class WorldReport:
+    """What was found."""
+
+    findings: list[tuple[str, Finding]] = field(default_factory=list)
+    """With the name of the routing, or "start"."""
+    errors: list[str] = field(default_factory=list)
+    """Tracebacks of ranks that failed where no collective explains it."""
+    parts: list[str] = field(default_factory=list)
+    """The start, and the routings that all ranks have come through."""
+    collectives: int = 0
+    """Compared, over all ranks and routings."""
+    traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
+    """By axes and operation."""
+    seconds: float = 0.0
+
+    def as_json(self, task: Task) -> dict[str, Any]:
+        return {
+            "ranks": task.world_size,
+            "reduced": task.reduced,
+            "parts": self.parts,
+            "collectives": self.collectives,
+            "problems": [
+                {"routing": part, "group": finding.group, "text": finding.text}
+                for part, finding in self.findings
+            ],
+            "traffic": [
+                {"axes": axes, "op": op, **asdict(traffic)}
+                for (axes, op), traffic in self.traffic.items()
+            ],
+            "seconds": round(self.seconds, 1),
+        }
+
+    def in_words(self, task: Task) -> list[str]:
+        lines = [
+            f"all {task.world_size} ranks, with {task.reduced}; bytes are of this",
+            f"{'group':<22}{'groups':>7}{'ranks':>7}  {'operation':<16}{'calls':>6}"
+            f"{'MB, even':>12}{'MB, most':>12}",
+        ]
+        for (axes, op), each in sorted(self.traffic.items()):
+            sent = f"{each.bytes_even / 1e6:>12.3f}{each.bytes_most / 1e6:>12.3f}"
+            counts = f"{each.groups:>7}{each.ranks:>7}  {op:<16}{each.calls:>6}"
+            lines.append(f"{axes:<22}{counts}{sent}")
+        for part, finding in self.findings[:_MOST_SHOWN]:
+            lines.append(f"{part}: {finding.group}: {finding.text}")
+        if more := len(self.findings) - _MOST_SHOWN:
+            lines += [f"and {more} groups more"] * (more > 0)
+        verdict = "the members of a group part" if self.findings else "every group's members agree"
+        return [
+            *lines,
+            f"{verdict}: {self.collectives:,} collectives compared, {', '.join(self.parts)}; "
+            f"{self.seconds:.0f} s",
+        ]
+
+
+def simulate_collectives(task: Task) -> WorldReport:
+    """Run all ranks of the task; none sees a GPU. Raises RunError if a rank fails for a reason that
+    no collective explains."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    started = time.perf_counter()
+    (((_, report)),) = in_fresh_processes(run_world, [(task,)], num_workers=1)
+    report.seconds = time.perf_counter() - started
+    if report.errors and not report.findings:
+        raise RunError(f"a rank of the fake world failed:\n{report.errors[0]}")
+    return report
+
+
+def smallest_task(
+    job: JobConfig, world_size: int, *, layers: int | None = None, seq_len: int | None = None
+) -> Task:
+    """All ranks of a job with the fewest layers that show every kind of layer and fill a pipeline's
+    stages, and with short sequences; `layers` and `seq_len` say otherwise.
+
+    Raises ConfigError for a configuration that cannot run on so many ranks.
+    """
+    whole, config, *_ = rank_step(job, world_size)
+    parallelism, training = whole.parallelism, whole.training
+    if layers is None:
+        layers = max(_layers_of_all_kinds(whole, config), _fewest_layers(parallelism, config))
+    if seq_len is None:
+        seq_len = training.seq_len
+        unit = 2 * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+        while seq_len % (2 * unit) == 0 and seq_len // 2 >= _FEWEST_TOKENS:
+            seq_len //= 2
+    layers = min(layers, config.num_layers)
+    reduced = f"{layers} of {config.num_layers} layers, {seq_len:,} of {training.seq_len:,} tokens"
+    if parallelism.pipeline_parallel_schedule == "DualPipeV":
+        # Its backward has a thread of its own, which no dispatch mode sees.
+        parallelism = parallelism.model_copy(
+            update={"pipeline_parallel_expert_parallel_overlap": False}
+        )
+        reduced += ", DualPipeV's pairs one after the other"
+    microbatch = training.local_batch_size * parallel_dims(parallelism, world_size).size("batch")
+    microbatches = min(2, training.global_batch_size // microbatch)
+    training = training.model_copy(update={"seq_len": seq_len})
+    small = whole.model_copy(
+        update={"training": training, "parallelism": parallelism, "stages": []}
+    )
+    config = replace(config, num_layers=layers)
+    if problems := check(small, config, world_size, num_gpus=0):
+        raise ConfigError(problems)
+    return Task(small, config, world_size, microbatches, reduced)
+
+
+def _layers_of_all_kinds(job: JobConfig, config: ModelConfig) -> int:
+    recompute = job.activation_checkpoint
+    every = recompute.selective_ac_option if recompute.mode == "selective" else ""
+    period = int(every) if every.isdecimal() else 1
+
+    def kind(layer: int) -> tuple:
+        return config.is_moe_layer(layer), config.local_in(layer), layer % period
+
+    kinds = [kind(layer) for layer in range(config.num_layers)]
+    return max(kinds.index(each) for each in set(kinds)) + 1
+
+
+def _fewest_layers(parallelism: Parallelism, config: ModelConfig) -> int:
+    """That fill the stages of a pipeline; all of them where their sizes are given."""
+    given = (
+        parallelism.pipeline_parallel_layers_per_stage,
+        parallelism.module_fqns_per_model_part,
+    )
+    if given != (None, None):
+        return config.num_layers
+    return num_stages(parallelism, config.num_layers)
+
+
+# --- in the process that starts the ranks ---
+
+
+def run_world(task: Task) -> WorldReport:
+    """Run all ranks of the task, in processes forked from this one, and compare."""
+    torch.set_num_threads(1)
+    _warm_up(task)
+    gc.collect()
+    gc.freeze()  # The ranks share what is here as long as they do not write to it.
+    report = WorldReport()
+    parts = _parts(task.config)
+    logs: dict[str, dict[int, RankLog]] = {part: {} for part in parts}
+    with closing(run_ranks(partial(_run_rank, task), task.world_size)) as ranks:
+        for rank, value, error, has_ended in ranks:
+            if error:
+                report.errors.append(f"rank {rank}:\n{error}")
+            if not has_ended:
+                part, log = value
+                logs[part][rank] = log
+            if len(logs[parts[0]]) < task.world_size:
+                continue
+            part, log = parts[0], logs.pop(parts.pop(0))
+            _compare(report, part, log)
+            if report.findings or report.errors or not parts:
+                break
+        else:
+            for part in parts:
+                dead = RankLog((), (), is_whole=False)
+                whole = {rank: logs[part].get(rank, dead) for rank in range(task.world_size)}
+                _compare(report, part, whole)
+    return report
+
+
+def _compare(report: WorldReport, part: str, logs: Mapping[int, RankLog]) -> None:
+    found = [] if report.findings else find_desyncs(logs)
+    report.findings += [(part, finding) for finding in found]
+    report.collectives += sum(len(log.issued) for log in logs.values())
+    if all(log.is_whole for log in logs.values()):
+        report.parts.append(part)
+    if part != START:
+        _add_traffic(report.traffic, logs, is_even=part == ROUTINGS[0].name)
+
+
+def _add_traffic(
+    traffic: dict[tuple[str, str], Traffic], logs: Mapping[int, RankLog], *, is_even: bool
+) -> None:
+    groups = {group.name: group for log in logs.values() for group in log.groups}
+    calls: dict[tuple[str, str], Counter[tuple[str, int]]] = defaultdict(Counter)
+    sent: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+    for rank, log in logs.items():
+        for each in log.issued:
+            key = groups[each.group].axes, each.op
+            calls[key][each.group, rank] += 1
+            sent[key][rank] += each.bytes  # type: ignore[assignment]
+    for key, counted in calls.items():
+        names = {name for name, _ in counted}
+        most = max(sent[key].values())
+        found = traffic.setdefault(
+            key, Traffic(len(names), len(groups[min(names)].ranks), max(counted.values()))
+        )
+        found.bytes_most = max(found.bytes_most, most)
+        if is_even:
+            found.bytes_even = most
+
+
+def _parts(config: ModelConfig) -> list[str]:
+    return [START, *(routing.name for routing in _routings(config))]
+
+
+def _routings(config: ModelConfig) -> list[Routing]:
+    """Without experts all are the same but for what is masked."""
+    first = ROUTINGS[0]
+    return [r for r in ROUTINGS if config.moe is not None or r == first or r.masks_a_rank]
+
+
+def _warm_up(task: Task) -> None:
+    """Import, and let torch learn, what a step needs, once for all ranks.
+
+    The world is larger than theirs by one, so that no mesh of it is one of theirs: see
+    `fake_world`.
+    """
+    job, world_size = one_microbatch(task.job), task.world_size + 1
+    job = resolve(job.model_copy(update={"parallelism": Parallelism()}), world_size)
+    with fake_world(0, world_size):
+        FakeRank(job, task.config).step()
+
+
+# --- one rank ---
+
+
+def _run_rank(task: Task, rank: int, peers: Peers) -> None:
+    gc.disable()  # A tenth of the time otherwise.
+    whereabouts = Whereabouts()
+    recorder = RecordingRank(peers, whereabouts)
+    with fake_world(rank, task.world_size):
+        part = START
+        try:
+            fake = FakeRank(task.job, task.config, recorder)
+            peers.report((part, _log(recorder, fake)))
+            whereabouts.phase = "step"
+            for routing in _routings(task.config):
+                part = routing.name
+                _step(task, fake, routing, whereabouts)
+                peers.report((part, _log(recorder, fake)))
+                gc.collect()
+        except AbandonedError:
+            peers.report((part, _log(recorder, None)))
+        except Exception:
+            peers.report((part, _log(recorder, None)))
+            raise
+
+
+def _step(task: Task, fake: FakeRank, routing: Routing, whereabouts: Whereabouts) -> None:
+    sharded = fake.sharded
+    rank, dims = sharded.meshes.rank, sharded.meshes.dims
+    for layer, moe in sharded.moe_layers().items():
+        about = LayerOfRank(rank, layer, moe.config.num_experts, moe.config.top_k)
+        moe.routing_fn = routing.choice(about)
+    batch = empty_batch(task.job)
+    if routing.masks_a_rank and dims.coordinate(rank, "batch") == 0:
+        balanced = task.job.parallelism.context_parallel_load_balancer == "headtail"
+        own_S = local_positions(
+            task.job.training.seq_len, dims.cp, 0, balanced=balanced and dims.cp > 1
+        )
+        batch = without_targets(batch, own_S)
+    with whereabouts.watching(sharded.parts):
+        first = routing == ROUTINGS[0]
+        fake.step(task.num_microbatches if first else 1, batch)
+
+
+def _log(recorder: RecordingRank, fake: FakeRank | None) -> RankLog:
+    """Of a step that was broken off, no rank is left."""
+    known = {} if fake is None else axes_of_groups(fake.sharded.meshes)
+    # Private: torch has no list of groups. In the order in which they were made.
+    world = dist.distributed_c10d._world
+    groups = [
+        Group(name, tuple(sorted(world.pg_group_ranks[group])), known.get(name, group.group_desc))
+        for group, name in world.pg_names.items()
+    ]
+    return RankLog(recorder.taken(), groups, is_whole=fake is not None)

@@ -1,0 +1,163 @@
+"""A rank that records every collective it issues, and that gets whole numbers from the other ranks.
+
+Tensors of floats have no values in a fake world, and what a collective does to them needs no other
+rank. Whole numbers are real: how many rows a rank receives follows from the routing of others, so
+their collectives wait until all members of the group have come.
+"""
+
+from collections import Counter
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from titan_moe.simulate.comm_counter import COLLECTIVES, Flow, arguments_of, group_of
+from titan_moe.simulate.fake_rank import FakeCommCounter, fake_collective
+from titan_moe.simulate.lockstep import Meeting, Peers
+from titan_moe.simulate.whereabouts import Place, Whereabouts
+
+_WAIT = "wait_tensor"
+_OPS = {
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "allreduce_": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "recv_": "receive",
+}
+_OWN = ("input_tensor", "input", "inputs", "tensors", "input_tensors", "tensor")
+"""Names of the argument that a rank brings."""
+
+
+class Issued(NamedTuple):
+    """A collective, or a send or receive, as one rank issues it."""
+
+    group: str
+    """The group's name, the same on all of its ranks."""
+    op: str
+    dtype: str
+    sizes: tuple[int, ...]
+    """Elements of each tensor; of an all-to-all with split sizes, none."""
+    sends: tuple[int, ...]
+    """Elements to each rank of the group, of an all-to-all with split sizes."""
+    receives: tuple[int, ...]
+    peer: int
+    """The other rank in the group, of a send or receive; a broadcast's root; else -1."""
+    tag: int
+    place: Place
+    bytes: float
+    """That leave the rank, as `comm_counter` counts them."""
+
+    @property
+    def is_pair(self) -> bool:
+        return self.op in ("send", "receive")
+
+    @property
+    def rule(self) -> tuple:
+        """What must be the same on every rank of the group. The place is among it: two sums of as
+        many numbers that change places raise no error, and are wrong."""
+        place = self.place
+        return self.op, self.dtype, self.sizes, self.peer, place.phase, place.layer, place.region
+
+    def __str__(self) -> str:
+        sizes = " + ".join(map(str, self.sizes)) if not self.sends else ""
+        return f"{self.op} {self.dtype}" + (f"[{sizes}]" if sizes else "")
+
+
+class RecordingRank(FakeCommCounter):
+    """Records what is issued; of whole numbers, exchanges them with `peers`."""
+
+    def __init__(self, peers: Peers, whereabouts: Whereabouts) -> None:
+        super().__init__()
+        self.issued: list[Issued] = []
+        self._peers, self._whereabouts = peers, whereabouts
+        self._sent = 0.0
+        self._met: Counter[str] = Counter()
+
+    def add(self, flow: Flow, sent: float, group: dist.ProcessGroup) -> None:
+        self._sent = sent
+
+    def execute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if func.namespace not in COLLECTIVES or func.__name__.startswith(_WAIT):
+            return super().execute(func, args, kwargs)
+        named = arguments_of(func, args)
+        group = group_of(named)
+        issued = self._described(func, named, group)
+        self.issued.append(issued)
+        self._met[issued.group] += not issued.is_pair
+        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        if issued.is_pair or any(isinstance(x, FakeTensor) for x in tensors) or group.size() == 1:
+            return fake_collective(func, args)
+        if issued.op == "barrier":
+            return fake_collective(func, args)
+        return self._among_peers(func, args, named, issued, group)
+
+    def taken(self) -> list[Issued]:
+        """What was issued since the last call."""
+        issued, self.issued = self.issued, []
+        return issued
+
+    def _described(self, func: Any, named: dict[str, Any], group: dist.ProcessGroup) -> Issued:
+        name = func.__name__.partition(".")[0]
+        op = _OPS.get(name, name)
+        own = next(named[each] for each in _OWN if each in named)
+        tensors = [own] if isinstance(own, Tensor) else list(own)
+        sends, receives = _splits(named) if op == "all_to_all" else ((), ())
+        sent, self._sent = self._sent, 0.0
+        return Issued(
+            group=group.group_name,
+            op=op,
+            dtype=str(tensors[0].dtype).removeprefix("torch."),
+            sizes=() if sends else tuple(x.numel() for x in tensors),
+            sends=sends,
+            receives=receives,
+            peer=named.get("dst", named.get("src", named.get("root_rank", -1))),
+            tag=named.get("tag", 0),
+            place=self._whereabouts.now(),
+            bytes=sent,
+        )
+
+    def _among_peers(
+        self, func: Any, args: tuple, named: dict[str, Any], issued: Issued, group: Any
+    ) -> Any:
+        """The collective itself, of real numbers."""
+        own = next(named[each] for each in _OWN if each in named)
+        (x,) = [own] if isinstance(own, Tensor) else own
+        members = tuple(dist.get_process_group_ranks(group))
+        key = issued.group, self._met[issued.group], issued.op
+        value = (x.numpy(), named.get("input_split_sizes"))
+        values = self._peers.exchange(Meeting(key, members), value)
+        me, theirs = group.rank(), [torch.from_numpy(value) for value, _ in values]
+        if issued.op == "all_to_all":
+            splits = [splits or [len(x) // len(members)] * len(members) for _, splits in values]
+            result = torch.cat([x.split(s)[me] for x, s in zip(theirs, splits, strict=True)])
+        elif issued.op == "all_gather":
+            result = torch.cat([each.view(len(x), *x.shape[1:]) for each in theirs])
+        elif issued.op == "all_reduce":
+            result = torch.stack(theirs).sum(0)
+        else:
+            raise NotImplementedError(f"{func} of whole numbers in a fake world")
+        if func.namespace != "c10d":
+            return result
+        outcome = fake_collective(func, args)
+        target = named.get("output", named.get("output_tensor", x))
+        target.copy_(result.view(target.shape))
+        return outcome
+
+
+def _splits(named: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Elements sent to and received from each rank; empty if the ranks' shares are equal."""
+    sent, received = named["input_split_sizes"], named["output_split_sizes"]
+    row = prod(named["input"].shape[1:])
+    return tuple(n * row for n in sent), tuple(n * row for n in received)

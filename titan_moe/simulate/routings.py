@@ -1,0 +1,88 @@
+"""Routings that a step must survive: choices of experts as a function of rank, layer and call."""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan_moe.data.batch import IGNORE_INDEX, Batch
+from titan_moe.simulate.fake_rank import balanced_choice
+
+_Choice = Callable[[Tensor], Tensor]
+"""scores_TE -> experts_TK, as `MoE.routing_fn`."""
+
+
+class LayerOfRank(NamedTuple):
+    """What a choice may depend on."""
+
+    rank: int
+    layer: str
+    num_experts: int
+    top_k: int
+
+
+def even(about: LayerOfRank) -> _Choice:
+    """Every expert gets equally many tokens of every rank."""
+    return balanced_choice(about.num_experts, about.top_k)
+
+
+def skewed(about: LayerOfRank) -> _Choice:
+    """Few experts get most tokens, others on every rank, at every layer and at every call."""
+    seed = crc32(f"{about.rank} {about.layer}".encode())
+    generator = np.random.default_rng(seed)
+    log_weights_E = -np.log(np.arange(1, about.num_experts + 1))  # Zipf's law.
+
+    def select_experts(scores_TE: Tensor) -> Tensor:
+        # Gumbel's trick: the largest are a draw without replacement.
+        noise_TE = generator.gumbel(size=(len(scores_TE), about.num_experts))
+        order_TE = np.argsort(-generator.permutation(log_weights_E) - noise_TE, axis=1)
+        return torch.from_numpy(order_TE[:, : about.top_k].copy())
+
+    return select_experts
+
+
+def one_rank(about: LayerOfRank) -> _Choice:
+    """All tokens of all ranks go to the last experts: one rank gets everything where it has as many
+    as a token chooses, and the others nothing."""
+    return _always(range(about.num_experts - about.top_k, about.num_experts))
+
+
+def scattered(about: LayerOfRank) -> _Choice:
+    """Each rank sends all of its tokens to the same few experts, which differ by rank and layer: of
+    a rank's experts one may get everything, and the others nothing."""
+    first = crc32(f"{about.rank} {about.layer}".encode()) % about.num_experts
+    stride = max(1, about.num_experts // about.top_k)
+    return _always((first + k * stride) % about.num_experts for k in range(about.top_k))
+
+
+def _always(experts: Iterable[int]) -> _Choice:
+    experts_K = torch.tensor(list(experts))
+    return lambda scores_TE: experts_K.repeat(len(scores_TE), 1)
+
+
+class Routing(NamedTuple):
+    """What all ranks are given in one step."""
+
+    name: str
+    choice: Callable[[LayerOfRank], _Choice]
+    masks_a_rank: bool = False
+    """Whether the first data rank has no target."""
+
+
+ROUTINGS = (
+    Routing("even", even),
+    Routing("skewed", skewed),
+    Routing("one rank", one_rank),
+    Routing("scattered", scattered),
+    Routing("masked rank", skewed, masks_a_rank=True),
+)
+
+
+def without_targets(batch: Batch, positions_S: Tensor) -> Batch:
+    """The same batch without targets at these positions."""
+    labels_BS = batch.labels_BS.clone()
+    labels_BS[:, positions_S] = IGNORE_INDEX
+    return Batch(batch.tokens_BS, labels_BS, batch.documents_BS, batch.samples)
