@@ -180,7 +180,7 @@ class Trainer:
                     self._ran = True
                 garbage.step(step)
                 profile.step()
-        self.data.loader.close()
+        self.data.close()
         self.log.close(*loss_unit(self.data.tokenizer))
         if self.routing is not None:
             self.routing.close()
@@ -286,6 +286,7 @@ class Trainer:
             tokens=self.progress.tokens,
             step_tokens=step_tokens,
             validation_loss=validation_loss,
+            bad_documents=self.data.count_bad_documents(step) if logged else 0,
         )
         with phases("checkpoint"):
             self.checkpointer.maybe_save(step, self._state(), last=step == training.steps)

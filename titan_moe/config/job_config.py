@@ -234,6 +234,10 @@ class Training(Section):
     blend: list[Dataset] = Field([])
     """Several datasets with weights, as [[training.blend]] tables; replaces dataset and
     dataset_path."""
+    max_bad_documents: float = Field(0.01, ge=0, le=1)
+    """Share of a dataset's documents that may have no text that can be read: none at all, something
+    else in its place, another encoding than UTF-8, NUL characters. They count as empty documents
+    and are reported; more of them stop the run."""
     repeat_dataset: bool = False
     """Start the dataset again when a sequence of the batch has used up its documents, instead of
     stopping with an error."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.data.bad_documents import BadDocuments
 from titan_moe.data.documents import Document
 
 MANIFEST = "manifest.json"
@@ -85,6 +86,8 @@ def read_manifest(folder: Path, *, key: str) -> Manifest:
 
 class TokenCorpus:
     """The documents of a pre-tokenised folder; nothing is read before it is asked for."""
+
+    left_out = BadDocuments()
 
     def __init__(
         self, folder: Path, *, tokenizer: str | None, key: str = "training.dataset_path"

@@ -151,12 +151,14 @@ class RunLog:
         tokens: int,
         step_tokens: int,
         validation_loss: float | None,
+        bad_documents: int = 0,
     ) -> None:
         """Take a finished step; log it if it is one to log or has a validation loss.
 
         Args:
             rates: learning rate of each parameter group.
             tokens: tokens of the whole run so far; step_tokens: those of this step.
+            bad_documents: of the whole run so far; logged where there are any.
         """
         self._tokens_since += step_tokens
         if self._console is not None:
@@ -178,6 +180,8 @@ class RunLog:
             **phases,
             **memory_metrics(self._process.device),
         }
+        if bad_documents:
+            values["data/bad_documents"] = bad_documents
         if result.rows_dropped and result.counts_LE is not None:
             values["dispatch/dropped"] = result.rows_dropped / result.counts_LE.sum().item()
         if result.counts_LE is not None and self._sinks:
