@@ -118,6 +118,7 @@ def build_reader(
             seed=seed,
             global_batch_size=global_batch_size,
             seq_len=training.seq_len,
+            checksum="+".join(part.order.checksum() or "-" for part in parts),
         ),
         local_batch_size=training.local_batch_size,
         max_bad_documents=training.max_bad_documents,

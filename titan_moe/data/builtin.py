@@ -44,6 +44,9 @@ class StdlibCorpus:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         self.fingerprint = f"stdlib:{version}:{digest.hexdigest()}"
 
+    def checksum(self) -> str:
+        return ""
+
     def __len__(self) -> int:
         return len(self._documents)
 
@@ -85,6 +88,9 @@ class SyntheticCorpus:
             [mix(seed, word, choice) % _NUM_WORDS for choice in range(_NUM_SUCCESSORS)]
             for word in range(_NUM_WORDS)
         ]
+
+    def checksum(self) -> str:
+        return ""
 
     def __len__(self) -> int:
         return self._num_documents

@@ -8,7 +8,7 @@ batch takes is its `Assignment`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -75,6 +75,8 @@ class DocumentOrder(Protocol):
     fingerprint: str
     left_out: BadDocuments
     """Of the source, and without a place in the order."""
+    checksum: Callable[[], str]
+    """The source's own."""
 
     @property
     def size(self) -> int | None:
@@ -107,6 +109,7 @@ class CorpusOrder:
         self.name = name
         self.fingerprint = corpus.fingerprint
         self.left_out = corpus.left_out
+        self.checksum = corpus.checksum
         self._corpus = corpus
         self._seed = seed
         self._repeat = repeat

@@ -36,6 +36,9 @@ class Corpus(Protocol):
     left_out: BadDocuments
     """Documents that the source holds and that have no number here."""
 
+    def checksum(self) -> str:
+        """A sampled one of its files; empty where the fingerprint holds the content."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Document: ...
@@ -48,6 +51,9 @@ class Stream(Protocol):
     num_files: int
     left_out: BadDocuments
     """As a corpus has."""
+
+    def checksum(self) -> str:
+        """As a corpus has; empty for files that are not here."""
 
     def file(self, index: int) -> Stream:
         """The stream of file `index` alone, with a place of its own."""

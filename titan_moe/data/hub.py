@@ -13,12 +13,16 @@ from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.data.bad_documents import BadDocuments, refusal, text_problem
+from titan_moe.data.content import sampled_checksum
 from titan_moe.data.documents import Document
 from titan_moe.data.file_rows import NOT_UTF8, Places, opened, text_of_line
 from titan_moe.runtime.errors import RunError
 
 SUFFIXES = {"json": (".json", ".jsonl"), "parquet": (".parquet",), "text": (".txt",)}
 _COMPRESSIONS = ("", ".gz", ".zst")
+_DATA_ENDINGS = tuple(
+    end + pack for ends in SUFFIXES.values() for end in ends for pack in _COMPRESSIONS
+)
 _SMALL = 16 << 20  # Bytes of JSON that a tenth of a second parses.
 
 # Short names for hub datasets: repository, configuration, split.
@@ -82,6 +86,7 @@ class FileCorpus:
         files = find_files(dataset, dataset_path, key=key)
         prefix = f"{key}dataset_path={dataset_path!r}"
         self._name = dataset
+        self._files = files
         self._places = Places(dataset, files)
         self._texts: Any = None
         self._problems: dict[int, str] = {}
@@ -116,6 +121,9 @@ class FileCorpus:
             self._problems = _named(lines.data.column("problem"))
             return
         self._texts = _texts_of(table, column, f"{key}text_column", prefix)
+
+    def checksum(self) -> str:
+        return sampled_checksum(self._files)
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -265,7 +273,7 @@ class HubStream:
             repository, _, configuration = dataset.partition(":")
         if dataset_path is not None and not Path(dataset_path).expanduser().exists():
             raise ConfigError([f"{key}dataset_path={dataset_path!r} does not exist"])
-        self._name = dataset
+        self._name, self._path = dataset, dataset_path
         self._prefix = f"{key}dataset={dataset!r}"
         self._column, self._column_key = text_column, f"{key}text_column"
         self.fingerprint = f"hub:{dataset}{_column_mark(text_column)}"
@@ -288,6 +296,13 @@ class HubStream:
             ) from None
         self.num_files: int = self._stream.num_shards
         self._beginning = self._stream.state_dict()
+
+    def checksum(self) -> str:
+        if self._path is None:
+            return ""
+        place = Path(self._path).expanduser()
+        found = sorted(path for path in place.rglob("*") if path.name.endswith(_DATA_ENDINGS))
+        return sampled_checksum(found if place.is_dir() else [place])
 
     def file(self, index: int) -> HubStream:
         one = copy.copy(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from titan_moe.data.bad_documents import BadDocuments, add_parts, as_json, from_json, refusal
@@ -22,6 +22,9 @@ class Identity:
     seed: int
     global_batch_size: int
     seq_len: int
+    checksum: str = ""
+    """Of the sources' files, sampled (data/content.py), with + between sources and - for one whose
+    fingerprint says it; empty in positions of before it was kept."""
 
 
 class StepReader:
@@ -236,11 +239,19 @@ def _check_rows(state: dict[str, Any], wanted: Iterable[int]) -> None:
 
 
 def _check_identity(state: dict[str, Any], identity: Identity) -> None:
-    for key, ours in asdict(identity).items():
-        theirs = state["identity"][key]
+    saved = Identity(**state["identity"])
+    for key, ours in asdict(replace(identity, checksum=saved.checksum)).items():
+        theirs = state["identity"].get(key, "")
         if theirs != ours:
             raise RunError(
                 f"the checkpoint's data position was taken with {key}={theirs!r}, this run has "
                 f"{key}={ours!r}: set it as it was, begin in another job.dump_folder, or leave the "
                 'position out with checkpoint.exclude_from_loading=["dataloader"]'
             )
+    if saved.checksum not in ("", identity.checksum):
+        raise RunError(
+            "the data's files have changed since the checkpoint, behind the same names and sizes: "
+            f"their sampled checksum was {saved.checksum} and is {identity.checksum}: put the old "
+            "files back, begin in another job.dump_folder, or leave the position out with "
+            'checkpoint.exclude_from_loading=["dataloader"]'
+        )

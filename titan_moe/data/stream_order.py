@@ -61,6 +61,7 @@ class StreamOrder:
         self.name = name
         self.fingerprint = stream.fingerprint
         self.left_out = stream.left_out
+        self.checksum = stream.checksum
         if stream.num_files > 1:
             self.fingerprint += f":files={stream.num_files}"
         self._how = _Reading(stream, split, repeat)

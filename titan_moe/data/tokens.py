@@ -17,6 +17,7 @@ import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.data.bad_documents import BadDocuments
+from titan_moe.data.content import sampled_checksum
 from titan_moe.data.documents import Document
 
 MANIFEST = "manifest.json"
@@ -115,6 +116,12 @@ class TokenCorpus:
                             f"{size:,} of the manifest: copy the folder again, or make it anew"
                         ]
                     )
+
+    def checksum(self) -> str:
+        shards = range(len(self._manifest.shards))
+        return sampled_checksum(
+            [path for shard in shards for path in shard_paths(self._folder, shard)]
+        )
 
     def __len__(self) -> int:
         return self._manifest.documents
