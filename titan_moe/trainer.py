@@ -39,6 +39,7 @@ from titan_moe.profiling.profiler import profiler
 from titan_moe.profiling.regions import region
 from titan_moe.routing.replay import RoutingTrace, open_trace
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.launch import count_gpus
 from titan_moe.runtime.lean_start import leave_compiler_out
 from titan_moe.runtime.process import (
@@ -162,7 +163,7 @@ class Trainer:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_job(self.run_job, self.folder / "config.toml")
             facts = run_facts(self.run_job, self.process, self.data.loader.identity)
-            (self.folder / "run.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+            write_whole(self.folder / "run.json", json.dumps(facts, indent=1))
         self.log = RunLog(self.run_job, self.sharded, self.process, resume_step=resume_step)
         if self.job.lr_scheduler.warmup_steps >= steps:
             warmup = self.job.lr_scheduler.warmup_steps
