@@ -75,7 +75,11 @@ class Metrics(Section):
     disable_color_printing: bool = False
     """Plain text even on a terminal."""
     enable_wandb: bool = False
-    """Also log to Weights & Biases, when its package is installed."""
+    """Also log to Weights & Biases (pip install 'titan_moe[wandb]'); WANDB_MODE=offline needs no
+    network."""
+    enable_mlflow: bool = False
+    """Also log to MLflow (pip install 'titan_moe[mlflow]'), at MLFLOW_TRACKING_URI or, without it,
+    in the folder mlruns inside job.dump_folder."""
     log_expert_counts: bool = False
     """Write the rows of every expert at each logged step, to expert_counts.jsonl."""
     log_parameter_norms: bool = False
