@@ -15,11 +15,12 @@ from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.experts import check_trains_on_gpus
 from titan_moe.config.checks.job import check
 from titan_moe.config.checks.run import flavor
+from titan_moe.config.checks.run_folder import check_run_folder
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.parse import load_job, read_job, resolve
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.hf import HFModel, export_problems, model_of_job
+from titan_moe.models.hf import HFModel, as_record, export_problems, model_of_job
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import report
 from titan_moe.runtime.launch import Launch, count_gpus
@@ -88,7 +89,8 @@ def check_all(
         raise ConfigError([f"--ranks {world_size} must be a multiple of --nodes {num_nodes}"])
     job, notes = read_job(argv)
     job, model = prepare_job(job, world_size, environment)
-    if problems := check_data(job.training, job.validation, job.model.tokenizer_path):
+    problems = check_run_folder(job, as_record(model))
+    if problems := problems + check_data(job.training, job.validation, job.model.tokenizer_path):
         raise ConfigError(problems)
     tokenizer = load_tokenizer(job.model.tokenizer_path)
     if problems := check_vocabulary(job, model, tokenizer.vocab_size):
@@ -117,6 +119,7 @@ def _run(argv: list[str], environment: Mapping[str, str], launch: Launch) -> Non
         process_group(launch, job.comm, environment) as process,
         _only_run(Path(job.job.dump_folder), is_main=process.is_main),
     ):
+        _check_folder(job, model)
         train(job, model, process)
 
 
@@ -132,6 +135,18 @@ def _only_run(folder: Path, *, is_main: bool) -> Iterator[None]:
     finally:
         if is_main:
             lock.release()
+
+
+def _check_folder(job: JobConfig, model: ModelConfig) -> None:
+    """ConfigError on all ranks where the folder is another run's; collective. torchrun may have
+    been started without `check_all`, and another run may have written since."""
+    from titan_moe.distributed.agreement import on_rank_zero
+
+    problems = on_rank_zero(
+        lambda: check_run_folder(job, as_record(model)), doing="cannot read the run's folder"
+    )
+    if problems:
+        raise ConfigError(problems)
 
 
 def _log_ranks(environment: Mapping[str, str]) -> set[int]:

@@ -40,6 +40,7 @@ from titan_moe.profiling.profiler import profiler
 from titan_moe.profiling.regions import region
 from titan_moe.routing.replay import RoutingTrace, open_trace
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.launch import count_gpus
 from titan_moe.runtime.lean_start import leave_compiler_out
 from titan_moe.runtime.process import (
@@ -165,7 +166,7 @@ class Trainer:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_job(self.run_job, self.folder / "config.toml")
             facts = run_facts(self.run_job, self.process, self.data.loader.identity)
-            (self.folder / "run.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+            write_whole(self.folder / "run.json", json.dumps(facts, indent=1))
         self.log = RunLog(self.run_job, self.sharded, self.process, resume_step=resume_step)
         if self.job.lr_scheduler.warmup_steps >= steps:
             warmup = self.job.lr_scheduler.warmup_steps
@@ -183,7 +184,7 @@ class Trainer:
                     self._ran = True
                 garbage.step(step)
                 profile.step()
-        self.data.loader.close()
+        self.data.close()
         self.log.close(*loss_unit(self.data.tokenizer))
         if self.routing is not None:
             self.routing.close()
@@ -289,6 +290,7 @@ class Trainer:
             tokens=self.progress.tokens,
             step_tokens=step_tokens,
             validation_loss=validation_loss,
+            bad_documents=self.data.count_bad_documents(step) if logged else 0,
         )
         with phases("checkpoint"):
             self.replicas(step)

@@ -210,10 +210,19 @@ def truncated_checkpoint(folder: Path) -> Bad:
     return Bad(_RUN, ["step-1", largest.name, "truncated"], {"checkpoint__enable": True})
 
 
+def folder_of_another_model(folder: Path) -> Bad:
+    _make_checkpoint(folder, model__flavor="debugmodel")
+    words = ["model.flavor='2M'", "step-1 is of a run with 'debugmodel'", "job.dump_folder"]
+    return Bad(_CONFIG, words, {"checkpoint__enable": True})
+
+
 def checkpoint_of_another_model(folder: Path) -> Bad:
     _make_checkpoint(folder, model__flavor="debugmodel")
+    checkpoint = (folder / "checkpoint").rename(folder / "another") / "step-1"
     words = ["step-1 does not fit the model", "model.layers.0.attention.", "more"]
-    return Bad(_RUN, words, {"checkpoint__enable": True})
+    return Bad(
+        _RUN, words, {"checkpoint__enable": True, "checkpoint__initial_load_path": checkpoint}
+    )
 
 
 def foreign_checkpoint(folder: Path) -> Bad:

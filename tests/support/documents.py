@@ -4,6 +4,7 @@ import base64
 import json
 import random
 
+from titan_moe.data.bad_documents import BadDocuments
 from titan_moe.data.documents import Document
 from titan_moe.data.packing import IGNORE_INDEX
 
@@ -12,7 +13,10 @@ class ListCorpus:
     """A corpus of given texts."""
 
     def __init__(self, texts, fingerprint="list"):
-        self.texts, self.fingerprint = texts, fingerprint
+        self.texts, self.fingerprint, self.left_out = texts, fingerprint, BadDocuments()
+
+    def checksum(self):
+        return ""
 
     def __len__(self):
         return len(self.texts)

@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
+    from titan_moe.runtime.files import replacing, write_whole
     from titan_moe.verify.report.png import runs_png
     from titan_moe.verify.report.runs import runs_page
     from titan_moe.verify.report.words import distinct_names
@@ -35,8 +36,9 @@ def run(options: argparse.Namespace) -> Answer:
     out = make_folder(options.out or (first if first.is_dir() else first.parent))
     title = options.title or ", ".join(run.name for run in runs)
     page, picture = out / "report.html", out / "report.png"
-    page.write_text(runs_page(title, runs), encoding="utf-8")
-    runs_png(runs, picture)
+    write_whole(page, runs_page(title, runs))
+    with replacing(picture) as aside:
+        runs_png(runs, aside)
     return Answer([str(page), str(picture)], [str(page), str(picture)])
 
 

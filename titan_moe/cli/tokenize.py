@@ -3,8 +3,8 @@
     titan-moe tokenize --out data/tokens --training.dataset json --training.dataset_path 'x/*.jsonl'
     titan-moe tokenize --verify data/tokens
 
-Of the configuration it takes training.dataset, training.dataset_path, training.text_column and
-model.tokenizer_path.
+Of the configuration it takes training.dataset, training.dataset_path, training.text_column,
+training.max_bad_documents and model.tokenizer_path.
 Train on the copy with training.dataset="tokens" and training.dataset_path="data/tokens". Killed
 half-way, the same command goes on where it stopped.
 
@@ -46,6 +46,7 @@ def _tokenize(options: argparse.Namespace) -> Answer:
     from tqdm import tqdm
 
     from titan_moe.config.parse import load_job
+    from titan_moe.data.bad_documents import counted
     from titan_moe.data.documents import Corpus
     from titan_moe.data.sources import open_source
     from titan_moe.data.tokenize import tokenize_corpus
@@ -62,6 +63,7 @@ def _tokenize(options: argparse.Namespace) -> Answer:
         key="training.",
         tokenizer=tokenizer.fingerprint,
         seed=options.seed,
+        max_bad_documents=job.training.max_bad_documents,
     )
     size = len(source) if isinstance(source, Corpus) else None
     with tqdm(total=size, unit=" documents", unit_scale=True, delay=0.5) as bar:
@@ -73,17 +75,23 @@ def _tokenize(options: argparse.Namespace) -> Answer:
             bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
             bar.update(num_documents)
 
-        written = tokenize_corpus(
-            source, tokenizer, options.out, progress=progress, workers=options.workers
+        written, bad = tokenize_corpus(
+            source,
+            tokenizer,
+            options.out,
+            progress=progress,
+            workers=options.workers,
+            max_bad_documents=job.training.max_bad_documents,
         )
     found = {
         "folder": str(options.out),
         "documents": written.documents,
         "tokens": written.tokens,
         "shards": len(written.shards),
+        "bad_documents": bad.number,
     }
     line = "{folder}: {documents:,} documents, {tokens:,} tokens, {shards} shard(s)"
-    return Answer(found, [line.format(**found)])
+    return Answer(found, [line.format(**found), *([counted(bad)] if bad.number else [])])
 
 
 def _verify(folder: Path) -> Answer:

@@ -75,7 +75,11 @@ class Metrics(Section):
     disable_color_printing: bool = False
     """Plain text even on a terminal."""
     enable_wandb: bool = False
-    """Also log to Weights & Biases, when its package is installed."""
+    """Also log to Weights & Biases (pip install 'titan_moe[wandb]'); WANDB_MODE=offline needs no
+    network."""
+    enable_mlflow: bool = False
+    """Also log to MLflow (pip install 'titan_moe[mlflow]'), at MLFLOW_TRACKING_URI or, without it,
+    in the folder mlruns inside job.dump_folder."""
     log_expert_counts: bool = False
     """Write the rows of every expert at each logged step, to expert_counts.jsonl."""
     log_parameter_norms: bool = False
@@ -238,6 +242,10 @@ class Training(Section):
     blend: list[Dataset] = Field([])
     """Several datasets with weights, as [[training.blend]] tables; replaces dataset and
     dataset_path."""
+    max_bad_documents: float = Field(0.01, ge=0, le=1)
+    """Share of a dataset's documents that may have no text that can be read: none at all, something
+    else in its place, another encoding than UTF-8, NUL characters. They count as empty documents
+    and are reported; more of them stop the run."""
     repeat_dataset: bool = False
     """Start the dataset again when a sequence of the batch has used up its documents, instead of
     stopping with an error."""

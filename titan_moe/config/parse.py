@@ -28,6 +28,7 @@ from titan_moe.config.translate import (
     unknown_key,
     value_remedy,
 )
+from titan_moe.runtime.files import write_whole
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -114,7 +115,7 @@ def resolve(job: JobConfig, world_size: int) -> JobConfig:
 
 def save_job(job: JobConfig, path: Path) -> None:
     """Write `job` as TOML; loading that file gives an equal config."""
-    path.write_text(as_toml(job), encoding="utf-8")
+    write_whole(path, as_toml(job))
 
 
 def as_toml(job: JobConfig) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
+from titan_moe.data.bad_documents import refusal
 from titan_moe.data.document_order import CorpusOrder, DocumentOrder, Split
 from titan_moe.data.documents import Corpus
 from titan_moe.data.loader import Loader
@@ -30,6 +31,10 @@ class _Named:
     dataset_path: str | None
     text_column: str
     weight: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.key}dataset={self.dataset!r}"
 
 
 def check_data(training: Training, validation: Validation, tokenizer_path: str) -> list[str]:
@@ -83,6 +88,7 @@ def build_reader(
         "sequences": sequences,
         "global_batch_size": global_batch_size,
         "repeat": training.repeat_dataset,
+        "max_bad_documents": training.max_bad_documents,
     }
     parts = [
         BlendSource(_open_order(source, tokenizer, **how), source.weight)
@@ -112,9 +118,16 @@ def build_reader(
             seed=seed,
             global_batch_size=global_batch_size,
             seq_len=training.seq_len,
+            checksum="+".join(part.order.checksum() or "-" for part in parts),
         ),
         local_batch_size=training.local_batch_size,
+        max_bad_documents=training.max_bad_documents,
     )
+
+
+def source_names(training: Training) -> list[str]:
+    """How messages name the parts of the training data, in their order."""
+    return [source.name for source in _training_sources(training)]
 
 
 def _local_sequences(
@@ -155,6 +168,7 @@ def build_validation(
             sequences=range(1),
             global_batch_size=1,
             repeat=False,
+            max_bad_documents=training.max_bad_documents,
         )
         if order.size == 0:
             raise ConfigError(
@@ -170,6 +184,7 @@ def build_validation(
         seq_len=validation.seq_len or training.seq_len,
         mask_documents=training.mask_documents,
         local_batch_size=validation.local_batch_size,
+        max_bad_documents=training.max_bad_documents,
         steps=validation.steps,
         rank=rank,
         num_ranks=num_ranks,
@@ -222,6 +237,7 @@ def _open_order(
     sequences: Sequence[int],
     global_batch_size: int,
     repeat: bool,
+    max_bad_documents: float,
 ) -> DocumentOrder:
     opened = open_source(
         source.dataset,
@@ -230,13 +246,17 @@ def _open_order(
         key=source.key,
         tokenizer=tokenizer.fingerprint,
         seed=seed,
+        max_bad_documents=max_bad_documents,
     )
-    name = f"{source.key}dataset={source.dataset!r}"
     if isinstance(opened, Corpus):
+        size = len(opened) + opened.left_out.number
+        left_out = opened.left_out
+        if line := refusal(source.name, left_out, seen=size, size=size, most=max_bad_documents):
+            raise ConfigError([line])
         shuffle = seed if split is Split.TRAIN else None
-        return CorpusOrder(name, opened, split=split, seed=shuffle, repeat=repeat)
+        return CorpusOrder(source.name, opened, split=split, seed=shuffle, repeat=repeat)
     return StreamOrder(
-        name,
+        source.name,
         opened,
         split=split,
         sequences=sequences,

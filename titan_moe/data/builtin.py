@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.data.bad_documents import BadDocuments
 from titan_moe.data.documents import Document, mix
 
 # Not the library itself: installed packages, caches, and tests (mostly tables of input and output).
@@ -21,11 +22,13 @@ class StdlibCorpus:
         folder = folder or Path(sysconfig.get_path("stdlib"))
         digest = hashlib.blake2b(digest_size=8)
         self._documents: list[Document] = []
+        self.left_out = BadDocuments()
         for path in _python_files(folder):
             content = path.read_bytes()
             try:
                 text = content.decode()
             except UnicodeDecodeError:  # A few files are in other encodings.
+                self.left_out += BadDocuments(1, f"{path} is not UTF-8")
                 continue
             name = path.relative_to(folder).as_posix()
             self._documents.append(Document(f"stdlib/{name}", text))
@@ -40,6 +43,9 @@ class StdlibCorpus:
             )
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         self.fingerprint = f"stdlib:{version}:{digest.hexdigest()}"
+
+    def checksum(self) -> str:
+        return ""
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -71,6 +77,8 @@ class SyntheticCorpus:
     of words, the chain from word to word, and a document's key word, which opens all its sentences.
     """
 
+    left_out = BadDocuments()
+
     def __init__(self, seed: int, *, num_documents: int = 1_000_000) -> None:
         self.fingerprint = f"synthetic:1:seed={seed}:documents={num_documents}"
         self._seed = seed
@@ -80,6 +88,9 @@ class SyntheticCorpus:
             [mix(seed, word, choice) % _NUM_WORDS for choice in range(_NUM_SUCCESSORS)]
             for word in range(_NUM_WORDS)
         ]
+
+    def checksum(self) -> str:
+        return ""
 
     def __len__(self) -> int:
         return self._num_documents

@@ -8,10 +8,11 @@ batch takes is its `Assignment`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from titan_moe.data.bad_documents import BadDocuments
 from titan_moe.data.documents import (
     Corpus,
     Document,
@@ -72,6 +73,10 @@ class DocumentOrder(Protocol):
     name: str
     """The source as its key and value in the configuration."""
     fingerprint: str
+    left_out: BadDocuments
+    """Of the source, and without a place in the order."""
+    checksum: Callable[[], str]
+    """The source's own."""
 
     @property
     def size(self) -> int | None:
@@ -103,6 +108,8 @@ class CorpusOrder:
     ) -> None:
         self.name = name
         self.fingerprint = corpus.fingerprint
+        self.left_out = corpus.left_out
+        self.checksum = corpus.checksum
         self._corpus = corpus
         self._seed = seed
         self._repeat = repeat

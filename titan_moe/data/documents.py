@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from titan_moe.data.bad_documents import BadDocuments
+
 # One document in this many is held out for validation.
 HELD_OUT_EVERY = 64
 
@@ -21,6 +23,8 @@ class Document(NamedTuple):
 
     name: str
     content: str | np.ndarray
+    problem: str = ""
+    """Why it has no text that can be read; its content is empty then."""
 
 
 @runtime_checkable
@@ -29,6 +33,11 @@ class Corpus(Protocol):
 
     fingerprint: str
     """Names the documents and their order: with the same fingerprint both are the same."""
+    left_out: BadDocuments
+    """Documents that the source holds and that have no number here."""
+
+    def checksum(self) -> str:
+        """A sampled one of its files; empty where the fingerprint holds the content."""
 
     def __len__(self) -> int: ...
 
@@ -40,6 +49,11 @@ class Stream(Protocol):
 
     fingerprint: str
     num_files: int
+    left_out: BadDocuments
+    """As a corpus has."""
+
+    def checksum(self) -> str:
+        """As a corpus has; empty for files that are not here."""
 
     def file(self, index: int) -> Stream:
         """The stream of file `index` alone, with a place of its own."""

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import glob
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.data.bad_documents import BadDocuments, refusal, text_problem
+from titan_moe.data.content import sampled_checksum
 from titan_moe.data.documents import Document
+from titan_moe.data.file_rows import NOT_UTF8, Places, opened, text_of_line
 from titan_moe.runtime.errors import RunError
 
 SUFFIXES = {"json": (".json", ".jsonl"), "parquet": (".parquet",), "text": (".txt",)}
 _COMPRESSIONS = ("", ".gz", ".zst")
+_DATA_ENDINGS = tuple(
+    end + pack for ends in SUFFIXES.values() for end in ends for pack in _COMPRESSIONS
+)
 _SMALL = 16 << 20  # Bytes of JSON that a tenth of a second parses.
 
 # Short names for hub datasets: repository, configuration, split.
@@ -62,43 +68,88 @@ class FileCorpus:
     any document can be read without the others. A few MiB of JSON lines are held in memory instead.
     """
 
+    left_out = BadDocuments()
+
     def __init__(
-        self, dataset: str, dataset_path: str | None, *, text_column: str = "text", key: str
+        self,
+        dataset: str,
+        dataset_path: str | None,
+        *,
+        text_column: str = "text",
+        key: str,
+        max_bad_documents: float = 1.0,
     ) -> None:
-        """ConfigError when the files cannot be read as `dataset` or hold no text."""
+        """ConfigError when the files cannot be read as `dataset` or hold no text, or too many
+        documents are seen to have none without reading them."""
         if dataset == "text":
             text_column = "text"  # What `datasets` calls it.
         files = find_files(dataset, dataset_path, key=key)
         prefix = f"{key}dataset_path={dataset_path!r}"
         self._name = dataset
-        self._texts: Any = _small_json_lines(files, text_column) if dataset == "json" else None
-        if self._texts is None:
-            table = self._convert(dataset, files, prefix)
-            self._texts = _texts_of(table, text_column, f"{key}text_column", prefix)
+        self._files = files
+        self._places = Places(dataset, files)
+        self._texts: Any = None
+        self._problems: dict[int, str] = {}
+        if dataset == "json" and (found := _small_json_lines(files, text_column)):
+            self._texts, self._problems = found
+        else:
+            self._convert(files, text_column, key, prefix)
         self.fingerprint = f"{dataset}:{_digest_files(files)}:documents={len(self._texts)}"
         self.fingerprint += _column_mark(text_column)
+        size, bad = len(self._texts), self._seen_at_once()
+        if line := refusal(prefix, bad, seen=size, size=size, most=max_bad_documents):
+            raise ConfigError([line])
 
-    @staticmethod
-    def _convert(dataset: str, files: list[Path], prefix: str) -> Any:
-        """The files as a dataset of `datasets`."""
+    def _convert(self, files: list[Path], column: str, key: str, prefix: str) -> None:
+        """Read the files by `datasets`; JSON that it refuses, line by line."""
+        dataset = self._name
         # Paragraphs (blank lines between them): one large file is many documents then.
-        options = {"sample_by": "paragraph"} if dataset == "text" else {}
+        options: dict[str, Any] = {"sample_by": "paragraph"} if dataset == "text" else {}
         datasets = _import_quietly()
+        if dataset == "json":
+            options = _no_mixed_types()
         try:
-            return datasets.load_dataset(
+            table = datasets.load_dataset(
                 dataset, data_files=[str(path) for path in files], split="train", **options
             )
         except Exception as error:  # Each format raises its own.
-            raise ConfigError([f"{prefix} cannot be read as {dataset}: {_reason(error)}"]) from None
+            lines = _convert_lines(datasets, files, column) if dataset == "json" else None
+            if lines is None:
+                line = f"{prefix} cannot be read as {dataset}: {_reason(error)}"
+                raise ConfigError([line]) from None
+            self._texts = lines.data.column("text")
+            self._problems = _named(lines.data.column("problem"))
+            return
+        self._texts = _texts_of(table, column, f"{key}text_column", prefix)
+
+    def checksum(self) -> str:
+        return sampled_checksum(self._files)
 
     def __len__(self) -> int:
         return len(self._texts)
 
     def __getitem__(self, index: int) -> Document:
-        text = self._texts[index]
-        return Document(
-            f"{self._name}/{index}", text if isinstance(text, str) else text.as_py() or ""
-        )
+        name, value = f"{self._name}/{index}", self._texts[index]
+        problem, text = self._problems.get(index, ""), None
+        if not problem:
+            try:
+                text = value if isinstance(value, str) else value.as_py()
+                problem = text_problem(text)
+            except UnicodeDecodeError:
+                problem = NOT_UTF8
+        if problem:
+            return Document(name, "", f"{problem} ({self._places[index]})")
+        return Document(name, str(text))
+
+    def _seen_at_once(self) -> BadDocuments:
+        """The bad documents that show without decoding the texts."""
+        number = len(self._problems)
+        first = min(self._problems, default=0)
+        if not isinstance(self._texts, list) and not number and self._texts.null_count:
+            number, first = self._texts.null_count, _first_null(self._texts)
+        if not number:
+            return BadDocuments()
+        return BadDocuments(number, f"{self._name}/{first} {self[first].problem}")
 
 
 def _texts_of(table: Any, column: str, key: str, prefix: str) -> Any:
@@ -112,6 +163,13 @@ def _texts_of(table: Any, column: str, key: str, prefix: str) -> Any:
     if str(texts.type) not in ("string", "large_string", "string_view"):
         raise ConfigError([_no_text(key, column, prefix, str(texts.type), table.column_names)])
     return texts
+
+
+def _first_null(column: Any) -> int:
+    """Its index in an Arrow column."""
+    import pyarrow.compute
+
+    return int(pyarrow.compute.index(pyarrow.compute.is_null(column), True).as_py())
 
 
 def _no_column(key: str, column: str, prefix: str, found: Iterable[str]) -> str:
@@ -131,26 +189,80 @@ def _column_mark(column: str) -> str:
     return "" if column == "text" else f":column={column}"
 
 
-def _small_json_lines(files: list[Path], column: str) -> list[str] | None:
-    """The texts of plain JSON-lines files of at most _SMALL bytes in all.
+def _small_json_lines(
+    files: list[Path], column: str
+) -> tuple[list[str | None], dict[int, str]] | None:
+    """The texts of plain JSON-lines files of at most _SMALL bytes in all, and what is wrong with
+    those that are none, by index.
 
     None where that is not what they are: `datasets` then reads them, or knows what is wrong. It
     takes most of a second to import, of every rank's start.
     """
     if sum(path.stat().st_size for path in files) > _SMALL:
         return None
+    texts: list[str | None] = []
+    problems: dict[int, str] = {}
     try:
-        lines = [line for path in files for line in path.read_bytes().splitlines() if line.strip()]
-        texts = [json.loads(line)[column] or "" for line in lines]
-        for text in texts:
-            text.encode()  # No text when it is no string, or half of a surrogate pair.
-    except (ValueError, KeyError, TypeError, AttributeError):
+        for path in files:
+            for line in path.read_bytes().splitlines():
+                if line.strip():
+                    text, problem = text_of_line(line, column)
+                    if problem:
+                        problems[len(texts)] = problem
+                    texts.append(text)
+    except ValueError:
         return None
-    return texts or None
+    return (texts, problems) if len(problems) < len(texts) else None
+
+
+def _no_mixed_types() -> dict[str, Any]:
+    """Left alone, `datasets` 5 writes the strings of a column that holds other things too as JSON,
+    in quotes, and says nothing."""
+    from datasets.packaged_modules.json.json import JsonConfig
+
+    known = {field.name for field in dataclasses.fields(JsonConfig)}
+    return {"on_mixed_types": None} if "on_mixed_types" in known else {}
+
+
+def _convert_lines(datasets: Any, files: list[Path], column: str) -> Any:
+    """JSON lines that `datasets` does not read, as a table of texts and problems; None where they
+    are not JSON lines, or none holds a text."""
+    names = [str(path) for path in files]
+    times = [path.stat().st_mtime_ns for path in files]  # Its cache goes by the arguments.
+    features = {name: datasets.Value("string") for name in ("text", "problem")}
+    try:
+        table = datasets.Dataset.from_generator(
+            _lines,
+            features=datasets.Features(features),
+            gen_kwargs={"names": names, "column": column, "times": times},
+        )
+    except Exception:  # It wraps what `_lines` raises in its own.
+        return None
+    return table if table.data.column("text").null_count < len(table) else None
+
+
+def _lines(names: list[str], column: str, times: list[int]) -> Iterator[dict[str, str | None]]:
+    """Rows of _convert_lines. ValueError where a line is no JSON record."""
+    for name in names:
+        with opened(Path(name)) as file:
+            for line in file:
+                if line.strip():
+                    text, problem = text_of_line(line, column)
+                    yield {"text": text, "problem": problem}
+
+
+def _named(problems: Any) -> dict[int, str]:
+    """Those of an Arrow column that are not empty, by index."""
+    import pyarrow.compute
+
+    where = pyarrow.compute.indices_nonzero(pyarrow.compute.not_equal(problems, ""))
+    return {index: problems[index].as_py() for index in where.to_pylist()}
 
 
 class HubStream:
     """A hub dataset, or a local copy of one, read file by file without keeping it."""
+
+    left_out = BadDocuments()
 
     def __init__(
         self, dataset: str, dataset_path: str | None, *, text_column: str = "text", key: str
@@ -161,20 +273,19 @@ class HubStream:
             repository, _, configuration = dataset.partition(":")
         if dataset_path is not None and not Path(dataset_path).expanduser().exists():
             raise ConfigError([f"{key}dataset_path={dataset_path!r} does not exist"])
-        self._name = dataset
+        self._name, self._path = dataset, dataset_path
         self._prefix = f"{key}dataset={dataset!r}"
         self._column, self._column_key = text_column, f"{key}text_column"
         self.fingerprint = f"hub:{dataset}{_column_mark(text_column)}"
         datasets = _import_quietly()
         try:
             if dataset_path is None:
-                self._stream = datasets.load_dataset(
-                    repository, configuration or None, split=split, streaming=True
-                )
+                builder = datasets.load_dataset_builder(repository, configuration or None)
             else:
-                self._stream = datasets.load_dataset(
-                    str(Path(dataset_path).expanduser()), split=split, streaming=True
-                )
+                builder = datasets.load_dataset_builder(str(Path(dataset_path).expanduser()))
+            if builder.name == "json":
+                vars(builder.config).update(_no_mixed_types())
+            self._stream = builder.as_streaming_dataset(split=split)
         except Exception as error:  # Network, permission, format: each raises its own.
             raise ConfigError(
                 [
@@ -185,6 +296,13 @@ class HubStream:
             ) from None
         self.num_files: int = self._stream.num_shards
         self._beginning = self._stream.state_dict()
+
+    def checksum(self) -> str:
+        if self._path is None:
+            return ""
+        place = Path(self._path).expanduser()
+        found = sorted(path for path in place.rglob("*") if path.name.endswith(_DATA_ENDINGS))
+        return sampled_checksum(found if place.is_dir() else [place])
 
     def file(self, index: int) -> HubStream:
         one = copy.copy(self)
@@ -200,10 +318,9 @@ class HubStream:
             words = self._column_key, self._column, self._prefix
             if self._column not in example:
                 raise RunError(_no_column(*words, example))
-            text = example[self._column] or ""
-            if not isinstance(text, str):
-                raise RunError(_no_text(*words, type(text).__name__, example))
-            yield Document(self._name, text)
+            text = example[self._column]
+            problem = text_problem(text)
+            yield Document(self._name, "" if problem else text, problem)
 
     def mark(self) -> Any:
         return self._stream.state_dict()

@@ -13,10 +13,11 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document's token ids, EOS included, and its name."""
+    """One document's token ids, EOS included, its name, and why it has no text (empty: it has)."""
 
     name: str
     ids: np.ndarray
+    problem: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from titan_moe.data.bad_documents import BadDocuments, as_json, from_json
 from titan_moe.data.document_order import Assignment, DocumentOrder
 from titan_moe.data.documents import Document, OutOfDocumentsError, mix
 from titan_moe.data.packing import Encoded, PackedSequence, Packer
@@ -27,7 +28,8 @@ def encode_document(document: Document, tokenizer: Tokenizer) -> Encoded:
     """Token ids of a document, with the EOS that ends it."""
     content = document.content
     ids = tokenizer.encode(content) if isinstance(content, str) else content
-    return Encoded(document.name, np.append(ids.astype(np.int64), tokenizer.eos_id))
+    ids = np.append(ids.astype(np.int64), tokenizer.eos_id)
+    return Encoded(document.name, ids, document.problem)
 
 
 class Blend:
@@ -73,6 +75,8 @@ class SequenceStream:
         # Where the sequences begin, by part and partition.
         self._first: Sequence[Sequence[int]] = [[0] * part.order.num_partitions for part in parts]
         self._read = [0] * len(parts)  # Documents opened, by part.
+        self.bad = [BadDocuments()] * len(parts)
+        """Of the documents opened, by part."""
         self._part = -1  # Where the open document comes from; -1: none is open yet.
         self._packer = Packer(
             self._next_document,
@@ -87,6 +91,10 @@ class SequenceStream:
         assert packed is not None
         return packed
 
+    def num_opened(self, part: int) -> int:
+        """Documents of `part` that were opened."""
+        return self._read[part]
+
     def oldest(self, part: int) -> dict[int, int]:
         """First position, by partition of `part`, that a resume from `state()` asks for."""
         turns = len(self._assignment(part).partitions(self.index))
@@ -96,13 +104,16 @@ class SequenceStream:
     def state(self) -> dict[str, Any]:
         """JSON-able place in the stream: documents and tokens opened by part; the open document,
         and its tokens before and after the place."""
-        return {
+        state = {
             "read": list(self._read),
             "tokens": list(self._blend.tokens),
             "part": self._part,
             "offset": self._packer.offset,
             "unread": self._packer.unread,
         }
+        if bad := as_json(self.bad):
+            state["bad"] = bad
+        return state
 
     def load_state(self, state: dict[str, Any], first: Sequence[Sequence[int]]) -> None:
         """Go on where `state` was taken, of sequences that begin at the positions `first`."""
@@ -110,6 +121,7 @@ class SequenceStream:
         self._read = list(state["read"])
         self._blend.tokens = list(state["tokens"])
         self._part = state["part"]
+        self.bad = from_json(state.get("bad", []), len(self._parts))
         document = None
         if self._part >= 0:
             document = self._open(self._part, self._read[self._part] - 1)
@@ -144,4 +156,6 @@ class SequenceStream:
         self._part = part
         self._read[part] += 1
         self._blend.tokens[part] += len(encoded.ids)
+        if encoded.problem:
+            self.bad[part] += BadDocuments(1, f"{encoded.name} {encoded.problem}")
         return encoded

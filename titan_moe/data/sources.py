@@ -28,10 +28,12 @@ def open_source(
     key: str,
     tokenizer: str,
     seed: int,
+    max_bad_documents: float = 1.0,
 ) -> Corpus | Stream:
     """Open one source.
 
     text_column: where there are columns.
+    max_bad_documents: share of its documents that may have no text (training.max_bad_documents).
     key: what the user writes before `dataset`, such as "training." or "--", for messages.
     tokenizer: the tokenizer's fingerprint.
     ConfigError when it is missing, empty, unreadable or made for another tokenizer.
@@ -45,7 +47,13 @@ def open_source(
     if dataset == "tokens":
         return _open_tokens(dataset_path, key=key, tokenizer=tokenizer)
     if dataset in SUFFIXES:
-        return FileCorpus(dataset, dataset_path, text_column=text_column, key=key)
+        return FileCorpus(
+            dataset,
+            dataset_path,
+            text_column=text_column,
+            key=key,
+            max_bad_documents=max_bad_documents,
+        )
     return HubStream(dataset, dataset_path, text_column=text_column, key=key)
 
 

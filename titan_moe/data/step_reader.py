@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from titan_moe.data.bad_documents import BadDocuments, add_parts, as_json, from_json, refusal
 from titan_moe.data.batch import PackedBatch, stack_sequences
 from titan_moe.data.document_order import Assignment
 from titan_moe.data.sequences import BlendSource, SequenceStream
@@ -21,6 +22,9 @@ class Identity:
     seed: int
     global_batch_size: int
     seq_len: int
+    checksum: str = ""
+    """Of the sources' files, sampled (data/content.py), with + between sources and - for one whose
+    fingerprint says it; empty in positions of before it was kept."""
 
 
 class StepReader:
@@ -33,12 +37,16 @@ class StepReader:
         *,
         identity: Identity,
         local_batch_size: int,
+        max_bad_documents: float,
     ) -> None:
         assert len(streams) % local_batch_size == 0
         self.identity = identity
         self._streams = streams
         self._parts = parts
         self._local_batch_size = local_batch_size
+        self._max_bad_documents = max_bad_documents
+        # Bad documents that no sequence here has read: left out at the start, or of stages before.
+        self._bad_before = [part.order.left_out for part in parts]
         # Positions at which the sequences begin, by part and partition.
         self._first = [[0] * part.order.num_partitions for part in parts]
         self._step = 0
@@ -59,6 +67,7 @@ class StepReader:
                 f"{type(error).__name__}: {reason}"
             ) from error
         self._step += 1
+        self._check_bad_documents()
         size = self._local_batch_size
         batches = [
             stack_sequences(packed[first : first + size]) for first in range(0, len(packed), size)
@@ -67,7 +76,7 @@ class StepReader:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: this rank's sequences by number, and from where on streams are read."""
-        return {
+        state = {
             "identity": asdict(self.identity),
             "step": self._step,
             "first": self._first,
@@ -76,6 +85,9 @@ class StepReader:
                 part.order.mark(self._oldest(number)) for number, part in enumerate(self._parts)
             ],
         }
+        if bad := as_json(self._bad_before):
+            state["bad"] = bad
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the step at which `state`, merged over all ranks, was taken.
@@ -90,9 +102,24 @@ class StepReader:
         for stream in self._streams:
             stream.load_state(state["rows"][str(stream.index)], self._first)
         self._step = state["step"]
+        if "bad" in state:
+            self._bad_before = from_json(state["bad"], len(self._parts))
 
     def close(self) -> None:
         """Nothing to end."""
+
+    def _check_bad_documents(self) -> None:
+        for number, part in enumerate(self._parts):
+            bad = sum((stream.bad[number] for stream in self._streams), BadDocuments())
+            line = refusal(
+                part.order.name,
+                bad,
+                seen=sum(stream.num_opened(number) for stream in self._streams),
+                size=part.order.size,
+                most=self._max_bad_documents,
+            )
+            if line:
+                raise RunError(f"step {self._step}: {line}")
 
     def _oldest(self, part: int) -> dict[int, int]:
         """First position, by partition of `part`, that a resume asks for."""
@@ -122,6 +149,17 @@ def _merge_marks(marks: Sequence[Any]) -> Any:
         min((place for place in places if place is not None), key=lambda p: p[0], default=None)
         for places in zip(*marks, strict=True)
     ]
+
+
+def bad_documents(
+    state: dict[str, Any], num_parts: int
+) -> tuple[list[BadDocuments], list[BadDocuments]]:
+    """By part: those that the sequences of `state` have read, and those of before, which all ranks'
+    states name alike."""
+    found = [BadDocuments()] * num_parts
+    for row in state["rows"].values():
+        found = add_parts(found, from_json(row.get("bad", []), num_parts))
+    return found, from_json(state.get("bad", []), num_parts)
 
 
 class Unread(NamedTuple):
@@ -164,6 +202,8 @@ def continue_state(
         tokens=sum(row.get("unread", 0) for row in rows.values()),
         documents=sum(map(sum, begins)) - sum(map(sum, first)) - begun,
     )
+    if bad := as_json(add_parts(*bad_documents(state, len(first)))):
+        moved["bad"] = bad
     return moved | {"first": begins, "rows": sequences}, unread
 
 
@@ -199,11 +239,19 @@ def _check_rows(state: dict[str, Any], wanted: Iterable[int]) -> None:
 
 
 def _check_identity(state: dict[str, Any], identity: Identity) -> None:
-    for key, ours in asdict(identity).items():
-        theirs = state["identity"][key]
+    saved = Identity(**state["identity"])
+    for key, ours in asdict(replace(identity, checksum=saved.checksum)).items():
+        theirs = state["identity"].get(key, "")
         if theirs != ours:
             raise RunError(
                 f"the checkpoint's data position was taken with {key}={theirs!r}, this run has "
                 f"{key}={ours!r}: set it as it was, begin in another job.dump_folder, or leave the "
                 'position out with checkpoint.exclude_from_loading=["dataloader"]'
             )
+    if saved.checksum not in ("", identity.checksum):
+        raise RunError(
+            "the data's files have changed since the checkpoint, behind the same names and sizes: "
+            f"their sampled checksum was {saved.checksum} and is {identity.checksum}: put the old "
+            "files back, begin in another job.dump_folder, or leave the position out with "
+            'checkpoint.exclude_from_loading=["dataloader"]'
+        )

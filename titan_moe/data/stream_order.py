@@ -60,6 +60,8 @@ class StreamOrder:
     ) -> None:
         self.name = name
         self.fingerprint = stream.fingerprint
+        self.left_out = stream.left_out
+        self.checksum = stream.checksum
         if stream.num_files > 1:
             self.fingerprint += f":files={stream.num_files}"
         self._how = _Reading(stream, split, repeat)
@@ -183,7 +185,10 @@ class _Partition:
         taker = (self._position - self._first) % self._takers
         if taker in self._waiting:
             file = f"/{self._file}" if self._how.stream.num_files > 1 else ""
-            named = Document(f"{document.name}{file}/{number}", document.content)
+            problem = document.problem
+            if problem:
+                problem += f" (file {self._file + 1}, row {number + 1})"
+            named = Document(f"{document.name}{file}/{number}", document.content, problem)
             self._waiting[taker].append((self._position, named))
         self._position += 1
         if self._position % StreamOrder.CURSOR_EVERY == 0:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from titan_moe.data.bad_documents import BadDocuments, refusal
 from titan_moe.data.documents import Corpus, Document, Stream
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.data.tokens import FORMAT, MANIFEST, Manifest, Shard, read_manifest, shard_paths
@@ -32,11 +33,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class _Finished:
-    """A finished shard, the number of the document after it, and the stream's mark there."""
+    """A finished shard, the number of the document after it, the stream's mark there, and the bad
+    documents before it."""
 
     shard: Shard
     next_document: int
     mark: Any
+    bad: BadDocuments
 
 
 def tokenize_corpus(
@@ -47,11 +50,13 @@ def tokenize_corpus(
     progress: Progress,
     workers: int = 1,
     shard_tokens: int = 1 << 26,
-) -> Manifest:
+    max_bad_documents: float = 1.0,
+) -> tuple[Manifest, BadDocuments]:
     """Write all documents of `source`, in their order, into the new folder `out`.
 
     Goes on with what an earlier, killed call left behind. RunError when `out` is there, when
-    the remains are of another source or tokenizer, or when there is no document.
+    the remains are of another source or tokenizer, when there is no document, or when more than a
+    share `max_bad_documents` of them have no text.
     """
     if out.exists():
         raise RunError(f"--out {str(out)!r} exists already: nothing is overwritten, choose another")
@@ -70,11 +75,10 @@ def tokenize_corpus(
         progress(one.shard.documents, one.shard.tokens)
     if not (work / MANIFEST).exists():
         with ThreadPoolExecutor(workers) as pool:
-            chunks = _encoded_chunks(
-                source, tokenizer, pool, after=finished[-1] if finished else None
-            )
+            chunks = _Chunks(source, finished[-1] if finished else None, max_bad_documents)
+            encoded = chunks.encoded(tokenizer, pool)
             writer = _Writer(work, plan["dtype"], shard_tokens, progress)
-            while shard := writer.write_shard(chunks, number=len(finished), source=source):
+            while shard := writer.write_shard(encoded, number=len(finished), chunks=chunks):
                 finished.append(shard)
         if not finished:
             raise RunError(f"the source {source.fingerprint} has no document: nothing to write")
@@ -84,7 +88,8 @@ def tokenize_corpus(
         leftover.unlink(missing_ok=True)
     os.rename(work, out)
     _sync(out.parent)
-    return read_manifest(out, key="--out")
+    bad = finished[-1].bad if finished else BadDocuments()
+    return read_manifest(out, key="--out"), bad + source.left_out
 
 
 class _Writer:
@@ -95,23 +100,21 @@ class _Writer:
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._shard_tokens = shard_tokens
         self._progress = progress
-        self._next_document = 0
 
     def write_shard(
         self,
-        chunks: Iterator[tuple[int, list[np.ndarray]]],
+        encoded: Iterator[list[np.ndarray]],
         *,
         number: int,
-        source: Corpus | Stream,
+        chunks: _Chunks,
     ) -> _Finished | None:
-        """Write one shard from `chunks`; None when they are used up."""
+        """Write one shard of what `chunks` gives; None when it is used up."""
         tokens_path, ends_path = shard_paths(self._work, number)
         digest = hashlib.sha256()
         ends: list[int] = []
         total = 0
         with tokens_path.open("wb") as file:
-            while total < self._shard_tokens and (chunk := next(chunks, None)):
-                self._next_document, arrays = chunk
+            while total < self._shard_tokens and (arrays := next(encoded, None)):
                 content = np.concatenate(arrays).astype(self._dtype).tobytes()
                 digest.update(content)
                 file.write(content)
@@ -132,35 +135,62 @@ class _Writer:
             tokens_sha256=digest.hexdigest(),
             ends_sha256=hashlib.sha256(content).hexdigest(),
         )
-        mark = None if isinstance(source, Corpus) else source.mark()
-        finished = _Finished(shard, self._next_document, mark)
+        finished = chunks.finish(shard)
         _write_json(self._work / f"shard-{number:05d}.json", asdict(finished))
         return finished
 
 
-def _encoded_chunks(
-    source: Corpus | Stream,
-    tokenizer: Tokenizer,
-    pool: ThreadPoolExecutor,
-    *,
-    after: _Finished | None,
-) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Ids of up to _CHUNK documents at a time, and the number of the document after them."""
-    first = after.next_document if after else 0
-    documents: Iterator[Document]
-    if isinstance(source, Corpus):
-        documents = (source[index] for index in range(first, len(source)))
-    else:
-        documents = source.read(after.mark if after else None)
+class _Chunks:
+    """Reads a source in pieces, after a finished shard if there is one."""
 
-    def encode(document: Document) -> np.ndarray:
-        content = document.content
-        return tokenizer.encode(content) if isinstance(content, str) else content
+    def __init__(
+        self, source: Corpus | Stream, after: _Finished | None, max_bad_documents: float
+    ) -> None:
+        self._source = source
+        self._max_bad_documents = max_bad_documents
+        self._next = after.next_document if after else 0
+        self._bad = after.bad if after else BadDocuments()
+        self._mark = after.mark if after else None
 
-    while chunk := list(itertools.islice(documents, _CHUNK)):
-        first += len(chunk)
-        # Threads do: the tokenizers leave Python's lock while they work.
-        yield first, list(pool.map(encode, chunk))
+    def encoded(self, tokenizer: Tokenizer, pool: ThreadPoolExecutor) -> Iterator[list[np.ndarray]]:
+        """Ids of up to _CHUNK documents at a time. RunError at too many bad documents."""
+        source = self._source
+        documents: Iterator[Document]
+        if isinstance(source, Corpus):
+            documents = (source[index] for index in range(self._next, len(source)))
+        else:
+            documents = source.read(self._mark)
+
+        def encode(document: Document) -> np.ndarray:
+            content = document.content
+            return tokenizer.encode(content) if isinstance(content, str) else content
+
+        while chunk := list(itertools.islice(documents, _CHUNK)):
+            self._count(chunk)
+            # Threads do: the tokenizers leave Python's lock while they work.
+            yield list(pool.map(encode, chunk))
+
+    def finish(self, shard: Shard) -> _Finished:
+        """A shard of all that was read since the one before."""
+        mark = None if isinstance(self._source, Corpus) else self._source.mark()
+        return _Finished(shard, self._next, mark, self._bad)
+
+    def _count(self, chunk: list[Document]) -> None:
+        for number, document in enumerate(chunk, self._next + 1):
+            if document.problem:
+                place = f"{document.name} {document.problem}"
+                self._bad += BadDocuments(1, f"{place}, document {number:,}")
+        self._next += len(chunk)
+        size = len(self._source) if isinstance(self._source, Corpus) else None
+        line = refusal(
+            f"the source {self._source.fingerprint}",
+            self._bad,
+            seen=self._next,
+            size=size,
+            most=self._max_bad_documents,
+        )
+        if line:
+            raise RunError(line)
 
 
 def _begin(work: Path, plan: dict[str, Any]) -> None:
@@ -186,6 +216,7 @@ def _finished_shards(work: Path) -> list[_Finished]:
         if not path.exists():
             return finished
         table = json.loads(path.read_bytes())
+        table["bad"] = BadDocuments(**table.get("bad", {}))  # Not there before it was counted.
         finished.append(_Finished(**(table | {"shard": Shard(**table["shard"])})))
     raise AssertionError
 

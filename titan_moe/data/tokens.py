@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.data.bad_documents import BadDocuments
+from titan_moe.data.content import sampled_checksum
 from titan_moe.data.documents import Document
 
 MANIFEST = "manifest.json"
@@ -86,6 +88,8 @@ def read_manifest(folder: Path, *, key: str) -> Manifest:
 class TokenCorpus:
     """The documents of a pre-tokenised folder; nothing is read before it is asked for."""
 
+    left_out = BadDocuments()
+
     def __init__(
         self, folder: Path, *, tokenizer: str | None, key: str = "training.dataset_path"
     ) -> None:
@@ -112,6 +116,12 @@ class TokenCorpus:
                             f"{size:,} of the manifest: copy the folder again, or make it anew"
                         ]
                     )
+
+    def checksum(self) -> str:
+        shards = range(len(self._manifest.shards))
+        return sampled_checksum(
+            [path for shard in shards for path in shard_paths(self._folder, shard)]
+        )
 
     def __len__(self) -> int:
         return self._manifest.documents

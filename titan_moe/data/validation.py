@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 
+from titan_moe.data.bad_documents import BadDocuments, counted, refusal
 from titan_moe.data.batch import Batch, stack_sequences, to_tensors
 from titan_moe.data.documents import OutOfDocumentsError
 from titan_moe.data.packing import Encoded, PackedSequence, Packer, ignored_sequence
 from titan_moe.data.sequences import Blend, BlendSource, encode_document
 from titan_moe.data.tokenizer import Tokenizer
+from titan_moe.runtime.errors import RunError
+
+logger = logging.getLogger(__name__)
 
 
 class ValidationLoader:
@@ -27,6 +32,7 @@ class ValidationLoader:
         seq_len: int,
         mask_documents: bool,
         local_batch_size: int,
+        max_bad_documents: float,
         steps: int,
         rank: int,
         num_ranks: int,
@@ -41,6 +47,8 @@ class ValidationLoader:
         self._num_ranks = num_ranks
         self._blend = Blend([part.weight for part in parts])
         self._read = [0] * len(parts)
+        self._bad = [BadDocuments()] * len(parts)
+        self._max_bad_documents = max_bad_documents
         self._unread = list(range(len(parts)))
         self._packer = Packer(
             self._next_document,
@@ -61,8 +69,18 @@ class ValidationLoader:
         while True:
             own, found = self._next_sequences()
             if not found:
+                self._report_bad_documents()
                 return batches
             batches.append(to_tensors(stack_sequences(own)))
+
+    def _report_bad_documents(self) -> None:
+        """Raises RunError where there are too many."""
+        for part, bad, seen in zip(self._parts, self._bad, self._read, strict=True):
+            order, most = part.order, self._max_bad_documents
+            if line := refusal(order.name, bad, seen=seen, size=seen, most=most):
+                raise RunError(f"validation: {line}")
+            if bad.number:
+                logger.warning("validation: %s: %s", order.name, counted(bad))
 
     def _next_sequences(self) -> tuple[list[PackedSequence], bool]:
         """This rank's sequences of the next batch, and whether any rank's hold a document."""
@@ -96,5 +114,7 @@ class ValidationLoader:
             encoded = encode_document(document, self._tokenizer)
             self._read[part] += 1
             self._blend.tokens[part] += len(encoded.ids)
+            if encoded.problem:
+                self._bad[part] += BadDocuments(1, f"{encoded.name} {encoded.problem}")
             return encoded
         return None

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +46,8 @@ def plot_curves(
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(png, dpi=120)
+    with replacing(png) as aside:
+        figure.savefig(aside, dpi=120)
 
 
 def _draw_loss(axes: "Axes", lines: list[dict[str, Any]], uniform_loss: float) -> None:

@@ -4,18 +4,17 @@ between."""
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_moe.runtime.files import set_aside
+from titan_moe.runtime.files import replacing, set_aside
 
 logger = logging.getLogger(__name__)
 
 
 class JsonLines:
-    """Appends {"step": ..., <key>: <value>, ...} lines, each flushed; what is not finite is null.
+    """Appends {"step": ..., <key>: <value>, ...} lines, each at once; what is not finite is null.
 
     A run that starts at step 0 beside the file of an earlier run first sets that file aside as
     metrics.1.jsonl, metrics.2.jsonl, ... A run that resumes continues it: see drop_lines_after.
@@ -28,11 +27,13 @@ class JsonLines:
                 _keep_earlier(path)
             else:
                 drop_lines_after(path, resume_step)
-        self._file = path.open("a", encoding="utf-8")
+        # Without a buffer, which would cut a line of many layers into pieces.
+        self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({"step": step, **_finite(values)}) + "\n")
-        self._file.flush()
+        line = json.dumps({"step": step, **_finite(values)}).encode() + b"\n"
+        while line:  # One call, but for a disk that is nearly full.
+            line = line[self._file.write(line) or 0 :]
 
     def close(self) -> None:
         self._file.close()
@@ -51,12 +52,8 @@ def drop_lines_after(path: Path, step: int) -> None:
     kept = b"".join(line + b"\n" for line in lines if not _is_after(line, step))
     if kept == content:
         return
-    aside = path.with_name(f".{path.name}.tmp")
-    with aside.open("wb") as file:
-        file.write(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    with replacing(path) as aside:
+        aside.write_bytes(kept)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -22,7 +22,8 @@ from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, paralle
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.metrics.console import Console
 from titan_moe.metrics.jsonl import JsonLines
-from titan_moe.metrics.sinks import Sink, build_sinks
+from titan_moe.metrics.services import Sink
+from titan_moe.metrics.sinks import build_sinks
 from titan_moe.metrics.step_metrics import expert_load
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import part_weights
@@ -107,7 +108,8 @@ class RunLog:
         self._wants_norms = job.metrics.log_parameter_norms
         self._console: Console | None = None
         if process.is_main:
-            self._sinks = build_sinks(job.metrics, self._folder, resume_step=resume_step)
+            record = job.model_dump(mode="json")
+            self._sinks = build_sinks(job.metrics, self._folder, record, resume_step=resume_step)
             if logger.isEnabledFor(logging.INFO):  # LOG_RANK names this rank.
                 self._console = Console(
                     sys.stdout,
@@ -151,12 +153,14 @@ class RunLog:
         tokens: int,
         step_tokens: int,
         validation_loss: float | None,
+        bad_documents: int = 0,
     ) -> None:
         """Take a finished step; log it if it is one to log or has a validation loss.
 
         Args:
             rates: learning rate of each parameter group.
             tokens: tokens of the whole run so far; step_tokens: those of this step.
+            bad_documents: of the whole run so far; logged where there are any.
         """
         self._tokens_since += step_tokens
         if self._console is not None:
@@ -178,6 +182,8 @@ class RunLog:
             **phases,
             **memory_metrics(self._process.device),
         }
+        if bad_documents:
+            values["data/bad_documents"] = bad_documents
         if result.rows_dropped and result.counts_LE is not None:
             values["dispatch/dropped"] = result.rows_dropped / result.counts_LE.sum().item()
         if result.counts_LE is not None and self._sinks:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from titan_moe.config.job_config import Profiling
+from titan_moe.runtime.files import replacing
 from titan_moe.runtime.log import logger
 
 _MOST_EVENTS = 100_000
@@ -50,7 +51,8 @@ def _traces(profiling: Profiling, folder: Path, rank: int) -> torch.profiler.pro
     def save(profile: torch.profiler.profile) -> None:
         path = folder / profiling.save_traces_folder / f"step-{profile.step_num}"
         path.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(path / f"rank-{rank}.json.gz"))
+        with replacing(path / f"rank-{rank}.json.gz") as aside:
+            profile.export_chrome_trace(str(aside))
         logger.info("profile of step %d: %s", profile.step_num, path)
 
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -96,6 +98,6 @@ class _Snapshots:
     def save(self, name: str) -> None:
         path = self._folder / name
         path.mkdir(parents=True, exist_ok=True)
-        with (path / f"rank-{self._rank}.pickle").open("wb") as file:
+        with replacing(path / f"rank-{self._rank}.pickle") as aside, aside.open("wb") as file:
             pickle.dump(torch.cuda.memory._snapshot(), file)
         logger.info("memory snapshot: %s", path)

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError, reason
-from titan_moe.runtime.files import set_aside
+from titan_moe.runtime.files import set_aside, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -113,10 +113,8 @@ def start_record(folder: Path, dims: Dims, *, after: int) -> None:
             Record(folder).check(dims, key="debug.routing_record")
             _drop_after(folder, after)
     folder.mkdir(parents=True, exist_ok=True)
-    header = folder / f".{_HEADER}.tmp"
     described = asdict(dims)
-    header.write_text(json.dumps(described | {"crc32": _crc32(described)}), encoding="utf-8")
-    header.replace(folder / _HEADER)
+    write_whole(folder / _HEADER, json.dumps(described | {"crc32": _crc32(described)}))
 
 
 def _keep_earlier(folder: Path) -> None:

@@ -1,6 +1,8 @@
-"""Files and folders of earlier runs."""
+"""Files and folders of earlier runs, and files that others read while a run writes them."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -11,3 +13,26 @@ def set_aside(path: Path, name: Callable[[int], str]) -> Path:
     while (target := path.with_name(name(number))).exists():
         number += 1
     return path.rename(target)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write beside `path`, of its suffix, that takes its name when all of it is on disk.
+
+    A reader finds the old content or the new one, and after a kill or an error the old one is left.
+    """
+    aside = path.with_name(f".tmp-{path.name}")
+    try:
+        yield aside
+        with aside.open("rb") as file:
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text that no reader sees half of."""
+    with replacing(path) as aside:
+        aside.write_text(text, encoding="utf-8")

@@ -99,7 +99,7 @@ def test_rows_are_the_slow_packing_of_their_documents(mask):
     for row in range(ROWS):
         documents = []
         for position in range(row, row + 12 * ROWS, ROWS):
-            name, text = order.document(position)
+            name, text, _ = order.document(position)
             documents.append((name, [*text.encode(), TOKENIZER.eos_id]))
         expected = slow_rows(documents, seq_len=512, mask=mask)
         found = [tuple(part[row] for part in step) for step in steps]

@@ -33,7 +33,8 @@ def contents(folder):
 
 def test_the_copy_holds_every_document(tmp_path):
     seen = []
-    manifest = write(ListCorpus(TEXTS), tmp_path / "out", progress=lambda d, t: seen.append((d, t)))
+    out = tmp_path / "out"
+    manifest, _ = write(ListCorpus(TEXTS), out, progress=lambda d, t: seen.append((d, t)))
     corpus = TokenCorpus(tmp_path / "out", tokenizer="bytes")
     assert len(manifest.shards) > 3 and len(corpus) == manifest.documents == len(TEXTS)
     texts = [TOKENIZER.decode(corpus[index].content) for index in range(len(TEXTS))]

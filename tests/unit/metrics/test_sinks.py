@@ -1,19 +1,26 @@
-"""build_sinks: which sinks a configuration gets, and what they receive."""
+"""build_sinks: which sinks a configuration gets, what they receive, and what a bad one costs."""
 
+import itertools
+import logging
 import sys
+import threading
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Metrics
-from titan_moe.metrics import sinks
+from titan_moe.metrics import services, sinks
 from titan_moe.metrics.jsonl import read_json_lines
+from titan_moe.metrics.services import Background, bounded
+
+JOB = {"training": {"steps": 3, "blend": []}, "model": {"name": "qwen3"}}
 
 
-def log_one_step(config, folder):
-    for sink in sinks.build_sinks(config, folder, resume_step=0):
-        sink.write(4, {"loss": 2.5})
+def log_one_step(config, folder, *, step=4, resume_step=0, **more):
+    for sink in sinks.build_sinks(config, folder, JOB, resume_step=resume_step):
+        sink.write(step, {"loss": 2.5, **more})
         sink.close()
 
 
@@ -32,23 +39,172 @@ def test_tensorboard_holds_the_scalar(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(4, 2.5)]
 
 
-def test_weights_and_biases_gets_the_step(tmp_path, monkeypatch):
+def stand_in(monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sinks, "find_spec", lambda name: module)
+
+
+def test_weights_and_biases_gets_the_step_and_goes_on_with_its_run(tmp_path, monkeypatch):
     calls = []
-    run = SimpleNamespace(
-        log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("end")
-    )
-    wandb = SimpleNamespace(init=lambda **keys: run)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(sinks, "find_spec", lambda name: wandb)
+
+    def init(**keys):
+        calls.append((keys["id"], keys["resume"], keys["config"]["model"]["name"]))
+        return SimpleNamespace(
+            id=keys["id"] or f"run{len(calls)}",
+            log=lambda values, step: calls.append((step, values)),
+            finish=lambda: calls.append("end"),
+        )
+
+    stand_in(monkeypatch, "wandb", SimpleNamespace(init=init))
     log_one_step(Metrics(enable_wandb=True), tmp_path)
-    assert calls == [(4, {"loss": 2.5}), "end"]
+    assert calls == [(None, "allow", "qwen3"), (4, {"loss": 2.5}), "end"]
+    log_one_step(Metrics(enable_wandb=True), tmp_path, step=5, resume_step=4)
+    assert calls[3:5] == [("run1", "allow", "qwen3"), (5, {"loss": 2.5})]
+    log_one_step(Metrics(enable_wandb=True), tmp_path)  # From the start again: another run.
+    assert calls[6][0] is None and (tmp_path / "wandb_run_id").read_text() == "run7"
 
 
-def test_a_missing_package_is_one_line_before_any_file_is_touched(tmp_path, monkeypatch):
+def test_mlflow_gets_the_step_and_goes_on_with_its_run(tmp_path, monkeypatch):
+    calls = []
+
+    def start_run(run_id):
+        calls.append(run_id)
+        return SimpleNamespace(info=SimpleNamespace(run_id="run1"))
+
+    mlflow = SimpleNamespace(
+        set_tracking_uri=calls.append,
+        set_experiment=calls.append,
+        start_run=start_run,
+        log_params=calls.append,
+        log_metrics=lambda values, step: calls.append((step, values)),
+        end_run=lambda: calls.append("end"),
+    )
+    stand_in(monkeypatch, "mlflow", mlflow)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    log_one_step(Metrics(enable_mlflow=True), tmp_path)
+    params = {"training.steps": "3", "training.blend": "[]", "model.name": "qwen3"}
+    begin = [(tmp_path / "mlruns").as_uri(), "titan_moe"]
+    assert calls == [*begin, None, params, (4, {"loss": 2.5}), "end"]
+    calls.clear()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking")
+    rates = {"lr": 2.0, "lr/decay": 1.0}
+    log_one_step(Metrics(enable_mlflow=True), tmp_path, resume_step=4, **rates)
+    logged = {"loss": 2.5, "lr/max": 2.0, "lr/decay": 1.0}
+    assert calls == ["titan_moe", "run1", (4, logged), "end"]
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
+def test_the_real_weights_and_biases_offline(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for resume_step in (0, 4):
+        log_one_step(Metrics(enable_wandb=True), tmp_path, step=4 + resume_step)
+    assert len(list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))) == 2
+    assert caplog.text == "" and (tmp_path / "wandb_run_id").read_text()
+
+
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed")
+def test_the_real_mlflow_in_a_folder(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for resume_step in (0, 4):
+        steps = {"step": 4 + resume_step, "resume_step": resume_step}
+        rates = {"lr": 2.0, "lr/decay": 1.0, "moe/layers.1/cv": 0.5}
+        log_one_step(Metrics(enable_mlflow=True), tmp_path, **steps, **rates)
+    assert caplog.text == ""
+    run = (tmp_path / "mlflow_run_id").read_text()
+    (losses,) = (tmp_path / "mlruns").glob(f"*/{run}/metrics/loss")
+    assert [line.split()[1:3] for line in losses.read_text().splitlines()] == [
+        ["2.5", "4"],
+        ["2.5", "8"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "package"), [("enable_wandb", "wandb"), ("enable_mlflow", "mlflow-skinny")]
+)
+def test_a_missing_package_is_one_line_before_any_file_is_touched(
+    tmp_path, monkeypatch, key, package
+):
     monkeypatch.setattr(sinks, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
-        log_one_step(Metrics(enable_wandb=True), tmp_path)
+        log_one_step(Metrics(**{key: True}), tmp_path)
     assert error.value.lines == [
-        "metrics.enable_wandb = true needs the package wandb: install it, or set the key to false"
+        f"metrics.{key} = true needs the package {package}: install it, or set the key to false"
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+class Failing:
+    """Raises at a call of the given name."""
+
+    def __init__(self, at, error):
+        self.at, self.error = at, error
+        self._call("init")
+
+    def _call(self, name):
+        if name == self.at:
+            raise self.error
+
+    def write(self, step, values):
+        self._call("write")
+
+    def close(self):
+        self._call("close")
+
+
+@pytest.mark.parametrize("at", ["init", "write", "close"])
+@pytest.mark.parametrize("error", [OSError("no network\nat all"), SystemExit(1)])
+def test_a_sink_that_fails_is_one_warning(caplog, at, error):
+    sink = Background("W&B", lambda: Failing(at, error))
+    for step in range(5):
+        sink.write(step, {"loss": 1.0})
+    sink.close()
+    sink.write(6, {"loss": 1.0})
+    (record,) = caplog.records
+    said = "OSError: no network" if isinstance(error, OSError) else "SystemExit: 1"
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == f"W&B is off from here on: {said}"
+
+
+def test_a_sink_that_hangs_holds_up_nothing(caplog, monkeypatch):
+    monkeypatch.setattr(services, "_LAST_WAIT_S", 0.05)
+    monkeypatch.setattr(services, "_MOST_WAITING", 3)
+    forever = threading.Event()
+    sinks = [Background("W&B", forever.wait) for _ in range(2)]
+    for step in range(9):
+        sinks[0].write(step, {"loss": 1.0})
+    sinks[0].close()
+    sinks[1].close()
+    forever.set()
+    assert [record.getMessage() for record in caplog.records] == [
+        "W&B is off from here on: it is 3 logged steps behind",
+        "W&B is off from here on: it has not ended within 0.05 s",
+    ]
+
+
+def test_steps_come_in_order_and_as_they_were(tmp_path):
+    found = []
+    sink = Background("list", lambda: SimpleNamespace(write=lambda *x: found.append(x), close=list))
+    values = {}
+    for step in range(50):
+        values["loss"] = float(step)
+        sink.write(step, values)
+    sink.close()
+    assert found == [(step, {"loss": float(step)}) for step in range(50)]
+
+
+def test_services_get_a_bounded_number_of_keys():
+    def values(layers):
+        figures = {f"moe/layers.{n}/{name}": 1.0 for n in range(layers) for name in ("cv", "dead")}
+        return {"loss": 1.0, "lr/experts": 2.0, **figures, "time/data": 3.0}
+
+    assert bounded(values(32)) == values(32)
+    kept = bounded(values(200))
+    assert len(kept) == 3 + 2 * 32 and list(kept)[:2] == ["loss", "lr/experts"]
+    layers = [int(key.split("/")[1].removeprefix("layers.")) for key in kept if "/cv" in key]
+    assert layers[0] == 0 and layers[-1] == 199
+    gaps = {b - a for a, b in itertools.pairwise(layers)}
+    assert gaps <= {6, 7}
+    assert bounded(kept) == kept

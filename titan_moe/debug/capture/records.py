@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from titan_moe.runtime.files import replacing
+
 
 class Place(NamedTuple):
     """Where in a step a tensor stands."""
@@ -105,4 +107,5 @@ class Records:
             for place, chunks in self._chunks.items()
         ]
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"facts": facts, "records": records}, path)
+        with replacing(path) as aside:
+            torch.save({"facts": facts, "records": records}, aside)
