@@ -57,8 +57,8 @@ def test_what_a_user_runs_is_a_command_and_no_script() -> None:
 
 
 def test_all_of_a_command_s_lines_fit_their_aim() -> None:
-    # 1,500, one more command (simulate reshard), and check of a folder.
-    assert sum(len(path.read_text().splitlines()) for path in _CLI.glob("*.py")) <= 1560
+    # 1,500, two more commands (simulate reshard, report hang), and check of a folder.
+    assert sum(len(path.read_text().splitlines()) for path in _CLI.glob("*.py")) <= 1590
 
 
 @pytest.mark.parametrize(
