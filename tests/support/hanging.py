@@ -45,7 +45,7 @@ def train_watched(folder: Path, plant: str) -> None:
         folder,
         steps=2 * HANGS_IN_STEP,
         comm={"train_timeout_seconds": LIMIT_S},
-        parallelism={"expert_parallel_degree": world_size},
+        parallelism={"expert_parallel_degree": 2},
         checkpoint={"enable": plant == "writer", "interval": HANGS_IN_STEP},
     )
     PLANTS[plant](rank)
@@ -76,6 +76,22 @@ def _asleep(rank: int) -> None:
 
     if rank == 1:
         _in_step_3(train_step, "update_routers", _sleep)
+
+
+def _in_a_layer(rank: int) -> None:
+    from titan_moe.moe.experts import Experts
+    from titan_moe.runtime.position import POSITION
+
+    forward = Experts.forward
+
+    def patched(self, rows):
+        place = POSITION.last()
+        if (place.step, place.layer) == (HANGS_IN_STEP, "layer 2"):
+            _sleep()
+        return forward(self, rows)
+
+    if rank == 1:
+        Experts.forward = patched  # type: ignore[method-assign]
 
 
 def _stopped(rank: int) -> None:
@@ -179,6 +195,7 @@ def group(axes: str, ranks: list[int], calls: list[dict[str, Any]]) -> dict[str,
 
 PLANTS: dict[str, Callable[[int], None]] = {
     "asleep": _asleep,
+    "in a layer": _in_a_layer,
     "stopped": _stopped,
     "loader": _loader,
     "writer": _writer,
