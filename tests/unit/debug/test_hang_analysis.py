@@ -108,6 +108,14 @@ def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
     assert "rank 1 waits in layer 3's attention (all_reduce, ep group 0-1, 1 of 2" in lines[2]
 
 
+def test_a_call_that_all_made_alike_is_the_backend_s() -> None:
+    waits = [call(1, "in the loss", ended=False)]
+    records = [record(rank, [group("world", [0, 1], waits)]) for rank in range(2)]
+    (line,) = analyse(records, 2)
+    assert "ranks 0-1 wait in the loss (all_reduce, all ranks, 2 of 2 there)" in line
+    assert line.endswith("; all have called it alike: the backend does not end it")
+
+
 def test_an_error_of_a_collective_is_told_where_it_was_called() -> None:
     ended = group("world", [0, 1], [call(3), call(4, "in the loss")])
     (line,) = analyse([record(0, [ended], error="Connection closed by peer")], 2)

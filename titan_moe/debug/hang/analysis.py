@@ -66,7 +66,7 @@ def analyse(records: Sequence[Mapping[str, Any]], world_size: int) -> list[str]:
     for wait in causes:
         lines.append(f"{_wait_words(wait, by_rank)}{_absent_words(wait, outside)}")
         told |= {*wait.absent, *wait.silent}
-    if chained and not lines:
+    if not lines and any(wait.absent for wait in chained):
         lines.append("ranks wait for each other: they called collectives in another order")
     lines += [f"{_wait_words(wait, by_rank)}{_chain_words(wait)}" for wait in chained]
     if rest := [rank for rank in silent if rank not in told]:
@@ -209,7 +209,7 @@ def _absent_words(wait: _Wait, outside: Mapping[int, Mapping[str, Any]]) -> str:
 
 def _chain_words(wait: _Wait) -> str:
     if not wait.absent:
-        return "; all have called it"
+        return "; all have called it alike: the backend does not end it"
     return f"; {_ranks(wait.absent)} {'waits' if len(wait.absent) == 1 else 'wait'} elsewhere"
 
 
