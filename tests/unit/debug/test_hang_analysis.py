@@ -108,6 +108,14 @@ def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
     assert "rank 1 waits in layer 3's attention (all_reduce, ep group 0-1, 1 of 2" in lines[2]
 
 
+def test_a_rank_waits_in_the_oldest_call_that_has_not_ended() -> None:
+    first = call(1, "in layer 3's dispatch", ended=False, seconds_ago=99.0)
+    later = call(1, "in layer 4", ended=False, seconds_ago=98.0)
+    waits = record(0, [group("fsdp", [0, 1], [later]), group("ep", [0, 1], [first])])
+    lines = analyse([waits, record(1, [])], 2)
+    assert "rank 0 waits in layer 3's dispatch (all_reduce, ep group 0-1, 1 of 2" in lines[0]
+
+
 def test_a_call_that_all_made_alike_is_the_backend_s() -> None:
     waits = [call(1, "in the loss", ended=False)]
     records = [record(rank, [group("world", [0, 1], waits)]) for rank in range(2)]
