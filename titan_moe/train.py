@@ -29,6 +29,7 @@ from titan_moe.runtime.run_lock import RunLock
 
 logger = logging.getLogger(__name__)
 
+_FAILURES = "TITAN_MOE_FAILURES"
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -43,7 +44,7 @@ def main(argv: list[str], environment: Mapping[str, str]) -> int:
         lines, exit_code, expected = _explain(error, launch.rank)
         if not expected:
             traceback.print_exc()
-        folder = environment.get("TITAN_MOE_FAILURES", "")
+        folder = environment.get(_FAILURES, "")
         report(launch.rank, lines, exit_code, expected=expected, to=folder)
         return exit_code
     return 0
@@ -112,12 +113,16 @@ def _run(argv: list[str], environment: Mapping[str, str], launch: Launch) -> Non
     # Importing torch makes a million objects that stay; looking for garbage among them again and
     # again takes half a second. The trainer collects in its own time.
     gc.disable()
+    from titan_moe.debug.hang.watch import watch_for_hangs
     from titan_moe.runtime.process import process_group
     from titan_moe.trainer import train
 
+    folder = Path(job.job.dump_folder)
+    reports = folder / job.comm.save_traces_folder
     with (
         process_group(launch, job.comm, environment) as process,
-        _only_run(Path(job.job.dump_folder), is_main=process.is_main),
+        watch_for_hangs(process, job.comm, reports, environment.get(_FAILURES, "")),
+        _only_run(folder, is_main=process.is_main),
     ):
         _check_folder(job, model)
         train(job, model, process)

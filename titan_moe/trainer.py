@@ -22,6 +22,7 @@ from titan_moe.data.batch import Batch
 from titan_moe.data.step_reader import merge_states
 from titan_moe.data.tokenizer import loss_unit
 from titan_moe.debug.capture.step import StepCapture
+from titan_moe.debug.hang.layers import mark_layers
 from titan_moe.debug.nan_locator import describe_nonfinite
 from titan_moe.distributed.compile import compiled_so_far, forget_compiled
 from titan_moe.distributed.parallelize import build_sharded_model
@@ -43,6 +44,7 @@ from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.launch import count_gpus
 from titan_moe.runtime.lean_start import leave_compiler_out
+from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.process import (
     GarbageCollector,
     Process,
@@ -105,6 +107,7 @@ class Trainer:
             groups=groups,
         )
         self.meshes = sharded.meshes
+        mark_layers(sharded.parts)
         self._ran = False  # The first step of a layout compiles, and may take long.
         shared = sharded.accumulation
         self._say(
@@ -250,6 +253,7 @@ class Trainer:
     def _step(self, step: int) -> None:
         phases, training = self.log.phases, self.job.training
         before = self._state()
+        POSITION.begin_step(step)
         with phases("data"), region("data"):
             batches = self.data.loader.next_step()
         factor = lr_factor(step, self.job.lr_scheduler, training.steps)

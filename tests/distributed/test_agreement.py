@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
-from titan_moe.runtime.process import set_timeouts
+from titan_moe.runtime.process import BACKEND_GRACE_S, set_timeouts
 from titan_moe.testing.ranks import RankError, run_on_ranks
 
 
 def slow_files() -> tuple[str, str]:
-    set_timeouts(1, [None])
+    set_timeouts(1 - BACKEND_GRACE_S, [None])
 
     def slow(seconds: int, word: str) -> str:
         time.sleep(seconds)
@@ -25,7 +25,7 @@ def slow_files() -> tuple[str, str]:
 
 
 def slow_sum() -> None:
-    set_timeouts(1, [None])
+    set_timeouts(1 - BACKEND_GRACE_S, [None])
     time.sleep(2 * dist.get_rank())
     dist.all_reduce(torch.zeros(1))
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,10 +147,29 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert not _pids(tmp_path)
 
 
-def _start_endless(folder: Path) -> subprocess.Popen[str]:
+@pytest.mark.slow
+def test_a_rank_that_stops_is_named_and_ends_the_run(tmp_path: Path) -> None:
+    process = _start_endless(tmp_path, comm__train_timeout_seconds=3)
+    (rank_1,) = [pid for pid in _pids(tmp_path) if _variable(pid, "RANK") == "1"]
+    os.kill(rank_1, signal.SIGSTOP)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not list(tmp_path.glob("comm_traces/hang-*.json")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.1)
+    os.kill(rank_1, signal.SIGCONT)  # torchrun would wait half a minute to end it.
+    words, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    first, second = words.splitlines()[-2:]
+    assert first.startswith("error: step ") and "(docs/troubleshooting.md#hang" in first
+    assert "; rank 1 does not answer (stopped, killed, or Python is held)" in first
+    assert second.startswith("error: every rank's calls and stacks: titan-moe report hang ")
+    assert not _pids(tmp_path)
+
+
+def _start_endless(folder: Path, **overrides: Any) -> subprocess.Popen[str]:
     """A run of two ranks that has taken its first step, in a process group of its own."""
     process = subprocess.Popen(
-        command(folder, training__steps=_ENDLESS),
+        command(folder, training__steps=_ENDLESS, **overrides),
         env=environment(NGPU=2),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -26,6 +26,7 @@ COMMANDS = {
     "verify shards": "shards, meshes and process groups of up to thousands of ranks",
     "report run": "curves, expert load and configuration of runs, as a page",
     "report profile": "where a profiled step's time goes",
+    "report hang": "who waited where when a run hung, and who never came",
     "simulate step": "communication and memory of one rank of a world of any size",
     "simulate collectives": "whether all ranks of a group issue the same collectives",
     "simulate scaling": "how both grow with the number of ranks",

@@ -546,10 +546,16 @@ class Comm(Section):
     """Process groups."""
 
     init_timeout_seconds: PositiveInt = 300
-    """Longest wait for a collective until the first step has ended."""
+    """Longest wait for a collective until the first step has ended. The run then ends with a report
+    of what each rank was doing."""
     train_timeout_seconds: PositiveInt = 100
     """Longest wait for a collective after the first step. Not for another rank's checkpoint, which
     may take 30 minutes."""
+    trace_buf_size: NonNegativeInt = 2000
+    """How many of its last collectives torch's flight recorder keeps on a rank, for the report of a
+    hang. 0: none; the report then knows positions and stacks only."""
+    save_traces_folder: str = "comm_traces"
+    """Folder of the reports of hangs, below job.dump_folder."""
     init_communicators_eagerly: bool = False
     """Make each NCCL communicator with its process group, not in the group's first collective.
     Ranks that cannot reach each other then fail before the first step."""

@@ -26,7 +26,6 @@ _WORKERS = "one reader reads ahead, as training.dataloader.prefetch_factor says"
 _KEPT = "what is recomputed is set by activation_checkpoint.mode and selective_ac_option"
 _MX = "only experts run in mxfp8, by quantize.grouped_mm.mx: choose quantize.linear.float8"
 _EXTENSION = "code is not imported from a config: add a folder to titan_moe/models instead"
-_RECORDER = "set TORCH_NCCL_TRACE_BUFFER_SIZE and TORCH_NCCL_DEBUG_INFO_TEMP_FILE instead"
 _TORCHFT = "torchft is not used"
 
 TABLES: dict[str, dict[str, Key]] = {
@@ -197,9 +196,9 @@ TABLES: dict[str, dict[str, Key]] = {
     "comm": {
         "init_timeout_seconds": Key(300),
         "train_timeout_seconds": Key(100),
-        "trace_buf_size": Key(20000, _NONE, _RECORDER),
-        "save_traces_folder": Key("comm_traces", _NONE, _RECORDER),
-        "save_traces_file_prefix": Key("rank_", _NONE, _RECORDER),
+        "trace_buf_size": Key(20000),
+        "save_traces_folder": Key("comm_traces"),
+        "save_traces_file_prefix": Key("rank_", _NONE, "one file holds the traces of all ranks"),
         "mode": Key(
             "default",
             _REFUSED,

@@ -4,7 +4,6 @@ Without this, a rank whose disk is full raises while the others wait for it in t
 """
 
 from collections.abc import Callable
-from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -14,11 +13,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.process import backend_timeout
 
 T = TypeVar("T")
 
 _LONGEST_REASON = 300
-_LONGEST_WAIT = timedelta(minutes=30)
+LONGEST_WAIT_S = 30 * 60
+"""For another rank's files, and for any sign of life from a phase of a step."""
 
 
 def on_every_rank(action: Callable[[], T], *, doing: str) -> T:
@@ -53,7 +54,8 @@ def on_rank_zero(action: Callable[[], T], *, doing: str) -> T:
 def _waiting_group(world: ProcessGroup) -> ProcessGroup:
     """All ranks, who wait here for one another's files: for 30 minutes, however long the groups
     that train wait (comm.train_timeout_seconds)."""
-    return dist.new_group(backend="gloo", timeout=_LONGEST_WAIT, group_desc="waits for files")
+    timeout = backend_timeout(LONGEST_WAIT_S)
+    return dist.new_group(backend="gloo", timeout=timeout, group_desc="waits for files")
 
 
 def _attempt(action: Callable[[], T], doing: str) -> tuple[T | None, str | None]:

@@ -3,7 +3,6 @@ distributed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -59,6 +58,7 @@ from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, FlexCore
 from titan_moe.runtime.log import logger
+from titan_moe.runtime.process import backend_timeout
 from titan_moe.simulate.memory import Accumulation
 
 
@@ -127,7 +127,7 @@ def build_sharded_model(
         warn_of_slow_experts(compute_dtype(job), device)
 
     # 1. The two views of the world.
-    timeout = timedelta(seconds=job.comm.init_timeout_seconds)
+    timeout = backend_timeout(job.comm.init_timeout_seconds)
     if groups is None:
         groups = ProcessGroups(device if job.comm.init_communicators_eagerly else None)
     dims = parallel_dims(job.parallelism, world_size)

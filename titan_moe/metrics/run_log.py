@@ -28,6 +28,7 @@ from titan_moe.metrics.step_metrics import expert_load
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import part_weights
 from titan_moe.runtime.device import describe_device, peak_flops
+from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.process import Process
 from titan_moe.runtime.revision import running_code
 from titan_moe.simulate.memory import GIB, memory
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 class Phases:
     """Adds up wall seconds per named phase between two logged steps:
-    `with phases("data"): batch = next(loader)`.
+    `with phases("data"): batch = next(loader)`. A phase is this rank's position too.
 
     The seconds are the host's: work that a GPU has queued counts in the phase that waits for it.
     """
@@ -50,10 +51,12 @@ class Phases:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         start = self._clock()
+        POSITION.enter_phase(name)
         try:
             yield
         finally:
             self._seconds[name] += self._clock() - start
+        POSITION.enter_phase("")  # After an exception: where that was raised.
 
     def take(self) -> dict[str, float]:
         """Seconds per phase since the last call, as {"time/<phase>": seconds}; starts anew."""

@@ -16,7 +16,10 @@ _PAGES = tuple(
             r"the nodes could not meet|cannot join the process",
             _TROUBLE + "the-nodes-could-not-meet",
         ),
-        (r"Timed out waiting|operation timeout", _TROUBLE + "hang-or-timeout"),
+        (
+            r"Timed out waiting|operation timeout| of \d+ there\)|ranks went different ways",
+            _TROUBLE + "hang-or-timeout",
+        ),
         (r"ranks for \d+ GPUs", _TROUBLE + "more-ranks-than-gpus"),
         (r"^this is a command of the checkout", _TROUBLE + "the-wrong-code-runs"),
         (r"^step \d+: loss ", _TROUBLE + "loss-is-nan"),

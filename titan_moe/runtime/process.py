@@ -18,6 +18,9 @@ from titan_moe.runtime.device import backend_for, pick_device
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import Launch, count_gpus, cpu_threads
 
+BACKEND_GRACE_S = 30
+"""A backend ends a collective this much after its limit: the report of the hang comes first."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Process(Launch):
@@ -44,13 +47,16 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in environment:
         torch.set_num_threads(cpu_threads(launch.local_world_size))
+    # Read when the first group is made. A size of the environment's goes first.
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
     alone = launch.world_size == 1 and "MASTER_ADDR" not in environment
     try:
         # No device_id, even to make communicators eagerly: it makes NCCL split the world's, which
         # groups created on their members alone (use_local_synchronization) cannot do.
         dist.init_process_group(
             backend_for(device),
-            timeout=timedelta(seconds=comm.init_timeout_seconds),
+            timeout=backend_timeout(comm.init_timeout_seconds),
             store=dist.HashStore() if alone else None,
             rank=launch.rank,
             world_size=launch.world_size,
@@ -64,6 +70,11 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
     dist.destroy_process_group()
 
 
+def backend_timeout(seconds: int) -> timedelta:
+    """What a backend is told where collectives may wait for `seconds`."""
+    return timedelta(seconds=seconds + BACKEND_GRACE_S)
+
+
 def set_timeouts(seconds: int, groups: Iterable[dist.ProcessGroup | None]) -> None:
     """Set the longest wait for a collective of `groups`; None is the group of all ranks.
 
@@ -74,7 +85,7 @@ def set_timeouts(seconds: int, groups: Iterable[dist.ProcessGroup | None]) -> No
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     for group in groups:
-        _set_pg_timeout(timedelta(seconds=seconds), group)
+        _set_pg_timeout(backend_timeout(seconds), group)
 
 
 def seed_everything(debug: Debug) -> None:

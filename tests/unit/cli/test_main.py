@@ -57,8 +57,9 @@ def test_what_a_user_runs_is_a_command_and_no_script() -> None:
 
 
 def test_all_of_a_command_s_lines_fit_their_aim() -> None:
-    # 1,500, one more command (simulate reshard), check of a folder, and simulate collectives.
-    assert sum(len(path.read_text().splitlines()) for path in _CLI.glob("*.py")) <= 1625
+    # 1,500 and four more commands: simulate reshard, check of a folder, report hang, simulate
+    # collectives.
+    assert sum(len(path.read_text().splitlines()) for path in _CLI.glob("*.py")) <= 1660
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ from titan_moe.runtime.process import process_group, set_timeouts
 with process_group(Launch.from_environment(os.environ), Comm(), os.environ) as process:
     assert process.is_main and dist.get_world_size() == process.world_size == 1
     backend = dist.group.WORLD._get_backend(process.device)
-    assert backend.options._timeout == datetime.timedelta(seconds=300)
+    assert backend.options._timeout == datetime.timedelta(seconds=330)
     set_timeouts(7, [None])
-    assert backend.options._timeout == datetime.timedelta(seconds=7)
+    assert backend.options._timeout == datetime.timedelta(seconds=37)
     tensor = torch.ones(2, device=process.device)
     dist.all_reduce(tensor)
 assert not dist.is_initialized()

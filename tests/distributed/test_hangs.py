@@ -1,0 +1,50 @@
+"""Planted hangs are diagnosed: which call waits, who is there, and where the others are."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.hanging import hang
+from tests.support.tiers import tiered
+
+_WAITS = "rank 0 waits in the step (all_gather, all ranks, 1 of 2 there); rank 1 "
+_DIFFERS = "step 3: ranks went different ways: rank 0 called all_reduce"
+
+
+@pytest.mark.parametrize(
+    ("plant", "says"),
+    tiered(
+        [("loader", _WAITS + "is in the loader (titan_moe/data/loader.py:")],
+        slow=[
+            ("asleep", _WAITS + "is in the optimizer (titan_moe/train_step.py:"),
+            ("stopped", _WAITS + "does not answer (stopped, killed, or Python is held)"),
+            ("writer", "rank 1 is saving a checkpoint (titan_moe/checkpoint/checkpointer.py:"),
+            (
+                "other branch",
+                _DIFFERS + " of 33 Double in the gradient norm of step 3 where rank 1 called "
+                "all_gather of 64 Float in the step of step 4",
+            ),
+            (
+                "other order",
+                _DIFFERS + " in the optimizer of step 3 where rank 1 called all_gather in",
+            ),
+            (
+                "other sizes",
+                _DIFFERS + " of 1048576 Float in the optimizer of step 3 where rank 1 called "
+                "all_reduce of 2097152 Float",
+            ),
+        ],
+    ),
+)
+def test_a_planted_hang_is_diagnosed(tmp_path: Path, plant: str, says: str) -> None:
+    lines = hang(tmp_path, plant)
+    assert says in lines[0], lines
+
+
+@pytest.mark.slow
+def test_who_waits_for_whom_is_told_by_group_and_layer(tmp_path: Path) -> None:
+    first, second = hang(tmp_path, "in a layer", world_size=4)
+    assert "ranks 2-3 wait in layer 3 (all_gather, all ranks, 2 of 4 there); rank 1 " in first
+    assert first.endswith("; rank 0 waits elsewhere")
+    assert second.startswith("rank 0 waits in layer 2's combine (all_to_all, ep group 0-1, 1 of 2")
+    assert "; rank 1 is in layer 2's experts (titan_moe/moe/layer.py:" in second

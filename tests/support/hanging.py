@@ -1,0 +1,205 @@
+"""Small trainings in which one rank hangs as planted, and records of hangs made by hand."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.support.trainings import make_job
+from titan_moe.debug.hang.analysis import analyse
+from titan_moe.debug.hang.reports import read_report
+from titan_moe.testing.ranks import RankError, run_on_ranks
+
+LIMIT_S = 3
+HANGS_IN_STEP = 3
+_FOR_EVER = 600.0
+
+
+def hang(folder: Path, plant: str, world_size: int = 2) -> list[str]:
+    """The findings of a run whose rank 1 hangs in step 3."""
+    try:
+        run_on_ranks(train_watched, world_size, folder, plant)
+    except RankError:
+        _, report = read_report(folder)
+        return analyse(report["records"], world_size)
+    raise AssertionError("the run ended")
+
+
+def train_watched(folder: Path, plant: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from titan_moe.debug.hang import watch
+    from titan_moe.distributed import agreement
+    from titan_moe.models.hf import model_of_job
+    from titan_moe.runtime.process import Process
+    from titan_moe.trainer import train
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    watch._ANSWER_S = LIMIT_S
+    if plant == "writer":
+        agreement.LONGEST_WAIT_S = LIMIT_S
+    job = make_job(
+        folder,
+        steps=2 * HANGS_IN_STEP,
+        comm={"train_timeout_seconds": LIMIT_S},
+        parallelism={"expert_parallel_degree": 2},
+        checkpoint={"enable": plant == "writer", "interval": HANGS_IN_STEP},
+    )
+    PLANTS[plant](rank)
+    process = Process(rank=rank, world_size=world_size, device=torch.device("cpu"))
+    with watch.watch_for_hangs(process, job.comm, folder / "comm_traces", ""):
+        train(job, model_of_job(job.model), process)
+
+
+def _in_step_3(module: object, name: str, instead: Callable) -> None:
+    """In the third call of a function that each step calls once: `instead` of it, which is handed
+    the function and its arguments."""
+    original, calls = getattr(module, name), iter(range(1, 1000))
+
+    def patched(*args, **kwargs):
+        if next(calls) == HANGS_IN_STEP:
+            return instead(original, *args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(module, name, patched)
+
+
+def _sleep(*args: object) -> None:
+    time.sleep(_FOR_EVER)
+
+
+def _asleep(rank: int) -> None:
+    from titan_moe import train_step
+
+    if rank == 1:
+        _in_step_3(train_step, "update_routers", _sleep)
+
+
+def _in_a_layer(rank: int) -> None:
+    from titan_moe.moe.experts import Experts
+    from titan_moe.runtime.position import POSITION
+
+    forward = Experts.forward
+
+    def patched(self, rows):
+        place = POSITION.last()
+        if (place.step, place.layer) == (HANGS_IN_STEP, "layer 2"):
+            _sleep()
+        return forward(self, rows)
+
+    if rank == 1:
+        Experts.forward = patched  # type: ignore[method-assign]
+
+
+def _stopped(rank: int) -> None:
+    from titan_moe import train_step
+
+    if rank == 1:
+        stop = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)  # noqa: E731
+        _in_step_3(train_step, "update_routers", stop)
+
+
+def _loader(rank: int) -> None:
+    from titan_moe.data.step_reader import StepReader
+
+    if rank == 1:
+        _in_step_3(StepReader, "read_step", _sleep)
+
+
+def _writer(rank: int) -> None:
+    from titan_moe.checkpoint import checkpointer
+
+    if rank == 1:
+        checkpointer.write_tensors = _sleep  # type: ignore[assignment]
+
+
+def _other_branch(rank: int) -> None:
+    """One rank leaves out the step's all-reduce."""
+    from titan_moe import train_step
+
+    if rank == 1:
+        _in_step_3(train_step, "sum_over_world", lambda original, terms: terms)
+
+
+def _other_order(rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from titan_moe import train_step
+
+    def both(original, *args):
+        reduce = lambda: dist.all_reduce(torch.ones(3))  # noqa: E731
+        gather = lambda: dist.all_gather_into_tensor(torch.ones(6), torch.ones(3))  # noqa: E731
+        for each in (reduce, gather) if rank == 0 else (gather, reduce):
+            each()
+        return original(*args)
+
+    _in_step_3(train_step, "update_routers", both)
+
+
+def _other_sizes(rank: int) -> None:
+    """Of whole megabytes: gloo sends their first pieces alike, and would end the process else."""
+    import torch
+    import torch.distributed as dist
+
+    from titan_moe import train_step
+
+    def sum_unlike(original, *args):
+        dist.all_reduce(torch.ones((1 + rank) << 20))
+        return original(*args)
+
+    _in_step_3(train_step, "update_routers", sum_unlike)
+
+
+def call(number: int, place: str = "in the step", **changes: Any) -> dict[str, Any]:
+    """A call of an all-reduce that has ended, as a record holds it."""
+    return {
+        "number": number,
+        "operation": "all_reduce",
+        "sizes": [[[4]], [[4]]],
+        "dtypes": ["Float"],
+        "seconds_ago": 1000.0 - number,
+        "timeout_s": 130.0,
+        "ended": True,
+        "step": 12,
+        "place": place,
+        **changes,
+    }
+
+
+def record(rank: int, groups: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    """What a rank tells of itself."""
+    return {
+        "rank": rank,
+        "host": "node",
+        "process": 1000 + rank,
+        "step": 12,
+        "phase": "step",
+        "place": "in the step",
+        "seconds_there": 100.0,
+        "error": "",
+        "groups": groups,
+        "stack": ["titan_moe/train.py:9 in main", "/lib/torch/distributed.py:7 in wait"],
+        "threads": {},
+        **changes,
+    }
+
+
+def group(axes: str, ranks: list[int], calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """A process group of a record."""
+    return {"name": f"{axes} {ranks}", "axes": axes, "ranks": ranks, "calls": calls}
+
+
+PLANTS: dict[str, Callable[[int], None]] = {
+    "asleep": _asleep,
+    "in a layer": _in_a_layer,
+    "stopped": _stopped,
+    "loader": _loader,
+    "writer": _writer,
+    "other branch": _other_branch,
+    "other order": _other_order,
+    "other sizes": _other_sizes,
+}

@@ -1,0 +1,237 @@
+"""Who waits where, and who never came: lines of words from the records of a hang's ranks.
+
+A pure function of what records.py makes. The calls of a process group are numbered alike on its
+ranks, so that one call is the same number everywhere: a member whose last number is smaller has not
+come; members that differ in the operation, in its sizes or in the place of the same number went
+different ways.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_MOST_LINES = 8
+_PACKAGE = "titan_moe/"
+# Operations to which every member must bring as much; in an exchange each brings its own.
+_ALIKE = ("reduce", "gather")
+
+
+@dataclass
+class _Group:
+    """A process group, by the calls of those members that answered."""
+
+    axes: str
+    ranks: list[int]
+    calls: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
+    """By rank and number."""
+
+    @property
+    def words(self) -> str:
+        if self.axes == "world":
+            return "all ranks"
+        return f"{self.axes} group {numbers(self.ranks)}"
+
+    def has_called(self, rank: int, number: int) -> bool:
+        return max(self.calls.get(rank, ()), default=0) >= number
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """One call of one group that some members wait in."""
+
+    group: _Group
+    number: int
+    waiting: list[int]
+    absent: list[int]
+    """Members that answered and have not called it."""
+    silent: list[int]
+
+
+def analyse(records: Sequence[Mapping[str, Any]], world_size: int) -> list[str]:
+    """The lines, the cause first. `records`: of the ranks that answered, in any order."""
+    by_rank = {record["rank"]: record for record in records}
+    silent = [rank for rank in range(world_size) if rank not in by_rank]
+    groups = _groups(by_rank)
+    differing = _first_difference(groups)
+    waits = _waits(by_rank, groups, silent)
+    waiting = {rank for wait in waits for rank in wait.waiting}
+    outside = {rank: record for rank, record in by_rank.items() if rank not in waiting}
+
+    lines = [] if differing is None else [differing]
+    # Waits for a rank that waits itself are consequences.
+    causes = [wait for wait in waits if wait.silent or set(wait.absent) & outside.keys()]
+    chained = [wait for wait in waits if wait not in causes and (wait.absent or not differing)]
+    told: set[int] = set()
+    for wait in causes:
+        lines.append(f"{_wait_words(wait, by_rank)}{_absent_words(wait, outside)}")
+        told |= {*wait.absent, *wait.silent}
+    if not lines and any(wait.absent for wait in chained):
+        lines.append("ranks wait for each other: they called collectives in another order")
+    lines += [f"{_wait_words(wait, by_rank)}{_chain_words(wait)}" for wait in chained]
+    if rest := [rank for rank in silent if rank not in told]:
+        lines.append(f"{_ranks(rest)} {_silence(rest)}")
+    lines += _places({rank: each for rank, each in outside.items() if rank not in told})
+    if len(lines) > _MOST_LINES:
+        lines = [*lines[:_MOST_LINES], f"and {len(lines) - _MOST_LINES} lines more in the report"]
+    steps = sorted({record["step"] for record in records if record["step"]})
+    return [f"step {steps[0]}: {lines[0]}" if steps else lines[0], *lines[1:]]
+
+
+def numbers(ranks: Iterable[int]) -> str:
+    """Such as "0-3, 7"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    ranks = list(ranks)
+    return f"rank{'s' * (len(ranks) > 1)} {numbers(ranks)}"
+
+
+def _groups(by_rank: Mapping[int, Mapping[str, Any]]) -> list[_Group]:
+    groups: dict[tuple[str, tuple[int, ...]], _Group] = {}
+    for rank, record in sorted(by_rank.items()):
+        for each in record["groups"]:
+            key = each["name"], tuple(each["ranks"])
+            group = groups.setdefault(key, _Group(each["axes"], each["ranks"]))
+            group.calls[rank] = {call["number"]: call for call in each["calls"]}
+    return list(groups.values())
+
+
+def _waits(
+    by_rank: Mapping[int, Mapping[str, Any]], groups: Sequence[_Group], silent: Sequence[int]
+) -> list[_Wait]:
+    """Every call that some rank waits in, the oldest first."""
+    waiting: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    ages: dict[tuple[int, int], float] = {}
+    for rank, record in sorted(by_rank.items()):
+        found = _waits_in(rank, record, groups)
+        if found is not None:
+            index, call = found
+            key = index, call["number"]
+            waiting[key].append(rank)
+            ages[key] = max(ages.get(key, 0.0), call["seconds_ago"])
+    waits = []
+    for (index, number), ranks in sorted(waiting.items(), key=lambda each: -ages[each[0]]):
+        group = groups[index]
+        absent = [
+            rank for rank in group.ranks if rank in by_rank and not group.has_called(rank, number)
+        ]
+        lost = [rank for rank in group.ranks if rank in silent]
+        waits.append(_Wait(group, number, ranks, absent, lost))
+    return waits
+
+
+def _waits_in(
+    rank: int, record: Mapping[str, Any], groups: Sequence[_Group]
+) -> tuple[int, Mapping[str, Any]] | None:
+    """The group's index and the call: the oldest that has not ended, or after an error the last."""
+    calls = [
+        (index, call)
+        for index, group in enumerate(groups)
+        for call in group.calls.get(rank, {}).values()
+    ]
+    if open_calls := [each for each in calls if not each[1]["ended"]]:
+        return max(open_calls, key=lambda each: each[1]["seconds_ago"])
+    if record["error"] and calls:
+        return min(calls, key=lambda each: each[1]["seconds_ago"])
+    return None
+
+
+def _first_difference(groups: Sequence[_Group]) -> str | None:
+    """The earliest call that members of a group did not make alike."""
+    found = []
+    for group in groups:
+        kept = sorted({number for calls in group.calls.values() for number in calls})
+        for number in kept:
+            calls = {rank: by[number] for rank, by in group.calls.items() if number in by}
+            if len(ways := _ways(group, calls)) > 1:
+                age = max(call["seconds_ago"] for call in calls.values())
+                found.append((age, group, number, ways))
+                break
+    if not found:
+        return None
+    _, group, number, ways = max(found, key=lambda each: each[0])
+    told = [f"{_ranks(ranks)} called {way}" for way, ranks in ways.items()]
+    return f"ranks went different ways: {' where '.join(told)} (call {number} of {group.words})"
+
+
+def _ways(group: _Group, calls: Mapping[int, Mapping[str, Any]]) -> dict[str, list[int]]:
+    """How a call was made, in words, and by which ranks; several if it was not made alike."""
+    operations = {call["operation"] for call in calls.values()}
+    alike = all(any(word in each for word in _ALIKE) for each in operations)
+    sized = alike and len({_size(call) for call in calls.values()}) > 1
+    # Stages of a pipeline are in different layers at the same call.
+    placed = "pp" not in group.axes and all(call["place"] for call in calls.values())
+    ways: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, call in calls.items():
+        words = call["operation"] + (f" of {_size(call)}" if sized else "")
+        ways[f"{words} {_place(call)}" if placed else words].append(rank)
+    return ways
+
+
+def _size(call: Mapping[str, Any]) -> str:
+    inputs = [" x ".join(map(str, shape)) or "1" for shape in call["sizes"][0]]
+    return f"{', '.join(inputs)} {', '.join(call['dtypes'])}"
+
+
+def _place(call: Mapping[str, Any]) -> str:
+    return f"{call['place']} of step {call['step']}" if call["step"] else call["place"]
+
+
+def _wait_words(wait: _Wait, by_rank: Mapping[int, Mapping[str, Any]]) -> str:
+    """Such as "ranks 4-5, 7 wait in layer 2's dispatch (ep group 4-7, 3 of 4 there)"."""
+    calls = [wait.group.calls[rank][wait.number] for rank in wait.waiting]
+    size = len(wait.group.ranks)
+    there = size - len(wait.absent) - len(wait.silent)
+    failed = next((by_rank[rank]["error"] for rank in wait.waiting if by_rank[rank]["error"]), "")
+    verb = "waits" if len(wait.waiting) == 1 else "wait"
+    words = f"{_ranks(wait.waiting)} {verb} {calls[0]['place'] or 'in a collective'}"
+    words += f" ({calls[0]['operation']}, {wait.group.words}, {there} of {size} there)"
+    return f"{words}: {failed}" if failed else words
+
+
+def _absent_words(wait: _Wait, outside: Mapping[int, Mapping[str, Any]]) -> str:
+    """Such as "; rank 6 is in the loader (titan_moe/data/loader.py:52 in next_step)"."""
+    lines = _places({rank: outside[rank] for rank in wait.absent if rank in outside})
+    if chained := [rank for rank in wait.absent if rank not in outside]:
+        lines.append(f"{_ranks(chained)} waits elsewhere")
+    if wait.silent:
+        lines.append(f"{_ranks(wait.silent)} {_silence(wait.silent)}")
+    return "".join(f"; {line}" for line in lines)
+
+
+def _chain_words(wait: _Wait) -> str:
+    if not wait.absent:
+        return "; all have called it alike: the backend does not end it"
+    return f"; {_ranks(wait.absent)} {'waits' if len(wait.absent) == 1 else 'wait'} elsewhere"
+
+
+def _places(outside: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Where ranks are that wait in no collective; those at the same place in one line."""
+    places: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, record in outside.items():
+        places[_where(record)].append(rank)
+    return [
+        f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}"
+        for place, ranks in places.items()
+    ]
+
+
+def _where(record: Mapping[str, Any]) -> str:
+    """The position; the innermost line of our own in the main thread's stack, and what it runs."""
+    stack = record["stack"] or ["no Python frame"]
+    own = [frame for frame in stack if frame.startswith(_PACKAGE)] or stack[-1:]
+    within = "" if own[-1] == stack[-1] else f", within it {stack[-1].rpartition('/')[2]}"
+    return f"{record['place']} ({own[-1]}{within})"
+
+
+def _silence(ranks: Sequence[int]) -> str:
+    verb = "does" if len(ranks) == 1 else "do"
+    return f"{verb} not answer (stopped, killed, or Python is held)"

@@ -1,0 +1,124 @@
+"""Where this rank is in its run: step, phase, layer and region, with the times of its moves.
+
+A flight recorder keeps when each collective was called. Looked up here by that time, the call gets
+the words of our code ("layer 2's dispatch"), and the collective itself pays nothing for them.
+Halves of an overlapped pair of a pipeline's microbatches take turns, and share one position.
+"""
+
+import time
+from bisect import bisect_right
+from collections import deque
+from typing import Any, NamedTuple
+
+_MOVES = 8192
+_PHASES = {
+    "start": "starting",
+    "data": "in the loader",
+    "validation": "the validation",
+    "checkpoint": "saving a checkpoint",
+    "reshard": "moving to another layout",
+}
+_REGIONS = {
+    "grad_norm": "the gradient norm",
+    "optimizer": "the optimizer",
+    "embedding": "the embedding",
+    "loss": "the loss",
+}
+
+
+class Move(NamedTuple):
+    """What a rank was doing from an instant on."""
+
+    time_ns: int
+    """Since the epoch."""
+    step: int
+    phase: str
+    """Of `metrics.run_log.Phases`; "start" before the first, "" between two."""
+    layer: str
+    """Such as "layer 2" or "layer 2's backward"; "" outside the layers."""
+    region: str
+    """Of `profiling.regions.REGIONS`; "" outside all of them."""
+
+    def words(self) -> str:
+        """Such as "in layer 2's dispatch"."""
+        if self.phase not in ("step", "validation"):
+            return _PHASES.get(self.phase, "between two phases of a step")
+        if self.region in _REGIONS:
+            return f"in {_REGIONS[self.region]}"
+        if self.layer.endswith("backward"):
+            return f"in {self.layer}" + (f" ({self.region})" if self.region else "")
+        if self.layer and self.region:
+            return f"in {self.layer}'s {self.region}"
+        return f"in {self.layer or self.region or _PHASES.get(self.phase, 'the step')}"
+
+
+class Position:
+    """The present position of this process, and the last moves that led there."""
+
+    def __init__(self) -> None:
+        self._step, self._phase, self._layer, self._region = 0, "start", "", ""
+        self._moves: deque[Move] = deque(maxlen=_MOVES)
+        self._note()
+
+    @property
+    def region(self) -> str:
+        return self._region
+
+    def begin_step(self, step: int) -> None:
+        self._step = step
+        self._note()
+
+    def enter_phase(self, phase: str) -> None:
+        """A phase has no layer and no region yet."""
+        self._phase, self._layer, self._region = phase, "", ""
+        self._note()
+
+    def enter_layer(self, layer: str) -> None:
+        self._layer = layer
+        self._note()
+
+    def enter_region(self, region: str) -> None:
+        self._region = region
+        self._note()
+
+    def moves(self) -> list[Move]:
+        """The last ones, oldest first; also while another thread moves on."""
+        # A deque's own copy runs no Python code, so that no other thread can change it meanwhile.
+        return list(self._moves.copy())
+
+    def last(self) -> Move:
+        return self._moves[-1]
+
+    def _note(self) -> None:
+        fields = (time.time_ns(), self._step, self._phase, self._layer, self._region)
+        self._moves.append(Move._make(fields))
+
+
+POSITION = Position()
+"""Of this process: one rank is one process."""
+
+
+def at(moves: list[Move], time_ns: int) -> Move | None:
+    """The move that an instant belongs to; None before the first."""
+    index = bisect_right(moves, time_ns, key=lambda move: move.time_ns)
+    return moves[index - 1] if index else None
+
+
+class Inside:
+    """`with Inside("dispatch"):` the region while its block runs.
+
+    After an exception the position stays where that was raised.
+    """
+
+    __slots__ = ("_name", "_outer")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._outer = POSITION.region
+        POSITION.enter_region(self._name)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            POSITION.enter_region(self._outer)
