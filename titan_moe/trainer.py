@@ -124,7 +124,8 @@ class Trainer:
         self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), group)
         device = self.process.device
         self.train_step = TrainStep(sharded, self.optimizer, job.training, device=device)
-        self.replicas = ReplicaCheck(sharded, self.optimizer, job.metrics.replica_check_freq)
+        freq = job.metrics.replica_check_freq
+        self.replicas = ReplicaCheck(sharded.parts, sharded.config, self.optimizer, freq)
         moe = sharded.config.moe
         self.checkpointer = Checkpointer(
             job.checkpoint,
