@@ -11,8 +11,9 @@ from torch import Tensor, int32, int64
 
 _TOKENS = 128
 """Of a program."""
-_TILE = 2048
-"""Elements of [tokens, bins] that a program holds at a time: with 64 for each thread it spilled."""
+_TILE, _TILE_OF_COPIES = 2048, 512
+"""Elements of [tokens, bins] that a program holds at a time: with more, sm_90 spills; where ranks
+are bins, with 1024 at 8 choices and 64 ranks."""
 
 
 def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:
@@ -82,7 +83,7 @@ def place_copies(
             NUM_BINS=num_ranks,
             MOST=most,
             MOST_HERE=min(top_k, num_local),
-            **_tile(num_ranks),
+            **_tile(num_ranks, _TILE_OF_COPIES),
         )
     return source_R, rows_TK, row_N
 
@@ -100,14 +101,14 @@ def _counted(experts_TK: Tensor, *, num_local: int, num_bins: int, once: bool) -
             NUM_LOCAL=num_local,
             NUM_BINS=num_bins,
             ONCE=once,
-            **_tile(num_bins),
+            **_tile(num_bins, _TILE_OF_COPIES if once else _TILE),
         )
     return counts_BE
 
 
-def _tile(num_bins: int) -> dict[str, int]:
+def _tile(num_bins: int, size: int = _TILE) -> dict[str, int]:
     bins = triton.next_power_of_2(num_bins)
-    return {"BINS": bins, "CHUNK": min(max(_TILE // bins, 1), _TOKENS), "TOKENS": _TOKENS}
+    return {"BINS": bins, "CHUNK": min(max(size // bins, 1), _TOKENS), "TOKENS": _TOKENS}
 
 
 @triton.jit
