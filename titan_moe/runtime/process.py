@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from titan_moe.config.job_config import Comm, Debug
 from titan_moe.runtime.device import backend_for, pick_device
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.launch import Launch, count_gpus, cpu_threads
+from titan_moe.runtime.launch import Launch, attempt_number, count_gpus, cpu_threads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +44,14 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in environment:
         torch.set_num_threads(cpu_threads(launch.local_world_size))
-    alone = launch.world_size == 1 and "MASTER_ADDR" not in environment
+    timeout = timedelta(seconds=comm.init_timeout_seconds)
     try:
         # No device_id, even to make communicators eagerly: it makes NCCL split the world's, which
         # groups created on their members alone (use_local_synchronization) cannot do.
         dist.init_process_group(
             backend_for(device),
-            timeout=timedelta(seconds=comm.init_timeout_seconds),
-            store=dist.HashStore() if alone else None,
+            timeout=timeout,
+            store=_store(launch, timeout, environment),
             rank=launch.rank,
             world_size=launch.world_size,
         )
@@ -62,6 +62,15 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
         raise RunError(f"rank {launch.rank} cannot join the process group: {reason}") from error
     yield Process(**asdict(launch), device=device)
     dist.destroy_process_group()
+
+
+def _store(launch: Launch, timeout: timedelta, environment: Mapping[str, str]) -> dist.Store:
+    """Where the ranks meet. torchrun's store outlives an attempt of its: without names of its own
+    for each, a rank could meet the address of one that has died."""
+    if launch.world_size == 1 and "MASTER_ADDR" not in environment:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore(f"attempt-{attempt_number(environment)}", store)
 
 
 def set_timeouts(seconds: int, groups: Iterable[dist.ProcessGroup | None]) -> None:
