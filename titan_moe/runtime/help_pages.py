@@ -27,6 +27,7 @@ _PAGES = tuple(
         (r"ranks hold different values", _TROUBLE + "replicas-differ"),
         (r"checkpoint's data position", _TROUBLE + "checkpoint-refuses-the-data-position"),
         (r"holds the model only", _TROUBLE + "only-the-model-is-in-the-checkpoint"),
+        (r"--max-restarts|^training\.max_seconds", _TROUBLE + "restarts-are-refused"),
         (r"^checkpoint .* does not fit the model", _TROUBLE + "checkpoint-does-not-fit-the-model"),
         (r"text_column=", _TROUBLE + "no-text-column"),
         (r" ran out: ", _TROUBLE + "the-data-ran-out"),
