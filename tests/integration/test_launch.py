@@ -241,7 +241,8 @@ def test_a_rank_that_is_terminated_ends_the_run_unsaved(tmp_path: Path) -> None:
     (rank_1,) = [pid for pid in _pids(tmp_path) if _variable(pid, "RANK") == "1"]
     os.kill(rank_1, signal.SIGTERM)
     words, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 143, words
+    # 1 if the other rank saw the connection break before torchrun ended it.
+    assert process.returncode in (1, 143), words
     assert not (tmp_path / "checkpoint").exists() and not _pids(tmp_path)
 
 

@@ -10,7 +10,7 @@ from titan_moe.runtime.stopping import StopWatch, has_stopped, request_stop
 
 
 def test_the_first_rank_of_a_node_reads_the_request_and_answers(tmp_path: Path) -> None:
-    environment = {"TITAN_MOE_FAILURES": str(tmp_path), "TORCHELASTIC_RESTART_COUNT": "1"}
+    environment = {"TITAN_MOE_FAILURES": str(tmp_path), "TORCHELASTIC_RESTART_COUNT": "2"}
     first, second = (
         StopWatch(0, Launch(rank=4 + rank, local_rank=rank), environment) for rank in range(2)
     )
