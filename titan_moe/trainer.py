@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.checkpoint.checkpointer import Checkpointer, step_to_go_on_from
+from titan_moe.checkpoint.replicas import ReplicaCheck
 from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
 from titan_moe.checkpoint.train_state import get_random_state, set_random_state
 from titan_moe.config.checks.job import check_reshard
@@ -124,6 +125,8 @@ class Trainer:
         self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), group)
         device, stop = self.process.device, self.stop_watch.asks
         self.train_step = TrainStep(sharded, self.optimizer, job.training, device=device, stop=stop)
+        freq = job.metrics.replica_check_freq
+        self.replicas = ReplicaCheck(sharded.parts, sharded.config, self.optimizer, freq)
         moe = sharded.config.moe
         self.checkpointer = Checkpointer(
             job.checkpoint,
@@ -152,9 +155,7 @@ class Trainer:
             self._say(
                 "%s is at step %d of training.steps=%d already: raise training.steps to go on, or "
                 "choose another job.dump_folder",
-                self.checkpointer.folder,
-                self.progress.step,
-                steps,
+                *(self.checkpointer.folder, self.progress.step, steps),
             )
             return False
         self.checkpointer.check_export(steps)
@@ -297,6 +298,7 @@ class Trainer:
             validation_loss=validation_loss,
         )
         with phases("checkpoint"), self.stop_watch.saving():
+            self.replicas(step)
             self.checkpointer.maybe_save(step, self._state(), last=step == training.steps)
         return result.stop and step < training.steps and self.job.checkpoint.keeps_state
 
