@@ -11,8 +11,13 @@
 # NNODES         machines                     (1)
 # NODE_RANK      this machine's number; number 0 hosts the meeting point  (0)
 # RDZV_ENDPOINT  host:port of machine 0, where all machines meet
+# MAX_RESTARTS   how often all ranks start again, from the latest checkpoint, after one failed  (0)
 #
-# Exit codes: 2 for a configuration that cannot run, 1 for a run that failed.
+# With checkpoints, SIGTERM and SIGUSR1 ask the run to stop after the present step, saved. A second
+# SIGTERM ends it at once.
+#
+# Exit codes: 0 for the last step, 75 for a run that stopped before it, saved: start it again; 2 for
+# a configuration that cannot run, 1 for a run that failed, 130 and 143 for one that was interrupted.
 set -euo pipefail
 trap 'exit 130' INT
 trap 'exit 143' TERM
@@ -29,7 +34,7 @@ case " $* " in
     *" --help "* | *" -h "*) exec "$PYTHON" -m titan_moe train --help ;;
 esac
 
-for name in NGPU NNODES NODE_RANK; do
+for name in NGPU NNODES NODE_RANK MAX_RESTARTS; do
     if [[ -n ${!name:-} && ! ${!name} =~ ^[0-9]+$ ]]; then
         echo "error: $name=${!name} must be a whole number" >&2
         exit 2
@@ -37,8 +42,8 @@ for name in NGPU NNODES NODE_RANK; do
 done
 nodes=${NNODES:-1}
 
-# Ctrl-C is ignored until Python can answer it.
-trap '' INT
+# Ctrl-C and SIGUSR1 are ignored until Python can answer them.
+trap '' INT USR1
 exec "$PYTHON" -m titan_moe train --config "${CONFIG_FILE:-$repo/configs/debug/default.toml}" \
     ${NGPU:+--ranks "$((NGPU * nodes))"} --nodes "$nodes" --node-rank "${NODE_RANK:-0}" \
-    --endpoint "${RDZV_ENDPOINT:-}" "$@"
+    --endpoint "${RDZV_ENDPOINT:-}" --max-restarts "${MAX_RESTARTS:-0}" "$@"

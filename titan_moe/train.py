@@ -1,6 +1,8 @@
 """Read the configuration, check it, and only then import torch and train.
 
-Exit codes: 0; 2 for a configuration that cannot run; 1 for a run that failed.
+Exit codes: 0; 2 for a configuration that cannot run; 1 for a run that failed; 75 for a run without
+torchrun that stopped at training.max_seconds, saved. torchrun takes 0 alone for a good end: to it a
+stop is that, and its launcher makes the 75.
 """
 
 import errno
@@ -23,31 +25,32 @@ from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel, as_record, export_problems, model_of_job
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import report
-from titan_moe.runtime.launch import Launch, count_gpus
+from titan_moe.runtime.launch import Launch, attempt_number, count_gpus
 from titan_moe.runtime.log import start_logging
 from titan_moe.runtime.run_lock import RunLock
+from titan_moe.runtime.stopping import STOPPED, attempt_folder
 
 logger = logging.getLogger(__name__)
 
-_FAILURES = "TITAN_MOE_FAILURES"
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def main(argv: list[str], environment: Mapping[str, str]) -> int:
     """Train, and return the exit code; what went wrong is reported, never raised."""
     launch = Launch.from_environment(environment)
+    records: Path | None = None
     try:
-        _run(argv, environment, launch)
+        records = attempt_folder(environment)
+        stopped = _run(argv, environment, launch, records)
     except SystemExit:  # --help
         raise
     except BaseException as error:  # DCP's CheckpointException is no Exception.
         lines, exit_code, expected = _explain(error, launch.rank)
         if not expected:
             traceback.print_exc()
-        folder = environment.get(_FAILURES, "")
-        report(launch.rank, lines, exit_code, expected=expected, to=folder)
+        report(launch.rank, lines, exit_code, expected=expected, to=records)
         return exit_code
-    return 0
+    return STOPPED if stopped and "RANK" not in environment else 0
 
 
 def prepare(
@@ -99,7 +102,10 @@ def check_all(
     return job, notes
 
 
-def _run(argv: list[str], environment: Mapping[str, str], launch: Launch) -> None:
+def _run(
+    argv: list[str], environment: Mapping[str, str], launch: Launch, records: Path | None
+) -> bool:
+    """Returns whether the run stopped before its last step, saved. `records`: of failures."""
     job, notes = read_job(argv)
     job, model = prepare_job(job, launch.world_size, environment)
     color = not job.metrics.disable_color_printing
@@ -107,6 +113,8 @@ def _run(argv: list[str], environment: Mapping[str, str], launch: Launch) -> Non
     if launch.rank == 0:
         # Before torch, whose import takes seconds.
         logger.info("%s on %d rank(s): starting", flavor(job), launch.world_size)
+        if number := attempt_number(environment):
+            logger.warning("restart %d of this run, after a failure", number)
     for note in notes:
         logger.info(note)
 
@@ -121,11 +129,11 @@ def _run(argv: list[str], environment: Mapping[str, str], launch: Launch) -> Non
     reports = folder / job.comm.save_traces_folder
     with (
         process_group(launch, job.comm, environment) as process,
-        watch_for_hangs(process, job.comm, reports, environment.get(_FAILURES, "")),
+        watch_for_hangs(process, job.comm, reports, records),
         _only_run(folder, is_main=process.is_main),
     ):
         _check_folder(job, model)
-        train(job, model, process)
+        return train(job, model, process)
 
 
 @contextmanager

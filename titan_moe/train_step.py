@@ -5,7 +5,7 @@ by the global number of target tokens of the step ends it. No other divisor exis
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -46,12 +46,19 @@ class StepResult:
     """What only a log reads, by its name there; None if the step is not logged. See
     `metrics.step_metrics`; "data" is the sum of the CRC32 of the global batch's sequences: which
     data the step saw, in any order."""
+    stop: bool = False
+    """A rank asks to stop after this step."""
     parameter_norms: dict[str, list[float]] | None = None
     """Norms of all parameters' gradients before clipping, each expert's apart, if asked for."""
 
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+# A request to stop travels as so many target tokens: the all-reduce keeps its size, and with it the
+# order of its sums. Both numbers stay exact below 2^53.
+_STOP = 2**40
 
 
 class Observer(Protocol):
@@ -77,7 +84,9 @@ class TrainStep:
         training: Training,
         *,
         device: torch.device,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`stop`: whether this rank asks to stop after a step; called once in each."""
         dims = sharded.meshes.dims
         self._sharded = sharded
         self._optimizer = optimizer
@@ -102,6 +111,7 @@ class TrainStep:
         self._ranks_per_stage = dims.world_size // dims.pp
         self._parameter_norms = grad_norm.ParameterNorms(sharded.names, self._num_experts)
         self._device = device
+        self._stop = stop
 
     def __call__(
         self,
@@ -170,9 +180,10 @@ class TrainStep:
     ) -> StepResult:
         """What the update needs to know, and in the same all-reduce what a log wants."""
         squares = grad_norm.sum_of_squares(self._counted, self._ranks_per_stage)
+        num_targets = sum(num_local_targets(batch, self._sharded) for batch in batches)
         terms = {
             "loss": loss_sum,
-            "num_targets": self._number(sum(num_local_targets(b, self._sharded) for b in batches)),
+            "num_targets": self._number(num_targets + _STOP * self._stop()),
             "squares": squares.to(self._device),
         }
         if self._all_moe_layers:
@@ -203,7 +214,7 @@ class TrainStep:
         # A maximum over ranks may drop a NaN; the sum of squares never does.
         if self._use_max and math.isfinite(norm):
             norm = self._max_of_grads()
-        num_targets = int(numbers["num_targets"])
+        requests, num_targets = divmod(int(numbers["num_targets"]), _STOP)
         divisor = max(num_targets, 1)
         result = StepResult(
             loss=numbers["loss"] / divisor,
@@ -211,6 +222,7 @@ class TrainStep:
             num_targets=num_targets,
             counts_LE=sums["counts_LE"].long() if self._all_moe_layers else None,
             rows_dropped=int(numbers.get("rows_dropped", 0)),
+            stop=requests > 0,
         )
         if "parameters" in sums:
             norms = self._parameter_norms.by_name(sums["parameters"], divisor)

@@ -1,6 +1,5 @@
 """The loop: what a run is, readable as prose."""
 
-import json
 import logging
 import math
 import os
@@ -16,7 +15,7 @@ from titan_moe.checkpoint.train_state import get_random_state, set_random_state
 from titan_moe.config.checks.job import check_reshard
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.parse import as_toml, resolve, save_job
+from titan_moe.config.parse import as_toml, resolve
 from titan_moe.config.stages import changes, job_of_step, stage_jobs
 from titan_moe.data.batch import Batch
 from titan_moe.data.step_reader import merge_states
@@ -29,8 +28,8 @@ from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
 from titan_moe.distributed.transfer import move
-from titan_moe.metrics.closing import next_steps, outcome
-from titan_moe.metrics.run_log import RunLog, run_facts
+from titan_moe.metrics.closing import closing_lines
+from titan_moe.metrics.run_log import RunLog, describe_run
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
 from titan_moe.models.stats import part_weights
@@ -41,7 +40,6 @@ from titan_moe.profiling.profiler import profiler
 from titan_moe.profiling.regions import region
 from titan_moe.routing.replay import RoutingTrace, open_trace
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.launch import count_gpus
 from titan_moe.runtime.lean_start import leave_compiler_out
 from titan_moe.runtime.position import POSITION
@@ -52,6 +50,7 @@ from titan_moe.runtime.process import (
     seed_everything,
     set_timeouts,
 )
+from titan_moe.runtime.stopping import StopWatch
 from titan_moe.train_data import TrainData
 from titan_moe.train_step import StepResult, TrainStep, overflow_line, validation_loss
 
@@ -87,6 +86,7 @@ class Trainer:
         """Of the whole run; `job` is that of its present stage."""
         if job.stages:
             job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)
+        self.stop_watch = StopWatch(job.training.max_seconds, process, os.environ)
         self._lay_out(job)
         self._prepare_updates()
         self.progress = Progress()
@@ -126,8 +126,8 @@ class Trainer:
         """What updates that model, and what saves both."""
         job, sharded, group = self.job, self.sharded, self.meshes.group
         self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), group)
-        device = self.process.device
-        self.train_step = TrainStep(sharded, self.optimizer, job.training, device=device)
+        device, stop = self.process.device, self.stop_watch.asks
+        self.train_step = TrainStep(sharded, self.optimizer, job.training, device=device, stop=stop)
         freq = job.metrics.replica_check_freq
         self.replicas = ReplicaCheck(sharded.parts, sharded.config, self.optimizer, freq)
         moe = sharded.config.moe
@@ -147,8 +147,9 @@ class Trainer:
         self.checkpointer.save(0, {})
         self._say("the initial weights are %s", self.checkpointer.folder / "step-0")
 
-    def train(self) -> None:
-        """Train to the last step; resumes where the run's own checkpoint ended."""
+    def train(self) -> bool:
+        """Train to the last step, or until asked to stop; resumes where the run's own checkpoint
+        ended. Returns whether it was stopped, saved."""
         self.data = TrainData(self.run_job, self.sharded.config, self.process)
         self.data.open(self.job, self.meshes.dims)
         self._resume()
@@ -157,19 +158,14 @@ class Trainer:
             self._say(
                 "%s is at step %d of training.steps=%d already: raise training.steps to go on, or "
                 "choose another job.dump_folder",
-                self.checkpointer.folder,
-                self.progress.step,
-                steps,
+                *(self.checkpointer.folder, self.progress.step, steps),
             )
-            return
+            return False
         self.checkpointer.check_export(steps)
         resume_step = self.progress.step
         self.routing = open_trace(self.job, self.sharded, self.process, resume_step=resume_step)
         if self.process.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            save_job(self.run_job, self.folder / "config.toml")
-            facts = run_facts(self.run_job, self.process, self.data.loader.identity)
-            write_whole(self.folder / "run.json", json.dumps(facts, indent=1))
+            describe_run(self.run_job, self.process, self.data.loader.identity)
         self.log = RunLog(self.run_job, self.sharded, self.process, resume_step=resume_step)
         if self.job.lr_scheduler.warmup_steps >= steps:
             warmup = self.job.lr_scheduler.warmup_steps
@@ -180,18 +176,27 @@ class Trainer:
             for step in range(resume_step + 1, steps + 1):
                 if stages.get(step, self.job) != self.job:
                     self._begin_stage(stages[step])
-                self._step(step)
+                stop = self._step(step)
                 if not self._ran:
-                    self._say_compiled()
+                    if self.job.compile.enable:
+                        compiled = compiled_so_far()
+                        self._say("torch.compile: %d graphs, %d breaks, %.1f s", *compiled)
                     set_timeouts(self.job.comm.train_timeout_seconds, self.meshes.all_groups())
                     self._ran = True
                 garbage.step(step)
                 profile.step()
+                if stop:
+                    break
+        if stopped := self.progress.step < steps:
+            if self.checkpointer.last_step != self.progress.step:
+                self.checkpointer.save(self.progress.step, self._state())
+            self.stop_watch.answer()
         self.data.close()
-        self.log.close(*loss_unit(self.data.tokenizer))
+        self.log.close(*loss_unit(self.data.tokenizer), draws=not stopped)
         if self.routing is not None:
             self.routing.close()
         self._say_goodbye()
+        return stopped
 
     def _begin_stage(self, job: JobConfig) -> None:
         first = self.progress.step + 1
@@ -250,7 +255,8 @@ class Trainer:
         self.checkpointer.last_step = last_step
         return moved.total + moved_too.total
 
-    def _step(self, step: int) -> None:
+    def _step(self, step: int) -> bool:
+        """Returns whether all ranks are to stop before the last step."""
         phases, training = self.log.phases, self.job.training
         before = self._state()
         POSITION.begin_step(step)
@@ -296,9 +302,10 @@ class Trainer:
             validation_loss=validation_loss,
             bad_documents=self.data.count_bad_documents(step) if logged else 0,
         )
-        with phases("checkpoint"):
+        with phases("checkpoint"), self.stop_watch.saving():
             self.replicas(step)
             self.checkpointer.maybe_save(step, self._state(), last=step == training.steps)
+        return result.stop and step < training.steps and self.job.checkpoint.keeps_state
 
     def _capture(self, step: int) -> StepCapture:
         training = self.job.training
@@ -366,39 +373,31 @@ class Trainer:
             raise RunError(f"validation after step {step}: {line}; {kept}")
         return loss
 
-    def _say_compiled(self) -> None:
-        if self.job.compile.enable:
-            graphs, breaks, seconds = compiled_so_far()
-            self._say("torch.compile: %d graphs, %d breaks, %.1f s", graphs, breaks, seconds)
-
     def _say(self, line: str, *values: object) -> None:
         if self.process.is_main:
             logger.info(line, *values)
 
     def _say_goodbye(self) -> None:
         """How it went, where everything is, and what to do next."""
-        self._say(outcome(self.progress.step, *self.losses, *loss_unit(self.data.tokenizer)))
-        self._say("metrics %s", self.folder / "metrics.jsonl")
-        self._say("curves  %s", self.folder / "curves.png")
-        last, checkpoint = self.checkpointer.last_step, self.job.checkpoint
-        if last is not None:
-            self._say("checkpoints %s", self.checkpointer.folder)
-        following = next_steps(
+        for line in closing_lines(
+            self.job.training,
+            self.job.checkpoint,
             self.folder,
-            checkpoint=None if last is None else self.checkpointer.folder / f"step-{last}",
-            resumable=not checkpoint.last_save_model_only,
-            steps=self.job.training.steps,
-            prompt="def " if self.job.training.dataset == "stdlib" else "The",
+            step=self.progress.step,
+            losses=self.losses,
+            unit=loss_unit(self.data.tokenizer),
+            last_saved=self.checkpointer.last_step,
             launch=self.process,
             environment=os.environ,
-        )
-        self._say("%s", following)
+        ):
+            self._say("%s", line)
 
 
-def train(job: JobConfig, model_config: ModelConfig, process: Process) -> None:
-    """Run a resolved job on this rank: write its seed checkpoint, or train it."""
+def train(job: JobConfig, model_config: ModelConfig, process: Process) -> bool:
+    """Run a resolved job on this rank: write its seed checkpoint, or train it. Returns whether it
+    stopped before its last step, saved."""
     trainer = Trainer(job, model_config, process)
     if job.checkpoint.create_seed_checkpoint:
         trainer.create_seed_checkpoint()
-    else:
-        trainer.train()
+        return False
+    return trainer.train()

@@ -15,6 +15,7 @@ import pytest
 from tests.support.launching import command, environment, run_train
 from tests.support.paths import REPO
 from tests.support.tiers import tiered
+from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.testing.process_pool import TIMEOUT_S
 
 _ENDLESS = 100_000
@@ -70,32 +71,60 @@ def test_two_nodes_meet(tmp_path: Path) -> None:
 def test_slurm_starts_run_train_once_per_node(tmp_path: Path) -> None:
     """On stand-ins for Slurm's commands: srun runs its command once for each of two nodes."""
     programs = {
-        "scontrol": 'printf "%s\\n" node7 node8',
         "srun": '[[ "$1 $2" == "--nodes=2 --ntasks=2" ]] || exit 1; '
         'while [[ $1 == --* ]]; do echo "$1" >> options; shift; done; '
         'for SLURM_PROCID in 0 1; do export SLURM_PROCID; "$@"; done',
         "run_train.sh": 'echo "$NNODES $NODE_RANK $RDZV_ENDPOINT $*"',
     }
-    for name, script in programs.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
-        (tmp_path / name).chmod(0o755)
+    started = _slurm(tmp_path, programs, "--training.steps", "3")
+    lines = [f"2 {node} node7:29500 --training.steps 3" for node in range(2)]
+    assert started.stdout.splitlines() == lines, started.stderr
+    assert started.returncode == 0
+    options = (tmp_path / "options").read_text().split()
+    assert {"--cpus-per-task=104", "--gpus-per-node=h100:4", "--cpu-bind=none"} <= set(options)
+
+
+@pytest.mark.parametrize(
+    ("run_train", "code", "requeued"),
+    [
+        ('touch "$TITAN_MOE_STOPPED"; exit 75', 75, True),
+        ('touch "$TITAN_MOE_STOPPED"; exit 137', 75, True),  # Ended by srun once the first had.
+        ("exit 75", 75, False),
+        ("exit 1", 1, False),
+    ],
+)
+def test_slurm_queues_a_run_that_stopped_saved_again(
+    tmp_path: Path, run_train: str, code: int, requeued: bool
+) -> None:
+    programs = {
+        "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 "$@"',
+        "run_train.sh": run_train,
+    }
+    ended = _slurm(tmp_path, programs)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout.splitlines() == ["requeue 99"] * requeued
+    assert not list(tmp_path.glob("*.stopped"))
+
+
+def _slurm(folder: Path, programs: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    scontrol = 'if [[ $1 == show ]]; then printf "%s\\n" node7 node8; else echo "$@"; fi'
+    for name, script in (programs | {"scontrol": scontrol}).items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (folder / name).chmod(0o755)
     slurm = {
-        "SLURM_SUBMIT_DIR": tmp_path,
+        "SLURM_SUBMIT_DIR": folder,
+        "SLURM_JOB_ID": 99,
         "SLURM_JOB_NUM_NODES": 2,
         "SLURM_JOB_NODELIST": "node[7-8]",
         "SLURM_CPUS_ON_NODE": 104,
         "SLURM_GPUS_PER_NODE": "h100:4",
     }
-    started = subprocess.run(
-        [REPO / "scripts" / "slurm_train.sh", "--training.steps", "3"],
-        env=environment(**slurm, PATH=f"{tmp_path}:{os.environ['PATH']}"),
+    return subprocess.run(
+        [REPO / "scripts" / "slurm_train.sh", *words],
+        env=environment(**slurm, PATH=f"{folder}:{os.environ['PATH']}"),
         capture_output=True,
         text=True,
     )
-    lines = [f"2 {node} node7:29500 --training.steps 3" for node in range(2)]
-    assert started.stdout.splitlines() == lines, started.stderr
-    options = (tmp_path / "options").read_text().split()
-    assert {"--cpus-per-task=104", "--gpus-per-node=h100:4", "--cpu-bind=none"} <= set(options)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +166,87 @@ def test_a_signal_ends_all_ranks_and_says_where_the_files_are(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_a_job_saves_and_another_number_of_ranks_goes_on(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    process = _start_endless(tmp_path, checkpoint__enable="true")
+    os.killpg(process.pid, number)
+    words, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 75, words
+    assert not _pids(tmp_path)
+    (saved,) = (tmp_path / "checkpoint").iterdir()
+    step = int(saved.name.removeprefix("step-"))
+    assert f"CONFIG_FILE={tmp_path}/config.toml" in words
+    more = subprocess.run(
+        [REPO / "run_train.sh", "--training.steps", str(step + 2)],
+        env=environment(NGPU=1, CONFIG_FILE=tmp_path / "config.toml"),
+        capture_output=True,
+        text=True,
+    )
+    assert more.returncode == 0, more.stderr
+    assert f"going on after step {step}" in more.stdout
+    assert _steps(tmp_path) == list(range(1, step + 3))
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_node_stops_all_at_the_same_step(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        endpoint = f"localhost:{probe.getsockname()[1]}"
+    nodes = [
+        _start_endless(
+            tmp_path,
+            {"NNODES": 2, "NODE_RANK": node, "RDZV_ENDPOINT": endpoint, "NGPU": 1},
+            waits=bool(node),
+            checkpoint__enable="true",
+        )
+        for node in range(2)
+    ]
+    nodes[1].send_signal(signal.SIGUSR1)
+    words = [node.communicate(timeout=TIMEOUT_S)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [75, 75], words
+    assert len(list((tmp_path / "checkpoint").iterdir())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_costs_a_restart_and_the_steps_since_the_checkpoint(
+    tmp_path: Path, rank: int
+) -> None:
+    process = _start_endless(
+        tmp_path,
+        {"MAX_RESTARTS": 1},
+        checkpoint__enable="true",
+        checkpoint__interval=2,
+        checkpoint__keep_latest_k=2,
+    )
+    for attempt in range(2):
+        _wait_for(process, tmp_path / f"checkpoint/step-{2 + 4 * attempt}")
+        (pid,) = [pid for pid in _pids(tmp_path) if _variable(pid, "RANK") == str(rank)]
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+    words, _ = process.communicate(timeout=TIMEOUT_S)
+    assert time.monotonic() - killed < 30
+    assert process.returncode == 137, words
+    assert words.splitlines()[-1].startswith(f"error: rank {rank} was killed by SIGKILL")
+    assert words.count("going on after step") == 1 and not _pids(tmp_path)
+    steps = _steps(tmp_path)
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 6
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_terminated_ends_the_run_unsaved(tmp_path: Path) -> None:
+    process = _start_endless(tmp_path, checkpoint__enable="true")
+    (rank_1,) = [pid for pid in _pids(tmp_path) if _variable(pid, "RANK") == "1"]
+    os.kill(rank_1, signal.SIGTERM)
+    words, _ = process.communicate(timeout=TIMEOUT_S)
+    # 1 if the other rank saw the connection break before torchrun ended it.
+    assert process.returncode in (1, 143), words
+    assert not (tmp_path / "checkpoint").exists() and not _pids(tmp_path)
+
+
+@pytest.mark.slow
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     process = _start_endless(tmp_path)
     (rank_1,) = [pid for pid in _pids(tmp_path) if _variable(pid, "RANK") == "1"]
@@ -166,11 +276,14 @@ def test_a_rank_that_stops_is_named_and_ends_the_run(tmp_path: Path) -> None:
     assert not _pids(tmp_path)
 
 
-def _start_endless(folder: Path, **overrides: Any) -> subprocess.Popen[str]:
-    """A run of two ranks that has taken its first step, in a process group of its own."""
+def _start_endless(
+    folder: Path, variables: dict[str, Any] | None = None, *, waits: bool = True, **overrides: Any
+) -> subprocess.Popen[str]:
+    """A run of two ranks in a process group of its own; if it `waits`, one that has taken its first
+    step."""
     process = subprocess.Popen(
         command(folder, training__steps=_ENDLESS, **overrides),
-        env=environment(NGPU=2),
+        env=environment(**{"NGPU": 2, **(variables or {})}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -178,12 +291,20 @@ def _start_endless(folder: Path, **overrides: Any) -> subprocess.Popen[str]:
         # Tests started in the background of a shell inherit that SIGINT is ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    metrics = folder / "metrics.jsonl"
+    if waits:
+        _wait_for(process, folder / "metrics.jsonl")
+    return process
+
+
+def _wait_for(process: subprocess.Popen[str], path: Path) -> None:
     deadline = time.monotonic() + TIMEOUT_S
-    while not (metrics.exists() and metrics.stat().st_size):
+    while not (path.exists() and path.stat().st_size):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.1)
-    return process
+
+
+def _steps(folder: Path) -> list[int]:
+    return [line["step"] for line in read_json_lines(folder / "metrics.jsonl")]
 
 
 def _pids(folder: Path) -> list[int]:

@@ -84,6 +84,35 @@ def test_a_killed_rank_costs_steps_but_changes_nothing(
     assert_same_run(tmp_path, undisturbed)
 
 
+def asked(job: JobConfig, rank: int, step: int) -> bool:
+    """Train with a rank whose launcher leaves a request during a step."""
+    import torch.distributed as dist
+
+    from titan_moe.runtime.stopping import StopWatch
+
+    steps = iter(range(1, STEPS + 1))
+    if dist.get_rank() == rank:
+        StopWatch.asks = lambda self: next(steps) >= step
+    return train_here(job)
+
+
+def test_all_ranks_stop_after_the_step_in_which_one_asks(tmp_path: Path, undisturbed: Path):
+    job = make_job(tmp_path, parallelism={"expert_parallel_degree": 2})
+    assert run_on_ranks(asked, 2, job, 1, 7) == [True, True]
+    assert [line[0] for line in figures(tmp_path)] == list(range(1, 8))
+    kept = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
+    assert kept == ["step-5", "step-7"]
+    assert run_on_ranks(train_here, 2, job) == [False, False]
+    assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_request_in_the_last_step_or_without_checkpoints_changes_nothing(tmp_path: Path):
+    assert run_on_ranks(asked, 1, make_job(tmp_path / "last"), 0, STEPS) == [False]
+    job = make_job(tmp_path / "none", checkpoint={"enable": False})
+    assert run_on_ranks(asked, 1, job, 0, 1) == [False]
+
+
 # Ranks, and how they are laid out.
 SEEDED = [
     (1, {}),

@@ -33,8 +33,11 @@ def make_job(folder: Path, *, steps: int = STEPS, dtype: str = "float32", **tabl
     )
 
 
-def train_here(job: JobConfig, *, disturb: bool = False, kill: tuple[str, int] | None = None):
-    """Train on this rank; `disturb` starts from other random states and a warm thread pool."""
+def train_here(
+    job: JobConfig, *, disturb: bool = False, kill: tuple[str, int] | None = None
+) -> bool:
+    """Train on this rank; `disturb` starts from other random states and a warm thread pool. Returns
+    whether the run stopped before its last step, saved."""
     import torch
     import torch.distributed as dist
 
@@ -51,7 +54,7 @@ def train_here(job: JobConfig, *, disturb: bool = False, kill: tuple[str, int] |
         _plant_kill(*kill)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     process = Process(rank=rank, world_size=world_size, device=torch.device("cpu"))
-    train(job, model_of_job(job.model), process)
+    return train(job, model_of_job(job.model), process)
 
 
 def _plant_kill(where: str, rank: int) -> None:

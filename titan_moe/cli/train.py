@@ -12,7 +12,12 @@ run failed. On several machines --ranks counts the ranks of all, and each machin
 --node-rank I --endpoint HOST:PORT, an address of machine 0. ./run_train.sh of a checkout is this
 command in the environment that it makes.
 
-Exit codes: 0; 1 a run that failed; 2 a configuration that cannot run; 130 or 143 interrupted.
+SIGTERM and SIGUSR1 ask a run with checkpoints to stop after the present step, saved; a second
+SIGTERM ends it at once. --max-restarts N starts all ranks again, from the latest checkpoint, up to
+N times after one has failed.
+
+Exit codes: 0; 1 a run that failed; 2 a configuration that cannot run; 75 stopped before the last
+step and saved, by a signal or training.max_seconds: start it again; 130 or 143 interrupted.
 """
 
 import argparse
@@ -30,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=positive, default=1, help="machines; default: 1")
     parser.add_argument("--node-rank", type=int, default=0, help="this machine's number")
     parser.add_argument("--endpoint", default="", help="HOST:PORT where machines meet")
+    parser.add_argument("--max-restarts", type=int, default=0, help="after failures; default: 0")
 
 
 def run(options: argparse.Namespace) -> Answer:
@@ -57,7 +63,7 @@ def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
     from titan_moe.runtime.torchrun import Nodes, start_ranks
     from titan_moe.train import check_all
 
-    nodes = Nodes(options.nodes, options.node_rank, options.endpoint)
+    nodes = Nodes(options.nodes, options.node_rank, options.endpoint, options.max_restarts)
     if nodes.number > 1 and not nodes.endpoint:
         raise ConfigError(
             [
@@ -69,11 +75,20 @@ def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
     if sys.stdout.isatty():
         print(f"checking {options.config or 'the configuration'} and its data", flush=True)
     job, _ = check_all(arguments, ranks, nodes.number, os.environ)
+    saves = job.checkpoint.keeps_state
+    if nodes.max_restarts and not saves:
+        raise ConfigError(
+            [
+                f"--max-restarts {nodes.max_restarts} (MAX_RESTARTS of run_train.sh) goes on from "
+                "checkpoints: set checkpoint.enable=true and checkpoint.load_only=false"
+            ]
+        )
     return start_ranks(
         arguments,
         ranks=ranks // nodes.number,
         nodes=nodes,
         folder=Path(job.job.dump_folder),
+        stop_timeout_s=job.training.stop_timeout_seconds if saves else None,
         environment=os.environ,
     )
 

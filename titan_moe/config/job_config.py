@@ -273,6 +273,12 @@ class Training(Section):
     the update."""
     steps: PositiveInt = 10000
     """Optimizer steps of the run."""
+    max_seconds: NonNegativeInt = 0
+    """The run stops, saved, to go on later, before it has lasted so long (exit code 75); allows for
+    the longest step and save seen so far. 0: no limit."""
+    stop_timeout_seconds: PositiveInt = 300
+    """Longest time that a run may take to stop and save after SIGTERM or SIGUSR1; it is then ended
+    as it is."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (CUDA only)."""
     dtype: Literal["bfloat16", "float32", "float64"] = "float32"
@@ -454,6 +460,11 @@ class Checkpoint(Section):
     """Write the initial weights as step-0 and stop."""
     load_only: bool = False
     """Load, but never save."""
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a run can be stopped and resumed."""
+        return self.enable and not self.load_only and not self.create_seed_checkpoint
 
 
 class ActivationCheckpoint(Section):

@@ -2,13 +2,51 @@
 
 import math
 import shlex
-import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from titan_moe.runtime.launch import Launch, default_ranks
-from titan_moe.runtime.revision import CHECKOUT
+from titan_moe.config.job_config import Checkpoint, Training
+from titan_moe.runtime.command_lines import console, training_command
+from titan_moe.runtime.launch import Launch
+
+
+def closing_lines(
+    training: Training,
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    step: int,
+    losses: tuple[float, float | None],
+    unit: tuple[str, int],
+    last_saved: int | None,
+    launch: Launch,
+    environment: Mapping[str, str],
+) -> list[str]:
+    """How the run went, where everything is, and what one may do next.
+
+    Args:
+        folder: job.dump_folder, with the run's config.toml.
+        step: the last one taken.
+        losses, unit: as `outcome` takes them.
+        last_saved: step of the last checkpoint; None if there is none.
+    """
+    stopped, saves = step < training.steps, folder / checkpoint.folder
+    lines = [outcome(step, *losses, *unit), f"metrics {folder / 'metrics.jsonl'}"]
+    if not stopped:
+        lines.append(f"curves  {folder / 'curves.png'}")
+    if last_saved is not None:
+        lines.append(f"checkpoints {saves}")
+    following = next_steps(
+        folder,
+        checkpoint=None if last_saved is None else saves / f"step-{last_saved}",
+        stopped=stopped,
+        resumable=not checkpoint.last_save_model_only,
+        steps=training.steps,
+        prompt="def " if training.dataset == "stdlib" else "The",
+        launch=launch,
+        environment=environment,
+    )
+    return [*lines, following]
 
 
 def outcome(step: int, loss: float, held_out: float | None, unit: str, choices: int) -> str:
@@ -34,6 +72,7 @@ def next_steps(
     folder: Path,
     *,
     checkpoint: Path | None,
+    stopped: bool,
     resumable: bool,
     steps: int,
     prompt: str,
@@ -46,55 +85,26 @@ def next_steps(
     Args:
         folder: job.dump_folder, with the run's config.toml.
         checkpoint: its last one; None if it saved none.
-        resumable: whether the run can go on from it.
+        stopped: before its last step, saved.
+        resumable: whether the run can go on after its last step.
         steps: training.steps of the run.
     """
-    console = _console()
-    commands = {}
-    if checkpoint is not None:
-        words = [*console, "generate", str(checkpoint), "--prompt", prompt]
-        commands["see what the model writes"] = shlex.join(words)
+    commands, ranks = {}, launch.world_size
     # On several nodes it is the cluster's own command that starts a run.
-    if launch.num_nodes == 1 and checkpoint is None:
-        start = _training(folder, launch, environment, ["--checkpoint.enable"])
+    alone = launch.num_nodes == 1
+    if stopped and alone:
+        commands["go on where it stopped"] = training_command(folder, ranks, environment)
+    if checkpoint is not None:
+        words = [*console(), "generate", str(checkpoint), "--prompt", prompt]
+        commands["see what the model writes"] = shlex.join(words)
+    if alone and checkpoint is None:
+        start = training_command(folder, ranks, environment, ["--checkpoint.enable"])
         commands["train again and keep the model"] = start
-    elif launch.num_nodes == 1 and resumable:
+    elif alone and resumable and not stopped:
         longer = ["--training.steps", str(2 * steps)]
-        commands["train on"] = _training(folder, launch, environment, longer)
-    page = [*console, "report", "run", str(folder)]
+        commands["train on"] = training_command(folder, ranks, environment, longer)
+    page = [*console(), "report", "run", str(folder)]
     commands["get a page of its curves and experts"] = shlex.join(page)
     *others, last = commands
     purposes = f"{', '.join(others)}, or {last}" if others else last
     return "\n  ".join([f"next you can {purposes}:", *commands.values()])
-
-
-def _training(
-    folder: Path, launch: Launch, environment: Mapping[str, str], overrides: list[str]
-) -> str:
-    config, ranks = str(folder / "config.toml"), launch.world_size
-    script = CHECKOUT / "run_train.sh"
-    if not script.is_file():
-        words = ["train", "--config", config, "--ranks", str(ranks), *overrides]
-        return shlex.join([*_console(), *words])
-    variables = {"CONFIG_FILE": config}
-    if ranks != default_ranks(environment):
-        variables |= {"NGPU": str(ranks)}
-    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-    return f"{settings} {shlex.join([_from_here(script), *overrides])}"
-
-
-def _console() -> list[str]:
-    """titan-moe as the shell of this process finds it: run_train.sh's environment may not be the
-    active one."""
-    beside = Path(sys.executable).parent / "titan-moe"
-    if shutil.which("titan-moe") == str(beside):
-        return ["titan-moe"]
-    return [_from_here(beside)] if beside.is_file() else [sys.executable, "-m", "titan_moe"]
-
-
-def _from_here(path: Path) -> str:
-    """Relative to the working folder if it lies in it."""
-    try:
-        return f"./{path.relative_to(Path.cwd())}"
-    except ValueError:
-        return str(path)

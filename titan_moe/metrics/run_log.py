@@ -1,5 +1,6 @@
 """The log of a run: at each logged step one line and one JSON object, at the end the curves."""
 
+import json
 import logging
 import math
 import platform
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from titan_moe.config.job_config import JobConfig
+from titan_moe.config.parse import save_job
 from titan_moe.config.stages import job_of_step, stage_jobs, tokens_per_step
 from titan_moe.data.step_reader import Identity
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, parallel_dims
@@ -28,6 +30,7 @@ from titan_moe.metrics.step_metrics import expert_load
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import part_weights
 from titan_moe.runtime.device import describe_device, peak_flops
+from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.process import Process
 from titan_moe.runtime.revision import running_code
@@ -205,12 +208,13 @@ class RunLog:
             norms.write(step, result.parameter_norms)
         self._tokens_since, self._last_log = 0, time.perf_counter()
 
-    def close(self, unit: str, choices: int) -> None:
-        """End the sinks and draw the curves; the main rank's job. The loss is per `unit`, of which
-        a uniform guess chooses among `choices`."""
+    def close(self, unit: str, choices: int, *, draws: bool = True) -> None:
+        """End the sinks and draw the curves, which takes seconds that a run asked to stop may not
+        have; the main rank's job. The loss is per `unit`, of which a uniform guess chooses among
+        `choices`."""
         for sink in (*self._sinks, *self._details.values()):
             sink.close()
-        if self._sinks:
+        if self._sinks and draws:
             # Imported here: matplotlib takes most of a second, and only the end needs it.
             from titan_moe.metrics.curves import plot_curves
 
@@ -221,6 +225,14 @@ class RunLog:
                 unit=unit,
                 uniform_loss=math.log(choices),
             )
+
+
+def describe_run(job: JobConfig, process: Process, data: Identity) -> None:
+    """Write config.toml and run.json into the run's folder; the main rank's job."""
+    folder = Path(job.job.dump_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_job(job, folder / "config.toml")
+    write_whole(folder / "run.json", json.dumps(run_facts(job, process, data), indent=1))
 
 
 def run_facts(job: JobConfig, process: Process, data: Identity) -> dict[str, Any]:

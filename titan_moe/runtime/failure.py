@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan_moe.runtime.help_pages import page_for
+from titan_moe.runtime.stopping import all_attempts
 
 _RANK = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+)")
 _PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
@@ -44,10 +45,15 @@ class Failure:
 def explain(records: Path, page: Path, endpoint: str) -> tuple[list[str], int]:
     """The lines to print and the exit code of a run that torchrun reports as failed.
 
-    `page` is torchrun's standard error; `endpoint` is where the nodes were to meet.
+    `records` has a folder for each attempt of torchrun's: the last one counts. `page` is torchrun's
+    standard error; `endpoint` is where the nodes were to meet.
     """
     failures = sorted(
-        (Failure(**json.loads(path.read_text())) for path in records.glob("rank-*.json")),
+        (
+            Failure(**json.loads(path.read_text()))
+            for attempt in all_attempts(records)[-1:]
+            for path in attempt.glob("rank-*.json")
+        ),
         key=lambda failure: failure.time,
     )
     first = next((failure for failure in failures if failure.expected), None)
@@ -79,12 +85,14 @@ def _killed(rank: int, number: int, page: Path) -> str:
     return f"rank {rank} was killed by {name}{guess}; torchrun's words are in {page}"
 
 
-def report(rank: int, lines: Sequence[str], exit_code: int, *, expected: bool, to: str) -> None:
+def report(
+    rank: int, lines: Sequence[str], exit_code: int, *, expected: bool, to: Path | None
+) -> None:
     """Record a failure in the folder `to`; without one, or when it cannot be written, print it."""
     failure = Failure(time.time(), rank, exit_code, list(lines), expected)
-    if to:
+    if to is not None:
         try:
-            return failure.save(Path(to))
+            return failure.save(to)
         except OSError:
             pass
     print_errors(lines)

@@ -37,6 +37,7 @@ _PAGES = tuple(
         (r"max_bad_documents=", _TROUBLE + "too-many-documents-without-a-text"),
         (r"checkpoint's data position", _TROUBLE + "checkpoint-refuses-the-data-position"),
         (r"holds the model only", _TROUBLE + "only-the-model-is-in-the-checkpoint"),
+        (r"--max-restarts|^training\.max_seconds", _TROUBLE + "restarts-are-refused"),
         (r"^checkpoint .* does not fit the model", _TROUBLE + "checkpoint-does-not-fit-the-model"),
         (r"text_column=", _TROUBLE + "no-text-column"),
         (r" ran out: ", _TROUBLE + "the-data-ran-out"),

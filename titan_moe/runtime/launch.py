@@ -42,6 +42,11 @@ class Launch:
         )
 
 
+def attempt_number(environment: Mapping[str, str]) -> int:
+    """How often torchrun has started all ranks again before."""
+    return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     """CUDA GPUs that a run would use, found without torch; 0 with a CPU build of torch."""
     if metadata.version("torch").endswith("+cpu"):

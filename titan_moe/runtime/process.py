@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from titan_moe.config.job_config import Comm, Debug
 from titan_moe.runtime.device import backend_for, pick_device
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.launch import Launch, count_gpus, cpu_threads
+from titan_moe.runtime.launch import Launch, attempt_number, count_gpus, cpu_threads
 
 BACKEND_GRACE_S = 30
 """A backend ends a collective this much after its limit: the report of the hang comes first."""
@@ -50,14 +50,14 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
     # Read when the first group is made. A size of the environment's goes first.
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
-    alone = launch.world_size == 1 and "MASTER_ADDR" not in environment
+    timeout = backend_timeout(comm.init_timeout_seconds)
     try:
         # No device_id, even to make communicators eagerly: it makes NCCL split the world's, which
         # groups created on their members alone (use_local_synchronization) cannot do.
         dist.init_process_group(
             backend_for(device),
-            timeout=backend_timeout(comm.init_timeout_seconds),
-            store=dist.HashStore() if alone else None,
+            timeout=timeout,
+            store=_store(launch, timeout, environment),
             rank=launch.rank,
             world_size=launch.world_size,
         )
@@ -73,6 +73,15 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
 def backend_timeout(seconds: int) -> timedelta:
     """What a backend is told where collectives may wait for `seconds`."""
     return timedelta(seconds=seconds + BACKEND_GRACE_S)
+
+
+def _store(launch: Launch, timeout: timedelta, environment: Mapping[str, str]) -> dist.Store:
+    """Where the ranks meet. torchrun's store outlives an attempt of its: without names of its own
+    for each, a rank could meet the address of one that has died."""
+    if launch.world_size == 1 and "MASTER_ADDR" not in environment:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore(f"attempt-{attempt_number(environment)}", store)
 
 
 def set_timeouts(seconds: int, groups: Iterable[dist.ProcessGroup | None]) -> None:

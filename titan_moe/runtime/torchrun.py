@@ -1,20 +1,20 @@
-"""Start one machine's ranks with torchrun, wait for them, and say in a line why they failed."""
+"""Start one machine's ranks with torchrun, wait for them, and say in a line how they ended."""
 
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from titan_moe.runtime.child import Child
+from titan_moe.runtime.command_lines import training_command
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import explain, print_errors
 from titan_moe.runtime.launch import count_gpus, cpu_threads
+from titan_moe.runtime.stopping import BEGAN, FOLDER, STOPPED, has_stopped
 
 # No mapping of its own for any size, no end of the heap handed back; no lists of small pieces that
 # are not joined with their neighbours.
@@ -22,7 +22,9 @@ _KEEP_AND_JOIN = ":".join(
     f"glibc.malloc.{name}"
     for name in ("mmap_max=0", f"trim_threshold={2**62}", "tcache_count=0", "mxfast=0")
 )
-_INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
+STOPPED_FILE = "TITAN_MOE_STOPPED"
+"""The variable that names a file to make when a run has stopped, saved, before its last step: a
+cluster's command that starts the nodes may end with another code than theirs."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Nodes:
     """Number 0 hosts the meeting point."""
     endpoint: str = ""
     """host:port of machine 0, where all meet; "" where there is one machine."""
+    max_restarts: int = 0
+    """How often all ranks start again after one has failed."""
 
 
 def start_ranks(
@@ -42,6 +46,7 @@ def start_ranks(
     ranks: int,
     nodes: Nodes,
     folder: Path,
+    stop_timeout_s: int | None,
     environment: Mapping[str, str],
 ) -> int:
     """Train on `ranks` processes of this machine; returns the exit code of the run.
@@ -49,33 +54,51 @@ def start_ranks(
     Args:
         arguments: of titan-moe train.
         folder: the run's. torchrun's own words and every rank's warnings go to its launch/.
+        stop_timeout_s: how long ranks that are asked to stop may take to save; None where they
+            cannot save.
 
     Raises RunError where nothing can be written there.
     """
     command = [*_torchrun(ranks, nodes, environment), "-m", "titan_moe", "train", *arguments]
     log = _new_log(folder, nodes.this)
     print(shlex.join(command), flush=True)
-    with tempfile.TemporaryDirectory() as records:
+    with tempfile.TemporaryDirectory() as name:
+        records = Path(name)
         variables = {
             # torchrun would set one thread per rank.
             "OMP_NUM_THREADS": str(cpu_threads(ranks)),
             **allocators(environment),
             **environment,
-            "TITAN_MOE_FAILURES": records,
+            FOLDER: name,
+            BEGAN: str(time.monotonic()),
         }
-        code, interrupted = _run(command, log, variables)
-        if sys.stdout.isatty() and (code or interrupted):
+        child = Child(records, stop_timeout_s)
+        code = child.run(command, log, variables)
+        if sys.stdout.isatty() and (code or child.interrupted):
             print()  # A progress bar may be on the line.
-        if interrupted:
-            print(
-                "interrupted; with checkpoint.enable, the same command goes on from the latest "
-                f"step saved\nthe files of this run are in {folder}"
-            )
-            return interrupted
+        if code == 0 and has_stopped(records):
+            if environment.get(STOPPED_FILE):
+                Path(environment[STOPPED_FILE]).touch()
+            return STOPPED
+        if child.interrupted:
+            print(_goes_on(folder, ranks, nodes, environment, saved=stop_timeout_s is not None))
+            print(f"the files of this run are in {folder}")
+            return child.interrupted
         if code:
-            lines, code = explain(Path(records), log, nodes.endpoint)
+            lines, code = explain(records, log, nodes.endpoint)
             print_errors(lines)
     return code
+
+
+def _goes_on(
+    folder: Path, ranks: int, nodes: Nodes, environment: Mapping[str, str], *, saved: bool
+) -> str:
+    if not saved:
+        return "interrupted; with checkpoint.enable, the same command would go on"
+    words = "interrupted; the same command goes on from the latest step saved"
+    if nodes.number > 1 or not (folder / "config.toml").exists():
+        return words
+    return f"{words}, and so does\n  {training_command(folder, ranks, environment)}"
 
 
 def _torchrun(ranks: int, nodes: Nodes, environment: Mapping[str, str]) -> list[str]:
@@ -84,6 +107,8 @@ def _torchrun(ranks: int, nodes: Nodes, environment: Mapping[str, str]) -> list[
     if not program.is_file():
         torchrun = [sys.executable, "-m", "torch.distributed.run"]
     torchrun += ["--nproc-per-node", str(ranks)]
+    if nodes.max_restarts:
+        torchrun += ["--max-restarts", str(nodes.max_restarts)]
     if nodes.number == 1:
         return [*torchrun, "--standalone"]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", nodes.endpoint]
@@ -120,27 +145,3 @@ def _new_log(folder: Path, node: int) -> Path:
         told = f"cannot write to job.dump_folder={folder}: {error.strerror}"
         raise RunError(told) from None
     return log
-
-
-def _run(command: list[str], log: Path, variables: Mapping[str, str]) -> tuple[int, int]:
-    """Its exit code, and this process's own if a signal ended it, else 0.
-
-    In a session of its own, torchrun gets one signal, and the one that ends its ranks in good
-    order.
-    """
-    interrupted = 0
-    child: subprocess.Popen[bytes] | None = None
-
-    def stop(number: int, frame: Any) -> None:
-        nonlocal interrupted
-        interrupted = _INTERRUPTED[signal.Signals(number)]
-        if child is not None:
-            child.terminate()
-
-    for number in _INTERRUPTED:
-        signal.signal(number, stop)
-    with log.open("wb") as words:
-        child = subprocess.Popen(command, env=variables, stderr=words, start_new_session=True)
-        if interrupted:
-            child.terminate()
-        return child.wait(), interrupted

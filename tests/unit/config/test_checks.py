@@ -135,6 +135,11 @@ RULES = [
         "checkpoint.create_seed_checkpoint=true has no effect without checkpoint.enable=true",
     ),
     ("--checkpoint.initial_load_path x", 1, "checkpoint.initial_load_path=x has no effect without"),
+    (
+        "--training.max_seconds 60",
+        1,
+        "max_seconds=60 stops a run with its state saved: set",
+    ),
 ]
 
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from titan_moe.config.job_config import Checkpoint, Training
 from titan_moe.data.tokenizer import load_tokenizer, loss_unit
 from titan_moe.metrics import closing
+from titan_moe.runtime import command_lines
 from titan_moe.runtime.launch import Launch
 
 TWO = Launch(world_size=2, local_world_size=2)
@@ -17,6 +19,7 @@ CPU = {"CUDA_VISIBLE_DEVICES": ""}
 def said(**changed):
     words = {
         "checkpoint": Path("out/checkpoint/step-300"),
+        "stopped": False,
         "resumable": True,
         "steps": 300,
         "prompt": "def ",
@@ -30,7 +33,8 @@ def said(**changed):
 
 @pytest.fixture(autouse=True)
 def _console(monkeypatch):
-    monkeypatch.setattr(closing, "_console", lambda: ["titan-moe"])
+    monkeypatch.setattr(closing, "console", lambda: ["titan-moe"])
+    monkeypatch.setattr(command_lines, "console", lambda: ["titan-moe"])
 
 
 def test_the_loss_of_bytes_is_told_in_bits():
@@ -48,8 +52,28 @@ def test_without_validation_nothing_is_said_of_it():
     )
 
 
+def test_a_run_that_stopped_says_how_it_goes_on(monkeypatch):
+    monkeypatch.chdir(command_lines.CHECKOUT)
+    outcome, *lines, following = closing.closing_lines(
+        Training(steps=300),
+        Checkpoint(enable=True),
+        Path("out"),
+        step=7,
+        losses=(1.0, None),
+        unit=("byte", 256),
+        last_saved=7,
+        launch=TWO,
+        environment=CPU,
+    )
+    assert outcome.startswith("step 7: ")
+    assert lines == ["metrics out/metrics.jsonl", "checkpoints out/checkpoint"]
+    first, *others = following.split("\n  ")[1:]
+    assert first == "CONFIG_FILE=out/config.toml ./run_train.sh"
+    assert len(others) == 2 and "step-7 --prompt" in others[0]
+
+
 def test_the_commands_of_a_checkout(monkeypatch):
-    monkeypatch.chdir(closing.CHECKOUT)
+    monkeypatch.chdir(command_lines.CHECKOUT)
     generate, longer, page = said()
     assert generate == "titan-moe generate out/checkpoint/step-300 --prompt 'def '"
     assert longer == "CONFIG_FILE=out/config.toml ./run_train.sh --training.steps 600"
@@ -61,11 +85,11 @@ def test_the_commands_of_a_checkout(monkeypatch):
 def test_the_command_of_another_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, longer, _ = said()
-    assert f" {closing.CHECKOUT}/run_train.sh " in longer
+    assert f" {command_lines.CHECKOUT}/run_train.sh " in longer
 
 
 def test_the_command_of_an_installed_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(closing, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(command_lines, "CHECKOUT", tmp_path)
     _, longer, _ = said()
     assert longer == "titan-moe train --config out/config.toml --ranks 2 --training.steps 600"
 
@@ -81,10 +105,10 @@ def test_titan_moe_is_named_as_the_shell_finds_it(tmp_path, monkeypatch):
     monkeypatch.undo()
     python = tmp_path / "bin" / "python"
     monkeypatch.setattr(sys, "executable", str(python))
-    assert closing._console() == [str(python), "-m", "titan_moe"]
+    assert command_lines.console() == [str(python), "-m", "titan_moe"]
     program = tmp_path / "bin" / "titan-moe"
     program.parent.mkdir()
     program.touch(mode=0o755)
-    assert closing._console() == [str(program)]
+    assert command_lines.console() == [str(program)]
     monkeypatch.setenv("PATH", str(program.parent))
-    assert closing._console() == ["titan-moe"]
+    assert command_lines.console() == ["titan-moe"]

@@ -25,8 +25,10 @@ Root Cause (first observed failure):
 
 
 def _explain(folder: Path, page: str = "", *failures: Failure) -> tuple[list[str], int]:
+    attempt = folder / "attempt-0"
+    attempt.mkdir()
     for failure in failures:
-        failure.save(folder)
+        failure.save(attempt)
     log = folder / "torchrun.log"
     log.write_text(page)
     return explain(folder, log, "node0:29500")
@@ -41,6 +43,13 @@ def test_the_earliest_mistake_speaks(tmp_path: Path) -> None:
         Failure(1.0, 2, 1, ["peer lost"], expected=False),
     )
     assert (lines, code) == (["first", "and second"], 2)
+
+
+def test_what_an_earlier_attempt_failed_of_is_not_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "attempt-10").mkdir()
+    page = _PAGE.format(first=-15, root=-9)
+    lines, code = _explain(tmp_path, page, Failure(1.0, 0, 2, ["mended"], expected=True))
+    assert code == 137 and lines[0].startswith("rank 0 was killed by SIGKILL")
 
 
 def test_a_killed_rank_speaks_before_the_peers_that_lost_it(tmp_path: Path) -> None:
@@ -82,7 +91,7 @@ def test_without_a_record_torchruns_page_is_read(tmp_path: Path, page: str, word
 def test_a_record_that_cannot_be_written_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report(0, ["no\nroom"], 1, expected=True, to=str(tmp_path / "missing"))
+    report(0, ["no\nroom"], 1, expected=True, to=tmp_path / "missing")
     assert capsys.readouterr().err == "error: no room\n"
-    report(0, ["no room"], 1, expected=True, to=str(tmp_path))
+    report(0, ["no room"], 1, expected=True, to=tmp_path)
     assert capsys.readouterr().err == "" and (tmp_path / "rank-0.json").exists()

@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from titan_moe.runtime.device import backend_for, peak_flops_of, pick_device
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import Launch
 from titan_moe.runtime.log import logger, start_logging
-from titan_moe.runtime.process import GarbageCollector, process_group, seed_everything
+from titan_moe.runtime.process import GarbageCollector, _store, process_group, seed_everything
 
 _ALONE = """
 import datetime, os, torch, torch.distributed as dist
@@ -50,6 +51,22 @@ def test_ranks_that_cannot_meet_say_so(tmp_path: Path) -> None:
     ):
         pass
     assert not dist.is_initialized()
+
+
+def test_another_attempt_meets_none_of_the_names_of_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    place |= {"MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    first, second = (
+        _store(Launch(world_size=2), timedelta(seconds=9), {"TORCHELASTIC_RESTART_COUNT": count})
+        for count in "01"
+    )
+    first.set("address", "gone")
+    assert first.check(["address"]) and not second.check(["address"])
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

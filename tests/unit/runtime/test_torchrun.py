@@ -1,15 +1,16 @@
-"""How torchrun is called, and what is left of a run that it could not finish."""
+"""How torchrun is called, what signals do to a run, and what is left of one that did not finish."""
 
 import os
 import platform
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from titan_moe.runtime import torchrun
+from titan_moe.runtime import child, torchrun
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import Failure
 from titan_moe.runtime.torchrun import Nodes, allocators, start_ranks
@@ -18,7 +19,12 @@ _ALONE = Nodes()
 
 
 def start(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, script: str, *words: str, nodes: Nodes = _ALONE
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    script: str,
+    *words: str,
+    nodes: Nodes = _ALONE,
+    stop_timeout_s: int | None = None,
 ) -> int:
     """Run a Python script in torchrun's place; its arguments are those for torchrun."""
     plain = torchrun._torchrun
@@ -27,9 +33,16 @@ def start(
     )
     environment = {**os.environ, "SLURM_JOB_ID": "77"}
     environment.pop("OMP_NUM_THREADS", None)
-    handlers = {number: signal.getsignal(number) for number in torchrun._INTERRUPTED}
+    handlers = {number: signal.getsignal(number) for number in child.EXIT_CODES}
     try:
-        return start_ranks(words, ranks=3, nodes=nodes, folder=folder, environment=environment)
+        return start_ranks(
+            words,
+            ranks=3,
+            nodes=nodes,
+            folder=folder,
+            stop_timeout_s=stop_timeout_s,
+            environment=environment,
+        )
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -43,9 +56,9 @@ _SAYS = "import os, sys; print(*sys.argv[1:], file=open({out!r}, 'w')); sys.exit
     [
         (Nodes(), "--nproc-per-node 3 --standalone"),
         (
-            Nodes(2, 1, "node0:29500"),
-            "--nproc-per-node 3 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0:29500 "
-            "--rdzv-id 77 --rdzv-conf is_host=0",
+            Nodes(2, 1, "node0:29500", max_restarts=4),
+            "--nproc-per-node 3 --max-restarts 4 --nnodes 2 --rdzv-backend c10d "
+            "--rdzv-endpoint node0:29500 --rdzv-id 77 --rdzv-conf is_host=0",
         ),
     ],
 )
@@ -121,8 +134,8 @@ def test_the_first_failure_s_line_and_exit_code(
 ) -> None:
     Failure(1.0, 0, 2, ["no such thing"], expected=True).save(tmp_path)
     script = (
-        "import os, shutil, sys; sys.stderr.write('a page\\n');"
-        f"shutil.copy({str(tmp_path / 'rank-0.json')!r}, os.environ['TITAN_MOE_FAILURES']);"
+        f"{_ATTEMPT}; import shutil; sys.stderr.write('a page\\n');"
+        f"shutil.copy({str(tmp_path / 'rank-0.json')!r}, attempt);"
         "assert int(os.environ['OMP_NUM_THREADS']) >= 1; sys.exit(1)"
     )
     assert start(monkeypatch, tmp_path, script) == 2
@@ -144,6 +157,82 @@ def test_a_signal_reaches_torchrun_and_its_own_code_comes_back(
     assert start(monkeypatch, tmp_path, script) == 130
     assert (tmp_path / "ended").exists()
     assert capsys.readouterr().out.splitlines()[-1] == f"the files of this run are in {tmp_path}"
+
+
+# A stub of all ranks: signals its launcher, and answers the request that is left for it.
+_ATTEMPT = (
+    "import os, pathlib, sys\n"
+    "records = pathlib.Path(os.environ['TITAN_MOE_FAILURES'])\n"
+    "(attempt := records / 'attempt-0').mkdir()"
+)
+_ASKS = (
+    _ATTEMPT
+    + """
+import signal, time
+for name, seconds in {signals}:
+    os.kill(os.getppid(), getattr(signal, name))
+    time.sleep(seconds)
+while not (records / "stop").exists():
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGUSR1)
+(attempt / "stopped").touch()
+sys.exit({code})
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "signals", [[("SIGTERM", 0)], [("SIGUSR1", 0)], [("SIGUSR1", 0), ("SIGTERM", 0.1)] * 2]
+)
+def test_a_request_ends_a_run_with_75_once_it_is_saved(
+    signals: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TITAN_MOE_STOPPED", str(tmp_path / "marked"))
+    script = _ASKS.format(signals=signals, code=0)
+    assert start(monkeypatch, tmp_path, script, stop_timeout_s=30) == 75
+    assert (tmp_path / "marked").exists()
+
+
+def test_a_run_that_fails_as_it_saves_is_not_75(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = _ASKS.format(signals=[("SIGTERM", 0)], code=1)
+    assert start(monkeypatch, tmp_path, script, stop_timeout_s=30) == 1
+    assert "ended without naming a rank" in capsys.readouterr().err
+
+
+def test_an_answer_of_an_earlier_attempt_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = _ASKS.format(signals=[("SIGTERM", 0)], code="(records / 'attempt-10').mkdir()")
+    assert start(monkeypatch, tmp_path, script, stop_timeout_s=30) == 0
+
+
+@pytest.mark.parametrize(
+    ("signals", "timeout_s", "seconds"),
+    [
+        ([("SIGTERM", 1.2), ("SIGTERM", 0)], 30, 1.2),  # The second one.
+        ([("SIGTERM", 0)], 1, 1),
+        ([("SIGTERM", 0)], None, 0),
+        ([("SIGUSR1", 0)], None, 0),
+        ([("SIGHUP", 0)], 30, 0),
+    ],
+)
+def test_a_run_that_cannot_or_must_not_save_ends_with_143(
+    signals: list,
+    timeout_s: int | None,
+    seconds: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = _ASKS.format(signals=signals, code="time.sleep(60)")
+    (tmp_path / "config.toml").touch()
+    began = time.monotonic()
+    assert start(monkeypatch, tmp_path, script, stop_timeout_s=timeout_s) == 143
+    assert seconds <= time.monotonic() - began < seconds + 20
+    words = capsys.readouterr().out
+    assert ("run_train.sh" in words) == (timeout_s is not None)
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(

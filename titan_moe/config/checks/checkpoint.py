@@ -42,4 +42,14 @@ def _hugging_face(run: Run) -> list[str]:
     return lines
 
 
-CHECKS: list[Check] = [_checkpoint_enabled, _hugging_face]
+def _time_limit(run: Run) -> list[str]:
+    seconds = run.job.training.max_seconds
+    if not seconds or run.job.checkpoint.keeps_state:
+        return []
+    return [
+        f"training.max_seconds={seconds} stops a run with its state saved: set "
+        "checkpoint.enable=true and checkpoint.load_only=false"
+    ]
+
+
+CHECKS: list[Check] = [_checkpoint_enabled, _hugging_face, _time_limit]

@@ -38,10 +38,12 @@ _STORE_LIMIT = timedelta(seconds=30)
 
 
 @contextmanager
-def watch_for_hangs(process: Process, comm: Comm, folder: Path, failures: str) -> Iterator[None]:
+def watch_for_hangs(
+    process: Process, comm: Comm, folder: Path, failures: Path | None
+) -> Iterator[None]:
     """Watch while the block runs; the process ends with exit code 1 after a report.
 
-    `folder`: of the reports. `failures`: where a rank's failure is recorded for the launcher; ""
+    `folder`: of the reports. `failures`: where a rank's failure is recorded for the launcher; None
     prints it. One rank alone waits for no other, and is not watched.
     """
     if process.world_size == 1:
@@ -63,7 +65,7 @@ def watch_for_hangs(process: Process, comm: Comm, folder: Path, failures: str) -
 class HangWatch:
     """The thread of one rank."""
 
-    def __init__(self, process: Process, comm: Comm, folder: Path, failures: str) -> None:
+    def __init__(self, process: Process, comm: Comm, folder: Path, failures: Path | None) -> None:
         self._rank, self._world_size = process.rank, process.world_size
         self._folder, self._failures = folder, failures
         self._limit = min(comm.init_timeout_seconds, comm.train_timeout_seconds)
