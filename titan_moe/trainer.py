@@ -1,6 +1,5 @@
 """The loop: what a run is, readable as prose."""
 
-import json
 import logging
 import math
 import os
@@ -29,7 +28,7 @@ from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
 from titan_moe.distributed.transfer import move
 from titan_moe.metrics.closing import next_steps, outcome
-from titan_moe.metrics.run_log import RunLog, run_facts
+from titan_moe.metrics.run_log import RunLog, write_facts
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
 from titan_moe.models.stats import part_weights
@@ -40,7 +39,6 @@ from titan_moe.profiling.profiler import profiler
 from titan_moe.profiling.regions import region
 from titan_moe.routing.replay import RoutingTrace, open_trace
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.launch import count_gpus
 from titan_moe.runtime.lean_start import leave_compiler_out
 from titan_moe.runtime.process import (
@@ -125,7 +123,8 @@ class Trainer:
         self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), group)
         device = self.process.device
         self.train_step = TrainStep(sharded, self.optimizer, job.training, device=device)
-        self.replicas = ReplicaCheck(sharded, self.optimizer, job.metrics.replica_check_freq)
+        freq = job.metrics.replica_check_freq
+        self.replicas = ReplicaCheck(sharded.parts, sharded.config, self.optimizer, freq)
         moe = sharded.config.moe
         self.checkpointer = Checkpointer(
             job.checkpoint,
@@ -164,8 +163,7 @@ class Trainer:
         if self.process.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_job(self.run_job, self.folder / "config.toml")
-            facts = run_facts(self.run_job, self.process, self.data.loader.identity)
-            write_whole(self.folder / "run.json", json.dumps(facts, indent=1))
+            write_facts(self.run_job, self.process, self.data.loader.identity)
         self.log = RunLog(self.run_job, self.sharded, self.process, resume_step=resume_step)
         if self.job.lr_scheduler.warmup_steps >= steps:
             warmup = self.job.lr_scheduler.warmup_steps

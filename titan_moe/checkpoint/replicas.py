@@ -1,18 +1,17 @@
 """Whether ranks that hold the same part of a tensor hold the same values of it."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from titan_moe.checkpoint.checksum import checksums
 from titan_moe.checkpoint.manifest import gather_specs
 from titan_moe.checkpoint.tensors import MODEL, model_tensors, optimizer_tensors
 from titan_moe.distributed.dtensor import local_part
-from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.runtime.errors import RunError
 
@@ -28,8 +27,12 @@ class ReplicaCheck:
     layout that shards everything has nothing to compare.
     """
 
-    def __init__(self, sharded: ShardedModel, optimizer: Optimizer, freq: int) -> None:
-        self._sharded = sharded
+    def __init__(
+        self, parts: Sequence[nn.Module], config: ModelConfig, optimizer: Optimizer, freq: int
+    ) -> None:
+        """`parts` are this rank's of the model."""
+        self._parts = parts
+        self._config = config
         self._optimizer = optimizer
         self._freq = freq
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -38,8 +41,7 @@ class ReplicaCheck:
         """Compare if it is time; collective. RunError naming tensors and ranks that differ."""
         if not self._freq or step % self._freq:
             return
-        parts = self._sharded.parts
-        tensors = model_tensors(parts) | optimizer_tensors(parts, self._optimizer)
+        tensors = model_tensors(self._parts) | optimizer_tensors(self._parts, self._optimizer)
         if not self._shapes:
             self._shapes = {name: spec.shape for name, spec in gather_specs(tensors).items()}
             self._say_how_many(tensors)
@@ -47,7 +49,7 @@ class ReplicaCheck:
             sums = checksums(tensors, self._shapes)
         except RunError as error:
             raise RunError(f"after step {step} {error}") from None
-        if problems := unlike_copies(self._sharded.config, sums):
+        if problems := unlike_copies(self._config, sums):
             raise RunError(f"after step {step} {'; '.join(problems)}")
 
     def _say_how_many(self, tensors: Mapping[str, Tensor]) -> None:

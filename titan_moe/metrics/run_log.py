@@ -1,5 +1,6 @@
 """The log of a run: at each logged step one line and one JSON object, at the end the curves."""
 
+import json
 import logging
 import math
 import platform
@@ -28,6 +29,7 @@ from titan_moe.metrics.step_metrics import expert_load
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import part_weights
 from titan_moe.runtime.device import describe_device, peak_flops
+from titan_moe.runtime.files import write_whole
 from titan_moe.runtime.process import Process
 from titan_moe.runtime.revision import running_code
 from titan_moe.simulate.memory import GIB, memory
@@ -218,6 +220,12 @@ class RunLog:
                 unit=unit,
                 uniform_loss=math.log(choices),
             )
+
+
+def write_facts(job: JobConfig, process: Process, data: Identity) -> None:
+    """Write run.json into the run's folder; arguments as of `run_facts`."""
+    text = json.dumps(run_facts(job, process, data), indent=1)
+    write_whole(Path(job.job.dump_folder) / "run.json", text)
 
 
 def run_facts(job: JobConfig, process: Process, data: Identity) -> dict[str, Any]:
