@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_moe.checkpoint.checkpointer import Checkpointer, step_to_go_on_from
+from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.checkpoint.find import step_to_go_on_from
 from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
 from titan_moe.checkpoint.train_state import get_random_state, set_random_state
 from titan_moe.config.checks.job import check_reshard
@@ -233,6 +234,7 @@ class Trainer:
 
     def _move_to(self, job: JobConfig) -> int:
         """Model, optimizer and all that works on them, in another layout; returns bytes sent."""
+        self.checkpointer.finish()
         last_step = self.checkpointer.last_step
         weights = model_tensors(self.sharded.parts)
         states = optimizer_tensors(self.sharded.parts, self.optimizer)
@@ -318,6 +320,7 @@ class Trainer:
         checkpoint = self.job.checkpoint
         if not checkpoint.enable or checkpoint.load_only or step == 1:
             return "no state was kept"
+        self.checkpointer.finish()
         if self.checkpointer.last_step != step - 1:
             self.checkpointer.save(step - 1, before)
         return f"the state before it is {self.checkpointer.folder}/step-{step - 1}"

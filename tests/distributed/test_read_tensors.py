@@ -49,7 +49,7 @@ def save_and_load(
     """Bytes that this rank says it has read, those it has read, and what it has not right."""
     if bug is not None:
         plant(bug)
-    write_tensors(held(before, _VALUES), folder)
+    write_tensors(held(before, _VALUES), folder, doing="saving")
     dist.barrier()
     read = 0
 
