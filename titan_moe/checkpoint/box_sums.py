@@ -77,12 +77,17 @@ def join_sums(
 
 
 def unlike_copies(groups: Sequence[Sequence[str]], sums: Mapping[str, str]) -> list[str]:
-    """A line for each group of tensors that should be copies of its first and are not."""
+    """A line for each group of the model's tensors that should be copies of its first and are
+    not."""
     lines = []
     for first, *copies in groups:
-        if differ := [name for name in copies if sums[name] != sums[first]]:
-            lines.append(f"{first} and its copies {', '.join(differ)} are not the same")
+        if differ := [_in_model(name) for name in copies if sums[name] != sums[first]]:
+            lines.append(f"{_in_model(first)} and its copies {', '.join(differ)} are not the same")
     return lines
+
+
+def _in_model(name: str) -> str:
+    return name.removeprefix("model.")
 
 
 def _is_run(lengths: Sequence[int], strides: Sequence[int]) -> bool:

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import sys
 import tempfile
 from math import prod
 
@@ -15,7 +16,7 @@ class SharedMemory:
 
     def __init__(self, size: int, *, pinned: bool) -> None:
         """`pinned`: page-locked, for copies from the current GPU."""
-        if hasattr(os, "memfd_create"):
+        if sys.platform == "linux":
             self.handle = os.memfd_create("checkpoint")
         else:
             with tempfile.TemporaryFile() as file:
