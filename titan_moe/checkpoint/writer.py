@@ -84,7 +84,7 @@ class Finish(NamedTuple):
 
 def serve(pipe: Connection) -> None:
     """Answer the rank's requests."""
-    os.nice(10)  # Where cores are few, training goes first.
+    os.nice(5)  # Where cores are few, training goes first.
     plan: WriterPlan = receive(pipe)
     with suppress(OSError):  # Memory is found now, not while a step waits for its copy.
         os.posix_fallocate(plan.memory, 0, plan.size)
