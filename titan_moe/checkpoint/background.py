@@ -37,6 +37,7 @@ from titan_moe.distributed.agreement import lowest, on_every_rank
 from titan_moe.distributed.boxes import sizes
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.runtime.child_process import ChildProcess
+from titan_moe.runtime.errors import RunError
 
 logger = logging.getLogger(__name__)
 
@@ -137,8 +138,10 @@ class BackgroundSaves:
         while self.busy:
             step = self.poll(0.1)
             if self.busy and time.monotonic() > deadline:
-                minutes = _LONGEST_WAIT // 60
-                self._state, self._error = _FAILED, TimeoutError(f"not done after {minutes} min")
+                error = RunError(
+                    f"{self._doing()}: it is not on disk after half an hour of waiting"
+                )
+                self._state, self._error = _FAILED, error
         return step
 
     def close(self) -> None:
@@ -146,6 +149,9 @@ class BackgroundSaves:
         self._child.close()
         self._staged.clear()
         self._memory.close()
+
+    def _doing(self) -> str:
+        return f"cannot save checkpoint {self._save.target if self._save else ''}"
 
     def _ask(self, request: WriterPlan | Path | Finish) -> None:
         """A plan is not answered."""
@@ -160,8 +166,8 @@ class BackgroundSaves:
         try:
             self._error = self._child.receive()
         except (EOFError, ConnectionError):
-            end = self._child.last_words()
-            self._error = ChildProcessError(f"the process that writes it {end}")
+            end = f"the process that writes it {self._child.last_words()}"
+            self._error = RunError(f"{self._doing()}: {end}")
         self._state = _DONE if self._error is None else _FAILED
 
     def _fail(self, save: Finish) -> NoReturn:
@@ -169,10 +175,10 @@ class BackgroundSaves:
             if self._error is not None:
                 raise self._error
 
-        self._save = None
+        doing, self._save = self._doing(), None
         self._child.close()  # Before any rank removes what it writes.
         try:
-            on_every_rank(say, doing=f"cannot save checkpoint {save.target}")
+            on_every_rank(say, doing=doing)
         finally:
             if dist.get_rank() == 0:
                 storage.abandon(save.aside)
