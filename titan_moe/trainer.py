@@ -11,6 +11,7 @@ from typing import Any
 
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.find import step_to_go_on_from
+from titan_moe.checkpoint.replicas import ReplicaCheck
 from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
 from titan_moe.checkpoint.train_state import get_random_state, set_random_state
 from titan_moe.config.checks.job import check_reshard
@@ -124,6 +125,8 @@ class Trainer:
         self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), group)
         device = self.process.device
         self.train_step = TrainStep(sharded, self.optimizer, job.training, device=device)
+        freq = job.metrics.replica_check_freq
+        self.replicas = ReplicaCheck(sharded.parts, sharded.config, self.optimizer, freq)
         moe = sharded.config.moe
         self.checkpointer = Checkpointer(
             job.checkpoint,
@@ -234,8 +237,7 @@ class Trainer:
 
     def _move_to(self, job: JobConfig) -> int:
         """Model, optimizer and all that works on them, in another layout; returns bytes sent."""
-        self.checkpointer.finish()
-        last_step = self.checkpointer.last_step
+        last_step = self.checkpointer.finish()
         weights = model_tensors(self.sharded.parts)
         states = optimizer_tensors(self.sharded.parts, self.optimizer)
         self._lay_out(job, self.meshes.groups)
@@ -290,6 +292,7 @@ class Trainer:
             validation_loss=validation_loss,
         )
         with phases("checkpoint"):
+            self.replicas(step)
             self.checkpointer.maybe_save(step, self._state(), last=step == training.steps)
 
     def _capture(self, step: int) -> StepCapture:
@@ -320,8 +323,7 @@ class Trainer:
         checkpoint = self.job.checkpoint
         if not checkpoint.enable or checkpoint.load_only or step == 1:
             return "no state was kept"
-        self.checkpointer.finish()
-        if self.checkpointer.last_step != step - 1:
+        if self.checkpointer.finish() != step - 1:
             self.checkpointer.save(step - 1, before)
         return f"the state before it is {self.checkpointer.folder}/step-{step - 1}"
 

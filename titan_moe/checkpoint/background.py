@@ -222,6 +222,9 @@ def _finish_plan(everyone: Sequence[Sequence[Chunk]], copies: list[list[str]]) -
     return FinishPlan(
         metadata=metadata_of(share_out(everyone)),
         shapes={name: shapes[name] for name in rows},
-        held=[{rows[each.name]: prod(sizes(each.box)) for each in held} for held in everyone],
+        held=[
+            {rows[each.name]: (prod(sizes(each.box)), str(each.box)) for each in held}
+            for held in everyone
+        ],
         copies=copies,
     )

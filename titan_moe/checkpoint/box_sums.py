@@ -6,6 +6,7 @@ can be taken part by part, in any order. An odd weight cannot cancel a flipped b
 weights notice elements that changed places.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
 
@@ -19,6 +20,8 @@ _CHUNK = 2**16
 # 2^64 divided by the golden ratio, signed: consecutive indices spread over all 64 bits.
 SCRAMBLE = 0x9E3779B97F4A7C15 - 2**64
 BITS = 64
+_NAMED = 8
+"""Tensors that a message names."""
 
 Integers = NDArray[np.signedinteger]
 
@@ -53,8 +56,9 @@ def count_bits(sums: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def join_sums(
     bit_counts: NDArray[np.int64], held: NDArray[np.int64], shapes: Mapping[str, Sequence[int]]
-) -> dict[str, str]:
-    """Checksum of every tensor as 16 hex digits, by name, from the sums of all ranks' parts.
+) -> tuple[dict[str, str], list[str]]:
+    """Checksum of every tensor as 16 hex digits, by name, from the sums of all ranks' parts; and
+    the tensors whose replicas differ.
 
     With c replicas of every shard each count is c times what one replica gives: exact to divide,
     and a remainder shows replicas that differ. No rank needs to know what the others hold.
@@ -62,23 +66,47 @@ def join_sums(
     Args:
         bit_counts: of the tensors in the order of `shapes`, as count_bits gives them.
         held: elements of each tensor, over all ranks.
-
-    Raises RunError when replicas of a tensor differ, naming the tensors.
     """
     numel = np.array([max(prod(shape), 1) for shape in shapes.values()], dtype=np.int64)
     assert bool((held % numel == 0).all()), "ranks hold parts of a tensor unequally often"
     replicas = np.maximum(held // numel, 1)[:, None]
     differ = (bit_counts % replicas != 0).any(axis=1)
-    if differ.any():
-        found = ", ".join(name for name, bad in zip(shapes, differ, strict=True) if bad)
-        raise RunError(f"ranks hold different values of what should be replicas: {found}")
     totals = (bit_counts // replicas << np.arange(BITS)).sum(axis=1)
-    return {name: as_digits(int(total)) for name, total in zip(shapes, totals, strict=True)}
+    joined = {name: as_digits(int(total)) for name, total in zip(shapes, totals, strict=True)}
+    return joined, [name for name, bad in zip(shapes, differ, strict=True) if bad]
+
+
+def unlike_replicas(
+    names: Sequence[str], everyone: Sequence[Mapping[tuple[str, str], int]]
+) -> RunError:
+    """Which ranks differ in the tensors of these names, from each rank's own sum by name and
+    box."""
+    lines = []
+    for name in names[:_NAMED]:
+        holders: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for rank, sums in enumerate(everyone):
+            for (held, box), value in sums.items():
+                if held == name:
+                    holders[box][value].append(rank)
+        # Of two values the rarer one is more likely the wrong one: it comes first.
+        apart = [sorted(by.values(), key=len) for by in holders.values() if len(by) > 1]
+        ranks = "; ".join(" unlike ".join(map(_ranks, alike)) for alike in apart)
+        lines.append(f"{name} ({ranks})")
+    more = len(names) - _NAMED
+    return RunError(
+        "ranks hold different values of what should be replicas: "
+        + ", ".join(lines)
+        + (f" and {more} more" if more > 0 else "")
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def unlike_copies(groups: Sequence[Sequence[str]], sums: Mapping[str, str]) -> list[str]:
-    """A line for each group of the model's tensors that should be copies of its first and are
-    not."""
+    """Copies of a tied weight begin and are updated alike: a line for each that is not, by all
+    tensors' checksums."""
     lines = []
     for first, *copies in groups:
         if differ := [_in_model(name) for name in copies if sums[name] != sums[first]]:

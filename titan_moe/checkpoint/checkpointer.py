@@ -35,6 +35,7 @@ from titan_moe.checkpoint.manifest import (
     gather_specs,
 )
 from titan_moe.checkpoint.read_tensors import read_tensors
+from titan_moe.checkpoint.replicas import tied_names
 from titan_moe.checkpoint.safe_reader import SafeReader
 from titan_moe.checkpoint.shared_folder import write_digests
 from titan_moe.checkpoint.tensor_files import own_files, write_tensors
@@ -52,7 +53,6 @@ from titan_moe.checkpoint.train_state import (
 from titan_moe.checkpoint.writer import Finish
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
-from titan_moe.models.config import tied_weights
 from titan_moe.models.hf import HFModel, as_record
 from titan_moe.runtime.errors import RunError
 
@@ -130,15 +130,16 @@ class Checkpointer:
             self.export(step)
         return True
 
-    def finish(self) -> None:
-        """Wait for the save in the background, if there is one. Raises RunError on all ranks when
-        it has failed. Collective."""
+    def finish(self) -> int | None:
+        """Wait for the save in the background, if there is one; returns `last_step`. Raises
+        RunError on all ranks when it has failed. Collective."""
         if self._background is not None:
             try:
                 self._note(self._background.wait())
             finally:
                 self._background.close()
                 self._background = None
+        return self.last_step
 
     def save(self, step: int, state: dict[str, Any], *, last: bool = False) -> None:
         """Write the checkpoint of `step`, in place of an older one, then remove outdated ones; one
@@ -336,9 +337,7 @@ class Checkpointer:
         return tensors, {name: spec.shape for name, spec in gather_specs(tensors).items()}
 
     def _copies(self) -> list[list[str]]:
-        """Tied weights begin and are updated alike; that they are one is seen at every save."""
-        groups = tied_weights(self._model.config) if self._model else []
-        return [[MODEL + name for name in group] for group in groups]
+        return tied_names(self._model.config) if self._model else []
 
     def _set_aside_later(self, step: int) -> None:
         for kept in storage.set_aside_later(self._folder, step):

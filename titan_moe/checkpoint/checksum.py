@@ -6,7 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.checkpoint.box_sums import BITS, SCRAMBLE, join_sums, strides_of, sum_box
+from titan_moe.checkpoint.box_sums import (
+    BITS,
+    SCRAMBLE,
+    join_sums,
+    strides_of,
+    sum_box,
+    unlike_replicas,
+)
 from titan_moe.distributed.dtensor import local_part, local_slices
 
 # Elements that a GPU looks at together: long kernels, at the price of about 3 * 8 bytes an element.
@@ -22,7 +29,7 @@ def checksums(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
     whole replicas. `shapes` are the global shapes of all ranks' tensors, the same mapping on every
     rank.
 
-    Raises RunError on all ranks when replicas of a tensor differ, naming the tensors.
+    Raises RunError on all ranks when replicas of a tensor differ, naming tensors and ranks.
     """
     if not shapes:
         return {}
@@ -42,7 +49,17 @@ def checksums(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
     totals = torch.cat([(sums[:, None] >> positions) & 1, held[:, None]], dim=1)
     dist.all_reduce(totals)
     counts = totals.cpu().numpy()
-    return join_sums(counts[:, :BITS], counts[:, BITS], ordered)
+    joined, unlike = join_sums(counts[:, :BITS], counts[:, BITS], ordered)
+    if unlike:
+        own = {
+            (name, str(local_slices(tensors[name]))): int(sums[row])
+            for row, name in enumerate(ordered)
+            if name in unlike and name in tensors
+        }
+        everyone: list[Mapping[tuple[str, str], int]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        raise unlike_replicas(unlike, everyone)
+    return joined
 
 
 def box_sum(box: Tensor, origin: Sequence[int], shape: Sequence[int]) -> int:

@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_moe.checkpoint import storage
-from titan_moe.checkpoint.box_sums import count_bits, join_sums, sum_box, unlike_copies
+from titan_moe.checkpoint.box_sums import (
+    count_bits,
+    join_sums,
+    sum_box,
+    unlike_copies,
+    unlike_replicas,
+)
 from titan_moe.checkpoint.digests import digests_of, write_listing
 from titan_moe.checkpoint.raw_files import Bytes, write_file
 from titan_moe.runtime.child_process import receive, send
@@ -51,8 +57,8 @@ class FinishPlan(NamedTuple):
     metadata: bytes
     shapes: dict[str, tuple[int, ...]]
     """Of all ranks' tensors, in the order of their names."""
-    held: list[dict[int, int]]
-    """Of each rank, its elements of each tensor, by the tensor's number."""
+    held: list[dict[int, tuple[int, str]]]
+    """Of each rank, how many elements of each tensor it has and which, by the tensor's number."""
     copies: list[list[str]]
     """Tensors that should be the same."""
 
@@ -133,9 +139,16 @@ def finish(plan: FinishPlan, what: Finish) -> None:
     for rank, report in enumerate(reports):
         for tensor, total in report["sums"]:
             sums[rank, tensor] = total
-        for tensor, number in plan.held[rank].items():
+        for tensor, (number, _) in plan.held[rank].items():
             held[rank, tensor] = number
-    checksums = join_sums(count_bits(sums), held.sum(axis=0), plan.shapes)
+    checksums, unlike = join_sums(count_bits(sums), held.sum(axis=0), plan.shapes)
+    if unlike:
+        names = list(plan.shapes)
+        everyone = [
+            {(names[row], box): int(sums[rank, row]) for row, (_, box) in own.items()}
+            for rank, own in enumerate(plan.held)
+        ]
+        raise unlike_replicas(unlike, everyone)
     if problems := unlike_copies(plan.copies, checksums):
         raise RunError("; ".join(problems))
     write_file(what.aside / storage.METADATA, [plan.metadata])
