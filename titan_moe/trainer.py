@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_moe.checkpoint.checkpointer import Checkpointer, step_to_go_on_from
+from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.checkpoint.find import step_to_go_on_from
 from titan_moe.checkpoint.replicas import ReplicaCheck
 from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
 from titan_moe.checkpoint.train_state import get_random_state, set_random_state
@@ -188,7 +189,7 @@ class Trainer:
                 if stop:
                     break
         if stopped := self.progress.step < steps:
-            if self.checkpointer.last_step != self.progress.step:
+            if self.checkpointer.finish() != self.progress.step:
                 self.checkpointer.save(self.progress.step, self._state())
             self.stop_watch.answer()
         self.data.close()
@@ -245,7 +246,7 @@ class Trainer:
 
     def _move_to(self, job: JobConfig) -> int:
         """Model, optimizer and all that works on them, in another layout; returns bytes sent."""
-        last_step = self.checkpointer.last_step
+        last_step = self.checkpointer.finish()
         weights = model_tensors(self.sharded.parts)
         states = optimizer_tensors(self.sharded.parts, self.optimizer)
         self._lay_out(job, self.meshes.groups)
@@ -335,7 +336,7 @@ class Trainer:
         checkpoint = self.job.checkpoint
         if not checkpoint.enable or checkpoint.load_only or step == 1:
             return "no state was kept"
-        if self.checkpointer.last_step != step - 1:
+        if self.checkpointer.finish() != step - 1:
             self.checkpointer.save(step - 1, before)
         return f"the state before it is {self.checkpointer.folder}/step-{step - 1}"
 

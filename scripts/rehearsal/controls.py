@@ -169,7 +169,7 @@ CONTROLS = [
     Control(
         "checksums of two devices",
         "refused",
-        "checksum.py:_sum_box",
+        "checksum.py:_sum_on_device",
         _wrapped(
             "titan_moe.checkpoint.checksum:_bits",
             _changed(lambda bits: bits + torch.ones(bits.shape, dtype=bits.dtype)),

@@ -236,7 +236,9 @@ def _disks_of_their_own(folder):
     if dist.get_rank() == 1:
         write = checkpointer_module.write_tensors
         elsewhere = folder / "other node"
-        checkpointer_module.write_tensors = lambda tensors, _: write(tensors, elsewhere)
+        checkpointer_module.write_tensors = lambda tensors, _, doing: write(
+            tensors, elsewhere, doing=doing
+        )
     try:
         checkpointer.save(1, {})
     except RunError as error:

@@ -68,7 +68,7 @@ def _save_and_load(
     in the list of shardings each tensor is loaded."""
     whole, mesh = _whole(shape), _mesh(sizes)
     saved = _each_way(whole, mesh)
-    write_tensors(dict(saved), folder)
+    write_tensors(dict(saved), folder, doing="saving")
     reader, wrong = SafeReader(folder), []
     names = list(saved)
     for distance in distances or range(len(names)):
@@ -134,7 +134,7 @@ def _in_explicit_order(folder: Path) -> dict[str, bool]:
     kept = explicit(whole, Sharding.parse("S(0)[y,x]"), mesh)
     first = [0, 4, 2, 6][dist.get_rank()]
     tensors = model_tensors([_Buffers(kept)])
-    write_tensors(tensors, folder)
+    write_tensors(tensors, folder, doing="saving")
     plain = {"model.kept": torch.zeros_like(whole)}
     read_tensors(plain, SafeReader(folder), doing="loading")
     local_part(tensors["model.kept"]).zero_()

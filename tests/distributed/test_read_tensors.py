@@ -49,7 +49,7 @@ def save_and_load(
     """Bytes that this rank says it has read, those it has read, and what it has not right."""
     if bug is not None:
         plant(bug)
-    write_tensors(held(before, _VALUES), folder)
+    write_tensors(held(before, _VALUES), folder, doing="saving")
     dist.barrier()
     read = 0
 
@@ -97,7 +97,7 @@ def test_a_part_read_by_all_its_replicas_is_caught(tmp_path: Path) -> None:
 
 
 def load_less(folder: Path) -> None:
-    write_tensors(_VALUES, folder)
+    write_tensors(_VALUES, folder, doing="saving")
     dist.barrier()
     longer = {"norm": torch.zeros(9, dtype=torch.bfloat16)}
     read_tensors(longer, SafeReader(folder), doing="loading")
@@ -109,7 +109,7 @@ def test_files_that_hold_something_else_are_refused(tmp_path: Path) -> None:
 
 
 def load_damaged(folder: Path) -> None:
-    write_tensors(held("hsdp", _VALUES), folder)
+    write_tensors(held("hsdp", _VALUES), folder, doing="saving")
     dist.barrier()
     reader = SafeReader(folder)
     dist.barrier()

@@ -113,6 +113,21 @@ def test_a_request_in_the_last_step_or_without_checkpoints_changes_nothing(tmp_p
     assert run_on_ranks(asked, 1, job, 0, 1) == [False]
 
 
+def test_a_kill_while_a_checkpoint_is_written_in_the_background(tmp_path: Path, undisturbed: Path):
+    job = make_job(
+        tmp_path,
+        parallelism={"expert_parallel_degree": 2},
+        checkpoint={"enable": True, "interval": 5, "async_mode": "async"},
+    )
+    with pytest.raises(RankError):
+        run_on_ranks(killed, 2, job, "writing in the background", 1)
+    found = {path.name for path in (tmp_path / "checkpoint").iterdir()}
+    assert found == {".step-15.writing", "step-5", "step-10"}
+    run_on_ranks(train_here, 2, job)
+    assert_same_run(tmp_path, undisturbed)
+    assert not (tmp_path / "checkpoint/.step-15.writing").exists()
+
+
 # Ranks, and how they are laid out.
 SEEDED = [
     (1, {}),

@@ -62,7 +62,7 @@ def _plant_kill(where: str, rank: int) -> None:
     import torch.distributed as dist
 
     from titan_moe import train_step
-    from titan_moe.checkpoint import checkpointer, storage
+    from titan_moe.checkpoint import background, checkpointer, storage
 
     if dist.get_rank() != rank:
         return
@@ -74,6 +74,17 @@ def _plant_kill(where: str, rank: int) -> None:
         calls = iter(range(100))
         update = train_step.update_routers
         train_step.update_routers = lambda *args: die() if next(calls) == 12 else update(*args)
+        return
+    if where == "writing in the background":
+        saves = iter(range(100))
+        begin = background.BackgroundSaves.begin
+
+        def begin_and_die(*args):
+            begin(*args)
+            if next(saves) == 2:
+                die()
+
+        background.BackgroundSaves.begin = begin_and_die
         return
     module, name = {
         "writing tensors": (checkpointer, "write_tensors"),

@@ -19,21 +19,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from titan_moe.checkpoint import storage
+from titan_moe.checkpoint.background import BackgroundSaves
+from titan_moe.checkpoint.box_sums import unlike_copies
 from titan_moe.checkpoint.checksum import checksums
-from titan_moe.checkpoint.digests import DIGESTS, write_digests
+from titan_moe.checkpoint.digests import DIGESTS
+from titan_moe.checkpoint.find import find_checkpoint
 from titan_moe.checkpoint.hf.transfer import load_hf, save_hf
 from titan_moe.checkpoint.manifest import (
     MANIFEST,
     Manifest,
+    TensorSpec,
     audit,
     code_version,
     compare_checksums,
     gather_specs,
-    read_manifest,
 )
 from titan_moe.checkpoint.read_tensors import read_tensors
-from titan_moe.checkpoint.replicas import unlike_copies
+from titan_moe.checkpoint.replicas import tied_names
 from titan_moe.checkpoint.safe_reader import SafeReader
+from titan_moe.checkpoint.shared_folder import write_digests
 from titan_moe.checkpoint.tensor_files import own_files, write_tensors
 from titan_moe.checkpoint.tensors import MODEL, OPTIMIZER, model_tensors, optimizer_tensors
 from titan_moe.checkpoint.train_state import (
@@ -46,6 +50,7 @@ from titan_moe.checkpoint.train_state import (
     read_train_state,
     restore_random_state,
 )
+from titan_moe.checkpoint.writer import Finish
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.models.hf import HFModel, as_record
@@ -93,6 +98,7 @@ class Checkpointer:
         self._job_record = job_record
         self._merge_data = merge_data
         self._model = model
+        self._background: BackgroundSaves | None = None
         self.last_step: int | None = None
         """Step of the checkpoint last loaded or saved in the run's own folder, on every rank."""
 
@@ -102,20 +108,42 @@ class Checkpointer:
         return self._folder
 
     def maybe_save(self, step: int, state: dict[str, Any], *, last: bool = False) -> bool:
-        """Save if the configuration wants a checkpoint after this step; returns whether it did."""
+        """Save if the configuration wants a checkpoint after this step; returns whether it did.
+
+        With checkpoint.async_mode only the last save is complete then. Raises RunError on all ranks
+        when a save has failed, or the one before in the background: call it after every step.
+        """
         config = self._config
         if not config.enable or config.load_only:
             return False
         first = config.enable_first_step_checkpoint and step == 1
+        in_background = config.async_mode != "disabled" and not last
+        if in_background:
+            self._hear_of_background()
         if not (last or first or step % config.interval == 0):
             return False
-        self.save(step, state, last=last)
+        if in_background:
+            self._save_in_background(step, state)
+        else:
+            self.save(step, state, last=last)
         if last and config.last_save_in_hf:
             self.export(step)
         return True
 
+    def finish(self) -> int | None:
+        """Wait for the save in the background, if there is one; returns `last_step`. Raises
+        RunError on all ranks when it has failed. Collective."""
+        if self._background is not None:
+            try:
+                self._note(self._background.wait())
+            finally:
+                self._background.close()
+                self._background = None
+        return self.last_step
+
     def save(self, step: int, state: dict[str, Any], *, last: bool = False) -> None:
-        """Write the checkpoint of `step`, in place of an older one, then remove outdated ones.
+        """Write the checkpoint of `step`, in place of an older one, then remove outdated ones; one
+        in the background is finished first.
 
         `state` is this rank's and JSON-able. Under "data" is the rank's own data position; the rest
         is the same on all ranks. Random states are added here. A seed checkpoint, and the last one
@@ -124,6 +152,7 @@ class Checkpointer:
         Raises RunError when it cannot be written; earlier checkpoints are then as they were. Raises
         RunError before anything is written when replicas of a tensor, or copies of one, differ.
         """
+        self.finish()
         started = time.perf_counter()
         model_only = self._config.create_seed_checkpoint or (
             last and self._config.last_save_model_only
@@ -133,7 +162,7 @@ class Checkpointer:
         tensors = self._tensors(with_optimizer=not model_only)
         specs = gather_specs(tensors)
         sums = checksums(tensors, {name: spec.shape for name, spec in specs.items()})
-        if problems := self._unlike(sums):
+        if problems := unlike_copies(self._copies(), sums):
             raise RunError("; ".join(problems))
         rank_states = [] if model_only else gather_rank_states(state)
 
@@ -142,23 +171,12 @@ class Checkpointer:
             if not model_only:
                 train_state = merge_rank_states(rank_states, self._merge_data)
                 storage.write_json(aside / TRAIN_STATE, train_state)
-            manifest = Manifest(
-                step=step,
-                model_only=model_only,
-                num_experts=self._num_experts,
-                tensors=specs,
-                checksums=sums,
-                job=self._job_record,
-                code=code_version(),
-                family=self._model.family if self._model else "",
-                model=as_record(self._model.config) if self._model else {},
-                digests=DIGESTS,
-            )
-            storage.write_json(aside / MANIFEST, manifest.model_dump(mode="json"))
+            manifest = self._manifest(step, model_only, specs) | {"checksums": sums}
+            storage.write_json(aside / MANIFEST, manifest)
 
         aside = on_rank_zero(lambda: storage.begin(target), doing=doing)
         try:
-            on_every_rank(lambda: write_tensors(tensors, aside), doing=doing)
+            write_tensors(tensors, aside, doing=doing)
             on_rank_zero(describe, doing=doing)
             write_digests(aside, own_files(aside), doing=doing)
             on_rank_zero(lambda: storage.commit(aside, target), doing=doing)
@@ -170,6 +188,69 @@ class Checkpointer:
         self.last_step = step
         if dist.get_rank() == 0:
             logger.info("saved %s in %.1f s", target, time.perf_counter() - started)
+
+    def _save_in_background(self, step: int, state: dict[str, Any]) -> None:
+        """Copy the state of `step`, and let it be written."""
+        started = time.perf_counter()
+        background = self._background
+        assert background is not None
+        if background.busy:
+            self._note(background.wait())
+            if dist.get_rank() == 0:
+                waited = time.perf_counter() - started
+                logger.info("step %d waited %.1f s for the save before it", step, waited)
+        target = storage.step_folder(self._folder, step)
+        rank_states, described = gather_rank_states(state), {}
+
+        def begin() -> Path:
+            described["manifest"] = self._manifest(step, False, background.specs)
+            described["train_state"] = merge_rank_states(rank_states, self._merge_data)
+            return storage.begin(target)
+
+        aside = on_rank_zero(begin, doing=f"cannot save checkpoint {target}")
+        what = Finish(
+            aside=aside,
+            target=target,
+            manifest=described.get("manifest", {}),
+            train_state=described.get("train_state", {}),
+            step=step,
+            keep_latest_k=self._config.keep_latest_k,
+        )
+        background.begin(self._tensors(with_optimizer=True), what)
+        if dist.get_rank() == 0:
+            waited = time.perf_counter() - started
+            logger.info("saving %s in the background; the step waited %.2f s", target, waited)
+
+    def _hear_of_background(self) -> None:
+        if self._background is not None:
+            self._note(self._background.poll())
+            return
+        # After the first step: the process starts, and memory is found, before the first save.
+        pinned = self._config.async_mode == "async_with_pinned_mem" and torch.cuda.is_available()
+        tensors = self._tensors(with_optimizer=True)
+        self._background = BackgroundSaves(tensors, self._copies(), pinned=pinned)
+
+    def _note(self, saved: int | None) -> None:
+        if saved is not None:
+            self.last_step = saved
+
+    def _manifest(
+        self, step: int, model_only: bool, specs: Mapping[str, TensorSpec]
+    ) -> dict[str, Any]:
+        """Without checksums."""
+        manifest = Manifest(
+            step=step,
+            model_only=model_only,
+            num_experts=self._num_experts,
+            tensors=dict(specs),
+            checksums={},
+            job=self._job_record,
+            code=code_version(),
+            family=self._model.family if self._model else "",
+            model=as_record(self._model.config) if self._model else {},
+            digests=DIGESTS,
+        )
+        return manifest.model_dump(mode="json")
 
     def export(self, step: int) -> None:
         """Write the model as a Hugging Face folder beside the checkpoint of `step`; collective.
@@ -255,8 +336,8 @@ class Checkpointer:
         }
         return tensors, {name: spec.shape for name, spec in gather_specs(tensors).items()}
 
-    def _unlike(self, sums: Mapping[str, str]) -> list[str]:
-        return unlike_copies(self._model.config, sums) if self._model else []
+    def _copies(self) -> list[list[str]]:
+        return tied_names(self._model.config) if self._model else []
 
     def _set_aside_later(self, step: int) -> None:
         for kept in storage.set_aside_later(self._folder, step):
@@ -285,7 +366,7 @@ class Checkpointer:
                 "an earlier one can be chosen with checkpoint.load_step"
             )
         # A model that does not tie these weights has parameters of the same names.
-        if MODEL in parts and (problems := self._unlike(found)):
+        if MODEL in parts and (problems := unlike_copies(self._copies(), found)):
             raise RunError(f"checkpoint {source} does not fit the model: {'; '.join(problems)}")
 
     def _load_train_state(self, source: Path, excluded: set[str]) -> dict[str, Any]:
@@ -300,50 +381,6 @@ class Checkpointer:
         if DATA in saved and "dataloader" not in excluded:
             state[DATA] = saved[DATA]
         return state
-
-
-def find_checkpoint(config: Checkpoint, folder: Path) -> tuple[Path, Manifest, bool] | None:
-    """The checkpoint to load, its manifest, and whether only its model is wanted; `folder` holds
-    the run's own ones. RunError where the one that is asked for is not there or of no use."""
-    if not config.enable:
-        return None
-    steps = storage.saved_steps(folder)
-    if config.load_step >= 0 and config.load_step not in steps:
-        raise RunError(
-            f"checkpoint.load_step={config.load_step}: {folder} has "
-            + (f"steps {', '.join(map(str, steps))}" if steps else "no checkpoint")
-        )
-    if steps:
-        own = storage.step_folder(folder, config.load_step if config.load_step >= 0 else steps[-1])
-        manifest = read_manifest(own)
-        if manifest.model_only and manifest.step > 0:
-            raise RunError(
-                f"{own} holds the model only (checkpoint.last_save_model_only) and cannot be "
-                "resumed; choose an earlier checkpoint.load_step, or start in another "
-                f"job.dump_folder with checkpoint.initial_load_path={own}"
-            )
-        return own, manifest, manifest.model_only
-    if config.initial_load_path is None or config.initial_load_in_hf:
-        return None
-    initial = Path(config.initial_load_path)
-    manifest = read_manifest(initial)
-    if manifest.model_only and not config.initial_load_model_only:
-        raise RunError(
-            f"checkpoint.initial_load_path={initial} holds the model only: "
-            "set checkpoint.initial_load_model_only=true"
-        )
-    return initial, manifest, config.initial_load_model_only
-
-
-def step_to_go_on_from(config: Checkpoint, dump_folder: Path) -> int:
-    """The step that `Checkpointer.load` will go on after; 0: from the beginning. Collective."""
-    folder = dump_folder / config.folder
-    doing = f"cannot load a checkpoint from {folder}"
-    found = on_rank_zero(lambda: find_checkpoint(config, folder), doing=doing)
-    if found is None:
-        return 0
-    _, manifest, model_only = found
-    return 0 if model_only or "train_state" in config.exclude_from_loading else manifest.step
 
 
 def _check_complete(folder: Path) -> None:

@@ -10,9 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-import torch.distributed as dist
-
-from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.runtime.errors import RunError
 
 DIGESTS = "SHA256SUMS"
@@ -24,27 +21,19 @@ Advance = Callable[[int], object]
 """Told of bytes that were read."""
 
 
-def write_digests(folder: Path, own: Iterable[str], *, doing: str) -> None:
-    """Digest all files of a folder; collective, and the last thing that is written there.
+def write_listing(folder: Path, known: Mapping[str, str]) -> None:
+    """Write SHA256SUMS, the last thing that is written there; reads the files whose digests are not
+    known."""
+    found = {**known, **digests_of(folder, set(files(folder)) - known.keys())}
+    with (folder / DIGESTS).open("w", encoding="utf-8") as file:
+        file.writelines(f"{found[name]}  {name}\n" for name in sorted(found))
+        file.flush()
+        os.fsync(file.fileno())
 
-    Args:
-        own: of this rank, names relative to the folder. What no rank names, rank 0 reads.
-        doing: as on_every_rank's.
-    """
-    mine = on_every_rank(lambda: _digests(folder, own), doing=doing)
-    everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
 
-    def write() -> None:
-        known = {name: digest for digests in everyone for name, digest in digests.items()}
-        known |= _digests(folder, set(files(folder)) - known.keys())
-        lines = [f"{known[name]}  {name}\n" for name in sorted(known)]
-        with (folder / DIGESTS).open("w", encoding="utf-8") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-
-    on_rank_zero(write, doing=doing)
+def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Digests of files of a folder, by name."""
+    return {name: digest(folder / name) for name in names}
 
 
 def files(folder: Path) -> list[str]:
@@ -67,23 +56,6 @@ def read_digests(folder: Path) -> dict[str, str] | None:
     if not lines or None in matches:
         raise RunError(f"{path} is damaged: line {matches.index(None) + 1 if lines else 1}")
     return {match[2]: match[1] for match in matches if match}
-
-
-def check_listed(folder: Path, *, doing: str) -> None:
-    """Raises RunError where a file that a folder's SHA256SUMS lists is not what it says; reads each
-    on one rank. Collective."""
-    digests = on_rank_zero(lambda: read_digests(folder), doing=doing) or {}
-    mine = dict(sorted(digests.items())[dist.get_rank() :: dist.get_world_size()])
-
-    def check() -> None:
-        for name, wanted in mine.items():
-            if not (folder / name).is_file() or digest(folder / name) != wanted:
-                raise RunError(
-                    f"{folder / name} is not what {DIGESTS} beside it says: copy the folder again, "
-                    f"or, if you changed the file, remove {DIGESTS}"
-                )
-
-    on_every_rank(check, doing=doing)
 
 
 def read_checked(path: Path) -> bytes:
@@ -120,10 +92,6 @@ def digest(path: Path, advance: Advance = lambda number: None) -> str:
             result.update(view[:number])
             advance(number)
     return result.hexdigest()
-
-
-def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    return {name: digest(folder / name) for name in names}
 
 
 def _why(digests: Mapping[str, str], name: str) -> str:

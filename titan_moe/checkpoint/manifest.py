@@ -11,10 +11,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from titan_moe.checkpoint.digests import read_checked
+from titan_moe.checkpoint.storage import MANIFEST
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.revision import running_code
-
-MANIFEST = "manifest.json"
 
 _LONGEST_LIST = 4
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from titan_moe.checkpoint.box_sums import unlike_copies
 from titan_moe.checkpoint.checksum import checksums
 from titan_moe.checkpoint.manifest import gather_specs
 from titan_moe.checkpoint.tensors import MODEL, model_tensors, optimizer_tensors
@@ -49,7 +50,7 @@ class ReplicaCheck:
             sums = checksums(tensors, self._shapes)
         except RunError as error:
             raise RunError(f"after step {step} {error}") from None
-        if problems := unlike_copies(self._config, sums):
+        if problems := unlike_copies(tied_names(self._config), sums):
             raise RunError(f"after step {step} {'; '.join(problems)}")
 
     def _say_how_many(self, tensors: Mapping[str, Tensor]) -> None:
@@ -64,11 +65,6 @@ class ReplicaCheck:
             )
 
 
-def unlike_copies(config: ModelConfig, sums: Mapping[str, str]) -> list[str]:
-    """Copies of a tied weight begin and are updated alike: a line for each that is not, by all
-    tensors' checksums."""
-    lines = []
-    for first, *copies in tied_weights(config):
-        if differ := [name for name in copies if sums[MODEL + name] != sums[MODEL + first]]:
-            lines.append(f"{first} and its copies {', '.join(differ)} are not the same")
-    return lines
+def tied_names(config: ModelConfig) -> list[list[str]]:
+    """Of tensors of a checkpoint that are copies of one another, the first one first."""
+    return [[MODEL + name for name in group] for group in tied_weights(config)]

@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from titan_moe.checkpoint.digests import read_checked
+from titan_moe.checkpoint.storage import METADATA
 from titan_moe.runtime.errors import RunError
-
-METADATA = ".metadata"
 
 _ALLOWED = {
     *(

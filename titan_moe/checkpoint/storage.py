@@ -8,17 +8,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from titan_moe.checkpoint.digests import files, read_checked, write_digests
-from titan_moe.distributed.agreement import on_rank_zero
+from titan_moe.checkpoint.digests import read_checked
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import set_aside
+
+METADATA = ".metadata"
+MANIFEST = "manifest.json"
+TRAIN_STATE = "train_state.json"
 
 _STEP = re.compile(r"step-(\d+)")
 _ASIDE = re.compile(r"\.step-\d+\.(writing|deleting)")
@@ -48,7 +47,7 @@ def begin(target: Path) -> Path:
     for path in target.parent.iterdir():
         if _ASIDE.fullmatch(path.name):
             shutil.rmtree(path)
-    aside = _aside(target, "writing")
+    aside = aside_of(target, "writing")
     aside.mkdir()
     return aside
 
@@ -66,29 +65,6 @@ def commit(aside: Path, target: Path) -> None:
 def abandon(aside: Path) -> None:
     """Remove a folder that will not be committed, as far as that is possible."""
     shutil.rmtree(aside, ignore_errors=True)
-
-
-@contextmanager
-def new_folder(target: Path, needed: int, *, doing: str) -> Iterator[Path]:
-    """A folder to write into, which gets its name `target` when all in it is on disk; collective.
-
-    Args:
-        needed: bytes that will be written.
-        doing: as on_rank_zero's.
-
-    Raises RunError when there is anything of that name, or the disk has less free. Nothing is left
-    when anything raises.
-    """
-    aside = on_rank_zero(lambda: _begin_new(target, needed), doing=doing)
-    try:
-        yield aside
-        own = files(aside)[dist.get_rank() :: dist.get_world_size()]
-        write_digests(aside, own, doing=doing)
-        on_rank_zero(lambda: _commit_new(aside, target), doing=doing)
-    except BaseException:
-        if dist.get_rank() == 0:
-            abandon(aside)
-        raise
 
 
 def refuse_existing(target: Path) -> None:
@@ -120,7 +96,7 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
 
 def remove(target: Path) -> None:
     """Remove a checkpoint; if killed midway, what remains is invisible."""
-    aside = _aside(target, "deleting")
+    aside = aside_of(target, "deleting")
     target.rename(aside)
     fsync(target.parent)
     shutil.rmtree(aside)
@@ -156,24 +132,6 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _begin_new(target: Path, needed: int) -> Path:
-    refuse_existing(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise RunError(f"{target} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
-    aside = _aside(target, "writing")
-    shutil.rmtree(aside, ignore_errors=True)  # Of one that was killed.
-    aside.mkdir()
-    return aside
-
-
-def _commit_new(aside: Path, target: Path) -> None:
-    for path in aside.rglob("*"):
-        fsync(path)
-    refuse_existing(target)
-    commit(aside, target)
-
-
-def _aside(target: Path, why: str) -> Path:
+def aside_of(target: Path, why: str) -> Path:
+    """The hidden sibling that a folder is written in, or deleted from."""
     return target.with_name(f".{target.name}.{why}")

@@ -1,17 +1,24 @@
-"""A checkpoint's tensor files: written by DCP from tensors in memory, or chunk by chunk."""
+"""A checkpoint's tensor files, in DCP's form: what torch.save makes of each chunk, one after the
+other, and `.metadata`, which says where each chunk is.
 
-import os
+Where every byte goes follows from the chunks' shapes and types. So a file can be written without
+torch, by another process.
+"""
+
+import mmap
 import pickle
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import chain, groupby
+from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -20,18 +27,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 from torch.utils.serialization import config
 
+from titan_moe.checkpoint.raw_files import Bytes, write_file
 from titan_moe.checkpoint.safe_reader import METADATA
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.distributed.boxes import Box, sizes
@@ -48,14 +46,68 @@ class Chunk(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return prod(sizes(self.box)) * self.dtype.itemsize
 
-def write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write DCP's files of all ranks' tensors; collective."""
-    save_tensors(
-        tensors,
-        storage_writer=_Writer(folder, sync_files=True, thread_count=1),
-        planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-    )
+
+class Frame(NamedTuple):
+    """What torch.save writes before and after the values of a tensor."""
+
+    before: bytes
+    after: bytes
+
+
+def held_chunks(tensors: Mapping[str, Tensor]) -> list[Chunk]:
+    """This rank's parts; none of a part that is empty: DCP tells chunks apart by where they
+    begin."""
+    return [
+        Chunk(name, box, tuple(tensor.shape), tensor.dtype)
+        for name, tensor in tensors.items()
+        if 0 not in sizes(box := local_slices(tensor)) or not tensor.numel()
+    ]
+
+
+def gather_chunks(own: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Those of every rank; collective."""
+    everyone: list[list[Chunk]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, list(own))
+    return everyone
+
+
+def share_out(everyone: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
+    """What each rank writes of the chunks that it holds. One that several hold is written by the
+    one that has the least to write so far."""
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for rank, held in enumerate(everyone):
+        for chunk in held:
+            holders.setdefault(_place(chunk), []).append(rank)
+    load = [sum(c.nbytes for c in held if len(holders[_place(c)]) == 1) for held in everyone]
+    writer: dict[tuple[str, tuple[int, ...]], int] = {}
+    for chunk in chain.from_iterable(everyone):
+        able = holders[_place(chunk)]
+        if len(able) > 1 and _place(chunk) not in writer:
+            best = min(able, key=lambda rank: (load[rank], rank))
+            load[best] += chunk.nbytes
+            writer[_place(chunk)] = best
+    return [
+        [chunk for chunk in held if writer.get(_place(chunk), rank) == rank]
+        for rank, held in enumerate(everyone)
+    ]
+
+
+def _place(chunk: Chunk) -> tuple[str, tuple[int, ...]]:
+    return chunk.name, tuple(part.start for part in chunk.box)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], folder: Path, *, doing: str) -> None:
+    """Write the files of all ranks' tensors; collective. `doing`: as on_every_rank's."""
+    mine = share_out(gather_chunks(held_chunks(tensors)))[dist.get_rank()]
+
+    def values() -> Iterator[tuple[Chunk, Tensor]]:
+        return ((chunk, local_part(tensors[chunk.name]).detach()) for chunk in mine)
+
+    write_chunks(folder, values, doing=doing)
 
 
 def own_files(folder: Path) -> list[str]:
@@ -63,107 +115,114 @@ def own_files(folder: Path) -> list[str]:
     return [path.name for path in folder.glob(f"__{dist.get_rank()}_*.distcp")]
 
 
-class _SavePlanner(DefaultSavePlanner):
-    """Says itself where each part lies: torch's planner reads no explicit `shard_order`."""
-
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan(
-            [
-                _written(name, tensor, chunk)
-                for name, tensor in self.state_dict.items()
-                for chunk in _held(tensor)
-            ]
-        )
-        return self.plan
-
-
-def _written(name: str, tensor: Tensor, chunk: ChunkStorageMetadata) -> WriteItem:
-    properties = TensorProperties.create_from_tensor(local_part(tensor))
-    return WriteItem(
-        MetadataIndex(name, chunk.offsets),
-        WriteItemType.SHARD,
-        tensor_data=TensorWriteData(chunk, properties, tensor.size()),
-    )
-
-
-def _held(tensor: Tensor) -> list[ChunkStorageMetadata]:
-    """This rank's part, as DCP describes it; nothing for a part that is empty: DCP tells chunks
-    apart by where they begin."""
-    box = local_slices(tensor)
-    if 0 in sizes(box) and tensor.numel():
-        return []
-    return [_as_stored(box)]
-
-
-def _as_stored(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(part.start for part in box), torch.Size(sizes(box)))
-
-
-class _Writer(FileSystemWriter):
-    """A FileSystemWriter whose failures are the disk's own words."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            # torch.save covers "no space left" with a complaint about its own archive.
-            first: BaseException = error
-            while first.__context__ is not None:
-                first = first.__context__
-            raise first from None
-
-
 def write_chunks(
     folder: Path, chunks: Callable[[], Iterator[tuple[Chunk, Tensor]]], *, doing: str
 ) -> None:
-    """Write DCP's files of all ranks' chunks, each made only when it is written; collective.
-
-    DCP's own writer keeps every tensor that it has written until the end of the file.
+    """Write the files of all ranks' chunks, each made only when it is written; collective.
 
     Args:
         chunks: this rank's, each with its values.
         doing: as on_every_rank's.
     """
-    places = on_every_rank(lambda: _write_files(folder, chunks()), doing=doing)
-    everyone: list[list[tuple[Chunk, _StorageInfo]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, places)
-    on_rank_zero(lambda: _write_metadata(folder, chain.from_iterable(everyone)), doing=doing)
+    written = on_every_rank(lambda: _write_files(folder, chunks()), doing=doing)
+    everyone = gather_chunks(written)
+    on_rank_zero(lambda: write_file(folder / METADATA, [metadata_of(everyone)]), doing=doing)
 
 
-def _write_files(
-    folder: Path, chunks: Iterator[tuple[Chunk, Tensor]]
-) -> list[tuple[Chunk, _StorageInfo]]:
-    """Files of about `_LARGEST_FILE` bytes; returns where each chunk is."""
-    places: list[tuple[Chunk, _StorageInfo]] = []
-    number, following = 0, next(chunks, None)
+def _write_files(folder: Path, chunks: Iterator[tuple[Chunk, Tensor]]) -> list[Chunk]:
+    """Write one rank's files; returns its chunks."""
+    written: list[Chunk] = []
+    layout = FileLayout(dist.get_rank())
+    placed = ((layout.place(chunk).relative_path, chunk, values) for chunk, values in chunks)
+
+    def contents(of_file: Iterator[tuple[str, Chunk, Tensor]]) -> Iterator[Bytes]:
+        for _, chunk, values in of_file:
+            written.append(chunk)
+            frame = frame_of(chunk)
+            yield from (frame.before, _raw(values), frame.after)
+
+    for name, of_file in groupby(placed, key=lambda each: each[0]):
+        write_file(folder / name, contents(of_file))
+    return written
+
+
+def _raw(values: Tensor) -> Bytes:
+    """The bytes of a tensor, in the order of its elements."""
+    flat = values.cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if len(flat) else b""
+
+
+class FileLayout:
+    """Where a rank's chunks go: files of about `_LARGEST_FILE` bytes."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._number, self._offset = rank, 0, 0
+
+    def place(self, chunk: Chunk) -> _StorageInfo:
+        """That of the next chunk."""
+        if self._offset > _LARGEST_FILE:
+            self._number, self._offset = self._number + 1, 0
+        frame = frame_of(chunk)
+        length = len(frame.before) + chunk.nbytes + len(frame.after)
+        info = _StorageInfo(f"__{self._rank}_{self._number}.distcp", self._offset, length)
+        self._offset += length
+        return info
+
+
+def metadata_of(everyone: Iterable[Iterable[Chunk]]) -> bytes:
+    """`.metadata` of the files with the chunks that each rank has written."""
+    metadata = Metadata({}, storage_data={}, storage_meta=StorageMeta())
+    for rank, chunks in enumerate(everyone):
+        layout = FileLayout(rank)
+        for chunk in chunks:
+            shape, properties = torch.Size(chunk.shape), TensorProperties(dtype=chunk.dtype)
+            entry = metadata.state_dict_metadata.setdefault(
+                chunk.name, TensorStorageMetadata(properties, shape, [])
+            )
+            assert isinstance(entry, TensorStorageMetadata)
+            offsets = torch.Size(part.start for part in chunk.box)
+            entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size(sizes(chunk.box))))
+            metadata.storage_data[MetadataIndex(chunk.name, offsets)] = layout.place(chunk)
+    return pickle.dumps(metadata)
+
+
+def frame_of(chunk: Chunk) -> Frame:
+    """What is written around a chunk's values."""
+    return _frame(sizes(chunk.box), chunk.dtype)
+
+
+@cache
+def _frame(shape: tuple[int, ...], dtype: torch.dtype) -> Frame:
+    """From torch.save of a tensor whose memory is never touched."""
+    nbytes = prod(shape) * dtype.itemsize
+    # Not torch.empty: debug.deterministic would fill it.
+    tensor = (
+        torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)
+        if nbytes
+        else torch.empty(shape, dtype=dtype)
+    )
+    stream = _AroundValues(tensor)
     # The archive's own CRC, at the price of another pass, would say less than the checksums do.
     with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-        while following is not None:
-            file = f"__{dist.get_rank()}_{number}.distcp"
-            with (folder / file).open("wb") as stream:
-                while following is not None and stream.tell() <= _LARGEST_FILE:
-                    chunk, values = following
-                    offset = stream.tell()
-                    torch.save(values, stream)
-                    places.append((chunk, _StorageInfo(file, offset, stream.tell() - offset)))
-                    del following, values
-                    following = next(chunks, None)
-                stream.flush()
-                os.fsync(stream.fileno())
-            number += 1
-    return places
+        torch.save(tensor, cast(IO[bytes], stream))
+    assert stream.skipped == nbytes, "torch.save writes a tensor's values from elsewhere"
+    return Frame(bytes(stream.before), bytes(stream.after))
 
 
-def _write_metadata(folder: Path, places: Iterable[tuple[Chunk, _StorageInfo]]) -> None:
-    metadata = Metadata({}, storage_data={}, storage_meta=StorageMeta())
-    for chunk, place in places:
-        shape, properties = torch.Size(chunk.shape), TensorProperties(dtype=chunk.dtype)
-        entry = metadata.state_dict_metadata.setdefault(
-            chunk.name, TensorStorageMetadata(properties, shape, [])
-        )
-        assert isinstance(entry, TensorStorageMetadata)
-        stored = _as_stored(chunk.box)
-        entry.chunks.append(stored)
-        metadata.storage_data[MetadataIndex(chunk.name, stored.offsets)] = place
-    with (folder / METADATA).open("wb") as file:
-        pickle.dump(metadata, file)
+class _AroundValues:
+    """A stream that keeps what does not come from a tensor's memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._memory = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        self.before, self.after, self.skipped = bytearray(), bytearray(), 0
+
+    def write(self, data: memoryview) -> int:
+        address = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]
+        if address in self._memory:
+            self.skipped += data.nbytes
+        else:
+            (self.after if self.skipped else self.before).extend(data)
+        return data.nbytes
+
+    def flush(self) -> None:
+        """torch.save asks for it."""

@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.checkpoint.storage import read_json
+from titan_moe.checkpoint.storage import TRAIN_STATE, read_json
 from titan_moe.runtime.errors import RunError
 
 DATA = "data"
 RNG = "rng"
-TRAIN_STATE = "train_state.json"
 
 # From the data positions of all ranks, in rank order, that of all rows.
 MergeData = Callable[[list[dict[str, Any]]], dict[str, Any]]

@@ -444,8 +444,11 @@ class Checkpoint(Section):
     last_save_model_only: bool = False
     """The last save holds the model only; such a run cannot be resumed (torchtitan's default is
     true)."""
-    async_mode: Literal["disabled"] = "disabled"
-    """Saves happen in the step."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """'disabled': a step waits until its checkpoint is on disk; 'async': only until its tensors are
+    copied, and a process beside each rank writes them; 'async_with_pinned_mem': the same, with
+    page-locked buffers, which a GPU copies to faster. Both want memory for a second state on the
+    host. The last save is always waited for."""
     keep_latest_k: NonNegativeInt = 10
     """Checkpoints kept; 0 keeps all."""
     load_step: int = -1

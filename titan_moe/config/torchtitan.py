@@ -259,7 +259,6 @@ VALUES: dict[str, dict[str, str]] = {
     "parallelism.context_parallel_load_balancer": {"ptrr": "headtail"},
     "parallelism.context_parallel_rotate_method": {"alltoall": "ring"},
     "parallelism.expert_parallel_comm_backend": {"deepep": "deduplicated"},
-    "checkpoint.async_mode": {"async": "disabled", "async_with_pinned_mem": "disabled"},
     "activation_checkpoint.mode": {"memory_budget": "full"},
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
@@ -48,6 +49,13 @@ def on_rank_zero(action: Callable[[], T], *, doing: str) -> T:
     if error is not None:
         raise RunError(error)
     return cast(T, result)
+
+
+def lowest(value: int) -> int:
+    """The lowest of all ranks' values; collective, between their hosts."""
+    found = torch.tensor(value)
+    dist.all_reduce(found, dist.ReduceOp.MIN, group=_waiting_group(dist.group.WORLD))
+    return int(found)
 
 
 @cache

@@ -10,6 +10,7 @@ _PAGES = tuple(
     for pattern, page in (
         (r"(?i)out of memory\. |OutOfMemoryError", _TROUBLE + "out-of-memory-on-the-gpu"),
         (r"process that reads the data", _TROUBLE + "the-process-that-reads-the-data-ended"),
+        (r"the process that writes it ", _TROUBLE + "the-process-that-writes-a-checkpoint-ended"),
         (r"was killed by SIG", _TROUBLE + "a-rank-was-killed"),
         (r"RDZV_ENDPOINT=\S* is in use", _TROUBLE + "port-in-use"),
         (

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_moe.checkpoint.checksum import as_digits, box_sum
+from titan_moe.checkpoint.box_sums import as_digits
+from titan_moe.checkpoint.checksum import box_sum
 from titan_moe.checkpoint.digests import DIGESTS, damaged_files, files, read_digests
 from titan_moe.checkpoint.hf.folder import HFFolder, is_hf_folder
 from titan_moe.checkpoint.hf.sources import progress_bar

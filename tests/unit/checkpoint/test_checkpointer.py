@@ -13,7 +13,7 @@ from torch import nn
 
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.checkpointer import Checkpointer
-from titan_moe.checkpoint.digests import write_digests
+from titan_moe.checkpoint.digests import write_listing
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.runtime.errors import RunError
 
@@ -78,7 +78,7 @@ def _step(folder, step):
 
 def _reseal(saved):
     """Digests that agree with what a hostile hand has left behind."""
-    write_digests(_step(saved, 2), [], doing="sealing")
+    write_listing(_step(saved, 2), {})
 
 
 def _names(folder):

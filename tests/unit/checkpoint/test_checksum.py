@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from titan_moe.checkpoint import checksum
-from titan_moe.checkpoint.checksum import as_digits, box_sum, checksums
+from titan_moe.checkpoint import box_sums
+from titan_moe.checkpoint.box_sums import as_digits
+from titan_moe.checkpoint.checksum import box_sum, checksums
 
 
 def _one(tensor):
@@ -59,7 +60,7 @@ def test_chunks_and_strides_change_nothing(monkeypatch):
     whole = _one(tensor)
     assert _one(tensor.transpose(0, 2).contiguous().transpose(0, 2)) == whole
     for size in (1, 7, 16, 60):
-        monkeypatch.setattr(checksum, "_CHUNK_CPU", size)
+        monkeypatch.setattr(box_sums, "_CHUNK", size)
         assert _one(tensor) == whole
 
 
@@ -79,7 +80,7 @@ def test_boxes_add_up_however_they_lie(dtype, monkeypatch):
     """Boxes that are one run of the tensor take a shorter way to the same number."""
     tensor = _filled(dtype, (4, 6, 8))
     whole = _one(tensor)
-    monkeypatch.setattr(checksum, "_CHUNK_CPU", 20)
+    monkeypatch.setattr(box_sums, "_CHUNK", 20)
     for dim, at in ((0, 1), (1, 2), (2, 5)):
         size = tensor.shape[dim]
         for form in (torch.Tensor.contiguous, lambda box: box):

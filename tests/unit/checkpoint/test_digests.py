@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from titan_moe.checkpoint.checkpointer import Checkpointer
-from titan_moe.checkpoint.digests import DIGESTS, write_digests
+from titan_moe.checkpoint.digests import DIGESTS, write_listing
 from titan_moe.cli.main import main
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Checkpoint
@@ -141,7 +141,7 @@ def test_a_tensor_that_the_manifest_does_not_name(saved):
     for part in ("tensors", "checksums"):
         del manifest[part]["model.bias"]
     path.write_text(json.dumps(manifest))
-    write_digests(saved, [], doing="sealing")
+    write_listing(saved, {})
     assert audit(saved).problems == [f"{saved}: its manifest does not name model.bias"]
 
 

@@ -113,11 +113,13 @@ def test_a_table_matters_where_its_converter_is_named(tmp_path: Path) -> None:
 
 def test_what_has_no_effect_is_one_line() -> None:
     argv = ["--training.gc_debug", "--parallelism.disable_loss_parallel=True"]
-    argv += ["--model.print_after_conversion", "false", "--checkpoint.async_mode", "async"]
+    argv += ["--model.print_after_conversion", "false"]
+    argv += ["--parallelism.context_parallel_load_balancer", "ptrr"]
     _, notes = read_job(argv)
     assert notes == [
         "without effect here: training.gc_debug, parallelism.disable_loss_parallel; "
-        "checkpoint.async_mode 'async' is read as 'disabled' (docs/coming-from-torchtitan.md)"
+        "parallelism.context_parallel_load_balancer 'ptrr' is read as 'headtail' "
+        "(docs/coming-from-torchtitan.md)"
     ]
 
 

@@ -111,7 +111,7 @@ def test_closing_ends_it_at_once(tmp_path):
     loader._read_ahead()
     time.sleep(0.5)
     loader.close()
-    assert reader._child.returncode == -signal.SIGKILL
+    assert reader._child.close() == -signal.SIGKILL
 
 
 _RANK = """

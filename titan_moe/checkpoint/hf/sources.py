@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from titan_moe.checkpoint.checksum import as_digits, box_sum
+from titan_moe.checkpoint.box_sums import as_digits
+from titan_moe.checkpoint.checksum import box_sum
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, PREVIOUS_LOAD, Shapes, find
 from titan_moe.checkpoint.hf.pieces import Box, cut, key, lengths, relative, whole

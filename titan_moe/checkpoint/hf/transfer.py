@@ -18,7 +18,7 @@ from torch import Tensor
 
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.checksum import box_sum
-from titan_moe.checkpoint.digests import DIGESTS, check_listed
+from titan_moe.checkpoint.digests import DIGESTS
 from titan_moe.checkpoint.hf.assets import (
     HF,
     asset_folders,
@@ -48,6 +48,7 @@ from titan_moe.checkpoint.manifest import (
     read_manifest,
 )
 from titan_moe.checkpoint.safe_reader import SafeReader
+from titan_moe.checkpoint.shared_folder import check_listed, new_folder
 from titan_moe.checkpoint.tensor_files import Chunk, write_chunks
 from titan_moe.checkpoint.tensors import MODEL
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
@@ -78,7 +79,7 @@ def import_folder(folder: Path, out: Path, dtype: torch.dtype) -> str:
     with opened:
         source = on_every_rank(lambda: HFSource(opened, model, shapes), doing=doing)
         needed = sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
-        with storage.new_folder(out, needed, doing=doing) as aside:
+        with new_folder(out, needed, doing=doing) as aside:
             sums = _write_chunks(source, shapes, aside, out, dtype)
 
             def describe() -> None:

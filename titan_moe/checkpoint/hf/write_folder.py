@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.hf.folder import INDEX, SINGLE
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, has_place, listed, write_as
 from titan_moe.checkpoint.hf.pieces import Box, Piece, Stored, cut, lengths, relative, runs
 from titan_moe.checkpoint.hf.pieces import key as key_of
 from titan_moe.checkpoint.hf.safetensors_file import as_bytes, make_header, write_all
 from titan_moe.checkpoint.hf.sources import LARGEST, Source, one_ahead, progress_bar
+from titan_moe.checkpoint.shared_folder import new_folder
+from titan_moe.checkpoint.storage import write_json
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.models.hf import HFModel
 from titan_moe.runtime.errors import RunError
@@ -78,7 +79,7 @@ def export(
     targets = write_as(model, shapes)
     on_every_rank(lambda: _refuse_lost_bias(model, source), doing=doing)
     layout = plan_files(targets, dtype, largest_file)
-    with storage.new_folder(target, sum(layout.sizes.values()), doing=doing) as aside:
+    with new_folder(target, sum(layout.sizes.values()), doing=doing) as aside:
         on_rank_zero(lambda: _make_files(aside, layout), doing=doing)
         mine = _own_boxes(source.boxes(), targets)
         with progress_bar("export", _bytes_of(mine, targets, layout)) as bar:
@@ -145,7 +146,7 @@ def _make_files(folder: Path, layout: Layout) -> None:
             "metadata": {"total_size": layout.num_bytes},
             "weight_map": {name: place.file for name, place in sorted(layout.places.items())},
         }
-        storage.write_json(folder / INDEX, index)
+        write_json(folder / INDEX, index)
 
 
 def _own_boxes(

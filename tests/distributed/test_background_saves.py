@@ -1,0 +1,118 @@
+"""Several ranks: a save in the background is there when all have written, and fails on all."""
+
+import os
+import resource
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.checkpoint.digests import read_digests
+from titan_moe.config.job_config import Checkpoint, Optimizer
+from titan_moe.optim.optimizers import build_optimizer
+from titan_moe.runtime.errors import RunError
+from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.verify.audit import audit
+
+
+def _run(folder, mode="async"):
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)  # Its bias has 3 rows: over 4 ranks, one has none.
+    model.register_buffer("load", torch.zeros(4))  # Every rank holds it.
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
+    fully_shard(model, mesh=mesh)
+    optimizer = build_optimizer(Optimizer(lr=0.1), model.named_parameters())
+    checkpointer = Checkpointer(
+        Checkpoint(enable=True, interval=2, async_mode=mode, enable_first_step_checkpoint=True),
+        folder,
+        modules=[model],
+        optimizer=optimizer,
+        num_experts=0,
+        job_record={},
+        merge_data=lambda states: states[0],
+    )
+    return model, checkpointer
+
+
+def _names(folder):
+    """On all ranks alike."""
+    dist.barrier()
+    names = sorted(path.name for path in (folder / "checkpoint").iterdir())
+    dist.barrier()
+    return names
+
+
+def _one_writer_stands_still(folder):
+    model, checkpointer = _run(folder)
+    checkpointer.maybe_save(1, {"step": 1})
+    checkpointer._background.wait()
+    writer = checkpointer._background._child.pid
+    slow = dist.get_rank() == dist.get_world_size() - 1
+    if slow:
+        os.kill(writer, signal.SIGSTOP)
+    seen = []
+    checkpointer.maybe_save(2, {"step": 2})
+    with torch.no_grad():
+        model.weight.add_(1)  # Training goes on.
+    for _ in range(20):
+        checkpointer.maybe_save(3, {})
+        time.sleep(0.02)
+    seen.append(_names(folder))
+    if slow:
+        os.kill(writer, signal.SIGCONT)
+    checkpointer.finish()
+    seen.append(_names(folder))
+    with torch.no_grad():
+        model.weight.sub_(1)
+    _, waiting = _run(folder / "waiting", "disabled")
+    waiting.maybe_save(2, {"step": 2})
+    files = [read_digests(path / "checkpoint/step-2") for path in (folder, folder / "waiting")]
+    return seen, files, checkpointer.last_step
+
+
+def test_the_slowest_writer_completes_the_same_files(tmp_path):
+    for seen, (ours, theirs), last_step in run_on_ranks(_one_writer_stands_still, 4, tmp_path):
+        assert seen[0] == [".step-2.writing", "step-1"]
+        assert seen[1] == ["step-1", "step-2"] and last_step == 2
+        assert ours == theirs
+    # A tensor that several hold is written once, and not by one rank alone.
+    assert len([name for name in ours if name.endswith(".distcp")]) > 1
+    assert audit(tmp_path / "checkpoint/step-2").problems == []
+
+
+def _fails_on_rank_one(folder):
+    model, checkpointer = _run(folder)
+    checkpointer.maybe_save(1, {"step": 1})
+    checkpointer._background.wait()
+    if dist.get_rank() == 1:
+        resource.prlimit(checkpointer._background._child.pid, resource.RLIMIT_FSIZE, (500, 500))
+    checkpointer.maybe_save(2, {"step": 2})
+    line = None
+    try:
+        checkpointer.finish()
+    except RunError as error:
+        line = str(error)
+    names = _names(folder)
+    model.load[0] = dist.get_rank()  # Replicas that differ.
+    checkpointer.maybe_save(3, {})
+    checkpointer.maybe_save(4, {"step": 4})
+    try:
+        checkpointer.finish()
+    except RunError as error:
+        return line, names, str(error), _names(folder)
+
+
+def test_a_failing_writer_fails_all_ranks_and_spoils_nothing(tmp_path):
+    results = run_on_ranks(_fails_on_rank_one, 2, tmp_path)
+    assert results[0] == results[1]
+    line, names, unlike, names_then = results[0]
+    assert line == f"cannot save checkpoint {tmp_path}/checkpoint/step-2: File too large"
+    assert unlike == "ranks hold different values of what should be replicas: model.load " + (
+        "(rank 0 unlike rank 1)"
+    )
+    assert names == names_then == ["step-1"]
