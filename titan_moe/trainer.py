@@ -43,7 +43,6 @@ from titan_moe.routing.replay import RoutingTrace, open_trace
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import count_gpus
 from titan_moe.runtime.lean_start import leave_compiler_out
-from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.process import (
     GarbageCollector,
     Process,
@@ -260,8 +259,7 @@ class Trainer:
         """Returns whether all ranks are to stop before the last step."""
         phases, training = self.log.phases, self.job.training
         before = self._state()
-        POSITION.begin_step(step)
-        with phases("data"), region("data"):
+        with phases("data", step), region("data"):
             batches = self.data.loader.next_step()
         factor = lr_factor(step, self.job.lr_scheduler, training.steps)
         set_lr(self.optimizer, factor)

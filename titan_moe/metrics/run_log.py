@@ -52,9 +52,10 @@ class Phases:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
+    def __call__(self, name: str, step: int | None = None) -> Iterator[None]:
+        """`step`: the one that begins with this phase."""
         start = self._clock()
-        POSITION.enter_phase(name)
+        POSITION.enter_phase(name, step)
         try:
             yield
         finally:

@@ -64,12 +64,9 @@ class Position:
     def region(self) -> str:
         return self._region
 
-    def begin_step(self, step: int) -> None:
-        self._step = step
-        self._note()
-
-    def enter_phase(self, phase: str) -> None:
-        """A phase has no layer and no region yet."""
+    def enter_phase(self, phase: str, step: int | None = None) -> None:
+        """A phase has no layer and no region yet. `step`: the one that begins with it."""
+        self._step = self._step if step is None else step
         self._phase, self._layer, self._region = phase, "", ""
         self._note()
 
