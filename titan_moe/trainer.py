@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.checkpoint.checkpointer import Checkpointer, step_to_go_on_from
+from titan_moe.checkpoint.replicas import ReplicaCheck
 from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
 from titan_moe.checkpoint.train_state import get_random_state, set_random_state
 from titan_moe.config.checks.job import check_reshard
@@ -123,6 +124,8 @@ class Trainer:
         self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), group)
         device = self.process.device
         self.train_step = TrainStep(sharded, self.optimizer, job.training, device=device)
+        freq = job.metrics.replica_check_freq
+        self.replicas = ReplicaCheck(sharded.parts, sharded.config, self.optimizer, freq)
         moe = sharded.config.moe
         self.checkpointer = Checkpointer(
             job.checkpoint,
@@ -288,6 +291,7 @@ class Trainer:
             validation_loss=validation_loss,
         )
         with phases("checkpoint"):
+            self.replicas(step)
             self.checkpointer.maybe_save(step, self._state(), last=step == training.steps)
 
     def _capture(self, step: int) -> StepCapture:

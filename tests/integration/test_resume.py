@@ -77,7 +77,9 @@ def test_a_killed_rank_costs_steps_but_changes_nothing(
     job = make_job(tmp_path, parallelism={"expert_parallel_degree": 2})
     with pytest.raises(RankError):
         run_on_ranks(killed, 2, job, where, rank)
-    assert not (tmp_path / f"checkpoint/step-{STEPS}").exists()
+    # It was killed, and where it should be: between the saves of steps 10 and 15.
+    assert (tmp_path / "checkpoint/step-10").exists()
+    assert not (tmp_path / "checkpoint/step-15").exists()
     run_on_ranks(train_here, 2, job)
     assert_same_run(tmp_path, undisturbed)
 

@@ -73,7 +73,7 @@ def _plant_kill(where: str, rank: int) -> None:
         train_step.update_routers = lambda *args: die() if next(calls) == 12 else update(*args)
         return
     module, name = {
-        "writing tensors": (checkpointer, "_write_tensors"),
+        "writing tensors": (checkpointer, "write_tensors"),
         "before the rename": (storage, "commit"),
     }[where]
     saves = iter(range(100))

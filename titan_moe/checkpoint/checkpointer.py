@@ -32,6 +32,7 @@ from titan_moe.checkpoint.manifest import (
     read_manifest,
 )
 from titan_moe.checkpoint.read_tensors import read_tensors
+from titan_moe.checkpoint.replicas import unlike_copies
 from titan_moe.checkpoint.safe_reader import SafeReader
 from titan_moe.checkpoint.tensor_files import own_files, write_tensors
 from titan_moe.checkpoint.tensors import MODEL, OPTIMIZER, model_tensors, optimizer_tensors
@@ -47,7 +48,6 @@ from titan_moe.checkpoint.train_state import (
 )
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
-from titan_moe.models.config import tied_weights
 from titan_moe.models.hf import HFModel, as_record
 from titan_moe.runtime.errors import RunError
 
@@ -133,7 +133,7 @@ class Checkpointer:
         tensors = self._tensors(with_optimizer=not model_only)
         specs = gather_specs(tensors)
         sums = checksums(tensors, {name: spec.shape for name, spec in specs.items()})
-        if problems := self._unlike_copies(sums):
+        if problems := self._unlike(sums):
             raise RunError("; ".join(problems))
         rank_states = [] if model_only else gather_rank_states(state)
 
@@ -255,13 +255,8 @@ class Checkpointer:
         }
         return tensors, {name: spec.shape for name, spec in gather_specs(tensors).items()}
 
-    def _unlike_copies(self, sums: Mapping[str, str]) -> list[str]:
-        """Copies of a tied weight begin and are updated alike; that they are one is seen here."""
-        lines = []
-        for first, *copies in tied_weights(self._model.config) if self._model else []:
-            if differ := [name for name in copies if sums[MODEL + name] != sums[MODEL + first]]:
-                lines.append(f"{first} and its copies {', '.join(differ)} are not the same")
-        return lines
+    def _unlike(self, sums: Mapping[str, str]) -> list[str]:
+        return unlike_copies(self._model.config, sums) if self._model else []
 
     def _set_aside_later(self, step: int) -> None:
         for kept in storage.set_aside_later(self._folder, step):
@@ -290,7 +285,7 @@ class Checkpointer:
                 "an earlier one can be chosen with checkpoint.load_step"
             )
         # A model that does not tie these weights has parameters of the same names.
-        if MODEL in parts and (problems := self._unlike_copies(found)):
+        if MODEL in parts and (problems := self._unlike(found)):
             raise RunError(f"checkpoint {source} does not fit the model: {'; '.join(problems)}")
 
     def _load_train_state(self, source: Path, excluded: set[str]) -> dict[str, Any]:

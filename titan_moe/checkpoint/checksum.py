@@ -6,6 +6,7 @@ can be taken shard by shard, in any order. An odd weight cannot cancel a flipped
 weights notice elements that changed places.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
 
@@ -25,6 +26,8 @@ _SAME_SIZE_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.in
 # 2^64 divided by the golden ratio, signed: consecutive indices spread over all 64 bits.
 _SCRAMBLE = 0x9E3779B97F4A7C15 - 2**64
 _BITS = 64
+_NAMED = 8
+"""Tensors that a message names."""
 
 
 def checksums(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
@@ -34,7 +37,7 @@ def checksums(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
     whole replicas. `shapes` are the global shapes of all ranks' tensors, the same mapping on every
     rank.
 
-    Raises RunError on all ranks when replicas of a tensor differ, naming the tensors.
+    Raises RunError on all ranks when replicas of a tensor differ, naming tensors and ranks.
     """
     if not shapes:
         return {}
@@ -62,10 +65,41 @@ def checksums(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
     assert bool((held % numel == 0).all()), "ranks hold parts of a tensor unequally often"
     replicas = (held // numel).clamp(min=1)
     if (differ := (bit_counts % replicas != 0).any(dim=1)).any():
-        found = ", ".join(name for name, bad in zip(names, differ.tolist(), strict=True) if bad)
-        raise RunError(f"ranks hold different values of what should be replicas: {found}")
+        found = [name for name, bad in zip(names, differ.tolist(), strict=True) if bad]
+        own = {
+            (name, str(local_slices(tensors[name]))): int(sums[names.index(name)])
+            for name in found
+            if name in tensors
+        }
+        raise RunError(
+            "ranks hold different values of what should be replicas: " + _unlike(found, own)
+        )
     result = (bit_counts // replicas << positions).sum(dim=1)
     return {name: as_digits(value) for name, value in zip(names, result.tolist(), strict=True)}
+
+
+def _unlike(names: Sequence[str], own: Mapping[tuple[str, str], int]) -> str:
+    """Which ranks differ in the tensors of these names, from each rank's own sum by name and box;
+    collective."""
+    everyone: list[Mapping[tuple[str, str], int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    lines = []
+    for name in names[:_NAMED]:
+        holders: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for rank, sums in enumerate(everyone):
+            for (held, box), value in sums.items():
+                if held == name:
+                    holders[box][value].append(rank)
+        # Of two values the rarer one is more likely the wrong one: it comes first.
+        apart = [sorted(by.values(), key=len) for by in holders.values() if len(by) > 1]
+        ranks = "; ".join(" unlike ".join(map(_ranks, alike)) for alike in apart)
+        lines.append(f"{name} ({ranks})")
+    more = len(names) - _NAMED
+    return ", ".join(lines) + (f" and {more} more" if more > 0 else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def box_sum(box: Tensor, origin: Sequence[int], shape: Sequence[int]) -> int:

@@ -81,6 +81,10 @@ class Metrics(Section):
     log_parameter_norms: bool = False
     """Write the norm of every parameter's and expert's gradient at each logged step, to
     parameter_norms.jsonl."""
+    replica_check_freq: NonNegativeInt = 0
+    """Steps from one comparison of what several ranks hold alike (parameters, router biases,
+    optimizer state, copies of tied weights) to the next: bits that differ stop the run, and name
+    tensors and ranks. 0: never."""
 
 
 class Model(Section):

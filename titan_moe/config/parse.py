@@ -37,6 +37,7 @@ else:
 _USAGE = "[CONFIG_FILE=PATH] ./run_train.sh [--TABLE.KEY VALUE ...]"
 _CONFIG_FILE = "job.config_file"
 _COMMAND_LINE = "command line"
+_LONGEST_SHOWN = 120  # Characters of a value in a message.
 _DEEPEST = 32  # Tables and lists in one another: ours end at 4.
 
 
@@ -286,7 +287,9 @@ def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value, default=str)
+    text = json.dumps(value, default=str)
+    half = _LONGEST_SHOWN // 2
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:half]} … {text[-half:]}"
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

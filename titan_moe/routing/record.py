@@ -22,16 +22,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
 import zstandard
+from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.errors import RunError, reason
 from titan_moe.runtime.files import set_aside
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,10 @@ logger = logging.getLogger(__name__)
 _PART = re.compile(r"step-(\d+)\.rank-(\d+)-of-(\d+)\.npz")
 _HEADER = "record.json"
 _TYPES: Mapping[str, type[np.generic]] = {"experts": np.uint16, "weights": np.float32}
-_UNREADABLE = (OSError, EOFError, ValueError, KeyError, BadZipFile, zstandard.ZstdError)
+_UNREADABLE = (
+    *(OSError, EOFError, ValueError, KeyError, TypeError, MemoryError, NotImplementedError),
+    *(BadZipFile, zlib.error, zstandard.ZstdError),
+)
 
 _Places = tuple[NDArray[np.intp], ...]
 """Indices of a [R, P] array."""
@@ -278,7 +283,11 @@ class Part:
     @cached_property
     def _arrays(self) -> Mapping[str, NDArray[Any]]:
         with _readable(self._path):
-            return np.load(self._path)
+            opened = np.load(self._path)
+            # What numpy opens may also be a single array.
+            if not isinstance(opened, NpzFile):
+                raise ValueError("it is no archive of arrays")
+            return opened
 
     @cached_property
     def tokens(self) -> Tokens:
@@ -303,7 +312,7 @@ class Part:
         """`experts` or `weights` of a layer, [R, P, K]."""
         shape = len(self.tokens.rows), len(self.tokens.positions), self._dims.top_k
         with _readable(self._path):
-            array = _unpack(self._arrays[f"{layer}.{what}"], _TYPES[what]).reshape(shape)
+            array = _unpack(self._arrays[f"{layer}.{what}"], _TYPES[what], shape)
             if what == "experts" and array.max() >= self._dims.num_experts:
                 raise ValueError(f"expert {array.max()} of {self._dims.num_experts} in {layer}")
             return array
@@ -322,9 +331,15 @@ def _pack(array: NDArray[Any]) -> NDArray[np.uint8]:
     return np.frombuffer(zstandard.compress(planes.tobytes(), level=1), np.uint8)
 
 
-def _unpack(packed: NDArray[np.uint8], dtype: type[np.generic]) -> NDArray[Any]:
-    planes = np.frombuffer(zstandard.decompress(packed.tobytes()), np.uint8)
-    return np.ascontiguousarray(planes.reshape(np.dtype(dtype).itemsize, -1).T).view(dtype)
+def _unpack(
+    packed: NDArray[np.uint8], dtype: type[np.generic], shape: tuple[int, ...]
+) -> NDArray[Any]:
+    content, itemsize = packed.tobytes(), np.dtype(dtype).itemsize
+    # Before anything is unpacked: a few bytes may claim to be terabytes.
+    if (claimed := zstandard.frame_content_size(content)) != prod(shape) * itemsize:
+        raise ValueError(f"{claimed} bytes instead of {prod(shape) * itemsize}")
+    planes = np.frombuffer(zstandard.decompress(content), np.uint8)
+    return np.ascontiguousarray(planes.reshape(itemsize, -1).T).view(dtype).reshape(shape)
 
 
 @contextmanager
@@ -332,4 +347,4 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except _UNREADABLE as error:
-        raise RunError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+        raise RunError(f"{path} is damaged, or no part of a record: {reason(error)}") from None

@@ -21,7 +21,7 @@ from torch import Tensor
 from titan_moe.checkpoint.hf.pieces import Box
 from titan_moe.checkpoint.hf.safetensors_file import Entry, read_box, read_header
 from titan_moe.models.hf import read_settings
-from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.errors import RunError, reason
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -187,8 +187,8 @@ def _indexed(index: Path) -> Mapping[str, str]:
         if any(Path(name).name != name for name in files.values()):
             raise ValueError("it names a file in another folder")
         return files
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{index} is damaged: {type(error).__name__}: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RunError(f"{index} is damaged: {reason(error)}") from None
 
 
 def _weight_block(settings: Mapping[str, Any], folder: Path) -> tuple[int, int] | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.checkpoint.hf.pieces import Box, lengths, runs
-from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.errors import RunError, reason
 
 DTYPES = {
     "F64": torch.float64,
@@ -70,9 +70,8 @@ def read_header(path: Path) -> dict[str, Entry]:
             }
     except FileNotFoundError:
         raise RunError(f"{path} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise RunError(f"{path} is damaged, or no safetensors file ({reason})") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RunError(f"{path} is damaged, or no safetensors file ({reason(error)})") from None
     end = max((e.start + prod(e.shape) * e.dtype.itemsize for e in found.values()), default=0)
     if size < end:
         raise RunError(f"{path} is truncated: {size} bytes instead of {end}")

@@ -1,0 +1,102 @@
+"""Broken configurations and damaged folders by the hundred: does each end in one clear line?
+
+    python -m scripts.campaign --out campaign.jsonl
+    python -m scripts.campaign --only 'toml|tokens' --count 20 --seed 7
+
+A trial is named by subject, seed and number, and draws from these alone: the same one can be made
+again with --only and --first. Killed, the same command goes on behind the last line of --out.
+
+A trial may read what it was given (for checkpoints and exports: only as if nothing had been
+damaged), or refuse it in lines that a user can use. All else is a failure: a traceback or the name
+of a Python exception, a hang (60 s), more than 2 GiB of memory, a changed folder, a program in the
+data that was run.
+
+Exit codes: 0; 1 a trial failed; 130 interrupted.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from tqdm import tqdm
+
+# Before `datasets` is imported, which remembers what it has read by name and size.
+_WORK = tempfile.TemporaryDirectory(prefix="campaign-")
+os.environ["HF_HOME"] = str(Path(_WORK.name) / "hf")
+
+import titan_moe.trainer  # noqa: E402, F401  Imported once, not in every trial.
+from scripts.campaign import toml_files  # noqa: E402
+from scripts.campaign.apart import Outcome, run_apart  # noqa: E402
+from scripts.campaign.folders import SUBJECTS, Folders  # noqa: E402
+
+_TOML = "toml"
+_COUNTS = {_TOML: 1000, **dict.fromkeys(SUBJECTS, 300 // len(SUBJECTS) + 1)}
+Trial = Callable[[random.Random], tuple[str, Outcome]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", metavar="REGEX", default="", help="subjects")
+    parser.add_argument("--count", type=int, help="trials of each subject; default: 1000 and 300")
+    parser.add_argument("--first", type=int, default=0, help="number of the first one")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="a JSON line for every trial")
+    arguments = parser.parse_args()
+    subjects = [name for name in _COUNTS if re.search(arguments.only, name)]
+    if not subjects:
+        parser.error(f"--only {arguments.only!r} matches none of {', '.join(_COUNTS)}")
+    done = {line["trial"]: line["kind"] for line in _lines(arguments.out)}
+    trials = _trials(Folders(Path(_WORK.name)))
+    wanted = [
+        (name, f"{name} {arguments.seed} {number}")
+        for name in subjects
+        for number in range(arguments.first, arguments.first + (arguments.count or _COUNTS[name]))
+    ]
+    tally = Counter((name, done[trial]) for name, trial in wanted if trial in done)
+    try:
+        for name, trial in tqdm([each for each in wanted if each[1] not in done], unit="trial"):
+            what, outcome = trials[name](random.Random(trial))
+            tally[name, outcome.kind] += 1
+            if outcome.kind == "failed":
+                tqdm.write(f"{trial}: {what}\n  {outcome.said}")
+            if arguments.out:
+                _append(arguments.out, {"trial": trial, "what": what, **outcome._asdict()})
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on", file=sys.stderr)
+        return 130
+    for name in subjects:
+        counts = ", ".join(f"{tally[name, kind]} {kind}" for kind in ("read", "refused", "failed"))
+        print(f"{name}: {counts}")
+    return int(any(tally[name, "failed"] for name in subjects))
+
+
+def _trials(folders: Folders) -> dict[str, Trial]:
+    def configuration(random_: random.Random) -> tuple[str, Outcome]:
+        content, what = toml_files.broken(random_)
+        return what, run_apart(toml_files.trial(content))
+
+    return {_TOML: configuration, **{name: partial(folders.trial, name) for name in SUBJECTS}}
+
+
+def _lines(path: Path | None) -> Iterator[dict[str, str]]:
+    if path is not None and path.exists():
+        yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
+
+
+def _append(path: Path, line: dict[str, str]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""A sample of the campaign of broken configurations and damaged folders, and what it must catch."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.campaign.apart import Outcome, run_apart
+from scripts.campaign.verdict import refused
+from tests.support.paths import REPO
+
+
+def campaign(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "scripts.campaign", *map(str, words)]
+    return subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def test_a_hang_a_crash_and_a_greedy_trial_fail():
+    assert run_apart(lambda folder: time.sleep(60), seconds=0.5).said == "did not end within 0 s"
+    assert "SIGSEGV" in run_apart(lambda folder: os.kill(os.getpid(), signal.SIGSEGV)).said
+    assert "exit code 3" in run_apart(lambda folder: os._exit(3)).said
+    assert "KeyError" in run_apart(lambda folder: {}["x"]).said
+    greedy = run_apart(lambda folder: Outcome("read", str(len(bytearray(5 * 2**29)))))
+    assert greedy.kind == "failed" and "GiB of memory" in greedy.said
+    assert run_apart(lambda folder: Outcome("read", "fine")) == Outcome("read", "fine")
+
+
+@pytest.mark.parametrize(
+    "line", ["KeyError: 'x'", "Traceback (most recent call last)", "two\nlines", "", 2000 * "a"]
+)
+def test_lines_that_nobody_can_use_fail(line: str):
+    assert refused([line]).kind == "failed"
+    assert refused(["training.steps = -1: must be greater than 0"]).kind == "refused"
+
+
+def test_broken_configurations():
+    done = campaign("--only", "toml", "--count", 25)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ", 0 failed" in done.stdout
+
+
+def test_it_goes_on_where_it_was(tmp_path: Path):
+    out = tmp_path / "trials.jsonl"
+    options = ("--only", "toml", "--out", out)
+    campaign(*options, "--count", 3)
+    first = out.read_text()
+    assert len(first.splitlines()) == 3
+    done = campaign(*options, "--count", 4)
+    assert out.read_text().startswith(first) and len(out.read_text().splitlines()) == 4
+    assert done.stdout.startswith("toml: ")
+
+
+@pytest.mark.slow
+def test_damaged_folders():
+    done = campaign("--only", "^(?!toml)", "--count", 3)
+    assert done.returncode == 0, done.stdout + done.stderr
