@@ -127,7 +127,7 @@ class Moe(Section):
 
     row_alignment: Literal[1, 8, 16, 32, 64, 128] | None = None
     """Each expert's rows are padded to a multiple of this before the grouped GEMM (bf16 1,
-    float8 16, mxfp8 32). Left out: 1, but 64 for bfloat16 on a CPU, where every new number of rows
+    float8 16, mxfp8 32). Left out: 1, but 128 for bfloat16 on a CPU, where every new number of rows
     costs time and memory for a kernel of its own."""
     router_product: Literal["float32", "bfloat16"] = "float32"
     """What multiplies tokens by the router's weights where both are bfloat16: float32 units, or

@@ -27,7 +27,7 @@ from titan_moe.runtime.device import memory_of
 from titan_moe.runtime.log import logger
 from titan_moe.simulate.memory import Accumulation, choose_accumulation
 
-_ROWS_OF_ONEDNN = 64
+_ROWS_OF_ONEDNN = 128
 
 
 def resolve_model(

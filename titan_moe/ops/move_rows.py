@@ -92,7 +92,8 @@ def copy_rows_reference(x_TD: Tensor, source_R: Tensor) -> Tensor:
     if not len(x_TD):  # index_select has nothing to select padding from.
         return x_TD.new_zeros(len(source_R), x_TD.shape[1])
     x_RD = x_TD.index_select(0, source_R.clamp_min(0))
-    return x_RD.masked_fill_(padding_R[:, None], 0)
+    # By index: a mask would visit all rows.
+    return x_RD.index_fill_(0, padding_R.nonzero()[:, 0], 0)
 
 
 def add_rows_reference(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
@@ -103,9 +104,9 @@ def add_rows_reference(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
     """
     present_TK = rows_TK >= 0
     is_full, is_narrow = bool(present_TK.all()), y_RD.dtype.itemsize < 4
-    if is_full and (is_narrow or rows_TK.shape[1] == 1):
-        y_ND = y_RD.index_select(0, rows_TK.flatten())
-        return y_ND if rows_TK.shape[1] == 1 else y_ND.unflatten(0, rows_TK.shape).sum(1)
+    if is_full and (rows_TK.shape[1] == 1 or (is_narrow and rows_TK.shape[1] == 2)):
+        first_TD, *second_TD = (y_RD.index_select(0, rows_T) for rows_T in rows_TK.unbind(1))
+        return first_TD.add_(second_TD[0]) if second_TD else first_TD
     if is_narrow:
         return add_rows_reference(y_RD.float(), rows_TK).to(y_RD.dtype)
     if is_full:

@@ -51,8 +51,12 @@ class _Blocks(torch.autograd.Function):
         for queries, keys in _blocks(seq_len):
             q = _rows(q_NGSC, queries).to(wide).mul(scale)
             scores = torch.bmm(q, wide_k_NSC[:, keys].mT).view(batch, num_heads, -1, keys.stop)
-            unseen = _later(scores) if mask is None else ~mask[:, :, queries, keys]
-            p = scores.masked_fill_(unseen, -torch.inf).softmax(-1).to(q_BHSC.dtype)
+            if mask is None:
+                # Later keys are in the last square alone, and a sum is vectorised, unlike a fill.
+                scores[..., queries].add_(_minus_infinity_after(scores))
+            else:
+                scores.masked_fill_(~mask[:, :, queries, keys], -torch.inf)
+            p = scores.softmax(-1).to(q_BHSC.dtype)
             kept.append(p.view(num_rows, -1, keys.stop))
             o_NGSC[:, :, queries] = _heads(torch.bmm(kept[-1], v_NSC[:, keys]), q_NGSC)
         ctx.save_for_backward(q_NGSC, k_NSC, v_NSC, *kept)
@@ -64,7 +68,7 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx, grad_BHSC):  # type: ignore[no-untyped-def]
         q_NGSC, k_NSC, v_NSC, *kept = ctx.saved_tensors
         grad_NGSC = grad_BHSC.reshape(*q_NGSC.shape[:3], -1)
-        dq_NGSC = torch.empty_like(q_NGSC)
+        dq_NGSC, nothing = torch.empty_like(q_NGSC), q_NGSC.new_empty(())
         dk_NSC: Any = None
         dv_NSC: Any = None
         # From the last block, which sees all keys: its gradients are what the others are added to.
@@ -72,12 +76,13 @@ class _Blocks(torch.autograd.Function):
             grad = _rows(grad_NGSC, queries)
             dp = torch.bmm(grad, v_NSC[:, keys].mT)
             dscores = torch._softmax_backward_data(dp, p, -1, p.dtype)
-            dq_NGSC[:, :, queries] = _heads(torch.bmm(dscores, k_NSC[:, keys]), q_NGSC)
+            dq = torch.baddbmm(nothing, dscores, k_NSC[:, keys], beta=0, alpha=ctx.scale)
+            dq_NGSC[:, :, queries] = _heads(dq, q_NGSC)
             dk_NSC = _added(dk_NSC, torch.bmm(dscores.mT, _rows(q_NGSC, queries)))
             dv_NSC = _added(dv_NSC, torch.bmm(p.mT, grad))
-        dq, dk = dq_NGSC.mul_(ctx.scale), dk_NSC.mul_(ctx.scale).to(k_NSC.dtype)
+        dk = dk_NSC.mul_(ctx.scale).to(k_NSC.dtype)
         dk, dv = (x.view(*ctx.kv_shape, -1) for x in (dk, dv_NSC.to(v_NSC.dtype)))
-        return dq.view(ctx.q_shape), dk, dv, None, None
+        return dq_NGSC.view(ctx.q_shape), dk, dv, None, None
 
 
 def _blocks(seq_len: int) -> Iterator[tuple[slice, slice]]:
@@ -106,8 +111,7 @@ def _added(sum_NSC: Tensor | None, part_NsC: Tensor) -> Tensor:
     return sum_NSC
 
 
-def _later(scores: Tensor) -> Tensor:
-    """Keys after a block's own queries: [queries, keys]."""
-    num_queries, num_keys = scores.shape[-2:]
-    ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device)
-    return ones.triu_(num_keys - num_queries + 1)
+def _minus_infinity_after(scores: Tensor) -> Tensor:
+    """What hides the keys after each of a block's queries: [queries, queries], 0 elsewhere."""
+    num_queries = scores.shape[-2]
+    return scores.new_full((num_queries, num_queries), -torch.inf).triu_(1)
