@@ -109,14 +109,8 @@ class Trainer:
         self.meshes = sharded.meshes
         mark_layers(sharded.parts)
         self._ran = False  # The first step of a layout compiles, and may take long.
-        shared = sharded.accumulation
-        self._say(
-            layout_summary(
-                dict(sharded.named_parameters()),
-                self.meshes,
-                str(shared) if shared.microbatches > 1 else "",
-            )
-        )
+        parameters = dict(sharded.named_parameters())
+        self._say(layout_summary(parameters, self.meshes, sharded.accumulation.line))
         if self.process.is_main and self.meshes.dims.pp > 1:
             weights = part_weights(sharded.config, job.training.seq_len)
             size = job.training.local_batch_size

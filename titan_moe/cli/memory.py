@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> Answer:
             f"GiB: {first}",
             *(f"GiB from step {step}: {stage}" for step, stage in found.items()),
             str(groups),
-            *([str(shared)] if shared.microbatches > 1 else []),
+            *([shared.line] if shared.line else []),
         ],
     )
 

@@ -208,8 +208,11 @@ class Accumulation:
     usable: float | None = None
     """Bytes of a GPU that it may fill."""
 
-    def __str__(self) -> str:
-        """One line."""
+    @property
+    def line(self) -> str:
+        """What a log says of it; empty where a step has one microbatch."""
+        if self.microbatches == 1:
+            return ""
         line = f"{self.microbatches} microbatches a step: fsdp_accumulation={self.word}"
         if self.needed is None or self.usable is None:
             return line
