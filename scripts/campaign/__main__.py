@@ -8,8 +8,8 @@ again with --only and --first. Killed, the same command goes on behind the last 
 
 A trial may read what it was given (for checkpoints and exports: only as if nothing had been
 damaged), or refuse it in lines that a user can use. All else is a failure: a traceback or the name
-of a Python exception, a hang (60 s), more than 2 GiB of memory, a changed folder, a program in the
-data that was run.
+of a Python exception, a hang, more than 2 GiB of memory, a changed folder, a program in the
+data that was run. On a busy machine --seconds gives trials more time.
 
 Exit codes: 0; 1 a trial failed; 130 interrupted.
 """
@@ -50,13 +50,14 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="trials of each subject; default: 1000 and 300")
     parser.add_argument("--first", type=int, default=0, help="number of the first one")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--seconds", type=float, default=60, help="of a trial; default: 60")
     parser.add_argument("--out", type=Path, metavar="FILE", help="a JSON line for every trial")
     arguments = parser.parse_args()
     subjects = [name for name in _COUNTS if re.search(arguments.only, name)]
     if not subjects:
         parser.error(f"--only {arguments.only!r} matches none of {', '.join(_COUNTS)}")
     done = {line["trial"]: line["kind"] for line in _lines(arguments.out)}
-    trials = _trials(Folders(Path(_WORK.name)))
+    trials = _trials(Folders(Path(_WORK.name), arguments.seconds), arguments.seconds)
     wanted = [
         (name, f"{name} {arguments.seed} {number}")
         for name in subjects
@@ -80,10 +81,10 @@ def main() -> int:
     return int(any(tally[name, "failed"] for name in subjects))
 
 
-def _trials(folders: Folders) -> dict[str, Trial]:
+def _trials(folders: Folders, seconds: float) -> dict[str, Trial]:
     def configuration(random_: random.Random) -> tuple[str, Outcome]:
         content, what = toml_files.broken(random_)
-        return what, run_apart(toml_files.trial(content))
+        return what, run_apart(toml_files.trial(content), seconds=seconds)
 
     return {_TOML: configuration, **{name: partial(folders.trial, name) for name in SUBJECTS}}
 

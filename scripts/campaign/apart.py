@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-_SECONDS = 60
 _RESIDENT_GIB = 2
 _VIRTUAL_GIB = 16
 """Beyond what the process has already when the trial begins. Libraries reserve much that they never
@@ -28,7 +27,7 @@ class Outcome(NamedTuple):
     said: str
 
 
-def run_apart(action: Callable[[Path], Outcome], *, seconds: float = _SECONDS) -> Outcome:
+def run_apart(action: Callable[[Path], Outcome], *, seconds: float = 60) -> Outcome:
     """The outcome of `action`, in a forked process with limits on its time and memory.
 
     The action gets a folder to write to, which is gone afterwards.

@@ -181,8 +181,10 @@ SUBJECTS = {
 class Folders:
     """Undamaged folders, made once, and what the run that reads each of them measures."""
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self, work: Path, seconds: float) -> None:
+        """`work`: a folder to make them in; `seconds`: of a trial."""
         self._work = work
+        self._seconds = seconds
         self._figures: dict[str, str] = {}
 
     def trial(self, name: str, random_: random.Random) -> tuple[str, Outcome]:
@@ -212,7 +214,7 @@ class Folders:
         done = change(folder)
         before = _listing(folder)
         keys = {"job.dump_folder": case} | subject.keys(folder)
-        outcome = run_apart(lambda own: _train_here(keys, own))
+        outcome = run_apart(lambda own: _train_here(keys, own), seconds=self._seconds)
         if (case / MARKER).exists():
             return done, Outcome("failed", "a program in the data was run")
         if outcome.kind == "refused" and _listing(folder) != before:

@@ -14,11 +14,11 @@ _RAW = re.compile(r"Traceback|\b[A-Z]\w*(Error|Exception)\b|<class '|object at 0
 
 def refused(lines: Sequence[str]) -> Outcome:
     """Lines that a user got instead of a run, if a user can use them."""
-    said = "; ".join(lines)
-    for line in lines:
-        if not line.strip() or "\n" in line or len(line) > _LONGEST or _RAW.search(line):
+    shown = [" ".join(line.split()) for line in lines]  # As runtime.failure prints them.
+    for line in shown:
+        if not line or len(line) > _LONGEST or _RAW.search(line):
             return Outcome("failed", f"unclear: {line[:_LONGEST]!r}")
-    return Outcome("refused", said) if lines else Outcome("failed", "refused without a word")
+    return Outcome("refused", "; ".join(shown)) if shown else Outcome("failed", "without a word")
 
 
 def of_failures(folder: Path, exit_code: int) -> Outcome:
