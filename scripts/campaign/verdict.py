@@ -23,7 +23,7 @@ def refused(lines: Sequence[str]) -> Outcome:
 
 def of_failures(folder: Path, exit_code: int) -> Outcome:
     """From the record that a failing rank leaves in `folder` (runtime.failure)."""
-    records = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
+    records = [json.loads(path.read_text()) for path in folder.rglob("rank-*.json")]
     if len(records) != 1:
         return Outcome("failed", f"exit code {exit_code} with {len(records)} records of a failure")
     (record,) = records
