@@ -259,5 +259,6 @@ def test_a_norm_that_drifted_between_tp_ranks_is_refused(tmp_path: Path):
     job = make_job(_V3, layout, tmp_path, steps=1)
     config = at_depth(model_config(_V3, "gate"), 3)
     for line, written in run_on_ranks(_save_with_a_drifted_norm, 4, job, config):
-        assert line.endswith("should be replicas: model.layers.1.attention_norm.weight")
+        name = "model.layers.1.attention_norm.weight"
+        assert line.endswith(f"should be replicas: {name} (rank 0 unlike rank 1)")
         assert not written

@@ -105,8 +105,8 @@ def _the_neighbours_stage() -> Any:
 def _routers_left_out_over_tp() -> Any:
     right = build.apply_tensor_parallel
 
-    def without_routers(*args: Any) -> set[str]:
-        return {name for name in right(*args) if ".router." not in name}
+    def without_routers(*args: Any, **options: Any) -> set[str]:
+        return {name for name in right(*args, **options) if ".router." not in name}
 
     return mock.patch.object(build, "apply_tensor_parallel", without_routers)
 

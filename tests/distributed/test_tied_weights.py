@@ -137,9 +137,9 @@ def test_copies_that_drifted_are_not_saved(tmp_path: Path):
 
 
 def train_as_if_untied(job) -> None:
-    from titan_moe.checkpoint.checkpointer import Checkpointer
+    from titan_moe.checkpoint import checkpointer
 
-    Checkpointer._unlike_copies = lambda *_: []
+    checkpointer.unlike_copies = lambda *_: []
     train_untied(job)
 
 

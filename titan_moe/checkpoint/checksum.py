@@ -14,6 +14,7 @@ from titan_moe.checkpoint.box_sums import (
     sum_box,
     unlike_replicas,
 )
+from titan_moe.checkpoint.tensors import as_array
 from titan_moe.distributed.dtensor import local_part, local_slices
 
 # Elements that a GPU looks at together: long kernels, at the price of about 3 * 8 bytes an element.
@@ -75,7 +76,7 @@ def as_integers(tensor: Tensor) -> Tensor:
 def _sum(box: Tensor, origin: Sequence[int], shape: Sequence[int]) -> Tensor | int:
     if box.is_cuda:
         return _sum_on_device(box, origin, strides_of(shape))
-    return sum_box(as_integers(box).numpy(), origin, shape)
+    return sum_box(as_array(as_integers(box)), origin, shape)
 
 
 def _sum_on_device(box: Tensor, offset: Sequence[int], strides: Sequence[int]) -> Tensor:

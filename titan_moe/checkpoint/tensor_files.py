@@ -31,6 +31,7 @@ from torch.utils.serialization import config
 
 from titan_moe.checkpoint.raw_files import Bytes, write_file
 from titan_moe.checkpoint.safe_reader import METADATA
+from titan_moe.checkpoint.tensors import as_array
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.distributed.boxes import Box, sizes
 from titan_moe.distributed.dtensor import local_part, local_slices
@@ -149,7 +150,7 @@ def _write_files(folder: Path, chunks: Iterator[tuple[Chunk, Tensor]]) -> list[C
 def _raw(values: Tensor) -> Bytes:
     """The bytes of a tensor, in the order of its elements."""
     flat = values.cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if len(flat) else b""
+    return as_array(flat.view(torch.uint8)).data if len(flat) else b""
 
 
 class FileLayout:

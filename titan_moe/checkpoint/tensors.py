@@ -1,7 +1,10 @@
-"""The tensors of a checkpoint, by name: `model.<fqn>` and `optimizer.<fqn>.<key>`."""
+"""The tensors of a checkpoint, by name: `model.<fqn>` and `optimizer.<fqn>.<key>`; their memory."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -40,6 +43,15 @@ def optimizer_tensors(modules: Sequence[nn.Module], optimizer: Optimizer) -> dic
             for key, value in optimizer.state[parameter].items():
                 result[f"{OPTIMIZER}{fqns[parameter]}.{key}"] = value
     return result
+
+
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    """The memory of a CPU tensor of integers, without a copy.
+
+    `Tensor.numpy()` would forbid its storage to be resized from then on, and a change of layout
+    gives memory back by that (distributed/transfer.py).
+    """
+    return np.from_dlpack(tensor)  # type: ignore[arg-type]
 
 
 def _named_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from queue import Full, Queue
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any, Protocol
 
 from titan_moe.runtime.files import write_whole
@@ -35,6 +35,7 @@ class Background:
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
         self._name = name
         self._off = Event()
+        self._giving_up = Lock()
         self._waiting: Queue[tuple[int, dict[str, float]] | None] = Queue(_MOST_WAITING)
         self._thread = Thread(target=self._run, args=(make,), name=name, daemon=True)
         self._thread.start()
@@ -69,9 +70,10 @@ class Background:
             self._give_up(f"{type(error).__name__}: {reason}")
 
     def _give_up(self, reason: str) -> None:
-        if not self._off.is_set():
-            self._off.set()
-            logger.warning("%s is off from here on: %s", self._name, reason)
+        with self._giving_up:  # Two threads may find a reason at once.
+            if not self._off.is_set():
+                logger.warning("%s is off from here on: %s", self._name, reason)
+                self._off.set()
 
 
 class TensorBoard:

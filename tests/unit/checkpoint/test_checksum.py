@@ -64,6 +64,13 @@ def test_chunks_and_strides_change_nothing(monkeypatch):
         assert _one(tensor) == whole
 
 
+def test_the_memory_can_still_be_given_back():
+    """As a change of layout does; Tensor.numpy() would forbid it."""
+    tensor = _filled(torch.bfloat16)
+    _one(tensor)
+    tensor.untyped_storage().resize_(0)
+
+
 def test_scalars_and_empty_tensors():
     assert _one(torch.tensor(2.0)) != _one(torch.tensor(3.0))
     assert _one(torch.empty(0, 4)) == "0" * 16

@@ -173,15 +173,24 @@ def test_damage_is_one_line(tmp_path: Path) -> None:
     flipped[len(content) // 3] ^= 1
     for damaged in (content[:-100], b"", b"text", bytes(flipped)):
         part.write_bytes(damaged)
-        with pytest.raises(RunError, match=r"step-1.rank-0-of-1.npz cannot be read: ") as error:
+        with pytest.raises(
+            RunError, match=r"step-1.rank-0-of-1.npz is damaged, or no part of a record: "
+        ) as error:
             for layer in DIMS.layers:
                 Record(tmp_path).step(1).experts(layer, tokens)
                 Record(tmp_path).step(1).weights(layer, tokens)
         assert "\n" not in str(error.value)
     part.write_bytes(content)
     (tmp_path / "record.json").write_text('{"layers": ["layers.1"], "num_experts": 9, "top_k": 2}')
-    with pytest.raises(RunError, match=r"cannot be read: ValueError: expert \d+ of 9 in layers.1"):
+    with pytest.raises(RunError, match=r"is damaged, .*: expert \d+ of 9 in layers.1"):
         Record(tmp_path).step(1).experts("layers.1", tokens)
+
+
+def test_a_part_that_claims_to_be_huge_is_not_unpacked() -> None:
+    from titan_moe.routing.record import _pack, _unpack
+
+    with pytest.raises(ValueError, match="134217728 bytes instead of 8"):
+        _unpack(_pack(np.zeros(2**25, np.float32)), np.float32, (2,))
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
@@ -206,7 +215,7 @@ def test_numbers_of_experts_take_a_byte_at_most() -> None:
     generator = np.random.default_rng(0)
     experts = generator.integers(0, 64, (4096, 8)).astype(np.uint16)
     weights = generator.random((4096, 8), dtype=np.float32)
-    assert (_unpack(_pack(experts), np.uint16).reshape(4096, 8) == experts).all()
-    assert (_unpack(_pack(weights), np.float32).reshape(4096, 8) == weights).all()
+    assert (_unpack(_pack(experts), np.uint16, (4096, 8)) == experts).all()
+    assert (_unpack(_pack(weights), np.float32, (4096, 8)) == weights).all()
     assert len(_pack(experts)) < 0.8 * experts.size
     assert len(_pack(weights)) < 3.4 * weights.size

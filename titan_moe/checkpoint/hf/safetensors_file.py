@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.checkpoint.hf.pieces import Box, lengths, runs
+from titan_moe.checkpoint.tensors import as_array
 from titan_moe.runtime.errors import RunError, reason
 
 DTYPES = {
@@ -166,4 +167,4 @@ def write_all(descriptor: int, data: memoryview, at: int) -> None:
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return as_array(tensor.reshape(-1).view(torch.uint8)).data
