@@ -13,7 +13,7 @@ from typing import Any
 
 from titan_moe.checkpoint.digests import read_checked
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.files import set_aside
+from titan_moe.runtime.files import parse_json, set_aside
 
 METADATA = ".metadata"
 MANIFEST = "manifest.json"
@@ -113,7 +113,7 @@ def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises RunError when the file is missing or holds anything else."""
     try:
-        value = json.loads(read_checked(path))
+        value = parse_json(read_checked(path))
     except FileNotFoundError:
         raise RunError(f"checkpoint {path.parent} is incomplete: {path.name} is missing") from None
     except ValueError as error:

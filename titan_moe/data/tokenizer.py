@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.files import parse_json
 
 if TYPE_CHECKING:
     import tiktoken
@@ -251,7 +252,7 @@ def _read_table(folder: Path, file: str) -> dict[str, Any]:
     if not (folder / file).is_file():
         return {}
     try:
-        table = json.loads(_read(folder / file))
+        table = parse_json(_read(folder / file))
     except ValueError as error:
         problem = f"is no JSON: {error}"
     else:

@@ -19,6 +19,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.data.bad_documents import BadDocuments
 from titan_moe.data.content import sampled_checksum
 from titan_moe.data.documents import Document
+from titan_moe.runtime.files import parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = "titan_moe tokens 1"
@@ -74,7 +75,7 @@ def read_manifest(folder: Path, *, key: str) -> Manifest:
         "--training.dataset DATASET"
     )
     try:
-        table = json.loads((folder / MANIFEST).read_bytes())
+        table = parse_json((folder / MANIFEST).read_bytes())
         if table.get("format") != FORMAT:
             raise ValueError(f"its format is {table.get('format')!r}, not {FORMAT!r}")
         return Manifest(**(table | {"shards": [Shard(**shard) for shard in table["shards"]]}))

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError, reason
-from titan_moe.runtime.files import set_aside, write_whole
+from titan_moe.runtime.files import parse_json, set_aside, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class Record:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            header = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
+            header = parse_json((folder / _HEADER).read_text(encoding="utf-8"))
             crc32 = header.pop("crc32", None)  # Records of earlier versions have none.
             self.dims = Dims(**header)
         except (OSError, ValueError, TypeError):

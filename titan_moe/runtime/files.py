@@ -1,9 +1,11 @@
-"""Files and folders of earlier runs, and files that others read while a run writes them."""
+"""Files and folders of earlier runs, files that others read while a run writes them, and JSON."""
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def set_aside(path: Path, name: Callable[[int], str]) -> Path:
@@ -36,3 +38,11 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text that no reader sees half of."""
     with replacing(path) as aside:
         aside.write_text(text, encoding="utf-8")
+
+
+def parse_json(content: bytes | str) -> Any:
+    """As json.loads. Raises ValueError where it nests too deep, too."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None

@@ -8,7 +8,6 @@ tensors present themselves as one:
                                                                 groups of 32 with a power of 2
 """
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from math import prod
@@ -22,6 +21,7 @@ from titan_moe.checkpoint.hf.pieces import Box
 from titan_moe.checkpoint.hf.safetensors_file import Entry, read_box, read_header
 from titan_moe.models.hf import read_settings
 from titan_moe.runtime.errors import RunError, reason
+from titan_moe.runtime.files import parse_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -182,12 +182,12 @@ def _stored(folder: Path) -> dict[str, Entry]:
 
 def _indexed(index: Path) -> Mapping[str, str]:
     try:
-        files = json.loads(index.read_bytes())["weight_map"]
+        files = parse_json(index.read_bytes())["weight_map"]
         # Nothing outside of the folder is ever ours.
         if any(Path(name).name != name for name in files.values()):
             raise ValueError("it names a file in another folder")
         return files
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{index} is damaged: {reason(error)}") from None
 
 

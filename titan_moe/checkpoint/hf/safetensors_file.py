@@ -20,6 +20,7 @@ from torch import Tensor
 from titan_moe.checkpoint.hf.pieces import Box, lengths, runs
 from titan_moe.checkpoint.tensors import as_array
 from titan_moe.runtime.errors import RunError, reason
+from titan_moe.runtime.files import parse_json
 
 DTYPES = {
     "F64": torch.float64,
@@ -63,7 +64,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _LONGEST_HEADER):
                 raise RunError(f"{path} is truncated, or no safetensors file")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
             found = {
                 name: _entry(path, 8 + length, record)
                 for name, record in header.items()
@@ -71,7 +72,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             }
     except FileNotFoundError:
         raise RunError(f"{path} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path} is damaged, or no safetensors file ({reason(error)})") from None
     end = max((e.start + prod(e.shape) * e.dtype.itemsize for e in found.values()), default=0)
     if size < end:
