@@ -24,8 +24,8 @@ growth is from the 6th to the last step. The share of the matmul rate is the mod
 (forward and backward of active parameters and causal attention) against square products in the
 row's type, with as many threads as the row has.
 
-Goals: 1.15 times torchtitan's tokens/s, 1.5 times in bfloat16; 0.7 of its memory, unless the floor
-is above; at most 2 % of growth. The floor is what no program of the layout can do without:
+Goals: 1.15 times torchtitan's tokens/s, 1.5 times in bfloat16; 0.7 of its memory, unless more is
+needed; at most 2 % of growth. Needed is what no program of the layout can do without:
 parameters, gradients and two moments in float32, sharded, and the largest layer gathered in the
 row's type where it is sharded or cast.
 """
@@ -195,7 +195,7 @@ def summary(row: Row, matmul: _Matmul) -> dict[str, Any]:
     return {
         **{name: {"rate": each.rate} | asdict(each) for name, each in found.items()},
         "of_matmul": share_of_matmul(row, found["ours"].rate, best),
-        "floor_mib": floor_mib(row),
+        "needed_mib": needed_mib(row),
         "goals": {name: goal._asdict() for name, goal in goals(row).items()},
     }
 
@@ -295,7 +295,7 @@ def share_of_matmul(row: Row, rate: float, matmul_tflops: float) -> float:
     return rate * model_flops_per_token(_config(row.model), SEQ_LEN) / 1e12 / matmul_tflops
 
 
-def floor_mib(row: Row) -> float:
+def needed_mib(row: Row) -> float:
     """What a rank of the row's layout cannot do without, by arithmetic: see above."""
     parts = part_sizes(_config(row.model))
     stored = 4 * 4 * sum(sum(size) for size in parts.values()) / row.layout.num_ranks
@@ -312,7 +312,7 @@ def goals(row: Row) -> dict[str, Goal]:
     ours, theirs = figures_of(row.ours, row.starts), figures_of(row.theirs, row.starts)
     speed, faster = ours.rate / theirs.rate, _FASTER[row.dtype]
     memory = ours.memory_mib / theirs.memory_mib
-    most = max(_MEMORY, floor_mib(row) / theirs.memory_mib)
+    most = max(_MEMORY, needed_mib(row) / theirs.memory_mib)
     return {
         "tokens/s": Goal(speed, faster, speed >= faster),
         "memory": Goal(memory, most, memory <= most),
@@ -335,7 +335,7 @@ def print_tables(rows: list[Row], matmul: _Matmul) -> None:
         met.append({"": row.name, **{name: str(goal) for name, goal in goals(row).items()}})
     heads = ["", "titan_moe", "torchtitan", "ratio", "of matmul", "loss of step 1"]
     print_table(heads, speed, "tokens/s")
-    heads = ["", "first", "", "beyond torch", "and fsdp", "memory", "", "ratio", "floor"]
+    heads = ["", "first", "", "beyond torch", "and fsdp", "memory", "", "ratio", "needed"]
     heads += ["growth", ""]
     title = "first step, s from the launch; memory beyond torch alone, MiB; ours, theirs"
     print_table(heads, memory, title)
@@ -374,7 +374,7 @@ def _memory_cells(row: Row, ours: Figures, theirs: Figures) -> list[str]:
         *(f"{ours.beyond_torch:.1f}", f"{ours.beyond_fsdp:.1f}"),
         *(f"{ours.memory_mib:,.0f}", f"{theirs.memory_mib:,.0f}"),
         f"{ours.memory_mib / theirs.memory_mib:.2f}",
-        f"{floor_mib(row) / theirs.memory_mib:.2f}",
+        f"{needed_mib(row) / theirs.memory_mib:.2f}",
         *(f"{figures.growth_mib:+,.0f} {figures.growth:+.0%}" for figures in (ours, theirs)),
     ]
 

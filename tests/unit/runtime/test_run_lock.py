@@ -47,13 +47,17 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path, holder):
     assert os.listdir(tmp_path / "run") == [LOCK]
 
 
-def test_a_killed_run_s_lock_is_taken_over(tmp_path, holder):
+def _take_over(folder, holder):
     holder.kill()
     holder.wait()
-    lock = RunLock(tmp_path / "run")
+    lock = RunLock(folder / "run")
     lock.acquire()
     lock.release()
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(folder) == []
+
+
+def test_a_killed_run_s_lock_is_taken_over(tmp_path, holder):
+    _take_over(tmp_path, holder)
 
 
 def test_a_number_that_another_process_has_now(tmp_path, holder):
@@ -81,12 +85,7 @@ def test_a_file_system_without_hard_links(tmp_path, holder, monkeypatch):
     monkeypatch.setattr(os, "link", refuse)
     with pytest.raises(RunError, match="in use by process"):
         RunLock(tmp_path / "run").acquire()
-    holder.kill()
-    holder.wait()
-    lock = RunLock(tmp_path / "run")
-    lock.acquire()
-    lock.release()
-    assert os.listdir(tmp_path) == []
+    _take_over(tmp_path, holder)
 
 
 def test_a_damaged_lock_is_named(tmp_path):
