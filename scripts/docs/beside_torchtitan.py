@@ -10,7 +10,8 @@ from typing import Any
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "torchtitan.json"
 _HEAD = (
     "| | tokens/s, ours : theirs | ratio (goal) | of the matmul rate | memory, ours : theirs | "
-    "ratio (goal) | needed | growth after step 6, ours : theirs (goal) | first step, ours : theirs |"
+    "ratio (goal) | needed | growth after step 6, ours : theirs (goal) | "
+    "first step, ours : theirs |"
     "\n|---|--:|--:|--:|--:|--:|--:|--:|--:|"
 )
 _TRAINER_HEAD = (

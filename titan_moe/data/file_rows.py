@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import IO, cast
 
 from titan_moe.data.bad_documents import text_problem
+from titan_moe.runtime.files import parse_json
 
 # Counting the rows of so much JSON takes a second, and is done for the first bad document only.
 _MOST_COUNTED = 1 << 30
@@ -21,7 +21,7 @@ NOT_UTF8 = "is not UTF-8"
 def text_of_line(line: bytes, column: str) -> tuple[str | None, str]:
     """The text of a JSON record, or why it has none. ValueError where the line is no record."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except UnicodeDecodeError:
         return None, NOT_UTF8
     if not isinstance(record, dict):

@@ -47,7 +47,7 @@ class Peers:
         return values
 
     def report(self, value: Any) -> None:
-        """Hand something to whoever has started the ranks; waits for nobody."""
+        """Hand something to the process that started the ranks, without waiting."""
         self._pipe.send((None, value))
 
 
@@ -70,23 +70,23 @@ def run_ranks(
     Call it in a process that has one thread. Ranks end by themselves when this process has gone.
     `num_workers`: how many compute at a time; left out, as many as there are cores.
     """
-    hall = _Hall(num_workers or os.cpu_count() or 1)
+    schedule = _Schedule(num_workers or os.cpu_count() or 1)
     try:
         for rank in range(world_size):
-            hall.fork(fn, rank)
-        while hall.ranks:
-            hall.give_turns()
-            for pipe in wait(list(hall.ranks)):
-                report = hall.hear(pipe)  # type: ignore[arg-type]
+            schedule.fork(fn, rank)
+        while schedule.ranks:
+            schedule.give_turns()
+            for pipe in wait(list(schedule.ranks)):
+                report = schedule.hear(pipe)  # type: ignore[arg-type]
                 if report is not None:
                     yield report
     finally:
-        hall.close()
+        schedule.close()
 
 
 @dataclass
-class _Hall:
-    """Those that have not ended: who computes, who may go on, and who waits for whom."""
+class _Schedule:
+    """The ranks that have not ended: which compute, which may go on, and which wait for others."""
 
     num_workers: int
     ranks: dict[Connection, int] = field(default_factory=dict)

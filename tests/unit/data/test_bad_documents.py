@@ -292,3 +292,12 @@ def test_the_log_of_a_run_doubles(monkeypatch, caplog):
         "training.dataset='json', in all: 6",
     ]
     assert all(line.endswith("json/1 has no text") for line in lines)
+
+
+def test_json_that_nests_too_deep_is_one_line(tmp_path):
+    path = tmp_path / "deep.jsonl"
+    path.write_text('{"text": "fine"}\n{"text": ' + 100_000 * "[" + 100_000 * "]" + "}\n")
+    with pytest.raises(ConfigError) as error:
+        FileCorpus("json", str(path), key="training.")
+    (line,) = error.value.lines
+    assert "cannot be read as json" in line and "\n" not in line and "Error" not in line
