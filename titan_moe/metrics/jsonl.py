@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_moe.runtime.files import replacing, set_aside
+from titan_moe.runtime.files import parse_json, replacing, set_aside
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def _is_after(line: bytes, step: int) -> bool:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        values = json.loads(line)
+        values = parse_json(line)
     except ValueError:
         return None
     return values if isinstance(values, dict) else None

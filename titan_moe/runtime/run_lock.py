@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import parse_json
 
 LOCK = ".lock"
 
@@ -122,7 +123,7 @@ class RunLock:
 
     def _read(self) -> Holder | None:
         try:
-            return Holder(**json.loads(self._path.read_bytes()))
+            return Holder(**parse_json(self._path.read_bytes()))
         except FileNotFoundError:
             return None
         except (ValueError, TypeError):

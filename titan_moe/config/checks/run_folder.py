@@ -1,11 +1,11 @@
 """Whether a run may go on in its folder: checkpoints there must be of the same run."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from titan_moe.config.job_config import Checkpoint, JobConfig
+from titan_moe.runtime.files import parse_json
 
 _MODEL = ("model.name", "model.flavor")
 _DATA = ("training.dataset", "training.text_column", "training.blend", "debug.seed")
@@ -47,7 +47,7 @@ def _manifest(config: Checkpoint, folder: Path) -> tuple[Path, dict[str, Any]] |
         return None
     checkpoint = folder / f"step-{config.load_step if config.load_step in steps else max(steps)}"
     try:
-        manifest = json.loads((checkpoint / "manifest.json").read_bytes())
+        manifest = parse_json((checkpoint / "manifest.json").read_bytes())
         readable = isinstance(manifest["job"], dict)
     except (OSError, ValueError, KeyError, TypeError):
         return None
