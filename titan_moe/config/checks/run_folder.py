@@ -1,5 +1,6 @@
 """Whether a run may go on in its folder: checkpoints there must be of the same run."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
