@@ -247,12 +247,16 @@ def torchrun(num_ranks: int, python: str = sys.executable) -> list[str]:
     ]
 
 
+class JobFailed(SystemExit):
+    """A job that ended with an error: ends the script too, unless that can go on without it."""
+
+
 def run_job(
     command: Sequence[str],
     environment: Mapping[str, str] = MappingProxyType({}),
     on_line: Callable[[str, float, int], bool | None] = lambda line, seconds, pid: None,
 ) -> None:
-    """Run a job on the CPU, in the repository's root; ends this script when it fails.
+    """Run a job on the CPU, in the repository's root. Raises JobFailed with its output.
 
     `on_line` gets each line of its output, the seconds since the launch and the job's pid, and ends
     the job by returning True.
@@ -279,4 +283,4 @@ def run_job(
             process.terminate()  # torchrun then ends its ranks.
             raise
     if process.returncode:
-        sys.exit(f"{''.join(output)}\n{' '.join(command)}: failed")
+        raise JobFailed(f"{''.join(output)}\n{' '.join(command)}: failed")

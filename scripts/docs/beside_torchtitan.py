@@ -9,10 +9,10 @@ from typing import Any
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "torchtitan.json"
 _HEAD = (
-    "| | tokens/s, ours : theirs | ratio (goal) | of the matmul rate | memory, ours : theirs | "
-    "ratio (goal) | needed | growth after step 6, ours : theirs (goal) | "
+    "| | rounds | tokens/s, ours : theirs | ratio (goal) | of the matmul rate | "
+    "memory, ours : theirs | ratio (goal) | needed | growth after step 6, ours : theirs (goal) | "
     "first step, ours : theirs |"
-    "\n|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+    "\n|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
 )
 _TRAINER_HEAD = (
     "| | tokens/s, ours : the Trainer's | ratio | memory, ours : the Trainer's | ratio |\n"
@@ -31,19 +31,20 @@ def tables_of(found: dict[str, Any]) -> str:
     """Of the figures in the file."""
     commit = str(found["code"].get("commit", "no commit"))[:7]
     facts = f"`{found['command']}`, {found['date']}, {commit}, torch {found['torch']}."
-    rows = [(row["name"], row["figures"]) for row in found["rows"]]
-    with_trainer = [_trainer_row(name, figures) for name, figures in rows if "trainer" in figures]
+    rows = [(row["name"], len(row["starts"]), row["figures"]) for row in found["rows"]]
+    with_trainer = [_trainer_row(name, each) for name, _, each in rows if "trainer" in each]
     text = "\n".join([facts, "", _HEAD, *(_row(*row) for row in rows)])
     if with_trainer:
         text += "\n".join(["\n\nBeside the Trainer:\n", _TRAINER_HEAD, *with_trainer])
     return text
 
 
-def _row(name: str, figures: dict[str, Any]) -> str:
+def _row(name: str, rounds: int, figures: dict[str, Any]) -> str:
     ours, theirs, goals = figures["ours"], figures["theirs"], figures["goals"]
     growth = goals["growth"]
     cells = [
         name,
+        f"{rounds}",
         f"{ours['rate']:,.0f} : {theirs['rate']:,.0f}",
         _ratio(goals["tokens/s"]),
         _percent(figures["of_matmul"]),

@@ -18,7 +18,8 @@ by rank. Weights are each program's own draw, by its own rule; the first losses,
 ln(2048) = 7.6, are printed.
 
 In each round a row is: a torchrun job that only imports torch and starts gloo, then one run of each
-program, whose order alternates. Medians over the rounds; tokens/s over all steps from the 6th on.
+program, whose order alternates. A row whose job fails is not in that round, and the exit code is 1.
+Medians over the rounds; tokens/s over all steps from the 6th on, and their ratio of each round.
 Memory is the peak of the largest rank's resident set beyond that of a process with torch alone;
 growth is from the 6th to the last step. The share of the matmul rate is the model's own FLOPs
 (forward and backward of active parameters and causal attention) against square products in the
@@ -46,6 +47,7 @@ from tqdm import tqdm
 
 from scripts.bench.measure import (
     REPO,
+    JobFailed,
     best_rate,
     describe,
     matmul_tflops,
@@ -150,7 +152,7 @@ class Figures:
         return statistics.median(self.tokens_per_second)
 
 
-def main() -> None:
+def main() -> int:
     arguments = _arguments()
     rows = [row for row in all_rows() if re.search(arguments.rows, row.name)]
     make_environment(arguments.venv, TORCHTITAN)
@@ -158,6 +160,7 @@ def main() -> None:
         make_environment(trainer_environment(arguments.venv), *TRAINER)
     jobs = Jobs(arguments.out, arguments.venv, *write_data(arguments.out / "text"))
     matmul: _Matmul = {}
+    failures = 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with tqdm(total=arguments.repeats * len(rows), unit="row") as progress:
@@ -167,12 +170,17 @@ def main() -> None:
                     torch.set_num_threads(row.layout.num_ranks)
                     rates = matmul_tflops(getattr(torch, row.dtype))
                     matmul.setdefault(_matmul_key(row), []).append(rates)
-                    run(row, jobs, arguments.steps, ours_first=number % 2 == 0)
+                    try:
+                        run(row, jobs, arguments.steps, ours_first=number % 2 == 0)
+                    except JobFailed as failure:
+                        failures += 1
+                        print(f"{failure}\n{row.name}: not in round {number + 1}", file=sys.stderr)
                     write(arguments.json, rows, matmul)
                     progress.update()
     except KeyboardInterrupt:
         print("stopped: what was measured until then", file=sys.stderr)
     print_tables([row for row in rows if row.starts], matmul)
+    return int(failures > 0)
 
 
 def write(file: Path | None, rows: list[Row], matmul: _Matmul) -> None:
@@ -310,7 +318,13 @@ def needed_mib(row: Row) -> float:
 def goals(row: Row) -> dict[str, Goal]:
     """Each goal with its ratio to torchtitan, or for growth with the growth itself."""
     ours, theirs = figures_of(row.ours, row.starts), figures_of(row.theirs, row.starts)
-    speed, faster = ours.rate / theirs.rate, _FASTER[row.dtype]
+    rounds = zip(row.ours, row.theirs, row.starts, strict=True)
+    # Of each round by itself: between rounds the machine's rate may change.
+    speed = statistics.median(
+        figures_of([our], [start]).rate / figures_of([their], [start]).rate
+        for our, their, start in rounds
+    )
+    faster = _FASTER[row.dtype]
     memory = ours.memory_mib / theirs.memory_mib
     most = max(_MEMORY, needed_mib(row) / theirs.memory_mib)
     return {
@@ -380,4 +394,4 @@ def _memory_cells(row: Row, ours: Figures, theirs: Figures) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -97,9 +97,37 @@ def test_the_table_of_the_docs_is_made_of_the_comparisons_figures(tmp_path: Path
     results = tmp_path / "torchtitan.json"
     compare.write(results, [row, compare.all_rows()[1]], {"float32, 1 threads": [{512: 0.1}]})
     text = beside_torchtitan.tables_of(json.loads(results.read_text()))
-    assert "| cmp float32 1 rank | 2,048 : 1,707 | 1.20 (1.15) | " in text
+    assert "| cmp float32 1 rank | 1 | 2,048 : 1,707 | 1.20 (1.15) | " in text
     assert "300 : 410 | **0.73** (0.70) | 0.54 | 0 % : 0 % (2 %) |" in text
     assert "| cmp float32 1 rank | 2,048 : 1,024 | 2.00 | 300 : 600 | 0.50 |" in text
+
+
+def test_a_row_whose_job_dies_is_left_out_of_that_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import json
+
+    from scripts.bench.measure import JobFailed
+    from scripts.bench.torchtitan import compare
+
+    def run(row: Any, *_: Any, ours_first: bool) -> None:
+        if row.dtype == "bfloat16" and ours_first:
+            raise JobFailed("gloo aborts")
+        measured = measured_row(row.name, times=1.2, ours=500.0, last=300.0)
+        for name in ("starts", "ours", "theirs"):
+            getattr(row, name).extend(getattr(measured, name))
+
+    results = tmp_path / "figures.json"
+    options = ["--rows", "cmp.*FSDP 2$", "--repeats", "2", "--json", str(results)]
+    monkeypatch.setattr("sys.argv", ["compare", *options, "--out", str(tmp_path)])
+    monkeypatch.setattr(compare, "run", run)
+    monkeypatch.setattr(compare, "make_environment", lambda *_: None)
+    monkeypatch.setattr(compare, "write_data", lambda _: (tmp_path, tmp_path))
+    monkeypatch.setattr(compare, "matmul_tflops", lambda _: {512: 0.1, 1024: 0.1, 2048: 0.1})
+    assert compare.main() == 1
+    rounds = {row["name"]: len(row["starts"]) for row in json.loads(results.read_text())["rows"]}
+    assert rounds == {"cmp float32 FSDP 2": 2, "cmp bfloat16 FSDP 2": 1}
+    assert "gloo aborts\ncmp bfloat16 FSDP 2: not in round 1" in capsys.readouterr().err
 
 
 def test_different_models_are_not_compared() -> None:
