@@ -66,7 +66,7 @@ def expert_figures(
                 norm=math.sqrt(own),
                 share=own / whole if whole else 0.0,
                 usual=math.sqrt(usual[layer, expert]) if usual else math.nan,
-                load=load[expert],
+                load=int(load[expert]),
                 usual_load=math.nan if beside is None else beside.counts[layer][expert],
                 even_load=sum(load) / len(load),
                 from_rows=[(row, count) for count, row in rows[:_MOST_ROWS] if count],

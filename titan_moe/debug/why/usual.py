@@ -29,7 +29,7 @@ class Measured:
     figures: Figures
     norms: Mapping[str, Sequence[float]]
     """Of each parameter's gradient [1], of a stack of experts [E]."""
-    counts: Mapping[str, Sequence[int]]
+    counts: Mapping[str, Sequence[float]]
     """Tokens of each expert by MoE layer."""
 
 
