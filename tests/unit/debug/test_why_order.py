@@ -45,7 +45,8 @@ class _Counted:
     """Pieces of a step of 40 documents, of which the first `bad` are to blame."""
 
     def __init__(self, bad: int) -> None:
-        self.bad, self.tried = bad, []
+        self.bad = bad
+        self.tried: list[int] = []
 
     def sums(self, batches: list[Batch]) -> Sums:
         labels = torch.cat([batch.labels_BS for batch in batches])
@@ -71,11 +72,10 @@ def test_as_few_documents_as_needed_are_left_out(bad: int, tries: list[int]):
 
 
 def _run(losses: list[float | None], **keys: object) -> Run:
-    lines = [
-        {"step": step, "loss": loss, "grad_norm": loss and 1.0, **keys}
+    logged = {
+        step: {"step": step, "loss": loss, "grad_norm": loss and 1.0, **keys}
         for step, loss in enumerate(losses, 1)
-    ]
-    logged = {int(line["step"] or 0): line for line in lines}
+    }
     return Run(Path("x"), len(losses), JobConfig(), None, logged)
 
 

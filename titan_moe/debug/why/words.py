@@ -31,17 +31,18 @@ def sentences(found: Explanation) -> list[str]:
     elif (next_batch := _next_batch(found)) is not None:
         lines.append(next_batch)
     lines += _documents(found)
+    stands_out = "stands out" if found.is_unusual else "has most of the gradient"
     if found.layers:
         layer = found.layers[0]
         lines.append(
-            f"Of all layers {layer.name} stands out: {_share(layer.share)} of the squared norm, "
+            f"Of all layers {layer.name} {stands_out}: {_share(layer.share)} of the squared norm, "
             f"{_times(layer.norm, layer.usual)}, mostly in {layer.largest}."
         )
     if found.experts:
         worst = found.experts[0]
         rows = ", ".join(f"{count} from sequence {row}" for row, count in worst.from_rows)
         lines.append(
-            f"Of all experts {worst.name} stands out: {_share(worst.share)} of the squared norm, "
+            f"Of all experts {worst.name} {stands_out}: {_share(worst.share)} of the squared norm, "
             f"{_times(worst.norm, worst.usual)}; {worst.load:,} tokens ({rows or 'none'}), an even "
             f"load is {worst.even_load:,.0f}."
         )
