@@ -4,6 +4,7 @@
 #   ./run_train.sh                                     a small model, on the GPUs found or on the CPU
 #   CONFIG_FILE=configs/debug/default.toml ./run_train.sh --training.steps 20    a config, with overrides
 #   ./run_train.sh --help                              every key
+#   ./run_train.sh --health                            check the machines instead (titan-moe check)
 #
 # NGPU           ranks on this machine        (the GPUs found, else 2 CPU processes)
 # CONFIG_FILE    the configuration            (configs/debug/default.toml)
@@ -42,8 +43,14 @@ for name in NGPU NNODES NODE_RANK MAX_RESTARTS; do
 done
 nodes=${NNODES:-1}
 
+command=(train --max-restarts "${MAX_RESTARTS:-0}")
+case " $* " in
+    *" --health "*) command=(check) ;;
+esac
+
 # Ctrl-C and SIGUSR1 are ignored until Python can answer them.
 trap '' INT USR1
-exec "$PYTHON" -m titan_moe train --config "${CONFIG_FILE:-$repo/configs/debug/default.toml}" \
+exec "$PYTHON" -m titan_moe "${command[@]}" \
+    --config "${CONFIG_FILE:-$repo/configs/debug/default.toml}" \
     ${NGPU:+--ranks "$((NGPU * nodes))"} --nodes "$nodes" --node-rank "${NODE_RANK:-0}" \
-    --endpoint "${RDZV_ENDPOINT:-}" --max-restarts "${MAX_RESTARTS:-0}" "$@"
+    --endpoint "${RDZV_ENDPOINT:-}" "$@"

@@ -46,6 +46,7 @@ _LAYERS = {
     "profiling": 6,
     "testing": 6,
     "simulate": 6,
+    "health": 6,
     "verify.layouts": 4,
     "verify": 7,
     "cli": 8,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.launching import command, environment, run_train
+from tests.support.listeners import descendants, listening
 from tests.support.paths import REPO
 from tests.support.tiers import tiered
 from titan_moe.metrics.jsonl import read_json_lines
@@ -158,6 +159,7 @@ def test_a_signal_ends_all_ranks_and_says_where_the_files_are(
     tmp_path: Path, number: signal.Signals, to_the_terminal: bool, code: int
 ) -> None:
     process = _start_endless(tmp_path)
+    assert all(address.is_loopback for _, address, _ in listening(descendants(process.pid)))
     (os.killpg if to_the_terminal else os.kill)(process.pid, number)
     words, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == code
@@ -274,6 +276,23 @@ def test_a_rank_that_stops_is_named_and_ends_the_run(tmp_path: Path) -> None:
     assert "; rank 1 does not answer (stopped, killed, or Python is held)" in first
     assert second.startswith("error: every rank's calls and stacks: titan-moe report hang ")
     assert not _pids(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_one_machine_s_run_listens_on_is_loopback(tmp_path: Path) -> None:
+    saves: dict[str, Any] = {"checkpoint__enable": "true", "checkpoint__async_mode": "async"}
+    process = _start_endless(tmp_path, checkpoint__interval=1, **saves)
+    found = listening(descendants(process.pid))
+    with socket.socket() as everywhere:
+        everywhere.bind(("", 0))
+        everywhere.listen()
+        assert any(not address.is_loopback for _, address, _ in listening([os.getpid()]))
+    process.send_signal(signal.SIGINT)
+    words, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130, words
+    # Gloo's.
+    assert found and all(address.is_loopback for _, address, _ in found), found
 
 
 def _start_endless(

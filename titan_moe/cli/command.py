@@ -79,7 +79,9 @@ class Command:
             more = "; the same command goes on where it stopped" if self.resumable else ""
             print(f"\ninterrupted{more}", file=sys.stderr)
             return _INTERRUPTED
-        text = json.dumps(answer.data, indent=1) if options.json else "\n".join(answer.lines)
+        text = "\n".join(answer.lines)
+        if options.json:  # None: the command's own processes have printed it.
+            text = "" if answer.data is None else json.dumps(answer.data, indent=1)
         if text and is_first:
             print(text)
         return answer.exit_code
@@ -144,6 +146,24 @@ def add_ranks(
     parser.add_argument(
         "--ranks", type=positive, nargs="+" if several else None, default=default, help=says
     )
+
+
+def add_nodes(parser: argparse.ArgumentParser) -> None:
+    """--nodes, and how this one of them meets the others."""
+    parser.add_argument("--nodes", type=positive, default=1, help="machines; default: 1")
+    parser.add_argument("--node-rank", type=int, default=0, help="this machine's number")
+    parser.add_argument("--endpoint", default="", help="HOST:PORT where machines meet")
+
+
+def check_meeting(options: argparse.Namespace) -> None:
+    """ConfigError for machines that cannot meet."""
+    if options.nodes > 1 and not options.endpoint:
+        raise ConfigError(
+            [
+                f"{options.nodes} nodes need --endpoint HOST:PORT (RDZV_ENDPOINT of run_train.sh), "
+                "an address of the node with number 0"
+            ]
+        )
 
 
 def add_seed(parser: argparse.ArgumentParser, *, default: int, says: str) -> None:

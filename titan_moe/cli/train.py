@@ -25,16 +25,21 @@ import os
 import sys
 from pathlib import Path
 
-from titan_moe.cli.command import Answer, Command, add_ranks, job_arguments, positive
+from titan_moe.cli.command import (
+    Answer,
+    Command,
+    add_nodes,
+    add_ranks,
+    check_meeting,
+    job_arguments,
+)
 from titan_moe.config.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ranks(parser, default=None, says="of the run; default: the GPUs of all machines, else 2")
     parser.add_argument("--one-process", action="store_true", help="without torchrun")
-    parser.add_argument("--nodes", type=positive, default=1, help="machines; default: 1")
-    parser.add_argument("--node-rank", type=int, default=0, help="this machine's number")
-    parser.add_argument("--endpoint", default="", help="HOST:PORT where machines meet")
+    add_nodes(parser)
     parser.add_argument("--max-restarts", type=int, default=0, help="after failures; default: 0")
 
 
@@ -64,13 +69,7 @@ def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
     from titan_moe.train import check_all
 
     nodes = Nodes(options.nodes, options.node_rank, options.endpoint, options.max_restarts)
-    if nodes.number > 1 and not nodes.endpoint:
-        raise ConfigError(
-            [
-                f"{nodes.number} nodes need --endpoint HOST:PORT (RDZV_ENDPOINT of run_train.sh), "
-                "an address of the node with number 0"
-            ]
-        )
+    check_meeting(options)
     ranks = options.ranks or nodes.number * default_ranks(os.environ)
     if sys.stdout.isatty():
         print(f"checking {options.config or 'the configuration'} and its data", flush=True)
@@ -84,7 +83,7 @@ def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
             ]
         )
     return start_ranks(
-        arguments,
+        ["train", *arguments],
         ranks=ranks // nodes.number,
         nodes=nodes,
         folder=Path(job.job.dump_folder),

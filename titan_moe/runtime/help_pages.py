@@ -9,6 +9,7 @@ _PAGES = tuple(
     (re.compile(pattern), page)
     for pattern, page in (
         (r"(?i)out of memory\. |OutOfMemoryError", _TROUBLE + "out-of-memory-on-the-gpu"),
+        (r"^(rank|node)s? .*\(host .*\): ", _TROUBLE + "a-machine-is-slow-or-wrong"),
         (r"process that reads the data", _TROUBLE + "the-process-that-reads-the-data-ended"),
         (r"the process that writes it ", _TROUBLE + "the-process-that-writes-a-checkpoint-ended"),
         (r"was killed by SIG", _TROUBLE + "a-rank-was-killed"),

@@ -17,6 +17,7 @@ from titan_moe.config.job_config import Comm, Debug
 from titan_moe.runtime.device import backend_for, pick_device
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import Launch, attempt_number, count_gpus, cpu_threads
+from titan_moe.runtime.stopping import attempt_folder
 
 BACKEND_GRACE_S = 30
 """A backend ends a collective this much after its limit: the report of the hang comes first."""
@@ -63,7 +64,7 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
         )
         if comm.init_communicators_eagerly:
             dist.barrier(device_ids=[device.index])
-    except (dist.DistError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:  # DistErrors; a FileStore's are no more than that.
         reason = str(error).splitlines()[0]
         raise RunError(f"rank {launch.rank} cannot join the process group: {reason}") from error
     yield Process(**asdict(launch), device=device)
@@ -76,10 +77,16 @@ def backend_timeout(seconds: int) -> timedelta:
 
 
 def _store(launch: Launch, timeout: timedelta, environment: Mapping[str, str]) -> dist.Store:
-    """Where the ranks meet. torchrun's store outlives an attempt of its: without names of its own
-    for each, a rank could meet the address of one that has died."""
+    """Where the ranks meet: on one machine in a file of the attempt, which listens on no port, and
+    else in torchrun's store. That one outlives an attempt of its: without names of its own for
+    each, a rank could meet the address of one that has died."""
     if launch.world_size == 1 and "MASTER_ADDR" not in environment:
         return dist.HashStore()
+    folder = attempt_folder(environment)
+    if launch.num_nodes == 1 and folder is not None:
+        file = dist.FileStore(str(folder / "store"), launch.world_size)
+        file.set_timeout(timeout)
+        return file
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     return dist.PrefixStore(f"attempt-{attempt_number(environment)}", store)
 

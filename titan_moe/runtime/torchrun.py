@@ -22,6 +22,13 @@ _KEEP_AND_JOIN = ":".join(
     f"glibc.malloc.{name}"
     for name in ("mmap_max=0", f"trim_threshold={2**62}", "tcache_count=0", "mxfast=0")
 )
+# One machine's connections. torchrun's second store, for its ranks, listens on all interfaces too,
+# and is not wanted: `process._store` is a file.
+_LOOPBACK = {
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 STOPPED_FILE = "TITAN_MOE_STOPPED"
 """The variable that names a file to make when a run has stopped, saved, before its last step: a
 cluster's command that starts the nodes may end with another code than theirs."""
@@ -41,7 +48,7 @@ class Nodes:
 
 
 def start_ranks(
-    arguments: Sequence[str],
+    words: Sequence[str],
     *,
     ranks: int,
     nodes: Nodes,
@@ -49,25 +56,27 @@ def start_ranks(
     stop_timeout_s: int | None,
     environment: Mapping[str, str],
 ) -> int:
-    """Train on `ranks` processes of this machine; returns the exit code of the run.
+    """Run a command on `ranks` processes of this machine; returns the exit code of the run.
 
     Args:
-        arguments: of titan-moe train.
+        words: of the command and its arguments, after titan-moe.
         folder: the run's. torchrun's own words and every rank's warnings go to its launch/.
         stop_timeout_s: how long ranks that are asked to stop may take to save; None where they
             cannot save.
 
     Raises RunError where nothing can be written there.
     """
-    command = [*_torchrun(ranks, nodes, environment), "-m", "titan_moe", "train", *arguments]
     log = _new_log(folder, nodes.this)
-    print(shlex.join(command), flush=True)
     with tempfile.TemporaryDirectory() as name:
         records = Path(name)
+        torchrun = _torchrun(ranks, nodes, records, environment)
+        command = [*torchrun, "-m", "titan_moe", *words]
+        print(shlex.join(command), flush=True)
         variables = {
             # torchrun would set one thread per rank.
             "OMP_NUM_THREADS": str(cpu_threads(ranks)),
             **allocators(environment),
+            **(_LOOPBACK if nodes.number == 1 else {}),
             **environment,
             FOLDER: name,
             BEGAN: str(time.monotonic()),
@@ -81,7 +90,8 @@ def start_ranks(
                 Path(environment[STOPPED_FILE]).touch()
             return STOPPED
         if child.interrupted:
-            print(_goes_on(folder, ranks, nodes, environment, saved=stop_timeout_s is not None))
+            if words[0] == "train":
+                print(_goes_on(folder, ranks, nodes, environment, saved=stop_timeout_s is not None))
             print(f"the files of this run are in {folder}")
             return child.interrupted
         if code:
@@ -101,7 +111,7 @@ def _goes_on(
     return f"{words}, and so does\n  {training_command(folder, ranks, environment)}"
 
 
-def _torchrun(ranks: int, nodes: Nodes, environment: Mapping[str, str]) -> list[str]:
+def _torchrun(ranks: int, nodes: Nodes, records: Path, environment: Mapping[str, str]) -> list[str]:
     program = Path(sys.executable).with_name("torchrun")
     torchrun = [str(program)]
     if not program.is_file():
@@ -110,7 +120,9 @@ def _torchrun(ranks: int, nodes: Nodes, environment: Mapping[str, str]) -> list[
     if nodes.max_restarts:
         torchrun += ["--max-restarts", str(nodes.max_restarts)]
     if nodes.number == 1:
-        return [*torchrun, "--standalone"]
+        # In a file: --standalone would listen on all interfaces.
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(records / "meeting")]
+        return [*torchrun, *meeting, "--rdzv-conf", "store_type=file"]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", nodes.endpoint]
     name = ["--rdzv-id", environment.get("SLURM_JOB_ID", "titan_moe")]
     host = ["--rdzv-conf", f"is_host={int(nodes.this == 0)}"]

@@ -69,6 +69,22 @@ def test_another_attempt_meets_none_of_the_names_of_the_last(
     assert first.check(["address"]) and not second.check(["address"])
 
 
+def test_one_machine_s_ranks_meet_in_a_file_of_their_attempt(tmp_path: Path) -> None:
+    launch = Launch(world_size=2, local_world_size=2)
+    stores = [
+        _store(
+            launch,
+            timedelta(seconds=9),
+            {"TITAN_MOE_FAILURES": str(tmp_path), "TORCHELASTIC_RESTART_COUNT": attempt},
+        )
+        for attempt in "001"
+    ]
+    stores[0].set("address", "here")
+    assert [store.check(["address"]) for store in stores] == [True, True, False]
+    with pytest.raises(RuntimeError):
+        stores[0].wait(["nothing"], timedelta(seconds=0.1))
+
+
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def start(
     handlers = {number: signal.getsignal(number) for number in child.EXIT_CODES}
     try:
         return start_ranks(
-            words,
+            ["train", *words],
             ranks=3,
             nodes=nodes,
             folder=folder,
@@ -54,7 +55,11 @@ _SAYS = "import os, sys; print(*sys.argv[1:], file=open({out!r}, 'w')); sys.exit
 @pytest.mark.parametrize(
     ("nodes", "words"),
     [
-        (Nodes(), "--nproc-per-node 3 --standalone"),
+        (
+            Nodes(),
+            "--nproc-per-node 3 --rdzv-backend c10d --rdzv-endpoint RECORDS/meeting "
+            "--rdzv-conf store_type=file",
+        ),
         (
             Nodes(2, 1, "node0:29500", max_restarts=4),
             "--nproc-per-node 3 --max-restarts 4 --nnodes 2 --rdzv-backend c10d "
@@ -67,7 +72,7 @@ def test_torchrun_gets_the_machines_and_the_job(
 ) -> None:
     script = _SAYS.format(out=str(tmp_path / "words"), code=0)
     assert start(monkeypatch, tmp_path, script, "--training.steps=3", nodes=nodes) == 0
-    told = (tmp_path / "words").read_text()
+    told = re.sub(r"\S+(?=/meeting)", "RECORDS", (tmp_path / "words").read_text())
     assert told == f"{words} -m titan_moe train --training.steps=3\n"
 
 
