@@ -7,6 +7,7 @@ from tests.support.planted_desyncs import DESYNCS, run_with
 from titan_moe.simulate.routings import ROUTINGS
 from titan_moe.testing.process_pool import in_fresh_processes
 
+_STEPS = ["start", *(routing.name for routing in ROUTINGS)]
 # Runs of one process share what torch learns in the first.
 _DEFAULT = ["a rank without tokens leaves an exchange out", "a rank sums in another type"]
 
@@ -21,10 +22,14 @@ def _check(names: list[str]) -> None:
     for name, report in reports.items():
         if not name:
             assert not report.findings and not report.errors
-            assert len(report.parts) == 1 + len(ROUTINGS) and report.collectives > 400
+            assert report.parts == [*_STEPS, "validation + replicas + save", "resume"]
+            assert report.collectives > 800
             continue
-        bug, parts = DESYNCS[name], ["start", *(routing.name for routing in ROUTINGS)]
-        assert report.parts == parts[: parts.index(bug.part) + 1]
+        bug = DESYNCS[name]
+        parts = [*_STEPS, *(["save", "resume"] if bug.part == "resume" else [bug.part])]
+        place = parts.index(bug.part)
+        # Where whole numbers are waited for in vain, nothing comes through.
+        assert report.parts in (parts[:place], parts[: place + 1]), (name, report)
         part, finding = report.findings[0]
         assert part == bug.part and bug.group in finding.group, (name, part, finding)
         assert all(words in finding.text for words in bug.says), (name, finding)

@@ -181,6 +181,13 @@ def add_out(
     )
 
 
+def add_one_world(parser: argparse.ArgumentParser, *, layers: str, out: str) -> None:
+    """--ranks, --layers and --out of what looks at one world; `layers` and `out` explain theirs."""
+    add_ranks(parser, default=8, says="of the world; default: 8")
+    parser.add_argument("--layers", type=positive, help=layers)
+    add_out(parser, default=None, says=out)
+
+
 def positive(text: str) -> int:
     """An argument that counts something."""
     if not text.isdecimal() or int(text) < 1:
@@ -196,6 +203,7 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Results as a file."""
-    path.write_text(json.dumps(data, indent=1) + os.linesep, encoding="utf-8")
+def write_json(path: Path | None, data: Any) -> None:
+    """Results as a file, if one was asked for."""
+    if path is not None:
+        path.write_text(json.dumps(data, indent=1) + os.linesep, encoding="utf-8")

@@ -2,12 +2,13 @@
 
     titan-moe simulate collectives --ranks 64 --config configs/qwen3/30B-A3B_64gpu.toml
 
-The program's own training step runs for every rank of a fake world, in a process each: once with
-even routing, then with skewed routing, with all tokens sent to one rank, with few experts that get
-any, and with a data rank that has no target. On every group all members must issue the same
+The program's own loop runs for every rank of a fake world, in a process each: steps with even
+routing, with skewed routing, with all tokens sent to one rank, with few experts that get any, and
+with a data rank that has no target; then, as far as the configuration has them, a validation, a
+comparison of replicas, a save and a resume. On every group all members must issue the same
 operations, of the same types and sizes; what one sends to another in an all-to-all, a send or a
 receive is what that one expects. The model is cut to the layers that show every kind, and sequences
-are short; both can be had whole. With training stages, each is run.
+are short; both can be had whole. Documents are made up. With training stages, each is run.
 
 Exit codes: 0; 1 members of a group part; 2 a configuration that cannot run; 4 it failed; 70 an
 error in titan_moe.
@@ -18,8 +19,7 @@ import argparse
 from titan_moe.cli.command import (
     Answer,
     Command,
-    add_out,
-    add_ranks,
+    add_one_world,
     job_arguments,
     positive,
     write_json,
@@ -27,10 +27,9 @@ from titan_moe.cli.command import (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_ranks(parser, default=8, says="of the world; default: 8")
-    parser.add_argument("--layers", type=positive, help="of the model; default: one of each kind")
+    layers = "of the model; default: one of each kind"
+    add_one_world(parser, layers=layers, out="a JSON file for what is found")
     parser.add_argument("--seq-len", type=positive, help="default: 256 or a little more")
-    add_out(parser, default=None, says="a JSON file for what is found")
 
 
 def run(options: argparse.Namespace) -> Answer:
@@ -50,8 +49,7 @@ def run(options: argparse.Namespace) -> Answer:
         data.append({"from_step": step, **report.as_json(task)})
         lines += [f"from step {step}:"] * (len(tasks) > 1) + report.in_words(task)
         parts |= bool(report.findings)
-    if options.out is not None:
-        write_json(options.out, data)
+    write_json(options.out, data)
     return Answer(data, lines, int(parts))
 
 

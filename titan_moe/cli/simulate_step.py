@@ -10,22 +10,12 @@ Exit codes: 0; 1 it failed; 2 a configuration that cannot run.
 
 import argparse
 
-from titan_moe.cli.command import (
-    Answer,
-    Command,
-    add_out,
-    add_ranks,
-    job_arguments,
-    positive,
-    write_json,
-)
+from titan_moe.cli.command import Answer, Command, add_one_world, job_arguments, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_ranks(parser, default=8, says="of the world; default: 8")
-    parser.add_argument("--rank", type=int, default=0, help="which of them; default: 0")
-    parser.add_argument("--layers", type=positive, help="only the model's first")
-    add_out(parser, default=None, says="a JSON file for the figures")
+    add_one_world(parser, layers="only the model's first", out="a JSON file for the figures")
+    parser.add_argument("--rank", type=int, default=0, help="which of the ranks; default: 0")
 
 
 def run(options: argparse.Namespace) -> Answer:
@@ -43,8 +33,7 @@ def run(options: argparse.Namespace) -> Answer:
     for (step, _), found in zip(stages[1:], later, strict=True):
         data["stages"].append({"from_step": step, **found.as_json()})
         lines += ["", f"from step {step}:", in_words(found)]
-    if options.out is not None:
-        write_json(options.out, data)
+    write_json(options.out, data)
     return Answer(data, lines)
 
 

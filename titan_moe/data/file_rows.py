@@ -1,10 +1,12 @@
-"""JSON lines that need not be in order, and where a document of a set of files stands."""
+"""JSON lines that need not be in order, records that are too long, and where a document of a set of
+files stands."""
 
 from __future__ import annotations
 
 import gzip
 import io
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import IO, cast
@@ -16,6 +18,67 @@ from titan_moe.runtime.files import parse_json
 _MOST_COUNTED = 1 << 30
 
 NOT_UTF8 = "is not UTF-8"
+
+LONGEST_RECORD = 64 << 20
+"""Bytes of one document of a compressed file, which may be a thousand times as long as the file. A
+plain file is as long as it is."""
+_BLOCK = 1 << 20
+_SEPARATORS = {"json": b"\n", "text": b"\n\n"}
+_REMEDIES = {
+    "json": "write each record on a line of its own, or unpack a file that is one JSON array",
+    "text": "separate documents by blank lines",
+}
+
+
+def overlong_record(dataset: str, files: Sequence[Path]) -> str:
+    """The first record of compressed json or text files that is too long to be read, in words;
+    empty where there is none. Decompresses everything, a block at a time.
+
+    A file that cannot be read, whoever reads it next has to tell.
+    """
+    for path in files:
+        if dataset in _SEPARATORS and path.suffix in (".gz", ".zst"):
+            with suppress(Exception), opened(path) as file:  # Each format raises its own.
+                if line := _overlong(file, dataset):
+                    return (
+                        f"the {'record' if dataset == 'json' else 'paragraph'} that begins in line "
+                        f"{line:,} of {path} is longer than {LONGEST_RECORD >> 20} MiB, the most "
+                        f"that one of a compressed file may be: {_REMEDIES[dataset]}"
+                    )
+    return ""
+
+
+def _overlong(file: IO[bytes], dataset: str) -> int:
+    """The line that a record of more than LONGEST_RECORD bytes begins in; 0 if there is none."""
+    separator, start = _SEPARATORS[dataset], file.read(_BLOCK)
+    if dataset == "json" and not _begins_with_record(start):
+        separator = b""  # One array, or something that is read whole to see what it is.
+    line, begun_in, length, rest = 1, 1, 0, b""
+    while block := start or file.read(_BLOCK):
+        start = b""
+        block = rest + block.replace(b"\r", b"")
+        # A separator may lie across two blocks.
+        rest = block[len(block) - max(len(separator) - 1, 0) :]
+        first = block.find(separator) if separator else -1
+        if length + (first if first >= 0 else len(block) - len(rest)) > LONGEST_RECORD:
+            return begun_in
+        if first >= 0:
+            last = block.rfind(separator) + len(separator)
+            begun_in, length = line + block.count(b"\n", 0, last), -last
+        length += len(block) - len(rest)
+        line += block.count(b"\n") - rest.count(b"\n")
+    return begun_in if length + len(rest) > LONGEST_RECORD else 0
+
+
+def _begins_with_record(start: bytes) -> bool:
+    """Whether JSON lines may begin so: with a whole record, or with one longer than a block."""
+    line, end, _ = start.lstrip().partition(b"\n")
+    if not end:
+        return line.startswith(b"{")
+    try:
+        return isinstance(parse_json(line), dict)
+    except ValueError:
+        return False
 
 
 def text_of_line(line: bytes, column: str) -> tuple[str | None, str]:
@@ -86,5 +149,9 @@ def opened(path: Path) -> IO[bytes]:
     if path.suffix == ".zst":
         import zstandard
 
-        return io.BufferedReader(zstandard.open(path))
+        # One frame alone is what zstandard.open would read.
+        unpacked = zstandard.ZstdDecompressor().stream_reader(
+            path.open("rb"), read_across_frames=True
+        )
+        return io.BufferedReader(unpacked)
     return path.open("rb")

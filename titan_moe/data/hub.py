@@ -15,7 +15,13 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.data.bad_documents import BadDocuments, refusal, text_problem
 from titan_moe.data.content import sampled_checksum
 from titan_moe.data.documents import Document
-from titan_moe.data.file_rows import NOT_UTF8, Places, opened, text_of_line
+from titan_moe.data.file_rows import (
+    NOT_UTF8,
+    Places,
+    opened,
+    overlong_record,
+    text_of_line,
+)
 from titan_moe.runtime.errors import RunError
 
 SUFFIXES = {"json": (".json", ".jsonl"), "parquet": (".parquet",), "text": (".txt",)}
@@ -108,10 +114,15 @@ class FileCorpus:
         datasets = _import_quietly()
         if dataset == "json":
             options = _no_mixed_types()
+        options["data_files"] = [str(path) for path in files]
         try:
-            table = datasets.load_dataset(
-                dataset, data_files=[str(path) for path in files], split="train", **options
-            )
+            # Converted before, they have been looked through before.
+            done = Path(datasets.load_dataset_builder(dataset, **options).cache_dir).exists()
+            if not done and (line := overlong_record(dataset, files)):
+                raise ConfigError([f"{prefix}: {line}"])
+            table = datasets.load_dataset(dataset, split="train", **options)
+        except ConfigError:
+            raise
         except Exception as error:  # Each format raises its own.
             lines = _convert_lines(datasets, files, column) if dataset == "json" else None
             if lines is None:

@@ -63,7 +63,9 @@ def _waiting_group(world: ProcessGroup) -> ProcessGroup:
     """All ranks, who wait here for one another's files: for 30 minutes, however long the groups
     that train wait (comm.train_timeout_seconds)."""
     timeout = backend_timeout(LONGEST_WAIT_S)
-    return dist.new_group(backend="gloo", timeout=timeout, group_desc="waits for files")
+    # None, the world's own, where that has no gloo: in a fake world.
+    backend = "gloo" if "gloo" in dist.get_backend_config(world) else None
+    return dist.new_group(backend=backend, timeout=timeout, group_desc="waits for files")
 
 
 def _attempt(action: Callable[[], T], doing: str) -> tuple[T | None, str | None]:

@@ -36,6 +36,7 @@ _PAGES = tuple(
         (r"ranks hold different values", _TROUBLE + "replicas-differ"),
         (r"is of a run with", _TROUBLE + "run-folder-is-another-runs"),
         (r"files have changed since", _TROUBLE + "the-data-files-have-changed"),
+        (r"longer than \d+ MiB", _TROUBLE + "a-record-is-too-long"),
         (r"max_bad_documents=", _TROUBLE + "too-many-documents-without-a-text"),
         (r"checkpoint's data position", _TROUBLE + "checkpoint-refuses-the-data-position"),
         (r"holds the model only", _TROUBLE + "only-the-model-is-in-the-checkpoint"),

@@ -1,14 +1,17 @@
-"""All ranks' steps of a configuration in a fake world, under several routings, and whether their
+"""All ranks' runs of a configuration in a fake world, under several routings, and whether their
 collectives match."""
 
 import gc
+import logging
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -19,21 +22,21 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.parse import resolve
 from titan_moe.config.pipeline import num_stages
-from titan_moe.distributed.context_parallel.apply import local_positions
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import ModelConfig
 from titan_moe.runtime.errors import RunError
 from titan_moe.simulate.comm_counter import axes_of_groups
-from titan_moe.simulate.desync import Finding, Group, RankLog, find_desyncs
-from titan_moe.simulate.fake_rank import FakeRank, empty_batch, fake_world
+from titan_moe.simulate.desync import Finding, Group, RankLog, find_desyncs, find_waits
+from titan_moe.simulate.fake_rank import FakeRank, fake_world
 from titan_moe.simulate.issued import RecordingRank
 from titan_moe.simulate.lockstep import AbandonedError, Peers, run_ranks
 from titan_moe.simulate.rank_step import one_microbatch, rank_step
-from titan_moe.simulate.routings import ROUTINGS, LayerOfRank, Routing, without_targets
+from titan_moe.simulate.routings import ROUTINGS, Routing
 from titan_moe.simulate.whereabouts import Whereabouts
+from titan_moe.simulate.whole_run import LATER_STEP, SimulatedRun, happens_later
 from titan_moe.testing.process_pool import in_fresh_processes
 
-START = "start"
+START, RESUME = "start", "resume"
 _FEWEST_TOKENS = 256
 _MOST_SHOWN = 5
 
@@ -68,13 +71,13 @@ class WorldReport:
     """What was found."""
 
     findings: list[tuple[str, Finding]] = field(default_factory=list)
-    """With the name of the routing, or "start"."""
+    """With the part of the run: "start", a routing, what happens later, "resume"."""
     errors: list[str] = field(default_factory=list)
     """Tracebacks of ranks that failed where no collective explains it."""
     parts: list[str] = field(default_factory=list)
-    """The start, and the routings that all ranks have come through."""
+    """Those that all ranks have come through."""
     collectives: int = 0
-    """Compared, over all ranks and routings."""
+    """Compared, over all ranks and parts."""
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
     """By axes and operation."""
     seconds: float = 0.0
@@ -158,9 +161,9 @@ def smallest_task(
     microbatch = training.local_batch_size * parallel_dims(parallelism, world_size).size("batch")
     microbatches = min(2, training.global_batch_size // microbatch)
     training = training.model_copy(update={"seq_len": seq_len})
-    small = whole.model_copy(
-        update={"training": training, "parallelism": parallelism, "stages": []}
-    )
+    validation = whole.validation.model_copy(update={"seq_len": None})
+    tables = {"training": training, "validation": validation, "parallelism": parallelism}
+    small = whole.model_copy(update=tables | {"stages": []})
     config = replace(config, num_layers=layers)
     if problems := check(small, config, world_size, num_gpus=0):
         raise ConfigError(problems)
@@ -199,10 +202,15 @@ def run_world(task: Task) -> WorldReport:
     _warm_up(task)
     gc.collect()
     gc.freeze()  # The ranks share what is here as long as they do not write to it.
+    with TemporaryDirectory() as folder:
+        return _run_in(task, Path(folder))
+
+
+def _run_in(task: Task, folder: Path) -> WorldReport:
     report = WorldReport()
-    parts = _parts(task.config)
+    parts = _parts(task)
     logs: dict[str, dict[int, RankLog]] = {part: {} for part in parts}
-    with closing(run_ranks(partial(_run_rank, task), task.world_size)) as ranks:
+    with closing(run_ranks(partial(_run_rank, task, folder), task.world_size)) as ranks:
         for rank, value, error, has_ended in ranks:
             if error:
                 report.errors.append(f"rank {rank}:\n{error}")
@@ -224,10 +232,14 @@ def run_world(task: Task) -> WorldReport:
 
 
 def _compare(report: WorldReport, part: str, logs: Mapping[int, RankLog]) -> None:
+    logs = dict(sorted(logs.items()))
     found = [] if report.findings else find_desyncs(logs)
+    is_whole = all(log.is_whole for log in logs.values())
+    if not (found or report.findings or report.errors or is_whole):
+        found = find_waits(logs)
     report.findings += [(part, finding) for finding in found]
     report.collectives += sum(len(log.issued) for log in logs.values())
-    if all(log.is_whole for log in logs.values()):
+    if is_whole:
         report.parts.append(part)
     if part != START:
         _add_traffic(report.traffic, logs, is_even=part == ROUTINGS[0].name)
@@ -255,8 +267,12 @@ def _add_traffic(
             found.bytes_even = most
 
 
-def _parts(config: ModelConfig) -> list[str]:
-    return [START, *(routing.name for routing in _routings(config))]
+def _parts(task: Task) -> list[str]:
+    parts = [START, *(routing.name for routing in _routings(task.config))]
+    if later := happens_later(task.job):
+        parts.append(" + ".join(later))
+        parts += [RESUME] * ("save" in later)
+    return parts
 
 
 def _routings(config: ModelConfig) -> list[Routing]:
@@ -280,53 +296,46 @@ def _warm_up(task: Task) -> None:
 # --- one rank ---
 
 
-def _run_rank(task: Task, rank: int, peers: Peers) -> None:
+def _run_rank(task: Task, folder: Path, rank: int, peers: Peers) -> None:
     gc.disable()  # A tenth of the time otherwise.
+    logging.disable(logging.WARNING)  # Every rank would say it.
     whereabouts = Whereabouts()
     recorder = RecordingRank(peers, whereabouts)
+    parts = iter(_parts(task))
     with fake_world(rank, task.world_size):
-        part = START
+        part, run = next(parts), None
         try:
-            fake = FakeRank(task.job, task.config, recorder)
-            peers.report((part, _log(recorder, fake)))
-            whereabouts.phase = "step"
-            for routing in _routings(task.config):
-                part = routing.name
-                _step(task, fake, routing, whereabouts)
-                peers.report((part, _log(recorder, fake)))
+            run = SimulatedRun(task.job, task.config, folder, recorder, whereabouts)
+            for action in _actions(task, run):
+                peers.report((part, _log(recorder, run)))
                 gc.collect()
+                part = next(parts)
+                action()
+            peers.report((part, _log(recorder, run)))
         except AbandonedError:
-            peers.report((part, _log(recorder, None)))
+            peers.report((part, _log(recorder, run, is_whole=False)))
         except Exception:
-            peers.report((part, _log(recorder, None)))
+            peers.report((part, _log(recorder, run, is_whole=False)))
             raise
 
 
-def _step(task: Task, fake: FakeRank, routing: Routing, whereabouts: Whereabouts) -> None:
-    sharded = fake.sharded
-    rank, dims = sharded.meshes.rank, sharded.meshes.dims
-    for layer, moe in sharded.moe_layers().items():
-        about = LayerOfRank(rank, layer, moe.config.num_experts, moe.config.top_k)
-        moe.routing_fn = routing.choice(about)
-    batch = empty_batch(task.job)
-    if routing.masks_a_rank and dims.coordinate(rank, "batch") == 0:
-        balanced = task.job.parallelism.context_parallel_load_balancer == "headtail"
-        own_S = local_positions(
-            task.job.training.seq_len, dims.cp, 0, balanced=balanced and dims.cp > 1
-        )
-        batch = without_targets(batch, own_S)
-    with whereabouts.watching(sharded.parts):
-        first = routing == ROUTINGS[0]
-        fake.step(task.num_microbatches if first else 1, batch)
+def _actions(task: Task, run: SimulatedRun) -> list[Callable[[], None]]:
+    """What makes each part after the start."""
+    even, *others = _routings(task.config)
+    actions: list[Callable[[], None]] = [partial(run.make_step, 1, even, task.num_microbatches)]
+    actions += [partial(run.make_step, step, each, 1) for step, each in enumerate(others, 2)]
+    if later := happens_later(task.job):
+        actions.append(partial(run.make_step, LATER_STEP, even, 1))
+        actions += [run.resume] * ("save" in later)
+    return actions
 
 
-def _log(recorder: RecordingRank, fake: FakeRank | None) -> RankLog:
-    """Of a step that was broken off, no rank is left."""
-    known = {} if fake is None else axes_of_groups(fake.sharded.meshes)
+def _log(recorder: RecordingRank, run: SimulatedRun | None, *, is_whole: bool = True) -> RankLog:
+    known = {} if run is None else axes_of_groups(run.meshes)
     # Private: torch has no list of groups. In the order in which they were made.
     world = dist.distributed_c10d._world
     groups = [
         Group(name, tuple(sorted(world.pg_group_ranks[group])), known.get(name, group.group_desc))
         for group, name in world.pg_names.items()
     ]
-    return RankLog(recorder.taken(), groups, is_whole=fake is not None)
+    return RankLog(recorder.taken(), groups, is_whole=is_whole)

@@ -173,12 +173,24 @@ def _all_to_all(splits: str) -> _BytesSent:
     return sent
 
 
+def _rooted(name: str, *, sends: bool) -> _BytesSent:
+    """Between the root, which sends or receives, and every other rank."""
+
+    def sent(named: Mapping[str, Any], group: dist.ProcessGroup) -> float:
+        if sends != (group.rank() == named["root_rank"]):
+            return 0.0
+        return _bytes(named[name]) * (group.size() - 1 if sends else 1)
+
+    return sent
+
+
 _SENDS_NOTHING = {"wait_tensor", "barrier", "monitored_barrier_", "recv_", "recv_any_source_"}
 _SENDS: Mapping[str, tuple[str, _BytesSent]] = {
     "allreduce_": ("all_reduce", _reduce("tensors")),
     "all_reduce": ("all_reduce", _reduce("input")),
     "all_reduce_": ("all_reduce", _reduce("input")),
     "allreduce_coalesced_": ("all_reduce", _reduce("tensors")),
+    "allgather_": ("all_gather", _gather("input_tensors")),
     "_allgather_base_": ("all_gather", _gather("input_tensor")),
     "all_gather_into_tensor": ("all_gather", _gather("input")),
     "allgather_into_tensor_coalesced_": ("all_gather", _gather("inputs")),
@@ -187,6 +199,8 @@ _SENDS: Mapping[str, tuple[str, _BytesSent]] = {
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", _scatter("inputs")),
     "alltoall_base_": ("all_to_all", _all_to_all("input_split_sizes")),
     "all_to_all_single": ("all_to_all", _all_to_all("input_split_sizes")),
+    "broadcast_": ("broadcast", _rooted("tensors", sends=True)),
+    "gather_": ("gather", _rooted("input_tensors", sends=False)),
     "send": ("send", lambda named, group: _bytes(named["tensors"])),
 }
 """Operation -> what it is called here, and the bytes that it sends."""

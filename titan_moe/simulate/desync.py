@@ -58,6 +58,28 @@ def find_desyncs(logs: Mapping[int, RankLog]) -> list[Finding]:
     return sorted(found, key=lambda finding: finding.number)
 
 
+def find_waits(logs: Mapping[int, RankLog]) -> list[Finding]:
+    """Where ranks of a part that was broken off wait for each other in several groups; the earliest
+    first."""
+    groups = {group.name: group for log in logs.values() for group in log.groups}
+    waits = {
+        rank: _Numbered(len(log.issued) - 1, log.issued[-1])
+        for rank, log in logs.items()
+        if not log.is_whole and log.issued
+    }
+    found = []
+    for name in dict.fromkeys(each.issued.group for each in waits.values()):
+        group = groups[name]
+        there = [rank for rank in group.ranks if rank in waits and waits[rank].issued.group == name]
+        number, issued = waits[there[0]]
+        text = f"{_who(there)} {_waits(there)} in {issued}, {issued.place}"
+        for rank in [rank for rank in group.ranks if rank in waits and rank not in there][:1]:
+            other = waits[rank].issued
+            text += f"; {_who([rank])} waits in {groups[other.group]}, {other}, {other.place}"
+        found.append(Finding(str(group), text, number))
+    return sorted(found, key=lambda finding: finding.number)
+
+
 def in_words(ranks: Iterable[int]) -> str:
     """Ranks as "0, 2, 4-7"."""
     runs: list[list[int]] = []
@@ -150,6 +172,10 @@ def _side(ranks: Sequence[int], seen: Mapping[int, _Numbered | None], place: int
 
 def _who(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {in_words(ranks)}"
+
+
+def _waits(ranks: Sequence[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
 
 
 def _wrong_splits(group: Group, place: int, seen: Mapping[int, _Numbered]) -> Finding | None:

@@ -77,6 +77,16 @@ class FakeCommCounter(CommCounter):
     def __init__(self) -> None:
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._has_values = False
+
+    @contextmanager
+    def with_values(self) -> Iterator[None]:
+        """Let tensors of floats that are made inside have values."""
+        before, self._has_values = self._has_values, True
+        try:
+            yield
+        finally:
+            self._has_values = before
 
     def execute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func.namespace in COLLECTIVES:
@@ -84,8 +94,12 @@ class FakeCommCounter(CommCounter):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func is _aten._local_scalar_dense.default and isinstance(tensors[0], FakeTensor):
             return 1.0 if tensors[0].is_floating_point() else 1
+        if self._has_values:
+            return func(*args, **kwargs)
         if func is _aten._pin_memory.default:
             return tensors[0]
+        if func is _aten.equal.default and isinstance(tensors[0], FakeTensor):
+            return True
         # A model that is being laid out; as fake tensors, it would take a minute at 1,024 ranks.
         on_meta = all(x.is_meta and not isinstance(x, FakeTensor) for x in tensors)
         if tensors and on_meta and kwargs.get("device") is None:
@@ -121,7 +135,7 @@ def fake_collective(func: Any, args: tuple) -> Any:
             x = [received.fill_(1) for received in x if not isinstance(received, FakeTensor)]
         if name == "alltoall_base_" and not isinstance(args[1], FakeTensor):
             x.copy_(_as_long(args[1], len(x)))
-        work_only = ("send", "recv_", "barrier", "alltoall_base_")
+        work_only = ("send", "recv_", "barrier", "alltoall_base_", "gather_")
         coalesced = name == "allgather_into_tensor_coalesced_"
         return work if name in work_only or coalesced else (x, work)
     if name in ("wait_tensor", "all_reduce_"):

@@ -27,6 +27,7 @@ _OPS = {
     "allreduce_": "all_reduce",
     "all_reduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
     "_allgather_base_": "all_gather",
     "all_gather_into_tensor": "all_gather",
     "allgather_into_tensor_coalesced_": "all_gather",
@@ -34,6 +35,7 @@ _OPS = {
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "broadcast_": "broadcast",
+    "gather_": "gather",
     "recv_": "receive",
 }
 _OWN = ("input_tensor", "input", "inputs", "tensors", "input_tensors", "tensor")
@@ -97,9 +99,9 @@ class RecordingRank(FakeCommCounter):
         self.issued.append(issued)
         self._met[issued.group] += not issued.is_pair
         tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-        if issued.is_pair or any(isinstance(x, FakeTensor) for x in tensors) or group.size() == 1:
+        if issued.is_pair or any(isinstance(x, FakeTensor) for x in tensors):
             return fake_collective(func, args)
-        if issued.op == "barrier":
+        if issued.op == "barrier" or (group.size() == 1 and "output_tensors" not in named):
             return fake_collective(func, args)
         return self._among_peers(func, args, named, issued, group)
 
@@ -137,15 +139,24 @@ class RecordingRank(FakeCommCounter):
         members = tuple(dist.get_process_group_ranks(group))
         key = issued.group, self._met[issued.group], issued.op
         value = (x.numpy(), named.get("input_split_sizes"))
-        values = self._peers.exchange(Meeting(key, members), value)
+        values = [value]
+        if len(members) > 1:
+            values = self._peers.exchange(Meeting(key, members), value)
         me, theirs = group.rank(), [torch.from_numpy(value) for value, _ in values]
         if issued.op == "all_to_all":
             splits = [splits or [len(x) // len(members)] * len(members) for _, splits in values]
             result = torch.cat([x.split(s)[me] for x, s in zip(theirs, splits, strict=True)])
+        elif "output_tensors" in named:  # Of a gathering to one rank, the others have none.
+            for outputs in named["output_tensors"]:
+                for output, each in zip(outputs, theirs, strict=True):
+                    output.copy_(each.view(output.shape))
+            return fake_collective(func, args)
         elif issued.op == "all_gather":
             result = torch.cat([each.view(len(x), *x.shape[1:]) for each in theirs])
         elif issued.op == "all_reduce":
             result = torch.stack(theirs).sum(0)
+        elif issued.op == "broadcast":
+            result = theirs[issued.peer]
         else:
             raise NotImplementedError(f"{func} of whole numbers in a fake world")
         if func.namespace != "c10d":

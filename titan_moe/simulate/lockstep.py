@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 
@@ -92,8 +93,8 @@ class _Schedule:
     ranks: dict[Connection, int] = field(default_factory=dict)
     processes: list[int] = field(default_factory=list)
     running: set[Connection] = field(default_factory=set)
-    ready: deque[tuple[Connection, Any]] = field(default_factory=deque)
-    """With what each is told."""
+    ready: deque[tuple[Connection, bytes]] = field(default_factory=deque)
+    """With what each is told, as a pipe sends it."""
     waiting: dict[Meeting, dict[int, tuple[Connection, Any]]] = field(default_factory=dict)
 
     def fork(self, fn: Callable[[int, Peers], None], rank: int) -> None:
@@ -107,7 +108,7 @@ class _Schedule:
         theirs.close()
         self.processes.append(process)
         self.ranks[ours] = rank
-        self.ready.append((ours, None))
+        self.ready.append((ours, _packed(None)))
 
     def give_turns(self) -> None:
         """Let as many compute as may."""
@@ -119,7 +120,7 @@ class _Schedule:
             if pipe in self.ranks:
                 self.running.add(pipe)
                 with suppress(BrokenPipeError):  # It has died; its end is heard next.
-                    pipe.send(told)
+                    pipe.send_bytes(told)
 
     def hear(self, pipe: Connection) -> Report | None:
         rank = self.ranks[pipe]
@@ -155,7 +156,13 @@ class _Schedule:
             self._answer(meeting, [there[member][1] for member in meeting.members])
 
     def _answer(self, meeting: Meeting, values: Sequence[Any] | None) -> None:
-        self.ready += [(pipe, values) for pipe, _ in self.waiting.pop(meeting).values()]
+        told = _packed(values)  # Once for all of them.
+        self.ready += [(pipe, told) for pipe, _ in self.waiting.pop(meeting).values()]
+
+
+def _packed(value: Any) -> bytes:
+    """As `Connection.send` sends it."""
+    return bytes(ForkingPickler.dumps(value))
 
 
 def _run(fn: Callable[[int, Peers], None], rank: int, pipe: Connection) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from titan_moe.profiling.regions import NodeMakers, watched_by
+from titan_moe.runtime.position import POSITION
 
 _LAYER = re.compile(r"(mtp\.)?layers\.\d+|tok_embeddings|output")
 _CHECKPOINT = "/torch/utils/checkpoint.py"
@@ -28,7 +29,8 @@ class Place(NamedTuple):
     """Where a collective is issued."""
 
     phase: str
-    """"forward", "recomputation", "backward"; outside of them what runs: "start", "step"."""
+    """"forward", "recomputation", "backward"; outside of a step's layers the run's own, such as
+    "start", "step", "validation", "checkpoint"."""
     layer: str
     """A module's name in the whole model; empty outside."""
     region: str
@@ -43,10 +45,9 @@ class Place(NamedTuple):
 
 
 class Whereabouts:
-    """Knows where this thread is while `watching`; `phase` is what runs outside the layers."""
+    """Knows where this thread is while `watching`."""
 
     def __init__(self) -> None:
-        self.phase = "start"
         self._layer = ""
         self._regions: list[str] = []
         self._makers = NodeMakers[tuple[str, str]]()
@@ -72,7 +73,9 @@ class Whereabouts:
         caller, recomputes = _caller(sys._getframe(1))
         region = self._regions[-1] if self._regions else ""
         if node is None:
-            phase = "forward" if self._layer else self.phase
+            phase = POSITION.last().phase or "step"
+            if self._layer and phase == "step":
+                phase = "forward"
             return Place(phase, self._layer, region, caller)
         layer, made_in = self._makers.of(node) or ("", "")
         if recomputes:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_moe.simulate.desync import Group, RankLog, find_desyncs, in_words
+from titan_moe.simulate.desync import Group, RankLog, find_desyncs, find_waits, in_words
 from titan_moe.simulate.issued import Issued
 from titan_moe.simulate.whereabouts import Place
 
@@ -142,3 +142,21 @@ def test_the_earliest_difference_comes_first() -> None:
 
 def test_ranks_in_words() -> None:
     assert in_words([0, 2, 4, 5, 6, 9]) == "0, 2, 4-6, 9"
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
+    other = _issued("broadcast", group=_PP, place=_THERE)
+    logs = _logs(4, 5, 6, 7, others=[_GATHER, _REDUCE], r5=[_GATHER, other])
+    assert not find_desyncs(logs)  # Each was broken off: what it lacks says nothing.
+    first, second = find_waits(logs)
+    assert (first.group, first.text) == (
+        "ep group 4-7",
+        "ranks 4, 6-7 wait in all_reduce float32[4], layers.2's dispatch, forward, a.py:f; rank 5 "
+        "waits in pp group 4-5, broadcast float32[4], layers.1's combine, backward",
+    )
+    assert second.group == "pp group 4-5"
+    assert second.text.startswith("rank 5 waits in broadcast float32[4]")
+    assert second.text.endswith(
+        "; rank 4 waits in ep group 4-7, all_reduce float32[4], "
+        "layers.2's dispatch, forward, a.py:f"
+    )
