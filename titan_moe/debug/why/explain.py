@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -70,6 +71,11 @@ def explain(run: Run, *, most_documents: int, say: Say) -> Explanation:
             following = _following(repetition, pieces)
             study = Study(pieces, batches, repetition.tokenizer)
             return _explanation(run, study, repeated, following, most_documents)
+    except torch.OutOfMemoryError:
+        raise RunError(
+            f"the whole model and one sequence of {run.job.training.seq_len} tokens do not fit "
+            "into the GPU's memory: use a larger one, or leave GPUs out with CUDA_VISIBLE_DEVICES="
+        ) from None
     finally:  # Alone: no peer waits.
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -77,12 +77,13 @@ def find_run(folder: Path, step: int, *, most_repeated: int) -> Run:
 
 
 def on_one_process(job: JobConfig, folder: Path, checkpoint: Path | None) -> JobConfig:
-    """The same training of the same data, laid out for one process that saves nothing.
+    """The same training of the same data, laid out for one process that saves nothing and holds the
+    activations of one sequence.
 
     Args:
         checkpoint: of the run's own to go on from; None: begin as the run began.
     """
-    stages = [each.model_copy(update={"parallelism": Parallelism()}) for each in job.stages]
+    alone = {"parallelism": Parallelism(), "local_batch_size": None}
     recompute = {"keep_exchanged_rows": False}
     traces = {"routing_record": None, "routing_replay": None, "capture_step": 0}
     loading: dict[str, Any] = {"load_only": True, "create_seed_checkpoint": False}
@@ -97,7 +98,8 @@ def on_one_process(job: JobConfig, folder: Path, checkpoint: Path | None) -> Job
             "parallelism": Parallelism(),
             "compile": Compile(),
             "validation": Validation(),
-            "stages": stages,
+            "training": job.training.model_copy(update={"local_batch_size": 1}),
+            "stages": [stage.model_copy(update=alone) for stage in job.stages],
             "activation_checkpoint": job.activation_checkpoint.model_copy(update=recompute),
             "debug": job.debug.model_copy(update=traces),
             "checkpoint": job.checkpoint.model_copy(update=loading),
