@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from tests.support.commands import run_command
 from tests.support.trainings import make_job, train_here
@@ -91,6 +92,10 @@ def _changed(path: Path, old: str, new: str) -> Iterator[None]:
     path.write_text(text)
 
 
+def _no_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError
+
+
 def _refused(*words: object, code: int = 2) -> str:
     done = run_command("report", "why", *words)
     (line,) = done.stderr.splitlines()
@@ -98,7 +103,9 @@ def _refused(*words: object, code: int = 2) -> str:
     return line
 
 
-def test_what_cannot_be_made_again_is_one_line(run: Trained, tmp_path: Path):
+def test_what_cannot_be_made_again_is_one_line(
+    run: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     assert "no such folder" in _refused(tmp_path / "nowhere", 3)
     assert "holds no run" in _refused(tmp_path, 3)
     assert "is beyond the run" in _refused(run.folder, STEPS + 1)
@@ -115,6 +122,10 @@ def test_what_cannot_be_made_again_is_one_line(run: Trained, tmp_path: Path):
     manifest = run.folder / "checkpoint/step-8/manifest.json"
     with _changed(manifest, '"step": 8', '"step": 9'):
         assert "manifest.json" in _refused(run.folder, STEP, code=1)
+    monkeypatch.setattr("titan_moe.debug.why.repetition._free_memory", lambda: 2**20)
+    assert "the whole model on one process needs" in _refused(run.folder, STEP, code=1)
+    monkeypatch.setattr("titan_moe.debug.why.explain.Repetition", _no_memory)
+    assert "do not fit into the GPU's memory" in _refused(run.folder, STEP, code=1)
 
 
 @pytest.mark.slow

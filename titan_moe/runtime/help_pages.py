@@ -35,6 +35,10 @@ _PAGES = tuple(
         (r"one folder for all nodes", _TROUBLE + "no-checkpoint-folder-is-shared"),
         (r"ranks hold different values", _TROUBLE + "replicas-differ"),
         (r"is of a run with", _TROUBLE + "run-folder-is-another-runs"),
+        (
+            r"can be repeated from|is beyond the run in|is not what the run read|^the whole model ",
+            _TROUBLE + "a-step-cannot-be-made-again",
+        ),
         (r"files have changed since", _TROUBLE + "the-data-files-have-changed"),
         (r"longer than \d+ MiB", _TROUBLE + "a-record-is-too-long"),
         (r"max_bad_documents=", _TROUBLE + "too-many-documents-without-a-text"),

@@ -1,6 +1,7 @@
 """A step's gradient is the sum of its pieces' gradients, and an expert that blew up is named."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -45,7 +46,7 @@ def add_up_pieces(family, mask):
 
     training = {"dtype": "float64", "mask_documents": mask, "seq_len": 32, "local_batch_size": 1}
     sharded, pieces = _model(family, training=training)
-    batches = _batches(sharded.config, 6)
+    batches = _batches(sharded.config, 4)
     study = Study(pieces, batches, ByteTokenizer())
     whole = {p: p.grad.clone() for _, p in sharded.named_parameters() if p.grad is not None}
     total = {p: torch.zeros_like(grad) for p, grad in whole.items()}
@@ -144,3 +145,42 @@ def test_an_expert_that_blew_up_is_named_and_its_output_left_out():
     assert found["grown"] > 1.1 > 1.01 > found["silent"], found
     assert found["same"], "the model is as it was"
     assert found["counts"] == 4 * 32 * 2
+
+
+def not_a_number():
+    """A token whose embedding is NaN, in one sequence alone."""
+    import json
+
+    import torch
+
+    from titan_moe.config.job_config import JobConfig
+    from titan_moe.data.tokenizer import ByteTokenizer
+    from titan_moe.debug.why import explain, words
+    from titan_moe.debug.why.pieces import documents_of, sequences
+    from titan_moe.debug.why.run import Run
+    from titan_moe.debug.why.usual import from_sums
+    from titan_moe.verify.report.why import why_page
+
+    sharded, pieces = _model("deepseek_v3")
+    batches = _batches(sharded.config, 6)
+    for batch in batches:
+        batch.tokens_BS[batch.tokens_BS == 95] = 94
+    following = from_sums(pieces.sums(batches))
+    batches[1].tokens_BS[1, 30] = 95
+    with torch.no_grad():
+        dict(sharded.named_parameters())["tok_embeddings.weight"][95] = float("nan")
+    study = explain.Study(pieces, batches, ByteTokenizer())
+    run = Run(Path("x"), 5, JobConfig(), None, {})
+    found = explain._explanation(run, study, {}, following, 64)
+    page = why_page(found, run)
+    lines = words.lines(found)
+    json.dumps(found.as_json(), allow_nan=False)
+    inside = len(documents_of(sequences(batches)[3]))
+    return found.rows[0].row, found.needed, inside, "not finite" in page, lines
+
+
+def test_a_sequence_that_is_not_finite_is_left_out_whole():
+    ((row, needed, inside, said, lines),) = run_on_ranks(not_a_number, 1)
+    assert row == 3 and needed == inside and said
+    assert any("The next batch on the same weights is usual" in line for line in lines)
+    assert any(f"Without {needed} of" in line for line in lines)

@@ -56,6 +56,8 @@ def test_missing_data_and_tokenizers_name_theirs() -> None:
         ),
         ("rank 1 was killed by SIGKILL (often: out of memory)", _TROUBLE + "a-rank-was-killed"),
         ("step 3: loss nan, gradient norm nan: layers.1", _TROUBLE + "loss-is-nan"),
+        ("step 9 is beyond the run in x, which came", _TROUBLE + "a-step-cannot-be-made-again"),
+        ("the data is not what the run read: its", _TROUBLE + "a-step-cannot-be-made-again"),
         (
             "checkpoint out/step-1 is damaged: wrong checksum of a",
             _TROUBLE + "checkpoint-is-damaged-or-incomplete",

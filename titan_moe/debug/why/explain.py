@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -70,6 +71,11 @@ def explain(run: Run, *, most_documents: int, say: Say) -> Explanation:
             following = _following(repetition, pieces)
             study = Study(pieces, batches, repetition.tokenizer)
             return _explanation(run, study, repeated, following, most_documents)
+    except torch.OutOfMemoryError:
+        raise RunError(
+            f"the whole model and one sequence of {run.job.training.seq_len} tokens do not fit "
+            "into the GPU's memory: use a larger one, or leave GPUs out with CUDA_VISIBLE_DEVICES="
+        ) from None
     finally:  # Alone: no peer waits.
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -188,13 +194,19 @@ class Study:
         self, ordered: Sequence[Part], limit: Figures
     ) -> tuple[list[Without], int | None]:
         """The step without the targets of the worst documents: of one, two, four, ... until it is
-        within the limit, then of fewer by bisection; and how many it takes."""
+        within the limit, then of fewer by bisection; and how many it takes.
+
+        Of a step that is not finite, sequences without a target are left out whole: no product
+        makes a number of NaN.
+        """
         places = [(part.row, part.document) for part in ordered if part.document is not None]
         most = min(len(places), self.num_documents - 1)
         found: dict[int, Without] = {}
 
         def helps(count: int) -> bool:
             batches = without(self._batches, set(places[:count]))
+            if not self.now.figures.finite:
+                batches = [row for row in sequences(batches) if documents_of(row)]
             what = f"the worst {count} documents" if count > 1 else "the worst document"
             figures = from_sums(self._pieces.sums(batches)).figures
             found[count] = Without(what, figures, count)

@@ -12,7 +12,14 @@ from titan_moe.checkpoint.manifest import read_manifest
 from titan_moe.checkpoint.storage import saved_steps, step_folder
 from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import Checkpoint, Compile, JobConfig, Parallelism, Validation
+from titan_moe.config.job_config import (
+    Checkpoint,
+    Compile,
+    JobConfig,
+    Parallelism,
+    Training,
+    Validation,
+)
 from titan_moe.config.parse import load_job
 from titan_moe.data.build import check_data
 from titan_moe.metrics.jsonl import read_json_lines
@@ -77,12 +84,14 @@ def find_run(folder: Path, step: int, *, most_repeated: int) -> Run:
 
 
 def on_one_process(job: JobConfig, folder: Path, checkpoint: Path | None) -> JobConfig:
-    """The same training of the same data, laid out for one process that saves nothing.
+    """The same training of the same data, laid out for one process that saves nothing and holds the
+    activations of one sequence.
 
     Args:
         checkpoint: of the run's own to go on from; None: begin as the run began.
     """
-    stages = [each.model_copy(update={"parallelism": Parallelism()}) for each in job.stages]
+    alone = {"parallelism": Parallelism(), "local_batch_size": None}
+    training = {name: "stop" for name in Training.model_fields if name.startswith("on_")}
     recompute = {"keep_exchanged_rows": False}
     traces = {"routing_record": None, "routing_replay": None, "capture_step": 0}
     loading: dict[str, Any] = {"load_only": True, "create_seed_checkpoint": False}
@@ -97,7 +106,8 @@ def on_one_process(job: JobConfig, folder: Path, checkpoint: Path | None) -> Job
             "parallelism": Parallelism(),
             "compile": Compile(),
             "validation": Validation(),
-            "stages": stages,
+            "training": job.training.model_copy(update=training | {"local_batch_size": 1}),
+            "stages": [stage.model_copy(update=alone) for stage in job.stages],
             "activation_checkpoint": job.activation_checkpoint.model_copy(update=recompute),
             "debug": job.debug.model_copy(update=traces),
             "checkpoint": job.checkpoint.model_copy(update=loading),
