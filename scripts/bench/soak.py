@@ -2,11 +2,11 @@
 
     python -m scripts.bench.soak [--steps 2000] [--ranks 2] [--json FILE] [--plot FILE.png]
 
-Trains a tiny model on the sources of Python's library. Every 20 steps it saves in the background,
-keeps three checkpoints, validates, compares replicas and logs. Meanwhile /proc is read from
-outside, once a second: of every process of the job its memory (what several share counts once,
-mapped files do not), open files and threads; zombies and processes that have lost their parent too. Files in /dev/shm are
-those of the whole machine. Times are those of metrics.jsonl.
+Trains a model of one layer on the sources of Python's library. Every 20 steps it saves in the
+background, keeps three checkpoints, validates, compares replicas and logs. Meanwhile /proc is read
+from outside, once a second: of every process of the job its memory (what several share counts once,
+mapped files do not), open files and threads; zombies and processes that have lost their parent too.
+Files in /dev/shm are those of the whole machine. Times are those of metrics.jsonl.
 
 The first fifth is warm-up. Of the rest, each quantity gets the median of the slopes between any two
 of 24 blocks of samples, per 1,000 steps, and its 95 % interval (scripts/bench/slopes.py). It is
@@ -18,6 +18,7 @@ machine.
 Exit codes: 0 if all is flat and no process is left, else 1.
 """
 
+import json
 import os
 import secrets
 import statistics
@@ -44,8 +45,23 @@ WARM_UP = 0.2
 _MIB, _ONE, _STEP_TIME, _OTHER_TIME = 1.0, 0.5, 0.02, 0.1
 """What may be added in 1,000 steps: MiB, things, and shares of a time."""
 _GRACE_S = 10.0
+_MODEL = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 272,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}
 _JOB = {
-    "model.flavor": "2M",
+    "model.name": "qwen3",
+    "model.flavor": "hf",
+    "model.tokenizer_path": "bytes",
     "training.dataset": "stdlib",
     "training.seq_len": 64,
     "training.local_batch_size": 4,
@@ -116,20 +132,23 @@ def soak(
     keys = {
         **_JOB,
         **dict.fromkeys((*every, "metrics.log_freq"), interval),
+        "model.hf_assets_path": folder,
         "parallelism.expert_parallel_degree": ranks,
         "training.steps": steps,
         "job.dump_folder": folder,
     }
-    mark = secrets.token_hex(8)
+    mark, code = secrets.token_hex(8), running_code()
     command = [sys.executable, *TRAIN, "--ranks", str(ranks)]
     command += [f"--{key}={value}" for key, value in keys.items()]
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(_MODEL))
     with Watch(folder, mark, seconds) as watch:
         run_job(command, {MARK: mark, **environment})
     deadline = time.monotonic() + _GRACE_S
     while (left := usage_of_job(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return {
-        "code": running_code(),
+        "code": code,
         "steps": steps,
         "ranks": ranks,
         "interval": interval,

@@ -36,7 +36,7 @@ _KINDS = ["steps alike", "one longer", "in turns"]
 
 class _Run:
     """A run on a clock of its own, which began at second 100, and this attempt at second 110. A
-    step asks 1 s before its end; every fourth saves, which takes 5 s, in the background or not."""
+    step asks 2 s before its end; every fourth saves, which takes 5 s, in the background or not."""
 
     def __init__(self, *, in_background: bool) -> None:
         self.now, self.longest_save = 110.0, 0.0
@@ -49,9 +49,9 @@ class _Run:
     def train(self, watch: StopWatch, step_s: list[int]) -> int:
         """Until it stops; returns the last step. All is saved then."""
         for step, seconds in enumerate(step_s, 1):
-            self.now += seconds - 1
+            self.now += seconds - 2
             stop = watch.asks()
-            self.now += 1
+            self.now += 2
             with watch.saving(self, step):
                 saved = self._maybe_save(step)
             if stop:
@@ -96,7 +96,7 @@ def test_a_run_stops_before_its_time_is_up(
         watch = StopWatch(max_seconds, Launch(), {"TITAN_MOE_BEGAN": "100"})
         run.train(watch, step_s)
         left = 100 + max_seconds - run.now
-        assert 0 <= left <= 2 * max(step_s) + 2 * 5, "as long as the longest one may be"
+        assert 0 <= left <= 2 * max(step_s) + 2 * 5, "each may be as long as the longest"
 
 
 def test_the_first_node_alone_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
