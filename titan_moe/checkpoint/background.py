@@ -2,8 +2,8 @@
 
 Every rank copies into memory that it shares with a process of its own (writer.py), which writes the
 files. Ranks hear of one another at the steps that follow: when all have written, rank 0's process
-finishes the checkpoint. No thread of a rank takes part, and no collective but those that all ranks
-make between two steps.
+finishes the checkpoint. No thread of a rank takes part in a save, and no collective but those that
+all ranks make between two steps.
 """
 
 import logging

@@ -14,6 +14,7 @@ from torch.utils.serialization import config
 
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.digests import read_digests
+from titan_moe.checkpoint.shared_memory import SharedMemory
 from titan_moe.checkpoint.tensor_files import Chunk, frame_of
 from titan_moe.runtime.errors import RunError
 from titan_moe.testing.checkpoints import plain_checkpointer
@@ -215,6 +216,19 @@ def test_frames_are_torchs(shape, dtype):
     assert before + values.reshape(-1).view(torch.uint8).numpy().tobytes() + after == (
         stream.getvalue()
     )
+
+
+def test_the_first_copy_finds_its_pages_mapped():
+    number = 4096
+    memory = SharedMemory(number * resource.getpagesize() + 5, pinned=False)
+    memory._mapper.join(30)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    memory.view(0, (number * resource.getpagesize(),), torch.uint8).fill_(1)
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    memory.close()
+    if tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14):
+        pytest.skip("this Linux maps pages only as they are touched")
+    assert faults < number // 10
 
 
 def test_the_writer_needs_no_torch(run):
