@@ -1,12 +1,16 @@
 """Does a long run stay as it is? Memory, file handles, threads, processes and step time.
 
-    python -m scripts.bench.soak [--steps 2000] [--ranks 2] [--json FILE] [--plot FILE.png]
+    python -m scripts.bench.soak [--steps 2000] [--ranks 2] [--even] [--json FILE] [--plot FILE.png]
 
 Trains a model of one layer on the sources of Python's library. Every 20 steps it saves in the
 background, keeps three checkpoints, validates, compares replicas and logs. Meanwhile /proc is read
 from outside, once a second: of every process of the job its memory (what several share counts once,
 mapped files do not), open files and threads; zombies and processes that have lost their parent too.
 Files in /dev/shm are those of the whole machine. Times are those of metrics.jsonl.
+
+A rank's memory keeps the most that a step has needed, and with long documents and uneven routing
+now and then a step needs more than all before. With --even documents and routing are alike in all
+steps: then any growth is a leak.
 
 The first fifth is warm-up. Of the rest, each quantity gets the median of the slopes between any two
 of 24 blocks of samples, per 1,000 steps, and its 95 % interval (scripts/bench/slopes.py). It is
@@ -76,6 +80,9 @@ _JOB = {
 }
 
 
+_EVEN = {"training.dataset": "synthetic", "debug.moe_force_load_balance": "true"}
+
+
 class Watch:
     """Samples of a job, taken in a thread until the block ends.
 
@@ -120,6 +127,7 @@ def soak(
     ranks: int,
     interval: int,
     seconds: float,
+    even: bool = False,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Train `steps` steps and watch; everything that was seen.
@@ -131,6 +139,7 @@ def soak(
     every = ("checkpoint.interval", "validation.freq", "metrics.replica_check_freq")
     keys = {
         **_JOB,
+        **(_EVEN if even else {}),
         **dict.fromkeys((*every, "metrics.log_freq"), interval),
         "model.hf_assets_path": folder,
         "parallelism.expert_parallel_degree": ranks,
@@ -152,6 +161,7 @@ def soak(
         "steps": steps,
         "ranks": ranks,
         "interval": interval,
+        "even": even,
         "samples": watch.samples,
         "lines": read_json_lines(folder / "metrics.jsonl"),
         "left": sorted(left),
@@ -241,12 +251,12 @@ def main() -> int:
     parser = options(__doc__, repeats=None)
     parser.add_argument("--steps", type=int, default=2000, help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--even", action="store_true", help="nothing varies with the data")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw every quantity")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        record = soak(
-            Path(folder), steps=arguments.steps, ranks=arguments.ranks, interval=20, seconds=1.0
-        )
+        chosen = {name: getattr(arguments, name) for name in ("steps", "ranks", "even")}
+        record = soak(Path(folder), interval=20, seconds=1.0, **chosen)
     rows = judge(record)
     write_json(arguments.json, {**record, "rows": [row._asdict() for row in rows]})
     print(code_in_words(record["code"]))
