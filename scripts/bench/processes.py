@@ -21,6 +21,8 @@ class Usage(NamedTuple):
     takes back; of what n processes share, each has 1/n."""
     handles: int
     threads: int
+    processor_s: float
+    """Time of the processor so far."""
     processes: int = 1
 
     def __add__(self, other: tuple) -> "Usage":  # type: ignore[override]
@@ -29,21 +31,21 @@ class Usage(NamedTuple):
 
 def usage_of_job(mark: str) -> dict[str, Usage]:
     """Of each part of a job: "launcher", "rank 0", "writer 0", "reader 0", "other"."""
-    found: dict[str, Usage] = defaultdict(lambda: Usage(0.0, 0, 0, 0))
+    found: dict[str, Usage] = defaultdict(lambda: Usage(0.0, 0, 0, 0.0, 0))
     parts, zombies = {}, []
     for process in _PROC.iterdir():
         if not process.name.isdigit():
             continue
         with suppress(OSError):  # It has ended since, or is another user's.
-            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            state, parent, *rest = (process / "stat").read_text().rpartition(")")[2].split()
             if state == "Z":  # Has no variables.
                 zombies.append(parent)
             elif f"{MARK}={mark}" in (variables := _words(process / "environ")):
                 parts[process.name] = part = _part(_words(process / "cmdline"), variables)
-                found[part] += _usage(process)
+                found[part] += _usage(process, ticks=int(rest[9]) + int(rest[10]))
     for parent in zombies:
         if parent in parts:
-            found[parts[parent]] += Usage(0.0, 0, 0)
+            found[parts[parent]] += Usage(0.0, 0, 0, 0.0)
     return dict(found)
 
 
@@ -59,11 +61,12 @@ def _part(command: list[str], variables: list[str]) -> str:
     return f"rank {ranks[0]}" if "titan_moe" in command else "other"
 
 
-def _usage(process: Path) -> Usage:
+def _usage(process: Path, ticks: int) -> Usage:
     memory = dict(_fields(process / "smaps_rollup"))
     threads = dict(_fields(process / "status"))["Threads"]
     kib = memory["Pss_Anon"] + memory["Pss_Shmem"] + memory["SwapPss"]
-    return Usage(kib / 1024, len(os.listdir(process / "fd")), threads)
+    handles = len(os.listdir(process / "fd"))
+    return Usage(kib / 1024, handles, threads, ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def _fields(path: Path) -> Iterator[tuple[str, int]]:

@@ -6,7 +6,8 @@ Trains a model of one layer on the sources of Python's library. Every 20 steps i
 background, keeps three checkpoints, validates, compares replicas and logs. Meanwhile /proc is read
 from outside, once a second: of every process of the job its memory (what several share counts once,
 mapped files do not), open files and threads; zombies and processes that have lost their parent too.
-Files in /dev/shm are those of the whole machine. Times are those of metrics.jsonl.
+Files in /dev/shm are those of the whole machine. Times are those of metrics.jsonl; processor time
+hardly depends on what else the machine does.
 
 A rank's memory keeps the most that a step has needed, and with long documents and uneven routing
 now and then a step needs more than all before. With --even documents and routing are alike in all
@@ -15,9 +16,9 @@ steps: then any growth is a leak.
 The first fifth is warm-up. Of the rest, each quantity gets the median of the slopes between any two
 of 24 blocks of samples, per 1,000 steps, and its 95 % interval (scripts/bench/slopes.py). It is
 flat if the whole interval is at most its bound: 1 MiB for a process, half a file, thread or process
-for the job, 2 % of a step's time, 10 % of a save's and a validation's. It grows if the slope is
-beyond the bound and the interval is above 0. Anything else is unclear: take more steps, or an idle
-machine.
+for the job, 2 % of a step's time and processor time, 10 % of the time of a save and a validation.
+It grows if the slope is beyond the bound and the interval is above 0. Anything else is unclear:
+take more steps, or an idle machine.
 
 Exit codes: 0 if all is flat and no process is left, else 1.
 """
@@ -201,12 +202,23 @@ def all_series(record: Mapping[str, Any]) -> list[Series]:
         Series(name, "", _ONE, steps, [float(count(sample)) for sample in seen])
         for name, count in _COUNTS.items()
     ]
-    return [*memory, *counts, *_times(record)]
+    processor = [_processor_time(seen, part) for part in parts if part.startswith("rank")]
+    return [*memory, *counts, *processor, *_times(record)]
 
 
 def _while_training(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Samples from before the last step's line: what follows draws curves."""
     return [each for each in record["samples"] if 0 < each["logged"] < record["steps"]]
+
+
+def _processor_time(samples: Sequence[Mapping[str, Any]], part: str) -> Series:
+    """Of a step with its share of a save and a validation; the load of the machine is not in it."""
+    at_line = {sample["logged"]: sample for sample in reversed(samples) if part in sample["usage"]}
+    steps = sorted(at_line)
+    spent = np.array([at_line[step]["usage"][part][3] for step in steps])
+    ms = 1e3 * np.diff(spent) / np.diff(steps)
+    bound = _STEP_TIME * float(np.median(ms))
+    return Series(f"processor, {part}", "ms", bound, [float(s) for s in steps[1:]], ms.tolist())
 
 
 def _times(record: Mapping[str, Any]) -> Iterator[Series]:
@@ -232,7 +244,7 @@ def _sum_of(field: int) -> Callable[[Mapping[str, Any]], float]:
 _COUNTS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "open files": _sum_of(1),
     "threads": _sum_of(2),
-    "processes": _sum_of(3),
+    "processes": _sum_of(4),
     "files of the run": lambda sample: sample["files"],
     "files in /dev/shm": lambda sample: sample["shm"],
 }

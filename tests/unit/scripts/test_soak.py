@@ -30,13 +30,14 @@ def _record(**per_save: float) -> dict:
             300 + noise.gauss(0, 0.3) + 20 * burst + left.get("mib", 0),
             40 + burst + left.get("handles", 0),
             12 + left.get("threads", 0),
+            0.05 * step * (1 + left.get("dearer", 0)) + noise.gauss(0, 0.01),
             1 + left.get("processes", 0),
         ]
         samples.append(
             {
                 "seconds": 10 + step / 20,
                 "logged": max(1, step - step % INTERVAL),
-                "usage": {"launcher": [90.0, 20, 3, 2], "rank 0": rank},
+                "usage": {"launcher": [90.0, 20, 3, 1.0, 2], "rank 0": rank},
                 "files": 40 + 5 * burst + left.get("files", 0),
                 "shm": 3,
                 "load": 2.0,
@@ -66,12 +67,13 @@ def _record(**per_save: float) -> dict:
         ({"processes": 0.1}, "processes"),
         ({"files": 0.2}, "files of the run"),
         ({"slower": 0.001}, "a step"),
+        ({"dearer": 0.002}, "processor, rank 0"),
     ],
     ids=str,
 )
 def test_what_each_save_leaves_behind_is_found(per_save: dict[str, float], row: str) -> None:
     verdicts = {each.name: each.verdict for each in script.judge(_record(**per_save))}
-    assert len(verdicts) == 10
+    assert len(verdicts) == 11
     assert verdicts == {name: GROWS if name == row else FLAT for name in verdicts}
 
 
