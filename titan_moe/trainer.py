@@ -295,9 +295,10 @@ class Trainer:
             validation_loss=validation_loss,
             bad_documents=self.data.count_bad_documents(step) if logged else 0,
         )
-        with phases("checkpoint"), self.stop_watch.saving():
+        with phases("checkpoint"):
             self.replicas(step)
-            self.checkpointer.maybe_save(step, self._state(), last=step == training.steps)
+            with self.stop_watch.saving(self.checkpointer, step):
+                self.checkpointer.maybe_save(step, self._state(), last=step == training.steps)
         return result.stop and step < training.steps and self.job.checkpoint.keeps_state
 
     def _capture(self, step: int) -> StepCapture:

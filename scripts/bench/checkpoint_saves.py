@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from scripts.bench.measure import options, print_table, write_json
-from titan_moe.checkpoint.checkpointer import Checkpointer
-from titan_moe.config.job_config import Checkpoint
+from titan_moe.testing.checkpoints import plain_checkpointer
 
 _DIM = 2048
 
@@ -74,14 +73,8 @@ def _saves(
     arguments: argparse.Namespace,
     num_bytes: int,
 ) -> list[dict]:
-    checkpointer = Checkpointer(
-        Checkpoint(enable=True, interval=2, async_mode=mode, keep_latest_k=1),
-        folder,
-        modules=[model],
-        optimizer=optimizer,
-        num_experts=0,
-        job_record={},
-        merge_data=lambda states: states[0],
+    checkpointer = plain_checkpointer(
+        folder, model, optimizer, interval=2, async_mode=mode, keep_latest_k=1
     )
     before = _resident("self")
     checkpointer.maybe_save(1, {})  # No save yet; the process that writes starts.

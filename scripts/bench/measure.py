@@ -27,14 +27,16 @@ Run = Callable[[], object]
 # --- options and results --------------------------------------------------------------------------
 
 
-def options(doc: str | None, *, repeats: int, seeded: bool = False) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have."""
+def options(
+    doc: str | None, *, repeats: int | None, seeded: bool = False
+) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks have; `repeats`: None where nothing is."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument(
-        "--repeats", type=int, default=repeats, help="counted runs of each; default: %(default)s"
-    )
+    if repeats is not None:
+        counted = "counted runs of each; default: %(default)s"
+        parser.add_argument("--repeats", type=int, default=repeats, help=counted)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure")
     if seeded:
         parser.add_argument("--seed", type=int, default=0, help="of random inputs; default: 0")

@@ -11,11 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from titan_moe.checkpoint.checkpointer import Checkpointer
+from tests.support.trainings import make_job, train_here
+from titan_moe.checkpoint.background import BackgroundSaves
 from titan_moe.checkpoint.digests import read_digests
-from titan_moe.config.job_config import Checkpoint, Optimizer
+from titan_moe.checkpoint.storage import saved_steps
+from titan_moe.config.job_config import Optimizer
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.runtime.errors import RunError
+from titan_moe.testing.checkpoints import plain_checkpointer
 from titan_moe.testing.ranks import run_on_ranks
 from titan_moe.verify.audit import audit
 
@@ -27,14 +30,8 @@ def _run(folder, mode="async"):
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
     fully_shard(model, mesh=mesh)
     optimizer = build_optimizer(Optimizer(lr=0.1), model.named_parameters())
-    checkpointer = Checkpointer(
-        Checkpoint(enable=True, interval=2, async_mode=mode, enable_first_step_checkpoint=True),
-        folder,
-        modules=[model],
-        optimizer=optimizer,
-        num_experts=0,
-        job_record={},
-        merge_data=lambda states: states[0],
+    checkpointer = plain_checkpointer(
+        folder, model, optimizer, interval=2, async_mode=mode, enable_first_step_checkpoint=True
     )
     return model, checkpointer
 
@@ -116,3 +113,15 @@ def test_a_failing_writer_fails_all_ranks_and_spoils_nothing(tmp_path):
         "(rank 0 unlike rank 1)"
     )
     assert names == names_then == ["step-1"]
+
+
+def _train_with_long_saves(folder):
+    BackgroundSaves.seconds = property(lambda self: 1000.0)
+    checkpoint = {"interval": 2, "async_mode": "async"}
+    return train_here(make_job(folder, training={"max_seconds": 900}, checkpoint=checkpoint))
+
+
+def test_a_run_allows_for_the_whole_of_a_save_in_the_background(tmp_path):
+    """From the first save on, too little of the run's time is left for another one."""
+    assert run_on_ranks(_train_with_long_saves, 2, tmp_path) == [True, True]
+    assert max(saved_steps(tmp_path / "checkpoint")) <= 4

@@ -2,8 +2,8 @@
 
 Every rank copies into memory that it shares with a process of its own (writer.py), which writes the
 files. Ranks hear of one another at the steps that follow: when all have written, rank 0's process
-finishes the checkpoint. No thread of a rank takes part, and no collective but those that all ranks
-make between two steps.
+finishes the checkpoint. No thread of a rank takes part in a save, and no collective but those that
+all ranks make between two steps.
 """
 
 import logging
@@ -74,6 +74,7 @@ class BackgroundSaves:
             "titan_moe.checkpoint.writer:serve", handles=(self._memory.handle,)
         )
         self._save: Finish | None = None
+        self._began = self._ended = time.perf_counter()
         self._finishing = False
         self._state = _DONE
         self._error: Exception | None = None
@@ -93,10 +94,16 @@ class BackgroundSaves:
         """Whether a save is under way; alike on all ranks."""
         return self._save is not None
 
+    @property
+    def seconds(self) -> float:
+        """What the save under way has taken so far, or the last one until it was seen to have
+        ended, which a step sees at its end."""
+        return (time.perf_counter() if self.busy else self._ended) - self._began
+
     def begin(self, tensors: Mapping[str, Tensor], save: Finish) -> None:
         """Copy the tensors and let them be written. None may be under way."""
         assert not self.busy and tensors.keys() >= self._staged.keys()
-        self._started = time.perf_counter()
+        self._began = time.perf_counter()
         for name, staged in self._staged.items():
             local = local_part(tensors[name]).detach()
             assert local.shape == staged.shape, f"{name} lies otherwise than at the first save"
@@ -126,10 +133,9 @@ class BackgroundSaves:
                 self._ask(self._save)
             return None
         step, target = self._save.step, self._save.target
-        self._save = None
+        self._save, self._ended = None, time.perf_counter()
         if dist.get_rank() == 0:
-            took = time.perf_counter() - self._started
-            logger.info("saved %s in the background in %.1f s", target, took)
+            logger.info("saved %s in the background in %.1f s", target, self.seconds)
         return step
 
     def wait(self) -> int | None:

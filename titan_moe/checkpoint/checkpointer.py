@@ -37,7 +37,7 @@ from titan_moe.checkpoint.manifest import (
 from titan_moe.checkpoint.read_tensors import read_tensors
 from titan_moe.checkpoint.replicas import tied_names
 from titan_moe.checkpoint.safe_reader import SafeReader
-from titan_moe.checkpoint.shared_folder import write_digests
+from titan_moe.checkpoint.shared_folder import check_complete, write_digests
 from titan_moe.checkpoint.tensor_files import own_files, write_tensors
 from titan_moe.checkpoint.tensors import MODEL, OPTIMIZER, model_tensors, optimizer_tensors
 from titan_moe.checkpoint.train_state import (
@@ -101,6 +101,8 @@ class Checkpointer:
         self._background: BackgroundSaves | None = None
         self.last_step: int | None = None
         """Step of the checkpoint last loaded or saved in the run's own folder, on every rank."""
+        self.longest_save = 0.0
+        """Seconds of the longest save, from its beginning until it was seen to be complete."""
 
     @property
     def folder(self) -> Path:
@@ -116,11 +118,10 @@ class Checkpointer:
         config = self._config
         if not config.enable or config.load_only:
             return False
-        first = config.enable_first_step_checkpoint and step == 1
         in_background = config.async_mode != "disabled" and not last
         if in_background:
             self._hear_of_background()
-        if not (last or first or step % config.interval == 0):
+        if not (last or self._is_due(step)):
             return False
         if in_background:
             self._save_in_background(step, state)
@@ -130,12 +131,21 @@ class Checkpointer:
             self.export(step)
         return True
 
+    def pending(self, step: int) -> bool:
+        """Whether a save is under way, or due after `step`."""
+        under_way = self._background is not None and self._background.busy
+        return under_way or self._is_due(step)
+
+    def _is_due(self, step: int) -> bool:
+        first = self._config.enable_first_step_checkpoint and step == 1
+        return first or step % self._config.interval == 0
+
     def finish(self) -> int | None:
         """Wait for the save in the background, if there is one; returns `last_step`. Raises
         RunError on all ranks when it has failed. Collective."""
         if self._background is not None:
             try:
-                self._note(self._background.wait())
+                self._note(self._background, self._background.wait())
             finally:
                 self._background.close()
                 self._background = None
@@ -167,7 +177,7 @@ class Checkpointer:
         rank_states = [] if model_only else gather_rank_states(state)
 
         def describe() -> None:
-            _check_complete(aside)
+            check_complete(aside)
             if not model_only:
                 train_state = merge_rank_states(rank_states, self._merge_data)
                 storage.write_json(aside / TRAIN_STATE, train_state)
@@ -186,8 +196,10 @@ class Checkpointer:
             raise
         on_rank_zero(lambda: self._remove_outdated(step), doing=f"after saving {target}")
         self.last_step = step
+        took = time.perf_counter() - started
+        self.longest_save = max(self.longest_save, took)
         if dist.get_rank() == 0:
-            logger.info("saved %s in %.1f s", target, time.perf_counter() - started)
+            logger.info("saved %s in %.1f s", target, took)
 
     def _save_in_background(self, step: int, state: dict[str, Any]) -> None:
         """Copy the state of `step`, and let it be written."""
@@ -195,7 +207,7 @@ class Checkpointer:
         background = self._background
         assert background is not None
         if background.busy:
-            self._note(background.wait())
+            self._note(background, background.wait())
             if dist.get_rank() == 0:
                 waited = time.perf_counter() - started
                 logger.info("step %d waited %.1f s for the save before it", step, waited)
@@ -223,14 +235,15 @@ class Checkpointer:
 
     def _hear_of_background(self) -> None:
         if self._background is not None:
-            self._note(self._background.poll())
+            self._note(self._background, self._background.poll())
             return
         # After the first step: the process starts, and memory is found, before the first save.
         pinned = self._config.async_mode == "async_with_pinned_mem" and torch.cuda.is_available()
         tensors = self._tensors(with_optimizer=True)
         self._background = BackgroundSaves(tensors, self._copies(), pinned=pinned)
 
-    def _note(self, saved: int | None) -> None:
+    def _note(self, background: BackgroundSaves, saved: int | None) -> None:
+        self.longest_save = max(self.longest_save, background.seconds)
         if saved is not None:
             self.last_step = saved
 
@@ -381,11 +394,3 @@ class Checkpointer:
         if DATA in saved and "dataloader" not in excluded:
             state[DATA] = saved[DATA]
         return state
-
-
-def _check_complete(folder: Path) -> None:
-    try:
-        SafeReader(folder)
-    except RunError as error:
-        # Each node has written to a disk of its own.
-        raise RunError(f"{error}: job.dump_folder must be one folder for all nodes") from None

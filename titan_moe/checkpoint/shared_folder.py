@@ -15,6 +15,7 @@ from titan_moe.checkpoint.digests import (
     read_digests,
     write_listing,
 )
+from titan_moe.checkpoint.safe_reader import SafeReader
 from titan_moe.checkpoint.storage import abandon, aside_of, commit, fsync, refuse_existing
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.runtime.errors import RunError
@@ -55,6 +56,15 @@ def write_digests(folder: Path, own: Iterable[str], *, doing: str) -> None:
     dist.all_gather_object(everyone, mine)
     known = {name: found for digests in everyone for name, found in digests.items()}
     on_rank_zero(lambda: write_listing(folder, known), doing=doing)
+
+
+def check_complete(folder: Path) -> None:
+    """Raises RunError where a rank's tensor files are not in the folder that rank 0 sees."""
+    try:
+        SafeReader(folder)
+    except RunError as error:
+        # Each node has written to a disk of its own.
+        raise RunError(f"{error}: job.dump_folder must be one folder for all nodes") from None
 
 
 def check_listed(folder: Path, *, doing: str) -> None:

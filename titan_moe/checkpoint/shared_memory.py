@@ -4,10 +4,16 @@ import mmap
 import os
 import sys
 import tempfile
+import threading
+from contextlib import suppress
 from math import prod
 
 import torch
 from torch import Tensor
+
+# MADV_POPULATE_WRITE of Linux 5.14, which the module mmap does not name.
+_POPULATE_WRITE = 23
+_PIECE = 2**22  # Bytes. Python's lock is held while they are mapped: a millisecond or two.
 
 
 class SharedMemory:
@@ -23,8 +29,13 @@ class SharedMemory:
                 self.handle = os.dup(file.fileno())
         self.size = max(size, 1)
         os.ftruncate(self.handle, self.size)
-        self._bytes = torch.frombuffer(mmap.mmap(self.handle, self.size), dtype=torch.uint8)
+        mapped = mmap.mmap(self.handle, self.size)
+        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         self._pinned = pinned
+        # Mapped one by one in the first copy, pages take longer than the copy itself.
+        self._mapper = threading.Thread(target=_map_pages, args=(mapped,), daemon=True)
+        if sys.platform == "linux" and not pinned:
+            self._mapper.start()
         if pinned:
             register = torch.cuda.cudart().cudaHostRegister
             torch.cuda.check_error(int(register(self._bytes.data_ptr(), self.size, 0)))
@@ -45,3 +56,9 @@ class SharedMemory:
             os.close(self.handle)
             self.handle = -1
         self._bytes = self._bytes.new_empty(0)
+
+
+def _map_pages(mapped: mmap.mmap) -> None:
+    with suppress(OSError):  # An older Linux.
+        for start in range(0, len(mapped), _PIECE):
+            mapped.madvise(_POPULATE_WRITE, start, min(_PIECE, len(mapped) - start))

@@ -438,7 +438,8 @@ class Checkpoint(Section):
     """Start from Hugging Face weights (safetensors; float8 and MXFP4 are recognised and
     de-quantised): those of initial_load_path, left out: of model.hf_assets_path."""
     last_save_in_hf: bool = False
-    """After the last save, write the model as a Hugging Face folder too: step-N-hf beside it."""
+    """After the last save, write the model as a Hugging Face folder too: step-N-hf beside it. The
+    run waits for it in every async_mode: no step is left that could go on meanwhile."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Type of the weights of last_save_in_hf."""
     last_save_model_only: bool = False

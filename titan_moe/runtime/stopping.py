@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from titan_moe.runtime.launch import Launch, attempt_number
 
@@ -46,6 +47,16 @@ def all_attempts(folder: Path) -> list[Path]:
     return sorted(folder.glob("attempt-*"), key=lambda path: int(path.name.rpartition("-")[2]))
 
 
+class Saves(Protocol):
+    """What saves a run's state."""
+
+    longest_save: float
+    """Seconds of the longest save so far, from its beginning until it was seen to be complete."""
+
+    def pending(self, step: int) -> bool:
+        """Whether a save is under way, or due after a step."""
+
+
 class StopWatch:
     """One rank's part in stopping: whether it asks all to stop after the step that it is in.
 
@@ -62,7 +73,8 @@ class StopWatch:
             self._end = float(environment.get(BEGAN, time.monotonic())) + max_seconds
         self._last: float | None = None
         self._saving = 0.0
-        self._longest_step = self._longest_save = 0.0
+        self._longest_step = self._longest_rest = self._longest_save = 0.0
+        self._saves_to_come = 1
 
     def asks(self) -> bool:
         """Called once in each step, as late as its all-reduce allows."""
@@ -70,20 +82,27 @@ class StopWatch:
         if self._last is not None:
             self._longest_step = max(self._longest_step, now - self._last - self._saving)
         self._last, self._saving = now, 0.0
-        if self._end is not None and now + self._longest_step + self._longest_save >= self._end:
+        if self._end is not None and now + self._needed() >= self._end:
             return True
         if self._folder is None or not self._leads_node:
             return False
         return (self._folder.parent / _REQUEST).exists()
 
+    def _needed(self) -> float:
+        """Seconds until all is saved if the run stops at the next step and not at this one."""
+        return self._longest_step + self._longest_rest + self._saves_to_come * self._longest_save
+
     @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Time a save, which a step without one does not take."""
+    def saving(self, saves: Saves, step: int) -> Iterator[None]:
+        """Time what a step waits for its save, which a step without one does not take."""
         began = time.monotonic()
+        if self._last is not None:
+            self._longest_rest = max(self._longest_rest, began - self._last)
         yield
-        seconds = time.monotonic() - began
-        self._saving += seconds
-        self._longest_save = max(self._longest_save, seconds)
+        self._saving += time.monotonic() - began
+        self._longest_save = max(self._longest_save, saves.longest_save)
+        # One that is under way is waited for before the last one begins.
+        self._saves_to_come = 1 + saves.pending(step + 1)
 
     def answer(self) -> None:
         """Tell the launcher that the state is saved and complete."""

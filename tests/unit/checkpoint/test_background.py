@@ -14,9 +14,10 @@ from torch.utils.serialization import config
 
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.digests import read_digests
+from titan_moe.checkpoint.shared_memory import SharedMemory
 from titan_moe.checkpoint.tensor_files import Chunk, frame_of
-from titan_moe.config.job_config import Checkpoint
 from titan_moe.runtime.errors import RunError
+from titan_moe.testing.checkpoints import plain_checkpointer
 from titan_moe.verify.audit import audit
 
 
@@ -37,15 +38,8 @@ class _Run:
         for parameter in self.model.parameters():
             parameter.grad = torch.randn_like(parameter)
         self.optimizer.step()
-        self.checkpointer = Checkpointer(
-            Checkpoint(**{"enable": True, "interval": 1, "async_mode": "async", **options}),
-            folder,
-            modules=[self.model],
-            optimizer=self.optimizer,
-            num_experts=2,
-            job_record={},
-            merge_data=lambda states: states[0],
-        )
+        keys = {"interval": 1, "async_mode": "async", **options}
+        self.checkpointer = plain_checkpointer(folder, self.model, self.optimizer, **keys)
 
     def step(self, step):
         """A step of training and its checkpoint."""
@@ -149,6 +143,25 @@ def test_the_last_complete_one_stays_until_the_next_is(tmp_path):
     assert _names(tmp_path) == ["step-2"]
 
 
+def test_the_time_of_a_save_is_that_until_it_is_complete(tmp_path):
+    run = _Run(tmp_path, interval=2)
+    run.step(1)
+    checkpointer = run.checkpointer
+    assert (checkpointer.pending(1), checkpointer.pending(2)) == (False, True)
+    os.kill(run.writer, signal.SIGSTOP)
+    run.step(2)
+    time.sleep(0.5)
+    checkpointer.maybe_save(3, {})
+    assert checkpointer.pending(3) and checkpointer.longest_save >= 0.5, "while it is under way"
+    time.sleep(0.2)
+    os.kill(run.writer, signal.SIGCONT)
+    checkpointer.finish()
+    assert not checkpointer.pending(3) and checkpointer.longest_save >= 0.7
+    checkpointer.longest_save = 0.0
+    checkpointer.save(5, {"step": 5, "data": {}})
+    assert checkpointer.longest_save > 0
+
+
 def _fails(run, folder, words):
     """The next steps say so in one line, and the checkpoint before is the latest."""
     with pytest.raises(RunError) as caught:
@@ -203,6 +216,19 @@ def test_frames_are_torchs(shape, dtype):
     assert before + values.reshape(-1).view(torch.uint8).numpy().tobytes() + after == (
         stream.getvalue()
     )
+
+
+def test_the_first_copy_finds_its_pages_mapped():
+    number = 4096
+    memory = SharedMemory(number * resource.getpagesize() + 5, pinned=False)
+    memory._mapper.join(30)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    memory.view(0, (number * resource.getpagesize(),), torch.uint8).fill_(1)
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    memory.close()
+    if tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14):
+        pytest.skip("this Linux maps pages only as they are touched")
+    assert faults < number // 10
 
 
 def test_the_writer_needs_no_torch(run):

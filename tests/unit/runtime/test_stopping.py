@@ -31,30 +31,76 @@ def test_without_a_launcher_nothing_is_read_or_written() -> None:
     watch.answer()
 
 
-# A step asks 1 s before its end, saves take 5 s. The run began at second 100, and this attempt at
-# second 110. It stops at the last step after which another one and a save would be too late.
-@pytest.mark.parametrize(
-    ("step_s", "max_seconds", "last_step"),
-    [
-        ([3] * 50, 60, 13),  # 53 s + 3 s + 5 s are more; saved at 59.
-        ([3, 9, *[3] * 50], 60, 9),  # As long as the longest one may be.
-        ([3] * 50, 5, 1),
-    ],
-)
+_KINDS = ["steps alike", "one longer", "in turns"]
+
+
+class _Run:
+    """A run on a clock of its own, which began at second 100, and this attempt at second 110. A
+    step asks 2 s before its end; every fourth saves, which takes 5 s, in the background or not."""
+
+    def __init__(self, *, in_background: bool) -> None:
+        self.now, self.longest_save = 110.0, 0.0
+        self._in_background = in_background
+        self._under_way: float | None = None  # Since when.
+
+    def pending(self, step: int) -> bool:
+        return self._under_way is not None or step % 4 == 0
+
+    def train(self, watch: StopWatch, step_s: list[int]) -> int:
+        """Until it stops; returns the last step. All is saved then."""
+        for step, seconds in enumerate(step_s, 1):
+            self.now += seconds - 2
+            stop = watch.asks()
+            self.now += 2
+            with watch.saving(self, step):
+                saved = self._maybe_save(step)
+            if stop:
+                self._wait()
+                if not saved:
+                    self._save()
+                return step
+        raise AssertionError("it ran to its end")
+
+    def _maybe_save(self, step: int) -> bool:
+        if self._under_way is not None:
+            self.longest_save = max(self.longest_save, self.now - self._under_way)
+            if self.now - self._under_way >= 5:
+                self._under_way = None
+        if step % 4:
+            return False
+        self._wait()
+        if self._in_background:
+            self._under_way = self.now
+        else:
+            self._save()
+        return True
+
+    def _wait(self) -> None:
+        if self._under_way is not None:
+            self.now = max(self.now, self._under_way + 5)
+            self._under_way = None
+
+    def _save(self) -> None:
+        self.now += 5
+        self.longest_save = max(self.longest_save, 5)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("step_s", [[3] * 99, [3, 9, *[3] * 99], [2, 4] * 99], ids=_KINDS)
 def test_a_run_stops_before_its_time_is_up(
-    step_s: list[int], max_seconds: int, last_step: int, monkeypatch: pytest.MonkeyPatch
+    step_s: list[int], in_background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 110.0
+    for max_seconds in range(60, 100):
+        run = _Run(in_background=in_background)
+        monkeypatch.setattr(time, "monotonic", lambda run=run: run.now)
+        watch = StopWatch(max_seconds, Launch(), {"TITAN_MOE_BEGAN": "100"})
+        run.train(watch, step_s)
+        left = 100 + max_seconds - run.now
+        assert 0 <= left <= 2 * max(step_s) + 2 * 5, "each may be as long as the longest"
+
+
+def test_the_first_node_alone_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 105.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    watch = StopWatch(max_seconds, Launch(), {"TITAN_MOE_BEGAN": "100"})
-    assert not StopWatch(max_seconds, Launch(rank=1), {"TITAN_MOE_BEGAN": "100"}).asks()
-    for step, seconds in enumerate(step_s, 1):
-        now += seconds - 1
-        stop = watch.asks()
-        now += 1
-        if stop or step == 2:
-            with watch.saving():
-                now += 5
-        if stop:
-            break
-    assert step == last_step and (now <= 100 + max_seconds or step == 1)
+    watches = [StopWatch(5, Launch(rank=rank), {"TITAN_MOE_BEGAN": "100"}) for rank in range(2)]
+    assert [watch.asks() for watch in watches] == [True, False]

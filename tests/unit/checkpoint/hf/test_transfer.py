@@ -7,16 +7,17 @@ import weakref
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
-from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.checkpoint.digests import read_digests
 from titan_moe.checkpoint.hf import sources, transfer, write_folder
 from titan_moe.checkpoint.hf.transfer import export_checkpoint, import_folder, load_alone
 from titan_moe.checkpoint.manifest import read_manifest
-from titan_moe.config.job_config import Checkpoint
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import differences
 from titan_moe.runtime.errors import RunError
+from titan_moe.testing.checkpoints import plain_checkpointer
 from titan_moe.verify.audit import audit
 
 FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3")
@@ -55,15 +56,9 @@ def test_a_checkpoint_of_an_import_is_loaded_by_training(tmp_path):
     make_folder(tmp_path / "in", model, torch.bfloat16)
     import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
     plain = Decoder(model.config)
-    checkpointer = Checkpointer(
-        Checkpoint(enable=True, initial_load_path=str(tmp_path / "imported")),
-        tmp_path / "run",
-        modules=[plain],
-        optimizer=None,
-        num_experts=8,
-        job_record={},
-        merge_data=lambda states: states[0],
-        model=model,
+    imported = str(tmp_path / "imported")
+    checkpointer = plain_checkpointer(
+        tmp_path / "run", plain, model=model, initial_load_path=imported
     )
     assert checkpointer.load() is None
     direct = load_alone(tmp_path / "in", dtype=torch.float32, device=CPU).model
@@ -75,6 +70,58 @@ def test_a_checkpoint_of_an_import_is_loaded_by_training(tmp_path):
     checkpointer.save(3, {})
     export_checkpoint(tmp_path / "run" / "checkpoint" / "step-3", tmp_path / "out", torch.bfloat16)
     assert_same_bits(read_folder(tmp_path / "out"), read_folder(tmp_path / "in"))
+
+
+def test_exports_of_a_run_that_saves_in_the_background(tmp_path):
+    """The run's own, after the last step, and the command's of an earlier step meanwhile: both are
+    those of a run that waits for each save."""
+    model = small_model("mixtral")
+    digests = []
+    for mode in ("async", "disabled"):
+        torch.manual_seed(0)
+        plain = Decoder(model.config)
+        for parameter in plain.parameters():
+            nn.init.normal_(parameter)
+        keys = {"interval": 1, "async_mode": mode, "last_save_in_hf": True}
+        checkpointer = plain_checkpointer(tmp_path / mode, plain, model=model, **keys)
+        folder = tmp_path / mode / "checkpoint"
+        for step in (1, 2):
+            checkpointer.maybe_save(step, {"step": step})
+            with torch.no_grad():
+                plain.norm.weight.add_(1)
+        assert mode == "disabled" or checkpointer._background.busy, "with step 2"
+        export_checkpoint(folder / "step-1", tmp_path / mode / "early", torch.float32)
+        checkpointer.maybe_save(3, {"step": 3}, last=True)
+        assert {path.name for path in folder.iterdir()} == {
+            *("step-1", "step-2", "step-3", "step-3-hf")
+        }
+        export_checkpoint(folder / "step-3", tmp_path / mode / "late", torch.float32)
+        early, late, own = (
+            read_digests(path)
+            for path in (tmp_path / mode / "early", tmp_path / mode / "late", folder / "step-3-hf")
+        )
+        assert late == own
+        digests.append([early, own])
+    assert digests[0] == digests[1] and None not in digests[0]
+    assert digests[0][0] != digests[0][1]
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_one_line(tmp_path, monkeypatch):
+    model = small_model("mixtral")
+    checkpointer = plain_checkpointer(tmp_path, Decoder(model.config), model=model)
+    checkpointer.save(1, {})
+    folder = tmp_path / "checkpoint" / "step-1"
+    source = transfer.CheckpointSource.read
+
+    def read(self, name, box):
+        shutil.rmtree(folder, ignore_errors=True)
+        return source(self, name, box)
+
+    monkeypatch.setattr(transfer.CheckpointSource, "read", read)
+    with pytest.raises(RunError, match=r"^cannot export to .*") as caught:
+        export_checkpoint(folder, tmp_path / "out", torch.float32)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
 def test_the_model_of_either_folder_is_the_same(tmp_path):
@@ -191,16 +238,7 @@ def test_a_bias_that_would_be_lost_is_refused(tmp_path):
     make_folder(tmp_path / "in", small_model("qwen3"), torch.bfloat16)
     loaded = load_alone(tmp_path / "in", dtype=torch.float32, device=CPU)
     loaded.model.layers["1"].moe.router.expert_bias[3] = 0.25
-    checkpointer = Checkpointer(
-        Checkpoint(enable=True),
-        tmp_path,
-        modules=[loaded.model],
-        optimizer=None,
-        num_experts=8,
-        job_record={},
-        merge_data=lambda states: states[0],
-        model=small_model("qwen3"),
-    )
+    checkpointer = plain_checkpointer(tmp_path, loaded.model, model=small_model("qwen3"))
     checkpointer.save(1, {})
     with pytest.raises(RunError, match=r"layers\.1\.moe\.router\.expert_bias.*no place"):
         export_checkpoint(tmp_path / "checkpoint/step-1", tmp_path / "out", None)

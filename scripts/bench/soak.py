@@ -1,0 +1,316 @@
+"""Does a long run stay as it is? Memory, file handles, threads, processes and step time.
+
+    python -m scripts.bench.soak [--steps 2000] [--ranks 2] [--even] [--json FILE] [--plot FILE.png]
+
+Trains a model of one layer on the sources of Python's library. Every 20 steps it saves in the
+background, keeps three checkpoints, validates, compares replicas and logs. Meanwhile /proc is read
+from outside, once a second: of every process of the job its memory (what several share counts once,
+mapped files do not), open files and threads; zombies and processes that have lost their parent too.
+Files in /dev/shm are those of the whole machine. Times are those of metrics.jsonl; processor time
+hardly depends on what else the machine does.
+
+A rank's memory keeps the most that a step has needed, and with long documents and uneven routing
+now and then a step needs more than all before. With --even documents and routing are alike in all
+steps: then any growth is a leak.
+
+The first fifth is warm-up. Of the rest, each quantity gets the median of the slopes between any two
+of 24 blocks of samples, per 1,000 steps, and its 95 % interval (scripts/bench/slopes.py). It is
+flat if the whole interval is at most its bound: 1 MiB for a process, half a file, thread or process
+for the job, 2 % of a step's time and processor time, 10 % of the time of a save and a validation.
+It grows if the slope is beyond the bound and the interval is above 0. Anything else is unclear:
+take more steps, or an idle machine.
+
+Exit codes: 0 if all is flat and no process is left, else 1.
+"""
+
+import json
+import os
+import secrets
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from scripts.bench.measure import TRAIN, options, print_table, run_job, spread, write_json
+from scripts.bench.processes import MARK, usage_of_job
+from scripts.bench.slopes import FLAT, Slope, slope
+from titan_moe.metrics.jsonl import read_json_lines
+from titan_moe.runtime.revision import code_in_words, running_code
+
+WARM_UP = 0.2
+"""Share of the steps that is not judged."""
+_MIB, _ONE, _STEP_TIME, _OTHER_TIME = 1.0, 0.5, 0.02, 0.1
+"""What may be added in 1,000 steps: MiB, things, and shares of a time."""
+_GRACE_S = 10.0
+_MODEL = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 272,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}
+_JOB = {
+    "model.name": "qwen3",
+    "model.flavor": "hf",
+    "model.tokenizer_path": "bytes",
+    "training.dataset": "stdlib",
+    "training.seq_len": 64,
+    "training.local_batch_size": 4,
+    "training.mixed_precision_param": "float32",
+    "lr_scheduler.warmup_steps": 1,
+    "activation_checkpoint.mode": "none",
+    "validation.enable": "true",
+    "validation.steps": 2,
+    "checkpoint.enable": "true",
+    "checkpoint.async_mode": "async",
+    "checkpoint.keep_latest_k": 3,
+}
+
+
+_EVEN = {"training.dataset": "synthetic", "debug.moe_force_load_balance": "true"}
+
+
+class Watch:
+    """Samples of a job, taken in a thread until the block ends.
+
+    Args:
+        seconds: between two samples.
+    """
+
+    def __init__(self, folder: Path, mark: str, seconds: float) -> None:
+        self.samples: list[dict[str, Any]] = []
+        self._folder, self._mark, self._seconds = folder, mark, seconds
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        while not self._ended.wait(self._seconds):
+            lines = self._folder / "metrics.jsonl"
+            logged = read_json_lines(lines) if lines.exists() else []
+            sample = {
+                "seconds": time.monotonic() - began,
+                "logged": logged[-1]["step"] if logged else 0,
+                "usage": {part: list(each) for part, each in usage_of_job(self._mark).items()},
+                "files": sum(len(names) for _, _, names in os.walk(self._folder)),
+                "shm": len(os.listdir("/dev/shm")),
+                "load": os.getloadavg()[0],
+            }
+            self.samples.append(sample)
+
+
+def soak(
+    folder: Path,
+    *,
+    steps: int,
+    ranks: int,
+    interval: int,
+    seconds: float,
+    even: bool = False,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Train `steps` steps and watch; everything that was seen.
+
+    Args:
+        interval: steps from one save, validation, comparison of replicas and logged step to the
+            next.
+    """
+    every = ("checkpoint.interval", "validation.freq", "metrics.replica_check_freq")
+    keys = {
+        **_JOB,
+        **(_EVEN if even else {}),
+        **dict.fromkeys((*every, "metrics.log_freq"), interval),
+        "model.hf_assets_path": folder,
+        "parallelism.expert_parallel_degree": ranks,
+        "training.steps": steps,
+        "job.dump_folder": folder,
+    }
+    mark, code = secrets.token_hex(8), running_code()
+    command = [sys.executable, *TRAIN, "--ranks", str(ranks)]
+    command += [f"--{key}={value}" for key, value in keys.items()]
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(_MODEL))
+    with Watch(folder, mark, seconds) as watch:
+        run_job(command, {MARK: mark, **environment})
+    deadline = time.monotonic() + _GRACE_S
+    while (left := usage_of_job(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return {
+        "code": code,
+        "steps": steps,
+        "ranks": ranks,
+        "interval": interval,
+        "even": even,
+        "samples": watch.samples,
+        "lines": read_json_lines(folder / "metrics.jsonl"),
+        "left": sorted(left),
+    }
+
+
+class Series(NamedTuple):
+    """A quantity over a run."""
+
+    name: str
+    unit: str
+    bound: float
+    """Growth in 1,000 steps that counts as none."""
+    steps: list[float]
+    values: list[float]
+
+
+def judge(record: Mapping[str, Any]) -> list[Slope]:
+    """A slope of everything that `soak` has seen, after the warm-up."""
+    found = []
+    for name, unit, bound, steps, values in all_series(record):
+        first = bisect_left(steps, WARM_UP * record["steps"])
+        found.append(slope(name, unit, bound, steps[first:], values[first:]))
+    return found
+
+
+def all_series(record: Mapping[str, Any]) -> list[Series]:
+    """What is judged and drawn."""
+    seen = _while_training(record)
+    steps = _steps_of(seen)
+    parts = sorted(set.intersection(*(set(sample["usage"]) for sample in seen[len(seen) // 2 :])))
+    memory = [
+        Series(f"memory, {part}", "MiB", _MIB, steps, [_memory(sample, part) for sample in seen])
+        for part in parts
+    ]
+    counts = [
+        Series(name, "", _ONE, steps, [float(count(sample)) for sample in seen])
+        for name, count in _COUNTS.items()
+    ]
+    processor = [_processor_time(seen, part) for part in parts if part.startswith("rank")]
+    return [*memory, *counts, *processor, *_times(record)]
+
+
+def _while_training(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Samples from before the last step's line: what follows draws curves."""
+    return [each for each in record["samples"] if 0 < each["logged"] < record["steps"]]
+
+
+def _processor_time(samples: Sequence[Mapping[str, Any]], part: str) -> Series:
+    """Of a step with its share of a save and a validation; the load of the machine is not in it."""
+    at_line = {sample["logged"]: sample for sample in reversed(samples) if part in sample["usage"]}
+    steps = sorted(at_line)
+    spent = np.array([at_line[step]["usage"][part][3] for step in steps])
+    ms = 1e3 * np.diff(spent) / np.diff(steps)
+    bound = _STEP_TIME * float(np.median(ms))
+    return Series(f"processor, {part}", "ms", bound, [float(s) for s in steps[1:]], ms.tolist())
+
+
+def _times(record: Mapping[str, Any]) -> Iterator[Series]:
+    lines = record["lines"][1:]  # The first step is logged too, alone.
+    steps = [float(line["step"]) for line in lines]
+    for name, phase, number, share in (
+        ("a step", "step", record["interval"], _STEP_TIME),
+        ("a save, as a step waits for it", "checkpoint", 1, _OTHER_TIME),
+        ("a validation", "validation", 1, _OTHER_TIME),
+    ):
+        ms = [1e3 * line.get(f"time/{phase}", 0.0) / number for line in lines]
+        yield Series(name, "ms", share * statistics.median(ms), steps, ms)
+
+
+def _memory(sample: Mapping[str, Any], part: str) -> float:
+    return sample["usage"].get(part, [0.0])[0]
+
+
+def _sum_of(field: int) -> Callable[[Mapping[str, Any]], float]:
+    return lambda sample: sum(usage[field] for usage in sample["usage"].values())
+
+
+_COUNTS: dict[str, Callable[[Mapping[str, Any]], float]] = {
+    "open files": _sum_of(1),
+    "threads": _sum_of(2),
+    "processes": _sum_of(4),
+    "files of the run": lambda sample: sample["files"],
+    "files in /dev/shm": lambda sample: sample["shm"],
+}
+
+
+def _steps_of(samples: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The step that the run was in at each sample, between those that were logged."""
+    seen: dict[float, float] = {}
+    for sample in samples:
+        seen.setdefault(sample["logged"], sample["seconds"])
+    seconds = [sample["seconds"] for sample in samples]
+    return np.interp(seconds, list(seen.values()), list(seen)).tolist()
+
+
+def main() -> int:
+    parser = options(__doc__, repeats=None)
+    parser.add_argument("--steps", type=int, default=2000, help="default: %(default)s")
+    parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--even", action="store_true", help="nothing varies with the data")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw every quantity")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = {name: getattr(arguments, name) for name in ("steps", "ranks", "even")}
+        record = soak(Path(folder), interval=20, seconds=1.0, **chosen)
+    rows = judge(record)
+    write_json(arguments.json, {**record, "rows": [row._asdict() for row in rows]})
+    print(code_in_words(record["code"]))
+    loads = [sample["load"] for sample in record["samples"]]
+    minutes = record["samples"][-1]["seconds"] / 60
+    print(f"{minutes:.1f} minutes, load {spread(loads, '{:.1f}')}")
+    heads = ["", "unit", "first", "last", "in 1,000 steps", "from", "to", "bound", ""]
+    print_table(heads, [[*row, row.verdict] for row in rows])
+    print(f"left over: {', '.join(record['left']) or 'no process'}")
+    if arguments.plot:
+        draw(record, arguments.plot)
+    return int(bool(record["left"]) or any(row.verdict != FLAT for row in rows))
+
+
+def draw(record: Mapping[str, Any], path: Path) -> None:
+    """Every quantity over the steps."""
+    from matplotlib.figure import Figure
+
+    found = all_series(record)
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    memory, counts, times, load = figure.subplots(2, 2, sharex=True).flat
+    for name, unit, _, steps, values in found:
+        if unit == "ms":
+            times.plot(steps, np.divide(values, statistics.median(values)), lw=0.8, label=name)
+        else:
+            start = values[bisect_left(steps, WARM_UP * record["steps"])]
+            axes, label = memory if unit else counts, name.removeprefix("memory, ")
+            axes.plot(steps, np.subtract(values, start), lw=0.8, label=label)
+    seen = _while_training(record)
+    load.plot(_steps_of(seen), [sample["load"] for sample in seen], lw=0.8)
+    memory.set(title="memory, MiB beyond that at the warm-up's end")
+    counts.set(title="numbers, beyond those at the warm-up's end")
+    times.set(title="times, over their medians", yscale="log", xlabel="step")
+    load.set(title="load of the machine", xlabel="step")
+    for axes in figure.axes:
+        axes.axvspan(0, WARM_UP * record["steps"], color="0.92")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes is not load:
+            axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Checkpoints of a model that no run is around."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.config.job_config import Checkpoint
+from titan_moe.models.hf import HFModel
+
+
+def plain_checkpointer(
+    folder: Path,
+    module: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    model: HFModel | None = None,
+    **keys: Any,
+) -> Checkpointer:
+    """One that saves into `folder`/checkpoint.
+
+    Args:
+        model: family and dimensions, for Hugging Face folders.
+        keys: of the [checkpoint] table.
+    """
+    moe = model.config.moe if model is not None else None
+    return Checkpointer(
+        Checkpoint(**{"enable": True, **keys}),
+        folder,
+        modules=[module],
+        optimizer=optimizer,
+        num_experts=moe.num_experts if moe is not None else 0,
+        job_record={},
+        merge_data=lambda states: states[0],
+        model=model,
+    )
