@@ -5,7 +5,6 @@ torchrun that stopped at training.max_seconds, saved. torchrun takes 0 alone for
 stop is that, and its launcher makes the 75.
 """
 
-import errno
 import gc
 import logging
 import traceback
@@ -23,7 +22,7 @@ from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.parse import load_job, read_job, resolve
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel, as_record, export_problems, model_of_job
-from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.errors import RunError, disk_remedy
 from titan_moe.runtime.failure import report
 from titan_moe.runtime.launch import Launch, attempt_number, count_gpus
 from titan_moe.runtime.log import start_logging
@@ -31,8 +30,6 @@ from titan_moe.runtime.run_lock import RunLock
 from titan_moe.runtime.stopping import STOPPED, attempt_folder
 
 logger = logging.getLogger(__name__)
-
-_FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def main(argv: list[str], environment: Mapping[str, str]) -> int:
@@ -176,11 +173,8 @@ def _explain(error: BaseException, rank: int) -> tuple[list[str], int, bool]:
         return error.lines, 2, True
     if isinstance(error, RunError):
         return [str(error)], 1, True
-    if isinstance(error, OSError) and error.errno in _FULL_DISK:
-        return (
-            [f"cannot write {error.filename or 'a file'}: {error.strerror}; free some space"],
-            1,
-            True,
-        )
+    if isinstance(error, OSError) and (remedy := disk_remedy(error)):
+        place = error.filename or "a file"
+        return [f"cannot write {place}: {error.strerror}; {remedy}"], 1, True
     reason = next(iter(str(error).strip().splitlines()), "")
     return [f"rank {rank}: {type(error).__name__}: {reason}"], 1, False
