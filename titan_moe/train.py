@@ -7,6 +7,7 @@ stop is that, and its launcher makes the 75.
 
 import gc
 import logging
+import os
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -127,23 +128,28 @@ def _run(
     with (
         process_group(launch, job.comm, environment) as process,
         watch_for_hangs(process, job.comm, reports, records),
-        _only_run(folder, is_main=process.is_main),
+        _only_run(folder, process.rank, records),
     ):
         _check_folder(job, model)
         return train(job, model, process)
 
 
 @contextmanager
-def _only_run(folder: Path, *, is_main: bool) -> Iterator[None]:
-    """RunError on all ranks where another run writes into the folder; collective."""
+def _only_run(folder: Path, rank: int, records: Path | None) -> Iterator[None]:
+    """RunError on all ranks where another run writes into the folder; collective. A run that loses
+    the folder later ends at once."""
     from titan_moe.distributed.agreement import on_rank_zero
 
-    lock = RunLock(folder)
+    def end(line: str) -> None:
+        report(rank, [line], 1, expected=True, to=records)
+        os._exit(1)
+
+    lock = RunLock(folder, on_loss=end)
     on_rank_zero(lock.acquire, doing=f"cannot lock {folder}")
     try:
         yield
     finally:
-        if is_main:
+        if rank == 0:
             lock.release()
 
 

@@ -118,13 +118,11 @@ def _verdict(code: int | None, job: Job, place: Place) -> Outcome:
     """Of the run in trouble: it may go on to its end, or say what is wrong."""
     if code == 0:
         return Outcome("read", "went on")
-    lines = job.error_lines()
-    said = refused(lines)
-    if said.kind == "refused" and str(place.folder) not in said.said:
-        return Outcome("failed", f"without the place: {said.said}")
-    if said.kind == "refused" and code != 1:
-        return Outcome("failed", f"exit code {code}: {said.said}")
-    return said if said.kind == "refused" else Outcome("failed", f"{said.said}: {job.words()}")
+    said = refused(job.error_lines())
+    named = str(place.folder) in said.said
+    if said.kind == "refused" and named and code == 1:
+        return said
+    return Outcome("failed", f"exit code {code}: {said.said}: {job.words()}")
 
 
 def _full(random_: random.Random, whole: Whole) -> Trouble:

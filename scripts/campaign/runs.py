@@ -19,11 +19,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "ep=2": (2, {"expert_parallel_degree": 2}),
     "tp=2": (2, {"tensor_parallel_degree": 2, "expert_tensor_parallel_degree": 2}),
     "pp=2": (2, {"pipeline_parallel_degree": 2}),
-    "dp_shard=4 ep=2": (4, {"expert_parallel_degree": 2}),
+    "pp=2 ep=2": (4, {"pipeline_parallel_degree": 2, "expert_parallel_degree": 2}),
 }
 """The number of ranks, and keys of [parallelism]."""
 MODES = ("disabled", "async", "async_with_pinned_mem")
-STEPS, INTERVAL = 12, 3
+STEPS, INTERVAL = 8, 2
 _SAVED = range(INTERVAL, STEPS + 1, INTERVAL)
 _KEYS: dict[str, object] = {
     "model.name": "deepseek_v3",
@@ -31,7 +31,7 @@ _KEYS: dict[str, object] = {
     "training.dataset": "synthetic",
     "training.seq_len": 32,
     "training.local_batch_size": 2,
-    "training.global_batch_size": 8,
+    "training.global_batch_size": 4,
     "training.mixed_precision_param": "float32",
     "training.steps": STEPS,
     "lr_scheduler.warmup_steps": 2,

@@ -32,7 +32,7 @@ _PAGES = tuple(
         (r"found no room between ranks", _TROUBLE + "capacity-overflow"),
         (r"free some space| GB are free", _TROUBLE + "disk-full"),
         (
-            r"make the file system writable|bring the file system back",
+            r"make the file system writable|file system back and start",
             _TROUBLE + "the-disk-is-read-only-or-gone",
         ),
         (r"one folder for all nodes", _TROUBLE + "no-checkpoint-folder-is-shared"),
