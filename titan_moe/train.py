@@ -5,9 +5,9 @@ torchrun that stopped at training.max_seconds, saved. torchrun takes 0 alone for
 stop is that, and its launcher makes the 75.
 """
 
-import errno
 import gc
 import logging
+import os
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.parse import load_job, read_job, resolve
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel, as_record, export_problems, model_of_job
-from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.errors import RunError, disk_remedy
 from titan_moe.runtime.failure import report
 from titan_moe.runtime.launch import Launch, attempt_number, count_gpus
 from titan_moe.runtime.log import start_logging
@@ -31,8 +31,6 @@ from titan_moe.runtime.run_lock import RunLock
 from titan_moe.runtime.stopping import STOPPED, attempt_folder
 
 logger = logging.getLogger(__name__)
-
-_FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def main(argv: list[str], environment: Mapping[str, str]) -> int:
@@ -130,23 +128,28 @@ def _run(
     with (
         process_group(launch, job.comm, environment) as process,
         watch_for_hangs(process, job.comm, reports, records),
-        _only_run(folder, is_main=process.is_main),
+        _only_run(folder, process.rank, records),
     ):
         _check_folder(job, model)
         return train(job, model, process)
 
 
 @contextmanager
-def _only_run(folder: Path, *, is_main: bool) -> Iterator[None]:
-    """RunError on all ranks where another run writes into the folder; collective."""
+def _only_run(folder: Path, rank: int, records: Path | None) -> Iterator[None]:
+    """RunError on all ranks where another run writes into the folder; collective. A run that loses
+    the folder later ends at once."""
     from titan_moe.distributed.agreement import on_rank_zero
 
-    lock = RunLock(folder)
+    def end(line: str) -> None:
+        report(rank, [line], 1, expected=True, to=records)
+        os._exit(1)
+
+    lock = RunLock(folder, on_loss=end)
     on_rank_zero(lock.acquire, doing=f"cannot lock {folder}")
     try:
         yield
     finally:
-        if is_main:
+        if rank == 0:
             lock.release()
 
 
@@ -176,11 +179,8 @@ def _explain(error: BaseException, rank: int) -> tuple[list[str], int, bool]:
         return error.lines, 2, True
     if isinstance(error, RunError):
         return [str(error)], 1, True
-    if isinstance(error, OSError) and error.errno in _FULL_DISK:
-        return (
-            [f"cannot write {error.filename or 'a file'}: {error.strerror}; free some space"],
-            1,
-            True,
-        )
+    if isinstance(error, OSError) and (remedy := disk_remedy(error)):
+        place = error.filename or "a file"
+        return [f"cannot write {place}: {error.strerror}; {remedy}"], 1, True
     reason = next(iter(str(error).strip().splitlines()), "")
     return [f"rank {rank}: {type(error).__name__}: {reason}"], 1, False

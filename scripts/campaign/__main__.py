@@ -1,4 +1,4 @@
-"""Broken configurations and damaged folders by the hundred: does each end in one clear line?
+"""Broken configurations, damaged folders, kills and lost disks by the hundred: what comes of each?
 
     python -m scripts.campaign --out campaign.jsonl
     python -m scripts.campaign --only 'toml|tokens' --count 20 --seed 7
@@ -6,10 +6,19 @@
 A trial is named by subject, seed and number, and draws from these alone: the same one can be made
 again with --only and --first. Killed, the same command goes on behind the last line of --out.
 
-A trial may read what it was given (for checkpoints and exports: only as if nothing had been
-damaged), or refuse it in lines that a user can use. All else is a failure: a traceback or the name
-of a Python exception, a hang, more than 2 GiB of memory, a changed folder, a program in the
-data that was run. On a busy machine --seconds gives trials more time.
+A trial of a configuration or a folder may read what it was given (checkpoints and exports: only as
+if nothing had been damaged), or refuse it in lines that a user can use. All else is a failure: a
+traceback or the name of a Python exception, a hang, more than 2 GiB of memory, a changed folder, a
+program in the data that was run.
+
+In a trial of "kills", processes of a run get SIGKILL: ranks, writers of checkpoints, launchers. In
+those of "full", "read_only" and "removed" it is the run's file system that fails, a real one, which
+takes root. All processes must end, no incomplete checkpoint may count as one, a run that fails must
+say so in lines that a user can use, and the same command must then make the undisturbed run of it:
+every figure of every step, and every byte of the last checkpoint. "missed" are trials whose run had
+ended before anything befell it.
+
+On a busy machine --seconds gives trials, and each run of those with several, more time.
 
 Exit codes: 0; 1 a trial failed; 130 interrupted.
 """
@@ -35,10 +44,19 @@ os.environ["HF_HOME"] = str(Path(_WORK.name) / "hf")
 import titan_moe.trainer  # noqa: E402, F401  Imported once, not in every trial.
 from scripts.campaign import toml_files  # noqa: E402
 from scripts.campaign.apart import Outcome, run_apart  # noqa: E402
+from scripts.campaign.disks import TROUBLES, Disks, can_mount  # noqa: E402
 from scripts.campaign.folders import SUBJECTS, Folders  # noqa: E402
+from scripts.campaign.kills import Kills  # noqa: E402
+from scripts.campaign.runs import Undisturbed  # noqa: E402
 
-_TOML = "toml"
-_COUNTS = {_TOML: 1000, **dict.fromkeys(SUBJECTS, 300 // len(SUBJECTS) + 1)}
+_TOML, _KILLS = "toml", "kills"
+_COUNTS = {
+    _TOML: 1000,
+    **dict.fromkeys(SUBJECTS, 300 // len(SUBJECTS) + 1),
+    _KILLS: 200,
+    **dict.fromkeys(TROUBLES, 20),
+}
+_KINDS = ("read", "refused", "resumed", "missed", "failed")
 Trial = Callable[[random.Random], tuple[str, Outcome]]
 
 
@@ -47,17 +65,20 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", metavar="REGEX", default="", help="subjects")
-    parser.add_argument("--count", type=int, help="trials of each subject; default: 1000 and 300")
+    parser.add_argument("--count", type=int, help="trials of each subject")
     parser.add_argument("--first", type=int, default=0, help="number of the first one")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument("--seconds", type=float, default=60, help="of a trial; default: 60")
+    parser.add_argument("--seconds", type=float, default=60, help="of a trial or run; default: 60")
     parser.add_argument("--out", type=Path, metavar="FILE", help="a JSON line for every trial")
     arguments = parser.parse_args()
     subjects = [name for name in _COUNTS if re.search(arguments.only, name)]
     if not subjects:
         parser.error(f"--only {arguments.only!r} matches none of {', '.join(_COUNTS)}")
+    if not can_mount() and (without := [name for name in subjects if name in TROUBLES]):
+        print(f"without {', '.join(without)}: mounting a file system takes root", file=sys.stderr)
+        subjects = [name for name in subjects if name not in without]
     done = {line["trial"]: line["kind"] for line in _lines(arguments.out)}
-    trials = _trials(Folders(Path(_WORK.name), arguments.seconds), arguments.seconds)
+    trials = _trials(Path(_WORK.name), arguments.seconds)
     wanted = [
         (name, f"{name} {arguments.seed} {number}")
         for name in subjects
@@ -76,17 +97,26 @@ def main() -> int:
         print("interrupted: the same command goes on", file=sys.stderr)
         return 130
     for name in subjects:
-        counts = ", ".join(f"{tally[name, kind]} {kind}" for kind in ("read", "refused", "failed"))
-        print(f"{name}: {counts}")
+        kinds = [kind for kind in _KINDS if tally[name, kind] or kind == "failed"]
+        print(f"{name}: {', '.join(f'{tally[name, kind]} {kind}' for kind in kinds)}")
     return int(any(tally[name, "failed"] for name in subjects))
 
 
-def _trials(folders: Folders, seconds: float) -> dict[str, Trial]:
+def _trials(work: Path, seconds: float) -> dict[str, Trial]:
+    """`seconds`: of a trial, or of each run of one that has several."""
+    folders, undisturbed = Folders(work, seconds), Undisturbed(work / "undisturbed", seconds)
+    disks = Disks(undisturbed, seconds)
+
     def configuration(random_: random.Random) -> tuple[str, Outcome]:
         content, what = toml_files.broken(random_)
         return what, run_apart(toml_files.trial(content), seconds=seconds)
 
-    return {_TOML: configuration, **{name: partial(folders.trial, name) for name in SUBJECTS}}
+    return {
+        _TOML: configuration,
+        **{name: partial(folders.trial, name) for name in SUBJECTS},
+        _KILLS: Kills(undisturbed, seconds).trial,
+        **{name: partial(disks.trial, name) for name in TROUBLES},
+    }
 
 
 def _lines(path: Path | None) -> Iterator[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""A sample of the campaign of broken configurations and damaged folders, and what it must catch."""
+"""A sample of the campaign, and what it must catch."""
 
 import os
 import signal
@@ -10,14 +10,24 @@ from pathlib import Path
 import pytest
 
 from scripts.campaign.apart import Outcome, run_apart
+from scripts.campaign.disks import can_mount
+from scripts.campaign.folders import SUBJECTS
 from scripts.campaign.verdict import refused
 from tests.support.paths import REPO
 
 
 def campaign(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "scripts.campaign", *map(str, words)]
+    return python("-m", "scripts.campaign", *words)
+
+
+def python(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, cwd=REPO, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, *map(str, words)],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
 
 
@@ -58,5 +68,39 @@ def test_it_goes_on_where_it_was(tmp_path: Path):
 
 @pytest.mark.slow
 def test_damaged_folders():
-    done = campaign("--only", "^(?!toml)", "--count", 3)
+    done = campaign("--only", f"^({'|'.join(SUBJECTS)})$", "--count", 3)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# A checkpoint gets its name before its files are written.
+_NAMED_EARLY = """
+import sys
+from titan_moe.checkpoint import storage
+begin = storage.begin
+storage.begin = lambda target: begin(target).rename(target)
+storage.commit = lambda aside, target: None
+from scripts.campaign.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_named_too_early_is_found():
+    done = python("-c", _NAMED_EARLY, "--only", "kills", "--first", 36, "--count", 1)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "counts as a checkpoint" in done.stderr and "1 failed" in done.stdout
+
+
+@pytest.mark.slow
+def test_killed_runs():
+    done = campaign("--only", "kills", "--count", 3)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " resumed" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_mount(), reason="mounting a file system takes root")
+def test_disks_in_trouble():
+    done = campaign("--only", "full|read_only|removed", "--count", 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " resumed" in done.stdout

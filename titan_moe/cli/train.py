@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     """Train, and end the process."""
-    from titan_moe.runtime.launch import end_with_parent
+    from titan_moe.runtime.launch import end_with_parent, has_lost_launcher
     from titan_moe.train import main
 
     arguments, is_rank = job_arguments(options), "RANK" in os.environ
@@ -55,6 +55,8 @@ def run(options: argparse.Namespace) -> Answer:
         return Answer(exit_code=_start_ranks(options, arguments))
     if is_rank:
         end_with_parent()
+        if has_lost_launcher(os.environ):
+            return Answer(exit_code=1)
     exit_code = main(arguments, os.environ)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.errors import RunError, disk_remedy
 from titan_moe.runtime.process import backend_timeout
 
 T = TypeVar("T")
@@ -88,5 +88,6 @@ def _cause(error: BaseException) -> BaseException:
 def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         place = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror}{place}"
+        remedy = disk_remedy(error)
+        return f"{error.strerror}{place}{remedy and '; '}{remedy}"
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST_REASON]

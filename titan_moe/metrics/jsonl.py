@@ -27,13 +27,18 @@ class JsonLines:
                 _keep_earlier(path)
             else:
                 drop_lines_after(path, resume_step)
+        self._path = path
         # Without a buffer, which would cut a line of many layers into pieces.
         self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         line = json.dumps({"step": step, **_finite(values)}).encode() + b"\n"
-        while line:  # One call, but for a disk that is nearly full.
-            line = line[self._file.write(line) or 0 :]
+        try:
+            while line:  # One call, but for a disk that is nearly full.
+                line = line[self._file.write(line) or 0 :]
+        except OSError as error:  # It does not say where.
+            error.filename = str(self._path)
+            raise
 
     def close(self) -> None:
         self._file.close()

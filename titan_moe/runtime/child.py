@@ -6,9 +6,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from titan_moe.runtime.launch import end_with_parent
 from titan_moe.runtime.stopping import request_stop
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGHUP: 143, signal.SIGTERM: 143, signal.SIGUSR1: 143}
@@ -39,7 +41,8 @@ class Child:
 
     def run(self, command: list[str], log: Path, variables: Mapping[str, str]) -> int:
         """Its exit code. In a session of its own it gets no signal but those from here, and
-        SIGUSR1, which some clusters send to all processes of a job, is ignored there."""
+        SIGUSR1, which some clusters send to all processes of a job, is ignored there. It ends with
+        this process, also where that is killed."""
         for number in EXIT_CODES:
             signal.signal(number, self._answer)
         with log.open("wb") as words:
@@ -48,7 +51,7 @@ class Child:
                 env=variables,
                 stderr=words,
                 start_new_session=True,
-                preexec_fn=_ignore_requests,
+                preexec_fn=partial(_begin, os.getpid()),
             )
             if self.interrupted:
                 self._child.terminate()
@@ -87,8 +90,12 @@ class Child:
             self._child.terminate()
 
 
-def _ignore_requests() -> None:
+def _begin(launcher: int) -> None:
+    """In torchrun's process, before it is torchrun."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    end_with_parent()
+    if os.getppid() != launcher:  # It has been killed just now.
+        os._exit(1)
 
 
 def _say(line: str) -> None:

@@ -29,8 +29,10 @@ def replacing(path: Path) -> Iterator[Path]:
         with aside.open("rb") as file:
             os.fsync(file.fileno())
         aside.replace(path)
-    except BaseException:
+    except BaseException as error:
         aside.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # A write does not say where.
+            error.filename = str(path)
         raise
 
 

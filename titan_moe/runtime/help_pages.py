@@ -32,6 +32,10 @@ _PAGES = tuple(
         ),
         (r"found no room between ranks", _TROUBLE + "capacity-overflow"),
         (r"free some space| GB are free", _TROUBLE + "disk-full"),
+        (
+            r"make the file system writable|file system back and start",
+            _TROUBLE + "the-disk-is-read-only-or-gone",
+        ),
         (r"one folder for all nodes", _TROUBLE + "no-checkpoint-folder-is-shared"),
         (r"ranks hold different values", _TROUBLE + "replicas-differ"),
         (r"is of a run with", _TROUBLE + "run-folder-is-another-runs"),

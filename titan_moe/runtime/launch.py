@@ -13,6 +13,9 @@ from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
 
+LAUNCHER = "TITAN_MOE_LAUNCHER"
+"""The variable that tells ranks the process above their torchrun."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -81,7 +84,28 @@ def end_on_signals() -> None:
 
 
 def end_with_parent() -> None:
-    """Let the kernel end this rank when torchrun dies, however it dies: no orphan holds a GPU."""
+    """Let the kernel end this process when its parent dies, however it dies: a rank with torchrun,
+    torchrun with its launcher. No orphan holds a GPU."""
     pr_set_pdeathsig = 1
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def has_lost_launcher(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher of this rank, or torchrun between the two, ended before
+    `end_with_parent` was called: the kernel tells nothing of earlier deaths."""
+    if LAUNCHER not in environment or sys.platform != "linux":
+        return False
+    launcher, process = int(environment[LAUNCHER]), os.getppid()
+    while process not in (0, launcher):
+        process = _parent(process)
+    return process != launcher
+
+
+def _parent(pid: int) -> int:
+    """0 where there is none, or no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[1])  # The name, in brackets, may hold anything.

@@ -50,8 +50,8 @@ class RunLock:
         folder: made if need be.
         beat_s: how often the count goes up. A lock of another machine is given up for stale when it
             has not for three times as long.
-        on_loss: called with a line where another process has taken the lock, to which this one,
-            standing still, seemed dead. It must write nothing more.
+        on_loss: called with a line where the lock is gone, or another process has taken it, to
+            which this one, standing still, seemed dead. It must write nothing more.
     """
 
     def __init__(
@@ -170,15 +170,24 @@ class RunLock:
         finally:
             permit.unlink()
 
+    def _how_lost(self, found: Holder | None) -> str:
+        if found is None:
+            return (
+                f"{self._path} is gone: bring the folder or its file system back and start the "
+                "same command again"
+            )
+        return (
+            f"another run has taken {self._folder} over while this process stood still: this run "
+            "ends"
+        )
+
     def _count_up(self) -> None:
         while not self._stopped.wait(self._beat_s):
             try:
-                if not _same(self._read(), self._holder):
+                found = self._read()
+                if not _same(found, self._holder):
                     self._lost = True
-                    return self._on_loss(
-                        f"another run has taken {self._folder} over while this process stood "
-                        "still: this run ends"
-                    )
+                    return self._on_loss(self._how_lost(found))
                 self._holder = replace(self._holder, count=self._holder.count + 1)
                 self._write_aside().replace(self._path)
             except (OSError, RunError) as error:  # A file system that is away may come back.

@@ -13,7 +13,7 @@ from titan_moe.runtime.child import Child
 from titan_moe.runtime.command_lines import training_command
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import explain, print_errors
-from titan_moe.runtime.launch import count_gpus, cpu_threads
+from titan_moe.runtime.launch import LAUNCHER, count_gpus, cpu_threads
 from titan_moe.runtime.stopping import BEGAN, FOLDER, STOPPED, has_stopped
 
 # No mapping of its own for any size, no end of the heap handed back; no lists of small pieces that
@@ -80,6 +80,7 @@ def start_ranks(
             **environment,
             FOLDER: name,
             BEGAN: str(time.monotonic()),
+            LAUNCHER: str(os.getpid()),
         }
         child = Child(records, stop_timeout_s)
         code = child.run(command, log, variables)

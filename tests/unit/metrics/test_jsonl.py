@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 
 import pytest
 
@@ -28,6 +29,22 @@ def test_full_precision_and_one_object_a_line(tmp_path):
     expected = {"step": 1, "loss": 0.1 + 0.2, "moe/layers.1/cv": 1e-300, "grad_norm": None}
     assert json.loads(line) == expected
     sink.close()
+
+
+def test_a_full_disk_is_named_and_the_run_goes_on_from_there(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, [1, 2])
+    sink = JsonLines(path, resume_step=2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
+    try:
+        with pytest.raises(OSError, match=str(path)):
+            sink.write(3, {"loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        sink.close()
+    write_steps(path, [3], resume_step=2)
+    assert steps_in(path) == [1, 2, 3]
 
 
 def test_resume_drops_what_will_be_run_again(tmp_path):

@@ -1,5 +1,6 @@
 """Files that others read while a run writes them: always whole, the old content or the new."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -22,6 +23,11 @@ def test_an_error_leaves_the_old_content(tmp_path):
         assert aside.suffix == ".txt" and path.read_text() == "old"
         _ = 1 / 0
     assert path.read_text() == "old" and [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_write_that_fails_says_where(tmp_path):
+    with pytest.raises(OSError, match=str(tmp_path / "a.txt")), replacing(tmp_path / "a.txt"):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def poll(folder: Path, found) -> None:

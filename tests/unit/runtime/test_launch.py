@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from titan_moe.runtime.launch import Launch, count_gpus, cpu_threads
+from titan_moe.runtime.launch import (
+    LAUNCHER,
+    Launch,
+    count_gpus,
+    cpu_threads,
+    has_lost_launcher,
+)
 
 _TORCHRUN = {
     "RANK": "5",
@@ -74,6 +80,31 @@ def test_a_rank_dies_with_its_launcher() -> None:
         pid = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
     assert _is_gone(pid, within_s=5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_torchrun_dies_with_its_launcher(tmp_path: Path) -> None:
+    torchrun = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)"
+    launcher = (
+        "import os, sys\nfrom pathlib import Path\nfrom titan_moe.runtime.child import Child\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        f"command = [sys.executable, '-c', {torchrun!r}]\n"
+        "Child(folder, None).run(command, folder / 'log', os.environ)"
+    )
+    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+    assert _is_gone(pid, within_s=5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+def test_a_rank_notices_that_its_launcher_ended_before_it_could_ask() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    assert not has_lost_launcher({})
+    assert not has_lost_launcher({LAUNCHER: str(os.getppid())})
+    assert has_lost_launcher({LAUNCHER: str(ended.pid)})
 
 
 def _is_gone(pid: int, within_s: float) -> bool:

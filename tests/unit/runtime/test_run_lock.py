@@ -130,6 +130,24 @@ def test_one_that_was_killed_as_it_took_over(tmp_path, holder):
     RunLock(tmp_path / "run").acquire()
 
 
+def test_a_run_whose_folder_is_gone_ends_and_says_so(tmp_path):
+    lines, heard = [], threading.Event()
+
+    def on_loss(line):
+        lines.append(line)
+        heard.set()
+
+    lock = RunLock(tmp_path / "run", beat_s=_BEAT_S, on_loss=on_loss)
+    lock.acquire()
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    assert heard.wait(30)
+    path = tmp_path / "run" / LOCK
+    (line,) = lines
+    assert line.startswith(f"{path} is gone: bring the folder or its file system back")
+    lock.release()
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_that_stood_still_ends_when_it_was_taken_over(tmp_path, holder):
     holder.send_signal(signal.SIGSTOP)
     _edit(tmp_path / "run", token="another")
