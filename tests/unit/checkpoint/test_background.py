@@ -149,6 +149,12 @@ def test_the_last_complete_one_stays_until_the_next_is(tmp_path):
     assert _names(tmp_path) == ["step-2"]
 
 
+def _first_step(run):
+    """With its save, of which the checkpointer has heard."""
+    run.step(1)
+    run.checkpointer._note(run.checkpointer._background.wait())
+
+
 def _fails(run, folder, words):
     """The next steps say so in one line, and the checkpoint before is the latest."""
     with pytest.raises(RunError) as caught:
@@ -158,13 +164,12 @@ def _fails(run, folder, words):
     assert words in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).startswith(f"cannot save checkpoint {folder}/checkpoint/step-2: ")
     assert _names(folder) == ["step-1"]
-    run.checkpointer.finish()
+    assert run.checkpointer.finish() == 1
 
 
 def test_a_killed_writer_is_one_line(tmp_path):
     run = _Run(tmp_path, interval=2, enable_first_step_checkpoint=True)
-    run.step(1)
-    run.checkpointer._background.wait()
+    _first_step(run)
     os.kill(run.writer, signal.SIGSTOP)
     run.step(2)
     os.kill(run.writer, signal.SIGKILL)
@@ -173,8 +178,7 @@ def test_a_killed_writer_is_one_line(tmp_path):
 
 def test_a_full_disk_is_one_line(tmp_path):
     run = _Run(tmp_path, interval=2, enable_first_step_checkpoint=True)
-    run.step(1)
-    run.checkpointer._background.wait()
+    _first_step(run)
     resource.prlimit(run.writer, resource.RLIMIT_FSIZE, (1000, 1000))
     run.step(2)
     _fails(run, tmp_path, "File too large")
