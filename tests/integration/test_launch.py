@@ -118,6 +118,7 @@ def test_slurm_queues_a_run_that_stopped_saved_again(
         "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 "$@"',
         "run_train.sh": run_train,
     }
+    (tmp_path / "slurm-99.stopped").touch()  # Of this job, before it was queued again.
     ended = _slurm(tmp_path, programs)
     assert ended.returncode == code, ended.stderr
     assert ended.stdout.splitlines() == ["requeue 99"] * requeued

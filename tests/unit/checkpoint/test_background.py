@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.serialization import config
 
+from tests.support.saved_runs import WriterHere
+from titan_moe.checkpoint import background
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.digests import read_digests
 from titan_moe.checkpoint.tensor_files import Chunk, frame_of
@@ -192,6 +194,21 @@ def test_copies_that_differ_are_not_committed(tmp_path, monkeypatch):
     with pytest.raises(
         RunError, match=r"^linear\.weight and its copies linear\.bias are not the same"
     ):
+        run.checkpointer.finish()
+    assert _names(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["rank-0.json", "__0_0.distcp"])
+def test_a_folder_that_nodes_do_not_share_is_one_line(tmp_path, monkeypatch, name):
+    class Elsewhere(WriterHere):
+        def finish(self, request):
+            (request.aside / name).unlink()
+            super().finish(request)
+
+    monkeypatch.setattr(background, "ChildProcess", Elsewhere)
+    run = _Run(tmp_path)
+    run.step(1)
+    with pytest.raises(RunError, match=f"{name} is missing: job.dump_folder must be one folder"):
         run.checkpointer.finish()
     assert _names(tmp_path) == []
 

@@ -5,39 +5,15 @@ import torch
 
 from tests.support.disk_order import watched_disk
 from tests.support.hf_folders import make_folder, small_model
-from tests.support.saved_runs import Run
-from titan_moe.checkpoint import background, writer
+from tests.support.saved_runs import Run, WriterHere
+from titan_moe.checkpoint import background
 from titan_moe.checkpoint.hf.transfer import import_folder
 from titan_moe.runtime.files import write_whole
 
 
-class _Here:
-    """The process that writes, in this one: its requests are answered as they are sent."""
-
-    def __init__(self, function, *, handles):
-        self._plan = None
-
-    def send(self, request):
-        if self._plan is None:
-            self._plan = request
-        elif isinstance(request, writer.Finish):
-            writer.finish(self._plan.finish, request)
-        else:
-            writer.write_own(self._plan, writer.memory_of(self._plan), request)
-
-    def answered(self, seconds):
-        return True
-
-    def receive(self):
-        return None
-
-    def close(self):
-        pass
-
-
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_checkpoint(tmp_path, monkeypatch, mode):
-    monkeypatch.setattr(background, "ChildProcess", _Here)
+    monkeypatch.setattr(background, "ChildProcess", WriterHere)
     run = Run(tmp_path, interval=1, async_mode=mode, keep_latest_k=1)
     with watched_disk() as disk:
         for step in (1, 2, 2):  # Another one, one that replaces it.

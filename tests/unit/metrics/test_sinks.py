@@ -53,6 +53,7 @@ def test_weights_and_biases_gets_the_step_and_goes_on_with_its_run(tmp_path, mon
     calls = []
 
     def init(**keys):
+        assert keys.keys() == {"project", "dir", "config", "id", "resume"}  # WANDB_MODE says more.
         calls.append((keys["id"], keys["resume"], keys["config"]["model"]["name"]))
         return SimpleNamespace(
             id=keys["id"] or f"run{len(calls)}",
@@ -69,6 +70,16 @@ def test_weights_and_biases_gets_the_step_and_goes_on_with_its_run(tmp_path, mon
     assert calls[6][0] is None and (tmp_path / "wandb_run_id").read_text() == "run7"
     log_one_step(Metrics(enable_wandb=True), tmp_path, **of_layers(200))
     assert len(calls[-2][1]) == 1 + 2 * 32
+
+
+def test_a_service_that_cannot_be_reached_costs_a_warning(tmp_path, monkeypatch, caplog):
+    def init(**keys):
+        raise OSError("no network")
+
+    stand_in(monkeypatch, "wandb", SimpleNamespace(init=init))
+    log_one_step(Metrics(enable_wandb=True), tmp_path)
+    assert caplog.messages == ["Weights & Biases is off from here on: OSError: no network"]
+    assert read_json_lines(tmp_path / "metrics.jsonl") == [{"step": 4, "loss": 2.5}]
 
 
 def test_mlflow_gets_the_step_and_goes_on_with_its_run(tmp_path, monkeypatch):
