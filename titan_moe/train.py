@@ -86,12 +86,13 @@ def check_all(
     # Imported here: numpy's import is not for every rank to wait for.
     from titan_moe.data.build import check_data
     from titan_moe.data.tokenizer import load_tokenizer
+    from titan_moe.metrics.sinks import missing_packages
 
     if world_size % num_nodes:
         raise ConfigError([f"--ranks {world_size} must be a multiple of --nodes {num_nodes}"])
     job, notes = read_job(argv)
     job, model = prepare_job(job, world_size, environment)
-    problems = check_run_folder(job, as_record(model))
+    problems = check_run_folder(job, as_record(model)) + missing_packages(job.metrics)
     if problems := problems + check_data(job.training, job.validation, job.model.tokenizer_path):
         raise ConfigError(problems)
     tokenizer = load_tokenizer(job.model.tokenizer_path)

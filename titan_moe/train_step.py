@@ -41,7 +41,7 @@ class StepResult:
     counts_LE: Tensor | None
     """Tokens per MoE layer and expert, over the whole world."""
     rows_dropped: int = 0
-    """(token, expert) choices that found no room in a bounded buffer, over all MoE layers."""
+    """(token, expert) choices that did not fit into a bounded buffer, over all MoE layers."""
     metrics: dict[str, float] | None = None
     """What only a log reads, by its name there; None if the step is not logged. See
     `metrics.step_metrics`; "data" is the sum of the CRC32 of the global batch's sequences: which
@@ -247,7 +247,7 @@ def validation_loss(
     batches: Iterable[Batch], sharded: ShardedModel, device: torch.device
 ) -> tuple[float, int]:
     """Mean cross-entropy over the target tokens of all ranks' batches, and how many choices of an
-    expert found no room between ranks; collective."""
+    expert did not fit into the buffers between ranks; collective."""
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     sharded.train(False)
     for batch in batches:
@@ -265,14 +265,14 @@ def overflow_line(parallelism: Parallelism, rows_dropped: int) -> str:
     factor = parallelism.expert_parallel_capacity_factor
     if parallelism.expert_parallel_comm_backend == "symmetric":
         return (
-            f"{rows_dropped} choices of an expert by a token found no room between ranks with "
-            f"parallelism.expert_parallel_capacity_factor={factor}: choose a larger one, or leave "
-            f"it out for room for all rows that can come"
+            f"{rows_dropped} choices of an expert by a token did not fit into the buffers between "
+            f"ranks with parallelism.expert_parallel_capacity_factor={factor}: choose a larger "
+            f"one, or leave it out for buffers of all rows that can come"
         )
     return (
-        f"{rows_dropped} choices of an expert by a token found no room between ranks with "
-        f"parallelism.expert_parallel_capacity_factor={factor}: choose a larger one, leave it out "
-        f"for exact sizes, or set parallelism.expert_parallel_overflow=drop"
+        f"{rows_dropped} choices of an expert by a token did not fit into the buffers between "
+        f"ranks with parallelism.expert_parallel_capacity_factor={factor}: choose a larger one, "
+        f"leave it out for exact sizes, or set parallelism.expert_parallel_overflow=drop"
     )
 
 

@@ -136,7 +136,7 @@ def shipped_case(path: Path, world_size: int, layers: int | None) -> Case:
     name = f"{path.parent.name}/{path.name}"
     parallelism = job.parallelism
     if layers is not None and parallelism.pipeline_parallel_degree == 1:
-        # What the whole model has room for, not its first layers.
+        # What fits beside the whole model, not beside its first layers.
         sections = (job.training, parallelism, job.activation_checkpoint)
         shared = choose_accumulation(config, *sections, world_size, _GPU_BYTES)
         job = with_tables(job, {"parallelism": {"fsdp_accumulation": shared.word}})

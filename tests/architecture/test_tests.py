@@ -8,8 +8,8 @@ import pytest
 from tests.support.catching import BUGS
 from tests.support.imports import imports_of
 from tests.support.paths import REPO
-from tests.support.planted_bugs import Bug, right_source
 from tests.support.planted_muon_bugs import MUON_BUGS
+from tests.support.planting import Bug, right_source
 
 
 def violations(repo: Path) -> list[str]:

@@ -1,6 +1,6 @@
 """Every dispatcher against one expression: each token's experts, weighed and added up.
 
-Outputs and gradients of tokens and of routing weights, with NaN in every row that is nobody's.
+Outputs and gradients of tokens and of routing weights, with NaN in every row that is no token's.
 """
 
 from typing import NamedTuple

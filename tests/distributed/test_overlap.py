@@ -275,7 +275,7 @@ def test_turns_alternate_and_the_longer_half_goes_on_alone():
     assert taken_turns(alternation, 2, 2) == "FBFBFB"
     assert taken_turns(alternation, 0, 2) == "FBBB"
     assert taken_turns(alternation, 3, 1) == "FBFBFF"
-    alternation.in_forward()  # Outside of a pair nobody waits.
+    alternation.in_forward()  # Outside of a pair there is no wait.
     alternation.in_backward()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.catching import BUGS, caught, judge
 from tests.support.gates import SAMPLE, Gates
-from tests.support.planted_bugs import Bug
+from tests.support.planting import Bug
 from tests.support.tiers import split
 from titan_moe.verify.layouts.layouts import AXES, OPTIONS, Layout, parse
 

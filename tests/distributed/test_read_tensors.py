@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.support.planted_bugs import Bug, plant
+from tests.support.planting import Bug, plant
 from titan_moe.checkpoint.read_tensors import read_tensors
 from titan_moe.checkpoint.safe_reader import SafeReader
 from titan_moe.checkpoint.tensor_files import write_tensors

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tests.support.planted_bugs import plant, right_source
+from tests.support.planting import plant, right_source
 from titan_moe.distributed.redistribution import Step, execute, plan
 from titan_moe.distributed.sharding import Axes, Sharding, coordinates, group_of
 from titan_moe.distributed.sharding_moves import LOCAL_OPS

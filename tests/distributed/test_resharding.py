@@ -13,15 +13,8 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from tests.support.gates import OTHERS, SAMPLE
-from tests.support.resharding import (
-    LEG,
-    Run,
-    go_on,
-    make_job,
-    problems,
-    run,
-    waste,
-)
+from tests.support.pieces import waste
+from tests.support.resharding import LEG, Run, go_on, make_job, problems, run
 from tests.support.tiers import tiered
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.distributed.sharding import Sharding

@@ -1,6 +1,7 @@
 """Training stages: the bits of runs that were stopped where a stage begins, and resumed in it."""
 
 import json
+import os
 import shutil
 from itertools import accumulate
 from pathlib import Path
@@ -94,6 +95,18 @@ def test_figures_are_of_the_stage_that_a_step_is_in(live: Path) -> None:
     assert flops[2] == pytest.approx(flops[4]) and flops[5] == pytest.approx(flops[7])
     assert flops[5] > 1.001 * flops[4] > 1.001 * flops[0]
     assert load_job(["--config", str(live / "config.toml")]) == staged_job(live)
+
+
+@pytest.mark.slow
+def test_a_change_of_layout_waits_for_the_save_in_the_background(
+    tmp_path: Path, live: Path
+) -> None:
+    tables = staged_job(tmp_path, stages=STAGES[:1]).model_dump()
+    tables["training"]["steps"] = 3
+    tables["checkpoint"]["async_mode"] = "async"
+    run_on_ranks(train, 2, JobConfig.model_validate(tables))
+    assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-2", "step-3"]
+    assert saved(tmp_path, 2) == saved(live, 2)
 
 
 def test_a_stage_that_the_run_did_not_have_is_refused(tmp_path: Path, live: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.support.planted_bugs import Bug, plant
+from tests.support.planting import Bug, plant
 from tests.support.transfers import draw, missing_bytes, whole
 from titan_moe.distributed.boxes import sizes
 from titan_moe.distributed.dtensor import local_part, local_slices

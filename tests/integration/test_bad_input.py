@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import run_command
+from tests.support.commands import TITAN_MOE, run_command
 from tests.support.launching import EMPTY, command, environment, run_train
 from tests.support.tiers import split
+from titan_moe.runtime.run_lock import LOCK, RunLock
 from titan_moe.testing.process_pool import TIMEOUT_S
 
 _CONFIG, _RUN = 2, 1
@@ -216,6 +217,12 @@ def folder_of_another_model(folder: Path) -> Bad:
     return Bad(_CONFIG, words, {"checkpoint__enable": True})
 
 
+def folder_in_use(folder: Path) -> Bad:
+    # Of this process, which lives.
+    RunLock(folder)._create(folder / LOCK)
+    return Bad(_RUN, [f"{folder} is in use by process", "job.dump_folder"])
+
+
 def checkpoint_of_another_model(folder: Path) -> Bad:
     _make_checkpoint(folder, model__flavor="debugmodel")
     checkpoint = (folder / "checkpoint").rename(folder / "another") / "step-1"
@@ -285,6 +292,8 @@ RUNS: list[Case] = [
     no_number_of_ranks,
     missing_config_file,
     truncated_checkpoint,
+    folder_of_another_model,
+    folder_in_use,
     checkpoint_of_another_model,
     foreign_checkpoint,
     full_disk,
@@ -320,6 +329,23 @@ def test_bad_input_is_one_line(tmp_path: Path, case: Case) -> None:
     )
     _assert_one_line(bad, ended)
     assert before.items() <= _digests(tmp_path, without=bad.changes).items()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [folder_in_use, folder_of_another_model])
+def test_ranks_look_at_the_folder_themselves(tmp_path: Path, case: Case) -> None:
+    """Those of a torchrun that a user starts by hand."""
+    bad = case(tmp_path)
+    _, *arguments = command(tmp_path, **bad.overrides)
+    ended = subprocess.run(
+        [*TITAN_MOE, "train", "--one-process", "--config", EMPTY, *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    ended.stderr = "".join(ended.stderr.splitlines(keepends=True)[-1:])  # torch may warn before.
+    _assert_one_line(bad, ended)
 
 
 def _assert_one_line(bad: Bad, ended: subprocess.CompletedProcess[str]) -> None:

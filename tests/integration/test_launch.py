@@ -1,6 +1,7 @@
 """run_train.sh: ranks, nodes, signals, dead ranks."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ from tests.support.launching import command, environment, run_train
 from tests.support.listeners import descendants, listening
 from tests.support.paths import REPO
 from tests.support.tiers import tiered
+from titan_moe.config.job_config import Training
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.testing.process_pool import TIMEOUT_S
 
@@ -42,6 +44,17 @@ def test_two_ranks_train_and_the_saved_config_repeats_the_run(tmp_path: Path) ->
     )
 
 
+def test_a_signal_before_python_can_answer_it_ends_nothing(tmp_path: Path) -> None:
+    stub = tmp_path / "python3"
+    stub.write_text(
+        "#!/usr/bin/env bash\n"
+        'case $1 in -c) echo "$0" ;; -m) kill -USR1 $$; kill -INT $$; exit 7 ;; esac\n'
+    )
+    stub.chmod(0o755)
+    variables = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert subprocess.run([REPO / "run_train.sh"], env=variables).returncode == 7
+
+
 def test_help_needs_no_run() -> None:
     shown = subprocess.run(
         [REPO / "run_train.sh", "--help"], env=environment(), capture_output=True, text=True
@@ -51,9 +64,7 @@ def test_help_needs_no_run() -> None:
 
 @pytest.mark.slow
 def test_two_nodes_meet(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        endpoint = f"localhost:{probe.getsockname()[1]}"
+    endpoint = _free_endpoint()
     nodes = [
         subprocess.Popen(
             command(tmp_path, parallelism__expert_parallel_degree=2),
@@ -85,6 +96,13 @@ def test_slurm_starts_run_train_once_per_node(tmp_path: Path) -> None:
     assert {"--cpus-per-task=104", "--gpus-per-node=h100:4", "--cpu-bind=none"} <= set(options)
 
 
+def test_slurm_asks_for_a_signal_while_a_run_may_still_save() -> None:
+    script = (REPO / "scripts" / "slurm_train.sh").read_text()
+    (seconds,) = re.findall(r"^#SBATCH --signal=USR1@(\d+)$", script, re.MULTILINE)
+    assert int(seconds) >= Training().stop_timeout_seconds
+    assert "\n#SBATCH --requeue\n#SBATCH --open-mode=append\n" in script
+
+
 @pytest.mark.parametrize(
     ("run_train", "code", "requeued"),
     [
@@ -101,6 +119,7 @@ def test_slurm_queues_a_run_that_stopped_saved_again(
         "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 "$@"',
         "run_train.sh": run_train,
     }
+    (tmp_path / "slurm-99.stopped").touch()  # Of this job, before it was queued again.
     ended = _slurm(tmp_path, programs)
     assert ended.returncode == code, ended.stderr
     assert ended.stdout.splitlines() == ["requeue 99"] * requeued
@@ -193,9 +212,7 @@ def test_a_signal_to_a_job_saves_and_another_number_of_ranks_goes_on(
 
 @pytest.mark.slow
 def test_a_signal_to_one_node_stops_all_at_the_same_step(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        endpoint = f"localhost:{probe.getsockname()[1]}"
+    endpoint = _free_endpoint()
     nodes = [
         _start_endless(
             tmp_path,
@@ -293,6 +310,12 @@ def test_what_one_machine_s_run_listens_on_is_loopback(tmp_path: Path) -> None:
     assert process.returncode == 130, words
     # Gloo's.
     assert found and all(address.is_loopback for _, address, _ in found), found
+
+
+def _free_endpoint() -> str:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return f"localhost:{probe.getsockname()[1]}"
 
 
 def _start_endless(

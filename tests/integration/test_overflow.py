@@ -33,7 +33,7 @@ def test_what_is_dropped_is_told_and_training_goes_on(tmp_path: Path):
     drop = {**NARROW, "expert_parallel_overflow": "drop"}
     run_on_ranks(train_here, 2, make_job(tmp_path, parallelism=drop))
     lines = metrics(tmp_path)
-    # At least what no routing at all would leave room for.
+    # At least what no routing at all could fit in.
     assert all(0.09 < line["dispatch/dropped"] < 0.5 for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
 

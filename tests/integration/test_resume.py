@@ -106,6 +106,17 @@ def test_all_ranks_stop_after_the_step_in_which_one_asks(tmp_path: Path, undistu
     assert_same_run(tmp_path, undisturbed)
 
 
+def stopped_at_a_save(job: JobConfig) -> tuple[bool, list[str]]:
+    stopped = asked(job, 0, 5)
+    return stopped, sorted(path.name for path in Path(job.job.dump_folder, "checkpoint").iterdir())
+
+
+def test_a_run_stops_when_its_save_in_the_background_is_complete(tmp_path: Path):
+    checkpoint = {"enable": True, "interval": 5, "async_mode": "async"}
+    job = make_job(tmp_path, checkpoint=checkpoint)
+    assert run_on_ranks(stopped_at_a_save, 1, job) == [(True, ["step-5"])]
+
+
 @pytest.mark.slow
 def test_a_request_in_the_last_step_or_without_checkpoints_changes_nothing(tmp_path: Path):
     assert run_on_ranks(asked, 1, make_job(tmp_path / "last"), 0, STEPS) == [False]

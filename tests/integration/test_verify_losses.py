@@ -88,7 +88,7 @@ def test_an_interrupt_and_the_same_command_again(tmp_path: Path):
 
 
 def file_of(golden: Path) -> Path:
-    """This machine's; else another's, whose band has room for another order of summation too."""
+    """This machine's; else another's, whose band allows for another order of summation too."""
     own = golden / f"{golden_key(this_device())}.json"
     return own if own.is_file() else min(golden.glob("torch-*.json"))
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from tests.support.planted_bugs import Bug, plant
+from tests.support.planting import Bug, plant
 from titan_moe.config.job_config import JobConfig
 from titan_moe.debug.capture.step import FOLDER, StepCapture
 from titan_moe.distributed.parallelize import build_sharded_model

@@ -1,6 +1,6 @@
 """As planted_bugs.py: mistakes in asynchronous tensor parallelism."""
 
-from tests.support.planted_bugs import Bug
+from tests.support.planting import Bug
 
 _ASYNC = "titan_moe.distributed.async_tensor_parallel"
 _SPARED = ("loss *", "counts *", "num_targets *", "gradient output.weight")

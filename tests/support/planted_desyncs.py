@@ -3,7 +3,7 @@ changes one line of production code, as in planted_bugs.py."""
 
 from typing import NamedTuple
 
-from tests.support.planted_bugs import plant, right_source
+from tests.support.planting import plant, right_source
 from titan_moe.config.parse import load_job
 from titan_moe.simulate.collectives import WorldReport, run_world, smallest_task
 

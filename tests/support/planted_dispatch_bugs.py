@@ -1,6 +1,7 @@
 """Mistakes of the dispatchers that the gradient gate must find, as in planted_bugs.py."""
 
-from tests.support.planted_bugs import _EP, _LAST_EXPERTS, _OUTPUT, Bug
+from tests.support.planted_bugs import _EP, _LAST_EXPERTS, _OUTPUT
+from tests.support.planting import Bug
 
 _ONCE = "dp_shard=2,ep=2,recompute=full,reshard=always,dispatch=deduplicated"
 _NODES = "dp_shard=2,tp=2,ep=4,recompute=none,reshard=default,dispatch=nodes"

@@ -1,6 +1,6 @@
 """As planted_bugs.py: mistakes in what only some families have."""
 
-from tests.support.planted_bugs import Bug
+from tests.support.planting import Bug
 
 _DISTRIBUTED = "titan_moe.distributed"
 _EMBEDDING = "gradient tok_embeddings.weight"

@@ -1,6 +1,6 @@
 """As planted_bugs.py: mistakes in Muon."""
 
-from tests.support.planted_bugs import Bug
+from tests.support.planting import Bug
 
 _MUON = "titan_moe.optim.muon"
 _ATTENTION = "parameter layers.*.attention.w*.weight*"

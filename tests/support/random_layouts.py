@@ -117,7 +117,7 @@ def _dispatch(
     if ranks % 2 == 0:
         ways.append({**ways[1], "expert_parallel_ranks_per_node": 2})
     if ep * etp > 1:
-        ways.append({"expert_parallel_capacity_factor": float(ep)})  # Room for all, always.
+        ways.append({"expert_parallel_capacity_factor": float(ep)})  # All fit, always.
     return chance.choice(ways)
 
 

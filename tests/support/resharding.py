@@ -1,9 +1,4 @@
-"""Runs that stop in one layout and go on in another, watched from outside.
-
-What ranks hold is put together into whole tensors by arithmetic alone
-(titan_moe.verify.layouts.shards):
-neither DTensor's placements, nor DCP's metadata, nor the checkpoint's checksums have a say in it.
-"""
+"""Runs that stop in one layout and go on in another, watched from outside."""
 
 import json
 import shutil
@@ -13,18 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.paths import DEBUG_CONFIGS
+from tests.support.pieces import Piece, differences, odd_slices, pieces, waste, whole
 from titan_moe.checkpoint.manifest import Manifest, read_manifest
-from titan_moe.checkpoint.safe_reader import METADATA, SafeReader
 from titan_moe.config.checks.job import check
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
-from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.metrics import curves
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
@@ -33,28 +26,13 @@ from titan_moe.testing.ranks import run_on_ranks
 from titan_moe.trainer import Trainer
 from titan_moe.verify.gradients.fixture import at_depth
 from titan_moe.verify.layouts.layouts import Layout, apply_layout
-from titan_moe.verify.layouts.shards import Box, Shards, tensor_dims
+from titan_moe.verify.layouts.shards import Shards, tensor_dims
 
 ROWS = 24
 """Rows of a global batch: each of 1, 2, 3, 4, 6 and 8 data ranks gets some."""
 LEG = 2
 """Steps from one change of layout to the next, and from one checkpoint to the next."""
 LONGEST = 3 * LEG
-_BUFFERS = ("expert_bias", "previous_load")
-_PER_CHUNK = 2000
-"""Bytes that a piece of a tensor costs besides its elements: torch.save's archive and an entry of
-DCP's index."""
-
-
-@dataclass
-class Piece:
-    """One rank's part of a tensor."""
-
-    box: Box
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    bits: np.ndarray
-    """The elements as unsigned integers: equal means the same bits, NaN and -0 included."""
 
 
 @dataclass
@@ -200,7 +178,7 @@ def train_watched(
     def resume_and_save_again() -> None:
         resume()
         if trainer.progress.step > 0:
-            watched.loaded = _pieces(trainer, Shards(layout, tensor_dims()))
+            watched.loaded = pieces(trainer, Shards(layout, tensor_dims()))
             save(trainer.progress.step, trainer._state())
         _watch_rows(trainer, watched)
 
@@ -215,11 +193,11 @@ def _watch_saves(trainer: Trainer, watched: Watched, layout: Layout, save_last: 
 
     def save_and_keep(step: int, state: dict[str, Any], *, last: bool = False) -> None:
         if save_last or not last:
-            watched.saved[step] = _pieces(trainer, shards)
+            watched.saved[step] = pieces(trainer, shards)
             save(step, state, last=last)
 
     trainer.checkpointer.save = save_and_keep
-    watched.odd_slices += _odd_slices(trainer, shards)
+    watched.odd_slices += odd_slices(trainer, shards)
 
 
 def _watch_rows(trainer: Trainer, watched: Watched) -> None:
@@ -276,7 +254,7 @@ def reshard_watched(
             old += [weakref.ref(each) for _, each in trainer.sharded.named_parameters()]
             trainer.reshard(after)
             watched.left = [f"{type(each())}" for each in old if each() is not None]
-            watched.loaded = _pieces(trainer, Shards(layout, tensor_dims()))
+            watched.loaded = pieces(trainer, Shards(layout, tensor_dims()))
             _watch_saves(trainer, watched, layout, save_last=True)
             _watch_rows(trainer, watched)
         make_step(step)
@@ -317,103 +295,6 @@ def _rows(batch: Any) -> list[tuple[Any, ...]]:
     return [
         (*contents[3 * row : 3 * row + 3], tuple(names)) for row, names in enumerate(batch.samples)
     ]
-
-
-def _pieces(trainer: Trainer, shards: Shards) -> dict[str, Piece]:
-    rank = dist.get_rank()
-    pieces = {}
-    for name, parameter in trainer.sharded.named_parameters():
-        box = shards.box(rank, name, parameter.shape)
-        state = trainer.optimizer.state[parameter]
-        for kind, tensor in [("parameter", parameter), *state.items()]:
-            scalar = tensor.ndim == 0
-            pieces[f"{kind} {name}"] = Piece(
-                () if scalar else box, tuple(tensor.shape), _bits(local_part(tensor.detach()))
-            )
-    for layer, moe in trainer.sharded.moe_layers().items():
-        for buffer in _BUFFERS:
-            tensor = getattr(moe.router, buffer)
-            box = (slice(0, len(tensor)),)
-            pieces[f"{buffer} {layer}"] = Piece(box, tuple(tensor.shape), _bits(tensor))
-    return pieces
-
-
-def _odd_slices(trainer: Trainer, shards: Shards) -> list[str]:
-    odd = []
-    for name, parameter in trainer.sharded.named_parameters():
-        box, ours = shards.box(dist.get_rank(), name, parameter.shape), local_slices(parameter)
-        # Where nothing lies, it does not matter where.
-        if ours != box and (_volume(ours) or _volume(box)):
-            odd.append(f"rank {dist.get_rank()}: {name} {ours}, by arithmetic {box}")
-    return odd
-
-
-def _volume(box: Box) -> int:
-    return int(np.prod([part.stop - part.start for part in box]))
-
-
-def _bits(tensor: torch.Tensor) -> np.ndarray:
-    if tensor.dtype == torch.bfloat16:  # Which numpy does not know.
-        tensor = tensor.contiguous().view(torch.int16)
-    array = np.ascontiguousarray(tensor.numpy())
-    # ascontiguousarray makes a scalar a row.
-    return array.view(f"u{array.itemsize}").reshape(tensor.shape).copy()
-
-
-def whole(ranks: list[dict[str, Piece]]) -> dict[str, np.ndarray]:
-    """Whole tensors from all ranks' pieces.
-
-    Raises AssertionError when a tensor has a gap, or replicas of a part differ.
-    """
-    tensors: dict[str, np.ndarray] = {}
-    filled: dict[str, np.ndarray] = {}
-    for rank, pieces in enumerate(ranks):
-        for name, piece in pieces.items():
-            tensor = tensors.setdefault(name, np.zeros(piece.shape, piece.bits.dtype))
-            seen = filled.setdefault(name, np.zeros(piece.shape, bool))
-            part, known = tensor[piece.box], seen[piece.box]
-            assert part.shape == piece.bits.shape, f"rank {rank}: {name} has {piece.bits.shape}"
-            assert (part[known] == piece.bits[known]).all(), f"rank {rank}: {name} differs"
-            tensor[piece.box] = piece.bits
-            seen[piece.box] = True
-    gaps = [name for name, seen in filled.items() if not seen.all()]
-    assert not gaps, f"no rank holds all of {gaps}"
-    return tensors
-
-
-def differences(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> list[str]:
-    """Names of tensors that are on one side only, or differ in any bit."""
-    names = expected.keys() ^ found.keys()
-    names |= {
-        name
-        for name in expected.keys() & found.keys()
-        if not np.array_equal(expected[name], found[name])
-    }
-    return sorted(names)
-
-
-def waste(folder: Path) -> list[str]:
-    """Why a checkpoint is larger or holds less than its tensors; nothing if neither is so."""
-    manifest = read_manifest(folder)
-    metadata = SafeReader(folder).read_metadata()
-    lines = []
-    stored = metadata.state_dict_metadata
-    if stored.keys() != manifest.tensors.keys():
-        lines.append(f"manifest and files differ in {stored.keys() ^ manifest.tensors.keys()}")
-    elements = chunks = 0
-    for name, entry in stored.items():
-        whole_size = int(np.prod(manifest.tensors[name].shape))
-        size = sum(int(np.prod(chunk.sizes)) for chunk in entry.chunks)
-        if size != whole_size:
-            lines.append(f"{name} of {whole_size} elements takes {size}")
-        elements += whole_size * entry.properties.dtype.itemsize
-        chunks += len(entry.chunks)
-    files = [*folder.glob("*.distcp"), folder / METADATA]
-    size = sum(path.stat().st_size for path in files)
-    if len(metadata.storage_data) != chunks or size > elements + _PER_CHUNK * chunks:
-        written = len(metadata.storage_data)
-        lines.append(f"{size} bytes for {elements} of {chunks} pieces, {written} of them written")
-    return lines
 
 
 def problems(source: Run, ours: Run, reference: Run, step: int) -> list[str]:

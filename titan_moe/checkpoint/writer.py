@@ -94,7 +94,7 @@ def serve(pipe: Connection) -> None:
     plan: WriterPlan = receive(pipe)
     with suppress(OSError):  # Memory is found now, not while a step waits for its copy.
         os.posix_fallocate(plan.memory, 0, plan.size)
-    memory = memoryview(mmap.mmap(plan.memory, plan.size, prot=mmap.PROT_READ))
+    memory = memory_of(plan)
     while True:
         request: Path | Finish = receive(pipe)
         answer = None
@@ -104,9 +104,14 @@ def serve(pipe: Connection) -> None:
                 finish(plan.finish, request)
             else:
                 write_own(plan, memory, request)
-        except Exception as error:  # The rank says it in its words.
+        except Exception as error:  # The rank makes one line of it.
             answer = error
         send(pipe, answer)
+
+
+def memory_of(plan: WriterPlan) -> memoryview:
+    """What the rank copies into."""
+    return memoryview(mmap.mmap(plan.memory, plan.size, prot=mmap.PROT_READ))
 
 
 def write_own(plan: WriterPlan, memory: memoryview, folder: Path) -> None:

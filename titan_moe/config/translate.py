@@ -40,7 +40,7 @@ def translate(tables: dict[str, Any], converters: Iterable[str]) -> Translation:
 
     Args:
         tables: of a TOML file or a command line, nested.
-        converters: those that the whole run names, in our words; the keys of another converter's
+        converters: those that the whole run names, by our names; the keys of another converter's
             table ask for nothing.
     """
     found = Translation({}, [], [])
@@ -62,7 +62,7 @@ def translate(tables: dict[str, Any], converters: Iterable[str]) -> Translation:
 
 
 def converters_of(tables: dict[str, Any]) -> list[str]:
-    """The converters that the tables switch on, in our words."""
+    """The converters that the tables switch on, by our names."""
     model = tables.get("model")
     value = model.get("converters") if isinstance(model, dict) else None
     words = _renamed(_CONVERTERS, [] if value is None else value, [])
@@ -93,7 +93,7 @@ def _asks_for_nothing(value: Any, key: Key) -> bool:
 
 
 def _renamed(key: str, value: Any, told: list[str]) -> Any:
-    """`value` in our words; what was changed goes to `told`."""
+    """`value` by our names; what was changed goes to `told`."""
     default = KEYS[key].default if key in KEYS else None
     if isinstance(default, list) and isinstance(value, str):
         value = [word.strip() for word in value.split(",") if word.strip()]

@@ -102,5 +102,5 @@ class Packer:
 
 def ignored_sequence(like: PackedSequence) -> PackedSequence:
     """A sequence without any target, to fill up a batch: another's tokens, since padding alone
-    would send all tokens to the same experts, for which bounded buffers have no room."""
+    would send all tokens to the same experts, which do not fit into bounded buffers."""
     return replace(like, labels_S=np.full_like(like.labels_S, IGNORE_INDEX), samples=[])

@@ -85,7 +85,7 @@ class ShardedModel:
     accumulation: Accumulation
     """What the microbatches of a step share."""
     stops_on_overflow: bool = False
-    """Whether a step, or a validation, that dropped rows for want of room must not count."""
+    """Whether a step, or a validation, that dropped rows must not count."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters, under their names in the whole model."""

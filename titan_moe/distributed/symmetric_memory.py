@@ -129,7 +129,7 @@ class Channel:
         """Send `sent_P[p]` consecutive rows to each rank p.
 
         Returns:
-            Room for `num_received` rows, of which those received are written, in the order of
+            A buffer of `num_received` rows, of which those received are written, in the order of
             their ranks.
         """
         width = x_RD.shape[1]
@@ -270,7 +270,7 @@ class Emulation:
         dist.all_to_all_single(received, in_splits, group=self._group)
         sent, sizes = in_splits.tolist(), received.tolist()
         assert sum(sent) <= len(input), "more rows than there are"
-        assert sum(sizes) <= len(out), "more rows than there is room for"
+        assert sum(sizes) <= len(out), "more rows than the buffer holds"
         out.view(torch.uint8).fill_(0xFF)  # NaN in every type.
         dist.all_to_all_single(
             out[: sum(sizes)], input[: sum(sent)], sizes, sent, group=self._group

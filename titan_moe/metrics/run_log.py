@@ -320,8 +320,8 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     """What this rank holds, in GiB; CUDA peaks are those since the last call.
 
     On CUDA "memory/peak_gib" (tensors), "memory/reserved_gib" (with the allocator's reserve) and
-    "memory/allocation_retries": how often, since the start, the allocator had to free its cache to
-    find room. Anything but 0 there costs time: the run needs nearly all of the GPU's memory.
+    "memory/allocation_retries": how often, since the start, the allocator had to free its cache for
+    a new tensor. Anything but 0 there costs time: the run needs nearly all of the GPU's memory.
     On the CPU "memory/resident_gib" and "memory/peak_gib", the most since the process started.
     """
     if device.type == "cuda":

@@ -12,7 +12,7 @@ from titan_moe.profiling.regions import region
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding that draws no values: whoever trains fills all parameters, and to draw on the
+    """nn.Embedding that draws no values: training fills all parameters later, and to draw on the
     meta device imports torch's compiler."""
 
     def __init__(self, vocab_size: int, dim: int) -> None:

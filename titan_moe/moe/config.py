@@ -60,7 +60,7 @@ def deduplication_pays(top_k: int, places: int, ranks: int) -> bool:
 def rows_of_buffers(
     num_tokens: int, top_k: int, num_experts: int, ep: int, capacity_factor: float | None
 ) -> int:
-    """Rows that a rank has room for in symmetric memory, received from all ranks together.
+    """Rows that a rank's buffer in symmetric memory holds, received from all ranks together.
 
     Args:
         capacity_factor: as a multiple of the num_tokens * top_k that a rank of a balanced router

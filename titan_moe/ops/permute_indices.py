@@ -243,7 +243,7 @@ def place_copies_reference(
 def copy_to_ranks(reached_TP: Tensor, most: int) -> RowMap:
     """A copy of each row for each rank that it reaches: rank after rank, in the order of rows.
 
-    Without a wait for the device: the map's `source_R` has room for `most` copies of each row, and
+    Without a wait for the device: the map's `source_R` holds up to `most` copies of each row, and
     what follows the last copy has no meaning.
 
     Args:

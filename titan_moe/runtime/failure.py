@@ -32,7 +32,7 @@ class Failure:
     exit_code: int
     lines: list[str]
     expected: bool
-    """A mistake that the user can mend, in its own words; else an exception nobody foresaw."""
+    """A mistake that the user can mend, in its own words; else an exception without such a line."""
 
     def save(self, folder: Path) -> None:
         """Write `rank-R.json` into `folder`, complete or not at all."""

@@ -32,7 +32,7 @@ class Holder:
     """The process that a lock names."""
 
     token: str
-    """Drawn anew by whoever takes the lock."""
+    """Drawn anew each time that the lock is taken."""
     host: str
     place: str
     """Boot and process namespace: where a process number means the same process."""

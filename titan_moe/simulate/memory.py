@@ -173,7 +173,7 @@ def communicators(
     """What the groups that a rank communicates in take from its GPU at the least.
 
     A ring receives from one rank in each of its channels; an exchange of rows, or a send, from each
-    rank of the node in as many channels as NVLink has room for. Buffers for trees, for NVLink SHARP
+    rank of the node in as many channels as NVLink takes. Buffers for trees, for NVLink SHARP
     (0.25 GiB a communicator that spans a node) and for the network are left out.
     """
     dims = parallel_dims(parallelism, world_size)
@@ -229,7 +229,7 @@ def choose_accumulation(
 ) -> Accumulation:
     """What `parallelism.fsdp_accumulation` stands for on devices of this size; None: on a CPU.
 
-    Raises ValueError where gradients are offloaded and the device has no room for their sum.
+    Raises ValueError where gradients are offloaded and their sum does not fit on the device.
     """
     degrees = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
     piped = parallelism.pipeline_parallel_degree > 1

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.serialization import config
 
+from tests.support.saved_runs import WriterHere
+from titan_moe.checkpoint import background
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.digests import read_digests
 from titan_moe.checkpoint.shared_memory import SharedMemory
@@ -162,6 +164,12 @@ def test_the_time_of_a_save_is_that_until_it_is_complete(tmp_path):
     assert checkpointer.longest_save > 0
 
 
+def _first_step(run):
+    """With its save, of which the checkpointer has heard."""
+    run.step(1)
+    run.checkpointer._note(run.checkpointer._background.wait())
+
+
 def _fails(run, folder, words):
     """The next steps say so in one line, and the checkpoint before is the latest."""
     with pytest.raises(RunError) as caught:
@@ -171,13 +179,12 @@ def _fails(run, folder, words):
     assert words in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).startswith(f"cannot save checkpoint {folder}/checkpoint/step-2: ")
     assert _names(folder) == ["step-1"]
-    run.checkpointer.finish()
+    assert run.checkpointer.finish() == 1
 
 
 def test_a_killed_writer_is_one_line(tmp_path):
     run = _Run(tmp_path, interval=2, enable_first_step_checkpoint=True)
-    run.step(1)
-    run.checkpointer._background.wait()
+    _first_step(run)
     os.kill(run.writer, signal.SIGSTOP)
     run.step(2)
     os.kill(run.writer, signal.SIGKILL)
@@ -186,8 +193,7 @@ def test_a_killed_writer_is_one_line(tmp_path):
 
 def test_a_full_disk_is_one_line(tmp_path):
     run = _Run(tmp_path, interval=2, enable_first_step_checkpoint=True)
-    run.step(1)
-    run.checkpointer._background.wait()
+    _first_step(run)
     resource.prlimit(run.writer, resource.RLIMIT_FSIZE, (1000, 1000))
     run.step(2)
     _fails(run, tmp_path, "File too large")
@@ -201,6 +207,21 @@ def test_copies_that_differ_are_not_committed(tmp_path, monkeypatch):
     with pytest.raises(
         RunError, match=r"^linear\.weight and its copies linear\.bias are not the same"
     ):
+        run.checkpointer.finish()
+    assert _names(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["rank-0.json", "__0_0.distcp"])
+def test_a_folder_that_nodes_do_not_share_is_one_line(tmp_path, monkeypatch, name):
+    class Elsewhere(WriterHere):
+        def finish(self, request):
+            (request.aside / name).unlink()
+            super().finish(request)
+
+    monkeypatch.setattr(background, "ChildProcess", Elsewhere)
+    run = _Run(tmp_path)
+    run.step(1)
+    with pytest.raises(RunError, match=f"{name} is missing: job.dump_folder must be one folder"):
         run.checkpointer.finish()
     assert _names(tmp_path) == []
 

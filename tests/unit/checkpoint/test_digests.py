@@ -123,6 +123,9 @@ def test_a_line_that_was_lost(saved):
     path.write_text("".join(line for line in lines if "train_state" not in line))
     with pytest.raises(RunError, match=r"SHA256SUMS does not list it"):
         _run(saved.parents[1])[1].load()
+    path.write_text("".join(line for line in lines if "distcp" not in line))
+    line = f"{saved}: __0_0.distcp is damaged: SHA256SUMS does not list it"
+    assert audit(saved).problems == [line]
 
 
 def test_checkpoints_of_earlier_versions_have_no_digests(saved):

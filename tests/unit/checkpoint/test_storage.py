@@ -1,4 +1,5 @@
 import json
+import os
 import re
 
 import pytest
@@ -45,9 +46,10 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert storage.read_json(_save(tmp_path, 1, "new") / "a.json") == {"text": "new"}
 
 
-def test_keep_latest_counts_numbers_not_names(tmp_path):
+def test_keep_latest_counts_numbers_not_names_or_times(tmp_path):
     for step in (9, 10, 100):
-        _save(tmp_path, step)
+        # Nor times of modification, which hosts that share a folder do not agree on.
+        os.utime(_save(tmp_path, step), (1000 - step, 1000 - step))
     storage.keep_latest(tmp_path, count=2, newest=100)
     assert storage.saved_steps(tmp_path) == [10, 100]
     storage.keep_latest(tmp_path, count=1, newest=10)  # 100 is of a branch that was left.

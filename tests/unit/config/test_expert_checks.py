@@ -100,8 +100,8 @@ _NAME = "parallelism.expert_parallel_comm_backend=symmetric"
             "degree 2 {p}_capacity_factor 0.5",
             2,
             [
-                f"{_NAME} never drops a row, and expert_parallel_capacity_factor=0.5 has no room "
-                "for those of a balanced router: choose 1.25 or more"
+                f"{_NAME} never drops a row, and expert_parallel_capacity_factor=0.5 does not "
+                "suffice for those of a balanced router: choose 1.25 or more"
             ],
         ),
         (

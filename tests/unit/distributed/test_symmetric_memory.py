@@ -34,7 +34,7 @@ def exchange_twice(bug: str | None) -> list[list[float]]:
         dist.get_rank(),
         torch.tensor([[[1, 2], [1, 1]], [[1, 1], [2, 1]]])[dist.get_rank()],
     )
-    if bug == "more than there is room for":
+    if bug == "more than the buffer holds":
         sent_P = sent_P * 2
     x_RD = torch.arange(6.0, dtype=torch.float64).view(3, 2)[: 3 - rank] + 10 * rank
     found = []
@@ -59,7 +59,7 @@ def test_rows_arrive_in_the_order_of_ranks_and_come_home() -> None:
     [
         ("one buffer", "while peers read it"),
         ("one place for sizes", "while they were read"),
-        ("more than there is room for", "more rows than"),
+        ("more than the buffer holds", "more rows than"),
     ],
 )
 def test_what_a_gpu_would_not_notice_is_an_error(bug: str, said: str) -> None:

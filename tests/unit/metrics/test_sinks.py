@@ -14,6 +14,7 @@ from titan_moe.config.job_config import Metrics
 from titan_moe.metrics import services, sinks
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.metrics.services import Background, bounded
+from titan_moe.train import check_all
 
 JOB = {"training": {"steps": 3, "blend": []}, "model": {"name": "qwen3"}}
 
@@ -39,6 +40,10 @@ def test_tensorboard_holds_the_scalar(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(4, 2.5)]
 
 
+def of_layers(number):
+    return {f"moe/layers.{n}/{name}": 1.0 for n in range(number) for name in ("cv", "dead")}
+
+
 def stand_in(monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(sinks, "find_spec", lambda name: module)
@@ -48,6 +53,7 @@ def test_weights_and_biases_gets_the_step_and_goes_on_with_its_run(tmp_path, mon
     calls = []
 
     def init(**keys):
+        assert keys.keys() == {"project", "dir", "config", "id", "resume"}  # WANDB_MODE says more.
         calls.append((keys["id"], keys["resume"], keys["config"]["model"]["name"]))
         return SimpleNamespace(
             id=keys["id"] or f"run{len(calls)}",
@@ -62,6 +68,18 @@ def test_weights_and_biases_gets_the_step_and_goes_on_with_its_run(tmp_path, mon
     assert calls[3:5] == [("run1", "allow", "qwen3"), (5, {"loss": 2.5})]
     log_one_step(Metrics(enable_wandb=True), tmp_path)  # From the start again: another run.
     assert calls[6][0] is None and (tmp_path / "wandb_run_id").read_text() == "run7"
+    log_one_step(Metrics(enable_wandb=True), tmp_path, **of_layers(200))
+    assert len(calls[-2][1]) == 1 + 2 * 32
+
+
+def test_a_service_that_cannot_be_reached_costs_a_warning(tmp_path, monkeypatch, caplog):
+    def init(**keys):
+        raise OSError("no network")
+
+    stand_in(monkeypatch, "wandb", SimpleNamespace(init=init))
+    log_one_step(Metrics(enable_wandb=True), tmp_path)
+    assert caplog.messages == ["Weights & Biases is off from here on: OSError: no network"]
+    assert read_json_lines(tmp_path / "metrics.jsonl") == [{"step": 4, "loss": 2.5}]
 
 
 def test_mlflow_gets_the_step_and_goes_on_with_its_run(tmp_path, monkeypatch):
@@ -92,6 +110,8 @@ def test_mlflow_gets_the_step_and_goes_on_with_its_run(tmp_path, monkeypatch):
     log_one_step(Metrics(enable_mlflow=True), tmp_path, resume_step=4, **rates)
     logged = {"loss": 2.5, "lr/max": 2.0, "lr/decay": 1.0}
     assert calls == ["titan_moe", "run1", (4, logged), "end"]
+    log_one_step(Metrics(enable_mlflow=True), tmp_path, **of_layers(200))
+    assert len(calls[-2][1]) == 1 + 2 * 32
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
@@ -134,6 +154,8 @@ def test_a_missing_package_is_one_line_before_any_file_is_touched(
         f"metrics.{key} = true needs the package {package}: install it, or set the key to false"
     ]
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match=rf"^metrics\.{key} = true needs the package {package}"):
+        check_all([f"--metrics.{key}", "true"], 1, 1, {})
 
 
 class Failing:
@@ -197,8 +219,7 @@ def test_steps_come_in_order_and_as_they_were(tmp_path):
 
 def test_services_get_a_bounded_number_of_keys():
     def values(layers):
-        figures = {f"moe/layers.{n}/{name}": 1.0 for n in range(layers) for name in ("cv", "dead")}
-        return {"loss": 1.0, "lr/experts": 2.0, **figures, "time/data": 3.0}
+        return {"loss": 1.0, "lr/experts": 2.0, **of_layers(layers), "time/data": 3.0}
 
     assert bounded(values(32)) == values(32)
     kept = bounded(values(200))

@@ -134,7 +134,7 @@ def test_a_mask_without_documents_is_made_once_for_each_length(core: str):
 
 
 def test_sinks_of_the_plain_core_need_no_mask():
-    """Where nobody said that there would be sinks; without them the kernel's own causal order."""
+    """Where sinks were not announced; without them the kernel's own causal order."""
     inputs = _inputs(sinks=True)
     assert CausalSdpa().mask(DOCUMENTS_BS) is None
     ours = _attend(CausalSdpa(), inputs, DOCUMENTS_BS, None)

@@ -30,7 +30,7 @@ def drawn(*shape: int, scale: float = 1.0):
 
 
 def compared(ours, theirs, inputs, *, of_rows: int) -> None:
-    """Values and gradients; the first inputs have a row per row, whose tail is nobody's."""
+    """Values and gradients; the first inputs have a row per row, whose tail is no expert's."""
     assert len(ours) == len(theirs)
     grads = [torch.randn_like(y) for y in ours]
     found = torch.autograd.grad(ours, inputs, grads, retain_graph=True)

@@ -97,7 +97,7 @@ def grouped(x: Tensor, w: Tensor, grad: Tensor, ends: list[int], rounding) -> tu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_experts_multiply_rounded_operands(dtype: torch.dtype):
-    """An expert without rows among them, and NaN in rows that belong to nobody."""
+    """An expert without rows among them, and NaN in rows that belong to no expert."""
     ends = [16, 16, 48]
     x, w = drawn(64, 32, seed=1).to(dtype), drawn(3, 16, 32, seed=2).to(dtype)
     grad = drawn(64, 16, seed=3).to(dtype)
@@ -226,7 +226,7 @@ BLOCK_RECIPES = {
 
 @pytest.mark.parametrize("recipe", BLOCK_RECIPES)
 def test_experts_multiply_blocks(recipe: str):
-    """An expert without rows among them, and NaN in rows that belong to nobody."""
+    """An expert without rows among them, and NaN in rows that belong to no expert."""
     unit, activations, weights = BLOCK_RECIPES[recipe]
     ends = [unit, unit, 3 * unit]
     rows, dims = 4 * unit, (2 * unit, unit)

@@ -1,9 +1,13 @@
 """Errors name a page of docs/ that is there."""
 
+import ast
+import re
+from collections.abc import Iterator
+
 import pytest
 
 from tests.support.config_checks import problems
-from tests.support.markdown import anchors
+from tests.support.markdown import anchors, fences
 from tests.support.paths import REPO
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
@@ -68,6 +72,69 @@ def test_a_run_s_failure_names_the_page_that_helps(line: str, page: str) -> None
     assert page_for(line) == page
 
 
+def test_an_error_that_troubleshooting_shows_names_its_section() -> None:
+    """Or a page that says more than troubleshooting does."""
+    text = (_DOCS / "troubleshooting.md").read_text()
+    lines, wrong, shown = text.splitlines(), [], 0
+    for fence in fences(text):
+        heading = next(line for line in lines[fence.line :: -1] if line.startswith("### "))
+        (own,) = anchors(heading)
+        errors = re.findall("^error: (.*)$", fence.text, re.MULTILINE)
+        shown += len(errors)
+        for number, line in enumerate(errors):
+            page = page_for(line)
+            other_row = page is not None and page.startswith(_TROUBLE) and page != _TROUBLE + own
+            # A further line of one failure need not name the page again.
+            if other_row or (page is None and number == 0):
+                wrong.append((own, page, line))
+    assert wrong == [] and shown > 50
+
+
+_PACKAGES = ("runtime", "checkpoint", "routing", "debug/hang")
+_TELL_ALL = {
+    "3 exists: name another folder, or remove it",
+    "3: version 3 is not known",
+    "3 has no routing of 3 for the row 3 at position 3: it is of other data",
+    # Put together of others.
+    "3: 3",
+    "after step 3 3",
+}
+
+
+def test_every_refusal_names_a_page() -> None:
+    """Of the packages that keep a run from being lost; 3 stands for what a message is about."""
+    found = {
+        message: page_for(message)
+        for package in _PACKAGES
+        for path in sorted((REPO / "titan_moe" / package).glob("*.py"))
+        for message in messages(ast.parse(path.read_text()))
+    }
+    assert {message for message, page in found.items() if page is None} == _TELL_ALL
+    assert len(found) > 40
+
+
+def messages(module: ast.Module) -> Iterator[str]:
+    """Of the RunErrors and ConfigErrors that a module makes."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in _ERRORS:
+            (argument,) = node.args
+            lines = argument.elts if isinstance(argument, ast.List) else [argument]
+            yield from filter(None, map(words, lines))
+
+
+_ERRORS = ("RunError", "ConfigError")
+
+
+def words(node: ast.expr) -> str:
+    """Those of a literal; empty where a message is made elsewhere."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        parts = (each.value if isinstance(each, ast.Constant) else 3 for each in node.values)
+        return "".join(map(str, parts))
+    return words(node.left) if isinstance(node, ast.BinOp) else ""
+
+
 def test_an_unknown_key_names_its_page(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError) as error:
         load_job(["--training.stepz", "3"])
@@ -77,4 +144,4 @@ def test_an_unknown_key_names_its_page(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_what_no_page_says_more_about_stays_as_it_is() -> None:
-    assert page_for("no room") is None
+    assert page_for("no such thing") is None

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_moe import train
 from titan_moe.runtime.launch import Launch
 from titan_moe.runtime.stopping import StopWatch, has_stopped, request_stop
 
@@ -23,6 +24,16 @@ def test_the_first_rank_of_a_node_reads_the_request_and_answers(tmp_path: Path) 
     assert has_stopped(tmp_path)
     StopWatch(0, Launch(), environment | {"TORCHELASTIC_RESTART_COUNT": "10"})
     assert not has_stopped(tmp_path), "the next attempt has not"
+
+
+@pytest.mark.parametrize(("stopped", "alone", "rank"), [(True, 75, 0), (False, 0, 0)])
+def test_torchrun_takes_a_stop_for_a_good_end(
+    stopped: bool, alone: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "_run", lambda *all: stopped)
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert train.main([], {}) == alone
+    assert train.main([], place | {"GROUP_RANK": "0"}) == rank
 
 
 def test_without_a_launcher_nothing_is_read_or_written() -> None:

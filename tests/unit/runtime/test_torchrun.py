@@ -214,19 +214,21 @@ def test_an_answer_of_an_earlier_attempt_is_none(
 
 
 @pytest.mark.parametrize(
-    ("signals", "timeout_s", "seconds"),
+    ("signals", "timeout_s", "seconds", "code"),
     [
-        ([("SIGTERM", 1.2), ("SIGTERM", 0)], 30, 1.2),  # The second one.
-        ([("SIGTERM", 0)], 1, 1),
-        ([("SIGTERM", 0)], None, 0),
-        ([("SIGUSR1", 0)], None, 0),
-        ([("SIGHUP", 0)], 30, 0),
+        ([("SIGTERM", 1.2), ("SIGTERM", 0)], 30, 1.2, 143),  # The second one.
+        ([("SIGTERM", 0)], 1, 1, 143),
+        ([("SIGTERM", 0)], None, 0, 143),
+        ([("SIGUSR1", 0)], None, 0, 143),
+        ([("SIGHUP", 0)], 30, 0, 143),
+        ([("SIGINT", 0)], 30, 0, 130),
     ],
 )
-def test_a_run_that_cannot_or_must_not_save_ends_with_143(
+def test_a_run_that_cannot_or_must_not_save_ends_at_once(
     signals: list,
     timeout_s: int | None,
     seconds: float,
+    code: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -234,7 +236,7 @@ def test_a_run_that_cannot_or_must_not_save_ends_with_143(
     script = _ASKS.format(signals=signals, code="time.sleep(60)")
     (tmp_path / "config.toml").touch()
     began = time.monotonic()
-    assert start(monkeypatch, tmp_path, script, stop_timeout_s=timeout_s) == 143
+    assert start(monkeypatch, tmp_path, script, stop_timeout_s=timeout_s) == code
     assert seconds <= time.monotonic() - began < seconds + 20
     words = capsys.readouterr().out
     assert ("run_train.sh" in words) == (timeout_s is not None)

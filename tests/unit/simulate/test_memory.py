@@ -143,18 +143,18 @@ _WHOLE = 2 * _LAYER + 2 * _OUTPUT + 10
 """Parameters: all ranks have them all, gathered."""
 
 
-def _shared(room: float, replicas: int = 1, word: str = "auto", **training: object) -> str:
-    """What four ranks choose whose GPUs have `room` bytes beside the model."""
+def _shared(free: float, replicas: int = 1, word: str = "auto", **training: object) -> str:
+    """What four ranks choose whose GPUs have `free` bytes beside the model."""
     section = Training(local_batch_size=3, seq_len=7, **{**_FOUR_MICROBATCHES, **training})  # type: ignore[arg-type]
     parallelism = Parallelism(data_parallel_replicate_degree=replicas, fsdp_accumulation=word)
     recompute = ActivationCheckpoint(mode="full")
     plain = memory(_DENSE, section, parallelism, recompute, 4).total
     groups = communicators(parallelism, 4).bytes
-    size = plain + room + RESERVED + groups
+    size = plain + free + RESERVED + groups
     return choose_accumulation(_DENSE, section, parallelism, recompute, 4, size).word
 
 
-def test_the_most_is_shared_that_there_is_room_for():
+def test_the_most_is_shared_that_fits():
     # Whole gradients where a quarter of them is counted already, and weights in bfloat16.
     sums, weights = _WHOLE * 4 - _WHOLE * 4 / 4, _WHOLE * 2
     assert _shared(sums + weights) == "keep_gathered"

@@ -119,8 +119,8 @@ def _symmetric(run: Run) -> list[str]:
         )
     if factor is not None and factor < 1:
         lines.append(
-            f"{name} never drops a row, and expert_parallel_capacity_factor={factor} has no room "
-            f"for those of a balanced router: choose 1.25 or more"
+            f"{name} never drops a row, and expert_parallel_capacity_factor={factor} does not "
+            f"suffice for those of a balanced router: choose 1.25 or more"
         )
     if degrees.expert_parallel_overlap:
         lines.append(

@@ -2,7 +2,7 @@
 
 A sketch is 1 + P numbers in float64: the sum of squares, and P sums of the elements with random
 signs, which belong to the elements' places in the whole tensor. Sums over parts of a tensor are the
-whole's, whoever holds which part, and of sums of tensors, all but the first number are the sum's.
+whole's, however the parts are held, and of sums of tensors, all but the first number are the sum's.
 The mean square of the P sums estimates the sum of squares; that of a difference of two sketches
 does so for the difference of the two tensors, so none can hide (Alon, Matias and Szegedy 1999).
 """

@@ -137,7 +137,7 @@ class Pipeline:
             stages if multi else stages[0],
             n_microbatches=shape[0] // microbatch_size,
             loss_fn=_of_the_last_stage,
-            # The sum over targets is divided once per step, by whoever knows their number.
+            # The sum over targets is divided once per step, where their number is known.
             scale_grads=False,
         )
         if self._alternation is not None and name == self._schedule.name:

@@ -262,5 +262,5 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
 
 
 def _cut(copies: RowMap, sent: int) -> RowMap:
-    """Without the room that `copy_to_ranks` left."""
+    """Without what `copy_to_ranks` left unused."""
     return copies._replace(source_R=copies.source_R[:sent])

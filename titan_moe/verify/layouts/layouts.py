@@ -240,7 +240,7 @@ def _dispatch(layout: Layout) -> dict[str, Any]:
     if not layout.has("dispatch"):
         return {}
     if layout.dispatch == "bounded":
-        # Room for nearly all rows of a rank in each buffer: they never overflow, and are watched.
+        # Each buffer holds nearly all rows of a rank: they never overflow, and are watched.
         return {"expert_parallel_capacity_factor": 0.97 * layout.ep if layout.ep > 1 else 1.0}
     if layout.dispatch == "nodes":
         on_node = 2 if layout.ep % 2 == 0 else 1

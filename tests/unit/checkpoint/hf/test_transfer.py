@@ -12,7 +12,8 @@ from torch import nn
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
 from titan_moe.checkpoint.digests import read_digests
 from titan_moe.checkpoint.hf import sources, transfer, write_folder
-from titan_moe.checkpoint.hf.transfer import export_checkpoint, import_folder, load_alone
+from titan_moe.checkpoint.hf.names import model_shapes
+from titan_moe.checkpoint.hf.transfer import export_checkpoint, import_folder, load_alone, load_hf
 from titan_moe.checkpoint.manifest import read_manifest
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import differences
@@ -166,6 +167,9 @@ def test_a_changed_export_is_refused(tmp_path):
     with pytest.raises(RunError, match=r"model.safetensors is not what SHA256SUMS beside it says"):
         import_folder(tmp_path / "out", tmp_path / "again", torch.float32)
     assert not (tmp_path / "again").exists()
+    model = small_model("qwen3")
+    with pytest.raises(RunError, match=r"model.safetensors is not what SHA256SUMS beside it says"):
+        load_hf(tmp_path / "out", model, {}, model_shapes(model.config))
     (tmp_path / "out" / "SHA256SUMS").unlink()
     import_folder(tmp_path / "out", tmp_path / "again", torch.float32)
 
