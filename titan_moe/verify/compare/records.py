@@ -73,14 +73,14 @@ def read_run(path: Path, *, name: str = "") -> RunRecord:
         raise ConfigError([f"{path}: neither metrics.jsonl nor TensorBoard events are there"])
     if not len(curve.steps):
         raise ConfigError([f"{path}: no step is logged"])
-    facts, config, events = (folder / name for name in ("run.json", "config.toml", EVENTS))
+    facts, config, decided = (folder / name for name in ("run.json", "config.toml", EVENTS))
     return RunRecord(
         name,
         curve,
         json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {},
         tomllib.loads(config.read_text(encoding="utf-8")) if config.is_file() else {},
         folder,
-        _steps(events) if events.is_file() else (),
+        _steps(decided) if decided.is_file() else (),
     )
 
 
