@@ -141,10 +141,11 @@ class TrainData:
         self.loader.close()
         self._bad.say_all()
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on at a checkpoint's position. RunError if it is that of other data, or of a stage
-        that the run did not have at that step."""
-        taken = job_of_step(self._job, state["step"]).training
+    def load_state(self, state: dict[str, Any], step: int | None = None) -> None:
+        """Go on at a checkpoint's position, taken after a step of the run: left out, that of the
+        data, which is another if the run has gone back and left data out. RunError if it is that of
+        other data, or of a stage that the run did not have at that step."""
+        taken = job_of_step(self._job, state["step"] if step is None else step).training
         size, length = taken.global_batch_size, taken.seq_len
         self._go_on(state, replace(self.loader.identity, global_batch_size=size, seq_len=length))
 

@@ -48,12 +48,19 @@ class StepResult:
     data the step saw, in any order."""
     stop: bool = False
     """A rank asks to stop after this step."""
+    spike: bool = False
+    """The norm is far above those of the steps before: training.spike_factor."""
     parameter_norms: dict[str, list[float]] | None = None
     """Norms of all parameters' gradients before clipping, each expert's apart, if asked for."""
 
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the numbers allow the update."""
+        return self.finite and not self.spike
 
 
 # A request to stop travels as so many target tokens: the all-reduce keeps its size, and with it the
@@ -85,8 +92,13 @@ class TrainStep:
         *,
         device: torch.device,
         stop: Callable[[], bool] = lambda: False,
+        is_spike: Callable[[float], bool] = lambda norm: False,
     ) -> None:
-        """`stop`: whether this rank asks to stop after a step; called once in each."""
+        """
+        Args:
+            stop: whether this rank asks to stop after a step; called once in each.
+            is_spike: whether a step of this gradient norm is to update nothing; alike on all ranks.
+        """
         dims = sharded.meshes.dims
         self._sharded = sharded
         self._optimizer = optimizer
@@ -112,6 +124,7 @@ class TrainStep:
         self._parameter_norms = grad_norm.ParameterNorms(sharded.names, self._num_experts)
         self._device = device
         self._stop = stop
+        self._is_spike = is_spike
 
     def __call__(
         self,
@@ -127,9 +140,9 @@ class TrainStep:
         only a log wants to know joins that all-reduce if the step is `logged`, and every
         parameter's norm if asked for.
 
-        If the result is not finite, nothing is updated, and the gradients stay for whoever looks
-        for the reason; `discard` clears them. Nor is anything updated where rows were dropped and
-        the model stops on overflow, nor in a step without a target token.
+        If the result is not finite or is a spike, nothing is updated, and the gradients stay for a
+        search for the reason; `discard` clears them. Nor is anything updated where rows were
+        dropped and the model stops on overflow, nor in a step without a target token.
         """
         for moe in self._moe_layers.values():
             moe.counts_traffic = logged
@@ -137,7 +150,7 @@ class TrainStep:
         with region("grad_norm"):
             result = self._reduce(loss_sum, batches, logged, parameter_norms)
         overflows = result.rows_dropped > 0 and self._sharded.stops_on_overflow
-        if not result.finite or overflows:
+        if not result.accepted or overflows:
             return result
         if result.num_targets > 0:
             with region("optimizer"):
@@ -223,6 +236,7 @@ class TrainStep:
             counts_LE=sums["counts_LE"].long() if self._all_moe_layers else None,
             rows_dropped=int(numbers.get("rows_dropped", 0)),
             stop=requests > 0,
+            spike=self._is_spike(norm / divisor),
         )
         if "parameters" in sums:
             norms = self._parameter_norms.by_name(sums["parameters"], divisor)

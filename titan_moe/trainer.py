@@ -5,9 +5,11 @@ import math
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from titan_moe.bad_steps import BadSteps, find_nonfinite, keep_state
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.find import step_to_go_on_from
 from titan_moe.checkpoint.replicas import ReplicaCheck
@@ -17,24 +19,20 @@ from titan_moe.config.checks.job import check_reshard
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import as_toml, resolve
-from titan_moe.config.stages import changes, job_of_step, stage_jobs
+from titan_moe.config.stages import changes, job_of_step, same_layout, stage_jobs
 from titan_moe.data.batch import Batch
 from titan_moe.data.step_reader import merge_states
 from titan_moe.data.tokenizer import loss_unit
-from titan_moe.debug.capture.step import StepCapture
+from titan_moe.debug.capture.step import capture_of_step
 from titan_moe.debug.hang.layers import mark_layers
-from titan_moe.debug.nan_locator import describe_nonfinite
 from titan_moe.distributed.compile import compiled_so_far, forget_compiled
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.distributed.process_groups import ProcessGroups
-from titan_moe.distributed.summary import layout_summary, pipeline_summary
 from titan_moe.distributed.transfer import move
 from titan_moe.metrics.closing import closing_lines
-from titan_moe.metrics.run_log import RunLog, describe_run
+from titan_moe.metrics.run_log import RunLog, describe_layout, describe_run
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
-from titan_moe.models.stats import part_weights
-from titan_moe.moe.layer import take_dropped
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import lr_factor, set_lr
 from titan_moe.profiling.profiler import profiler
@@ -87,6 +85,7 @@ class Trainer:
         if job.stages:
             job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)
         self.stop_watch = StopWatch(job.training.max_seconds, process, os.environ)
+        self.bad_steps = BadSteps(job.training)
         self._lay_out(job)
         self._prepare_updates()
         self.progress = Progress()
@@ -109,19 +108,21 @@ class Trainer:
         self.meshes = sharded.meshes
         mark_layers(sharded.parts)
         self._ran = False  # The first step of a layout compiles, and may take long.
-        parameters = dict(sharded.named_parameters())
-        self._say(layout_summary(parameters, self.meshes, sharded.accumulation.line))
-        if self.process.is_main and self.meshes.dims.pp > 1:
-            weights = part_weights(sharded.config, job.training.seq_len)
-            size = job.training.local_batch_size
-            self._say(pipeline_summary(job.parallelism, sharded.stages, weights, size))
+        if self.process.is_main:
+            describe_layout(job, sharded)
 
     def _prepare_updates(self) -> None:
         """What updates that model, and what saves both."""
         job, sharded, group = self.job, self.sharded, self.meshes.group
         self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), group)
-        device, stop = self.process.device, self.stop_watch.asks
-        self.train_step = TrainStep(sharded, self.optimizer, job.training, device=device, stop=stop)
+        self.train_step = TrainStep(
+            sharded,
+            self.optimizer,
+            job.training,
+            device=self.process.device,
+            stop=self.stop_watch.asks,
+            is_spike=self.bad_steps.is_spike,
+        )
         freq = job.metrics.replica_check_freq
         self.replicas = ReplicaCheck(sharded.parts, sharded.config, self.optimizer, freq)
         moe = sharded.config.moe
@@ -167,7 +168,8 @@ class Trainer:
         garbage = GarbageCollector(self.job.training.gc_freq)
         stages = dict(stage_jobs(self.run_job))
         with profiler(self.job.profiling, self.folder, self.process.rank) as profile:
-            for step in range(resume_step + 1, steps + 1):
+            while self.progress.step < steps:
+                step = self.progress.step + 1
                 if stages.get(step, self.job) != self.job:
                     self._begin_stage(stages[step])
                 stop = self._step(step)
@@ -218,7 +220,9 @@ class Trainer:
         random_state = get_random_state()
         seed_everything(job.debug)
         forget_compiled(job.compile)
-        sent = self._move_to(job) if self._changes_the_model(job) else 0
+        # A pipeline's stages depend on the length of sequences.
+        moves = self.meshes.dims.pp > 1 or not same_layout(self.job, job)
+        sent = self._move_to(job) if moves else 0
         self.job, self._ran = job, False
         self.data.reopen(job, self.meshes.dims)
         set_random_state(random_state)
@@ -228,14 +232,6 @@ class Trainer:
         self.log.set_layout(job, self.sharded, resume_step=step)
         collect_everything()
         self._say("going on after step %d in this layout; its ranks were sent %d bytes", step, sent)
-
-    def _changes_the_model(self, job: JobConfig) -> bool:
-        """Whether a job wants another layout; a pipeline's depends on the length of sequences."""
-        same = (job.parallelism, job.activation_checkpoint) == (
-            self.job.parallelism,
-            self.job.activation_checkpoint,
-        )
-        return not same or self.meshes.dims.pp > 1
 
     def _move_to(self, job: JobConfig) -> int:
         """Model, optimizer and all that works on them, in another layout; returns bytes sent."""
@@ -257,7 +253,7 @@ class Trainer:
             batches = self.data.loader.next_step()
         factor = lr_factor(step, self.job.lr_scheduler, training.steps)
         set_lr(self.optimizer, factor)
-        capture = self._capture(step) if step == self.job.debug.capture_step else None
+        capture = capture_of_step(step, self.job, self.sharded, self.optimizer)
         logged = self.log.wants(step) or self._validates(step) or capture is not None
         traced = nullcontext() if self.routing is None else self.routing.step(step, batches)
         with phases("step"), traced:
@@ -276,8 +272,11 @@ class Trainer:
             raise RunError(
                 f"step {step}: {overflow_line(self.job.parallelism, result.rows_dropped)}; {kept}"
             )
-        if not result.finite:
-            self._handle_nonfinite(step, result, batches, before)
+        if result.accepted:
+            self.bad_steps.accept(result)
+        elif (checkpoint := self._handle_bad_step(step, result, batches, before)) is not None:
+            self._roll_back(checkpoint)
+            return result.stop
 
         step_tokens = training.global_batch_size * training.seq_len
         self.progress = Progress(step, self.progress.tokens + step_tokens)
@@ -301,46 +300,45 @@ class Trainer:
                 self.checkpointer.maybe_save(step, self._state(), last=step == training.steps)
         return result.stop and step < training.steps and self.job.checkpoint.keeps_state
 
-    def _capture(self, step: int) -> StepCapture:
-        training = self.job.training
-        wide = training.dtype == "float64"
-        compute_dtype = "float64" if wide else training.mixed_precision_param
-        return StepCapture(self.sharded, self.optimizer, step=step, compute_dtype=compute_dtype)
-
-    def _handle_nonfinite(
+    def _handle_bad_step(
         self, step: int, result: StepResult, batches: list[Batch], before: dict[str, Any]
-    ) -> None:
-        """Nothing has been updated: skip the step, or keep the state before it and stop."""
-        place = describe_nonfinite(self.sharded, batches, self.process.device)
+    ) -> int | None:
+        """Nothing has been updated. Returns the step of the checkpoint to go back to, if the run is
+        to. RunError if it is to stop; the state before the step is kept then."""
+        find_place = partial(find_nonfinite, self.sharded, batches, self.process.device)
+        decision = self.bad_steps.decide(step, result, find_place, self.checkpointer.finish)
         self.train_step.discard()
-        # Of the forward that looked for the place.
-        take_dropped(self.sharded.moe_layers().values(), self.process.device)
-        line = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: {place}"
-        if self.job.training.on_nonfinite == "skip":
-            logger.warning("%s; the update is skipped", line)
-            return
-        kept = self._keep(step, before)
-        raise RunError(
-            f"{line}; {kept} (training.on_nonfinite='skip' would leave the update out and go on)"
-        )
+        self.log.event(step, self.bad_steps.record(result, decision))
+        if decision.action == "stop":
+            again = decision.checkpoint is not None
+            kept = "no state was kept" if again else self._keep(step, before)
+            raise RunError(f"{decision.seen}; {kept} ({decision.remark})")
+        logger.warning("%s; %s", decision.seen, decision.remark)
+        return decision.checkpoint
 
     def _keep(self, step: int, before: dict[str, Any]) -> str:
-        """Save the state before a step that updated nothing; says where it is."""
-        checkpoint = self.job.checkpoint
-        if not checkpoint.enable or checkpoint.load_only or step == 1:
-            return "no state was kept"
-        if self.checkpointer.finish() != step - 1:
-            self.checkpointer.save(step - 1, before)
-        return f"the state before it is {self.checkpointer.folder}/step-{step - 1}"
+        return keep_state(self.checkpointer, self.job.checkpoint, step, before)
 
-    def _resume(self) -> None:
-        state = self.checkpointer.load()
+    def _roll_back(self, step: int) -> None:
+        """Go back to the run's checkpoint of a step, and on with the data that is next now."""
+        timeouts, groups = self.job.comm, self.meshes.all_groups()
+        set_timeouts(timeouts.init_timeout_seconds, groups)
+        self.log.go_back(self.job, self.sharded, step)  # First: services may take a minute to end.
+        with self.log.phases("checkpoint"), self.stop_watch.saving():
+            self._resume(step)
+        set_timeouts(timeouts.train_timeout_seconds, groups)
+
+    def _resume(self, step: int | None = None) -> None:
+        """From the checkpoint that the configuration says, or in all but the data from that of
+        `step`."""
+        state = self.checkpointer.load(step)
         if state is None:
             return
-        if "data" in state:
-            self.data.load_state(state["data"])
+        if step is None and "data" in state:
+            self.data.load_state(state["data"], state.get("step"))
         if "step" in state:
             self.progress = Progress(state["step"], state["tokens"])
+            self.bad_steps.load_state(state)
             self._say("going on after step %d", self.progress.step)
 
     def _state(self) -> dict[str, Any]:
@@ -349,6 +347,7 @@ class Trainer:
             "step": self.progress.step,
             "tokens": self.progress.tokens,
             "data": self.data.loader.state_dict(),
+            **self.bad_steps.state(),
         }
 
     def _validates(self, step: int) -> bool:

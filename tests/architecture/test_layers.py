@@ -38,6 +38,7 @@ _LAYERS = {
     "debug": 5,
     "metrics.run_log": 5,
     "routing": 5,
+    "bad_steps": 5,
     "train_data": 5,
     "train_step": 5,
     "trainer": 5,

@@ -289,19 +289,22 @@ class Checkpointer:
                 lambda: storage.refuse_existing(target), doing=f"cannot export to {target}"
             )
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self, step: int | None = None) -> dict[str, Any] | None:
         """Load the run's own checkpoint, else `initial_load_path`; into the tensors, in place.
 
-        The own one is that of `load_step`, or the latest. Returns the saved state, with the merged
-        "data" and without the parts excluded from loading; None when there is nothing to go on
-        from: no checkpoint, or one of the model only. Random states are put back where the number
-        of ranks is the same, so call this last before the loop.
+        The own one is that of `step`, of `load_step`, or the latest. Returns the saved state, with
+        the merged "data" and without the parts excluded from loading; None when there is nothing to
+        go on from: no checkpoint, or one of the model only. Random states are put back where the
+        number of ranks is the same, so call this last before the loop.
 
         Raises RunError when the checkpoint is missing, damaged, untrustworthy or of another model.
         The model's tensors are undefined then.
         """
         doing = f"cannot load a checkpoint from {self._folder}"
-        found = on_rank_zero(lambda: find_checkpoint(self._config, self._folder), doing=doing)
+        config = self._config
+        if step is not None:
+            config = config.model_copy(update={"load_step": step})
+        found = on_rank_zero(lambda: find_checkpoint(config, self._folder), doing=doing)
         if found is None:
             if self._config.enable and self._config.initial_load_in_hf:
                 self._load_hf()

@@ -42,6 +42,14 @@ def changes(before: JobConfig, after: JobConfig) -> str:
     return ", ".join(words)
 
 
+def same_layout(before: JobConfig, after: JobConfig) -> bool:
+    """Whether a model of one is laid out as one of the other."""
+    return (before.parallelism, before.activation_checkpoint) == (
+        after.parallelism,
+        after.activation_checkpoint,
+    )
+
+
 def stage_lines(job: JobConfig) -> list[str]:
     """What each stage changes, a line each."""
     jobs = [each for _, each in stage_jobs(job)]

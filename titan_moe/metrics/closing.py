@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from titan_moe.config.job_config import Checkpoint, Training
+from titan_moe.metrics.jsonl import EVENTS
 from titan_moe.runtime.command_lines import console, training_command
 from titan_moe.runtime.launch import Launch
 
@@ -36,6 +37,8 @@ def closing_lines(
         lines.append(f"curves  {folder / 'curves.png'}")
     if last_saved is not None:
         lines.append(f"checkpoints {saves}")
+    if (folder / EVENTS).exists():
+        lines.append(f"steps that were left out or trained again: {folder / EVENTS}")
     following = next_steps(
         folder,
         checkpoint=None if last_saved is None else saves / f"step-{last_saved}",

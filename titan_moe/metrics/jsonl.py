@@ -4,11 +4,14 @@ between."""
 import json
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from titan_moe.runtime.files import parse_json, replacing, set_aside
+
+EVENTS = "events.jsonl"
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,25 @@ class JsonLines:
         self._file.close()
 
 
+class EventLog:
+    """events.jsonl: what a run decided about single steps, a line each.
+
+    Lines are only added. A run that goes back keeps those of the steps that it makes again, so a
+    step may have several. The file begins with the first event; a run that starts at step 0 sets
+    that of an earlier run aside.
+    """
+
+    def __init__(self, folder: Path, *, resume_step: int) -> None:
+        self._path = folder / EVENTS
+        if resume_step == 0 and self._path.exists():
+            _keep_earlier(self._path)
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        lines = JsonLines(self._path, resume_step=sys.maxsize)
+        lines.write(step, values)
+        lines.close()
+
+
 def drop_lines_after(path: Path, step: int) -> None:
     """Take out the lines of later steps, which will be run again, and a line torn by a kill.
 
@@ -72,7 +94,7 @@ def _finite(value: Any) -> Any:
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_finite(each) for each in value]
-    return value if math.isfinite(value) else None
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_after(line: bytes, step: int) -> bool:

@@ -22,8 +22,9 @@ from titan_moe.config.stages import job_of_step, stage_jobs, tokens_per_step
 from titan_moe.data.step_reader import Identity
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, parallel_dims
 from titan_moe.distributed.parallelize import ShardedModel
+from titan_moe.distributed.summary import layout_summary, pipeline_summary
 from titan_moe.metrics.console import Console
-from titan_moe.metrics.jsonl import JsonLines
+from titan_moe.metrics.jsonl import EventLog, JsonLines
 from titan_moe.metrics.services import Sink
 from titan_moe.metrics.sinks import build_sinks
 from titan_moe.metrics.step_metrics import expert_load
@@ -111,23 +112,47 @@ class RunLog:
         self._title = job.job.description
         self._layers = [name.removesuffix(".block") for name in sharded.all_moe_layers()]
         self._sinks: list[Sink] = []
-        self._details = _details(job, resume_step) if process.is_main else {}
+        self._details: dict[str, JsonLines] = {}
         self._wants_norms = job.metrics.log_parameter_norms
         self._console: Console | None = None
+        self._events: EventLog | None = None
         if process.is_main:
-            record = job.model_dump(mode="json")
-            self._sinks = build_sinks(job.metrics, self._folder, record, resume_step=resume_step)
-            if logger.isEnabledFor(logging.INFO):  # LOG_RANK names this rank.
-                self._console = Console(
-                    sys.stdout,
-                    steps=self._steps,
-                    resume_step=resume_step,
-                    color=not job.metrics.disable_color_printing,
-                )
-                self._sinks.append(self._console)
+            self._events = EventLog(self._folder, resume_step=resume_step)
+            self._open_sinks(job, resume_step)
         on_cpu = process.device.type == "cpu"
         self._whose = " in the whole process, Python and torch included" if on_cpu else ""
         self.set_layout(job_of_step(job, resume_step + 1), sharded, resume_step=resume_step)
+
+    def _open_sinks(self, job: JobConfig, resume_step: int) -> None:
+        self._details = _details(job, resume_step)
+        record = job.model_dump(mode="json")
+        self._sinks = build_sinks(job.metrics, self._folder, record, resume_step=resume_step)
+        if logger.isEnabledFor(logging.INFO):  # LOG_RANK names this rank.
+            self._console = Console(
+                sys.stdout,
+                steps=self._steps,
+                resume_step=resume_step,
+                color=not job.metrics.disable_color_printing,
+            )
+            self._sinks.append(self._console)
+
+    def _close_sinks(self) -> None:
+        for sink in (*self._sinks, *self._details.values()):
+            sink.close()
+
+    def event(self, step: int, values: dict[str, Any]) -> None:
+        """What was decided about a step, for events.jsonl."""
+        if self._events is not None:
+            self._events.write(step, values)
+
+    def go_back(self, job: JobConfig, sharded: ShardedModel, step: int) -> None:
+        """Log what follows a step anew, as a run does that resumes there; `job` is that of the
+        present layout. A service that is slow to end holds the main rank up for a minute."""
+        if self._process.is_main:
+            self._close_sinks()
+            self._open_sinks(job, step)
+        self.phases.take()
+        self.set_layout(job, sharded, resume_step=step)
 
     def set_layout(self, job: JobConfig, sharded: ShardedModel, *, resume_step: int) -> None:
         """Measure what follows by the layout that the run has after a step, and from now on."""
@@ -213,8 +238,7 @@ class RunLog:
         """End the sinks and draw the curves, which takes seconds that a run asked to stop may not
         have; the main rank's job. The loss is per `unit`, of which a uniform guess chooses among
         `choices`."""
-        for sink in (*self._sinks, *self._details.values()):
-            sink.close()
+        self._close_sinks()
         if self._sinks and draws:
             # Imported here: matplotlib takes most of a second, and only the end needs it.
             from titan_moe.metrics.curves import plot_curves
@@ -226,6 +250,16 @@ class RunLog:
                 unit=unit,
                 uniform_loss=math.log(choices),
             )
+
+
+def describe_layout(job: JobConfig, sharded: ShardedModel) -> None:
+    """Log how the world and the parameters are cut; the main rank's job."""
+    parameters = dict(sharded.named_parameters())
+    logger.info("%s", layout_summary(parameters, sharded.meshes, sharded.accumulation.line))
+    if sharded.meshes.dims.pp > 1:
+        weights = part_weights(sharded.config, job.training.seq_len)
+        size = job.training.local_batch_size
+        logger.info("%s", pipeline_summary(job.parallelism, sharded.stages, weights, size))
 
 
 def describe_run(job: JobConfig, process: Process, data: Identity) -> None:

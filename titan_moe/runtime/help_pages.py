@@ -34,6 +34,7 @@ _PAGES = tuple(
         (r"ranks for \d+ GPUs", _TROUBLE + "more-ranks-than-gpus"),
         (r"^this is a command of the checkout", _TROUBLE + "the-wrong-code-runs"),
         (r"^step \d+: loss ", _TROUBLE + "loss-is-nan"),
+        (r"^step \d+: a spike|=roll_back|on_spike=", _TROUBLE + "loss-spikes-or-diverges"),
         (r"comm_backend=symmetric: ", _TROUBLE + "symmetric-memory-is-refused"),
         (
             r"enable_async_tensor_parallel=true: (the|torch|CPUs) ",

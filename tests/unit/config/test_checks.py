@@ -11,6 +11,8 @@ from titan_moe.config.parse import load_job, resolve
 _FLOAT8 = '--model.converters ["quantize.linear.float8","quantize.grouped_mm.float8"]'
 _EMULATED = f"{_FLOAT8} --quantize.linear.float8.emulate true"
 
+_ROLL_BACK = "--training.on_nonfinite roll_back --checkpoint.enable"
+
 RULES = [
     (
         "--training.text_column body",
@@ -139,6 +141,38 @@ RULES = [
         "--training.max_seconds 60",
         1,
         "max_seconds=60 stops a run with its state saved: set",
+    ),
+    (
+        "--training.on_spike skip",
+        1,
+        "training.on_spike=skip has no effect without training.spike_factor: set one, such as 10",
+    ),
+    (
+        "--training.on_nonfinite roll_back",
+        1,
+        "training.on_nonfinite=roll_back goes back to the run's last checkpoint: set "
+        "checkpoint.enable=true and checkpoint.load_only=false",
+    ),
+    (
+        "--training.on_spike roll_back --training.spike_factor 5 --training.on_nonfinite roll_back "
+        "--checkpoint.enable --checkpoint.load_only",
+        1,
+        "training.on_nonfinite=roll_back and training.on_spike=roll_back goes back to the run's",
+    ),
+    (
+        f'{_ROLL_BACK} --checkpoint.exclude_from_loading ["optimizer","dataloader"]',
+        1,
+        "checkpoint.exclude_from_loading leaves out optimizer, dataloader: choose stop or skip",
+    ),
+    (
+        f'{_ROLL_BACK} --training.steps 20 --stages [{{"from_step":9,"seq_len":1024}}]',
+        1,
+        "training.on_nonfinite=roll_back may go back to another stage",
+    ),
+    (
+        f"{_ROLL_BACK} --debug.routing_record /no/such/folder",
+        1,
+        "debug.routing_record=/no/such/folder has the data of every step, and training.on_non",
     ),
 ]
 

@@ -72,6 +72,26 @@ def test_a_run_that_stopped_says_how_it_goes_on(monkeypatch):
     assert len(others) == 2 and "step-7 --prompt" in others[0]
 
 
+def test_steps_without_an_update_are_named(tmp_path):
+    def lines():
+        return closing.closing_lines(
+            Training(steps=7),
+            Checkpoint(),
+            tmp_path,
+            step=7,
+            losses=(1.0, None),
+            unit=("byte", 256),
+            last_saved=None,
+            launch=TWO,
+            environment=CPU,
+        )
+
+    assert not any("events" in line for line in lines())
+    (tmp_path / "events.jsonl").touch()
+    named = f"steps that were left out or trained again: {tmp_path}/events.jsonl"
+    assert named in lines()
+
+
 def test_the_commands_of_a_checkout(monkeypatch):
     monkeypatch.chdir(command_lines.CHECKOUT)
     generate, longer, page = said()

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from titan_moe.metrics.jsonl import JsonLines, read_json_lines
+from titan_moe.metrics.jsonl import EventLog, JsonLines, read_json_lines
 
 
 def write_steps(path, steps, *, resume_step=0):
@@ -87,3 +87,19 @@ def test_a_fresh_start_sets_an_older_run_aside(tmp_path):
     assert steps_in(path) == [1, 2, 3, 4]
     assert steps_in(tmp_path / "metrics.1.jsonl") == [1, 2]
     assert steps_in(tmp_path / "metrics.2.jsonl") == [1, 2, 3]
+
+
+def test_events_are_only_added(tmp_path):
+    events = EventLog(tmp_path, resume_step=0)
+    assert not list(tmp_path.iterdir()), "a run without events leaves no file"
+    path = tmp_path / "events.jsonl"
+    events.write(18, {"decision": "roll_back", "loss": math.nan, "checkpoint": None})
+    events.write(17, {"decision": "skip"})
+    path.write_bytes(path.read_bytes() + b'{"step": 3')  # Torn by a kill.
+    EventLog(tmp_path, resume_step=5).write(9, {"decision": "stop"})
+    first = {"step": 18, "decision": "roll_back", "loss": None, "checkpoint": None}
+    assert read_json_lines(path)[0] == first
+    assert steps_in(path) == [18, 17, 9] and path.read_bytes().count(b"\n") == 3
+    # Of a run that begins anew they are not.
+    EventLog(tmp_path, resume_step=0)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["events.1.jsonl"]

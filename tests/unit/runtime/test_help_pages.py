@@ -34,6 +34,8 @@ _MISTAKES = [
     ("--training.text_column x", _TROUBLE + "no-text-column"),
     ("--checkpoint.load_only", "checkpoints.md"),
     ("--checkpoint.enable --checkpoint.initial_load_in_hf", "huggingface.md"),
+    ("--training.on_spike skip", _TROUBLE + "loss-spikes-or-diverges"),
+    ("--training.on_nonfinite roll_back", _TROUBLE + "loss-spikes-or-diverges"),
     ("--validation.steps -2", "configuration.md"),
 ]
 
@@ -62,6 +64,7 @@ def test_missing_data_and_tokenizers_name_theirs() -> None:
         ("step 3: loss nan, gradient norm nan: layers.1", _TROUBLE + "loss-is-nan"),
         ("step 9 is beyond the run in x, which came", _TROUBLE + "a-step-cannot-be-made-again"),
         ("the data is not what the run read: its", _TROUBLE + "a-step-cannot-be-made-again"),
+        ("step 3: a spike: gradient norm 61", _TROUBLE + "loss-spikes-or-diverges"),
         (
             "checkpoint out/step-1 is damaged: wrong checksum of a",
             _TROUBLE + "checkpoint-is-damaged-or-incomplete",

@@ -52,4 +52,48 @@ def _time_limit(run: Run) -> list[str]:
     ]
 
 
-CHECKS: list[Check] = [_checkpoint_enabled, _hugging_face, _time_limit]
+def _roll_back(run: Run) -> list[str]:
+    """What a run that goes back to its last checkpoint needs, and what does not go with it."""
+    job = run.job
+    keys = [
+        f"training.{key}=roll_back"
+        for key, policy in (
+            ("on_nonfinite", job.training.on_nonfinite),
+            ("on_spike", job.training.on_spike),
+        )
+        if policy == "roll_back"
+    ]
+    if not keys:
+        return []
+    setting, lines = " and ".join(keys), []
+    if not job.checkpoint.enable or job.checkpoint.load_only:
+        lines.append(
+            f"{setting} goes back to the run's last checkpoint: set checkpoint.enable=true and "
+            "checkpoint.load_only=false"
+        )
+    if job.checkpoint.exclude_from_loading:
+        excluded = ", ".join(job.checkpoint.exclude_from_loading)
+        lines.append(
+            f"{setting} goes back to a whole checkpoint, and checkpoint.exclude_from_loading "
+            f"leaves out {excluded}: choose stop or skip until the run has been started again "
+            "without it"
+        )
+    if job.stages:
+        lines.append(
+            f"{setting} may go back to another stage, whose layout and batch the data no longer "
+            "has: choose stop or skip, or train without stages"
+        )
+    traces = {
+        "debug.routing_record": job.debug.routing_record,
+        "debug.routing_replay": job.debug.routing_replay,
+    }
+    lines += [
+        f"{key}={folder} has the data of every step, and {setting} trains steps again with other "
+        "data: choose one"
+        for key, folder in traces.items()
+        if folder is not None
+    ]
+    return lines
+
+
+CHECKS: list[Check] = [_checkpoint_enabled, _hugging_face, _time_limit, _roll_back]

@@ -36,6 +36,16 @@ def _cpu_offload(run: Run) -> list[str]:
     return ["training.enable_cpu_offload=true needs a CUDA GPU, and none was found: choose false"]
 
 
+def _spikes(run: Run) -> list[str]:
+    training = run.job.training
+    if training.spike_factor is not None or training.on_spike == "stop":
+        return []
+    return [
+        f"training.on_spike={training.on_spike} has no effect without training.spike_factor: set "
+        "one, such as 10"
+    ]
+
+
 def _recompute(run: Run) -> list[str]:
     every = run.job.activation_checkpoint.selective_ac_option
     selective = run.job.activation_checkpoint.mode == "selective"
@@ -75,4 +85,4 @@ def _compile(run: Run) -> list[str]:
     return lines
 
 
-CHECKS: list[Check] = [_optimizer, _cpu_offload, _recompute, _compile]
+CHECKS: list[Check] = [_optimizer, _cpu_offload, _spikes, _recompute, _compile]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch, fingerprints
 from titan_moe.debug.capture.hooks import watch
 from titan_moe.debug.capture.records import NUMBERS, PHASES, TENSOR, TOKENS, Kind, Place, Records
@@ -30,6 +31,17 @@ from titan_moe.train_step import StepResult
 FOLDER = "capture"
 _ROWS = "batch"
 _EXPERTS = Kind("experts")
+
+
+def capture_of_step(
+    step: int, job: JobConfig, sharded: ShardedModel, optimizer: Optimizer
+) -> "StepCapture | None":
+    """The capture of a step, if the job asks for it."""
+    if step != job.debug.capture_step:
+        return None
+    wide = job.training.dtype == "float64"
+    compute_dtype = "float64" if wide else job.training.mixed_precision_param
+    return StepCapture(sharded, optimizer, step=step, compute_dtype=compute_dtype)
 
 
 class StepCapture:

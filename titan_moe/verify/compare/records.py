@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.metrics.jsonl import read_json_lines
+from titan_moe.metrics.jsonl import EVENTS, read_json_lines
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -54,6 +54,8 @@ class RunRecord:
     config: Mapping[str, Any] = field(default_factory=dict)
     """config.toml, nested tables; empty for runs that have none."""
     folder: Path | None = None
+    events: Sequence[Mapping[str, Any]] = ()
+    """events.jsonl: decisions about spikes and NaN."""
 
 
 def read_run(path: Path, *, name: str = "") -> RunRecord:
@@ -71,13 +73,14 @@ def read_run(path: Path, *, name: str = "") -> RunRecord:
         raise ConfigError([f"{path}: neither metrics.jsonl nor TensorBoard events are there"])
     if not len(curve.steps):
         raise ConfigError([f"{path}: no step is logged"])
-    facts, config = folder / "run.json", folder / "config.toml"
+    facts, config, decided = (folder / name for name in ("run.json", "config.toml", EVENTS))
     return RunRecord(
         name,
         curve,
         json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {},
         tomllib.loads(config.read_text(encoding="utf-8")) if config.is_file() else {},
         folder,
+        _steps(decided) if decided.is_file() else (),
     )
 
 

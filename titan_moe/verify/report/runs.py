@@ -9,7 +9,13 @@ from titan_moe.verify.compare.records import NORM_OF, RunRecord
 from titan_moe.verify.report.charts import Chart, chart, draw_curves, run_lines
 from titan_moe.verify.report.heat import heat_of, load_maps
 from titan_moe.verify.report.render import Table, render
-from titan_moe.verify.report.sections import configuration, environment, layouts, values_table
+from titan_moe.verify.report.sections import (
+    configuration,
+    environment,
+    events,
+    layouts,
+    values_table,
+)
 from titan_moe.verify.report.words import ABSENT, all_notes, layout_words, number
 
 _FIRST = ("loss", "grad_norm", "lr", "tokens_per_second")
@@ -27,6 +33,7 @@ def runs_page(title: str, runs: Sequence[RunRecord]) -> str:
         charts=[_chart(runs, key) for key in _FIRST if key in logged],
         more={key: _chart(runs, key) for key in logged if key not in _FIRST},
         values=_values(runs),
+        events=events(runs),
         load=load_maps([heat_of(run) for run in runs]),
         layouts=layouts(runs),
         configuration=configuration(runs),

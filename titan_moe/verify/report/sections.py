@@ -8,7 +8,13 @@ from typing import Any
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
 from titan_moe.verify.compare.records import RunRecord
 from titan_moe.verify.report.render import Table
-from titan_moe.verify.report.words import differing_keys, fact_rows, layout_of, layout_words
+from titan_moe.verify.report.words import (
+    ABSENT,
+    differing_keys,
+    fact_rows,
+    layout_of,
+    layout_words,
+)
 
 VIEWS = {
     "dense": (DENSE_AXES, "attention, router, shared experts, embeddings, norms"),
@@ -72,6 +78,22 @@ def configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
     said = f"Keys that may change what is trained: {num_loud}; others: {len(rows) - num_loud}."
     heads = ["key", *(run.name for run in known)]
     return {"lines": [*lines, said], "table": Table(heads, rows, kinds=kinds)}
+
+
+def events(runs: Sequence[RunRecord]) -> Table | None:
+    """What runs decided about spikes and NaN, in the order of time; None where there were none."""
+    rows = [
+        [
+            run.name,
+            str(event.get("time", ABSENT)),
+            str(event["step"]),
+            str(event.get("decision", ABSENT)),
+            str(event.get("line", ABSENT)),
+        ]
+        for run in runs
+        for event in run.events
+    ]
+    return Table(["run", "time", "step", "decision", "why"], rows, numbers=[2]) if rows else None
 
 
 def environment(runs: Sequence[RunRecord]) -> Table:

@@ -51,6 +51,19 @@ def test_one_run_from_its_metrics_alone(tmp_path: Path):
     assert set(page.text) == {"", "curves", "load", "layouts", "configuration", "environment"}
 
 
+def test_decisions_about_bad_steps_are_shown(tmp_path: Path):
+    folder = write(tmp_path / "a", 5)
+    event = {"step": 4, "time": "2026-01-02T03:04:05+00:00", "decision": "skip", "line": "<spike>"}
+    (folder / "events.jsonl").write_text(json.dumps(event) + '\n{"step": 5}\n{"st')
+    html = runs_page("One run", [read_run(folder)])
+    page = Page(html)
+    assert 'href="#events"' in html and page.tables["events"] == [
+        ["run", "time", "step", "decision", "why"],
+        ["a", "2026-01-02T03:04:05+00:00", "4", "skip", "<spike>"],
+        ["a", *["\N{EM DASH}"], "5", *["\N{EM DASH}"] * 2],
+    ]
+
+
 def test_several_runs_side_by_side(tmp_path: Path):
     runs = [
         run("a", facts=facts(world_size=1), config={"x": {"y": 1}}),

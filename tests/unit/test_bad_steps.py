@@ -1,0 +1,179 @@
+"""Which steps are spikes, and what is decided about steps that are or are not finite."""
+
+import json
+import math
+from collections.abc import Iterable
+
+import pytest
+
+from titan_moe.bad_steps import FEWEST, MOST_ROLL_BACKS, MOST_SKIPPED, WINDOW, BadSteps, Decision
+from titan_moe.config.job_config import Training
+from titan_moe.train_step import StepResult
+
+
+def result(norm: float, *, loss: float = 2.0, num_targets: int = 8) -> StepResult:
+    return StepResult(loss, norm, num_targets, None)
+
+
+def watching(norms: Iterable[float] = (), **keys) -> BadSteps:
+    """After steps of these norms, all of which made their update."""
+    bad_steps = BadSteps(Training(**{"spike_factor": 10, **keys}))
+    for norm in norms:
+        bad_steps.accept(result(norm))
+    return bad_steps
+
+
+def never() -> None:
+    raise AssertionError("this is not to be asked")
+
+
+def decide(
+    bad_steps: BadSteps, step: int, norm: float = 100.0, *, checkpoint: int | None = None
+) -> Decision:
+    """About a step, where only what the policy needs may be asked for."""
+    rolls_back = "roll_back" in (bad_steps._on_spike, bad_steps._on_nonfinite)
+    return bad_steps.decide(
+        step,
+        result(norm),
+        never if math.isfinite(norm) else lambda: "first seen in the output of x",
+        (lambda: checkpoint) if rolls_back else never,
+    )
+
+
+LEVEL = [1.0] * FEWEST
+
+
+def test_nothing_is_a_spike_without_a_factor_or_before_enough_norms() -> None:
+    off = watching([1.0] * WINDOW, spike_factor=None)
+    assert not off.is_spike(1e30) and off.state() == {}
+    early = watching([1.0] * (FEWEST - 1))
+    assert not early.is_spike(1e30)
+    early.accept(result(1.0))
+    assert early.is_spike(1e30)
+
+
+@pytest.mark.parametrize("growth", [1.03, 0.97])
+def test_norms_that_drift_are_no_spikes_and_a_jump_among_them_is(growth: float) -> None:
+    bad_steps = watching(spike_factor=4)
+    for step in range(300):
+        norm = 5.0 * growth**step
+        assert not bad_steps.is_spike(norm), step
+        # By the middle of the last 64, a drift of 3 % a step is off by a factor of 2.6 at most.
+        assert step < FEWEST or bad_steps.is_spike(12 * norm), step
+        bad_steps.accept(result(norm))
+
+
+def test_the_limit_is_the_factor_times_the_median() -> None:
+    bad_steps = watching([1.0] * 8 + [2.0] * 7 + [50.0])
+    assert not bad_steps.is_spike(15.0)
+    assert bad_steps.is_spike(math.nextafter(15.0, 16.0))
+
+
+def test_only_the_last_norms_count() -> None:
+    bad_steps = watching([1.0] * WINDOW + [5.0] * (WINDOW // 2))
+    assert not bad_steps.is_spike(30.0) and bad_steps.is_spike(31.0)
+    bad_steps.accept(result(5.0))
+    assert not bad_steps.is_spike(50.0) and bad_steps.is_spike(51.0)
+
+
+def test_steps_without_a_target_do_not_count_and_zeros_have_no_spikes() -> None:
+    bad_steps = watching(LEVEL)
+    for _ in range(WINDOW):
+        bad_steps.accept(result(0.0, num_targets=0))
+    assert bad_steps.is_spike(11.0)
+    assert not watching([0.0] * WINDOW).is_spike(1e-30)
+
+
+def test_a_spike_does_not_hide_the_next() -> None:
+    bad_steps = watching(LEVEL, on_spike="skip")
+    for step in range(MOST_SKIPPED):
+        assert bad_steps.is_spike(100.0)
+        assert decide(bad_steps, step).action == "skip"
+    assert bad_steps.is_spike(100.0)
+
+
+def test_a_checkpoint_keeps_what_decisions_depend_on() -> None:
+    norms = [0.1 * (1 + step % 7) for step in range(90)]
+    first = watching(norms[:70], on_spike="skip")
+    decide(first, 71)
+    second = watching(on_spike="skip")
+    assert second.state() == {}
+    second.load_state(json.loads(json.dumps({"step": 70, **first.state()})))
+    assert second.state() == first.state() and second._skipped == 1
+    for norm in norms[70:]:
+        for each in (3.9, 4.1, 10 * norm):
+            assert first.is_spike(each) == second.is_spike(each)
+        first.accept(result(norm))
+        second.accept(result(norm))
+    assert first.state() == second.state()
+    second.load_state({"step": 70})  # A checkpoint of before there was such a state.
+    assert second.state() == {}
+
+
+def test_stopping_says_what_was_seen_and_what_could_be_done() -> None:
+    decision = decide(watching([2.0] * 20), 21)
+    assert decision.seen == (
+        "step 21: a spike: gradient norm 100, 50 times the median 2 of the last 20 "
+        "(training.spike_factor=10)"
+    )
+    assert decision.action == "stop" and decision.checkpoint is None
+    assert decision.remark.startswith("training.on_spike='skip' would")
+    decision = decide(watching(), 1, math.nan)
+    seen = "step 1: loss 2.0, gradient norm nan: first seen in the output of x"
+    assert (decision.action, decision.seen) == ("stop", seen)
+    assert decision.remark.startswith("training.on_nonfinite='skip' would")
+
+
+def test_skipping_ends_when_it_happens_all_the_time() -> None:
+    bad_steps = watching(LEVEL, on_spike="skip", on_nonfinite="skip")
+    for step in range(MOST_SKIPPED - 1):
+        assert decide(bad_steps, step).action == "skip"
+    bad_steps.accept(result(1.0))
+    for step in range(MOST_SKIPPED):
+        norm = math.nan if step % 2 else 100.0
+        assert decide(bad_steps, step, norm).action == "skip"
+    decision = decide(bad_steps, 40)
+    assert decision.action == "stop" and "the 16 steps before it too" in decision.remark
+    assert "training.on_spike='skip'" in decision.remark
+
+
+@pytest.mark.parametrize("checkpoint", [None, 0, 21])
+def test_there_may_be_nothing_to_go_back_to(checkpoint: int | None) -> None:
+    bad_steps = watching(LEVEL, on_spike="roll_back")
+    decision = decide(bad_steps, 20, checkpoint=checkpoint)
+    assert (decision.action, decision.checkpoint) == ("stop", None)
+    assert "training.on_spike='roll_back' has no checkpoint" in decision.remark
+
+
+def test_a_run_goes_back_so_often_to_one_checkpoint() -> None:
+    bad_steps = watching(LEVEL, on_spike="roll_back", on_nonfinite="roll_back")
+    at_start = bad_steps.state()
+    for _ in range(MOST_ROLL_BACKS):
+        decision = decide(bad_steps, 20, checkpoint=15)
+        assert (decision.action, decision.checkpoint) == ("roll_back", 15)
+        bad_steps.load_state(at_start)  # As the run does.
+    # The last step of the checkpoint's interval may be another, and the reason too.
+    decision = decide(bad_steps, 19, math.inf, checkpoint=15)
+    assert (decision.action, decision.checkpoint) == ("stop", 15)
+    assert "gone back to the checkpoint of step 15 3 times already" in decision.remark
+    decision = decide(bad_steps, 24, checkpoint=23)
+    assert (decision.action, decision.checkpoint) == ("roll_back", 23)
+
+
+def test_what_events_hold() -> None:
+    bad_steps = watching(LEVEL, on_spike="roll_back")
+    decision = decide(bad_steps, 20, checkpoint=15)
+    record = bad_steps.record(result(100.0), decision)
+    assert record.pop("time").endswith("+00:00")
+    assert record == {
+        "event": "spike",
+        "loss": 2.0,
+        "grad_norm": 100.0,
+        "median_grad_norm": 1.0,
+        "decision": "roll_back",
+        "checkpoint": 15,
+        "line": f"{decision.seen}; {decision.remark}",
+    }
+    off = watching(spike_factor=None)
+    record = off.record(result(math.nan), decide(off, 1, math.nan))
+    assert (record["event"], record["median_grad_norm"]) == ("nonfinite", None)

@@ -1,0 +1,192 @@
+"""Steps whose update is not made, and what a run does about them: stop, skip, or roll back.
+
+A step is bad if its loss or gradient norm is not finite, or if the norm is a spike. Both are known
+before the update, from the all-reduce that every step has, and so they are the same on every rank:
+all ranks decide alike, without another collective.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from statistics import median
+from typing import Any, Literal
+
+import torch
+
+from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.config.job_config import Checkpoint, Training
+from titan_moe.data.batch import Batch
+from titan_moe.debug.nan_locator import describe_nonfinite
+from titan_moe.distributed.parallelize import ShardedModel
+from titan_moe.moe.layer import take_dropped
+from titan_moe.train_step import StepResult
+
+WINDOW = 64
+"""Norms that a step's own is compared with: of the last steps that made their update."""
+FEWEST = 16
+"""No step is a spike before there are so many of them."""
+MOST_ROLL_BACKS = 3
+"""To one checkpoint. They are not part of it: a run that is killed and goes on from there meets the
+same steps again, and goes back as often."""
+MOST_SKIPPED = 16
+"""Steps in a row. After more of them, the norms have another level, or the weights are bad."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a run does about a bad step."""
+
+    seen: str
+    """For the user: what is wrong with the step."""
+    action: Literal["stop", "skip", "roll_back"]
+    remark: str
+    """For the user: what follows from it, or what could be done."""
+    checkpoint: int | None = None
+    """The step that the run goes back to; when it stops, would have gone back to once more."""
+
+
+class BadSteps:
+    """Knows the gradient norms of the steps before, and decides about a bad step.
+
+    A norm is a spike if it is more than training.spike_factor times the median of the last WINDOW
+    norms. Only those of steps that made their update count, so that a spike does not hide the next.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._factor = training.spike_factor
+        self._on_spike, self._on_nonfinite = training.on_spike, training.on_nonfinite
+        self._norms: deque[float] = deque(maxlen=WINDOW)
+        self._skipped = 0
+        self._rolled_back = (0, 0)  # To which step, and how often.
+
+    def is_spike(self, norm: float) -> bool:
+        """Whether a step of this norm is not to make its update."""
+        if self._factor is None or len(self._norms) < FEWEST:
+            return False
+        return norm > self._factor * median(self._norms) > 0
+
+    def accept(self, result: StepResult) -> None:
+        """After a step that made its update."""
+        self._skipped = 0
+        if self._factor is not None and result.num_targets:
+            self._norms.append(result.grad_norm)
+
+    def decide(
+        self,
+        step: int,
+        result: StepResult,
+        find_place: Callable[[], str],
+        last_checkpoint: Callable[[], int | None],
+    ) -> Decision:
+        """What to do about a bad step; counts what it decides.
+
+        Args:
+            find_place: says where the first value was that is not finite.
+            last_checkpoint: awaits a save under way and gives the step of the last one; asked by
+                roll_back alone.
+        """
+        if result.finite:
+            seen = f"step {step}: {self._spike_words(result.grad_norm)}"
+            policy, key = self._on_spike, "training.on_spike"
+        else:
+            numbers = f"loss {result.loss}, gradient norm {result.grad_norm}"
+            seen = f"step {step}: {numbers}: {find_place()}"
+            policy, key = self._on_nonfinite, "training.on_nonfinite"
+        if policy == "skip":
+            return self._skip(seen, key)
+        if policy == "roll_back":
+            return self._roll_back(seen, key, step, last_checkpoint())
+        remedies = (
+            f"{key}='skip' would leave the update out and go on, 'roll_back' would go back to the "
+            "last checkpoint and leave out the data since then"
+        )
+        return Decision(seen, "stop", remedies)
+
+    def _spike_words(self, norm: float) -> str:
+        usual = median(self._norms)
+        return (
+            f"a spike: gradient norm {norm:.4g}, {norm / usual:.3g} times the median {usual:.4g} "
+            f"of the last {len(self._norms)} (training.spike_factor={self._factor:g})"
+        )
+
+    def _skip(self, seen: str, key: str) -> Decision:
+        if self._skipped == MOST_SKIPPED:
+            remark = (
+                f"{key}='skip' has left out the {MOST_SKIPPED} steps before it too: go back with "
+                "checkpoint.load_step, or choose another learning rate or training.spike_factor"
+            )
+            return Decision(seen, "stop", remark)
+        self._skipped += 1
+        return Decision(seen, "skip", "the update is skipped")
+
+    def _roll_back(self, seen: str, key: str, step: int, checkpoint: int | None) -> Decision:
+        # Step 0 is a seed checkpoint, which holds the model only. A later one than this step is
+        # what a run without its train state began with.
+        if checkpoint is None or not 0 < checkpoint < step:
+            remark = (
+                f"{key}='roll_back' has no checkpoint to go back to yet: lower checkpoint.interval "
+                "or set checkpoint.enable_first_step_checkpoint=true"
+            )
+            return Decision(seen, "stop", remark)
+        before, times = self._rolled_back
+        times = times if before == checkpoint else 0
+        if times == MOST_ROLL_BACKS:
+            remark = (
+                f"{key}='roll_back' has gone back to the checkpoint of step {checkpoint} {times} "
+                "times already: go back further with checkpoint.load_step, or lower optimizer.lr"
+            )
+            return Decision(seen, "stop", remark, checkpoint)
+        self._rolled_back = checkpoint, times + 1
+        remark = (
+            f"going back to the checkpoint of step {checkpoint}, and on with the data after this "
+            "step's"
+        )
+        return Decision(seen, "roll_back", remark, checkpoint)
+
+    def record(self, result: StepResult, decision: Decision) -> dict[str, Any]:
+        """A bad step and what was decided, for events.jsonl."""
+        return {
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "event": "spike" if result.finite else "nonfinite",
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "median_grad_norm": median(self._norms) if self._norms else None,
+            "decision": decision.action,
+            "checkpoint": decision.checkpoint,
+            "line": f"{decision.seen}; {decision.remark}",
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, JSON-able; nothing where all is as at the start."""
+        kept: dict[str, Any] = {}
+        if self._norms:
+            kept["norms"] = list(self._norms)
+        if self._skipped:
+            kept["skipped"] = self._skipped
+        return {"bad_steps": kept} if kept else {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """From what a checkpoint kept; one without it leaves all as at the start."""
+        kept = state.get("bad_steps", {})
+        self._norms = deque(map(float, kept.get("norms", [])), maxlen=WINDOW)
+        self._skipped = int(kept.get("skipped", 0))
+
+
+def find_nonfinite(sharded: ShardedModel, batches: list[Batch], device: torch.device) -> str:
+    """Where the first value of a step that is not finite was seen; collective. Leaves no trace of
+    the forward that it takes to find it."""
+    place = describe_nonfinite(sharded, batches, device)
+    take_dropped(sharded.moe_layers().values(), device)
+    return place
+
+
+def keep_state(
+    checkpointer: Checkpointer, config: Checkpoint, step: int, before: dict[str, Any]
+) -> str:
+    """Save the state before a step that updated nothing; says where it is. Collective."""
+    if not config.enable or config.load_only or step == 1:
+        return "no state was kept"
+    if checkpointer.finish() != step - 1:
+        checkpointer.save(step - 1, before)
+    return f"the state before it is {checkpointer.folder}/step-{step - 1}"
