@@ -126,9 +126,9 @@ DESYNCS = {
         options=_VALIDATES,
     ),
     "a rank saves after another step": Desync(
-        "titan_moe.checkpoint.checkpointer:Checkpointer.maybe_save",
-        "if not (last or first or step % config.interval == 0):",
-        "if not (last or first or (step + dist.get_rank()) % config.interval == 0):",
+        "titan_moe.checkpoint.checkpointer:Checkpointer._is_due",
+        "return first or step % self._config.interval == 0",
+        "return first or (step + dist.get_rank()) % self._config.interval == 0",
         part="masked rank",
         group="group 0-1",
         says=("rank 0 issues no", "rank 1 issues all_gather int64[1]", "in checkpoint, "),
