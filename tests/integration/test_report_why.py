@@ -129,6 +129,23 @@ def test_what_cannot_be_made_again_is_one_line(
 
 
 @pytest.mark.slow
+def test_what_the_run_left_out_is_left_out(run: Trained, tmp_path: Path):
+    """As if it had gone back from step 9 and left its batch out: step 10 has that of 11."""
+    events = run.folder / "events.jsonl"
+    decided = ('"roll_back", "checkpoint": 8', '"skip"')
+    events.write_text("".join(f'{{"step": 9, "decision": {each}}}\n' for each in decided))
+    done = run_command("report", "why", run.folder, STEP - 1, "--out", tmp_path, "--json")
+    events.unlink()
+    found = json.loads(done.stdout)
+    assert "step 9: left out, as by the run" in done.stderr
+    assert found["documents"][0]["name"] == run.bad
+    assert found["start"].endswith(
+        "without the batches that the run left out when it went back (1)"
+    )
+    assert any("the run read other sequences" in note for note in found["notes"])
+
+
+@pytest.mark.slow
 def test_a_stage_between_the_checkpoint_and_the_step_is_made_again(tmp_path: Path):
     """From the beginning, as no checkpoint is early enough."""
     stage = {"from_step": 3, "seq_len": 32, "parallelism": {"tensor_parallel_degree": 2}}

@@ -12,7 +12,7 @@ from titan_moe.data.tokenizer import ByteTokenizer
 from titan_moe.debug.why.explain import Study, in_order
 from titan_moe.debug.why.findings import Figures, Part
 from titan_moe.debug.why.pieces import Sums
-from titan_moe.debug.why.run import Run
+from titan_moe.debug.why.run import Decisions, Run, decisions
 from titan_moe.debug.why.usual import Measured, Usual, notes, usual
 
 LIMIT = Figures(3.0, 2.0)
@@ -99,3 +99,21 @@ def test_what_is_not_the_run_s_step_says_so():
     assert "the run read other sequences in step 2" in data
     (lost,) = notes(_run([2.0, math.nan]), {2: Figures(2.0, 1.0)}, 0)
     assert "in the log" in lost
+
+
+def _event(step: int, decision: str, checkpoint: int | None = None) -> dict[str, object]:
+    return {"step": step, "decision": decision, "checkpoint": checkpoint}
+
+
+def test_what_the_run_left_out_is_known_from_its_decisions():
+    skip, back, again = _event(5, "skip"), _event(9, "roll_back", 4), _event(9, "roll_back", 4)
+    other, later, stop = _event(20, "roll_back", 12), _event(6, "skip"), _event(8, "stop")
+    assert decisions([], 4, 7) == Decisions()
+    assert decisions([skip], 4, 7) == Decisions(0, frozenset({5}))
+    # What was skipped before the run went back was made again.
+    assert decisions([skip, back, later, other], 4, 7) == Decisions(5, frozenset({6}))
+    assert decisions([skip, back, again, later], 4, 7) == Decisions(10, frozenset({6}))
+    # A step that it went back from, or stopped in, is made again as it was.
+    assert decisions([skip, back, later], 4, 9) == Decisions(0, frozenset({5}), back)
+    assert decisions([back, later, again, skip], 4, 9) == Decisions(5, frozenset({6}), again)
+    assert decisions([skip, stop], 4, 8) == Decisions(0, frozenset({5}), stop)

@@ -85,7 +85,9 @@ def _repeat(repetition: Repetition, run: Run, say: Say) -> dict[int, Measured]:
     """Train up to the step; what was measured by step, of early ones loss and norm alone."""
     found: dict[int, Measured] = {}
     for step in range(repetition.step + 1, run.step):
-        result = repetition.train(repetition.read())
+        if (result := repetition.train(repetition.read())) is None:
+            say(f"step {step}: left out, as by the run")
+            continue
         found[step] = from_result(result, repetition.sharded.all_moe_layers())
         if (early := found.get(step - MOST_STEPS)) is not None:
             found[step - MOST_STEPS] = Measured(early.figures, {}, {})
@@ -125,7 +127,7 @@ def _explanation(
     return Explanation(
         run=str(run.folder),
         step=run.step,
-        start=str(run.checkpoint or "the beginning of the run"),
+        start=_start(run),
         now=now.figures,
         targets=study.num_targets,
         logged=logged_figures(run, run.step),
@@ -144,6 +146,12 @@ def _explanation(
         without=[*tried, *study.without_parts(layers, experts)],
         needed=needed,
     )
+
+
+def _start(run: Run) -> str:
+    left_out = run.decisions.left_out
+    more = f", without the batches that the run left out when it went back ({left_out})"
+    return str(run.checkpoint or "the beginning of the run") + (more if left_out else "")
 
 
 class Study:

@@ -69,10 +69,13 @@ class Repetition:
             self._data.reopen(job, self._dims)
         return self._data.loader.next_step()
 
-    def train(self, batches: list[Batch]) -> StepResult:
-        """Make the next step; one that is not finite updates nothing."""
+    def train(self, batches: list[Batch]) -> StepResult | None:
+        """Make the next step, of which one that is not finite updates nothing; None for one that
+        the run left out."""
         assert self._optimizer is not None
         self.step += 1
+        if self.step in self._run.decisions.skipped:
+            return None
         job = self._job
         set_lr(self._optimizer, lr_factor(self.step, job.lr_scheduler, job.training.steps))
         device = self._process.device
@@ -122,6 +125,8 @@ class Repetition:
         if DATA in state:
             self._data.load_state(state[DATA])
         self.step = state.get("step", 0)
+        for _ in range(self._run.decisions.left_out):
+            self._data.loader.next_step()
 
 
 def _check_data(checkpoint: Path, ours: Identity) -> None:

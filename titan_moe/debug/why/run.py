@@ -1,10 +1,10 @@
 """A run as its folder describes it, and where one of its steps can be made again from."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -27,6 +27,20 @@ from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.launch import count_gpus
 
 
+class Decisions(NamedTuple):
+    """What the run decided about steps between a checkpoint and the one that is made again."""
+
+    left_out: int = 0
+    """Batches after the checkpoint's position that it did not go on with, when it went back."""
+    skipped: frozenset[int] = frozenset()
+    """Steps that made no update."""
+    ended: Mapping[str, Any] | None = None
+    """The decision that ended this very step: the run stopped in it, or went back."""
+
+
+_NONE = Decisions()
+
+
 @dataclass(frozen=True)
 class Run:
     """A step of a run, and what is needed to make it again."""
@@ -39,6 +53,7 @@ class Run:
     """The nearest one before the step; None: the run's beginning."""
     logged: Mapping[int, Mapping[str, Any]]
     """The lines of metrics.jsonl, by step."""
+    decisions: Decisions = _NONE
 
     @property
     def first(self) -> int:
@@ -66,7 +81,12 @@ def find_run(folder: Path, step: int, *, most_repeated: int) -> Run:
     job = _job_of(step, steps, folder / name, config)
     _check_reached(folder, step, steps, logged, job)
     found = _nearest(folder / name, [each for each in steps if each < step])
-    run = Run(folder, step, on_one_process(job, folder, found), found, logged)
+    decided = decisions(_events(folder), 0 if found is None else _step_of(found), step)
+    if decided.ended is not None:  # What the log has of it was made later, of other data.
+        since = 0 if found is None else _step_of(found)
+        logged = {at: line for at, line in logged.items() if not since < at <= step}
+        logged[step] = dict(decided.ended)
+    run = Run(folder, step, on_one_process(job, folder, found), found, logged, decided)
     if step - run.first > most_repeated:
         start = "its beginning" if found is None else str(found)
         raise ConfigError(
@@ -81,6 +101,27 @@ def find_run(folder: Path, step: int, *, most_repeated: int) -> Run:
     if problems:
         raise ConfigError(problems)
     return run
+
+
+def decisions(events: Sequence[Mapping[str, Any]], begin: int, step: int) -> Decisions:
+    """Of the lines of events.jsonl, which are in the order of time.
+
+    Args:
+        begin: the step of the checkpoint.
+        step: the one to make again; of one that the run went back from, the last time it did.
+    """
+
+    def ends(event: Mapping[str, Any]) -> bool:
+        back = event.get("decision") == "roll_back" and event.get("checkpoint") == begin
+        return event["step"] == step and (back or event.get("decision") == "stop")
+
+    until = max((at for at, event in enumerate(events) if ends(event)), default=None)
+    since, left_out = 0, 0
+    for at, event in enumerate(events[:until]):
+        if event.get("decision") == "roll_back" and event.get("checkpoint") == begin:
+            since, left_out = at + 1, left_out + event["step"] - begin
+    skipped = {e["step"] for e in events[since:until] if e.get("decision") == "skip"}
+    return Decisions(left_out, frozenset(skipped), None if until is None else events[until])
 
 
 def on_one_process(job: JobConfig, folder: Path, checkpoint: Path | None) -> JobConfig:
@@ -145,6 +186,12 @@ def _logged(folder: Path) -> dict[int, dict[str, Any]]:
     path = folder / "metrics.jsonl"
     lines = read_json_lines(path) if path.is_file() else []
     return {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "events.jsonl"
+    lines = read_json_lines(path) if path.is_file() else []
+    return [line for line in lines if isinstance(line.get("step"), int)]
 
 
 def _check_reached(
