@@ -7,7 +7,7 @@ background, keeps three checkpoints, validates, compares replicas and logs. Mean
 from outside, once a second: of every process of the job its memory (what several share counts once,
 mapped files do not), open files and threads; zombies and processes that have lost their parent too.
 Files in /dev/shm are those of the whole machine. Times are those of metrics.jsonl; processor time
-hardly depends on what else the machine does.
+depends less on what else the machine does.
 
 A rank's memory keeps the most that a step has needed, and with long documents and uneven routing
 now and then a step needs more than all before. With --even documents and routing are alike in all
