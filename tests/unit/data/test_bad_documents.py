@@ -3,17 +3,19 @@ share; the documents around them stay as they are."""
 
 import gzip
 import json
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 import torch
+import zstandard
 
 from tests.support.commands import run_command
-from tests.support.documents import random_texts, write_jsonl
+from tests.support.documents import ListCorpus, random_texts, write_jsonl
 from titan_moe import train_data
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Dataset, Training, Validation
-from titan_moe.data import hub
+from titan_moe.data import build, hub
 from titan_moe.data.bad_documents import BadDocuments, refusal
 from titan_moe.data.build import build_loader, build_reader, build_validation
 from titan_moe.data.builtin import StdlibCorpus
@@ -78,14 +80,33 @@ def test_rows_of_parquet_compressed_and_array_files(tmp_path):
         pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
     corpus = FileCorpus("parquet", str(tmp_path), key="training.")
     assert corpus[6].problem == f"has no text ({tmp_path}/b.parquet, row 2)"
-    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'{"text": "x"}\n\n{"text": "x"}\n'))
     (tmp_path / "b.json").write_text('{"text": null}')
-    corpus = FileCorpus("json", str(tmp_path), key="training.")
-    assert corpus[2].problem == f"has no text ({tmp_path}/b.json, row 1)"
-    (tmp_path / "a.json.gz").unlink()
+    for ending, compress in ((".gz", gzip.compress), (".zst", zstandard.compress)):
+        packed = tmp_path / f"a.json{ending}"
+        packed.write_bytes(compress(50 * b'{"text": "x"}\n\n'))
+        corpus = FileCorpus("json", str(tmp_path), key="training.")
+        assert corpus[50].problem == f"has no text ({tmp_path}/b.json, row 1)"
+        packed.unlink()
     (tmp_path / "a.json").write_text('[{"text": "x"},\n{"text": "y"}]')
     corpus = FileCorpus("json", str(tmp_path), key="training.")
     assert corpus[2].problem == "has no text (row 3 of the 2 files taken together)"
+
+
+def test_paragraphs_of_text_files_are_no_rows_of_theirs(tmp_path):
+    (tmp_path / "a.txt").write_text("one\nline more\n\ntwo\n")
+    (tmp_path / "b.txt").write_text("x\0\n")
+    corpus = FileCorpus("text", str(tmp_path), key="training.")
+    assert len(corpus) == 3
+    assert corpus[2].problem.endswith("(row 3 of the 2 files taken together)")
+
+
+def test_texts_of_a_stream_with_other_types_are_not_read_in_quotes(tmp_path):
+    write_bad(tmp_path / "a.json", GOOD, {7: b'{"text": 0}'})
+    found = []
+    with suppress(Exception):  # Each version of `datasets` has its own.
+        for document in hub.HubStream("c4", str(tmp_path), key="training.").read():
+            found.append(document.content)
+    assert found == GOOD[: len(found)]
 
 
 def test_the_share():
@@ -218,6 +239,15 @@ def test_stdlib_files_left_out_are_counted(tmp_path):
     (tmp_path / "a.py").write_bytes(b"# \xe9\n")
     (tmp_path / "b.py").write_text("b\n")
     assert StdlibCorpus(tmp_path).left_out == BadDocuments(1, f"{tmp_path}/a.py is not UTF-8")
+
+
+def test_files_left_out_beyond_the_share_are_refused(monkeypatch):
+    corpus = ListCorpus(GOOD)
+    corpus.left_out = BadDocuments(2, "x.py is not UTF-8")
+    monkeypatch.setattr(build, "open_source", lambda *names, **how: corpus)
+    section = Training(dataset="stdlib", seq_len=64, local_batch_size=2)
+    with pytest.raises(ConfigError, match=r"'stdlib': 2 of 42 documents .* x\.py is not UTF-8"):
+        build_reader(section, TOKENIZER, **PLACE)
 
 
 def test_validation_refuses_and_reports(tmp_path, caplog, monkeypatch):
