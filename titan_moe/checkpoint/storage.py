@@ -55,11 +55,14 @@ def begin(target: Path) -> Path:
 def commit(aside: Path, target: Path) -> None:
     """Make a fully written folder visible under its name, replacing an older one of that name."""
     fsync(aside)
-    if target.exists():
+    outdated = aside_of(target, "deleting")
+    if replaces := target.exists():
         # No rename replaces a filled folder. A kill between the two loses this step's only.
-        remove(target)
+        target.rename(outdated)
     aside.rename(target)
     fsync(target.parent)
+    if replaces:
+        shutil.rmtree(outdated)
 
 
 def abandon(aside: Path) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, int32, int64
 
 _TOKENS = 128
 """Of a program."""
-_TILE, _TILE_OF_COPIES = 2048, 512
+_TILE, _TILE_OF_COPIES = 2048, 256
 """Elements of [tokens, bins] that a program holds at a time: with more, sm_90 spills; where ranks
-are bins, with 1024 at 8 choices and 64 ranks."""
+are bins, with 1024 at 8 choices and 64 ranks, and with 512 at 8 choices and 8 ranks."""
 
 
 def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:
