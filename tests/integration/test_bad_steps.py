@@ -114,6 +114,7 @@ def test_so_it_is_in_other_layouts_and_with_saves_in_the_background(
     assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 def test_skipping_leaves_out_one_update(tmp_path: Path):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     run_on_ranks(train_with_faults, 2, job_of(ours, "skip"), {6: "spike"})
