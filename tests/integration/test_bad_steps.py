@@ -150,12 +150,12 @@ def test_stopping_keeps_the_state_before_the_spike(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_run_that_goes_back_too_often_stops(tmp_path: Path):
-    faults = dict.fromkeys(range(6, 20), "spike")
+    faults = dict.fromkeys(range(6, 20, 2), "spike")
     with pytest.raises(RankError) as failure:
         run_on_ranks(train_with_faults, 1, job_of(tmp_path, "roll_back"), faults)
     assert "gone back to the checkpoint of step 4 3 times already" in str(failure.value)
     assert [event["decision"] for event in events(tmp_path)] == ["roll_back"] * 3 + ["stop"]
-    assert [event["step"] for event in events(tmp_path)] == [6, 5, 5, 5]
+    assert [event["step"] for event in events(tmp_path)] == [6, 6, 6, 6]
     latest = max(int(path.name[5:]) for path in (tmp_path / "checkpoint").iterdir())
     assert latest == 4, "a state that the next start would take for good"
 
