@@ -114,6 +114,7 @@ def test_so_it_is_in_other_layouts_and_with_saves_in_the_background(
     assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 def test_skipping_leaves_out_one_update(tmp_path: Path):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     run_on_ranks(train_with_faults, 2, job_of(ours, "skip"), {6: "spike"})
@@ -149,12 +150,12 @@ def test_stopping_keeps_the_state_before_the_spike(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_run_that_goes_back_too_often_stops(tmp_path: Path):
-    faults = dict.fromkeys(range(6, 20), "spike")
+    faults = dict.fromkeys(range(6, 20, 2), "spike")
     with pytest.raises(RankError) as failure:
         run_on_ranks(train_with_faults, 1, job_of(tmp_path, "roll_back"), faults)
     assert "gone back to the checkpoint of step 4 3 times already" in str(failure.value)
     assert [event["decision"] for event in events(tmp_path)] == ["roll_back"] * 3 + ["stop"]
-    assert [event["step"] for event in events(tmp_path)] == [6, 5, 5, 5]
+    assert [event["step"] for event in events(tmp_path)] == [6, 6, 6, 6]
     latest = max(int(path.name[5:]) for path in (tmp_path / "checkpoint").iterdir())
     assert latest == 4, "a state that the next start would take for good"
 
