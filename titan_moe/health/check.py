@@ -49,7 +49,7 @@ class Settings:
     timeout_s: int = 120
     """Of a stage: all ranks' time for one check."""
     slow: float | None = None
-    """Slower than this share of the others is named; None: verdict.GPU_SHARE, OTHER_SHARE."""
+    """Slower than this share of the others is named; None: verdict.GPU_SHARE and others."""
     memory_gib: float | None = None
     """Memory of a rank to test; None: probes.bytes_to_test."""
 
