@@ -33,6 +33,7 @@ def test_a_slow_rank_a_flipped_bit_and_a_wrong_pair_are_named_together(tmp_path:
     ("plant", "ranks_per_node", "says"),
     [
         ("wrong matmul", 3, [f"rank 1 ({_HOST}): matmul: "]),
+        ("failing matmul", 3, [f"rank 1 ({_HOST}): matmul: failed: CUDA error: uncorrectable ECC"]),
         ("slow pair", 3, [f"rank 1 ({_HOST}) and rank 2 ({_HOST}): all-reduce at "]),
         ("slow pair", 1, [f"node 1 ({_HOST}) and node 2 ({_HOST}): all-reduce at "]),
         ("wrong pair", 1, [f"node 1 ({_HOST}) and node 2 ({_HOST}): all-reduce: 20 of "]),

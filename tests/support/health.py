@@ -77,6 +77,13 @@ def _wrong_matmul(operations: Operations, rank: int) -> Operations:
     return replace(operations, multiply=multiply) if rank == BAD else operations
 
 
+def _failing_matmul(operations: Operations, rank: int) -> Operations:
+    def multiply(a, b):
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+    return replace(operations, multiply=multiply) if rank == BAD else operations
+
+
 def _flipped_memory(operations: Operations, rank: int) -> Operations:
     def read(words):
         words = words.clone()
@@ -136,6 +143,7 @@ def _is_bad_pair(group: Any) -> bool:
 PLANTS: dict[str, Callable[[Operations, int], Operations]] = {
     "slow matmul": _slow_matmul,
     "wrong matmul": _wrong_matmul,
+    "failing matmul": _failing_matmul,
     "flipped memory": _flipped_memory,
     "wrong pair": _wrong_pair,
     "slow pair": _slow_pair,

@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slow",
         type=_above_zero,
         metavar="SHARE",
-        help="name what is slower than this share of the others; default: 0.8, and 0.4 for disks "
-        "and CPUs, which several processes share",
+        help="name what is slower than this share of the others; default: 0.8, and 0.4 on CPUs "
+        "and 0.25 for disks, which several processes share",
     )
     health.add_argument(
         "--memory-gib",

@@ -49,7 +49,7 @@ class Settings:
     timeout_s: int = 120
     """Of a stage: all ranks' time for one check."""
     slow: float | None = None
-    """Slower than this share of the others is named; None: verdict.GPU_SHARE, OTHER_SHARE."""
+    """Slower than this share of the others is named; None: verdict.GPU_SHARE and others."""
     memory_gib: float | None = None
     """Memory of a rank to test; None: probes.bytes_to_test."""
 
@@ -142,7 +142,7 @@ class _Part:
 
     def make_checks(self) -> None:
         """The thread: each stage once it is open."""
-        if self._process.device.type == "cuda":
+        if is_gpu := self._process.device.type == "cuda":
             torch.cuda.set_device(self._process.device)
         store = _store()
         for number, stage in enumerate(self._stages):
@@ -152,6 +152,8 @@ class _Part:
             except Exception as error:
                 reason = " ".join(str(error).split())[:_LONGEST_REASON]
                 result = Result(problem=f"failed: {reason or type(error).__name__}")
+            if is_gpu:
+                torch.cuda.empty_cache()  # For the test of free memory, and for NCCL's buffers.
             store.set(f"found/{number}/{self._process.rank}", json.dumps(asdict(result)))
 
     def _check(self, stage: Stage) -> Result:
@@ -161,10 +163,7 @@ class _Part:
             return probes.matmul(device, operations)
         if stage.check == plan.MEMORY:
             num_bytes = probes.bytes_to_test(device) if gib is None else int(gib * 2**30)
-            result = probes.memory(device, operations, num_bytes)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()  # NCCL's buffers come from elsewhere.
-            return result
+            return probes.memory(device, operations, num_bytes)
         if stage.check == plan.DISK:
             return probes.disk(self._settings.folder, self._process.rank, operations)
         group = stage.group_of(self._process.rank)

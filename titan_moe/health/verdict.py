@@ -14,8 +14,9 @@ from typing import Any
 from titan_moe.debug.hang.analysis import numbers
 from titan_moe.health.plan import ALONE, DISK, MATMUL, MEMORY, PAIRS, PAIRS_OF_NODES, Stage, Units
 
-GPU_SHARE, OTHER_SHARE = 0.8, 0.4
-"""Less than this of the others is slow: on GPUs, and of what processes share (CPUs, disks)."""
+GPU_SHARE, CPU_SHARE, DISK_SHARE = 0.8, 0.4, 0.25
+"""Less than this of the others is slow. Processes share CPUs and disks, and their rates differ by
+themselves: by how much on a busy machine, docs/benchmarks.md says."""
 _QUANTITIES = {"matmul": "matmul", "memory": "memory copies", "write": "writing to the disk"}
 _MOST_LINES = 12
 
@@ -48,7 +49,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Judge:
-    """`slow`: the share below which a rate is slow; None: GPU_SHARE and OTHER_SHARE."""
+    """`slow`: the share below which a rate is slow; None: that of the device or of disks."""
 
     ranks: Sequence[Rank]
     timeout_s: int
@@ -93,8 +94,8 @@ class Judge:
     ) -> list[str]:
         if quantity == "read":  # The page cache may have answered.
             return []
-        is_own = self.ranks[0].gpu is not None and check != DISK
-        share = self.slow or (GPU_SHARE if is_own else OTHER_SHARE)
+        of_device = CPU_SHARE if self.ranks[0].gpu is None else GPU_SHARE
+        share = self.slow or (DISK_SHARE if check == DISK else of_device)
         ratios = _of_typical(rates) if len(next(iter(rates))) > 1 else self._of_others(check, rates)
         slow = {units for units, ratio in ratios.items() if ratio < share}
         lines = []

@@ -63,9 +63,9 @@ def test_a_slow_rank_is_compared_with_the_others() -> None:
 
 
 def test_disks_and_cpus_may_differ_more() -> None:
-    assert judged(2, 2, {("disk", (3,)): 0.5}) == []
-    assert judged(2, 2, {("disk", (3,)): 0.3}) == [
-        "rank 3 (host gpu-1, GPU 1): writing to the disk at 30 % of the others"
+    assert judged(2, 2, {("disk", (3,)): 0.3}) == []
+    assert judged(2, 2, {("disk", (3,)): 0.2}) == [
+        "rank 3 (host gpu-1, GPU 1): writing to the disk at 20 % of the others"
     ]
     cpus = [Rank(0, "a", None, "CPU")] * 4
     stages = plan(1, 4)
