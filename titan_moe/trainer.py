@@ -323,9 +323,11 @@ class Trainer:
         """Go back to the run's checkpoint of a step, and on with the data that is next now."""
         timeouts, groups = self.job.comm, self.meshes.all_groups()
         set_timeouts(timeouts.init_timeout_seconds, groups)
-        self.log.go_back(self.job, self.sharded, step)  # First: services may take a minute to end.
-        with self.log.phases("checkpoint"), self.stop_watch.saving():
-            self._resume(step)
+        with self.stop_watch.saving(self.checkpointer, step):
+            # First: services may take a minute to end.
+            self.log.go_back(self.job, self.sharded, step)
+            with self.log.phases("checkpoint"):
+                self._resume(step)
         set_timeouts(timeouts.train_timeout_seconds, groups)
 
     def _resume(self, step: int | None = None) -> None:

@@ -94,7 +94,7 @@ class StopWatch:
 
     @contextmanager
     def saving(self, saves: Saves, step: int) -> Iterator[None]:
-        """Time what a step waits for its save, which a step without one does not take."""
+        """Time what a step waits for its save, or to go back to one: other steps do not take it."""
         began = time.monotonic()
         if self._last is not None:
             self._longest_rest = max(self._longest_rest, began - self._last)

@@ -201,6 +201,6 @@ class _CheckpointerOfValues(Checkpointer):
         with self.recorder.with_values():
             super().save(*arguments, **keywords)
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self, step: int | None = None) -> dict[str, Any] | None:
         with self.recorder.with_values():
-            return super().load()
+            return super().load(step)
