@@ -34,7 +34,7 @@ def overlong_record(dataset: str, files: Sequence[Path]) -> str:
     """The first record of compressed json or text files that is too long to be read, in words;
     empty where there is none. Decompresses everything, a block at a time.
 
-    A file that cannot be read, whoever reads it next has to tell.
+    Nothing is said of a file that cannot be read: reading it as data will say why.
     """
     for path in files:
         if dataset in _SEPARATORS and path.suffix in (".gz", ".zst"):

@@ -7,8 +7,8 @@ Recomputing by operation keeps attention with all it does (its kernel, its colle
 parallelism), every matrix product, and the result of every collective that moves rows or adds
 partial sums; only the cheap rest runs again. All products are kept, not every second one: which
 ones are kept would otherwise depend on how many experts a rank holds, and the point is that the
-backward neither multiplies nor communicates anew. For less memory, recompute whole
-layers.
+backward neither multiplies nor communicates anew. For less memory, recompute
+whole layers.
 """
 
 from collections import defaultdict, deque

@@ -58,7 +58,7 @@ _SAYS = "import os, sys; print(*sys.argv[1:], file=open({out!r}, 'w')); sys.exit
         (
             Nodes(),
             "--nproc-per-node 3 --rdzv-backend c10d --rdzv-endpoint RECORDS/meeting "
-            "--rdzv-conf store_type=file",
+            "--rdzv-conf store_type=file,keep_alive_interval=3600",
         ),
         (
             Nodes(2, 1, "node0:29500", max_restarts=4),
