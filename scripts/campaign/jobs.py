@@ -6,6 +6,7 @@ process above them ends all when one has failed, as torchrun does. That saves mo
 """
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -56,10 +57,10 @@ class Job:
         self._marker = f"{_MARKER}={uuid.uuid4().hex}"
         self._records = work / "records"
         self._code: int | None = None
+        # What an earlier start has left there is not this one's.
+        shutil.rmtree(self._records, ignore_errors=True)
         for folder in (self._records, work / "tmp"):
             folder.mkdir(parents=True, exist_ok=True)
-        for record in self._records.rglob("rank-*.json"):
-            record.unlink()
         variables = dict([self._marker.split("=")]) | {
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",

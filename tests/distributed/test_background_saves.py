@@ -108,7 +108,10 @@ def test_a_failing_writer_fails_all_ranks_and_spoils_nothing(tmp_path):
     results = run_on_ranks(_fails_on_rank_one, 2, tmp_path)
     assert results[0] == results[1]
     line, names, unlike, names_then = results[0]
-    assert line == f"cannot save checkpoint {tmp_path}/checkpoint/step-2: File too large"
+    assert line == (
+        f"cannot save checkpoint {tmp_path}/checkpoint/step-2: File too large; free some space and "
+        "start the same command again"
+    )
     assert unlike == "ranks hold different values of what should be replicas: model.load " + (
         "(rank 0 unlike rank 1)"
     )

@@ -115,8 +115,12 @@ def send_known_bytes() -> Sent:
             ops = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, x.clone(), peer)]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
-        with pytest.raises(NotImplementedError, match="broadcast"):
-            dist.broadcast(x, 0)
+        parts = [torch.empty(12) for _ in range(3)]
+        dist.all_gather(parts, x)
+        dist.broadcast(x, 0)
+        dist.gather(x, parts if dist.get_rank() == 0 else None, 0)
+        with pytest.raises(NotImplementedError, match="scatter"):
+            dist.scatter(x, parts if dist.get_rank() == 0 else None, 0)
     return counter.volumes()
 
 
@@ -124,11 +128,15 @@ def test_known_exchanges_among_three_ranks() -> None:
     first, second, third = run_on_ranks(send_known_bytes, 3)
     assert first == {
         Flow("fsdp,tp", "all_reduce"): (1, 64.0),
-        Flow("world", "all_gather"): (1, 96.0),
+        Flow("world", "all_gather"): (2, 96.0 + 96.0),
         Flow("world", "all_reduce"): (1, 64.0),
         Flow("world", "all_to_all"): (2, 32.0 + 40.0),
+        Flow("world", "broadcast"): (1, 96.0),
+        Flow("world", "gather"): (1, 0.0),
         Flow("world", "reduce_scatter"): (1, 32.0),
         Flow("world", "send"): (1, 48.0),
     }
     assert second[Flow("world", "all_to_all")].bytes == 64.0
+    assert second[Flow("world", "broadcast")].bytes == 0.0
+    assert second[Flow("world", "gather")].bytes == 48.0
     assert Flow("world", "send") not in third

@@ -167,7 +167,8 @@ def test_the_time_of_a_save_is_that_until_it_is_complete(tmp_path):
 def _first_step(run):
     """With its save, of which the checkpointer has heard."""
     run.step(1)
-    run.checkpointer._note(run.checkpointer._background.wait())
+    background = run.checkpointer._background
+    run.checkpointer._note(background, background.wait())
 
 
 def _fails(run, folder, words):
