@@ -106,7 +106,7 @@ class Disks:
         if problem := whole.half_written(place.folder):
             return Outcome("failed", problem)
         job = run.start(place.folder, own)
-        if code := job.wait(self._seconds):
+        if (code := job.wait(self._seconds)) != 0:
             return Outcome("failed", f"resumed after {said.said}: {code}: {job.words()}")
         if problem := whole.unlike(place.folder):
             return Outcome("failed", f"resumed after {said.said}: {problem}")

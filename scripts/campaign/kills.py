@@ -108,7 +108,7 @@ class Kills:
         for kill in kills:
             job = run.start(folder, own)
             if not self._kill(kill, job, folder, whole.seconds[run.by_command]):
-                if code := job.wait(self._seconds):
+                if (code := job.wait(self._seconds)) != 0:
                     return Outcome("failed", f"before the kill: {code}: {job.words()}")
                 said.append("had ended")
                 continue

@@ -135,7 +135,7 @@ class Undisturbed:
         folder, began = work / "run", time.monotonic()
         work.mkdir(parents=True)
         job = run.start(folder, work, keep=0)
-        if code := job.wait(self._seconds):
+        if (code := job.wait(self._seconds)) != 0:
             raise SystemExit(f"cannot prepare: {run}: exit code {code}\n{job.words()}")
         seconds = {run.by_command: time.monotonic() - began}
         folders = {step: step_folder(folder / "checkpoint", step) for step in _SAVED}
