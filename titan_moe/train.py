@@ -10,7 +10,7 @@ import logging
 import os
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from titan_moe.config.checks.data import check_vocabulary
@@ -129,14 +129,27 @@ def _run(
     with (
         process_group(launch, job.comm, environment) as process,
         watch_for_hangs(process, job.comm, reports, records),
-        _only_run(folder, process.rank, records),
+        ExitStack() as locks,
     ):
+        for place, key in _written_folders(job):
+            locks.enter_context(_only_run(place, key, process.rank, records))
         _check_folder(job, model)
         return train(job, model, process)
 
 
+def _written_folders(job: JobConfig) -> Iterator[tuple[Path, str]]:
+    """Each folder that no other run may write into, and the key that names it. Checkpoints may lie
+    outside of the run's folder, by their own path or by a link."""
+    folder = Path(job.job.dump_folder)
+    yield folder, "job.dump_folder"
+    saves = folder / job.checkpoint.folder
+    inside = saves.resolve().is_relative_to(folder.resolve())
+    if job.checkpoint.enable and not job.checkpoint.load_only and not inside:
+        yield saves, "checkpoint.folder"
+
+
 @contextmanager
-def _only_run(folder: Path, rank: int, records: Path | None) -> Iterator[None]:
+def _only_run(folder: Path, key: str, rank: int, records: Path | None) -> Iterator[None]:
     """RunError on all ranks where another run writes into the folder; collective. A run that loses
     the folder later ends at once."""
     from titan_moe.distributed.agreement import on_rank_zero
@@ -145,7 +158,7 @@ def _only_run(folder: Path, rank: int, records: Path | None) -> Iterator[None]:
         report(rank, [line], 1, expected=True, to=records)
         os._exit(1)
 
-    lock = RunLock(folder, on_loss=end)
+    lock = RunLock(folder, key=key, on_loss=end)
     on_rank_zero(lock.acquire, doing=f"cannot lock {folder}")
     try:
         yield

@@ -13,14 +13,17 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.stages import job_of_step, stage_jobs
 from titan_moe.data.bad_documents import BadDocuments, add_parts, counted
+from titan_moe.data.batch import Batch
 from titan_moe.data.build import build_reader, build_validation, source_names
 from titan_moe.data.loader import Loader, Reader
+from titan_moe.data.position import check_position
 from titan_moe.data.reader_process import ReaderProcess
 from titan_moe.data.step_reader import Identity, bad_documents, continue_state, merge_states
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.validation import ValidationLoader
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.models.config import ModelConfig
+from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.process import Process
 
 logger = logging.getLogger(__name__)
@@ -132,6 +135,20 @@ class TrainData:
         self.open(job, dims)
         self._go_on(merge_states(states), before)
 
+    def next_step(self, step: int) -> list[Batch]:
+        """The microbatches that a step of the run reads. RunError as Loader.next_step; where the
+        run went back and left batches out, the reader counts others than the run."""
+        try:
+            return self.loader.next_step()
+        except RunError as error:
+            batch = self.loader.state_dict()["step"] + 1
+            words = str(error).removeprefix(f"step {batch}: ")
+            if batch == step or words == str(error):
+                raise
+            raise RunError(
+                f"step {step}, batch {batch} of the data with those that were left out: {words}"
+            ) from error
+
     def count_bad_documents(self, step: int) -> int:
         """Those of all ranks and sources up to a step; collective."""
         return self._bad.count(step, self.loader.state_dict(), mine=self._counts)
@@ -145,6 +162,7 @@ class TrainData:
         """Go on at a checkpoint's position, taken after a step of the run: left out, that of the
         data, which is another if the run has gone back and left data out. RunError if it is that of
         other data, or of a stage that the run did not have at that step."""
+        check_position(state)
         taken = job_of_step(self._job, state["step"] if step is None else step).training
         size, length = taken.global_batch_size, taken.seq_len
         self._go_on(state, replace(self.loader.identity, global_batch_size=size, seq_len=length))

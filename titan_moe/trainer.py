@@ -83,7 +83,8 @@ class Trainer:
         self.run_job = job
         """Of the whole run; `job` is that of its present stage."""
         if job.stages:
-            job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)
+            record = job.model_dump(mode="json")
+            job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder, record) + 1)
         self.stop_watch = StopWatch(job.training.max_seconds, process, os.environ)
         self.bad_steps = BadSteps(job.training)
         self._lay_out(job)
@@ -150,6 +151,7 @@ class Trainer:
         self._resume()
         steps = self.job.training.steps
         if self.progress.step >= steps:
+            self.checkpointer.check_export(self.progress.step, finished=True)
             self._say(
                 "%s is at step %d of training.steps=%d already: raise training.steps to go on, or "
                 "choose another job.dump_folder",
@@ -250,7 +252,7 @@ class Trainer:
         phases, training = self.log.phases, self.job.training
         before = self._state()
         with phases("data", step), region("data"):
-            batches = self.data.loader.next_step()
+            batches = self.data.next_step(step)
         factor = lr_factor(step, self.job.lr_scheduler, training.steps)
         set_lr(self.optimizer, factor)
         capture = capture_of_step(step, self.job, self.sharded, self.optimizer)
@@ -323,11 +325,11 @@ class Trainer:
         """Go back to the run's checkpoint of a step, and on with the data that is next now."""
         timeouts, groups = self.job.comm, self.meshes.all_groups()
         set_timeouts(timeouts.init_timeout_seconds, groups)
-        with self.stop_watch.saving(self.checkpointer, step):
-            # First: services may take a minute to end.
-            self.log.go_back(self.job, self.sharded, step)
-            with self.log.phases("checkpoint"):
-                self._resume(step)
+        with (
+            self.stop_watch.saving(self.checkpointer, step),
+            self.log.going_back(self.job, self.sharded, step),
+        ):
+            self._resume(step)
         set_timeouts(timeouts.train_timeout_seconds, groups)
 
     def _resume(self, step: int | None = None) -> None:

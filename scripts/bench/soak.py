@@ -68,6 +68,7 @@ _JOB = {
     "model.flavor": "hf",
     "model.tokenizer_path": "bytes",
     "training.dataset": "stdlib",
+    "training.repeat_dataset": "true",
     "training.seq_len": 64,
     "training.local_batch_size": 4,
     "training.mixed_precision_param": "float32",

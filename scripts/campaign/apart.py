@@ -38,7 +38,7 @@ def run_apart(action: Callable[[Path], Outcome], *, seconds: float = 60) -> Outc
         child = os.fork()
         if not child:
             _be_the_child(action, folder, result)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = _bytes_now(1) // 2**10  # What it was forked with.
         ended = _wait(child, seconds)
         if ended is None:
             return Outcome("failed", f"did not end within {seconds:.0f} s")
@@ -52,12 +52,17 @@ def run_apart(action: Callable[[Path], Outcome], *, seconds: float = 60) -> Outc
         return Outcome(*json.loads(result.read_text()))
 
 
+def _bytes_now(field: int) -> int:
+    """Bytes of this process: 0, of its addresses; 1, resident."""
+    pages = Path("/proc/self/statm").read_text().split()[field]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _be_the_child(action: Callable[[Path], Outcome], folder: Path, result: Path) -> None:
     own = folder / "own"
     own.mkdir()
     try:
-        size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (size + _VIRTUAL_GIB * 2**30,) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (_bytes_now(0) + _VIRTUAL_GIB * 2**30,) * 2)
         with (folder / "output").open("w") as output:
             os.dup2(output.fileno(), sys.stdout.fileno())
             os.dup2(output.fileno(), sys.stderr.fileno())

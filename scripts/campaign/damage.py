@@ -19,7 +19,7 @@ def damage(folder: Path, random_: random.Random) -> str:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     while True:
         path = random_.choice(files)
-        done = random_.choice(_DAMAGES)(path, files, random_)
+        done = random_.choice(_DAMAGES + _OF_SUFFIX.get(path.suffix, ()))(path, files, random_)
         if done is not None:
             return f"{path.relative_to(folder)}: {done}"
 
@@ -123,11 +123,11 @@ def _other_json(path: Path, files: list[Path], random_: random.Random) -> str | 
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return None
-    places = list(_places(value))
-    if not places:
+    found = list(places(value))
+    if not found:
         return None
-    inside, key = random_.choice(places)
-    odd = random_.choice(_ODD_VALUES)
+    inside, key = random_.choice(found)
+    odd = random_.choice(ODD_VALUES)
     inside[key] = odd
     text = json.dumps(value).replace(json.dumps(_NESTED), 5000 * "[" + 5000 * "]")
     _replace(path, text.encode())
@@ -135,13 +135,13 @@ def _other_json(path: Path, files: list[Path], random_: random.Random) -> str | 
 
 
 _NESTED = "5,000 lists in one another"
-_ODD_VALUES: list[Any] = [
+ODD_VALUES: list[Any] = [
     *(None, True, -1, 0, 1, 2**63, 10**30, 1e308, float("nan"), float("-inf")),
     *("", "x", _OUTSIDE, "/etc/passwd", "\x00", "a\nb", 3000 * "a", [], {}, [_OUTSIDE], _NESTED),
 ]
 
 
-def _places(value: Any) -> Any:
+def places(value: Any) -> Any:
     """All places of a JSON value, the outer ones first."""
     pairs: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
@@ -150,13 +150,31 @@ def _places(value: Any) -> Any:
         pairs = list(enumerate(value[:50]))
     for key, inner in pairs:
         yield value, key
-        yield from _places(inner)
+        yield from places(inner)
 
 
 _DAMAGES = (
     *(_cut, _flip, _flip, _scribble, _append, _remove, _rename, _exchange, _copy_over, _folder),
     *(_link, _hostile_pickle, _other_json, _other_json, _other_json),
 )
+
+
+def _repeat_value(path: Path, files: list[Path], random_: random.Random) -> str:
+    """A Parquet file of some KB that unpacks to 2 to 130 GB."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    size, rows = random_.choice([1 << 20, 65 << 20]), 2000
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([size * "a"]))
+    path.unlink()
+    pyarrow.parquet.write_table(
+        pa.table({"text": texts}), path, compression="zstd", store_schema=False
+    )
+    return f"{rows} times the same text of {size:,} bytes"
+
+
+_OF_SUFFIX = {".parquet": 3 * (_repeat_value,)}
+"""What is done to files of a kind alone. All others' trials stay what their seeds made them."""
 
 
 def copy_linked(source: Path, target: Path) -> None:

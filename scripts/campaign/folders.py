@@ -107,6 +107,16 @@ def _text(folder: Path) -> None:
     (folder / "documents.txt").write_text("\n\n".join(lines))
 
 
+def _parquet(folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    lines = _documents(folder).read_text().splitlines()
+    (folder / "documents.jsonl").unlink()
+    table = pa.Table.from_pylist([json.loads(line) for line in lines])
+    pyarrow.parquet.write_table(table, folder / "documents.parquet", row_group_size=50)
+
+
 def _tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -174,6 +184,14 @@ SUBJECTS = {
     ),
     "tokenizer": Subject(
         _tokenizer, lambda folder: {"model.tokenizer_path": folder}, digested=False
+    ),
+    "parquet": Subject(
+        _parquet,
+        lambda folder: {
+            "training.dataset": "parquet",
+            "training.dataset_path": folder / "documents.parquet",
+        },
+        digested=False,
     ),
 }
 

@@ -26,6 +26,7 @@ batch 10, to 6, and on with batch 11."""
 
 def job_of(folder: Path, policy: str, *, steps: int = STEPS, **tables: Any) -> JobConfig:
     training = {"spike_factor": 10, "on_spike": policy, "on_nonfinite": policy}
+    training |= tables.pop("training", {})
     checkpoint = {"enable": True, "interval": 2, **tables.pop("checkpoint", {})}
     metrics = {"log_freq": 1, "log_expert_counts": True}
     return make_job(
@@ -60,7 +61,9 @@ def roll_back_by_hand(folder: Path, **tables: Any) -> None:
 @pytest.fixture(scope="module")
 def rolled_back(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rolled_back")
-    run_on_ranks(train_with_faults, 2, job_of(folder, "roll_back"), TWO_FAULTS)
+    # A thousand seconds for each load, and time for both, but not for a step that took so long.
+    job = job_of(folder, "roll_back", training={"max_seconds": 2700})
+    run_on_ranks(partial(train_with_faults, load_s=1000), 2, job, TWO_FAULTS)
     return folder
 
 
@@ -74,6 +77,15 @@ def test_going_back_is_resuming_further_on_in_the_data(tmp_path: Path, rolled_ba
     assert second["grad_norm"] > 10 * second["median_grad_norm"] > 0
     assert first["loss"] is None and second["loss"] > 0
     assert not (tmp_path / "events.jsonl").exists()
+
+
+def test_the_time_of_a_load_is_no_step_s(rolled_back: Path):
+    lines = [json.loads(line) for line in (rolled_back / "metrics.jsonl").open()]
+    assert len(lines) == STEPS, "stopped at max_seconds"
+    for line, before in zip(lines, [0, *(line["tokens"] for line in lines)], strict=False):
+        seconds = {key: value for key, value in line.items() if key.startswith("time/")}
+        seconds["all"] = (line["tokens"] - before) / line["tokens_per_second"]
+        assert max(seconds.values()) < 500, line["step"]
 
 
 @pytest.mark.parametrize(

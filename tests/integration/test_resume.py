@@ -226,6 +226,22 @@ def test_going_back_to_an_earlier_step_leaves_the_later_ones_behind(tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_what_is_for_a_first_start_is_not_done_again(tmp_path: Path):
+    """The run goes back and leaves the data's position out, is stopped, and started again."""
+    for name in ("whole", "halves"):
+        run_on_ranks(train_here, 1, make_job(tmp_path / name, steps=10))
+    keys = {"load_step": 5, "exclude_from_loading": ["dataloader"]}
+    whole, halves = (
+        make_job(tmp_path / name, checkpoint={"enable": True, "interval": 5, **keys})
+        for name in ("whole", "halves")
+    )
+    run_on_ranks(train_here, 1, whole)
+    assert run_on_ranks(asked, 1, halves, 0, 7) == [True]
+    assert run_on_ranks(train_here, 1, halves) == [False]
+    assert_same_run(tmp_path / "halves", tmp_path / "whole")
+
+
+@pytest.mark.slow
 def test_resuming_under_another_number_of_ranks_goes_on_with_the_same_data(tmp_path: Path):
     whole = make_job(tmp_path / "whole", training={"dtype": "float64"})
     run_on_ranks(train_here, 2, whole)

@@ -2,11 +2,32 @@
 
 import base64
 import json
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
+from tests.support.paths import REPO
 from titan_moe.data.bad_documents import BadDocuments
 from titan_moe.data.documents import Document
 from titan_moe.data.packing import IGNORE_INDEX
+
+_READ = r"""
+import re, sys
+import pyarrow.compute, pyarrow.parquet
+from titan_moe.config.errors import ConfigError
+from titan_moe.data.hub import FileCorpus, _import_quietly
+
+_import_quietly()
+peak = lambda: int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1])
+before = peak()
+try:
+    FileCorpus(sys.argv[1], sys.argv[2], key="training.")
+except ConfigError as error:
+    print(error)
+print(peak() - before)
+"""
 
 
 class ListCorpus:
@@ -59,3 +80,18 @@ def write_bpe(path, merges=(b"re", b"tu", b"retu")):
     lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
     path.write_bytes(b"\n".join(lines) + b"\n")
     return str(path)
+
+
+def read_apart(dataset: str, path: Path) -> tuple[str, int]:
+    """What a process says that reads a data set, and the KiB of memory that it took at most."""
+    environment = os.environ | {"HF_HOME": str(path.parent / "hf"), "PYTHONPATH": str(REPO)}
+    environment.pop("HF_DATASETS_CACHE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", _READ, dataset, str(path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said, kilobytes = done.stdout.splitlines()
+    return said, int(kilobytes)

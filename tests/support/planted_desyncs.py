@@ -13,6 +13,7 @@ _SYMMETRIC = (*_EXPERTS, "--parallelism.expert_parallel_comm_backend", "symmetri
 _VALIDATES = ("--validation.enable", "true", "--validation.local_batch_size", "1")
 _COMPARES = ("--metrics.replica_check_freq", "7")
 _SAVES = ("--checkpoint.enable", "true", "--checkpoint.async_mode", "async")
+_EXPORTS = (*_SAVES, "--checkpoint.last_save_in_hf", "true")
 _PIPELINE = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "4")
 
 
@@ -152,6 +153,24 @@ DESYNCS = {
         says=("rank 0 waits in all_gather int64[1], start", "; rank 1 waits in waits for files "),
         options=_SAVES,
     ),
+    "a rank whose files are written no longer asks the others": Desync(
+        "titan_moe.checkpoint.background:BackgroundSaves.poll",
+        "state = lowest(self._state)",
+        "state = lowest(self._state) if self._state == _BUSY else self._state",
+        part="while it is saved",
+        group="waits for files group 0-1",
+        says=("rank 0 issues no", "rank 1 issues all_reduce int64[1]", "in checkpoint, "),
+        options=_SAVES,
+    ),
+    "one rank alone writes what lies beside an export": Desync(
+        "titan_moe.checkpoint.hf.write_folder:export",
+        "on_rank_zero(lambda: write_assets(aside), doing=doing)",
+        "on_rank_zero(lambda: write_assets(aside), doing=doing) if dist.get_rank() == 0 else None",
+        part="last step",
+        group="waits for files group 0-1",
+        says=("rank 0 issues broadcast int64[", "rank 1 issues all_gather int64[1]"),
+        options=_EXPORTS,
+    ),
     "ranks make their groups in a circle": Desync(
         "titan_moe.distributed.mesh:build_mesh",
         "for axis in _EVERY_RUN:",
@@ -172,7 +191,7 @@ def run_with(names: list[str]) -> dict[str, WorldReport]:
 
 def _run_with(name: str) -> WorldReport:
     bug = DESYNCS[name or "a rank exchanges weights before rows in symmetric memory"]
-    options = bug.options if name else (*bug.options, *_VALIDATES, *_COMPARES, *_SAVES)
+    options = bug.options if name else (*bug.options, *_VALIDATES, *_COMPARES, *_EXPORTS)
     job = load_job(["--job.config_file", f"debug/gate_{bug.family}", *_SMALL, *options])
     task = smallest_task(job, bug.ranks, seq_len=32)
     if not name:

@@ -29,18 +29,19 @@ class Run:
         for parameter in self.model.parameters():
             parameter.grad = torch.randn_like(parameter)
         self.optimizer.step()
+        options = Checkpoint(**{"enable": True, **config})
         self.checkpointer = Checkpointer(
-            Checkpoint(**{"enable": True, **config}),
+            options,
             folder,
             modules=[self.model],
             optimizer=self.optimizer,
             num_experts=num_experts,
-            job_record={"training": {"steps": 3}},
+            job_record={"training": {"steps": 3}, "checkpoint": options.model_dump(mode="json")},
             merge_data=lambda states: states[0],
         )
 
     def save(self, step, **options):
-        state = {"step": step, "data": {"0": step * 10}}
+        state = {"step": step, "tokens": 0, "data": {"0": step * 10}}
         self.checkpointer.save(step, state, **options)
 
     @property

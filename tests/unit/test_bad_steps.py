@@ -124,6 +124,12 @@ def test_stopping_says_what_was_seen_and_what_could_be_done() -> None:
     assert decision.remark.startswith("training.on_nonfinite='skip' would")
 
 
+def test_a_spike_and_what_is_not_finite_have_policies_of_their_own() -> None:
+    bad_steps = watching(LEVEL, on_spike="skip", on_nonfinite="roll_back")
+    assert decide(bad_steps, 21, checkpoint=10).action == "skip"
+    assert decide(bad_steps, 21, math.nan, checkpoint=10).action == "roll_back"
+
+
 def test_skipping_ends_when_it_happens_all_the_time() -> None:
     bad_steps = watching(LEVEL, on_spike="skip", on_nonfinite="skip")
     for step in range(MOST_SKIPPED - 1):

@@ -56,6 +56,9 @@ class BackgroundSaves:
         pinned: page-lock the buffers, which a GPU copies to faster.
     """
 
+    writer_process: type[ChildProcess] = ChildProcess
+    """What runs the writer; a simulation has another."""
+
     def __init__(
         self, tensors: Mapping[str, Tensor], copies: list[list[str]], *, pinned: bool
     ) -> None:
@@ -70,7 +73,7 @@ class BackgroundSaves:
             chunk.name: self._memory.view(starts[chunk.name], sizes(chunk.box), chunk.dtype)
             for chunk in chunks
         }
-        self._child = ChildProcess(
+        self._child = self.writer_process(
             "titan_moe.checkpoint.writer:serve", handles=(self._memory.handle,)
         )
         self._save: Finish | None = None

@@ -78,6 +78,8 @@ class Checkpointer:
         model: family and dimensions, kept in the manifest; needed for Hugging Face folders.
     """
 
+    background_saves: type[BackgroundSaves] = BackgroundSaves
+
     def __init__(
         self,
         config: Checkpoint,
@@ -194,7 +196,11 @@ class Checkpointer:
             if dist.get_rank() == 0:
                 storage.abandon(aside)
             raise
-        on_rank_zero(lambda: self._remove_outdated(step), doing=f"after saving {target}")
+        count = self._config.keep_latest_k
+        on_rank_zero(
+            lambda: storage.keep_latest(self._folder, count=count, newest=step),
+            doing=f"after saving {target}",
+        )
         self.last_step = step
         took = time.perf_counter() - started
         self.longest_save = max(self.longest_save, took)
@@ -240,7 +246,7 @@ class Checkpointer:
         # After the first step: the process starts, and memory is found, before the first save.
         pinned = self._config.async_mode == "async_with_pinned_mem" and torch.cuda.is_available()
         tensors = self._tensors(with_optimizer=True)
-        self._background = BackgroundSaves(tensors, self._copies(), pinned=pinned)
+        self._background = self.background_saves(tensors, self._copies(), pinned=pinned)
 
     def _note(self, background: BackgroundSaves, saved: int | None) -> None:
         self.longest_save = max(self.longest_save, background.seconds)
@@ -267,9 +273,7 @@ class Checkpointer:
 
     def export(self, step: int) -> None:
         """Write the model as a Hugging Face folder beside the checkpoint of `step`; collective.
-
-        Raises RunError when it cannot be written; nothing is left then.
-        """
+        Raises RunError when it cannot be written; nothing is left then."""
         tensors, shapes = self._model_tensors()
         save_hf(
             storage.hf_folder(self._folder, step),
@@ -280,14 +284,17 @@ class Checkpointer:
             job_record=self._job_record,
         )
 
-    def check_export(self, last_step: int) -> None:
-        """Raises RunError when the export after the last step would find its folder taken: better
-        before training. Collective."""
-        if self._config.enable and self._config.last_save_in_hf:
-            target = storage.hf_folder(self._folder, last_step)
-            on_rank_zero(
-                lambda: storage.refuse_existing(target), doing=f"cannot export to {target}"
-            )
+    def check_export(self, last_step: int, *, finished: bool = False) -> None:
+        """Raises RunError when the export after the last step would find its folder taken; of a
+        finished run, makes the one that a kill or a failure has left out. Collective."""
+        if not (self._config.enable and self._config.last_save_in_hf):
+            return
+        target = storage.hf_folder(self._folder, last_step)
+        doing = f"cannot export to {target}"
+        if not finished:
+            on_rank_zero(lambda: storage.refuse_existing(target), doing=doing)
+        elif not on_rank_zero(target.exists, doing=doing):
+            self.export(last_step)
 
     def load(self, step: int | None = None) -> dict[str, Any] | None:
         """Load the run's own checkpoint, else `initial_load_path`; into the tensors, in place.
@@ -297,26 +304,24 @@ class Checkpointer:
         go on from: no checkpoint, or one of the model only. Random states are put back where the
         number of ranks is the same, so call this last before the loop.
 
-        Raises RunError when the checkpoint is missing, damaged, untrustworthy or of another model.
-        The model's tensors are undefined then.
+        Raises RunError when it is missing, damaged or of another model: tensors are undefined then.
         """
         doing = f"cannot load a checkpoint from {self._folder}"
-        config = self._config
-        if step is not None:
-            config = config.model_copy(update={"load_step": step})
-        found = on_rank_zero(lambda: find_checkpoint(config, self._folder), doing=doing)
+        record = self._job_record if step is None else None
+        asked = {} if step is None else {"load_step": step}
+        config = self._config.model_copy(update=asked)
+        found = on_rank_zero(lambda: find_checkpoint(config, self._folder, record), doing=doing)
         if found is None:
             if self._config.enable and self._config.initial_load_in_hf:
                 self._load_hf()
             return None
-        source, manifest, model_only = found
-        excluded: set[str] = set(self._config.exclude_from_loading)
+        source, manifest, model_only, excluded = found
         parts = [MODEL] * ("model" not in excluded)
         if self._optimizer is not None and not model_only and "optimizer" not in excluded:
             parts.append(OPTIMIZER)
         self._load_tensors(source, manifest, parts)
         if dist.get_rank() == 0:
-            logger.info("loaded %s%s", source, " (model only)" * model_only)
+            logger.info("loaded %s%s", source, found.remark)
         if source.parent == self._folder:
             if self._config.initial_load_path is not None and dist.get_rank() == 0:
                 logger.warning(
@@ -327,7 +332,7 @@ class Checkpointer:
                 on_rank_zero(lambda: self._set_aside_later(manifest.step), doing=doing)
         if model_only:
             return None
-        return self._load_train_state(source, excluded)
+        return self._load_train_state(source, manifest.step, excluded)
 
     def _tensors(self, *, with_optimizer: bool) -> dict[str, Tensor]:
         tensors = model_tensors(self._modules)
@@ -359,10 +364,6 @@ class Checkpointer:
         for kept in storage.set_aside_later(self._folder, step):
             logger.warning("a later step is left behind, kept as %s", kept)
 
-    def _remove_outdated(self, step: int) -> None:
-        if self._config.keep_latest_k > 0:
-            storage.keep_latest(self._folder, count=self._config.keep_latest_k, newest=step)
-
     def _load_tensors(self, source: Path, manifest: Manifest, parts: list[str]) -> None:
         tensors = {
             name: tensor
@@ -385,15 +386,15 @@ class Checkpointer:
         if MODEL in parts and (problems := unlike_copies(self._copies(), found)):
             raise RunError(f"checkpoint {source} does not fit the model: {'; '.join(problems)}")
 
-    def _load_train_state(self, source: Path, excluded: set[str]) -> dict[str, Any]:
+    def _load_train_state(self, source: Path, step: int, without: frozenset[str]) -> dict[str, Any]:
         doing = f"cannot load checkpoint {source}"
-        saved = on_rank_zero(lambda: read_train_state(source), doing=doing)
+        saved = on_rank_zero(lambda: read_train_state(source, step), doing=doing)
         state: dict[str, Any] = {}
-        if "train_state" not in excluded:
+        if "train_state" not in without:
             state |= saved["common"]
             if not restore_random_state(saved) and dist.get_rank() == 0:
                 saved_by = len(saved[RNG])
                 logger.info("random states start fresh: %d ranks saved theirs", saved_by)
-        if DATA in saved and "dataloader" not in excluded:
+        if DATA in saved and "dataloader" not in without:
             state[DATA] = saved[DATA]
         return state

@@ -1,6 +1,9 @@
 """Which checkpoint a run goes on from."""
 
+import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.manifest import Manifest, read_manifest
@@ -8,13 +11,49 @@ from titan_moe.config.job_config import Checkpoint
 from titan_moe.distributed.agreement import on_rank_zero
 from titan_moe.runtime.errors import RunError
 
+logger = logging.getLogger(__name__)
 
-def find_checkpoint(config: Checkpoint, folder: Path) -> tuple[Path, Manifest, bool] | None:
-    """The checkpoint to load, its manifest, and whether only its model is wanted; `folder` holds
-    the run's own ones. RunError where the one that is asked for is not there or of no use."""
+
+class Found(NamedTuple):
+    """The checkpoint to load."""
+
+    path: Path
+    manifest: Manifest
+    model_only: bool
+    """Whether only its model is wanted."""
+    excluded: frozenset[str]
+    """Its parts that are not wanted."""
+
+    @property
+    def remark(self) -> str:
+        """What is not loaded, for the log."""
+        if self.model_only:
+            return " (model only)"
+        return f" (without {', '.join(sorted(self.excluded))})" if self.excluded else ""
+
+
+def find_checkpoint(
+    config: Checkpoint, folder: Path, record: Mapping[str, Any] | None = None
+) -> Found | None:
+    """The checkpoint to load; `folder` holds the run's own ones. RunError where the one that is
+    asked for is not there or of no use.
+
+    load_step and exclude_from_loading are for the first start of a configuration. Where it has
+    written checkpoints since, the latest of these is loaded whole: a run that stopped, was killed
+    or was queued again goes on. To begin as the first time would make the same steps again.
+
+    Args:
+        record: the run's resolved configuration as a manifest has it; left out, `config` says all.
+    """
     if not config.enable:
         return None
+    if not config.load_only:
+        storage.bring_back(folder)
     steps = storage.saved_steps(folder)
+    begun = None if record is None else _begun(config, folder, steps, record)
+    if begun is not None:
+        config = config.model_copy(update={"load_step": begun, "exclude_from_loading": []})
+    excluded = frozenset[str](config.exclude_from_loading)
     if config.load_step >= 0 and config.load_step not in steps:
         raise RunError(
             f"checkpoint.load_step={config.load_step}: {folder} has "
@@ -29,7 +68,7 @@ def find_checkpoint(config: Checkpoint, folder: Path) -> tuple[Path, Manifest, b
                 "resumed; choose an earlier checkpoint.load_step, or start in another "
                 f"job.dump_folder with checkpoint.initial_load_path={own}"
             )
-        return own, manifest, manifest.model_only
+        return Found(own, manifest, manifest.model_only, excluded)
     if config.initial_load_path is None or config.initial_load_in_hf:
         return None
     initial = Path(config.initial_load_path)
@@ -39,15 +78,38 @@ def find_checkpoint(config: Checkpoint, folder: Path) -> tuple[Path, Manifest, b
             f"checkpoint.initial_load_path={initial} holds the model only: "
             "set checkpoint.initial_load_model_only=true"
         )
-    return initial, manifest, config.initial_load_model_only
+    return Found(initial, manifest, config.initial_load_model_only, excluded)
 
 
-def step_to_go_on_from(config: Checkpoint, dump_folder: Path) -> int:
-    """The step that `Checkpointer.load` will go on after; 0: from the beginning. Collective."""
+def _begun(
+    config: Checkpoint, folder: Path, steps: list[int], record: Mapping[str, Any]
+) -> int | None:
+    """The latest step that this very configuration has saved, if that matters."""
+    settings = {
+        f"load_step={config.load_step}": config.load_step >= 0,
+        f"exclude_from_loading={config.exclude_from_loading}": config.exclude_from_loading,
+    }
+    for step in reversed(steps if any(settings.values()) else []):
+        try:
+            job = read_manifest(storage.step_folder(folder, step)).job
+        except RunError:  # Loading says it, where that is the one to load.
+            continue
+        if job == record:
+            keys = " and ".join(f"checkpoint.{key}" for key, is_set in settings.items() if is_set)
+            logger.warning(
+                "%s was for the first start of this configuration, which has come to step %d since",
+                *(keys, step),
+            )
+            return step
+    return None
+
+
+def step_to_go_on_from(config: Checkpoint, dump_folder: Path, record: Mapping[str, Any]) -> int:
+    """The step that `Checkpointer.load` will go on after; 0: from the beginning. Collective.
+    `record` is as in `find_checkpoint`."""
     folder = dump_folder / config.folder
     doing = f"cannot load a checkpoint from {folder}"
-    found = on_rank_zero(lambda: find_checkpoint(config, folder), doing=doing)
-    if found is None:
+    found = on_rank_zero(lambda: find_checkpoint(config, folder, record), doing=doing)
+    if found is None or found.model_only or "train_state" in found.excluded:
         return 0
-    _, manifest, model_only = found
-    return 0 if model_only or "train_state" in config.exclude_from_loading else manifest.step
+    return found.manifest.step

@@ -13,6 +13,7 @@ from torch import Tensor
 from titan_moe.checkpoint.digests import read_checked
 from titan_moe.checkpoint.storage import MANIFEST
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.records import first_problem
 from titan_moe.runtime.revision import running_code
 
 _LONGEST_LIST = 4
@@ -78,9 +79,7 @@ def read_manifest(folder: Path) -> Manifest:
             )
         ) from None
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        raise RunError(f"{folder / MANIFEST} is damaged: {key} {first['msg']}") from None
+        raise RunError(f"{folder / MANIFEST} is damaged: {first_problem(error)}") from None
     if manifest.tensors.keys() != manifest.checksums.keys():
         raise RunError(f"{folder / MANIFEST} is damaged: tensors and checksums name different ones")
     if manifest.digests and not (folder / manifest.digests).is_file():

@@ -64,7 +64,9 @@ def check_complete(folder: Path) -> None:
         SafeReader(folder)
     except RunError as error:
         # Each node has written to a disk of its own.
-        raise RunError(f"{error}: job.dump_folder must be one folder for all nodes") from None
+        raise RunError(
+            f"{error}: it was removed, or job.dump_folder is not one folder for all nodes"
+        ) from None
 
 
 def check_listed(folder: Path, *, doing: str) -> None:

@@ -1,7 +1,8 @@
 """Checkpoint folders: `step-N`, each complete or invisible.
 
 A save goes into a hidden sibling, which is renamed when everything in it is on disk. A killed save
-leaves that sibling behind: it is never read, and the next save removes it.
+leaves that sibling behind: it is never read, and the next save removes it. An older checkpoint of
+the same step waits in another sibling until the new one has the name, and gets it back otherwise.
 """
 
 import json
@@ -21,6 +22,7 @@ TRAIN_STATE = "train_state.json"
 
 _STEP = re.compile(r"step-(\d+)")
 _ASIDE = re.compile(r"\.step-\d+\.(writing|deleting)")
+_REPLACED = re.compile(r"\.(step-\d+)\.replaced")
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -44,6 +46,7 @@ def saved_steps(folder: Path) -> list[int]:
 def begin(target: Path) -> Path:
     """Remove what killed saves left behind; make the folder that `target` is written into."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    bring_back(target.parent)
     for path in target.parent.iterdir():
         if _ASIDE.fullmatch(path.name):
             shutil.rmtree(path)
@@ -55,14 +58,30 @@ def begin(target: Path) -> Path:
 def commit(aside: Path, target: Path) -> None:
     """Make a fully written folder visible under its name, replacing an older one of that name."""
     fsync(aside)
-    outdated = aside_of(target, "deleting")
+    replaced = aside_of(target, "replaced")
     if replaces := target.exists():
-        # No rename replaces a filled folder. A kill between the two loses this step's only.
-        target.rename(outdated)
-    aside.rename(target)
+        # No rename replaces a filled folder. Killed between the two, `bring_back` undoes the first.
+        target.rename(replaced)
+    try:
+        aside.rename(target)
+    except OSError:
+        bring_back(target.parent)
+        raise
     fsync(target.parent)
     if replaces:
-        shutil.rmtree(outdated)
+        shutil.rmtree(replaced)
+
+
+def bring_back(folder: Path) -> None:
+    """Give a checkpoint its name again that was to be replaced when the save was killed; for the
+    one run that writes to `folder`."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if match := _REPLACED.fullmatch(path.name):
+            target = path.with_name(match[1])
+            if target.exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(target)
 
 
 def abandon(aside: Path) -> None:
@@ -77,8 +96,9 @@ def refuse_existing(target: Path) -> None:
 
 
 def keep_latest(folder: Path, *, count: int, newest: int) -> None:
-    """Remove all but the `count` latest checkpoints; `newest` and a seed checkpoint always stay."""
-    for step in saved_steps(folder)[:-count]:
+    """Remove all but the `count` latest checkpoints, or none where that is 0; `newest` and a seed
+    checkpoint always stay."""
+    for step in saved_steps(folder)[:-count] if count else []:
         if step not in (0, newest):
             remove(step_folder(folder, step))
 

@@ -12,17 +12,20 @@ ranks as before.
 import base64
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from titan_moe.checkpoint.storage import TRAIN_STATE, read_json
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.records import Count, StrictRecord, first_problem
 
 DATA = "data"
 RNG = "rng"
+_CUDA_STATE = 16  # Bytes: seed and offset.
 
 # From the data positions of all ranks, in rank order, that of all rows.
 MergeData = Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -45,12 +48,58 @@ def merge_rank_states(states: list[dict[str, Any]], merge_data: MergeData) -> di
     return merged
 
 
-def read_train_state(folder: Path) -> dict[str, Any]:
-    """What `merge_rank_states` gave. Raises RunError when it is missing or damaged."""
+class _BadSteps(StrictRecord):
+    """As bad_steps.BadSteps.state gives it."""
+
+    norms: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default_factory=list)
+    skipped: Count = 0
+
+
+class _Common(StrictRecord):
+    step: Count
+    tokens: Count
+    bad_steps: _BadSteps = _BadSteps()
+
+
+class _RandomState(StrictRecord):
+    model_config = ConfigDict(extra="forbid")
+
+    cpu: str
+    cuda: str = ""
+
+
+class _TrainState(StrictRecord):
+    """All but the data position, which data/position.py knows."""
+
+    common: _Common
+    rng: list[_RandomState]
+    data: dict[str, Any]
+
+
+def read_train_state(folder: Path, step: int | None = None) -> dict[str, Any]:
+    """What `merge_rank_states` gave. Raises RunError when it is missing, damaged, or of another
+    step than the manifest's `step`."""
     state = read_json(folder / TRAIN_STATE)
-    if missing := {"common", RNG} - state.keys():
-        raise RunError(f"{folder / TRAIN_STATE} is damaged: it lacks {', '.join(sorted(missing))}")
+    try:
+        _TrainState.model_validate(state)
+    except ValidationError as error:
+        raise RunError(f"{folder / TRAIN_STATE} is damaged: {first_problem(error)}") from None
+    if step is not None and state["common"].get("step", step) != step:
+        raise RunError(f"{folder / TRAIN_STATE} is damaged: common.step is not {step}")
+    for rank, saved in enumerate(state[RNG]):
+        _check_random_state(saved, f"{folder / TRAIN_STATE} is damaged: {RNG}.{rank}")
     return state
+
+
+def _check_random_state(saved: dict[str, str], where: str) -> None:
+    """A generator that is thrown away says whether a state is one."""
+    try:
+        torch.Generator().set_state(_decode(saved["cpu"]))
+        good = "cuda" not in saved or len(_decode(saved["cuda"])) == _CUDA_STATE
+    except (ValueError, RuntimeError, TypeError):
+        good = False
+    if not good:
+        raise RunError(f"{where} is no state of a generator")
 
 
 def restore_random_state(train_state: dict[str, Any]) -> bool:

@@ -165,8 +165,7 @@ def finish(plan: FinishPlan, what: Finish) -> None:
             raise _not_shared(what.aside, name)
     write_listing(what.aside, digests)
     storage.commit(what.aside, what.target)
-    if what.keep_latest_k > 0:
-        storage.keep_latest(what.target.parent, count=what.keep_latest_k, newest=what.step)
+    storage.keep_latest(what.target.parent, count=what.keep_latest_k, newest=what.step)
 
 
 def _read_report(folder: Path, rank: int) -> dict[str, Any]:
@@ -181,6 +180,6 @@ def _read_report(folder: Path, rank: int) -> dict[str, Any]:
 
 def _not_shared(folder: Path, name: str) -> RunError:
     return RunError(
-        f"checkpoint {folder} is incomplete: {name} is missing: job.dump_folder must be one folder "
-        "for all nodes"
+        f"checkpoint {folder} is incomplete: {name} is missing: it was removed, or job.dump_folder "
+        "is not one folder for all nodes"
     )

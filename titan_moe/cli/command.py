@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import print_errors
-from titan_moe.runtime.launch import end_on_signals
+from titan_moe.runtime.launch import end_on_signals, ignores_hangups
 
 _USAGE, _INTERRUPTED = 2, 130
 
@@ -74,7 +74,7 @@ class Command:
             with redirect_stdout(sys.stderr) if options.json else nullcontext():
                 answer = self.run(options)
         except Exception as error:
-            return self._explain(error, is_first)
+            return self._explain(error, name, is_first)
         except KeyboardInterrupt:
             more = "; the same command goes on where it stopped" if self.resumable else ""
             print(f"\ninterrupted{more}", file=sys.stderr)
@@ -86,7 +86,7 @@ class Command:
             print(text)
         return answer.exit_code
 
-    def _explain(self, error: Exception, is_first: bool) -> int:
+    def _explain(self, error: Exception, name: str, is_first: bool) -> int:
         """Print one line for each mistake that the user can mend; returns the exit code."""
         is_mistake = isinstance(error, (ConfigError, *self.mistakes))
         if not (is_mistake or isinstance(error, (RunError, OSError))):
@@ -94,7 +94,7 @@ class Command:
             return self.crashed
         if is_first:
             first, *more = str(error).splitlines() or [type(error).__name__]
-            print_errors(error.lines if isinstance(error, ConfigError) else [first])
+            print_errors(error.lines if isinstance(error, ConfigError) else [first], name)
             if isinstance(error, RunError):  # What a failed process printed last.
                 print("".join(f"{line}\n" for line in more), end="", file=sys.stderr)
         return _USAGE if is_mistake else self.failed
@@ -128,8 +128,9 @@ class Command:
     def _handle_signals(self) -> None:
         if self.ends_at_once:
             return end_on_signals()
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        if not ignores_hangups():
+            signal.signal(signal.SIGHUP, signal.default_int_handler)
 
 
 def job_arguments(options: argparse.Namespace) -> list[str]:
@@ -193,6 +194,11 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be a positive number")
     return int(text)
+
+
+def not_negative(text: str) -> int:
+    """An argument that counts something of which there may be none."""
+    return 0 if text.isdecimal() and not int(text) else positive(text)
 
 
 def make_folder(path: Path) -> Path:

@@ -14,7 +14,15 @@ Exit codes: 0; 1 the steps cannot be made again; 2 no such run, step or argument
 import argparse
 from pathlib import Path
 
-from titan_moe.cli.command import Answer, Command, add_out, make_folder, positive, write_json
+from titan_moe.cli.command import (
+    Answer,
+    Command,
+    add_out,
+    make_folder,
+    not_negative,
+    positive,
+    write_json,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-repeated",
-        type=int,
+        type=not_negative,
         default=1000,
         help="steps before it that may be trained again; default: 1000",
     )

@@ -5,10 +5,11 @@
 The program's own loop runs for every rank of a fake world, in a process each: steps with even
 routing, with skewed routing, with all tokens sent to one rank, with few experts that get any, and
 with a data rank that has no target; then, as far as the configuration has them, a validation, a
-comparison of replicas, a save and a resume. On every group all members must issue the same
-operations, of the same types and sizes; what one sends to another in an all-to-all, a send or a
-receive is what that one expects. The model is cut to the layers that show every kind, and sequences
-are short; both can be had whole. Documents are made up. With training stages, each is run.
+comparison of replicas, a save, a step while it is written in the background, a resume, and a last
+save with its export. On every group all members must issue the same operations, of the same types
+and sizes; what one sends to another in an all-to-all, a send or a receive is what that one expects.
+The model is cut to the layers that show every kind, and sequences are short; both can be had whole.
+Documents are made up. With training stages, each is run.
 
 Exit codes: 0; 1 members of a group part; 2 a configuration that cannot run; 4 it failed; 70 an
 error in titan_moe.

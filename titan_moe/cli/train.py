@@ -32,6 +32,7 @@ from titan_moe.cli.command import (
     add_ranks,
     check_meeting,
     job_arguments,
+    not_negative,
 )
 from titan_moe.config.errors import ConfigError
 
@@ -40,15 +41,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ranks(parser, default=None, says="of the run; default: the GPUs of all machines, else 2")
     parser.add_argument("--one-process", action="store_true", help="without torchrun")
     add_nodes(parser)
-    parser.add_argument("--max-restarts", type=int, default=0, help="after failures; default: 0")
+    parser.add_argument(
+        "--max-restarts", type=not_negative, default=0, help="after failures; default: 0"
+    )
 
 
 def run(options: argparse.Namespace) -> Answer:
     """Train, and end the process."""
     from titan_moe.runtime.launch import end_with_parent, has_lost_launcher
+    from titan_moe.runtime.stopping import attempt_folder
+
+    if is_rank := "RANK" in os.environ:
+        # First: where a rank dies as it starts again, an earlier attempt's words no longer count.
+        attempt_folder(os.environ)
     from titan_moe.train import main
 
-    arguments, is_rank = job_arguments(options), "RANK" in os.environ
+    arguments = job_arguments(options)
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
     elif not (is_rank or options.one_process):

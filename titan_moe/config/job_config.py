@@ -5,6 +5,7 @@ Names, meanings and (unless the docstring says otherwise) defaults are those of 
 that its users can bring their files; torchtitan.py says what becomes of its other keys.
 """
 
+from os.path import expanduser
 from typing import Any, Literal
 
 from pydantic import (
@@ -16,6 +17,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     field_serializer,
+    field_validator,
     model_validator,
 )
 
@@ -35,12 +37,18 @@ class Section(BaseModel):
 class Job(Section):
     """Where a run writes and what it prints first."""
 
-    dump_folder: str = "./outputs"
-    """Folder of everything the run writes: config.toml, metrics.jsonl, checkpoints, curves."""
+    dump_folder: str = Field("./outputs", min_length=1)
+    """Folder of everything the run writes: config.toml, metrics.jsonl, checkpoints, curves; ~ is
+    the home folder."""
     description: str = "titan_moe run"
     """Free text, logged at start."""
     print_config: bool = False
     """Print the resolved configuration at start."""
+
+    @field_validator("dump_folder")
+    @classmethod
+    def _home(cls, path: str) -> str:
+        return expanduser(path)
 
 
 class Profiling(Section):
@@ -458,18 +466,24 @@ class Checkpoint(Section):
     host. The last save is always waited for."""
     keep_latest_k: NonNegativeInt = 10
     """Checkpoints kept; 0 keeps all."""
-    load_step: int = -1
-    """Step to resume from; -1: the latest complete one."""
+    load_step: int = Field(-1, ge=-1)
+    """Step to resume from; -1: the latest complete one. For the first start of a configuration:
+    once it has saved a checkpoint, the same configuration goes on from there."""
     exclude_from_loading: list[Literal["model", "optimizer", "train_state", "dataloader"]] = Field(
         []
     )
-    """Parts of the checkpoint that keep their fresh values."""
+    """Parts of the checkpoint that keep their fresh values; for the first start, as load_step."""
     enable_first_step_checkpoint: bool = False
     """Save after step 1 too."""
     create_seed_checkpoint: bool = False
     """Write the initial weights as step-0 and stop."""
     load_only: bool = False
     """Load, but never save."""
+
+    @field_validator("folder", "initial_load_path")
+    @classmethod
+    def _home(cls, path: str | None) -> str | None:
+        return path and expanduser(path)
 
     @property
     def keeps_state(self) -> bool:

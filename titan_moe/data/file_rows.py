@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import gzip
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
+from titan_moe.config.errors import ConfigError
+from titan_moe.data.arrow_cache import cached_table
 from titan_moe.data.bad_documents import text_problem
 from titan_moe.runtime.files import parse_json
 
@@ -22,6 +24,10 @@ NOT_UTF8 = "is not UTF-8"
 LONGEST_RECORD = 64 << 20
 """Bytes of one document of a compressed file, which may be a thousand times as long as the file. A
 plain file is as long as it is."""
+MOST_TIMES = 1000
+"""Its own size that a file may unpack to, beyond the first GiB. Texts compress 2 to 100 times, and
+gzip packs nothing more than 1,032 times."""
+_ALWAYS = 1 << 30
 _BLOCK = 1 << 20
 _SEPARATORS = {"json": b"\n", "text": b"\n\n"}
 _REMEDIES = {
@@ -30,16 +36,33 @@ _REMEDIES = {
 }
 
 
+def most_unpacked(path: Path) -> int:
+    """Bytes that a compressed file may unpack to."""
+    return max(_ALWAYS, MOST_TIMES * path.stat().st_size)
+
+
+def unpacks_too_far(path: Path) -> str:
+    """What to say of a file that unpacks to more."""
+    return (
+        f"{path} unpacks to more than {most_unpacked(path) / 2**30:,.1f} GiB, {MOST_TIMES:,} times "
+        "its own size or more: remove it, or unpack it if this is meant"
+    )
+
+
 def overlong_record(dataset: str, files: Sequence[Path]) -> str:
-    """The first record of compressed json or text files that is too long to be read, in words;
-    empty where there is none. Decompresses everything, a block at a time.
+    """What is too long to be read of compressed json or text files, a record or all of a file, in
+    words; empty where nothing is. Decompresses everything, a block at a time.
 
     Nothing is said of a file that cannot be read: reading it as data will say why.
     """
     for path in files:
         if dataset in _SEPARATORS and path.suffix in (".gz", ".zst"):
             with suppress(Exception), opened(path) as file:  # Each format raises its own.
-                if line := _overlong(file, dataset):
+                unpacked = _Counted(file, most_unpacked(path))
+                line = _overlong(unpacked, dataset)
+                if unpacked.left < 0:
+                    return unpacks_too_far(path)
+                if line:
                     return (
                         f"the {'record' if dataset == 'json' else 'paragraph'} that begins in line "
                         f"{line:,} of {path} is longer than {LONGEST_RECORD >> 20} MiB, the most "
@@ -48,7 +71,20 @@ def overlong_record(dataset: str, files: Sequence[Path]) -> str:
     return ""
 
 
-def _overlong(file: IO[bytes], dataset: str) -> int:
+class _Counted:
+    """A file that ends when more than `left` bytes have been read of it."""
+
+    def __init__(self, file: IO[bytes], left: int) -> None:
+        self._file = file
+        self.left = left
+
+    def read(self, size: int) -> bytes:
+        block = self._file.read(size) if self.left >= 0 else b""
+        self.left -= len(block)
+        return block
+
+
+def _overlong(file: IO[bytes] | _Counted, dataset: str) -> int:
     """The line that a record of more than LONGEST_RECORD bytes begins in; 0 if there is none."""
     separator, start = _SEPARATORS[dataset], file.read(_BLOCK)
     if dataset == "json" and not _begins_with_record(start):
@@ -97,6 +133,44 @@ def text_of_line(line: bytes, column: str) -> tuple[str | None, str]:
         except UnicodeEncodeError:
             problem = "holds half of a surrogate pair"
     return (None, problem) if problem else (text, "")
+
+
+def convert_lines(files: list[Path], column: str) -> Any:
+    """JSON lines that `datasets` does not read, as an Arrow table of texts and problems; None where
+    they are not JSON lines, or none holds a text."""
+    import pyarrow as pa
+
+    schema = pa.schema([("text", pa.large_string()), ("problem", pa.string())])
+
+    def batches() -> Iterator[Any]:
+        texts: list[str | None] = []
+        problems: list[str] = []
+        size = 0
+        for text, problem in _lines(files, column):
+            texts.append(text)
+            problems.append(problem)
+            size += len(text or "") + 100
+            if size > 1 << 20:
+                yield pa.record_batch([texts, problems], schema=schema)
+                texts, problems, size = [], [], 0
+        yield pa.record_batch([texts, problems], schema=schema)
+
+    try:
+        table = cached_table(f"json lines {column}", files, schema, batches)
+    except ConfigError:
+        raise
+    except Exception:  # Each format raises its own.
+        return None
+    return table if table.column("text").null_count < len(table) else None
+
+
+def _lines(files: list[Path], column: str) -> Iterator[tuple[str | None, str]]:
+    """The text of each line and what is wrong with it. ValueError where one is no JSON record."""
+    for path in files:
+        with opened(path) as file:
+            for line in file:
+                if line.strip():
+                    yield text_of_line(line, column)
 
 
 class Places:

@@ -7,22 +7,25 @@ import dataclasses
 import glob
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.data.arrow_cache import cached_table
 from titan_moe.data.bad_documents import BadDocuments, refusal, text_problem
 from titan_moe.data.content import sampled_checksum
 from titan_moe.data.documents import Document
 from titan_moe.data.file_rows import (
     NOT_UTF8,
     Places,
-    opened,
+    convert_lines,
     overlong_record,
     text_of_line,
 )
-from titan_moe.runtime.errors import RunError
+from titan_moe.data.parquet import RefusedError, columns_of, read_texts
+from titan_moe.data.position import damaged
+from titan_moe.runtime.errors import RunError, reason
 
 SUFFIXES = {"json": (".json", ".jsonl"), "parquet": (".parquet",), "text": (".txt",)}
 _COMPRESSIONS = ("", ".gz", ".zst")
@@ -70,8 +73,9 @@ def find_files(dataset: str, dataset_path: str | None, *, key: str) -> list[Path
 class FileCorpus:
     """One column of json or parquet files, or the paragraphs of text files.
 
-    `datasets` converts them once into memory-mapped Arrow files (in its cache, HF_HOME), so that
-    any document can be read without the others. A few MiB of JSON lines are held in memory instead.
+    They are converted once into memory-mapped Arrow files (in the cache of `datasets`, HF_HOME), so
+    that any document can be read without the others. A few MiB of JSON lines are held in memory
+    instead.
     """
 
     left_out = BadDocuments()
@@ -98,6 +102,8 @@ class FileCorpus:
         self._problems: dict[int, str] = {}
         if dataset == "json" and (found := _small_json_lines(files, text_column)):
             self._texts, self._problems = found
+        elif dataset == "parquet":
+            self._texts = _parquet_texts(files, text_column, f"{key}text_column", prefix)
         else:
             self._convert(files, text_column, key, prefix)
         self.fingerprint = f"{dataset}:{_digest_files(files)}:documents={len(self._texts)}"
@@ -124,12 +130,12 @@ class FileCorpus:
         except ConfigError:
             raise
         except Exception as error:  # Each format raises its own.
-            lines = _convert_lines(datasets, files, column) if dataset == "json" else None
+            lines = convert_lines(files, column) if dataset == "json" else None
             if lines is None:
                 line = f"{prefix} cannot be read as {dataset}: {_reason(error)}"
                 raise ConfigError([line]) from None
-            self._texts = lines.data.column("text")
-            self._problems = _named(lines.data.column("problem"))
+            self._texts = lines.column("text")
+            self._problems = _named(lines.column("problem"))
             return
         self._texts = _texts_of(table, column, f"{key}text_column", prefix)
 
@@ -167,12 +173,40 @@ def _texts_of(table: Any, column: str, key: str, prefix: str) -> Any:
     """The Arrow column of the texts; ConfigError where there is none."""
     if len(table) == 0:
         raise ConfigError([f"{prefix} holds no document"])
-    if column not in table.column_names:
-        raise ConfigError([_no_column(key, column, prefix, table.column_names)])
-    # The Arrow column itself: a row through `datasets` costs 50 times as much.
-    texts = table.data.column(column)
-    if str(texts.type) not in ("string", "large_string", "string_view"):
-        raise ConfigError([_no_text(key, column, prefix, str(texts.type), table.column_names)])
+    # The Arrow table itself: a row through `datasets` costs 50 times as much.
+    columns = {field.name: str(field.type) for field in table.data.schema}
+    _check_column(column, columns, key, prefix)
+    return table.data.column(column)
+
+
+def _check_column(column: str, columns: Mapping[str, str], key: str, prefix: str) -> None:
+    """ConfigError where a column of texts is not among those found, by name and Arrow type."""
+    if column not in columns:
+        raise ConfigError([_no_column(key, column, prefix, columns)])
+    if columns[column] not in ("string", "large_string", "string_view"):
+        raise ConfigError([_no_text(key, column, prefix, columns[column], columns)])
+
+
+def _parquet_texts(files: list[Path], column: str, key: str, prefix: str) -> Any:
+    """The Arrow column of the texts of Parquet files; ConfigError where they cannot be read."""
+    import pyarrow as pa
+
+    def batches() -> Iterator[Any]:
+        for path in files:
+            _check_column(column, columns_of(path), key, prefix if len(files) == 1 else str(path))
+            yield from read_texts(path, column)
+
+    try:
+        schema = pa.schema([("text", pa.large_string())])
+        texts = cached_table(f"parquet {column}", files, schema, batches).column("text")
+    except ConfigError:
+        raise
+    except RefusedError as error:
+        raise ConfigError([f"{prefix}: {error}"]) from None
+    except Exception as error:  # pyarrow has several.
+        raise ConfigError([f"{prefix} cannot be read as parquet: {_reason(error)}"]) from None
+    if len(texts) == 0:
+        raise ConfigError([f"{prefix} holds no document"])
     return texts
 
 
@@ -233,33 +267,6 @@ def _no_mixed_types() -> dict[str, Any]:
 
     known = {field.name for field in dataclasses.fields(JsonConfig)}
     return {"on_mixed_types": None} if "on_mixed_types" in known else {}
-
-
-def _convert_lines(datasets: Any, files: list[Path], column: str) -> Any:
-    """JSON lines that `datasets` does not read, as a table of texts and problems; None where they
-    are not JSON lines, or none holds a text."""
-    names = [str(path) for path in files]
-    times = [path.stat().st_mtime_ns for path in files]  # Its cache goes by the arguments.
-    features = {name: datasets.Value("string") for name in ("text", "problem")}
-    try:
-        table = datasets.Dataset.from_generator(
-            _lines,
-            features=datasets.Features(features),
-            gen_kwargs={"names": names, "column": column, "times": times},
-        )
-    except Exception:  # It wraps what `_lines` raises in its own.
-        return None
-    return table if table.data.column("text").null_count < len(table) else None
-
-
-def _lines(names: list[str], column: str, times: list[int]) -> Iterator[dict[str, str | None]]:
-    """Rows of _convert_lines. ValueError where a line is no JSON record."""
-    for name in names:
-        with opened(Path(name)) as file:
-            for line in file:
-                if line.strip():
-                    text, problem = text_of_line(line, column)
-                    yield {"text": text, "problem": problem}
 
 
 def _named(problems: Any) -> dict[int, str]:
@@ -323,15 +330,24 @@ class HubStream:
         return one
 
     def read(self, mark: Any = None) -> Iterator[Document]:
-        # The beginning is loaded too: a state, once loaded, is where every later iteration starts.
-        self._stream.load_state_dict(self._beginning if mark is None else mark)
-        for example in self._stream:
+        for example in self._examples(mark):
             words = self._column_key, self._column, self._prefix
             if self._column not in example:
                 raise RunError(_no_column(*words, example))
             text = example[self._column]
             problem = text_problem(text)
             yield Document(self._name, "" if problem else text, problem)
+
+    def _examples(self, mark: Any) -> Iterator[dict[str, Any]]:
+        try:
+            # The beginning is loaded too: a state, once loaded, is where every later iteration
+            # starts.
+            self._stream.load_state_dict(self._beginning if mark is None else mark)
+            yield from self._stream
+        except (ArithmeticError, AttributeError, LookupError, SystemError, TypeError) as error:
+            if mark is None:
+                raise
+            raise damaged(f"marks hold no place of {self._name}: {reason(error)}") from error
 
     def mark(self) -> Any:
         return self._stream.state_dict()

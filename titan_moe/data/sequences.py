@@ -12,6 +12,7 @@ from titan_moe.data.bad_documents import BadDocuments, as_json, from_json
 from titan_moe.data.document_order import Assignment, DocumentOrder
 from titan_moe.data.documents import Document, OutOfDocumentsError, mix
 from titan_moe.data.packing import Encoded, PackedSequence, Packer
+from titan_moe.data.position import damaged
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.runtime.errors import RunError
 
@@ -125,6 +126,10 @@ class SequenceStream:
         document = None
         if self._part >= 0:
             document = self._open(self._part, self._read[self._part] - 1)
+        if state["offset"] > (0 if document is None else len(document.ids)):
+            raise damaged(
+                f"rows.{self.index}.offset: the document has no {state['offset']:,} tokens"
+            )
         self._packer.resume(document, state["offset"])
 
     def _assignment(self, part: int) -> Assignment:

@@ -12,6 +12,8 @@ from titan_moe.data.document_order import Assignment
 from titan_moe.data.sequences import BlendSource, SequenceStream
 from titan_moe.runtime.errors import RunError
 
+_LONGEST = 400  # Characters of a fingerprint in a message.
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -244,14 +246,20 @@ def _check_identity(state: dict[str, Any], identity: Identity) -> None:
         theirs = state["identity"].get(key, "")
         if theirs != ours:
             raise RunError(
-                f"the checkpoint's data position was taken with {key}={theirs!r}, this run has "
-                f"{key}={ours!r}: set it as it was, begin in another job.dump_folder, or leave the "
-                'position out with checkpoint.exclude_from_loading=["dataloader"]'
+                f"the checkpoint's data position was taken with {key}={_cut(repr(theirs))}, this "
+                f"run has {key}={_cut(repr(ours))}: set it as it was, begin in another "
+                "job.dump_folder, or leave the position out with "
+                'checkpoint.exclude_from_loading=["dataloader"]'
             )
     if saved.checksum not in ("", identity.checksum):
         raise RunError(
             "the data's files have changed since the checkpoint, behind the same names and sizes: "
-            f"their sampled checksum was {saved.checksum} and is {identity.checksum}: put the old "
-            "files back, begin in another job.dump_folder, or leave the position out with "
+            f"their sampled checksum was {_cut(saved.checksum)} and is {identity.checksum}: put "
+            "the old files back, begin in another job.dump_folder, or leave the position out with "
             'checkpoint.exclude_from_loading=["dataloader"]'
         )
+
+
+def _cut(words: str) -> str:
+    """Those that a damaged file holds may have no end."""
+    return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."

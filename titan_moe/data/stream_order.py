@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from titan_moe.data.document_order import Assignment, Split
 from titan_moe.data.documents import Document, OutOfDocumentsError, Stream, is_held_out
+from titan_moe.data.position import damaged
 
 # A rank that reads all partitions has a file of each open, with a piece of some 10 MB in memory.
 _MOST_PARTITIONS = 64
@@ -94,6 +95,8 @@ class StreamOrder:
                 wanted.setdefault(number, []).append(sequence)
         num_files = self._how.stream.num_files
         self._partitions: dict[int, _Partition] = {}
+        if mark and any(number >= len(mark) or mark[number] is None for number in wanted):
+            raise damaged(f"marks of {self.name} lack a partition of {len(first)}")
         for number, sequences in wanted.items():
             begin, end = (at * num_files // len(first) for at in (number, number + 1))
             taking = assignment.sequences(number)
@@ -147,7 +150,8 @@ class _Partition:
                 found, document = waiting.popleft()
                 if found == position:
                     return document
-            assert position >= self._position, "read past already"
+            if position < self._position:
+                raise damaged(f"document {position:,} lies before {self._position:,}, its place")
             self._read_one()
 
     def mark(self, oldest: int) -> Cursor:

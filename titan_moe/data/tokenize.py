@@ -23,6 +23,7 @@ from titan_moe.data.documents import Corpus, Document, Stream
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.data.tokens import FORMAT, MANIFEST, Manifest, Shard, read_manifest, shard_paths
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import parse_json
 
 _PLAN = "plan.json"
 _CHUNK = 256  # Documents tokenised side by side; shards end between chunks.
@@ -86,7 +87,8 @@ def tokenize_corpus(
         _write_json(work / MANIFEST, plan | {"shards": shards})
     for leftover in [work / _PLAN, *work.glob("shard-*.json")]:
         leftover.unlink(missing_ok=True)
-    os.rename(work, out)
+    _sync(work)
+    work.rename(out)
     _sync(out.parent)
     bad = finished[-1].bad if finished else BadDocuments()
     return read_manifest(out, key="--out"), bad + source.left_out
@@ -200,7 +202,7 @@ def _begin(work: Path, plan: dict[str, Any]) -> None:
     place = work / (MANIFEST if (work / MANIFEST).exists() else _PLAN)
     if not place.exists():
         _write_json(place, plan)
-    begun = json.loads(place.read_bytes())
+    begun = _read_json(place)
     for key, value in plan.items():
         if begun.get(key) != value:
             raise RunError(
@@ -215,10 +217,17 @@ def _finished_shards(work: Path) -> list[_Finished]:
         path = work / f"shard-{number:05d}.json"
         if not path.exists():
             return finished
-        table = json.loads(path.read_bytes())
+        table = _read_json(path)
         table["bad"] = BadDocuments(**table.get("bad", {}))  # Not there before it was counted.
         finished.append(_Finished(**(table | {"shard": Shard(**table["shard"])})))
     raise AssertionError
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return parse_json(path.read_bytes())
+    except ValueError as error:
+        raise RunError(f"{path} is damaged: {error}: remove its folder") from None
 
 
 def _write_json(path: Path, table: dict[str, Any]) -> None:
@@ -227,7 +236,7 @@ def _write_json(path: Path, table: dict[str, Any]) -> None:
     with aside.open("w") as file:
         json.dump(table, file, indent=1)
         _sync_file(file)
-    os.replace(aside, path)
+    aside.replace(path)
     _sync(path.parent)
 
 

@@ -243,8 +243,11 @@ def _token(value: Any) -> dict[str, Any]:
         return {"content": value, "normalized": False}
     if not isinstance(value["content"], str):
         raise TypeError(value)
-    fields = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-    return {field: value[field] for field in fields if field in value}
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    kept = {field: value[field] for field in flags if field in value}
+    if not all(isinstance(flag, bool) for flag in kept.values()):
+        raise TypeError(value)
+    return {"content": value["content"], **kept}
 
 
 def _read_table(folder: Path, file: str) -> dict[str, Any]:

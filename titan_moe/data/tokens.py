@@ -11,15 +11,17 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.data.bad_documents import BadDocuments
 from titan_moe.data.content import sampled_checksum
 from titan_moe.data.documents import Document
 from titan_moe.runtime.files import parse_json
+from titan_moe.runtime.records import Count, first_problem
 
 MANIFEST = "manifest.json"
 FORMAT = "titan_moe tokens 1"
@@ -29,8 +31,8 @@ FORMAT = "titan_moe tokens 1"
 class Shard:
     """Size and SHA-256 checksums of one shard's two files."""
 
-    documents: int
-    tokens: int
+    documents: Count
+    tokens: Count
     tokens_sha256: str
     ends_sha256: str
 
@@ -44,8 +46,8 @@ class Manifest:
     """Fingerprint of the corpus that was tokenised."""
     tokenizer: str
     """Fingerprint of the tokenizer."""
-    vocab_size: int
-    dtype: str
+    vocab_size: Count
+    dtype: Literal["uint16", "uint32"]
     shards: list[Shard]
 
     @property
@@ -75,13 +77,16 @@ def read_manifest(folder: Path, *, key: str) -> Manifest:
         "--training.dataset DATASET"
     )
     try:
-        table = parse_json((folder / MANIFEST).read_bytes())
+        text = (folder / MANIFEST).read_bytes()
+        table = parse_json(text)
         if table.get("format") != FORMAT:
             raise ValueError(f"its format is {table.get('format')!r}, not {FORMAT!r}")
-        return Manifest(**(table | {"shards": [Shard(**shard) for shard in table["shards"]]}))
+        return TypeAdapter(Manifest).validate_json(text, strict=True)
+    except ValidationError as error:
+        problem = f"{MANIFEST} is not one of ours ({first_problem(error)}); {problem}"
     except OSError as error:
         problem = f"no {MANIFEST} can be read there ({error.strerror}); {problem}"
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, AttributeError) as error:
         problem = f"{MANIFEST} is not one of ours ({error}); {problem}"
     raise ConfigError([f"{key}={str(folder)!r}: {problem}"])
 

@@ -45,6 +45,7 @@ def closing_lines(
         stopped=stopped,
         resumable=not checkpoint.last_save_model_only,
         steps=training.steps,
+        once=settings_of_first_start(checkpoint),
         prompt="def " if training.dataset == "stdlib" else "The",
         launch=launch,
         environment=environment,
@@ -71,6 +72,17 @@ def _both(nats: float) -> str:
     return f"{nats:.2f} nats ({nats / math.log(2):.2f} bits)"
 
 
+def settings_of_first_start(checkpoint: Checkpoint) -> list[str]:
+    """What a command has to take back of the config.toml of a run that is to go on otherwise: these
+    keys would be followed again."""
+    words = []
+    if checkpoint.load_step != -1:
+        words += ["--checkpoint.load_step=-1"]
+    if checkpoint.exclude_from_loading:
+        words += ["--checkpoint.exclude_from_loading=[]"]
+    return words
+
+
 def next_steps(
     folder: Path,
     *,
@@ -78,6 +90,7 @@ def next_steps(
     stopped: bool,
     resumable: bool,
     steps: int,
+    once: list[str],
     prompt: str,
     launch: Launch,
     environment: Mapping[str, str],
@@ -91,6 +104,7 @@ def next_steps(
         stopped: before its last step, saved.
         resumable: whether the run can go on after its last step.
         steps: training.steps of the run.
+        once: arguments that take back what was for the first start of this configuration.
     """
     commands, ranks = {}, launch.world_size
     # On several nodes it is the cluster's own command that starts a run.
@@ -104,7 +118,7 @@ def next_steps(
         start = training_command(folder, ranks, environment, ["--checkpoint.enable"])
         commands["train again and keep the model"] = start
     elif alone and resumable and not stopped:
-        longer = ["--training.steps", str(2 * steps)]
+        longer = ["--training.steps", str(2 * steps), *once]
         commands["train on"] = training_command(folder, ranks, environment, longer)
     page = [*console(), "report", "run", str(folder)]
     commands["get a page of its curves and experts"] = shlex.join(page)

@@ -145,12 +145,17 @@ class RunLog:
         if self._events is not None:
             self._events.write(step, values)
 
-    def go_back(self, job: JobConfig, sharded: ShardedModel, step: int) -> None:
-        """Log what follows a step anew, as a run does that resumes there; `job` is that of the
-        present layout. A service that is slow to end holds the main rank up for a minute."""
+    @contextmanager
+    def going_back(self, job: JobConfig, sharded: ShardedModel, step: int) -> Iterator[None]:
+        """Around the load of a step's checkpoint: log what follows anew, as a run does that resumes
+        there, where no step takes the time of the load. `job` is that of the present layout.
+
+        A service that is slow to end holds the main rank up for a minute, before the load."""
         if self._process.is_main:
             self._close_sinks()
             self._open_sinks(job, step)
+        with self.phases("checkpoint"):
+            yield
         self.phases.take()
         self.set_layout(job, sharded, resume_step=step)
 

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Takes the metrics of each logged step, in ascending order of steps, until it is closed."""
+    """Takes the metrics of each logged step, in ascending order of steps, until it is closed. A run
+    that goes back, or resumes, closes it and makes another, which gets later steps again."""
 
     def write(self, step: int, values: dict[str, float]) -> None: ...
 
@@ -94,7 +95,11 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A W&B run; its project and mode follow W&B's own environment variables."""
+    """A W&B run; its project and mode follow W&B's own environment variables.
+
+    W&B ignores what is logged under a lower step than its last one. Steps that are made again are
+    logged under its next one, so that none is lost, and all charts are over our own "step".
+    """
 
     def __init__(self, folder: Path, job: Mapping[str, Any], *, resume_step: int) -> None:
         import wandb
@@ -107,17 +112,20 @@ class WeightsAndBiases:
             id=_earlier(place, resume_step),
             resume="allow",
         )
+        self._run.define_metric("*", step_metric="step")
         write_whole(place, self._run.id)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(bounded(values), step=step)
+        at = max(step, self._run.step)
+        self._run.log({"step": step, **bounded(values)}, step=at, commit=True)
 
     def close(self) -> None:
         self._run.finish()
 
 
 class MLflow:
-    """An MLflow run, at MLFLOW_TRACKING_URI or, left out, in the folder mlruns of the run's own."""
+    """An MLflow run, at MLFLOW_TRACKING_URI or, left out, in the folder mlruns of the run's own. It
+    keeps both values of a step that is made again."""
 
     def __init__(self, folder: Path, job: Mapping[str, Any], *, resume_step: int) -> None:
         import mlflow

@@ -11,7 +11,6 @@ communicates while NCCL's kernels run. Communication is exposed while nothing is
 """
 
 import gzip
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from titan_moe.profiling.timeline import (
     Thread,
     span_of,
 )
+from titan_moe.runtime.files import parse_json
 
 _WAITING = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -97,7 +97,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         opened = gzip.open if path.suffix == ".gz" else open
         with opened(path, "rt", encoding="utf-8") as file:
-            trace = json.load(file)
+            trace = parse_json(file.read())
     except FileNotFoundError:
         raise TraceError(f"{path}: no such file") from None
     except (OSError, EOFError, ValueError) as error:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan_moe.runtime.launch import end_with_parent
+from titan_moe.runtime.launch import end_with_parent, ignores_hangups
 from titan_moe.runtime.stopping import request_stop
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGHUP: 143, signal.SIGTERM: 143, signal.SIGUSR1: 143}
@@ -44,7 +44,8 @@ class Child:
         SIGUSR1, which some clusters send to all processes of a job, is ignored there. It ends with
         this process, also where that is killed."""
         for number in EXIT_CODES:
-            signal.signal(number, self._answer)
+            if not (number == signal.SIGHUP and ignores_hangups()):
+                signal.signal(number, self._answer)
         with log.open("wb") as words:
             self._child = subprocess.Popen(
                 command,

@@ -19,6 +19,10 @@ from titan_moe.runtime.stopping import all_attempts
 
 _RANK = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+)")
 _PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_GUESSES: dict[int, str] = {
+    signal.SIGKILL: " (often: out of memory)",
+    signal.SIGBUS: " (often: a file was cut short while it was read)",
+}
 _UNREACHABLE = re.compile(r"Rendezvous(Connection|Timeout|Closed)\w*Error|DistNetworkError")
 
 
@@ -81,7 +85,7 @@ def explain(records: Path, page: Path, endpoint: str) -> tuple[list[str], int]:
 
 def _killed(rank: int, number: int, page: Path) -> str:
     name = signal.Signals(number).name
-    guess = " (often: out of memory)" if number == signal.SIGKILL else ""
+    guess = _GUESSES.get(number, "")
     return f"rank {rank} was killed by {name}{guess}; torchrun's words are in {page}"
 
 
@@ -98,9 +102,13 @@ def report(
     print_errors(lines)
 
 
-def print_errors(lines: Sequence[str]) -> None:
-    """One `error: ` line each, on standard error, with the page of docs/ that says more."""
+def print_errors(lines: Sequence[str], command: str = "") -> None:
+    """One `error: ` line each, on standard error, with the page of docs/ that says more.
+
+    Args:
+        command: of titan-moe, where the lines are of one.
+    """
     for line in lines:
-        page = page_for(line)
+        page = page_for(line, command)
         suffix = f" (docs/{page})" if page is not None else ""
         print(f"error: {' '.join(line.split())}{suffix}", file=sys.stderr, flush=True)

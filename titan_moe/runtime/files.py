@@ -31,7 +31,8 @@ def replacing(path: Path) -> Iterator[Path]:
         aside.replace(path)
     except BaseException as error:
         aside.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # A write does not say where.
+        # A write does not say where. A library's error, as of a damaged gzip file, has no number.
+        if isinstance(error, OSError) and error.errno and error.filename is None:
             error.filename = str(path)
         raise
 

@@ -2,110 +2,163 @@
 
 import re
 
-_TROUBLE = "troubleshooting.md#"
-# The first row whose pattern is found in the line is taken: symptoms, then the key that the line
-# is about.
-_PAGES = tuple(
+from titan_moe.config.torchtitan import TABLES
+
+# Rows of troubleshooting: the first whose pattern is found in the line is taken.
+ROWS = (
+    ("out-of-memory-on-the-gpu", r"(?i)out of memory(\. |$)|OutOfMemoryError|error: out of memory"),
+    ("a-machine-is-slow-or-wrong", r"^(rank|node)s? .*\(host .*\): |CUDA error|NCCL error"),
+    ("the-process-that-reads-the-data-ended", r"process that reads the data"),
+    (
+        "the-process-that-writes-a-checkpoint-ended",
+        r"the process that writes it |after half an hour of waiting",
+    ),
+    ("a-rank-was-killed", r"^rank \d+ was killed by"),
+    ("port-in-use", r"RDZV_ENDPOINT=\S* is in use"),
+    ("the-nodes-could-not-meet", r"the nodes could not meet|cannot join the process|--endpoint "),
+    (
+        "hang-or-timeout",
+        r"Timed out waiting|operation timeout| of \d+ there\)|ranks went different ways|"
+        r"no report of a hang",
+    ),
+    (
+        "run-folder-is-in-use",
+        r"is in use by process|was being taken over|\.lock is damaged|another run has taken",
+    ),
+    ("the-gpus-cannot-be-used", r"^\d+ GPUs found, but"),
+    ("more-ranks-than-gpus", r"ranks for \d+ GPUs"),
+    ("the-wrong-code-runs", r"^this is a command of the checkout"),
+    (
+        "a-rank-ended-with-a-traceback",
+        r"^rank \d+(: \w+Error:| ended with)|\(traceback in|naming a rank",
+    ),
+    ("loss-is-nan", r"^step \d+: loss "),
+    ("loss-spikes-or-diverges", r"^step \d+: a spike|=roll_back|on_spike="),
+    ("symmetric-memory-is-refused", r"comm_backend=symmetric: "),
+    (
+        "asynchronous-tensor-parallelism-is-refused",
+        r"enable_async_tensor_parallel=true: (the|torch|CPUs) ",
+    ),
+    ("capacity-overflow", r"did not fit into the buffers"),
+    ("disk-full", r"free some space| GB are free|No space left|Disk quota"),
+    (
+        "a-file-or-folder-cannot-be-read-or-written",
+        r"make the file system writable|file system back and start|job\.dump_folder=\S* *: |"
+        r"^(cannot (load|save|lock|write|import|export|read the run's)|after saving|starting) |"
+        r"^writing .* failed|or set HF_HOME",
+    ),
+    ("no-checkpoint-folder-is-shared", r"one folder for all nodes"),
+    ("replicas-differ", r"ranks hold different values|and its copies .* are not the same"),
+    ("run-folder-is-another-runs", r"is of a run with"),
+    (
+        "a-step-cannot-be-made-again",
+        r"can be repeated from|is beyond the run in|is not what the run read|^the whole model |"
+        r"holds no run|this version of titan_moe does not read",
+    ),
+    ("the-data-files-have-changed", r"files have changed since"),
+    ("a-record-is-too-long", r"longer than \d+ MiB"),
+    ("a-file-unpacks-too-far", r" unpacks to |lies outside the file"),
+    ("too-many-documents-without-a-text", r"max_bad_documents="),
+    ("checkpoint-refuses-the-data-position", r"checkpoint's data position"),
+    ("only-the-model-is-in-the-checkpoint", r"holds the model only"),
+    ("the-wrong-checkpoint-was-continued", r"^checkpoint\.load_step=\d+: "),
+    ("restarts-are-refused", r"--max-restarts|^training\.max_seconds=\d+ stops"),
+    ("checkpoint-does-not-fit-the-model", r"^checkpoint .* does not fit the model"),
+    ("reading-the-data-failed", r"reading the dataset .* failed|hub, cannot be opened"),
+    (
+        "tokenised-data-is-not-whole",
+        r"of the manifest: copy|wrong checksum of shard|begun with |remove its folder",
+    ),
+    ("a-metrics-service-is-off", r"^metrics\..* needs the package"),
+    ("no-text-column", r"text_column=|no such column|that column of"),
+    ("the-data-ran-out", r" ran out: "),
+    ("too-few-documents", r"to train on, fewer|too few documents|(holds|has) no document"),
+    ("data-was-tokenised-with-another-tokenizer", r"was made with tokenizer"),
+    ("no-tokenised-data", r"titan-moe tokenize"),
+    ("tokenizer-missing-or-too-large", r"tokenizer_path|names no tokenizer|the tokenizer's ids"),
+    ("too-few-microbatches-for-the-pipeline", r"wants at least as many"),
+    (
+        "a-routing-record-is-refused",
+        r"routing_re(cord|play)=|(no|a) routing record |of a record|CRC32|it is of other data|"
+        r"is of a model with",
+    ),
+    (
+        "hugging-face-folder-is-refused",
+        r"safetensors|config\.json|name a Hugging Face|or is no folder|is not what \S+ beside it|"
+        r"does not fit the model|model_type=|^\S+ holds a model of|which model it is of|"
+        r"tensors that no file|has no weights|quant_method|weight_block_size|_scale_inv|MXFP4|"
+        r"there without|float16 cannot hold|nothing is exported|exists: name another",
+    ),
+    (
+        "checkpoint-is-damaged-or-incomplete",
+        r" is (damaged|incomplete|truncated|missing$)|no checkpoint of titan_moe|makes? no sense|"
+        r"no state of a generator",
+    ),
+    ("a-training-stage-does-not-fit", r"^stages\["),
+    ("unknown-key", r"no such key"),
+)
+_PAGES = (
+    ("huggingface.md", r"hf_assets_path|_in_hf|Hugging Face form"),
+    ("models.md", r"^model\.(name|flavor)"),
+    ("extending.md", r": add it (in|to) titan_moe/"),
+    ("layouts.md#several-microbatches-a-step", r"the sum of their gradients stays"),
+    ("layouts.md", r"^parallelism|since (context|tensor)_parallel"),
+    ("precision.md", r"^(model\.converters|quantize|compile|training\.mixed_prec)|recipe_name="),
+    ("checkpoints.md", r"^checkpoint\b"),
+    ("moe.md", r"^moe\."),
+    ("is-it-right.md", r"^debug\.(routing|capture)"),
+    ("recipes/own-text.md", r"^(training|validation)\.(blend|dataset)"),
+    ("recipes/many-gpus.md", r"--nodes "),
+    ("configuration.md", r"^(command line|job\.config_file|stages)\b"),
+)
+_ALL = tuple(
     (re.compile(pattern), page)
     for pattern, page in (
-        (r"(?i)out of memory\. |OutOfMemoryError", _TROUBLE + "out-of-memory-on-the-gpu"),
-        (r"^(rank|node)s? .*\(host .*\): ", _TROUBLE + "a-machine-is-slow-or-wrong"),
-        (r"process that reads the data", _TROUBLE + "the-process-that-reads-the-data-ended"),
-        (
-            r"the process that writes it |after half an hour of waiting",
-            _TROUBLE + "the-process-that-writes-a-checkpoint-ended",
-        ),
-        (r"was killed by SIG", _TROUBLE + "a-rank-was-killed"),
-        (r"RDZV_ENDPOINT=\S* is in use", _TROUBLE + "port-in-use"),
-        (
-            r"the nodes could not meet|cannot join the process",
-            _TROUBLE + "the-nodes-could-not-meet",
-        ),
-        (
-            r"Timed out waiting|operation timeout| of \d+ there\)|ranks went different ways",
-            _TROUBLE + "hang-or-timeout",
-        ),
-        (r"no report of a hang", _TROUBLE + "hang-or-timeout"),
-        (
-            r"is in use by process|was being taken over|\.lock is damaged|another run has taken",
-            _TROUBLE + "run-folder-is-in-use",
-        ),
-        (r"^\d+ GPUs found, but", _TROUBLE + "the-gpus-cannot-be-used"),
-        (r"ranks for \d+ GPUs", _TROUBLE + "more-ranks-than-gpus"),
-        (r"^this is a command of the checkout", _TROUBLE + "the-wrong-code-runs"),
-        (r"^step \d+: loss ", _TROUBLE + "loss-is-nan"),
-        (r"^step \d+: a spike|=roll_back|on_spike=", _TROUBLE + "loss-spikes-or-diverges"),
-        (r"comm_backend=symmetric: ", _TROUBLE + "symmetric-memory-is-refused"),
-        (
-            r"enable_async_tensor_parallel=true: (the|torch|CPUs) ",
-            _TROUBLE + "asynchronous-tensor-parallelism-is-refused",
-        ),
-        (r"did not fit into the buffers", _TROUBLE + "capacity-overflow"),
-        (
-            r"make the file system writable|file system back and start",
-            _TROUBLE + "the-disk-is-read-only-or-gone",
-        ),
-        (r"one folder for all nodes", _TROUBLE + "no-checkpoint-folder-is-shared"),
-        (
-            r"ranks hold different values|and its copies .* are not the same",
-            _TROUBLE + "replicas-differ",
-        ),
-        (r"^cannot save |free some space| GB are free", _TROUBLE + "disk-full"),
-        (r"is of a run with", _TROUBLE + "run-folder-is-another-runs"),
-        (
-            r"can be repeated from|is beyond the run in|is not what the run read|^the whole model ",
-            _TROUBLE + "a-step-cannot-be-made-again",
-        ),
-        (r"files have changed since", _TROUBLE + "the-data-files-have-changed"),
-        (r"longer than \d+ MiB", _TROUBLE + "a-record-is-too-long"),
-        (r"max_bad_documents=", _TROUBLE + "too-many-documents-without-a-text"),
-        (r"checkpoint's data position", _TROUBLE + "checkpoint-refuses-the-data-position"),
-        (r"holds the model only", _TROUBLE + "only-the-model-is-in-the-checkpoint"),
-        (r"--max-restarts|^training\.max_seconds", _TROUBLE + "restarts-are-refused"),
-        (r"^checkpoint .* does not fit the model", _TROUBLE + "checkpoint-does-not-fit-the-model"),
-        (r"reading the dataset .* failed", _TROUBLE + "reading-the-data-failed"),
-        (
-            r"of the manifest: copy|wrong checksum of shard|was begun with ",
-            _TROUBLE + "tokenised-data-is-not-whole",
-        ),
-        (r"needs the package", _TROUBLE + "a-metrics-service-is-off"),
-        (r"text_column=", _TROUBLE + "no-text-column"),
-        (r" ran out: ", _TROUBLE + "the-data-ran-out"),
-        (r"documents to train on, fewer", _TROUBLE + "too-few-documents"),
-        (r"was made with tokenizer", _TROUBLE + "data-was-tokenised-with-another-tokenizer"),
-        (r"titan-moe tokenize", _TROUBLE + "no-tokenised-data"),
-        (r"tokenizer_path", _TROUBLE + "tokenizer-missing-or-too-large"),
-        (r"wants at least as many", _TROUBLE + "too-few-microbatches-for-the-pipeline"),
-        (r"is not what \S+ beside it says", _TROUBLE + "hugging-face-folder-is-refused"),
-        (r"hf_assets_path|_in_hf|safetensors|config\.json|Hugging Face form", "huggingface.md"),
-        (
-            r"routing record|of a record|routing_re(cord|play)=",
-            _TROUBLE + "a-routing-record-is-refused",
-        ),
-        (
-            r" is (damaged|incomplete|truncated)|no checkpoint of titan_moe",
-            _TROUBLE + "checkpoint-is-damaged-or-incomplete",
-        ),
-        (r"^stages\[", _TROUBLE + "a-training-stage-does-not-fit"),
-        (r"no such key", _TROUBLE + "unknown-key"),
-        (r"model\.(name|flavor)", "models.md"),
-        (r"the sum of their gradients stays", "layouts.md#several-microbatches-a-step"),
-        (r"^parallelism|since (context|tensor)_parallel", "layouts.md"),
-        (r"^(model\.converters|quantize|compile|training\.mixed_precision)\b", "precision.md"),
-        (r"^checkpoint\b", "checkpoints.md"),
-        (r"^moe\.", "moe.md"),
-        (r"^debug\.(routing|capture)", "is-it-right.md"),
-        (r"^(training|validation)\.(blend|dataset)", "recipes/own-text.md"),
-        (r"^[a-z_]+\.[a-z_]+ ?=", "configuration.md"),
+        *((pattern, f"troubleshooting.md#{row}") for row, pattern in ROWS),
+        *((pattern, page) for page, pattern in _PAGES),
     )
 )
+# The beginning of a line about a key, and of one for which configuration.md is the page that says
+# most.
+_KEY = re.compile(r"[a-z_]+(?:\.[a-z0-9_]+)+(?= ?[=:(])")
+_PLAIN_KEY = re.compile(
+    r"(job|profiling|metrics|model|optimizer|lr_scheduler|training|activation_checkpoint|comm|"
+    r"validation|debug)\."
+)
+_COMMANDS = {
+    "generate": "recipes/export-and-generate.md",
+    "tokenize": "recipes/tokenized-blend.md",
+    "memory": "layouts.md#memory",
+    "hf": "huggingface.md",
+    "verify": "is-it-right.md",
+    "report": "is-it-right.md#reports",
+    "report profile": "troubleshooting.md#steps-are-slow",
+    "report hang": "troubleshooting.md#hang-or-timeout",
+    "report why": "is-it-right.md#why-did-this-step-spike",
+    "simulate": "layouts.md",
+    "simulate collectives": "is-it-right.md#collectives-that-match",
+}
 
 
-def page_for(line: str) -> str | None:
-    """Such as "troubleshooting.md#disk-full", below docs/; None where no page says more."""
-    return next((page for pattern, page in _PAGES if pattern.search(line)), None)
+def page_for(line: str, command: str = "") -> str | None:
+    """Such as "troubleshooting.md#disk-full", below docs/; None where no page says more.
+
+    Args:
+        command: of titan-moe, in whose words `line` may be; its page is named where none is about
+            the line itself.
+    """
+    found = _KEY.match(line)
+    key = found[0] if found else ""
+    table, _, name = key.rpartition(".")
+    if name in TABLES.get(table, {}) and TABLES[table][name].fate == "refused":
+        return f"coming-from-torchtitan.md#{table}"
+    if page := next((page for pattern, page in _ALL if pattern.search(line)), None):
+        return page
+    if found and _PLAIN_KEY.match(line):
+        return f"configuration.md#{key}"
+    return _COMMANDS.get(command) or _COMMANDS.get(command.split(" ")[0])
 
 
 def all_pages() -> set[str]:
-    """Every page that an error may name."""
-    return {page for _, page in _PAGES}
+    """Every page that an error may name, but for those of keys."""
+    return {page for _, page in _ALL} | set(_COMMANDS.values())

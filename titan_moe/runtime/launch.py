@@ -83,6 +83,11 @@ def end_on_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def ignores_hangups() -> bool:
+    """Whether nohup has started this process: a terminal that closes is then not to end it."""
+    return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
 def end_with_parent() -> None:
     """Let the kernel end this process when its parent dies, however it dies: a rank with torchrun,
     torchrun with its launcher. No orphan holds a GPU."""

@@ -9,6 +9,7 @@ behind is recognised in either case, on file systems of one machine or of many.
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -16,13 +17,15 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import parse_json
 
 LOCK = ".lock"
+_HALF_WRITTEN_S = 0.5
+"""Without hard links a lock is there before its content is."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +46,15 @@ class Holder:
     count: int = 0
 
 
+_KINDS = {field.name: field.type for field in fields(Holder)}
+
+
 class RunLock:
     """The lock of a folder, for one process.
 
     Args:
         folder: made if need be.
+        key: the configuration's that names the folder.
         beat_s: how often the count goes up. A lock of another machine is given up for stale when it
             has not for three times as long.
         on_loss: called with a line where the lock is gone, or another process has taken it, to
@@ -58,10 +65,12 @@ class RunLock:
         self,
         folder: Path,
         *,
+        key: str = "job.dump_folder",
         beat_s: float = 10.0,
         on_loss: Callable[[str], None] | None = None,
     ) -> None:
         self._folder = folder
+        self._key = key
         self._path = folder / LOCK
         self._beat_s = beat_s
         self._holder = _this_process()
@@ -81,7 +90,7 @@ class RunLock:
             if self._lives(other):
                 raise RunError(
                     f"{self._folder} is in use by process {other.pid} of {other.host} since "
-                    f"{other.since}: wait for it or stop it, or choose another job.dump_folder"
+                    f"{other.since}: wait for it or stop it, or choose another {self._key}"
                 )
             if self._replace(other):
                 break
@@ -105,7 +114,7 @@ class RunLock:
             return True
         except FileExistsError:
             return False
-        except OSError:  # No hard links on this file system. A reader may see a file half written.
+        except OSError:  # No hard links on this file system.
             with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
                 file.write(aside.read_text(encoding="utf-8"))
                 return True
@@ -122,14 +131,18 @@ class RunLock:
         return aside
 
     def _read(self) -> Holder | None:
-        try:
-            return Holder(**parse_json(self._path.read_bytes()))
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError):
-            raise RunError(
-                f"{self._path} is damaged: if no run writes to {self._folder}, remove it"
-            ) from None
+        end = time.monotonic() + _HALF_WRITTEN_S
+        while True:
+            try:
+                return _holder(parse_json(self._path.read_bytes()))
+            except FileNotFoundError:
+                return None
+            except ValueError:
+                if time.monotonic() > end:
+                    raise RunError(
+                        f"{self._path} is damaged: if no run writes to {self._folder}, remove it"
+                    ) from None
+            time.sleep(_HALF_WRITTEN_S / 20)
 
     def _lives(self, other: Holder) -> bool:
         if other.place and other.place == self._holder.place:
@@ -197,6 +210,15 @@ class RunLock:
 def _end_process(line: str) -> None:
     logger.error(line)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _holder(record: object) -> Holder:
+    """ValueError where a file holds something else than a lock."""
+    if not isinstance(record, dict) or {name: type(v) for name, v in record.items()} != _KINDS:
+        raise ValueError("no lock")
+    if not re.fullmatch(r"\w{1,99}", record["token"], re.ASCII):  # It is part of a file's name.
+        raise ValueError("no lock's token")
+    return Holder(**record)
 
 
 def _same(found: Holder | None, other: Holder) -> bool:

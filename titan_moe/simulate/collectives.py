@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
@@ -33,10 +35,17 @@ from titan_moe.simulate.lockstep import AbandonedError, Peers, run_ranks
 from titan_moe.simulate.rank_step import one_microbatch, rank_step
 from titan_moe.simulate.routings import ROUTINGS, Routing
 from titan_moe.simulate.whereabouts import Whereabouts
-from titan_moe.simulate.whole_run import LATER_STEP, SimulatedRun, happens_later
+from titan_moe.simulate.whole_run import (
+    LAST_STEP,
+    LATER_STEP,
+    SimulatedRun,
+    ends_otherwise,
+    happens_later,
+    saves_in_background,
+)
 from titan_moe.testing.process_pool import in_fresh_processes
 
-START, RESUME = "start", "resume"
+START, RESUME, WHILE_SAVING, LAST = "start", "resume", "while it is saved", "last step"
 _FEWEST_TOKENS = 256
 _MOST_SHOWN = 5
 
@@ -199,6 +208,8 @@ def _fewest_layers(parallelism: Parallelism, config: ModelConfig) -> int:
 def run_world(task: Task) -> WorldReport:
     """Run all ranks of the task, in processes forked from this one, and compare."""
     torch.set_num_threads(1)
+    # An export's bar; its own lock leaves semaphores behind where a rank ends.
+    tqdm.set_lock(RLock())
     _warm_up(task)
     gc.collect()
     gc.freeze()  # The ranks share what is here as long as they do not write to it.
@@ -271,7 +282,9 @@ def _parts(task: Task) -> list[str]:
     parts = [START, *(routing.name for routing in _routings(task.config))]
     if later := happens_later(task.job):
         parts.append(" + ".join(later))
+        parts += [WHILE_SAVING] * saves_in_background(task.job)
         parts += [RESUME] * ("save" in later)
+        parts += [LAST] * ends_otherwise(task.job)
     return parts
 
 
@@ -326,7 +339,10 @@ def _actions(task: Task, run: SimulatedRun) -> list[Callable[[], None]]:
     actions += [partial(run.make_step, step, each, 1) for step, each in enumerate(others, 2)]
     if later := happens_later(task.job):
         actions.append(partial(run.make_step, LATER_STEP, even, 1))
+        background = saves_in_background(task.job)
+        actions += [partial(run.make_step, LATER_STEP + 1, even, 1)] * background
         actions += [run.resume] * ("save" in later)
+        actions += [partial(run.make_step, LAST_STEP, even, 1)] * ends_otherwise(task.job)
     return actions
 
 

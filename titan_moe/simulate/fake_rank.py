@@ -158,8 +158,11 @@ def fake_collective(func: Any, args: tuple) -> Any:
 
 
 def _as_long(x: Tensor, length: int) -> Tensor:
-    """Peers' numbers, if there are more or fewer of them than own ones: the own ones over again."""
-    return x if len(x) == length else x[torch.arange(length) % max(len(x), 1)]
+    """Peers' numbers, if there are more or fewer of them than own ones: the own ones over again;
+    zeros where there is none."""
+    if not len(x):
+        return x.new_zeros((length, *x.shape[1:]))
+    return x if len(x) == length else x[torch.arange(length) % len(x)]
 
 
 def balanced_choice(num_experts: int, top_k: int) -> Callable[[Tensor], Tensor]:

@@ -6,6 +6,7 @@ their collectives wait until all members of the group have come.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -37,6 +38,11 @@ _OPS = {
     "broadcast_": "broadcast",
     "gather_": "gather",
     "recv_": "receive",
+}
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda values: values.sum(0),
+    "min": lambda values: values.amin(0),
+    "max": lambda values: values.amax(0),
 }
 _OWN = ("input_tensor", "input", "inputs", "tensors", "input_tensors", "tensor")
 """Names of the argument that a rank brings."""
@@ -154,7 +160,7 @@ class RecordingRank(FakeCommCounter):
         elif issued.op == "all_gather":
             result = torch.cat([each.view(len(x), *x.shape[1:]) for each in theirs])
         elif issued.op == "all_reduce":
-            result = torch.stack(theirs).sum(0)
+            result = _REDUCTIONS[_reduction(named["reduce_op"])](torch.stack(theirs))
         elif issued.op == "broadcast":
             result = theirs[issued.peer]
         else:
@@ -165,6 +171,11 @@ class RecordingRank(FakeCommCounter):
         target = named.get("output", named.get("output_tensor", x))
         target.copy_(result.view(target.shape))
         return outcome
+
+
+def _reduction(op: Any) -> str:
+    """Its name, in whichever form it is passed."""
+    return op if isinstance(op, str) else dist.ReduceOp.RedOpType(op.op()).name.lower()
 
 
 def _splits(named: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,8 +1,7 @@
 """One rank's run in a fake world: the program's own loop, with data, validation and checkpoints.
 
 What is other than in training: the documents are made up; a step takes the first microbatches
-alone; saves, loads and comparisons of replicas are of small tensors with values (small_state.py);
-nothing is saved in the background.
+alone; saves, loads and comparisons of replicas are of small tensors with values (small_state.py).
 """
 
 from dataclasses import replace
@@ -29,6 +28,7 @@ from titan_moe.runtime.process import Process
 from titan_moe.simulate.comm_counter import axes_of_groups
 from titan_moe.simulate.fake_rank import CPU, FakeRank
 from titan_moe.simulate.issued import RecordingRank
+from titan_moe.simulate.late_writer import LateSaves
 from titan_moe.simulate.routings import LayerOfRank, Routing, without_targets
 from titan_moe.simulate.small_state import small_modules
 from titan_moe.simulate.whereabouts import Whereabouts
@@ -37,7 +37,8 @@ from titan_moe.train_step import StepResult, TrainStep
 from titan_moe.trainer import Trainer
 
 LATER_STEP = 6
-"""The step with all that a run does every so many steps."""
+"""The step with all that a run does every so many steps; while it is saved, one follows."""
+LAST_STEP = 10 * LATER_STEP
 _LARGEST_TOKENIZER = 1 << 16
 
 
@@ -49,6 +50,18 @@ def happens_later(job: JobConfig) -> list[str]:
         "save": _saves(job),
     }
     return [name for name, is_wanted in wanted.items() if is_wanted]
+
+
+def saves_in_background(job: JobConfig) -> bool:
+    """Whether steps go on while a checkpoint is written."""
+    return _saves(job) and job.checkpoint.async_mode != "disabled"
+
+
+def ends_otherwise(job: JobConfig) -> bool:
+    """Whether the last save is not as those before."""
+    checkpoint = job.checkpoint
+    others = checkpoint.last_save_in_hf or checkpoint.last_save_model_only
+    return _saves(job) and (others or saves_in_background(job))
 
 
 def _saves(job: JobConfig) -> bool:
@@ -75,7 +88,7 @@ def _job_of_run(job: JobConfig, world_size: int, folder: Path) -> JobConfig:
             "blend": [],
             "global_batch_size": microbatch * min(2, training.global_batch_size // microbatch),
             "dataloader": training.dataloader.model_copy(update={"prefetch_factor": 1}),
-            "steps": 10 * LATER_STEP,
+            "steps": LAST_STEP,
             "max_seconds": 0,
         },
         # A whole batch, and one of which the first data rank alone has documents.
@@ -83,11 +96,10 @@ def _job_of_run(job: JobConfig, world_size: int, folder: Path) -> JobConfig:
         "checkpoint": {
             "interval": LATER_STEP,
             "enable": _saves(job),
-            "async_mode": "disabled",
             "load_step": -1,
             "exclude_from_loading": [],
             "initial_load_path": None,
-            **dict.fromkeys(("initial_load_in_hf", "last_save_in_hf"), False),
+            "initial_load_in_hf": False,
             **dict.fromkeys(("enable_first_step_checkpoint", "create_seed_checkpoint"), False),
         },
     }
@@ -172,9 +184,11 @@ class SimulatedRun(Trainer):
         return local_positions(job.training.seq_len, dims.cp, 0, balanced=balanced)
 
     def resume(self) -> None:
-        """Go on from the run's own checkpoint, if there is one."""
+        """Go on from the run's own checkpoint, if there is one; one that is being written is waited
+        for."""
         POSITION.enter_phase("start")
         with self._recorder:
+            self.checkpointer.finish()
             self._resume()
 
 
@@ -195,11 +209,12 @@ class _Step(TrainStep):
 class _CheckpointerOfValues(Checkpointer):
     """Saves and loads tensors that have values."""
 
+    background_saves = LateSaves
     recorder: RecordingRank
 
-    def save(self, *arguments: Any, **keywords: Any) -> None:
+    def maybe_save(self, *arguments: Any, **keywords: Any) -> bool:
         with self.recorder.with_values():
-            super().save(*arguments, **keywords)
+            return super().maybe_save(*arguments, **keywords)
 
     def load(self, step: int | None = None) -> dict[str, Any] | None:
         with self.recorder.with_values():

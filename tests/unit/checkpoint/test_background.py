@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.serialization import config
 
 from tests.support.saved_runs import WriterHere
-from titan_moe.checkpoint import background
+from titan_moe.checkpoint import background, storage
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.digests import read_digests
 from titan_moe.checkpoint.shared_memory import SharedMemory
@@ -46,7 +46,7 @@ class _Run:
     def step(self, step):
         """A step of training and its checkpoint."""
         self.optimizer.step()
-        return self.checkpointer.maybe_save(step, {"step": step, "data": {"0": step}})
+        return self.checkpointer.maybe_save(step, {"step": step, "tokens": 0, "data": {"0": step}})
 
     @property
     def writer(self):
@@ -88,7 +88,7 @@ def test_what_is_written_is_the_state_of_the_step(tmp_path, run):
     os.kill(run.writer, signal.SIGCONT)
     run.checkpointer.finish()
     other = _Run(tmp_path, seed=1)
-    assert other.checkpointer.load() == {"step": 1, "data": {"0": 1}}
+    assert other.checkpointer.load() == {"step": 1, "tokens": 0, "data": {"0": 1}}
     assert torch.equal(other.model.linear.weight, expected)
     assert not torch.equal(run.model.linear.weight, expected)
 
@@ -200,6 +200,26 @@ def test_a_full_disk_is_one_line(tmp_path):
     _fails(run, tmp_path, "File too large")
 
 
+def test_a_writer_that_stands_still_is_ended_before_its_files_go(tmp_path, monkeypatch):
+    run = _Run(tmp_path)
+    _first_step(run)
+    writer = run.writer
+    os.kill(writer, signal.SIGSTOP)
+    run.step(2)
+    remove = storage.abandon
+
+    def remove_of_dead(aside):
+        with pytest.raises(ProcessLookupError):
+            os.kill(writer, 0)
+        remove(aside)
+
+    monkeypatch.setattr(storage, "abandon", remove_of_dead)
+    monkeypatch.setattr(background, "_LONGEST_WAIT", 0.0)
+    with pytest.raises(RunError, match="step-2: it is not on disk after half an hour of waiting"):
+        run.checkpointer.finish()
+    assert _names(tmp_path) == ["step-1"]
+
+
 def test_copies_that_differ_are_not_committed(tmp_path, monkeypatch):
     names = [["model.linear.weight", "model.linear.bias"]]
     monkeypatch.setattr(Checkpointer, "_copies", lambda self: names)
@@ -219,10 +239,10 @@ def test_a_folder_that_nodes_do_not_share_is_one_line(tmp_path, monkeypatch, nam
             (request.aside / name).unlink()
             super().finish(request)
 
-    monkeypatch.setattr(background, "ChildProcess", Elsewhere)
+    monkeypatch.setattr(background.BackgroundSaves, "writer_process", Elsewhere)
     run = _Run(tmp_path)
     run.step(1)
-    with pytest.raises(RunError, match=f"{name} is missing: job.dump_folder must be one folder"):
+    with pytest.raises(RunError, match=f"{name} is missing: it was removed, or job.dump"):
         run.checkpointer.finish()
     assert _names(tmp_path) == []
 

@@ -18,7 +18,7 @@ def test_everything_comes_back(folder):
     expected_random = torch.rand(4)
     other = Run(folder, seed=1)
     assert not torch.equal(other.weight, run.weight)
-    assert other.checkpointer.load() == {"step": 3, "data": {"0": 30}}
+    assert other.checkpointer.load() == {"step": 3, "tokens": 0, "data": {"0": 30}}
     assert torch.equal(other.weight, run.weight)
     assert torch.equal(other.moment, run.moment)
     assert torch.equal(torch.rand(4), expected_random)
@@ -41,12 +41,22 @@ def test_later_steps_are_set_aside_and_kept(tmp_path):
     assert kept == ["step-15.abandoned-1", "step-20.abandoned-1", "step-20.abandoned-2"]
 
 
+def test_one_whose_replacement_was_killed_is_loaded(folder, saved):
+    step_folder(saved, 2).rename(folder / "checkpoint/.step-2.replaced")
+    reader = Run(saved, load_only=True).checkpointer
+    reader.load()  # Another run may be writing there.
+    assert names(folder) == [".step-2.replaced", "step-1"] and reader.last_step == 1
+    writer = Run(saved).checkpointer
+    writer.load()
+    assert names(folder) == ["step-1", "step-2"] and writer.last_step == 2
+
+
 def test_manifest_tells_what_and_who(saved):
     manifest = json.loads((step_folder(saved, 2) / "manifest.json").read_text())
     assert manifest["tensors"]["model.w_EFD"] == {"shape": [2, 3, 5], "dtype": "float32"}
     assert set(manifest["checksums"]) == set(manifest["tensors"])
     assert manifest["num_experts"] == 2 and manifest["step"] == 2
-    assert manifest["job"] == {"training": {"steps": 3}}
+    assert manifest["job"]["training"] == {"steps": 3}
     assert manifest["code"]["torch"] == torch.__version__
 
 
@@ -79,9 +89,35 @@ def test_a_step_that_is_named_goes_before_what_the_run_began_with(saved):
     with torch.no_grad():
         run.model.linear.weight.add_(1)
     state = run.checkpointer.load(2)
-    assert state == {"step": 2, "data": {"0": 20}}
+    assert state == {"step": 2, "tokens": 0, "data": {"0": 20}}
     assert torch.equal(run.weight, Run(saved).weight)
     assert run.checkpointer.last_step == 2
+
+
+@pytest.mark.parametrize(
+    "keys", [{"load_step": 1}, {"exclude_from_loading": ["dataloader", "optimizer"]}]
+)
+def test_a_configuration_that_has_saved_since_goes_on_from_there(saved, keys):
+    """A run that is queued again would begin again for ever."""
+    first = Run(saved, seed=1, **keys)
+    first.checkpointer.load()
+    first.save(3)
+    later = Run(saved, seed=2, **keys)
+    assert later.checkpointer.load() == {"step": 3, "tokens": 0, "data": {"0": 30}}
+    assert torch.equal(later.moment, first.moment)
+    assert "step-3.abandoned-1" not in names(saved)
+    other = Run(saved, seed=2, interval=7, **keys)  # Another configuration begins as it says.
+    state = other.checkpointer.load()
+    assert state["step"] == 1 if "load_step" in keys else "data" not in state
+
+
+def test_without_its_step_a_run_goes_on_from_what_it_has_saved_itself(saved):
+    keys = {"exclude_from_loading": ["train_state"]}
+    first = Run(saved, **keys)
+    assert "step" not in first.checkpointer.load()
+    first.save(1)
+    assert Run(saved, **keys).checkpointer.load()["step"] == 1
+    assert names(saved) == ["step-1", "step-2.abandoned-1"]
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer", "train_state", "dataloader"])

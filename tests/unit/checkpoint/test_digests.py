@@ -39,7 +39,7 @@ def _run(folder):
 @pytest.fixture
 def saved(tmp_path):
     _, checkpointer = _run(tmp_path)
-    checkpointer.save(7, {"step": 7, "data": {"cursor": 1234}})
+    checkpointer.save(7, {"step": 7, "tokens": 0, "data": {"cursor": 1234}})
     return tmp_path / "checkpoint" / "step-7"
 
 
@@ -57,10 +57,16 @@ def test_sha256sum_reads_it(saved):
     assert audit(saved).problems == []
 
 
-def test_a_changed_cursor_is_refused(saved):
-    path = saved / "train_state.json"
-    path.write_text(path.read_text().replace("1234", "1235"))
-    with pytest.raises(RunError, match=r"train_state.json is damaged: it is not what SHA256SUMS"):
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [("train_state.json", "1234", "1235"), ("manifest.json", '"step": 7', '"step": 6')],
+)
+def test_a_changed_digit_is_refused(saved, name, old, new):
+    """Of the data's cursor, and of the step."""
+    text = (saved / name).read_text()
+    assert text.count(old) == 1
+    (saved / name).write_text(text.replace(old, new))
+    with pytest.raises(RunError, match=rf"{name} is damaged: it is not what SHA256SUMS"):
         _run(saved.parents[1])[1].load()
 
 
@@ -146,6 +152,17 @@ def test_a_tensor_that_the_manifest_does_not_name(saved):
     path.write_text(json.dumps(manifest))
     write_listing(saved, {})
     assert audit(saved).problems == [f"{saved}: its manifest does not name model.bias"]
+
+
+def test_a_tensor_that_is_not_what_was_saved(saved):
+    """Though every file is what its digest says."""
+    path = saved / "manifest.json"
+    manifest = json.loads(path.read_text())
+    sums = manifest["checksums"]
+    sums["model.bias"] = sums["model.weight"]
+    path.write_text(json.dumps(manifest))
+    write_listing(saved, {})
+    assert audit(saved).problems == [f"{saved}: wrong checksum of model.bias"]
 
 
 def test_the_command(saved, capsys):

@@ -13,7 +13,7 @@ from titan_moe.runtime.files import write_whole
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_checkpoint(tmp_path, monkeypatch, mode):
-    monkeypatch.setattr(background, "ChildProcess", WriterHere)
+    monkeypatch.setattr(background.BackgroundSaves, "writer_process", WriterHere)
     run = Run(tmp_path, interval=1, async_mode=mode, keep_latest_k=1)
     with watched_disk() as disk:
         for step in (1, 2, 2):  # Another one, one that replaces it.

@@ -1,10 +1,15 @@
 import json
 import os
 import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from titan_moe.checkpoint import storage
+from titan_moe.checkpoint.digests import write_listing
 from titan_moe.runtime.errors import RunError
 
 
@@ -46,14 +51,87 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert storage.read_json(_save(tmp_path, 1, "new") / "a.json") == {"text": "new"}
 
 
+class Killed(BaseException):
+    """Ends what a process does, as SIGKILL would: no handler of errors sees it."""
+
+
+@contextmanager
+def failing_at(call: int, error: BaseException) -> Iterator[None]:
+    """Let a change of a folder, or a wait for the disk, fail: the call of this number."""
+    places = [(Path, "rename"), (os, "fsync"), (os, "unlink"), (os, "rmdir")]
+    calls = 0
+
+    def counted(function):
+        def count(*args, **keys):
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                raise error
+            return function(*args, **keys)
+
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in places:
+            patch.setattr(owner, name, counted(getattr(owner, name)))
+        yield
+
+
+def _save_listed(folder: Path, text: str) -> Path:
+    """A checkpoint of step 1 that would not be read if a file were missing, not yet committed."""
+    aside = storage.begin(storage.step_folder(folder, 1))
+    for name in ("a.json", "b.json"):
+        storage.write_json(aside / name, {"text": text})
+    write_listing(aside, {})
+    return aside
+
+
+@pytest.mark.parametrize("error", [Killed(), OSError("no space left")])
+def test_an_older_one_of_the_same_step_stays_until_the_new_one_has_its_name(tmp_path, error):
+    found = []
+    for call in range(1, 20):
+        folder = tmp_path / str(call)
+        target = storage.step_folder(folder, 1)
+        storage.commit(_save_listed(folder, "old"), target)
+        aside = _save_listed(folder, "new")
+        try:
+            with failing_at(call, error):
+                storage.commit(aside, target)
+        except OSError:
+            storage.abandon(aside)
+            assert target.is_dir(), "this run, which has not ended, goes on with it"
+        except Killed:
+            pass
+        else:
+            break
+        if call % 2:  # The next start looks for it first, or writes a seed checkpoint.
+            storage.bring_back(folder)
+        else:
+            _save(folder, 2)
+            storage.remove(storage.step_folder(folder, 2))
+        assert storage.saved_steps(folder) == [1], call
+        found.append({storage.read_json(target / name)["text"] for name in ("a.json", "b.json")})
+        _save(folder, 2)
+        assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2"], call
+    assert found == [{"old"}] * 3 + [{"new"}] * (len(found) - 3) and len(found) >= 7
+
+
+def test_one_that_was_replaced_does_not_come_back_for_one_that_is_set_aside(tmp_path):
+    shutil.copytree(_save(tmp_path, 1), tmp_path / ".step-1.replaced")
+    storage.bring_back(tmp_path)
+    storage.set_aside_later(tmp_path, 0)
+    storage.bring_back(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1.abandoned-1"]
+
+
 def test_keep_latest_counts_numbers_not_names_or_times(tmp_path):
-    for step in (9, 10, 100):
+    for step in (0, 9, 10, 100):  # Of which 0 is a seed checkpoint, which stays.
         # Nor times of modification, which hosts that share a folder do not agree on.
         os.utime(_save(tmp_path, step), (1000 - step, 1000 - step))
     storage.keep_latest(tmp_path, count=2, newest=100)
-    assert storage.saved_steps(tmp_path) == [10, 100]
+    assert storage.saved_steps(tmp_path) == [0, 10, 100]
     storage.keep_latest(tmp_path, count=1, newest=10)  # 100 is of a branch that was left.
-    assert storage.saved_steps(tmp_path) == [10, 100]
+    assert storage.saved_steps(tmp_path) == [0, 10, 100]
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[1]", json.dumps("x")])

@@ -68,6 +68,13 @@ def index_without_files(folder):
     return ["model-00001-of-00002.safetensors is missing"]
 
 
+def file_outside(folder):
+    (folder / "model.safetensors").rename(folder.parent / "other.safetensors")
+    index = {"weight_map": {"model.norm.weight": "../other.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return ["index.json is damaged: it names a file in another folder"]
+
+
 def missing_extra_misshapen(folder):
     def change(tensors):
         del tensors["model.layers.0.self_attn.q_norm.weight"]
@@ -102,6 +109,7 @@ CASES = [
     truncated,
     garbage,
     index_without_files,
+    file_outside,
     missing_extra_misshapen,
     unknown_model_type,
     unknown_quantisation,

@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.config_checks import problems
 from titan_moe.config.checks.experts import check_trains_on_gpus
+from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 
 _EP, _P = "--parallelism.expert_parallel_degree 2", "--parallelism.expert_parallel"
@@ -137,6 +138,9 @@ def test_asynchronous_tensor_parallelism_trains_on_gpus_alone() -> None:
     (line,) = check_trains_on_gpus(job, 0)
     assert line.startswith("parallelism.enable_async_tensor_parallel=true: CPUs do not read ")
     assert not check_trains_on_gpus(job, 8)
+    later = {"from_step": 5, "parallelism": {"enable_async_tensor_parallel": True}}
+    staged = JobConfig.model_validate(load_job([]).model_dump() | {"stages": [later]})
+    assert check_trains_on_gpus(staged, 0) == [line]
 
 
 def test_a_dense_model_has_no_expert_settings() -> None:

@@ -28,6 +28,29 @@ def test_no_arguments_give_the_defaults() -> None:
     assert load_job([]) == JobConfig()
 
 
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell has seen what stands in a file."""
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = {"folder": "~/saves", "initial_load_path": "~/old/step-1"}
+    job = JobConfig.model_validate({"job": {"dump_folder": "~/x"}, "checkpoint": paths})
+    assert job.job.dump_folder == "/home/me/x"
+    assert job.checkpoint.folder == "/home/me/saves"
+    assert job.checkpoint.initial_load_path == "/home/me/old/step-1"
+    assert JobConfig().checkpoint.initial_load_path is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("job.dump_folder", "", "at least 1 character"),
+        ("checkpoint.load_step", "-7", "equal to -1"),
+    ],
+)
+def test_no_folder_and_no_step(key: str, value: str, why: str) -> None:
+    (line,) = _problems([f"--{key}={value}"])
+    assert line.startswith(key) and why in line
+
+
 def test_command_line_goes_over_file_goes_over_default(tmp_path: Path) -> None:
     argv = _file(tmp_path, "[training]\nsteps = 5\nseq_len = 64\n[optimizer]\nlr = 1\n")
     job = load_job([*argv, "--training.steps=7", "--training.dataloader.prefetch_factor", "9"])

@@ -60,6 +60,12 @@ def test_other_data_or_seed(tmp_path, keys, new, old, enable):
     assert check(tmp_path, **keys, checkpoint=fresh) == []
 
 
+def test_the_newest_checkpoint_is_named(tmp_path):
+    newest = [saved(tmp_path, step) for step in (2, 9, 10)][-1]
+    (line,) = check(tmp_path, debug={"seed": 7})
+    assert f"and {newest} is of a run" in line
+
+
 def test_another_model(tmp_path):
     at = saved(tmp_path)
     other = {"name": "qwen3", "flavor": "2M"}

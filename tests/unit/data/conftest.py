@@ -10,6 +10,7 @@ def _private_cache(tmp_path_factory, monkeypatch):
 
     folder = tmp_path_factory.getbasetemp() / "hf"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "datasets"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "datasets"))
     monkeypatch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", str(folder / "downloads"))
     monkeypatch.setattr(datasets.config, "EXTRACTED_DATASETS_PATH", str(folder / "extracted"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

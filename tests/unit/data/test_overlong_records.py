@@ -2,33 +2,17 @@
 
 import gzip
 import io
-import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import zstandard
 
-from tests.support.paths import REPO
+from tests.support.documents import read_apart
 from titan_moe.data import file_rows
 from titan_moe.data.file_rows import opened, overlong_record
 
-_READ = """
-import resource, sys
-from titan_moe.config.errors import ConfigError
-from titan_moe.data.hub import FileCorpus, _import_quietly
-
-_import_quietly()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-try:
-    FileCorpus(sys.argv[1], sys.argv[2], key="training.")
-except ConfigError as error:
-    print(error)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
 _MIB = 2**20
 
 
@@ -54,17 +38,9 @@ def test_a_bomb_is_refused_in_little_memory(
 ) -> None:
     path = _bomb(tmp_path / name, begin, endless)
     dataset = "text" if ".txt" in name else "json"
-    environment = os.environ | {"HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        [sys.executable, "-c", _READ, dataset, str(path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    said, kilobytes = done.stdout.splitlines()
+    said, kilobytes = read_apart(dataset, path)
     assert said.startswith(f"training.dataset_path='{path}': {begins}{path} is longer than 64 MiB")
-    assert int(kilobytes) < 60_000
+    assert kilobytes < 60_000
 
 
 def _slowly(content: bytes, separator: bytes, most: int) -> int:
@@ -112,3 +88,18 @@ def test_every_frame_of_zstd_is_read(tmp_path: Path) -> None:
     path.write_bytes(zstandard.compress(b"a\n") + zstandard.compress(b"b\n"))
     with opened(path) as file:
         assert list(file) == [b"a\n", b"b\n"]
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_a_file_may_not_unpack_to_a_thousand_times_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    compress = gzip.compress if ending == ".gz" else zstandard.compress
+    path = tmp_path / f"a.json{ending}"
+    path.write_bytes(compress(b'{"text": "x"}\n' * 100_000))
+    assert overlong_record("json", [path]) == ""
+    monkeypatch.setattr(file_rows, "_ALWAYS", 1_000_000)
+    monkeypatch.setattr(file_rows, "MOST_TIMES", 10)
+    assert overlong_record("json", [path]).startswith(f"{path} unpacks to more than 0.0 GiB")
+    monkeypatch.setattr(file_rows, "_ALWAYS", 1_400_000)
+    assert overlong_record("json", [path]) == ""

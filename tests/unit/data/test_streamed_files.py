@@ -3,9 +3,12 @@
 import builtins
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from scripts.campaign.damage import ODD_VALUES, places
+from scripts.campaign.verdict import refused
 from tests.support.documents import write_jsonl
 from tests.support.streams import read, slow_sequences
 from titan_moe.config.job_config import Training
@@ -170,3 +173,20 @@ class Counting:
     def _count(self, content):
         self.counted[self.name] += len(content)
         return content
+
+
+@pytest.mark.parametrize("odd", ODD_VALUES, ids=range(len(ODD_VALUES)))
+def test_a_place_in_a_hub_stream_that_is_none(tmp_path: Path, odd: object) -> None:
+    write_jsonl(tmp_path / "a.json", ["x", "y", "z"])
+    stream = HubStream("c4", str(tmp_path), key="training.")
+    list(zip(range(2), stream.read(), strict=False))
+    for inside, key in places(mark := json.loads(json.dumps(stream.mark()))):
+        kept, inside[key] = inside[key], odd
+        try:
+            assert len(list(stream.read(mark))) <= 3
+        except RunError as error:
+            assert refused([str(error)]).kind == "refused", error
+        except ValueError:
+            pass  # Damaged data raises it, too: reading a step puts it into a line.
+        inside[key] = kept
+    assert [document.content for document in stream.read(mark)] == ["z"]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.commands import TITAN_MOE, run_command
+from tests.support.disk_order import watched_disk
 from tests.support.documents import ListCorpus, random_texts, write_bpe, write_jsonl
 from titan_moe.config.errors import ConfigError
 from titan_moe.data import tokenize
@@ -43,6 +44,12 @@ def test_the_copy_holds_every_document(tmp_path):
     assert damaged_files(tmp_path / "out") == []
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".tokens", ".ends", ".json"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_copy_is_on_disk_when_it_gets_its_name(tmp_path):
+    with watched_disk() as disk:
+        write(ListCorpus(TEXTS), tmp_path / "out")
+    assert disk.renamed[-1] == "out" and disk.lost == disk.lost_names() == []
 
 
 def test_wide_vocabularies_take_four_bytes(tmp_path):
@@ -155,3 +162,24 @@ def test_foreign_manifest(tmp_path, content):
     with pytest.raises(ConfigError, match=r"manifest.json is not one of ours") as error:
         TokenCorpus(tmp_path, tokenizer="bytes")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [None, "3", -1, 2.5, True, [], {}])
+def test_a_manifest_s_values_are_checked(tmp_path, value):
+    out = tmp_path / "tokens"
+    write(ListCorpus(TEXTS), out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    places = [
+        *((manifest, key) for key in manifest),
+        *((s, k) for s in manifest["shards"] for k in s),
+    ]
+    for table, key in places:
+        right = table[key]
+        if key != "dtype" and type(value) is type(right) and value != -1:
+            continue  # It may be so: another text, or no shards.
+        table[key] = value
+        (out / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(ConfigError, match=r"manifest.json is not one of ours|not the") as error:
+            TokenCorpus(out, tokenizer="bytes")
+        assert "\n" not in str(error.value)
+        table[key] = right

@@ -198,3 +198,16 @@ def test_foreign_folder(tmp_path):
         load_tokenizer(str(tmp_path))
     with pytest.raises(ConfigError, match="names no eos_token"):
         load_tokenizer(write_folder(tmp_path / "tok", {}))
+
+
+@pytest.mark.parametrize("flag", [None, 1, "x", []])
+def test_a_flag_of_an_added_token_is_true_or_false(tmp_path, flag):
+    import tokenizers
+
+    model = tokenizers.models.WordLevel({"a": 0, "<eos>": 1}, "a")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    token = {"content": "<x>", "lstrip": flag}
+    settings = {"eos_token": "<eos>", "added_tokens_decoder": {"2": token}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="special tokens are not understood"):
+        load_tokenizer(str(tmp_path))

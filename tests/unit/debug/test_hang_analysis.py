@@ -7,8 +7,9 @@ import pytest
 
 from tests.support.commands import run_command
 from tests.support.hanging import call, group, record
+from titan_moe.config.errors import ConfigError
 from titan_moe.debug.hang.analysis import analyse
-from titan_moe.debug.hang.reports import write_report
+from titan_moe.debug.hang.reports import read_report, write_report
 
 _LOADER = {
     "place": "in the loader",
@@ -148,3 +149,15 @@ def test_the_command_reads_the_newest_report_below_a_folder(tmp_path: Path) -> N
         refused = run_command("report", "hang", str(wrong))
         (line,) = refused.stderr.splitlines()
         assert refused.returncode == 2 and "no report of a hang" in line
+        assert "Error" not in line
+
+
+@pytest.mark.parametrize(
+    "records", ["3", "[3]", "[[]]", '[{"rank": 0}]', '[{"rank": 0, "groups": 3, "ranks": "a"}]']
+)
+def test_what_is_no_report_is_one_line(tmp_path: Path, records: str) -> None:
+    path = tmp_path / "hang-1.json"
+    for text in (records, f'{{"version": 1, "world_size": 2, "records": {records}}}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"hang-1\.json: no report of a hang: "):
+            read_report(path)

@@ -5,13 +5,15 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.distributed import async_tensor_parallel
+from titan_moe.config.parse import load_job
+from titan_moe.distributed import async_tensor_parallel, policies
 from titan_moe.distributed.async_tensor_parallel import (
     SCHEMAS,
     emulated_all_gather_matmul,
     emulated_matmul_reduce_scatter,
     open_workspace,
 )
+from titan_moe.models.hf import model_of_job
 from titan_moe.testing.ranks import run_on_ranks
 
 GPU = torch.device("cuda", 0)
@@ -129,3 +131,21 @@ def test_a_gpu_without_the_means_is_told_what_to_choose(monkeypatch: pytest.Monk
     monkeypatch.setitem(async_tensor_parallel.SCHEMAS, "fused_matmul_reduce_scatter", "another")
     with pytest.raises(ConfigError, match="no symm_mem::fused_matmul_reduce_scatter of the form"):
         open_workspace(Pair(), 64, GPU)
+
+
+class OnePair:
+    group = staticmethod(lambda axis: axis)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_memory_is_asked_for_before_the_first_step(
+    wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(policies, "open_workspace", lambda *args: asked.append(args))
+    monkeypatch.setattr(policies, "open_symmetric_memory", lambda *args: None)
+    words = "--training.local_batch_size 3 --training.seq_len 32 --validation.enable false"
+    words += f" --parallelism.enable_async_tensor_parallel {str(wanted).lower()}"
+    job, config = load_job(words.split()), model_of_job(load_job([]).model)
+    policies.open_buffers([], job, config, OnePair(), GPU)
+    assert asked == [("tp", 2 * 3 * 32 * config.dim * 2, GPU)] * wanted

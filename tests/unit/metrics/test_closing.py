@@ -22,6 +22,7 @@ def said(**changed):
         "stopped": False,
         "resumable": True,
         "steps": 300,
+        "once": [],
         "prompt": "def ",
         "launch": TWO,
         "environment": CPU,
@@ -70,6 +71,17 @@ def test_a_run_that_stopped_says_how_it_goes_on(monkeypatch):
     first, *others = following.split("\n  ")[1:]
     assert first == "CONFIG_FILE=out/config.toml ./run_train.sh"
     assert len(others) == 2 and "step-7 --prompt" in others[0]
+
+
+def test_training_on_takes_back_what_was_for_the_first_start(monkeypatch):
+    monkeypatch.chdir(command_lines.CHECKOUT)
+    keys = Checkpoint(load_step=5, exclude_from_loading=["dataloader"])
+    longer = said(once=closing.settings_of_first_start(keys))[1]
+    assert longer == (
+        "CONFIG_FILE=out/config.toml ./run_train.sh --training.steps 600 --checkpoint.load_step=-1 "
+        "'--checkpoint.exclude_from_loading=[]'"
+    )
+    assert closing.settings_of_first_start(Checkpoint()) == []
 
 
 def test_steps_without_an_update_are_named(tmp_path):

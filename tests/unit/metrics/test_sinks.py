@@ -49,27 +49,88 @@ def stand_in(monkeypatch, name, module):
     monkeypatch.setattr(sinks, "find_spec", lambda name: module)
 
 
-def test_weights_and_biases_gets_the_step_and_goes_on_with_its_run(tmp_path, monkeypatch):
-    calls = []
+class Services:
+    """Stands in for W&B and its server: what each run was given, by its name."""
 
-    def init(**keys):
+    def __init__(self):
+        self.calls = []
+        self.runs = {}
+        self.axes = []
+
+    def init(self, **keys):
         assert keys.keys() == {"project", "dir", "config", "id", "resume"}  # WANDB_MODE says more.
-        calls.append((keys["id"], keys["resume"], keys["config"]["model"]["name"]))
-        return SimpleNamespace(
-            id=keys["id"] or f"run{len(calls)}",
-            log=lambda values, step: calls.append((step, values)),
-            finish=lambda: calls.append("end"),
-        )
+        self.calls.append((keys["id"], keys["resume"], keys["config"]["model"]["name"]))
+        name = keys["id"] or f"run{len(self.runs) + 1}"
+        history = self.runs.setdefault(name, {})
 
-    stand_in(monkeypatch, "wandb", SimpleNamespace(init=init))
+        def log(values, *, step, commit):
+            assert commit, "the next call with the same step would be added to this one"
+            if step >= run.step:  # Otherwise W&B warns and ignores it.
+                history[step] = values
+                run.step = step + 1
+
+        run = SimpleNamespace(
+            id=name,
+            step=max(history, default=-1) + 1,
+            define_metric=lambda name, step_metric: self.axes.append((name, step_metric)),
+            log=log,
+            finish=lambda: self.calls.append("end"),
+        )
+        return run
+
+
+def test_weights_and_biases_gets_the_step_and_goes_on_with_its_run(tmp_path, monkeypatch):
+    wandb = Services()
+    stand_in(monkeypatch, "wandb", wandb)
     log_one_step(Metrics(enable_wandb=True), tmp_path)
-    assert calls == [(None, "allow", "qwen3"), (4, {"loss": 2.5}), "end"]
     log_one_step(Metrics(enable_wandb=True), tmp_path, step=5, resume_step=4)
-    assert calls[3:5] == [("run1", "allow", "qwen3"), (5, {"loss": 2.5})]
+    first = (None, "allow", "qwen3")
+    assert wandb.calls == [first, "end", ("run1", *first[1:]), "end"]
     log_one_step(Metrics(enable_wandb=True), tmp_path)  # From the start again: another run.
-    assert calls[6][0] is None and (tmp_path / "wandb_run_id").read_text() == "run7"
+    assert wandb.calls[4] == first and (tmp_path / "wandb_run_id").read_text() == "run2"
+    both = {4: {"step": 4, "loss": 2.5}, 5: {"step": 5, "loss": 2.5}}
+    assert wandb.runs == {"run1": both, "run2": {4: both[4]}}
     log_one_step(Metrics(enable_wandb=True), tmp_path, **of_layers(200))
-    assert len(calls[-2][1]) == 1 + 2 * 32
+    assert len(wandb.runs["run3"][4]) == 2 + 2 * 32
+
+
+STEPS_MADE_AGAIN = [(range(1, 8), 0), (range(5, 10), 4), (range(9, 12), 8)]
+"""Logged steps from a start, and the step that it is after."""
+
+
+def log_again(config, folder):
+    """A run that goes back twice; each time, it makes steps again, with another loss."""
+    for times, (steps, resume_step) in enumerate(STEPS_MADE_AGAIN):
+        opened = sinks.build_sinks(config, folder, JOB, resume_step=resume_step)
+        for step, sink in itertools.product(steps, opened):
+            sink.write(step, {"loss": step + times / 10})
+        for sink in opened:
+            sink.close()
+
+
+LOGGED = [(1.0 * step + times / 10) for times, (x, _) in enumerate(STEPS_MADE_AGAIN) for step in x]
+
+
+def test_weights_and_biases_gets_steps_that_are_made_again(tmp_path, monkeypatch):
+    wandb = Services()
+    stand_in(monkeypatch, "wandb", wandb)
+    log_again(Metrics(enable_wandb=True), tmp_path)
+    (history,) = wandb.runs.values()
+    assert [values["loss"] for values in history.values()] == LOGGED
+    assert [values["step"] for values in history.values()] == [int(loss) for loss in LOGGED]
+    assert wandb.axes == [("*", "step")] * 3
+
+
+def test_tensorboard_hides_steps_that_are_made_again(tmp_path):
+    log_again(Metrics(enable_tensorboard=True, save_tb_folder="events"), tmp_path)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    found = [(event.step, round(event.value, 5)) for event in events.Scalars("loss")]
+    lines = read_json_lines(tmp_path / "metrics.jsonl")
+    assert found == [(line["step"], line["loss"]) for line in lines]
+    assert [step for step, _ in found] == list(range(1, 12))
 
 
 def test_a_service_that_cannot_be_reached_costs_a_warning(tmp_path, monkeypatch, caplog):

@@ -186,6 +186,14 @@ def test_damage_is_one_line(tmp_path: Path) -> None:
         Record(tmp_path).step(1).experts("layers.1", tokens)
 
 
+def test_a_changed_header_is_one_line(tmp_path: Path) -> None:
+    write(tmp_path, PARTS["one"])
+    header = tmp_path / "record.json"
+    header.write_text(header.read_text().replace(f'"top_k": {K}', f'"top_k": {K + 1}'))
+    with pytest.raises(ConfigError, match=r"record.json is damaged: wrong CRC32$"):
+        Record(tmp_path)
+
+
 def test_a_part_that_claims_to_be_huge_is_not_unpacked() -> None:
     from titan_moe.routing.record import _pack, _unpack
 

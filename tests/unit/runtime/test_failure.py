@@ -1,9 +1,11 @@
 """The first failing rank's own line, found in records and on torchrun's page."""
 
+import errno
 from pathlib import Path
 
 import pytest
 
+from titan_moe import train
 from titan_moe.runtime.failure import Failure, explain, report
 
 _PAGE = """
@@ -52,6 +54,11 @@ def test_what_an_earlier_attempt_failed_of_is_not_the_cause(tmp_path: Path) -> N
     assert code == 137 and lines[0].startswith("rank 0 was killed by SIGKILL")
 
 
+def test_a_file_that_was_cut_short_is_guessed(tmp_path: Path) -> None:
+    lines, code = _explain(tmp_path, _PAGE.format(first=-15, root=-7))
+    assert code == 135 and "SIGBUS (often: a file was cut short while it was read)" in lines[0]
+
+
 def test_a_killed_rank_speaks_before_the_peers_that_lost_it(tmp_path: Path) -> None:
     lines, code = _explain(
         tmp_path,
@@ -95,3 +102,13 @@ def test_a_record_that_cannot_be_written_is_printed(
     assert capsys.readouterr().err == "error: no room\n"
     report(0, ["no room"], 1, expected=True, to=tmp_path)
     assert capsys.readouterr().err == "" and (tmp_path / "rank-0.json").exists()
+
+
+def test_a_file_of_another_user_is_one_line() -> None:
+    error = PermissionError(errno.EACCES, "Permission denied", "out/metrics.jsonl")
+    lines, code, expected = train._explain(error, 0)
+    assert expected and code == 1
+    assert lines == [
+        "cannot write out/metrics.jsonl: Permission denied; let this user write there and start "
+        "the same command again"
+    ]

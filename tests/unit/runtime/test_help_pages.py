@@ -1,20 +1,21 @@
 """Errors name a page of docs/ that is there."""
 
-import ast
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from tests.support.config_checks import problems
 from tests.support.markdown import anchors, fences
 from tests.support.paths import REPO
+from tests.support.refusals import refusals
+from titan_moe.cli.main import COMMANDS, main
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training, Validation
-from titan_moe.config.parse import load_job
+from titan_moe.config.parse import known_keys, load_job
+from titan_moe.config.translate import KEYS
 from titan_moe.data.build import check_data
 from titan_moe.runtime.failure import print_errors
-from titan_moe.runtime.help_pages import all_pages, page_for
+from titan_moe.runtime.help_pages import ROWS, all_pages, page_for
 
 _DOCS = REPO / "docs"
 
@@ -36,7 +37,7 @@ _MISTAKES = [
     ("--checkpoint.enable --checkpoint.initial_load_in_hf", "huggingface.md"),
     ("--training.on_spike skip", _TROUBLE + "loss-spikes-or-diverges"),
     ("--training.on_nonfinite roll_back", _TROUBLE + "loss-spikes-or-diverges"),
-    ("--validation.steps -2", "configuration.md"),
+    ("--validation.steps -2", "configuration.md#validation.steps"),
 ]
 
 
@@ -93,49 +94,87 @@ def test_an_error_that_troubleshooting_shows_names_its_section() -> None:
     assert wrong == [] and shown > 50
 
 
-_PACKAGES = ("runtime", "checkpoint", "routing", "debug/hang")
+_OF_COMMANDS = ("cli/", "verify/", "simulate/", "profiling/", "debug/why/", "generate.py")
+"""Whose mistakes a command prints, with its own page where no other says more."""
 _TELL_ALL = {
-    "3 exists: name another folder, or remove it",
+    "--out 3 exists already: nothing is overwritten, choose another",
+    "3 holds no logged step to draw",
     "3: version 3 is not known",
-    "3 has no routing of 3 for the row 3 at position 3: it is of other data",
-    # Put together of others.
+    "LOG_RANK=3 must be rank numbers, such as 0 or 0,1",
+}
+_OF_OTHERS = {
+    # Put together of lines that name a page.
     "3: 3",
+    "3; 3 (3)",
     "after step 3 3",
+    "rank 3: 3: 3",
+    "step 3: 3",
+    "step 3, batch 3 of the data with those that were left out: 3",
+    "step 3: 3; 3",
+    "validation after step 3: 3; 3",
+    "validation: 3",
+    # What is wrong with a document, in the line that counts them.
+    "has no text",
+    "holds 3, not text",
+    "holds NUL characters, as UTF-16 or binary data does",
+    "holds half of a surrogate pair",
+    # After lines that do.
+    "every rank's calls and stacks: titan-moe report hang 3",
+    # With config.json in the name of what they are about.
+    "3 cannot be read: 3",
+    "3 holds no JSON object",
 }
 
 
 def test_every_refusal_names_a_page() -> None:
-    """Of the packages that keep a run from being lost; 3 stands for what a message is about."""
-    found = {
-        message: page_for(message)
-        for package in _PACKAGES
-        for path in sorted((REPO / "titan_moe" / package).glob("*.py"))
-        for message in messages(ast.parse(path.read_text()))
+    """Or a line that needs none: give a new one a row in docs/troubleshooting.md, or a pattern of
+    `titan_moe/runtime/help_pages.py`, if there is more to say than it says."""
+    found = refusals(REPO / "titan_moe")
+    without = {
+        line
+        for line, file in found.items()
+        if page_for(line) is None and not file.startswith(_OF_COMMANDS)
     }
-    assert {message for message, page in found.items() if page is None} == _TELL_ALL
-    assert len(found) > 40
+    known = _TELL_ALL | _OF_OTHERS
+    assert sorted(without - known) == []
+    assert sorted(known - without) == []
+    assert len(found) > 300
 
 
-def messages(module: ast.Module) -> Iterator[str]:
-    """Of the RunErrors and ConfigErrors that a module makes."""
-    for node in ast.walk(module):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in _ERRORS:
-            (argument,) = node.args
-            lines = argument.elts if isinstance(argument, ast.List) else [argument]
-            yield from filter(None, map(words, lines))
+def test_every_row_that_an_error_may_name_is_of_some_line() -> None:
+    """A pattern that matches nothing is of a line that has been reworded."""
+    text = (_DOCS / "troubleshooting.md").read_text()
+    shown = [line for fence in fences(text) for line in fence.text.splitlines()]
+    lines = [*refusals(REPO / "titan_moe"), *(line.removeprefix("error: ") for line in shown)]
+    named = {page_for(line) for line in lines}
+    of_lines = {f"{_TROUBLE}{row}" for row, _ in ROWS}
+    assert of_lines - named == set()
 
 
-_ERRORS = ("RunError", "ConfigError")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_page_but_those_that_train(name: str) -> None:
+    page = page_for("--layers 3 is wrong", name)
+    assert (page is None) == (name in ("train", "check", "config schema"))
 
 
-def words(node: ast.expr) -> str:
-    """Those of a literal; empty where a message is made elsewhere."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        parts = (each.value if isinstance(each, ast.Constant) else 3 for each in node.values)
-        return "".join(map(str, parts))
-    return words(node.left) if isinstance(node, ast.BinOp) else ""
+def test_a_mistake_in_a_command_names_its_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", "--ranks", "x"]) == 2
+    assert capsys.readouterr().err.endswith("(docs/layouts.md#memory)\n")
+
+
+def test_every_key_has_a_page_with_its_anchor() -> None:
+    named = {page_for(f"{key}=3 is no good: choose 4") for key in known_keys()} - all_pages()
+    assert {str(each).partition("#")[0] for each in named} == {"configuration.md"}
+    found = anchors((_DOCS / "configuration.md").read_text())
+    assert {str(each).partition("#")[2] for each in named} <= found
+
+
+def test_a_refused_key_of_torchtitan_names_the_page_that_lists_them() -> None:
+    text = (_DOCS / "coming-from-torchtitan.md").read_text()
+    for key, known in KEYS.items():
+        if known.fate == "refused":
+            page, _, anchor = str(page_for(f"{key} = 3 (a.toml): {known.note}")).partition("#")
+            assert page == "coming-from-torchtitan.md" and anchor in anchors(text)
 
 
 def test_an_unknown_key_names_its_page(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,11 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 
+from titan_moe.config.job_config import JobConfig
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.run_lock import LOCK, RunLock
+from titan_moe.train import _only_run, _written_folders
 
 _BEAT_S = 0.05
 _HOLD = """
@@ -47,12 +51,38 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path, holder):
     assert os.listdir(tmp_path / "run") == [LOCK]
 
 
+def test_checkpoints_outside_of_the_run_s_folder_have_a_lock_too(tmp_path):
+    def written(name, **checkpoint):
+        keys = {"enable": True} | checkpoint
+        job = JobConfig(job={"dump_folder": str(tmp_path / name)}, checkpoint=keys)
+        return list(_written_folders(job))
+
+    shared, outside = tmp_path / "shared", "checkpoint.folder"
+    shared.mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "checkpoint").symlink_to(shared)
+    own = {name: (tmp_path / name, "job.dump_folder") for name in "ab"}
+    assert written("a") == [own["a"]]
+    assert written("a", folder=str(shared)) == [own["a"], (shared, outside)]
+    assert written("b") == [own["b"], (tmp_path / "b" / "checkpoint", outside)]
+    assert written("b", load_only=True) == [own["b"]]
+    lock = RunLock(shared)
+    lock.acquire()
+    with pytest.raises(RunError, match=r"choose another checkpoint\.folder$"):
+        RunLock(tmp_path / "b" / "checkpoint", key=outside).acquire()
+    lock.release()
+
+
+def _take(lock):
+    """And give it back: its thread would write on."""
+    lock.acquire()
+    lock.release()
+
+
 def _take_over(folder, holder):
     holder.kill()
     holder.wait()
-    lock = RunLock(folder / "run")
-    lock.acquire()
-    lock.release()
+    _take(RunLock(folder / "run"))
     assert os.listdir(folder) == []
 
 
@@ -62,7 +92,7 @@ def test_a_killed_run_s_lock_is_taken_over(tmp_path, holder):
 
 def test_a_number_that_another_process_has_now(tmp_path, holder):
     _edit(tmp_path / "run", began="1")
-    RunLock(tmp_path / "run", beat_s=60).acquire()
+    _take(RunLock(tmp_path / "run", beat_s=60))
 
 
 def test_a_run_of_another_machine_lives_while_it_counts(tmp_path, holder):
@@ -78,6 +108,36 @@ def test_a_run_of_another_machine_lives_while_it_counts(tmp_path, holder):
     mine.release()
 
 
+def test_a_machine_of_the_same_name_is_another(tmp_path):
+    """As containers are: a process of that number does not live here."""
+    lock = RunLock(tmp_path / "run", beat_s=_BEAT_S, on_loss=print)
+    lock._holder = replace(lock._holder, place="elsewhere", pid=2**22 + 1, began="1")
+    lock.acquire()
+    with pytest.raises(RunError, match=f"in use by process {2**22 + 1} of {lock._holder.host}"):
+        RunLock(tmp_path / "run", beat_s=0.5).acquire()
+    lock.release()
+
+
+def test_a_run_gives_its_lock_back_when_it_fails_too(tmp_path):
+    folder = tmp_path / "run"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(KeyError), _only_run(folder, "job.dump_folder", 0, None):
+            assert os.listdir(folder) == [LOCK]
+            raise KeyError
+    finally:
+        dist.destroy_process_group()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_that_another_run_has_taken_is_not_given_back(tmp_path):
+    lock = RunLock(tmp_path, beat_s=60)
+    lock.acquire()
+    _edit(tmp_path, token="another")
+    lock.release()
+    assert os.listdir(tmp_path) == [LOCK]
+
+
 def test_a_file_system_without_hard_links(tmp_path, holder, monkeypatch):
     def refuse(source, target):
         raise OSError(errno.EPERM, "Operation not permitted")
@@ -88,8 +148,30 @@ def test_a_file_system_without_hard_links(tmp_path, holder, monkeypatch):
     _take_over(tmp_path, holder)
 
 
-def test_a_damaged_lock_is_named(tmp_path):
-    (tmp_path / LOCK).write_text("{")
+def test_a_lock_that_is_half_written_is_waited_for(tmp_path, holder):
+    """As another process makes it where there are no hard links."""
+    path = tmp_path / "run" / LOCK
+    content = path.read_bytes()
+    holder.kill()
+    holder.wait()
+    path.write_bytes(content[:20])
+    threading.Timer(0.1, path.write_bytes, [content]).start()
+    _take(RunLock(tmp_path / "run", beat_s=_BEAT_S))
+
+
+@pytest.mark.parametrize(
+    "change", [{"token": "../../x"}, {"pid": "1"}, {"count": None}, {"more": 1}, {"host": 1.5}]
+)
+def test_a_lock_of_other_values_is_damaged(tmp_path, holder, change):
+    _edit(tmp_path / "run", **change)
+    holder.kill()
+    with pytest.raises(RunError, match=r"\.lock is damaged: if no run writes to"):
+        RunLock(tmp_path / "run").acquire()
+
+
+@pytest.mark.parametrize("content", ["{", "", "[]", "null", "{}"])
+def test_a_damaged_lock_is_named(tmp_path, content):
+    (tmp_path / LOCK).write_text(content)
     with pytest.raises(RunError, match=r"\.lock is damaged: if no run writes to"):
         RunLock(tmp_path).acquire()
 
@@ -127,7 +209,7 @@ def test_one_that_was_killed_as_it_took_over(tmp_path, holder):
     with pytest.raises(RunError, match=f"was being taken over: remove {permit}"):
         RunLock(tmp_path / "run", beat_s=_BEAT_S).acquire()
     permit.unlink()
-    RunLock(tmp_path / "run").acquire()
+    _take(RunLock(tmp_path / "run"))
 
 
 def test_a_run_whose_folder_is_gone_ends_and_says_so(tmp_path):

@@ -242,6 +242,17 @@ def test_a_run_that_cannot_or_must_not_save_ends_at_once(
     assert ("run_train.sh" in words) == (timeout_s is not None)
 
 
+def test_a_run_under_nohup_outlives_its_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        hangs_up = "import signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.3)"
+        assert start(monkeypatch, tmp_path, f"import os; {hangs_up}", stop_timeout_s=30) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

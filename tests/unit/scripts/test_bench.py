@@ -1,5 +1,6 @@
 """The arithmetic of the benchmark scripts, and that what they name exists."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +120,24 @@ def test_compiled_layers_are_told_beside_eager_ones() -> None:
     row = script.Row("m", "float32", 2.0, 1.0, 9.0, Compiled(graphs=7, breaks=1, seconds=5.0))
     assert row.cells()[2:] == ["2.000", "1.000", "2.00x", "9.0", "5.0", "7"]
     assert len(row.cells()) == len(script._COLUMNS)
+
+
+@pytest.mark.slow
+def test_what_a_rank_pays_to_be_found_is_counted_and_timed(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "scripts.bench.hang_watch", "--layers", "2", "--repeats", "1"]
+    subprocess.run([*command, "--json", figures], cwd=REPO, capture_output=True, check=False)
+    found = json.loads(figures.read_text())
+    # At the least an exchange of rows there and back in both layers, forward and backward.
+    assert found["step"]["entries"] >= 8
+    assert found["step"]["notes"] >= 8
+    assert set(found["calls"]) == {"on", "off"}
+
+
+@pytest.mark.slow
+def test_a_run_that_is_signalled_stops_saved() -> None:
+    from scripts.bench.stop_time import stop_once
+
+    found = stop_once(ranks=2, mode="async", delay=0.0)
+    assert 0 < found["step"] < found["stop"]
+    assert found["save"] > 0

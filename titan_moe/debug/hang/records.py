@@ -46,6 +46,11 @@ def seconds_waited(now_ns: int) -> list[tuple[float, float]]:
     ]
 
 
+def num_recorded() -> int:
+    """How many collectives the recorder has seen since the process began."""
+    return max((entry["record_id"] + 1 for entry in _recorded()), default=0)
+
+
 def make_record(rank: int, error: BaseException | None = None) -> dict[str, Any]:
     """Of this process, now; `error`: what a collective raised, if one did."""
     now, moves = time.time_ns(), POSITION.moves()

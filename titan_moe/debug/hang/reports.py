@@ -9,6 +9,8 @@ from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.debug.hang.analysis import analyse, numbers
+from titan_moe.runtime.errors import reason
+from titan_moe.runtime.files import parse_json
 
 _VERSION = 1
 _CALLS_SHOWN = 4
@@ -31,12 +33,12 @@ def read_report(path: Path) -> tuple[Path, dict[str, Any]]:
     if not found:
         raise ConfigError([f"{path}: no report of a hang (hang-*.json) is there or below"])
     try:
-        hang = json.loads(found[-1].read_text(encoding="utf-8"))
+        hang = parse_json(found[-1].read_bytes())
         if hang["version"] != _VERSION:
             raise ConfigError([f"{found[-1]}: version {hang['version']} is not known"])
         analyse(hang["records"], hang["world_size"])
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
-        raise ConfigError([f"{found[-1]}: no report of a hang: {error!r}"]) from None
+        raise ConfigError([f"{found[-1]}: no report of a hang: {reason(error)}"]) from None
     return found[-1], hang
 
 

@@ -10,6 +10,7 @@ from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.train_state import DATA, read_train_state
 from titan_moe.config.stages import job_of_step
 from titan_moe.data.batch import Batch
+from titan_moe.data.position import check_position
 from titan_moe.data.step_reader import Identity, merge_states
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.debug.why.run import Run
@@ -67,7 +68,7 @@ class Repetition:
         if job.training != self._job.training:  # A training stage begins.
             self._job = job
             self._data.reopen(job, self._dims)
-        return self._data.loader.next_step()
+        return self._data.next_step(self.step + 1)
 
     def train(self, batches: list[Batch]) -> StepResult | None:
         """Make the next step, of which one that is not finite updates nothing; None for one that
@@ -134,6 +135,7 @@ def _check_data(checkpoint: Path, ours: Identity) -> None:
     saved = read_train_state(checkpoint).get(DATA)
     if saved is None:
         return
+    check_position(saved)
     theirs = Identity(**saved["identity"])
     for what in ("fingerprint", "seed", "checksum"):
         then, now = getattr(theirs, what), getattr(ours, what)

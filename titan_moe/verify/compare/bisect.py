@@ -4,7 +4,6 @@ Both start the step from the same state: the baseline's, which is saved as a che
 So what differs in the captures arose in that step.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +13,11 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.debug.capture.step import FOLDER
 from titan_moe.models.hf import model_of_job
+from titan_moe.runtime.files import parse_json
 from titan_moe.runtime.launch import count_gpus
 from titan_moe.verify.compare.control_runs import control_specs
 from titan_moe.verify.compare.launch import Launcher
-from titan_moe.verify.compare.records import Curve, RunRecord, read_run
+from titan_moe.verify.compare.records import Curve, RunRecord, read_run, read_table
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.runner import Plan, Progress, Runner
 from titan_moe.verify.compare.verdict import first_other_bits, on_steps
@@ -90,7 +90,7 @@ def trainable(spec: RunSpec) -> RunSpec:
     if not (config.is_file() and facts.is_file()):
         said = "has no config.toml and run.json: describe what ran as config=... ranks=..."
         raise ConfigError([f"{spec.path} {said}"])
-    ranks = int(json.loads(facts.read_text(encoding="utf-8"))["world_size"])
+    ranks = int(read_table(facts, parse_json)["world_size"])
     return RunSpec(spec.text, config=config.resolve(), ranks=ranks)
 
 

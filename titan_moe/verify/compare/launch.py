@@ -23,6 +23,7 @@ from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import parse_json
 from titan_moe.verify.compare.code_trees import WORKTREES, CodeTree, code_tree, remove_worktrees
 from titan_moe.verify.compare.goldens import golden_key, this_device
 from titan_moe.verify.compare.records import RunRecord, read_run
@@ -177,7 +178,7 @@ def _finished(folder: Path, mark: str) -> bool:
 
 def _noted(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / _NOTE).read_text(encoding="utf-8"))
+        found = parse_json((folder / _NOTE).read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

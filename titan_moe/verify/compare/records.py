@@ -1,9 +1,8 @@
 """What a run left behind, as comparisons and reports read it."""
 
-import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from numpy.typing import NDArray
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.metrics.jsonl import EVENTS, read_json_lines
+from titan_moe.runtime.errors import reason
+from titan_moe.runtime.files import parse_json
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -61,7 +62,7 @@ class RunRecord:
 def read_run(path: Path, *, name: str = "") -> RunRecord:
     """A run by its folder, its metrics.jsonl, or a folder of TensorBoard events.
 
-    Raises ConfigError where there are no metrics.
+    Raises ConfigError where there are no metrics, or a file is damaged.
     """
     folder = path.parent if path.name == "metrics.jsonl" else path
     name = name or folder.resolve().name
@@ -77,11 +78,22 @@ def read_run(path: Path, *, name: str = "") -> RunRecord:
     return RunRecord(
         name,
         curve,
-        json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {},
-        tomllib.loads(config.read_text(encoding="utf-8")) if config.is_file() else {},
+        read_table(facts, parse_json) if facts.is_file() else {},
+        read_table(config, tomllib.loads) if config.is_file() else {},
         folder,
         _steps(decided) if decided.is_file() else (),
     )
+
+
+def read_table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """A run's run.json or config.toml. Raises ConfigError where it is damaged."""
+    try:
+        found = parse(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no table")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError([f"{path} is damaged: {reason(error)}"]) from None
+    return found
 
 
 def _read_curve(folder: Path, name: str) -> Curve:

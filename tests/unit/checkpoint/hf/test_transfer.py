@@ -107,6 +107,21 @@ def test_exports_of_a_run_that_saves_in_the_background(tmp_path):
     assert digests[0][0] != digests[0][1]
 
 
+def test_a_finished_run_makes_the_export_that_it_lacks(tmp_path):
+    model = small_model("mixtral")
+    plain = Decoder(model.config)
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter)
+    checkpointer = plain_checkpointer(tmp_path, plain, model=model, last_save_in_hf=True)
+    checkpointer.check_export(3)
+    checkpointer.save(3, {}, last=True)  # Killed before the export.
+    checkpointer.check_export(3, finished=True)
+    assert read_digests(tmp_path / "checkpoint" / "step-3-hf") is not None
+    checkpointer.check_export(3, finished=True)
+    with pytest.raises(RunError, match="step-3-hf exists"):
+        checkpointer.check_export(3)
+
+
 def test_a_checkpoint_that_is_removed_meanwhile_is_one_line(tmp_path, monkeypatch):
     model = small_model("mixtral")
     checkpointer = plain_checkpointer(tmp_path, Decoder(model.config), model=model)
