@@ -109,12 +109,15 @@ class Watch:
     def _run(self) -> None:
         began = time.monotonic()
         while not self._ended.wait(self._seconds):
+            seconds = time.monotonic() - began
+            # Before the log: the reverse would give a job that ends meanwhile as one in training.
+            usage = usage_of_job(self._mark)
             lines = self._folder / "metrics.jsonl"
             logged = read_json_lines(lines) if lines.exists() else []
             sample = {
-                "seconds": time.monotonic() - began,
+                "seconds": seconds,
                 "logged": logged[-1]["step"] if logged else 0,
-                "usage": {part: list(each) for part, each in usage_of_job(self._mark).items()},
+                "usage": {part: list(each) for part, each in usage.items()},
                 "files": sum(len(names) for _, _, names in os.walk(self._folder)),
                 "shm": len(os.listdir("/dev/shm")),
                 "load": os.getloadavg()[0],

@@ -133,6 +133,21 @@ def test_processes_are_counted_from_outside() -> None:
     assert usage_of_job(f"test-{os.getpid()}") == {}
 
 
+def test_a_job_that_ends_while_it_is_looked_at_is_not_in_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def usage_of_job(mark: str) -> dict:
+        (tmp_path / "metrics.jsonl").write_text('{"step": 80}\n')
+        return {}
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 78}\n')
+    monkeypatch.setattr(script, "usage_of_job", usage_of_job)
+    with script.Watch(tmp_path, "mark", seconds=0.001) as watch:
+        while not watch.samples:
+            time.sleep(0.001)
+    assert watch.samples[0]["logged"] == 80
+
+
 _LEAK = """
 import os, threading
 _fsync, _kept = os.fsync, []
