@@ -47,9 +47,12 @@ def test_a_broken_promise_is_seen(tree: Tree, broken: Broken) -> None:
 _TESTS = """
 import time
 from pathlib import Path
+import pytest
 from program import double
 
 def test_double(): assert double(2) == 4
+@pytest.mark.slow
+def test_slowly(): assert double(4) == 8
 def test_ends(): assert double(3) == 6 or time.sleep(60)
 def test_none(): pass
 def test_never(): assert "return" not in Path("program.py").read_text()
@@ -80,6 +83,7 @@ def test_a_mistake_has_been_seen_where_a_test_fails_by_it_alone(program: Tree) -
     broken = Broken("program", "it doubles", "program.py", "2 * x", "3 * x", "-k double")
     said = {
         "-k double": "",
+        "-k slowly --tier slow": "",
         "-k none": "all of its tests pass",
         "-k nowhere": "there is no such test",
         "-k ends --timeout=1": "a test ran into its time limit",
