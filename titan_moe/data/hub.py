@@ -28,10 +28,6 @@ from titan_moe.data.position import damaged
 from titan_moe.runtime.errors import RunError, reason
 
 SUFFIXES = {"json": (".json", ".jsonl"), "parquet": (".parquet",), "text": (".txt",)}
-_COMPRESSIONS = ("", ".gz", ".zst")
-_DATA_ENDINGS = tuple(
-    end + pack for ends in SUFFIXES.values() for end in ends for pack in _COMPRESSIONS
-)
 _SMALL = 16 << 20  # Bytes of JSON that a tenth of a second parses.
 
 # Short names for hub datasets: repository, configuration, split.
@@ -39,6 +35,12 @@ _ALIASES = {
     "c4": ("allenai/c4", "en", "train"),
     "c4_validation": ("allenai/c4", "en", "validation"),
 }
+
+
+def _endings(dataset: str) -> tuple[str, ...]:
+    """Of its files. Parquet compresses its pages itself."""
+    packs = ("",) if dataset == "parquet" else ("", ".gz", ".zst")
+    return tuple(end + pack for end in SUFFIXES[dataset] for pack in packs)
 
 
 def find_files(dataset: str, dataset_path: str | None, *, key: str) -> list[Path]:
@@ -50,13 +52,12 @@ def find_files(dataset: str, dataset_path: str | None, *, key: str) -> list[Path
     prefix = f"{key}dataset_path={dataset_path!r}"
     place = Path(dataset_path).expanduser()
     if place.is_dir():
-        endings = tuple(end + pack for end in SUFFIXES[dataset] for pack in _COMPRESSIONS)
+        endings = _endings(dataset)
         files = [
             path for path in place.rglob("*") if path.is_file() and path.name.endswith(endings)
         ]
         if not files:
-            wanted = " or ".join("*" + end for end in SUFFIXES[dataset])
-            raise ConfigError([f"{prefix} holds no {wanted} file (.gz and .zst may follow)"])
+            raise ConfigError([f"{prefix} holds no file that ends in {' or '.join(endings)}"])
     else:
         files = [Path(name) for name in glob.glob(str(place), recursive=True)]
         files = [path for path in files if path.is_file()] or ([place] if place.is_file() else [])
@@ -319,7 +320,8 @@ class HubStream:
         if self._path is None:
             return ""
         place = Path(self._path).expanduser()
-        found = sorted(path for path in place.rglob("*") if path.name.endswith(_DATA_ENDINGS))
+        endings = tuple(end for name in SUFFIXES for end in _endings(name))
+        found = sorted(path for path in place.rglob("*") if path.name.endswith(endings))
         return sampled_checksum(found if place.is_dir() else [place])
 
     def file(self, index: int) -> HubStream:

@@ -120,3 +120,14 @@ def test_the_check_before_a_run_looks(tmp_path):
     words = "--model.name deepseek_v3 --model.flavor 2M --training.dataset synthetic --debug.seed 7"
     with pytest.raises(ConfigError, match=r"^debug\.seed=7, and .*step-10 is of a run with 0: "):
         check_all([*words.split(), "--job.dump_folder", str(tmp_path)], 1, 1, {})
+
+
+def test_weights_to_begin_with_are_there(tmp_path):
+    at = saved(tmp_path / "first")
+    missing = {"enable": True, "initial_load_path": str(tmp_path / "first/step-10")}
+    assert check(tmp_path / "second", checkpoint=missing) == [
+        f"checkpoint.initial_load_path={missing['initial_load_path']} does not exist: name a step "
+        "folder of this program, or a Hugging Face folder with checkpoint.initial_load_in_hf=true"
+    ]
+    assert check(tmp_path / "second", checkpoint=missing | {"initial_load_path": str(at)}) == []
+    assert check(tmp_path / "first", checkpoint=missing) == [], "its own are loaded"

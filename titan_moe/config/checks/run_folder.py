@@ -1,4 +1,5 @@
-"""Whether a run may go on in its folder: checkpoints there must be of the same run."""
+"""Whether a run may go on in its folder, where checkpoints must be of the same run, or has what it
+is to begin with."""
 
 import json
 from collections.abc import Iterator
@@ -14,14 +15,21 @@ _DATA = ("training.dataset", "training.text_column", "training.blend", "debug.se
 
 def check_run_folder(job: JobConfig, dimensions: dict[str, Any]) -> list[str]:
     """One line for each key by which `job` is another run than the one that left checkpoints in its
-    folder: another model, data set or seed. Layout, batch, schedule and the rest may change, or are
+    folder: another model, data set or seed; or where there are none, for weights that are to be
+    loaded and are not there. Layout, batch, schedule and the rest may change, or are
     compared with the checkpoint itself when it is loaded; a path may, as long as it leads to the
     same files.
 
     Args:
         dimensions: of the job's model (models.hf.as_record).
     """
-    found = _manifest(job.checkpoint, Path(job.job.dump_folder) / job.checkpoint.folder)
+    folder = Path(job.job.dump_folder) / job.checkpoint.folder
+    initial = job.checkpoint.initial_load_path
+    if initial and not Path(initial).exists() and not any(folder.glob("step-*")):
+        line = "does not exist: name a step folder of this program"
+        in_hf = ", or a Hugging Face folder with checkpoint.initial_load_in_hf=true"
+        return [f"checkpoint.initial_load_path={initial} {line}{in_hf}"]
+    found = _manifest(job.checkpoint, folder)
     if found is None:
         return []
     checkpoint, manifest = found
