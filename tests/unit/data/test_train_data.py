@@ -1,38 +1,47 @@
-"""Where a run goes on in its data."""
+"""Where a run goes on in its data, and what it says of them."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from titan_moe import train_data
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.stages import job_of_step
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.errors import RunError
 from titan_moe.train_data import TrainData
 
+PROCESS = SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=1, is_main=True)
+DIMS = SimpleNamespace(coordinate=lambda rank, axis: 0, size=lambda axis: 1)
+
+
+def job_of(stages: tuple = (), **training: Any) -> JobConfig:
+    batch = {"seq_len": 64, "local_batch_size": 2, "global_batch_size": 2}
+    return JobConfig(
+        model={"name": "deepseek_v3", "flavor": "2M", "tokenizer_path": "bytes"},
+        training={"dataset": "synthetic", **batch, **training},
+        stages=list(stages),
+    )
+
+
+def data_of(job: JobConfig) -> TrainData:
+    return TrainData(job, model_of_job(job.model), PROCESS)
+
 
 def test_a_run_that_has_left_out_data_is_in_the_stage_of_its_step() -> None:
     """Of a position after step 5 and batch 7, where the second stage begins with step 6."""
-    job = JobConfig(
-        model={"name": "deepseek_v3", "flavor": "2M", "tokenizer_path": "bytes"},
-        training={
-            "dataset": "synthetic",
-            "seq_len": 64,
-            "local_batch_size": 2,
-            "global_batch_size": 2,
-        },
-        stages=[{"from_step": 6, "seq_len": 32}],
-    )
-    process = SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=1, is_main=True)
-    dims = SimpleNamespace(coordinate=lambda rank, axis: 0, size=lambda axis: 1)
-    first, second = (TrainData(job, model_of_job(job.model), process) for _ in range(2))
-    first.open(job_of_step(job, 1), dims)
+    job = job_of(({"from_step": 6, "seq_len": 32},))
+    first, second = data_of(job), data_of(job)
+    first.open(job_of_step(job, 1), DIMS)
     for _ in range(7):
         first.loader.next_step()
     state = first.loader.state_dict()
     first.close()
-    second.open(job_of_step(job, 6), dims)
+    second.open(job_of_step(job, 6), DIMS)
     with pytest.raises(RunError, match="seq_len"):
         second.load_state(state)
     second.load_state(state, 5)
@@ -43,19 +52,9 @@ def test_a_run_that_has_left_out_data_is_in_the_stage_of_its_step() -> None:
 
 def test_an_error_names_the_step_of_the_run_and_the_batch_of_the_data() -> None:
     """After batch 7, of data whose disk fails then; a run that went back is at step 5."""
-    job = JobConfig(
-        model={"name": "deepseek_v3", "flavor": "2M", "tokenizer_path": "bytes"},
-        training={
-            "dataset": "synthetic",
-            "seq_len": 64,
-            "local_batch_size": 2,
-            "global_batch_size": 2,
-        },
-    )
-    process = SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=1, is_main=True)
-    dims = SimpleNamespace(coordinate=lambda rank, axis: 0, size=lambda axis: 1)
-    data = TrainData(job, model_of_job(job.model), process)
-    data.open(job, dims)
+    job = job_of()
+    data = data_of(job)
+    data.open(job, DIMS)
     for step in range(1, 8):
         data.next_step(step)
     reader = data.loader._reader
@@ -67,6 +66,28 @@ def test_an_error_names_the_step_of_the_run_and_the_batch_of_the_data() -> None:
     with pytest.raises(RunError, match=r"^step 6, batch 8 of the data with those .*: reading the"):
         data.next_step(6)
     data.close()
+
+
+def test_the_end_of_a_run_tells_of_documents_without_a_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also of those that were not twice as many as when they were last said."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in (0, 1, 2, "words")))
+    job = job_of(
+        dataset="json", dataset_path=str(texts), max_bad_documents=1.0, repeat_dataset=True
+    )
+    monkeypatch.setattr(train_data.dist, "all_reduce", lambda number: None)
+    monkeypatch.setattr(
+        train_data.dist, "all_gather_object", lambda found, mine: found.__setitem__(0, mine)
+    )
+    data = data_of(job)
+    data.open(job, DIMS)
+    data.next_step(1)
+    found = data.count_bad_documents(1)
+    data.close()
+    *_, last = (record.getMessage() for record in caplog.records)
+    assert found and f", in all: {found} documents have no text that can be read" in last
 
 
 def _fail() -> None:

@@ -1,5 +1,6 @@
 """How torchrun is called, what signals do to a run, and what is left of one that did not finish."""
 
+import json
 import os
 import platform
 import re
@@ -74,6 +75,41 @@ def test_torchrun_gets_the_machines_and_the_job(
     assert start(monkeypatch, tmp_path, script, "--training.steps=3", nodes=nodes) == 0
     told = re.sub(r"\S+(?=/meeting)", "RECORDS", (tmp_path / "words").read_text())
     assert told == f"{words} -m titan_moe train --training.steps=3\n"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "chosen", "expected"),
+    [
+        (
+            Nodes(),
+            {},
+            {
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "NCCL_SOCKET_IFNAME": "lo",
+            },
+        ),
+        (Nodes(), {"GLOO_SOCKET_IFNAME": "eth9"}, {"GLOO_SOCKET_IFNAME": "eth9"}),
+        (Nodes(2, 1, "node0:29500"), {}, {}),
+    ],
+)
+def test_the_ranks_of_one_machine_talk_on_loopback(
+    nodes: Nodes,
+    chosen: dict[str, str],
+    expected: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unless the environment says otherwise."""
+    for name in torchrun._LOOPBACK:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    script = "import json, os; json.dump(dict(os.environ), open({!r}, 'w'))"
+    assert start(monkeypatch, tmp_path, script.format(str(tmp_path / "told")), nodes=nodes) == 0
+    told = json.loads((tmp_path / "told").read_text())
+    assert {name: told[name] for name in expected} == expected
+    assert nodes.number == 1 or not told.keys() & torchrun._LOOPBACK.keys()
 
 
 @pytest.mark.parametrize(
