@@ -37,6 +37,7 @@ _OF_TRAINING = {
 }
 _ADAPTER = TypeAdapter(ModelConfig)
 _LONGEST_HEADER = 100_000_000
+_LARGEST = 2**31  # Of any dimension.
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,9 @@ def as_record(config: ModelConfig) -> dict[str, Any]:
 
 def from_record(record: dict[str, Any]) -> ModelConfig:
     """What `as_record` was made of. Raises ConfigError when it makes no sense."""
+    for key, value in _flat(record):
+        if isinstance(value, int) and not 0 <= value <= _LARGEST:
+            raise ConfigError([f"the recorded dimensions make no sense: {key}={value}"])
     try:
         return _ADAPTER.validate_python(record)
     except ValidationError as error:

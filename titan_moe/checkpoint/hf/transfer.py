@@ -44,6 +44,7 @@ from titan_moe.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     TensorSpec,
+    audit,
     code_version,
     read_manifest,
 )
@@ -181,14 +182,31 @@ def export_checkpoint(checkpoint: Path, target: Path, dtype: torch.dtype | None)
 
 
 def model_of_manifest(manifest: Manifest, checkpoint: Path) -> HFModel:
-    """Family and dimensions of a checkpoint. Raises RunError or ConfigError."""
+    """Family and dimensions of a checkpoint, whose tensors are those of such a model. Raises
+    RunError or ConfigError."""
     named = manifest.job.get("model", {})
     if manifest.model:
-        return HFModel(manifest.family, from_record(manifest.model))
-    if not named.get("name"):
+        model = HFModel(manifest.family, from_record(manifest.model))
+    elif named.get("name"):
+        # Before dimensions were kept: those that the flavor has now.
+        model = HFModel(named["name"], model_config(named["name"], named["flavor"]))
+    else:
         raise RunError(f"{checkpoint / MANIFEST} does not say which model it is of")
-    # Before dimensions were kept: those that the flavor has now.
-    return HFModel(named["name"], model_config(named["name"], named["flavor"]))
+    layers = model.config.num_layers + model.config.num_mtp_layers
+    if layers > len(manifest.tensors):  # Any number of them could be built.
+        told = f"it has {len(manifest.tensors)} tensors for {layers} layers"
+        raise RunError(f"checkpoint {checkpoint} does not fit its model: {told}")
+    wanted = {MODEL + name: shape for name, shape in model_shapes(model.config).items()}
+    specs = {
+        name: TensorSpec(shape=shape, dtype=manifest.tensors[name].dtype)
+        if name in manifest.tensors
+        else TensorSpec(shape=shape, dtype="")
+        for name, shape in wanted.items()
+    }
+    experts = model.config.moe.num_experts if model.config.moe else 0
+    if problems := audit(manifest, specs, [MODEL], experts):
+        raise RunError(f"checkpoint {checkpoint} does not fit its model: {'; '.join(problems)}")
+    return model
 
 
 def load_hf(folder: Path, model: HFModel, tensors: Mapping[str, Tensor], shapes: Shapes) -> None:

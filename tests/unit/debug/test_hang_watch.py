@@ -1,0 +1,49 @@
+"""When a rank takes a run for one that hangs."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from titan_moe.config.job_config import Comm
+from titan_moe.debug.hang import watch
+from titan_moe.distributed.agreement import LONGEST_WAIT_S
+
+_LIMIT_S = 100
+
+
+@pytest.mark.parametrize(
+    ("quiet_s", "phase", "collectives", "hangs"),
+    [
+        (_LIMIT_S / 2, "step", [(_LIMIT_S, _LIMIT_S)], False),
+        (_LIMIT_S + 1, "step", [(_LIMIT_S, _LIMIT_S)], True),
+        (_LIMIT_S + 1, "step", [(_LIMIT_S, 2 * _LIMIT_S)], False),
+        (_LIMIT_S + 1, "data", [], False),
+        (LONGEST_WAIT_S - 1, "data", [], False),
+        (LONGEST_WAIT_S + 1, "data", [], True),
+        (LONGEST_WAIT_S + 1, "start", [], False),
+    ],
+)
+def test_waiting_too_long(
+    quiet_s: float,
+    phase: str,
+    collectives: list[tuple[float, float]],
+    hangs: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A collective past its own limit; or a rank that is silent longer than any wait may be, but for
+    a start, which compiles and reads as long as it needs.
+
+    Args:
+        quiet_s: seconds since the rank was last known to be somewhere else.
+        collectives: those under way, with the seconds that each has waited and may wait.
+    """
+    last = SimpleNamespace(time_ns=time.time_ns() - int(quiet_s * 1e9), phase=phase)
+    monkeypatch.setattr(watch, "POSITION", SimpleNamespace(last=lambda: last))
+    monkeypatch.setattr(watch, "seconds_waited", lambda now: iter(collectives))
+    monkeypatch.setattr(watch, "default_store", dist.HashStore)
+    comm = Comm(init_timeout_seconds=_LIMIT_S, train_timeout_seconds=_LIMIT_S)
+    process = SimpleNamespace(rank=0, world_size=2)
+    assert watch.HangWatch(process, comm, Path(), None)._waits_too_long() == hangs
