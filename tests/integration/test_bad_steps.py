@@ -152,6 +152,7 @@ def test_stopping_keeps_the_state_before_the_spike(tmp_path: Path):
         run_on_ranks(train_with_faults, 2, job, {6: "spike"})
     message = str(failure.value)
     assert "step 6: a spike: gradient norm " in message and "checkpoint/step-5 (" in message
+    assert (tmp_path / "checkpoint/step-5/manifest.json").exists(), "between two saves"
     assert [event["decision"] for event in events(tmp_path)] == ["stop"]
     # Going on from there without the fault is the run that never had it.
     run_on_ranks(train_without_curves, 2, job)

@@ -33,8 +33,8 @@ def test_waiting_too_long(
     hangs: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A collective past its own limit; or a rank that is silent longer than any wait may be, but for
-    a start, which compiles and reads as long as it needs.
+    """A collective past its own limit; or a rank that is silent longer than any wait may be, except
+    in a start, which compiles and reads as long as it needs.
 
     Args:
         quiet_s: seconds since the rank was last known to be somewhere else.
