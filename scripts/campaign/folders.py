@@ -12,24 +12,17 @@ from typing import NamedTuple
 
 from scripts.campaign.apart import Outcome, run_apart
 from scripts.campaign.damage import MARKER, copy_linked, damage
+from scripts.campaign.jobs import TINY
 from scripts.campaign.verdict import of_failures
 from titan_moe.checkpoint.digests import DIGESTS
 from titan_moe.train import main
 
 _REPO = Path(__file__).resolve().parents[2]
 _STEPS = 4
-_TRAINING = {
-    "model.name": "deepseek_v3",
-    "model.flavor": "2M",
-    "training.dataset": "synthetic",
-    "training.seq_len": 32,
-    "training.local_batch_size": 2,
-    "training.global_batch_size": 4,
-    "training.mixed_precision_param": "float32",
+_TRAINING = TINY | {
     "training.steps": _STEPS,
     "lr_scheduler.total_steps": 10,
     "lr_scheduler.warmup_steps": 1,
-    "metrics.log_freq": 1,
     "checkpoint.interval": 2,
 }
 

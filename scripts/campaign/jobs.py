@@ -27,6 +27,17 @@ from titan_moe.runtime.stopping import BEGAN, FOLDER
 from titan_moe.train import main
 
 _REPO = Path(__file__).resolve().parents[2]
+TINY: dict[str, object] = {
+    "model.name": "deepseek_v3",
+    "model.flavor": "2M",
+    "training.dataset": "synthetic",
+    "training.seq_len": 32,
+    "training.local_batch_size": 2,
+    "training.global_batch_size": 4,
+    "training.mixed_precision_param": "float32",
+    "metrics.log_freq": 1,
+}
+"""Keys of a training whose steps take milliseconds."""
 _MARKER = "TITAN_MOE_TRIAL"
 """A variable that all programs of a job have."""
 

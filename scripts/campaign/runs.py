@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.campaign.jobs import Job
+from scripts.campaign.jobs import TINY, Job
 from titan_moe.checkpoint.digests import damaged_files, read_digests
 from titan_moe.checkpoint.storage import MANIFEST, saved_steps, step_folder
 from titan_moe.metrics.jsonl import read_json_lines
@@ -25,17 +25,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 MODES = ("disabled", "async", "async_with_pinned_mem")
 STEPS, INTERVAL = 8, 2
 _SAVED = range(INTERVAL, STEPS + 1, INTERVAL)
-_KEYS: dict[str, object] = {
-    "model.name": "deepseek_v3",
-    "model.flavor": "2M",
-    "training.dataset": "synthetic",
-    "training.seq_len": 32,
-    "training.local_batch_size": 2,
-    "training.global_batch_size": 4,
-    "training.mixed_precision_param": "float32",
+_KEYS: dict[str, object] = TINY | {
     "training.steps": STEPS,
     "lr_scheduler.warmup_steps": 2,
-    "metrics.log_freq": 1,
     "checkpoint.enable": True,
     "checkpoint.interval": INTERVAL,
 }
