@@ -248,7 +248,7 @@ class Trainer:
         return moved.total + moved_too.total
 
     def _step(self, step: int) -> bool:
-        """Returns whether all ranks are to stop before the last step."""
+        """Returns whether all ranks are to stop."""
         phases, training = self.log.phases, self.job.training
         before = self._state()
         with phases("data", step), region("data"):
@@ -300,7 +300,7 @@ class Trainer:
             self.replicas(step)
             with self.stop_watch.saving(self.checkpointer, step):
                 self.checkpointer.maybe_save(step, self._state(), last=step == training.steps)
-        return result.stop and step < training.steps and self.job.checkpoint.keeps_state
+        return result.stop and self.job.checkpoint.keeps_state
 
     def _handle_bad_step(
         self, step: int, result: StepResult, batches: list[Batch], before: dict[str, Any]
