@@ -35,9 +35,6 @@ class Broken(NamedTuple):
     waits: bool = False
     """The mistake is to wait without end, so a test that runs into its time limit has seen it."""
 
-    unproven: bool = False
-    """No run has seen a test fail by it yet, so it is no test: take the mark away to try it."""
-
     @property
     def name(self) -> str:
         return f"{self.subject}: {self.promise}"
