@@ -121,15 +121,26 @@ class FileCorpus:
         if dataset == "json":
             options = _no_mixed_types()
         options["data_files"] = [str(path) for path in files]
+        done = None
         try:
+            cache = Path(datasets.load_dataset_builder(dataset, **options).cache_dir)
             # Converted before, they have been looked through before.
-            done = Path(datasets.load_dataset_builder(dataset, **options).cache_dir).exists()
+            done = cache if cache.exists() else None
             if not done and (line := overlong_record(dataset, files)):
                 raise ConfigError([f"{prefix}: {line}"])
             table = datasets.load_dataset(dataset, split="train", **options)
+            if len(table) != table.info.splits["train"].num_examples:  # Cut between two batches.
+                raise EOFError("it ends too early")
         except ConfigError:
             raise
         except Exception as error:  # Each format raises its own.
+            if done:
+                raise ConfigError(
+                    [
+                        f"{prefix} was read before and is kept in {done}, which is damaged "
+                        f"({_reason(error)}): remove that folder"
+                    ]
+                ) from None
             lines = convert_lines(files, column) if dataset == "json" else None
             if lines is None:
                 line = f"{prefix} cannot be read as {dataset}: {_reason(error)}"

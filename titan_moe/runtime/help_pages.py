@@ -66,7 +66,7 @@ ROWS = (
     ("checkpoint-does-not-fit-the-model", r"^checkpoint .* does not fit the model"),
     (
         "reading-the-data-failed",
-        r"reading the dataset .* failed|(hub|a copy of \S+), cannot be opened",
+        r"reading the dataset .* failed|(hub|a copy of \S+), cannot be opened|was read before and",
     ),
     (
         "tokenised-data-is-not-whole",
