@@ -19,9 +19,9 @@ _SAME_SIGNAL_S = 1.0
 
 
 def hold_requests() -> None:
-    """Let a SIGUSR1 that comes before there is a torchrun wait until `Child.run` answers it."""
+    """Let a SIGUSR1 that comes before there is a torchrun wait until `Child.run` answers it: called
+    before there is a thread, which inherits that. Linux keeps one that is ignored too."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # What run_train.sh ignores may be discarded.
 
 
 class Child:
