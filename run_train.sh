@@ -22,6 +22,7 @@
 set -euo pipefail
 trap 'exit 130' INT
 trap 'exit 143' TERM
+trap '' USR1 # Until Python can answer it.
 
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
@@ -48,8 +49,7 @@ case " $* " in
     *" --health "*) command=(check) ;;
 esac
 
-# Ctrl-C and SIGUSR1 are ignored until Python can answer them.
-trap '' INT USR1
+trap '' INT # Until Python ends by it.
 exec "$PYTHON" -m titan_moe "${command[@]}" \
     --config "${CONFIG_FILE:-$repo/configs/debug/default.toml}" \
     ${NGPU:+--ranks "$((NGPU * nodes))"} --nodes "$nodes" --node-rank "${NODE_RANK:-0}" \

@@ -48,7 +48,11 @@ def test_a_signal_before_python_can_answer_it_ends_nothing(tmp_path: Path) -> No
     stub = tmp_path / "python3"
     stub.write_text(
         "#!/usr/bin/env bash\n"
-        'case $1 in -c) echo "$0" ;; -m) kill -USR1 $$; kill -INT $$; exit 7 ;; esac\n'
+        "case $1 in\n"
+        '    -c) echo "$0" ;;\n'
+        "    *has_dependencies.py) kill -USR1 $PPID ;;\n"
+        "    -m) kill -USR1 $$; kill -INT $$; exit 7 ;;\n"
+        "esac\n"
     )
     stub.chmod(0o755)
     variables = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")

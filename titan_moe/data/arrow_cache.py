@@ -18,7 +18,8 @@ def cached_table(
 ) -> Any:
     """A memory-mapped Arrow table, from the cache if it was made before of the same files.
 
-    Files are the same by name, size and time. The cache is that of `datasets` (HF_HOME).
+    Files are the same by name, size and time. The cache is that of `datasets` (HF_HOME). What is
+    damaged there is made anew.
 
     Args:
         kind: what is made of the files: other tables of them have other names.
@@ -34,8 +35,11 @@ def cached_table(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(path.with_suffix(".lock")):
-            if not path.exists():
+            try:
+                return _read(path)
+            except (OSError, pa.ArrowInvalid):  # Missing, or damaged.
                 _write(path, schema, read_batches())
+                return _read(path)
     except OSError as error:
         if error.errno is None or not str(error.filename).startswith(str(path.parent)):
             raise
@@ -45,7 +49,14 @@ def cached_table(
             "another disk"
         )
         raise ConfigError([line]) from None
-    return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+
+
+def _read(path: Path) -> Any:
+    """A file of Arrow's ends with its table of contents: one that was cut short is seen to be. A
+    stream of Arrow's that was cut between two batches would be a shorter table."""
+    import pyarrow as pa
+
+    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
 def _write(path: Path, schema: Any, batches: Iterator[Any]) -> None:
@@ -54,7 +65,7 @@ def _write(path: Path, schema: Any, batches: Iterator[Any]) -> None:
     with (
         replacing(path) as aside,
         aside.open("wb") as file,
-        pa.ipc.new_stream(file, schema) as writer,
+        pa.ipc.new_file(file, schema) as writer,
     ):
         for batch in batches:
             writer.write_batch(batch)

@@ -1,12 +1,13 @@
-"""A sampled checksum of files: notices content that changed behind the same names and sizes."""
+"""What notices that files have changed: their sizes, and a sampled checksum of their content."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from titan_moe.data.documents import mix
+from titan_moe.runtime.errors import RunError
 
 # Read whole up to this many bytes in all; of more, this many. About 0.1 s from a local disk.
 SAMPLED = 64 << 20
@@ -29,6 +30,18 @@ def sampled_checksum(files: Sequence[Path]) -> str:
                 found = zlib.crc32(block, found)
                 length -= len(block)
     return f"{found:08x}"
+
+
+def check_sizes(sizes: Mapping[Path, int]) -> None:
+    """RunError where a file has not the size that it had, in bytes. One that was removed while it
+    was open has been read to its end."""
+    for path, size in sizes.items():
+        found = path.stat().st_size if path.exists() else size
+        if found != size:
+            raise RunError(
+                f"the data's files have changed since the run began: {path} had {size:,} bytes and "
+                f"has {found:,}: put the old file back and start the same command again"
+            )
 
 
 def _pieces(files: Sequence[Path], sizes: Sequence[int]) -> Iterator[tuple[Path, int, int]]:

@@ -14,7 +14,7 @@ from typing import Any
 from titan_moe.config.errors import ConfigError
 from titan_moe.data.arrow_cache import cached_table
 from titan_moe.data.bad_documents import BadDocuments, refusal, text_problem
-from titan_moe.data.content import sampled_checksum
+from titan_moe.data.content import check_sizes, sampled_checksum
 from titan_moe.data.documents import Document
 from titan_moe.data.file_rows import (
     NOT_UTF8,
@@ -122,15 +122,26 @@ class FileCorpus:
         if dataset == "json":
             options = _no_mixed_types()
         options["data_files"] = [str(path) for path in files]
+        done = None
         try:
+            cache = Path(datasets.load_dataset_builder(dataset, **options).cache_dir)
             # Converted before, they have been looked through before.
-            done = Path(datasets.load_dataset_builder(dataset, **options).cache_dir).exists()
+            done = cache if cache.exists() else None
             if not done and (line := overlong_record(dataset, files)):
                 raise ConfigError([f"{prefix}: {line}"])
             table = datasets.load_dataset(dataset, split="train", **options)
+            if len(table) != table.info.splits["train"].num_examples:  # Cut between two batches.
+                raise EOFError("it ends too early")
         except ConfigError:
             raise
         except Exception as error:  # Each format raises its own.
+            if done:
+                raise ConfigError(
+                    [
+                        f"{prefix} was read before and is kept in {done}, which is damaged "
+                        f"({_reason(error)}): remove that folder"
+                    ]
+                ) from None
             lines = convert_lines(files, column) if dataset == "json" else None
             if lines is None:
                 line = f"{prefix} cannot be read as {dataset}: {_reason(error)}"
@@ -306,23 +317,33 @@ class HubStream:
                 vars(builder.config).update(_no_mixed_types())
             self._stream = builder.as_streaming_dataset(split=split)
         except Exception as error:  # Network, permission, format: each raises its own.
+            place, remedy = f"{self._prefix}, read from the Hugging Face hub,", "name a local copy"
+            if dataset_path is not None:
+                place = f"{key}dataset_path={dataset_path!r}, a copy of {dataset!r},"
+                remedy = "name a whole copy"
             raise ConfigError(
                 [
-                    f"{self._prefix}, read from the Hugging Face hub, cannot be opened: "
-                    f"{_reason(error)}; name a local copy with {key}dataset_path, or use stdlib, "
-                    "synthetic, json, parquet, text or tokens"
+                    f"{place} cannot be opened: {_reason(error)}; {remedy} with {key}dataset_path, "
+                    "or use stdlib, synthetic, json, parquet, text or tokens"
                 ]
             ) from None
+        self._sizes = {path: path.stat().st_size for path in self._files()}
         self.num_files: int = self._stream.num_shards
         self._beginning = self._stream.state_dict()
 
     def checksum(self) -> str:
         if self._path is None:
             return ""
+        return sampled_checksum(self._files())
+
+    def _files(self) -> list[Path]:
+        """Of a local copy."""
+        if self._path is None:
+            return []
         place = Path(self._path).expanduser()
         endings = tuple(end for name in SUFFIXES for end in _endings(name))
         found = sorted(path for path in place.rglob("*") if path.name.endswith(endings))
-        return sampled_checksum(found if place.is_dir() else [place])
+        return found if place.is_dir() else [place]
 
     def file(self, index: int) -> HubStream:
         one = copy.copy(self)
@@ -339,6 +360,7 @@ class HubStream:
             text = example[self._column]
             problem = text_problem(text)
             yield Document(self._name, "" if problem else text, problem)
+        check_sizes(self._sizes)  # JSON lines that were cut between two of them just end.
 
     def _examples(self, mark: Any) -> Iterator[dict[str, Any]]:
         try:

@@ -5,13 +5,17 @@ uint32, without EOS), `shard-00000.ends` where each document ends (little-endian
 without `manifest.json`, which is written last, is not a corpus.
 """
 
+from __future__ import annotations
+
 import bisect
 import hashlib
 import json
+import mmap
+import os
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -20,6 +24,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.data.bad_documents import BadDocuments
 from titan_moe.data.content import sampled_checksum
 from titan_moe.data.documents import Document
+from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import parse_json
 from titan_moe.runtime.records import Count, first_problem
 
@@ -117,10 +122,7 @@ class TokenCorpus:
                 found = path.stat().st_size if path.is_file() else 0
                 if found != size:
                     raise ConfigError(
-                        [
-                            f"{key}={str(folder)!r}: {path.name} has {found:,} bytes, not the "
-                            f"{size:,} of the manifest: copy the folder again, or make it anew"
-                        ]
+                        [f"{key}={str(folder)!r}: {_wrong_size(path.name, found, size)}"]
                     )
 
     def checksum(self) -> str:
@@ -134,10 +136,12 @@ class TokenCorpus:
 
     def __getitem__(self, index: int) -> Document:
         number = bisect.bisect_right(self._first_documents, index) - 1
-        tokens, ends = self._shard(number)
+        if number not in self._open_shards:
+            self._open_shards[number] = self._open_shard(number)
+        tokens, ends = self._open_shards[number]
         local = index - self._first_documents[number]
-        start = int(ends[local - 1]) if local else 0
-        return Document(f"{self._folder.name}/{index}", tokens[start : int(ends[local])])
+        start, end = [0, *ends.read(max(local - 1, 0), local + 1).tolist()][-2:]
+        return Document(f"{self._folder.name}/{index}", tokens.read(start, end))
 
     @cached_property
     def _first_documents(self) -> list[int]:
@@ -148,18 +152,53 @@ class TokenCorpus:
         return firsts
 
     @cached_property
-    def _open_shards(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    def _open_shards(self) -> dict[int, tuple[_Mapped, _Mapped]]:
         return {}
 
-    def _shard(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        if number not in self._open_shards:
-            tokens_path, ends_path = shard_paths(self._folder, number)
-            dtype: Any = np.dtype(self._manifest.dtype).newbyteorder("<")
-            # memmap refuses empty files, and a shard of empty documents has one.
-            empty = self._manifest.shards[number].tokens == 0
-            tokens = np.empty(0, dtype) if empty else np.memmap(tokens_path, dtype, mode="r")
-            self._open_shards[number] = tokens, np.memmap(ends_path, np.dtype("<i8"), mode="r")
-        return self._open_shards[number]
+    def _open_shard(self, number: int) -> tuple[_Mapped, _Mapped]:
+        tokens_path, ends_path = shard_paths(self._folder, number)
+        shard = self._manifest.shards[number]
+        dtype = np.dtype(self._manifest.dtype).newbyteorder("<")
+        return (
+            _Mapped(tokens_path, dtype, shard.tokens),
+            _Mapped(ends_path, np.dtype("<i8"), shard.documents),
+        )
+
+
+class _Mapped:
+    """A file of numbers, as memory. Behind the end of a file that was cut short this memory reads
+    as zeros up to the end of its page, and as SIGBUS after that."""
+
+    def __init__(self, path: Path, dtype: np.dtype, length: int) -> None:
+        self._path = path
+        self._size = length * dtype.itemsize
+        # An empty file cannot be mapped, and a shard of empty documents has one.
+        self._map: mmap.mmap | None = None
+        if length:
+            with path.open("rb") as file:
+                self._check(os.fstat(file.fileno()).st_size)
+                self._map = mmap.mmap(file.fileno(), self._size, access=mmap.ACCESS_READ)
+        self._numbers = np.frombuffer(self._map or b"", dtype)
+
+    def read(self, start: int, end: int) -> np.ndarray:
+        """A copy of numbers [start, end). RunError where the file was cut short since."""
+        if self._map is None:
+            return self._numbers
+        self._check(self._map.size())
+        numbers = self._numbers[start:end].copy()
+        self._check(self._map.size())  # It may have been cut just now.
+        return numbers
+
+    def _check(self, found: int) -> None:
+        if found != self._size:
+            raise RunError(_wrong_size(str(self._path), found, self._size))
+
+
+def _wrong_size(file: str, found: int, size: int) -> str:
+    return (
+        f"{file} has {found:,} bytes, not the {size:,} of the manifest: copy the folder again, or "
+        "make it anew"
+    )
 
 
 def damaged_files(folder: Path) -> list[str]:

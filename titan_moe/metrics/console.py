@@ -72,7 +72,8 @@ class Console:
         columns = [("step", f"{step:{self._width}d}"), *format_columns(values)]
         line = "  ".join(self._label(label) + text for label, text in columns)
         if self._bar is None:
-            print(line, file=self._stream, flush=True)
+            self._stream.write(f"{line}\n")  # At once: another thread may warn of its sink now.
+            self._stream.flush()
         else:
             self._bar.write(line, file=self._stream)
 

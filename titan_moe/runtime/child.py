@@ -18,6 +18,12 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGHUP: 143, signal.SIGTERM: 143, signa
 _SAME_SIGNAL_S = 1.0
 
 
+def hold_requests() -> None:
+    """Let a SIGUSR1 that comes before there is a torchrun wait until `Child.run` answers it: called
+    before there is a thread, which inherits that. Linux keeps one that is ignored too."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+
+
 class Child:
     """One torchrun.
 
@@ -46,6 +52,7 @@ class Child:
         for number in EXIT_CODES:
             if not (number == signal.SIGHUP and ignores_hangups()):
                 signal.signal(number, self._answer)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         with log.open("wb") as words:
             self._child = subprocess.Popen(
                 command,

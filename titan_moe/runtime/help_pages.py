@@ -64,7 +64,10 @@ ROWS = (
     ("the-wrong-checkpoint-was-continued", r"^checkpoint\.load_step=\d+: "),
     ("restarts-are-refused", r"--max-restarts|^training\.max_seconds=\d+ stops"),
     ("checkpoint-does-not-fit-the-model", r"^checkpoint .* does not fit the model"),
-    ("reading-the-data-failed", r"reading the dataset .* failed|hub, cannot be opened"),
+    (
+        "reading-the-data-failed",
+        r"reading the dataset .* failed|(hub|a copy of \S+), cannot be opened|was read before and",
+    ),
     (
         "tokenised-data-is-not-whole",
         r"of the manifest: copy|wrong checksum of shard|begun with |remove its folder",

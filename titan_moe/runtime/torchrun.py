@@ -5,7 +5,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +54,7 @@ def start_ranks(
     nodes: Nodes,
     folder: Path,
     stop_timeout_s: int | None,
+    has_saved: Callable[[], bool] = lambda: False,
     environment: Mapping[str, str],
 ) -> int:
     """Run a command on `ranks` processes of this machine; returns the exit code of the run.
@@ -63,6 +64,7 @@ def start_ranks(
         folder: the run's. torchrun's own words and every rank's warnings go to its launch/.
         stop_timeout_s: how long ranks that are asked to stop may take to save; None where they
             cannot save.
+        has_saved: whether the run's folder holds a checkpoint.
 
     Raises RunError where nothing can be written there.
     """
@@ -92,7 +94,8 @@ def start_ranks(
             return STOPPED
         if child.interrupted:
             if words[0] == "train":
-                print(_goes_on(folder, ranks, nodes, environment, saved=stop_timeout_s is not None))
+                saved = None if stop_timeout_s is None else has_saved()
+                print(_goes_on(folder, ranks, nodes, environment, saved=saved))
             print(f"the files of this run are in {folder}")
             return child.interrupted
         if code:
@@ -102,11 +105,14 @@ def start_ranks(
 
 
 def _goes_on(
-    folder: Path, ranks: int, nodes: Nodes, environment: Mapping[str, str], *, saved: bool
+    folder: Path, ranks: int, nodes: Nodes, environment: Mapping[str, str], *, saved: bool | None
 ) -> str:
-    if not saved:
+    """`saved`: whether there is a checkpoint; None for a run without any."""
+    if saved is None:
         return "interrupted; with checkpoint.enable, the same command would go on"
     words = "interrupted; the same command goes on from the latest step saved"
+    if not saved:
+        words = "interrupted before a step was saved; the same command begins again"
     if nodes.number > 1 or not (folder / "config.toml").exists():
         return words
     return f"{words}, and so does\n  {training_command(folder, ranks, environment)}"

@@ -1,5 +1,6 @@
 """Parquet files: the same texts as pyarrow reads, and bombs refused in bounded memory."""
 
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -191,6 +192,18 @@ def test_files_are_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     again = FileCorpus("parquet", str(tmp_path), key="training.")
     assert [again[index] for index in range(2)] == [first[index] for index in range(2)]
     assert again.fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.9])
+def test_a_conversion_that_is_damaged_is_made_anew(tmp_path: Path, kept: float) -> None:
+    """Cut between two batches too: that is no shorter data."""
+    path = _write(tmp_path / "a.parquet", ["x" * 1000, None, "y"] * 1000)
+    before = set(arrow_cache._folder().glob("*.arrow"))
+    first = FileCorpus("parquet", str(path), key="training.")
+    (cache,) = set(arrow_cache._folder().glob("*.arrow")) - before
+    os.truncate(cache, int(kept * cache.stat().st_size))
+    again = FileCorpus("parquet", str(path), key="training.")
+    assert len(again) == len(first) and again[len(again) - 1].content == "y"
 
 
 @pytest.mark.slow

@@ -2,7 +2,10 @@ import gzip
 import hashlib
 import itertools
 import json
+import os
+from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import zstandard
 
@@ -18,6 +21,21 @@ from titan_moe.runtime.errors import RunError
 
 def texts_of(corpus):
     return [corpus[index].content for index in range(len(corpus))]
+
+
+@pytest.mark.parametrize("rows", [0, 1000])
+def test_a_conversion_that_is_cut_short_is_no_shorter_data(tmp_path, rows):
+    path, caches = tmp_path / "a.txt", Path(os.environ["HF_DATASETS_CACHE"])
+    path.write_text("\n\n".join(f"{tmp_path} {number}" for number in range(3000)))
+    before = set(caches.glob("text/**/*.arrow"))
+    assert len(FileCorpus("text", str(path), key="training.")) == 3000
+    (cache,) = set(caches.glob("text/**/*.arrow")) - before
+    with pa.ipc.open_stream(cache.read_bytes()) as reader:
+        table = reader.read_all()
+    with pa.ipc.new_stream(cache, table.schema) as writer:
+        writer.write_table(table.slice(0, rows))
+    with pytest.raises(ConfigError, match=r"was read before and is kept in .* damaged .* remove"):
+        FileCorpus("text", str(path), key="training.")
 
 
 def test_stdlib_of_this_machine():

@@ -1,7 +1,9 @@
 """Streams of files that `datasets` reads: who reads which file, how many bytes, and resumes."""
 
 import builtins
+import gzip
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from scripts.campaign.damage import ODD_VALUES, places
 from scripts.campaign.verdict import refused
 from tests.support.documents import write_jsonl
 from tests.support.streams import read, slow_sequences
+from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Training
 from titan_moe.data.build import build_loader
 from titan_moe.data.document_order import Split
@@ -190,3 +193,32 @@ def test_a_place_in_a_hub_stream_that_is_none(tmp_path: Path, odd: object) -> No
             pass  # Damaged data raises it, too: reading a step puts it into a line.
         inside[key] = kept
     assert [document.content for document in stream.read(mark)] == ["z"]
+
+
+def test_a_file_that_is_cut_between_two_lines_is_no_shorter_data(tmp_path: Path) -> None:
+    """`datasets` reads 10 MiB at a time and takes the end of the file for the end of its data."""
+    texts = [f"{number} " + "x" * 2000 for number in range(8000)]
+    path = Path(write_jsonl(tmp_path / "a.jsonl", texts))
+    lines = path.read_bytes().splitlines(keepends=True)
+    stream = HubStream("c4", str(tmp_path), key="training.")
+    seen = []
+    with pytest.raises(RunError, match=rf"since the run began: {path} had [\d,]+ bytes and has "):
+        for document in stream.read():
+            if not seen:
+                os.truncate(path, sum(map(len, lines[:7000])))
+            seen.append(document.content)
+    assert seen == texts[:7000]
+
+
+def test_a_file_that_is_removed_while_it_is_open_is_read_to_its_end(tmp_path: Path) -> None:
+    path = Path(write_jsonl(tmp_path / "a.jsonl", ["x", "y"]))
+    stream = HubStream("c4", str(tmp_path), key="training.").read()
+    assert next(stream).content == "x"
+    path.unlink()
+    assert [document.content for document in stream] == ["y"]
+
+
+def test_a_copy_with_a_broken_file_is_not_taken_for_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n')[:-9])
+    with pytest.raises(ConfigError, match=r"^training\.dataset_path='.*', a copy of 'c4', cannot "):
+        HubStream("c4", str(tmp_path), key="training.")

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import time
 
@@ -152,6 +153,23 @@ def test_damage_is_found(tmp_path):
         TokenCorpus(out, tokenizer="bytes")
     with pytest.raises(ConfigError, match=r"made with tokenizer bytes, but .* is tiktoken:1"):
         TokenCorpus(out, tokenizer="tiktoken:1")
+
+
+@pytest.mark.parametrize("kind", ["tokens", "ends"])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_file_that_is_cut_short_while_a_run_reads_is_no_other_data(tmp_path, kind, is_open):
+    """Memory behind the end of a file reads as zeros, up to the end of the page."""
+    write(ListCorpus(TEXTS), tmp_path / "out")
+    corpus = TokenCorpus(tmp_path / "out", tokenizer="bytes")
+    if is_open:
+        assert TOKENIZER.decode(corpus[0].content) == TEXTS[0]
+    path = tmp_path / f"out/shard-00000.{kind}"
+    os.truncate(path, path.stat().st_size - 8)
+    with pytest.raises(
+        RunError, match=rf"{path} has [\d,]+ bytes, not the [\d,]+ of the manifest: "
+    ):
+        corpus[0]
+    assert TOKENIZER.decode(corpus[len(TEXTS) - 1].content) == TEXTS[-1]
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,16 @@ def test_a_log_file_gets_one_plain_line():
     )
 
 
+def test_a_line_is_written_at_once():
+    """What another thread says does not come between a line and its end."""
+
+    class Pieces(io.StringIO):
+        def write(self, text):
+            return super().write(f"[{text}]")
+
+    assert re.fullmatch(r"\[step[^][]*\n\]", printed(Pieces(), (7, VALUES)))
+
+
 def test_lines_of_different_steps_line_up():
     later = {**VALUES, "loss": 11.5, "grad_norm": 0.01, "mfu": 0.05, "validation_loss": 2.5}
     first, second = printed(io.StringIO(), (1, VALUES), (1000, later)).splitlines()

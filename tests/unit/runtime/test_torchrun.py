@@ -8,10 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from titan_moe.cli.train import COMMAND
+from titan_moe.config.job_config import Checkpoint, Job, JobConfig, Training
 from titan_moe.runtime import child, torchrun
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import Failure
@@ -27,6 +32,7 @@ def start(
     *words: str,
     nodes: Nodes = _ALONE,
     stop_timeout_s: int | None = None,
+    has_saved: bool = False,
 ) -> int:
     """Run a Python script in torchrun's place; its arguments are those for torchrun."""
     plain = torchrun._torchrun
@@ -43,6 +49,7 @@ def start(
             nodes=nodes,
             folder=folder,
             stop_timeout_s=stop_timeout_s,
+            has_saved=lambda: has_saved,
             environment=environment,
         )
     finally:
@@ -213,7 +220,8 @@ import signal, time
 for name, seconds in {signals}:
     os.kill(os.getppid(), getattr(signal, name))
     time.sleep(seconds)
-while not (records / "stop").exists():
+end = time.monotonic() + 10
+while not (records / "stop").exists() and time.monotonic() < end:
     time.sleep(0.01)
 os.kill(os.getpid(), signal.SIGUSR1)
 (attempt / "stopped").touch()
@@ -232,6 +240,42 @@ def test_a_request_ends_a_run_with_75_once_it_is_saved(
     script = _ASKS.format(signals=signals, code=0)
     assert start(monkeypatch, tmp_path, script, stop_timeout_s=30) == 75
     assert (tmp_path / "marked").exists()
+
+
+@pytest.mark.parametrize(("stop_timeout_s", "code"), [(30, 75), (None, 143)])
+def test_a_request_while_the_configuration_is_checked_waits_for_torchrun(
+    stop_timeout_s: int | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As run_train.sh starts the command, and its own way from there to torchrun."""
+    saves = stop_timeout_s is not None
+    job = JobConfig(
+        job=Job(dump_folder=str(tmp_path)),
+        checkpoint=Checkpoint(enable=saves),
+        training=Training(stop_timeout_seconds=stop_timeout_s or 1),
+    )
+
+    def check(*all: object) -> tuple[JobConfig, list[str]]:
+        signal.raise_signal(signal.SIGUSR1)  # To this thread: earlier tests have left others.
+        return job, []
+
+    def starts(words: Sequence[str], **settings: Any) -> int:
+        assert settings["stop_timeout_s"] == stop_timeout_s
+        assert not settings["has_saved"]()
+        (tmp_path / "checkpoint" / "step-2").mkdir(parents=True)
+        assert settings["has_saved"]()
+        script = _ASKS.format(signals=[], code=0)
+        return start(monkeypatch, tmp_path, script, stop_timeout_s=stop_timeout_s)
+
+    monkeypatch.setattr("titan_moe.train.check_all", check)
+    monkeypatch.setattr(torchrun, "start_ranks", starts)
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    options = {"one_process": False, "nodes": 1, "node_rank": 0, "endpoint": "", "max_restarts": 0}
+    try:
+        asked = COMMAND.run(Namespace(**options, ranks=1, config=None, overrides=[]))
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+        signal.signal(signal.SIGUSR1, before)
+    assert asked.exit_code == code
 
 
 def test_a_run_that_fails_as_it_saves_is_not_75(
@@ -276,6 +320,26 @@ def test_a_run_that_cannot_or_must_not_save_ends_at_once(
     assert seconds <= time.monotonic() - began < seconds + 20
     words = capsys.readouterr().out
     assert ("run_train.sh" in words) == (timeout_s is not None)
+
+
+@pytest.mark.parametrize(
+    ("has_saved", "words"),
+    [
+        (True, "interrupted; the same command goes on from the latest step saved, and so does"),
+        (False, "interrupted before a step was saved; the same command begins again, and so does"),
+    ],
+)
+def test_a_run_is_said_to_go_on_only_from_what_is_there(
+    has_saved: bool,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.toml").touch()
+    script = _ASKS.format(signals=[("SIGHUP", 0)], code=0)
+    start(monkeypatch, tmp_path, script, stop_timeout_s=30, has_saved=has_saved)
+    assert words in capsys.readouterr().out.splitlines()
 
 
 def test_a_run_under_nohup_outlives_its_terminal(
