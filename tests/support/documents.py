@@ -17,9 +17,10 @@ _READ = r"""
 import re, sys
 import pyarrow.compute, pyarrow.parquet
 from titan_moe.config.errors import ConfigError
-from titan_moe.data.hub import FileCorpus, _import_quietly
+from titan_moe.data.file_corpus import FileCorpus
+from titan_moe.data.hf_datasets import import_quietly
 
-_import_quietly()
+import_quietly()
 peak = lambda: int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1])
 before = peak()
 try:

@@ -8,7 +8,8 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import DATASETS_WITHOUT_PATH
 from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
 from titan_moe.data.documents import Corpus, Stream
-from titan_moe.data.hub import SUFFIXES, FileCorpus, HubStream, find_files
+from titan_moe.data.file_corpus import SUFFIXES, FileCorpus, find_files
+from titan_moe.data.hub import HubStream
 from titan_moe.data.tokens import TokenCorpus
 
 # 2,000 documents of C4 that lie, as JSON lines, in torchtitan's repository and not in this one.

@@ -15,11 +15,12 @@ from tests.support.documents import ListCorpus, random_texts, write_jsonl
 from titan_moe import train_data
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Dataset, Training, Validation
-from titan_moe.data import build, hub
+from titan_moe.data import build, file_corpus
 from titan_moe.data.bad_documents import BadDocuments, refusal
 from titan_moe.data.build import build_loader, build_reader, build_validation
 from titan_moe.data.builtin import StdlibCorpus
-from titan_moe.data.hub import FileCorpus
+from titan_moe.data.file_corpus import FileCorpus
+from titan_moe.data.hub import HubStream
 from titan_moe.data.reader_process import ReaderProcess
 from titan_moe.data.step_reader import bad_documents, continue_state, merge_states
 from titan_moe.data.tokenize import tokenize_corpus
@@ -54,7 +55,7 @@ def write_bad(path, texts, bad):
 @pytest.mark.parametrize("small", [16 << 20, 0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_is_named_with_its_file_and_row(tmp_path, monkeypatch, kind, small):
-    monkeypatch.setattr(hub, "_SMALL", small)
+    monkeypatch.setattr(file_corpus, "_SMALL", small)
     line, problem = KINDS[kind]
     write_jsonl(tmp_path / "a.json", GOOD[:3])  # The types that `datasets` expects of the second.
     write_bad(tmp_path / "b.json", GOOD, {7: line})
@@ -104,7 +105,7 @@ def test_texts_of_a_stream_with_other_types_are_not_read_in_quotes(tmp_path):
     write_bad(tmp_path / "a.json", GOOD, {7: b'{"text": 0}'})
     found = []
     with suppress(Exception):  # Each version of `datasets` has its own.
-        for document in hub.HubStream("c4", str(tmp_path), key="training.").read():
+        for document in HubStream("c4", str(tmp_path), key="training.").read():
             found.append(document.content)
     assert found == GOOD[: len(found)]
 
@@ -144,7 +145,7 @@ def test_what_shows_at_once_is_refused_before_the_first_step(tmp_path):
 
 @pytest.mark.parametrize("dataset", ["json", "c4"])
 def test_what_shows_in_reading_is_refused_there(tmp_path, monkeypatch, dataset):
-    monkeypatch.setattr(hub, "_SMALL", 0)
+    monkeypatch.setattr(file_corpus, "_SMALL", 0)
     texts = random_texts(3000)
     bad = dict.fromkeys(range(0, 3000, 7), KINDS["utf-16"][0])
     path = write_bad(tmp_path / "a.json", texts, bad)
@@ -251,7 +252,7 @@ def test_files_left_out_beyond_the_share_are_refused(monkeypatch):
 
 
 def test_validation_refuses_and_reports(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(hub, "_SMALL", 0)
+    monkeypatch.setattr(file_corpus, "_SMALL", 0)
     path = write_bad(tmp_path / "a.json", GOOD, {3: LATIN})
 
     def read(most):
@@ -268,7 +269,7 @@ def test_validation_refuses_and_reports(tmp_path, caplog, monkeypatch):
 def test_tokenize_counts_across_a_kill_and_refuses(tmp_path, monkeypatch):
     texts = random_texts(1500)
     path = write_bad(tmp_path / "a.json", texts, dict.fromkeys((5, 700, 1400), LATIN))
-    monkeypatch.setattr(hub, "_SMALL", 0)
+    monkeypatch.setattr(file_corpus, "_SMALL", 0)
     calls = iter(range(4))
 
     def killed(documents, tokens):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.documents import ListCorpus, random_texts, write_jsonl
 from titan_moe.config.job_config import Dataset, Training
-from titan_moe.data import content, hub
+from titan_moe.data import content, file_corpus
 from titan_moe.data.build import build_reader
 from titan_moe.data.content import sampled_checksum
 from titan_moe.data.step_reader import continue_state
@@ -137,7 +137,7 @@ def test_a_position_of_before_there_were_checksums_is_taken(tmp_path, kind):
 
 
 def test_files_that_were_moved_are_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "_SMALL", 0)
+    monkeypatch.setattr(file_corpus, "_SMALL", 0)
     training, path = section(tmp_path, "json")
     before = build_reader(training, TOKENIZER, **PLACE).identity
     path.parent.rename(tmp_path / "moved")

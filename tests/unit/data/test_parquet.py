@@ -12,7 +12,7 @@ import pytest
 from tests.support.documents import read_apart
 from titan_moe.config.errors import ConfigError
 from titan_moe.data import arrow_cache, file_rows, parquet
-from titan_moe.data.hub import FileCorpus
+from titan_moe.data.file_corpus import FileCorpus
 
 _WAYS = [
     {},

@@ -11,10 +11,11 @@ import zstandard
 
 from tests.support.documents import ListCorpus, write_jsonl
 from titan_moe.config.errors import ConfigError
-from titan_moe.data import hub
+from titan_moe.data import file_corpus
 from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
 from titan_moe.data.document_order import CorpusOrder, Split
-from titan_moe.data.hub import FileCorpus, HubStream
+from titan_moe.data.file_corpus import FileCorpus
+from titan_moe.data.hub import HubStream
 from titan_moe.data.sources import check_source, is_stream, open_source
 from titan_moe.runtime.errors import RunError
 
@@ -132,7 +133,7 @@ def test_small_json_is_what_datasets_reads(tmp_path, monkeypatch):
     write_jsonl(files / "c.jsonl", ["last"])
     direct = FileCorpus("json", str(files), key="training.")
     assert isinstance(direct._texts, list)
-    monkeypatch.setattr(hub, "_SMALL", 0)
+    monkeypatch.setattr(file_corpus, "_SMALL", 0)
     converted = FileCorpus("json", str(files), key="training.")
     assert not isinstance(converted._texts, list)
     assert texts_of(direct) == texts_of(converted) == [*TEXTS, "", "a\nb", "last"]
@@ -146,7 +147,7 @@ def test_small_json_is_what_datasets_reads(tmp_path, monkeypatch):
 def test_other_json_is_left_to_datasets(tmp_path, content):
     path = tmp_path / "a.json"
     path.write_text(content)
-    assert hub._small_json_lines([path], "text") is None
+    assert file_corpus._small_json_lines([path], "text") is None
 
 
 def test_parquet(tmp_path):
@@ -174,7 +175,7 @@ def test_the_text_may_stand_in_another_column(tmp_path, monkeypatch):
 
     assert texts_of(corpus()) == texts_of(corpus("parquet")) == TEXTS
     assert corpus().fingerprint == corpus(column="text").fingerprint + ":column=body"
-    monkeypatch.setattr(hub, "_SMALL", 0)
+    monkeypatch.setattr(file_corpus, "_SMALL", 0)
     assert texts_of(corpus()) == TEXTS
 
 

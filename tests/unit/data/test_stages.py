@@ -11,7 +11,7 @@ from tests.support.documents import random_texts, write_jsonl
 from titan_moe.config.job_config import Dataset, Training
 from titan_moe.data.build import build_loader
 from titan_moe.data.documents import is_held_out, mix
-from titan_moe.data.hub import FileCorpus
+from titan_moe.data.file_corpus import FileCorpus
 from titan_moe.data.packing import IGNORE_INDEX, Packer
 from titan_moe.data.step_reader import Unread, continue_state, merge_states
 from titan_moe.data.stream_order import StreamOrder
