@@ -131,10 +131,17 @@ def _run(
         watch_for_hangs(process, job.comm, reports, records),
         ExitStack() as locks,
     ):
-        for place, key in _written_folders(job):
+        for place, key in _places(job):
             locks.enter_context(_only_run(place, key, process.rank, records))
         _check_folder(job, model)
         return train(job, model, process)
+
+
+def _places(job: JobConfig) -> list[tuple[Path, str]]:
+    """As `_written_folders`, the same on every rank, whatever a node's disk has; collective."""
+    from titan_moe.distributed.agreement import on_rank_zero
+
+    return on_rank_zero(lambda: list(_written_folders(job)), doing="cannot read the run's folder")
 
 
 def _written_folders(job: JobConfig) -> Iterator[tuple[Path, str]]:
@@ -195,6 +202,8 @@ def _explain(error: BaseException, rank: int) -> tuple[list[str], int, bool]:
         return [str(error)], 1, True
     if isinstance(error, OSError) and (remedy := disk_remedy(error)):
         place = error.filename or "a file"
+        if isinstance(error, PermissionError):
+            return [f"cannot read or write {place}: {error.strerror}; {remedy}"], 1, True
         return [f"cannot write {place}: {error.strerror}; {remedy}"], 1, True
     reason = next(iter(str(error).strip().splitlines()), "")
     return [f"rank {rank}: {type(error).__name__}: {reason}"], 1, False

@@ -395,6 +395,6 @@ class Checkpointer:
             if not restore_random_state(saved) and dist.get_rank() == 0:
                 saved_by = len(saved[RNG])
                 logger.info("random states start fresh: %d ranks saved theirs", saved_by)
-        if DATA in saved and "dataloader" not in without:
+        if "dataloader" not in without:
             state[DATA] = saved[DATA]
         return state

@@ -97,7 +97,8 @@ def _begun(
         if job == record:
             keys = " and ".join(f"checkpoint.{key}" for key, is_set in settings.items() if is_set)
             logger.warning(
-                "%s was for the first start of this configuration, which has come to step %d since",
+                "%s was for the first start of this configuration, which has come to step %d "
+                "since; to follow it again, change another key too, such as job.description",
                 *(keys, step),
             )
             return step

@@ -84,7 +84,7 @@ def read_train_state(folder: Path, step: int | None = None) -> dict[str, Any]:
         _TrainState.model_validate(state)
     except ValidationError as error:
         raise RunError(f"{folder / TRAIN_STATE} is damaged: {first_problem(error)}") from None
-    if step is not None and state["common"].get("step", step) != step:
+    if step is not None and state["common"]["step"] != step:
         raise RunError(f"{folder / TRAIN_STATE} is damaged: common.step is not {step}")
     for rank, saved in enumerate(state[RNG]):
         _check_random_state(saved, f"{folder / TRAIN_STATE} is damaged: {RNG}.{rank}")

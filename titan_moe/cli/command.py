@@ -198,7 +198,9 @@ def positive(text: str) -> int:
 
 def not_negative(text: str) -> int:
     """An argument that counts something of which there may be none."""
-    return 0 if text.isdecimal() and not int(text) else positive(text)
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
 
 
 def make_folder(path: Path) -> Path:

@@ -41,8 +41,9 @@ def cached_table(
                 _write(path, schema, read_batches())
                 return _read(path)
     except OSError as error:
-        if error.errno is None or not str(error.filename).startswith(str(path.parent)):
-            raise
+        place = Path(error.filename or ".")
+        if not (place.is_relative_to(path.parent) or place in path.parents):
+            raise  # Of the data. A folder that cannot be made is named by its first part.
         line = (
             f"{path.parent}, where data sets are kept as they are read, cannot be written: "
             f"{error.strerror}: {disk_remedy(error) or 'allow it'}, or set HF_HOME to a folder of "

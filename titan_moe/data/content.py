@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from titan_moe.data.documents import mix
@@ -36,7 +37,9 @@ def check_sizes(sizes: Mapping[Path, int]) -> None:
     """RunError where a file has not the size that it had, in bytes. One that was removed while it
     was open has been read to its end."""
     for path, size in sizes.items():
-        found = path.stat().st_size if path.exists() else size
+        found = size
+        with suppress(FileNotFoundError):
+            found = path.stat().st_size
         if found != size:
             raise RunError(
                 f"the data's files have changed since the run began: {path} had {size:,} bytes and "

@@ -186,7 +186,8 @@ def _check_column(column: str, columns: Mapping[str, str], key: str, prefix: str
     """ConfigError where a column of texts is not among those found, by name and Arrow type."""
     if column not in columns:
         raise ConfigError([no_column(key, column, prefix, columns)])
-    if columns[column] not in ("string", "large_string", "string_view"):
+    kind = columns[column].removeprefix("dictionary<values=").partition(",")[0]
+    if kind not in ("string", "large_string", "string_view"):
         raise ConfigError([_no_text(key, column, prefix, columns[column], columns)])
 
 

@@ -41,11 +41,11 @@ def most_unpacked(path: Path) -> int:
     return max(_ALWAYS, MOST_TIMES * path.stat().st_size)
 
 
-def unpacks_too_far(path: Path) -> str:
-    """What to say of a file that unpacks to more."""
+def unpacks_too_far(path: Path, otherwise: str = "unpack it") -> str:
+    """What to say of a file that unpacks to more; `otherwise`: what to do if this is meant."""
     return (
         f"{path} unpacks to more than {most_unpacked(path) / 2**30:,.1f} GiB, {MOST_TIMES:,} times "
-        "its own size or more: remove it, or unpack it if this is meant"
+        f"its own size or more: remove it, or {otherwise} if this is meant"
     )
 
 

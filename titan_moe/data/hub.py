@@ -101,11 +101,16 @@ class HubStream:
             # The beginning is loaded too: a state, once loaded, is where every later iteration
             # starts.
             self._stream.load_state_dict(self._beginning if mark is None else mark)
-            yield from self._stream
+            examples = iter(self._stream)
+            first = next(examples, None)
         except (ArithmeticError, AttributeError, LookupError, SystemError, TypeError) as error:
             if mark is None:
                 raise
             raise damaged(f"marks hold no place of {self._name}: {reason(error)}") from error
+        if first is not None:
+            # What fails from here on is the data, but for a mark of a count that is asked later.
+            yield first
+            yield from examples
 
     def mark(self) -> Any:
         return self._stream.state_dict()

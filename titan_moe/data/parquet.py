@@ -21,6 +21,7 @@ LARGEST_PAGE = 512 << 20
 """Bytes. pyarrow writes pages of 1 MiB, or of 1,024 documents if those are more."""
 _BATCH = 64 << 20  # Bytes of rows that are read together, at most; or one row.
 _MOST_ROWS = 1 << 16
+_PLAIN = "write it without dictionaries and compression"
 
 
 class RefusedError(Exception):
@@ -50,7 +51,8 @@ def read_texts(path: Path, column: str) -> Iterator[Any]:
         rows = max(1, min(_MOST_ROWS, _BATCH // max(1, largest)))
         number, unpacked, most = 0, 0, most_unpacked(path)
         for batch in file.iter_batches(rows, columns=[column], use_threads=False):
-            lengths = pyarrow.compute.binary_length(batch.column(0))
+            texts = _strings(batch.column(0))
+            lengths = pyarrow.compute.binary_length(texts)
             if (pyarrow.compute.max(lengths).as_py() or 0) > LONGEST_RECORD:
                 long = pyarrow.compute.greater(lengths, LONGEST_RECORD)
                 row = number + pyarrow.compute.index(long, True).as_py() + 1
@@ -61,9 +63,17 @@ def read_texts(path: Path, column: str) -> Iterator[Any]:
             number += batch.num_rows
             unpacked += batch.nbytes
             if unpacked > most:
-                raise RefusedError(unpacks_too_far(path))
-            texts = batch.column(0).cast(pa.large_string())
+                raise RefusedError(unpacks_too_far(path, _PLAIN))
             yield pa.record_batch([texts], names=["text"])
+
+
+def _strings(column: Any) -> Any:
+    """A column of texts as large_string; of a dictionary, which its pages bound, each row's own."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    return column.cast(pa.large_string())
 
 
 def _check_pages(path: Path, metadata: Any, column: str) -> int:
@@ -75,9 +85,11 @@ def _check_pages(path: Path, metadata: Any, column: str) -> int:
     with path.open("rb") as file:
         for group in range(metadata.num_row_groups):
             chunk = metadata.row_group(group).column(index)
-            start = chunk.data_page_offset
-            if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
-                start = chunk.dictionary_page_offset
+            # The first page. A chunk without values has no data page, at 0.
+            pages = [chunk.data_page_offset]
+            if chunk.has_dictionary_page:
+                pages.append(chunk.dictionary_page_offset)
+            start = min(filter(None, pages), default=0)
             packed += chunk.total_compressed_size
             if packed > path.stat().st_size:
                 raise RefusedError(
@@ -86,7 +98,7 @@ def _check_pages(path: Path, metadata: Any, column: str) -> int:
             for size in _page_sizes(file, start, start + chunk.total_compressed_size):
                 largest, unpacked = max(largest, size), unpacked + size
                 if unpacked > most:
-                    raise RefusedError(unpacks_too_far(path))
+                    raise RefusedError(unpacks_too_far(path, _PLAIN))
                 if size > LARGEST_PAGE:
                     raise RefusedError(
                         f"a page of row group {group + 1} of {path} unpacks to {size >> 20:,} MiB, "

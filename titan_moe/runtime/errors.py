@@ -6,7 +6,7 @@ _AGAIN = "and start the same command again"
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), f"free some space {_AGAIN}"),
     errno.EROFS: f"make the file system writable {_AGAIN}",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), f"let this user write there {_AGAIN}"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), f"let this user read and write there {_AGAIN}"),
     **dict.fromkeys(
         (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV),
         f"bring the file system back {_AGAIN}",

@@ -185,6 +185,40 @@ def test_other_columns_and_files_without_the_column(tmp_path: Path) -> None:
         FileCorpus("parquet", str(tmp_path), key="training.")
 
 
+@pytest.mark.parametrize("values", [pa.string(), pa.large_string(), pa.string_view()])
+def test_texts_in_a_dictionary_and_other_types_of_text(tmp_path: Path, values: pa.DataType) -> None:
+    texts = ["x", "y" * 300, "x", None]
+    plain = pa.array(texts, values)
+    # A pandas column of categories is such a dictionary.
+    for column in (plain, plain.cast(pa.large_string()).dictionary_encode()):
+        pyarrow.parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+        corpus = FileCorpus("parquet", str(tmp_path), key="training.", max_bad_documents=1.0)
+        assert [corpus[index].content for index in range(4)] == [text or "" for text in texts]
+
+
+def test_row_groups_and_files_without_rows(tmp_path: Path) -> None:
+    """As jobs leave them whose parts found nothing."""
+    table = pa.table({"text": ["x"]})
+    with pyarrow.parquet.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
+        for rows in (table, table.slice(1), table):
+            writer.write_table(rows)
+    pyarrow.parquet.write_table(table.slice(1), tmp_path / "b.parquet")
+    corpus = FileCorpus("parquet", str(tmp_path), key="training.")
+    assert [corpus[index].content for index in range(len(corpus))] == ["x", "x"]
+    (tmp_path / "a.parquet").unlink()
+    assert _refusal(tmp_path / "b.parquet") == " holds no document"
+
+
+def test_a_cache_that_cannot_be_made_is_not_blamed_on_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(arrow_cache, "_folder", lambda: tmp_path / "file/cache/tables")
+    _write(tmp_path / "a.parquet", ["x"])
+    with pytest.raises(ConfigError, match=r"tables, where data sets are kept .* set HF_HOME"):
+        FileCorpus("parquet", str(tmp_path), key="training.")
+
+
 def test_files_are_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write(tmp_path / "a.parquet", ["x", None])
     first = FileCorpus("parquet", str(tmp_path), key="training.")

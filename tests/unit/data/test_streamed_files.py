@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -189,10 +190,29 @@ def test_a_place_in_a_hub_stream_that_is_none(tmp_path: Path, odd: object) -> No
             assert len(list(stream.read(mark))) <= 3
         except RunError as error:
             assert refused([str(error)]).kind == "refused", error
-        except ValueError:
-            pass  # Damaged data raises it, too: reading a step puts it into a line.
+        except (TypeError, ValueError):
+            pass  # As of data that cannot be read: reading a step puts it into a line.
         inside[key] = kept
     assert [document.content for document in stream.read(mark)] == ["z"]
+
+
+def test_a_file_that_cannot_be_read_later_is_no_wrong_place(tmp_path: Path) -> None:
+    """Where a run goes on is right: choosing another checkpoint would help nothing."""
+    write_jsonl(tmp_path / "a.json", ["x", "y"])
+    stream = HubStream("c4", str(tmp_path), key="training.")
+    list(zip(range(1), stream.read(), strict=False))
+    mark = stream.mark()
+
+    class Failing:
+        def load_state_dict(self, state: object) -> None: ...
+
+        def __iter__(self) -> Iterator[dict[str, str]]:
+            yield {"text": "y"}
+            raise TypeError("Couldn't cast array of type list to string")
+
+    stream._stream = Failing()
+    with pytest.raises(TypeError, match="cast"):
+        list(stream.read(mark))
 
 
 def test_a_file_that_is_cut_between_two_lines_is_no_shorter_data(tmp_path: Path) -> None:

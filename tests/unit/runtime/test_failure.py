@@ -109,6 +109,6 @@ def test_a_file_of_another_user_is_one_line() -> None:
     lines, code, expected = train._explain(error, 0)
     assert expected and code == 1
     assert lines == [
-        "cannot write out/metrics.jsonl: Permission denied; let this user write there and start "
-        "the same command again"
+        "cannot read or write out/metrics.jsonl: Permission denied; let this user read and write "
+        "there and start the same command again"
     ]

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from titan_moe.config.job_config import JobConfig
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.run_lock import LOCK, RunLock
-from titan_moe.train import _only_run, _written_folders
+from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.train import _only_run, _places, _written_folders
 
 _BEAT_S = 0.05
 _HOLD = """
@@ -236,3 +237,22 @@ def test_a_run_that_stood_still_ends_when_it_was_taken_over(tmp_path, holder):
     holder.send_signal(signal.SIGCONT)
     assert holder.wait(timeout=30) == -signal.SIGTERM
     assert json.loads((tmp_path / "run" / LOCK).read_text())["token"] == "another"
+
+
+def _places_of_rank(folder):
+    """Of a run whose checkpoints lead elsewhere on one node alone."""
+    if dist.get_rank() == 1:
+        folder = folder / "other"
+        (folder / "checkpoint").mkdir(parents=True)
+    job = JobConfig(job={"dump_folder": str(folder)}, checkpoint={"enable": True})
+    return _places(job)
+
+
+def test_all_ranks_lock_the_same_folders(tmp_path):
+    """Each lock is a collective: ranks that saw other folders would answer one another's."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    elsewhere.mkdir()
+    (run / "checkpoint").symlink_to(elsewhere)
+    for found in run_on_ranks(_places_of_rank, 2, run):
+        assert [place for place, _ in found] == [run, run / "checkpoint"]

@@ -132,9 +132,7 @@ class Repetition:
 
 def _check_data(checkpoint: Path, ours: Identity) -> None:
     """RunError where the data is not what the run read: its steps cannot be made again then."""
-    saved = read_train_state(checkpoint).get(DATA)
-    if saved is None:
-        return
+    saved = read_train_state(checkpoint)[DATA]
     check_position(saved)
     theirs = Identity(**saved["identity"])
     for what in ("fingerprint", "seed", "checksum"):
