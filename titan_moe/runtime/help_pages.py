@@ -44,7 +44,8 @@ ROWS = (
     (
         "a-file-or-folder-cannot-be-read-or-written",
         r"make the file system writable|file system back and start|job\.dump_folder=\S* *: |"
-        r"^(cannot (load|save|lock|write|import|export|read the run's)|after saving|starting) |"
+        r"^(cannot (load|save|lock|write|read or write|import|export|read the run's)|after saving|"
+        r"starting) |"
         r"^writing .* failed|or set HF_HOME",
     ),
     ("no-checkpoint-folder-is-shared", r"one folder for all nodes"),
