@@ -145,9 +145,17 @@ class Sharding:
     @classmethod
     def of(cls, placements: Sequence[Placement], axes: Axes) -> "Sharding":
         """The reverse. An axis of size 1 that cuts a dim stands last there: where it stands changes
-        nothing. Raises ValueError for placements that no order of axes explains."""
+        nothing. Raises ValueError for placements that no order of axes explains, and for a
+        `Partial` that is no plain sum."""
         names = list(axes)
         cuts: dict[int, list[str]] = {}
+        for axis, each in zip(names, placements, strict=True):
+            # Subclasses of Partial mask or take roots before they sum.
+            if each.is_partial() and (type(each) is not Partial or each.reduce_op != "sum"):
+                raise ValueError(
+                    f"{each!r} on axis {axis} is no plain sum, and only Partial('sum') can be "
+                    "planned: call torch's DTensor.redistribute to reduce it over this axis first"
+                )
         partial = frozenset(
             axis for axis, each in zip(names, placements, strict=True) if each.is_partial()
         )

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -93,6 +94,14 @@ def test_an_order_against_the_mesh_is_a_strided_shard() -> None:
     )
     with pytest.raises(ValueError, match="no order of"):
         Sharding.of((_StridedShard(0, split_factor=3), Shard(0)), axes)
+
+
+@pytest.mark.parametrize("placement", [Partial("avg"), Partial("max"), _NormPartial(2)])
+def test_a_partial_that_is_no_sum_is_refused(placement: Partial) -> None:
+    placements = (placement, Replicate(), Shard(0))
+    with pytest.raises(ValueError, match=r"Partial.* on axis x is no plain sum"):
+        Sharding.of(placements, AXES)
+    assert str(Sharding.of((Partial(), Replicate(), Shard(0)), AXES)) == "P[x]S(0)[z]"
 
 
 def test_groups_are_the_ranks_that_differ_along_their_axes() -> None:
