@@ -6,8 +6,9 @@
     meshes.group(("edp", "ep"))         and of several axes joined
     meshes.view(("dp_replicate", "fsdp", "tp"))     what a plan of redistribution runs on
 
-Meshes are torch DeviceMeshes of one root, over groups that this package makes and shares. Those of
-FSDP2 and of the exchanges in every layer are made at once, all others when they are asked for.
+Torch unflattens the root into views and slices them, over groups that this package makes and
+shares. Those of FSDP2 and of the exchanges in every layer are made at once, all others when they
+are asked for.
 """
 
 from collections.abc import Sequence
@@ -31,13 +32,7 @@ from titan_moe.distributed.parallel_dims import (
 )
 from titan_moe.distributed.process_groups import GroupOptions, ProcessGroups, Traffic
 from titan_moe.distributed.sharding import Axes
-from titan_moe.distributed.torch_mesh import (
-    Spans,
-    derived_mesh,
-    register_flattened,
-    root_mesh,
-    set_groups,
-)
+from titan_moe.distributed.torch_mesh import register_flattened, root_mesh, set_groups, unflatten
 
 # All ranks make these groups first, in this order.
 _EVERY_RUN = ("pp", "dp_replicate", "fsdp", "tp", "edp", "ep", "etp")
@@ -59,8 +54,6 @@ class Meshes:
     root: DeviceMesh
     groups: ProcessGroups = field(repr=False)
     timeout: timedelta | None = None
-    is_connected: bool = True
-    """Whether there are process groups; without them, meshes know sizes and places alone."""
     _made: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)
     _groups: dict[Names, ProcessGroup] = field(default_factory=dict, repr=False)
 
@@ -79,30 +72,18 @@ class Meshes:
         need not adjoin."""
         names = (names,) if isinstance(names, str) else tuple(names)
         if names not in self._made:
-            self._made[names] = self._sliced(names)
+            _check_order(names)
+            view = self._unflattened(_axes_with(names))
+            made = [self.group(a) if a in names else None for a in view.mesh_dim_names or ()]
+            set_groups(view, made)
+            self._made[names] = view[names]
+            if len(names) == 1 and names[0] in DERIVED_AXES:
+                register_flattened(self._made[names])
         return self._made[names]
-
-    def joined(self, names: Names) -> DeviceMesh:
-        """The mesh of one axis that joins several, such as `edp_ep` of edp and ep, on which torch
-        then gathers over all of them at once."""
-        name = "_".join(primary_axes(names))
-        key = ("joined", name)
-        if key not in self._made:
-            mesh = derived_mesh(self.root, [name], [self.dims.spans(names)])
-            if self.is_connected:
-                set_groups(mesh, [self.group(names)])
-                register_flattened(mesh)
-            self._made[key] = mesh
-        return self._made[key]
 
     def group(self, names: Names) -> ProcessGroup:
         """The process group of an axis, primary or derived, or of several axes joined: the ranks
         that differ from this one along these only, ascending."""
-        if not self.is_connected:
-            raise RuntimeError(
-                f"the meshes of rank {self.ranks[self.rank]} have no process groups: they were "
-                f"built with rank=, for planning"
-            )
         key = names if isinstance(names, str) else tuple(names)
         if key not in self._groups:
             self._groups[key] = self._make_group(self._shortest(names))
@@ -110,8 +91,6 @@ class Meshes:
 
     def known_group(self, names: Names) -> ProcessGroup | None:
         """As `group`, if it was made already."""
-        if not self.is_connected:
-            return None
         names = self._shortest(names)
         return self.groups.known(self.members(names), self._options(names))
 
@@ -133,22 +112,15 @@ class Meshes:
         return View(axes, self.dims.coordinate(self.rank, names), self)
 
     def _five_axes(self, names: tuple[str, ...]) -> DeviceMesh:
+        view = self._unflattened(names)
+        set_groups(view, [self.known_group(axis) for axis in names])
+        return view
+
+    def _unflattened(self, names: tuple[str, ...]) -> DeviceMesh:
         key = ("view", *names)
         if key not in self._made:
-            axes = [self.dims.spans(axis) for axis in names]
-            self._made[key] = derived_mesh(self.root, names, axes)
-        if self.is_connected:
-            set_groups(self._made[key], [self.known_group(axis) for axis in names])
+            self._made[key] = unflatten(self.root, {axis: self.dims.size(axis) for axis in names})
         return self._made[key]
-
-    def _sliced(self, names: tuple[str, ...]) -> DeviceMesh:
-        _check_order(names)
-        mesh = derived_mesh(self.root, names, [self.dims.spans(name) for name in names])
-        if self.is_connected:
-            set_groups(mesh, [self.group(name) for name in names])
-            if len(names) == 1 and names[0] in DERIVED_AXES:
-                register_flattened(mesh)
-        return mesh
 
     def _make_group(self, names: Names) -> ProcessGroup:
         description = self._description(names)
@@ -176,9 +148,9 @@ class Meshes:
         return "+".join(self._sharing[self.dims.spans(names), self._options(names)])
 
     @cached_property
-    def _sharing(self) -> dict[tuple[Spans, GroupOptions], list[str]]:
+    def _sharing(self) -> dict[tuple[tuple[tuple[int, int], ...], GroupOptions], list[str]]:
         """The axes that are the same ranks, by what they ask of a group."""
-        sharing: dict[tuple[Spans, GroupOptions], list[str]] = {}
+        sharing: dict[tuple[tuple[tuple[int, int], ...], GroupOptions], list[str]] = {}
         for name in (*AXES, *DERIVED_AXES):
             key = self.dims.spans(name), self._options(name)
             sharing.setdefault(key, []).append(name)
@@ -204,36 +176,36 @@ def build_mesh(
     timeout: timedelta | None = None,
     groups: ProcessGroups | None = None,
     ranks: Sequence[int] | None = None,
-    rank: int | None = None,
 ) -> Meshes:
     """As `ParallelDims.build_mesh` says."""
-    is_connected = rank is None
-    own = dist.get_rank() if rank is None else rank
     if ranks is None:
         ranks = range(dims.world_size)
-        if is_connected and dist.get_world_size() != len(ranks):
+        if dist.get_world_size() != len(ranks):
             raise ValueError(
                 f"a layout of {len(ranks)} ranks in a world of {dist.get_world_size()}: say with "
                 f"ranks= which they are"
             )
-    # A range's tensor takes no Python number for each rank of the world.
-    numbers = (
-        torch.arange(ranks.start, ranks.stop, ranks.step)
-        if isinstance(ranks, range)
-        else torch.tensor(ranks)
-    )
+    numbers = torch.tensor(ranks)
     if len(ranks) != dims.world_size or not bool((numbers.diff() > 0).all()):
         raise ValueError(f"a layout of {dims.world_size} ranks needs as many, ascending: {ranks}")
-    if own not in ranks:
+    if (own := dist.get_rank()) not in ranks:
         raise ValueError(f"rank {own} is none of the job's: {ranks[0]} to {ranks[-1]}")
-    root = root_mesh(device_type, numbers, own, connected=is_connected)
+    root = root_mesh(device_type, numbers)
     groups = ProcessGroups() if groups is None else groups
-    meshes = Meshes(dims, ranks.index(own), ranks, root, groups, timeout, is_connected)
-    if is_connected:
-        for axis in _EVERY_RUN:
-            meshes.group(axis)
-        meshes["fsdp"]  # Torch then knows that it joins two axes.
+    meshes = Meshes(dims, ranks.index(own), ranks, root, groups, timeout)
+    for axis in _EVERY_RUN:
+        meshes.group(axis)
+    meshes["fsdp"]  # Torch then knows that it joins two axes.
     return meshes
+
+
+def _axes_with(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes of the view that has `names`, each derived axis in place of those it joins."""
+    primary = primary_axes(names)
+    view = DENSE_AXES if set(primary) <= set(DENSE_AXES) else SPARSE_AXES
+    derived = {DERIVED_AXES[name]: name for name in names if name in DERIVED_AXES}
+    joined = {axis: name for parts, name in derived.items() for axis in parts}
+    return tuple(dict.fromkeys(joined.get(axis, axis) for axis in view))
 
 
 def _check_order(names: tuple[str, ...]) -> None:

@@ -25,7 +25,6 @@ from titan_moe.distributed.mesh import Meshes
 from titan_moe.distributed.parallel_dims import (
     AXES,
     DERIVED_AXES,
-    ParallelDims,
     parallel_dims,
 )
 from titan_moe.distributed.parallelize import lay_out
@@ -291,7 +290,6 @@ def _mesh_problems(layout: Layout, meshes: Meshes) -> Iterator[str]:
         sizes = [len(members(layout, rank, axis)) for axis in axes]
         if view.mesh.tolist() != torch.arange(layout.world_size).view(sizes).tolist():
             yield f"{view} does not number the ranks row-major"
-    yield from _slice_problems(layout, rank, dims)
     made = Counter(ranks for ranks in known_groups() if len(ranks) > 1)
     fewest = Counter(
         [tuple(range(layout.world_size)), *(ranks for _, ranks in groups(layout, rank))]
@@ -301,17 +299,13 @@ def _mesh_problems(layout: Layout, meshes: Meshes) -> Iterator[str]:
             f"{made.total()} process groups with the world's, by arithmetic {fewest.total()}: "
             f"too many {sorted(made - fewest)}, too few {sorted(fewest - made)}"
         )
-
-
-def _slice_problems(layout: Layout, rank: int, dims: ParallelDims) -> Iterator[str]:
-    """What is wrong with the mesh of an axis, in meshes without groups."""
-    meshes = dims.build_mesh(CPU.type, rank=rank)
+    # After the count, because the mesh of an axis makes its group.
     for axis in (*AXES, *DERIVED_AXES):
-        found, wanted = meshes[axis].mesh.tolist(), list(members(layout, rank, axis))
-        if found != wanted:
-            yield f"{axis} mesh has the ranks {found}, by arithmetic {wanted}"
-        elif meshes[axis].get_coordinate() != (wanted.index(rank),):
-            yield f"is at {meshes[axis].get_coordinate()} of the {axis} mesh {wanted}"
+        at, ranks = meshes[axis].get_coordinate(), meshes[axis].mesh.tolist()
+        if ranks != (others := list(members(layout, rank, axis))):
+            yield f"{axis} mesh has the ranks {ranks}, by arithmetic {others}"
+        elif at != (others.index(rank),):
+            yield f"is at {at} of the {axis} mesh {others}"
 
 
 def _axis_problems(layout: Layout, rank: int, axis: str, group: ProcessGroup) -> Iterator[str]:

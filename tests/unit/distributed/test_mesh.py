@@ -1,5 +1,6 @@
-"""Meshes by name, of planned worlds and of gloo ranks."""
+"""Meshes by name, in fake worlds and on gloo ranks."""
 
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -15,6 +16,7 @@ from titan_moe.distributed.parallel_dims import (
     ParallelDims,
 )
 from titan_moe.distributed.redistribution import execute, plan
+from titan_moe.simulate.fake_rank import fake_world
 from titan_moe.testing.ranks import run_on_ranks
 
 MIXED = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 2, "etp": 2}
@@ -32,20 +34,27 @@ def ranks_along(meshes: Meshes, names: tuple[str, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [range(32), range(2048, 2080), [*range(3, 34), 99]])
-def test_every_axis_of_a_planned_world_is_a_slice_of_it(ranks: list[int]) -> None:
+def test_every_axis_is_a_slice_of_the_world(ranks: list[int]) -> None:
     for rank in (ranks[0], ranks[13], ranks[31]):
-        meshes = ParallelDims(32, **MIXED).build_mesh("cuda", rank=rank, ranks=ranks)
-        assert meshes.ranks[meshes.rank] == rank
-        for name in NAMES:
-            wanted = ranks_along(meshes, (name,))
-            assert meshes[name].mesh.tolist() == wanted == list(meshes.members(name))
-            assert meshes[name].get_coordinate() == (wanted.index(rank),)
-            assert meshes[name].size() == meshes.dims.size(name)
-    assert not dist.is_initialized()
+        with fake_world(rank, ranks[-1] + 1):
+            meshes = ParallelDims(32, **MIXED).build_mesh("cpu", ranks=ranks)
+            assert meshes.ranks[meshes.rank] == rank
+            for name in NAMES:
+                wanted = ranks_along(meshes, (name,))
+                assert meshes[name].mesh.tolist() == wanted == list(meshes.members(name))
+                assert dist.get_process_group_ranks(meshes[name].get_group()) == wanted
+                assert meshes[name].get_coordinate() == (wanted.index(rank),)
+                assert meshes[name].size() == meshes.dims.size(name)
 
 
-def test_slices_join_axes_that_need_not_adjoin() -> None:
-    meshes = ParallelDims(32, **MIXED).build_mesh("cpu", rank=13)
+@pytest.fixture
+def rank_13() -> Iterator[Meshes]:
+    with fake_world(13, 32):
+        yield ParallelDims(32, **MIXED).build_mesh("cpu")
+
+
+def test_slices_join_axes_that_need_not_adjoin(rank_13: Meshes) -> None:
+    meshes = rank_13
     for names in product(NAMES, repeat=2):
         try:
             mesh = meshes[names]
@@ -53,7 +62,6 @@ def test_slices_join_axes_that_need_not_adjoin() -> None:
             continue
         assert mesh.mesh.flatten().tolist() == ranks_along(meshes, names), names
         assert mesh.mesh_dim_names == names and mesh is meshes[names]
-        assert meshes.joined(names).mesh.tolist() == ranks_along(meshes, names)
         assert mesh._get_root_mesh() is meshes.root
     assert meshes["dp_replicate", "fsdp", "tp"].shape == (2, 4, 2)
     assert meshes["dp_replicate", "etp"].mesh.tolist() == [[4, 5], [12, 13]]
@@ -68,19 +76,14 @@ def test_slices_join_axes_that_need_not_adjoin() -> None:
         (("tp", "fsdp"), "the axes tp, fsdp stand in the mesh in the order fsdp, tp"),
     ],
 )
-def test_names_that_no_mesh_has_get_one_line(names: str | tuple[str, ...], says: str) -> None:
-    meshes = ParallelDims(8, tp=2).build_mesh("cpu", rank=3)
+def test_names_that_no_mesh_has_get_one_line(
+    rank_13: Meshes, names: str | tuple[str, ...], says: str
+) -> None:
     with pytest.raises(ValueError, match=says) as refused:
-        meshes[names]
+        rank_13[names]
     assert "\n" not in str(refused.value)
     if names == "dp":
         assert all(name in str(refused.value) for name in NAMES)
-
-
-def test_planned_meshes_have_no_groups() -> None:
-    meshes = ParallelDims(8, tp=2).build_mesh("cpu", rank=3)
-    with pytest.raises(RuntimeError, match="meshes of rank 3 have no process groups"):
-        meshes.group("tp")
 
 
 @pytest.mark.parametrize(
@@ -92,8 +95,8 @@ def test_planned_meshes_have_no_groups() -> None:
     ],
 )
 def test_a_rank_map_that_does_not_fit_is_refused(ranks: list[int], rank: int, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        ParallelDims(8).build_mesh("cpu", rank=rank, ranks=ranks)
+    with fake_world(rank, 16), pytest.raises(ValueError, match=says):
+        ParallelDims(8).build_mesh("cpu", ranks=ranks)
 
 
 # --- gloo ranks -----------------------------------------------------------------------------------
