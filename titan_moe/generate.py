@@ -9,6 +9,7 @@ from torch import Tensor
 from titan_moe.config.errors import ConfigError
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.models.decoder import Decoder
+from titan_moe.runtime.launch import run_as_command
 
 
 @dataclass(frozen=True)
@@ -101,3 +102,7 @@ def readable(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
         yield text[shown:]
         shown = len(text)
     yield tokenizer.decode(known)[shown:]
+
+
+if __name__ == "__main__":
+    run_as_command("generate")

@@ -25,7 +25,7 @@ from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel, as_record, export_problems, model_of_job
 from titan_moe.runtime.errors import RunError, disk_remedy
 from titan_moe.runtime.failure import report
-from titan_moe.runtime.launch import Launch, attempt_number, count_gpus
+from titan_moe.runtime.launch import Launch, attempt_number, count_gpus, run_as_command
 from titan_moe.runtime.log import start_logging
 from titan_moe.runtime.run_lock import RunLock
 from titan_moe.runtime.stopping import STOPPED, attempt_folder
@@ -207,3 +207,7 @@ def _explain(error: BaseException, rank: int) -> tuple[list[str], int, bool]:
         return [f"cannot write {place}: {error.strerror}; {remedy}"], 1, True
     reason = next(iter(str(error).strip().splitlines()), "")
     return [f"rank {rank}: {type(error).__name__}: {reason}"], 1, False
+
+
+if __name__ == "__main__":  # As torchtitan is started: torchrun ... -m titan_moe.train
+    run_as_command("train")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launching import command, environment, run_train
+from tests.support.launching import EMPTY, command, environment, run_train
 from tests.support.listeners import descendants, listening
 from tests.support.paths import REPO
 from tests.support.tiers import tiered
@@ -42,6 +42,20 @@ def test_two_ranks_train_and_the_saved_config_repeats_the_run(tmp_path: Path) ->
     assert (tmp_path / "b" / "config.toml").read_text() == saved.read_text().replace(
         str(tmp_path / "a"), str(tmp_path / "b")
     )
+
+
+@pytest.mark.slow
+def test_torchrun_trains_as_torchtitan_users_type_it(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    _, *keys = command(tmp_path / "run")
+    done = subprocess.run(
+        [*torchrun, "-m", "titan_moe.train", "--job.config_file", EMPTY, *keys],
+        env=environment(PYTHONPATH=REPO),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert _steps(tmp_path / "run") == [1, 2]
 
 
 def test_a_signal_before_python_can_answer_it_ends_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import print_errors
-from titan_moe.runtime.launch import end_on_signals, ignores_hangups
+from titan_moe.runtime.launch import end_on_signals, ignores_hangups, run_as_command
 
 _USAGE, _INTERRUPTED = 2, 130
 
@@ -64,6 +64,10 @@ class Command:
     """The exit code of a run that failed; another one where 1 is a verdict."""
     crashed: int = 1
     """The exit code of an error in titan_moe itself."""
+
+    def __post_init__(self) -> None:
+        if self.run.__module__ == "__main__":  # python -m titan_moe.cli.memory
+            run_as_command(Path(sys.argv[0]).stem.replace("_", " "))
 
     def main(self, name: str, description: str, argv: list[str]) -> int:
         """Parse, run, print, and return the exit code; of torchrun's ranks, the first prints."""

@@ -90,3 +90,7 @@ def _run_the_code_of_this_checkout(argv: list[str], environment: Mapping[str, st
         ]
     )
     sys.exit(2)
+
+
+if __name__ == "__main__":
+    entry()

@@ -5,6 +5,7 @@ No torch here: this is needed before anything heavy is imported.
 
 import ctypes
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Mapping
@@ -71,6 +72,12 @@ def default_ranks(environment: Mapping[str, str]) -> int:
 def cpu_threads(local_world_size: int) -> int:
     """Threads for each of `local_world_size` processes that share the cores given to this one."""
     return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+
+
+def run_as_command(words: str) -> None:
+    """Run `titan-moe WORDS` with this process's arguments, for a module started by python -m."""
+    sys.argv[1:1] = words.split()
+    runpy.run_module("titan_moe", run_name="__main__", alter_sys=True)
 
 
 def end_on_signals() -> None:

@@ -48,6 +48,13 @@ def test_every_module_is_a_command_and_every_command_a_module() -> None:
         assert isinstance(import_module(f"titan_moe.cli.{name}").COMMAND, Command)
 
 
+@pytest.mark.parametrize("module", ["train", "generate", "cli.main", "cli.memory"])
+def test_a_module_started_by_python_runs_its_command(module: str) -> None:
+    command = [sys.executable, "-m", f"titan_moe.{module}", "--bogus"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and not done.stdout
+
+
 def test_what_a_user_runs_is_a_command_and_no_script() -> None:
     scripts = {path.name for path in (_CLI.parents[1] / "scripts").iterdir() if path.is_file()}
     assert scripts == {
