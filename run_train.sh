@@ -18,7 +18,8 @@
 # SIGTERM ends it at once.
 #
 # Exit codes: 0 for the last step, 75 for a run that stopped before it, saved: start it again; 2 for
-# a configuration that cannot run, 1 for a run that failed, 130 and 143 for one that was interrupted.
+# a configuration that cannot run, 1 for a run that failed, 70 for an error in titan_moe, 130 and 143
+# for one that was interrupted.
 set -euo pipefail
 trap 'exit 130' INT
 trap 'exit 143' TERM

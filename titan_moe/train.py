@@ -1,8 +1,8 @@
 """Read the configuration, check it, and only then import torch and train.
 
-Exit codes: 0; 2 for a configuration that cannot run; 1 for a run that failed; 75 for a run without
-torchrun that stopped at training.max_seconds, saved. torchrun takes 0 alone for a good end: to it a
-stop is that, and its launcher makes the 75.
+Exit codes: 0; 2 for a configuration that cannot run; 1 for a run that failed; 70 for an error in
+titan_moe; 75 for a run without torchrun that stopped at training.max_seconds, saved.
+torchrun takes 0 alone for a good end: to it a stop is that, and its launcher makes the 75.
 """
 
 import gc
@@ -23,7 +23,7 @@ from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.parse import load_job, read_job, resolve
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel, as_record, export_problems, model_of_job
-from titan_moe.runtime.errors import RunError, disk_remedy
+from titan_moe.runtime.errors import CRASHED, RunError, disk_remedy, is_outside
 from titan_moe.runtime.failure import report
 from titan_moe.runtime.launch import Launch, attempt_number, count_gpus, run_as_command
 from titan_moe.runtime.log import start_logging
@@ -206,7 +206,8 @@ def _explain(error: BaseException, rank: int) -> tuple[list[str], int, bool]:
             return [f"cannot read or write {place}: {error.strerror}; {remedy}"], 1, True
         return [f"cannot write {place}: {error.strerror}; {remedy}"], 1, True
     reason = next(iter(str(error).strip().splitlines()), "")
-    return [f"rank {rank}: {type(error).__name__}: {reason}"], 1, False
+    code = 1 if is_outside(error) else CRASHED
+    return [f"rank {rank}: {type(error).__name__}: {reason}"], code, False
 
 
 if __name__ == "__main__":  # As torchtitan is started: torchrun ... -m titan_moe.train

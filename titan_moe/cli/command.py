@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.errors import CRASHED, RunError
 from titan_moe.runtime.failure import print_errors
 from titan_moe.runtime.launch import end_on_signals, ignores_hangups, run_as_command
 
@@ -58,12 +58,8 @@ class Command:
     ends_at_once: bool = False
     """A signal ends it without any Python, as a rank that waits in a collective needs; else it is
     a KeyboardInterrupt."""
-    mistakes: tuple[type[Exception], ...] = ()
-    """Errors besides ConfigError that the user's input causes: exit code 2."""
     failed: int = 1
     """The exit code of a run that failed; another one where 1 is a verdict."""
-    crashed: int = 1
-    """The exit code of an error in titan_moe itself."""
 
     def __post_init__(self) -> None:
         if self.run.__module__ == "__main__":  # python -m titan_moe.cli.memory
@@ -92,10 +88,10 @@ class Command:
 
     def _explain(self, error: Exception, name: str, is_first: bool) -> int:
         """Print one line for each mistake that the user can mend; returns the exit code."""
-        is_mistake = isinstance(error, (ConfigError, *self.mistakes))
+        is_mistake = isinstance(error, ConfigError)
         if not (is_mistake or isinstance(error, (RunError, OSError))):
             traceback.print_exception(error)
-            return self.crashed
+            return CRASHED
         if is_first:
             first, *more = str(error).splitlines() or [type(error).__name__]
             print_errors(error.lines if isinstance(error, ConfigError) else [first], name)

@@ -60,4 +60,4 @@ def run(options: argparse.Namespace) -> Answer:
     )
 
 
-COMMAND = Command(run, add_arguments, overrides=True, mistakes=(ValueError,))
+COMMAND = Command(run, add_arguments, overrides=True)

@@ -54,4 +54,4 @@ def run(options: argparse.Namespace) -> Answer:
     return Answer(data, lines, int(parts))
 
 
-COMMAND = Command(run, add_arguments, overrides=True, failed=4, crashed=70)
+COMMAND = Command(run, add_arguments, overrides=True, failed=4)

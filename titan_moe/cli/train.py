@@ -16,8 +16,9 @@ SIGTERM and SIGUSR1 ask a run with checkpoints to stop after the present step, s
 SIGTERM ends it at once. --max-restarts N starts all ranks again, from the latest checkpoint, up to
 N times after one has failed.
 
-Exit codes: 0; 1 a run that failed; 2 a configuration that cannot run; 75 stopped before the last
-step and saved, by a signal or training.max_seconds: start it again; 130 or 143 interrupted.
+Exit codes: 0; 1 a run that failed; 2 a configuration that cannot run; 70 an error in titan_moe; 75
+stopped before the last step and saved, by a signal or training.max_seconds: start it again; 130 or
+143 interrupted.
 """
 
 import argparse

@@ -105,4 +105,4 @@ def _chosen(options: argparse.Namespace, gate: "Gate") -> "list[Layout]":
     return cover_options(layouts, fixed=fixed, legal=lambda layout: not gate.refusal(layout))
 
 
-COMMAND = Command(run, add_arguments, overrides=True, resumable=True, failed=4, crashed=70)
+COMMAND = Command(run, add_arguments, overrides=True, resumable=True, failed=4)

@@ -63,12 +63,4 @@ def run(options: argparse.Namespace) -> Answer:
     return Answer(data, lines, 1 if any(each.named for each in findings) else 3)
 
 
-COMMAND = Command(
-    run,
-    add_arguments,
-    overrides=True,
-    resumable=True,
-    mistakes=(ValueError, OSError),
-    failed=4,
-    crashed=70,
-)
+COMMAND = Command(run, add_arguments, overrides=True, resumable=True, failed=4)

@@ -81,12 +81,4 @@ def _plan(options: argparse.Namespace) -> "Plan":
     )
 
 
-COMMAND = Command(
-    run,
-    add_arguments,
-    overrides=True,
-    resumable=True,
-    mistakes=(ValueError, OSError),
-    failed=4,
-    crashed=70,
-)
+COMMAND = Command(run, add_arguments, overrides=True, resumable=True, failed=4)

@@ -53,6 +53,4 @@ def run(options: argparse.Namespace) -> Answer:
     return Answer([asdict(row) for row in rows], [line], 0 if good == total else 1)
 
 
-COMMAND = Command(
-    run, add_arguments, resumable=True, mistakes=(ValueError, OSError), failed=4, crashed=70
-)
+COMMAND = Command(run, add_arguments, resumable=True, failed=4)

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.distributed.async_tensor_parallel import open_workspace
 from titan_moe.distributed.expert_parallel import (
@@ -128,10 +127,7 @@ def accumulation_of(
     """What the microbatches of a step share on this device. ConfigError where offloaded gradients
     leave no choice."""
     sections = (job.training, job.parallelism, job.activation_checkpoint)
-    try:
-        return choose_accumulation(config, *sections, world_size, memory_of(device))
-    except ValueError as error:
-        raise ConfigError([str(error)]) from None
+    return choose_accumulation(config, *sections, world_size, memory_of(device))
 
 
 def compute_dtype(job: JobConfig) -> torch.dtype:

@@ -1,7 +1,17 @@
 """The one error of a run that a user can mend, and what to say of those that it stands for."""
 
 import errno
+import re
 
+CRASHED = 70
+"""The exit code of an error in titan_moe itself, which prints a traceback."""
+MACHINE = r"uncorrectable|\bECC\b|\bXid\b|NVLink|hardware|unknown error|busy or unavailable"
+"""Words of CUDA's errors that a defective device causes. Its others, such as device-side asserts
+and illegal memory accesses, are the program's."""
+_OUTSIDE = re.compile(
+    rf"{MACHINE}|out of ?memory|allocate memory|NCCL|gloo|Dist\w*Error|connection (closed|reset)",
+    re.I,
+)
 _AGAIN = "and start the same command again"
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), f"free some space {_AGAIN}"),
@@ -21,6 +31,12 @@ class RunError(Exception):
 def disk_remedy(error: BaseException) -> str:
     """What to do about a file system that cannot be written to; empty for all other errors."""
     return _REMEDIES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+
+
+def is_outside(error: BaseException) -> bool:
+    """Memory, a device, a disk, the network or another rank has failed, not the program."""
+    text = f"{type(error).__name__}: {error}"
+    return isinstance(error, (OSError, MemoryError)) or _OUTSIDE.search(text) is not None
 
 
 def reason(error: BaseException) -> str:

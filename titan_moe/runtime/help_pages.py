@@ -3,11 +3,15 @@
 import re
 
 from titan_moe.config.torchtitan import TABLES
+from titan_moe.runtime.errors import MACHINE
 
 # Rows of troubleshooting: the first whose pattern is found in the line is taken.
 ROWS = (
     ("out-of-memory-on-the-gpu", r"(?i)out of memory(\. |$)|OutOfMemoryError|error: out of memory"),
-    ("a-machine-is-slow-or-wrong", r"^(rank|node)s? .*\(host .*\): |CUDA error|NCCL error"),
+    (
+        "a-machine-is-slow-or-wrong",
+        rf"^(rank|node)s? .*\(host .*\): |CUDA error: .*({MACHINE})|NCCL error",
+    ),
     ("the-process-that-reads-the-data-ended", r"process that reads the data"),
     (
         "the-process-that-writes-a-checkpoint-ended",
@@ -30,7 +34,7 @@ ROWS = (
     ("the-wrong-code-runs", r"^this is a command of the checkout"),
     (
         "a-rank-ended-with-a-traceback",
-        r"^rank \d+(: \w+Error:| ended with)|\(traceback in|naming a rank",
+        r"CUDA error: |^rank \d+(: \w+Error:| ended with)|\(traceback in|naming a rank",
     ),
     ("loss-is-nan", r"^step \d+: loss "),
     ("loss-spikes-or-diverges", r"^step \d+: a spike|=roll_back|on_spike="),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
@@ -77,11 +78,11 @@ def memory(
     recompute: ActivationCheckpoint,
     world_size: int,
 ) -> Memory:
-    """The estimate for one rank. Raises ValueError for a pipeline, which is not counted yet."""
+    """The estimate for one rank. Raises ConfigError for a pipeline, which is not counted yet."""
     if parallelism.pipeline_parallel_degree > 1:
         degree = parallelism.pipeline_parallel_degree
-        raise ValueError(
-            f"parallelism.pipeline_parallel_degree={degree}: not counted yet: choose 1"
+        raise ConfigError(
+            [f"parallelism.pipeline_parallel_degree={degree}: not counted yet: choose 1"]
         )
     tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
     shards = world_size // parallelism.data_parallel_replicate_degree
@@ -229,7 +230,7 @@ def choose_accumulation(
 ) -> Accumulation:
     """What `parallelism.fsdp_accumulation` stands for on devices of this size; None: on a CPU.
 
-    Raises ValueError where gradients are offloaded and their sum does not fit on the device.
+    Raises ConfigError where gradients are offloaded and their sum does not fit on the device.
     """
     degrees = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
     piped = parallelism.pipeline_parallel_degree > 1
@@ -249,13 +250,15 @@ def choose_accumulation(
         if needed <= usable:
             return Accumulation(word, microbatches, needed, usable)
     if training.enable_cpu_offload:
-        raise ValueError(
-            f"training.enable_cpu_offload=true with {microbatches} microbatches a step: the sum of "
-            f"their gradients stays on the GPU, which needs {needed / GIB:.1f} of "
-            f"{usable / GIB:.1f} GiB by arithmetic: take more ranks, or "
-            f"training.global_batch_size={sequences}; "
-            "parallelism.fsdp_accumulation=reduce_each would copy every gradient to the host in "
-            "each microbatch and wait for it"
+        raise ConfigError(
+            [
+                f"training.enable_cpu_offload=true with {microbatches} microbatches a step: the "
+                f"sum of their gradients stays on the GPU, which needs {needed / GIB:.1f} of "
+                f"{usable / GIB:.1f} GiB by arithmetic: take more ranks, or "
+                f"training.global_batch_size={sequences}; "
+                "parallelism.fsdp_accumulation=reduce_each would copy every gradient to the host "
+                "in each microbatch and wait for it"
+            ]
         )
     return Accumulation("reduce_each", microbatches)
 

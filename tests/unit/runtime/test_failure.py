@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from titan_moe import train
+from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.failure import Failure, explain, report
 
 _PAGE = """
@@ -112,3 +114,36 @@ def test_a_file_of_another_user_is_one_line() -> None:
         "cannot read or write out/metrics.jsonl: Permission denied; let this user read and write "
         "there and start the same command again"
     ]
+
+
+_ASSERT = "CUDA error: device-side assert triggered"
+_ECC = "CUDA error: uncorrectable ECC error encountered"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "page"),
+    [
+        (ConfigError(["training.steps=0: choose 1"]), 2, "configuration.md#training.steps"),
+        (RunError("cannot load x"), 1, "troubleshooting.md#a-file-or-folder-cannot"),
+        (ValueError("too many values to unpack"), 70, "troubleshooting.md#a-rank-ended-with"),
+        (RuntimeError(_ASSERT), 70, "troubleshooting.md#a-rank-ended-with"),
+        (RuntimeError(_ECC), 1, "troubleshooting.md#a-machine-is-slow-or-wrong"),
+        (MemoryError(), 1, "troubleshooting.md#a-rank-ended-with"),
+        (RuntimeError("[gloo] Connection closed by peer"), 1, "troubleshooting.md#a-rank-ended"),
+    ],
+)
+def test_only_what_is_read_is_a_mistake_and_only_the_machine_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int,
+    page: str,
+) -> None:
+    def run(*_: object) -> bool:
+        raise error
+
+    monkeypatch.setattr(train, "_run", run)
+    assert train.main([], {}) == code
+    said = capsys.readouterr().err
+    assert f"(docs/{page}" in said
+    assert ("Traceback" in said) == (not isinstance(error, (ConfigError, RunError)))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import REPO
+from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
 from titan_moe.moe.config import MoEConfig
@@ -132,7 +133,7 @@ def test_bfloat16_parameters_halve_what_is_stored():
 
 
 def test_what_is_not_counted_is_refused():
-    with pytest.raises(ValueError, match="pipeline"):
+    with pytest.raises(ConfigError, match="pipeline"):
         memory(
             _DENSE, Training(), Parallelism(pipeline_parallel_degree=2), ActivationCheckpoint(), 4
         )
@@ -169,7 +170,7 @@ def test_the_most_is_shared_that_fits():
 def test_offloaded_gradients_add_up_on_the_device_or_the_run_is_refused():
     shard = _WHOLE * 4 / 4
     assert _shared(shard, enable_cpu_offload=True) == "all_reduce_once"
-    with pytest.raises(ValueError, match=r"4 microbatches.*training\.global_batch_size=12"):
+    with pytest.raises(ConfigError, match=r"4 microbatches.*training\.global_batch_size=12"):
         _shared(shard - 1, enable_cpu_offload=True)
     assert _shared(0, word="reduce_each", enable_cpu_offload=True) == "reduce_each"
 

@@ -67,7 +67,10 @@ def read_run(path: Path, *, name: str = "") -> RunRecord:
     folder = path.parent if path.name == "metrics.jsonl" else path
     name = name or folder.resolve().name
     if (folder / "metrics.jsonl").is_file():
-        curve = _read_curve(folder, name)
+        try:
+            curve = _read_curve(folder, name)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError([f"{folder}: its metrics are damaged: {reason(error)}"]) from None
     elif path.is_dir() and (events := sorted(path.rglob("events.out.tfevents*"))):
         curve = _read_tensorboard(events[-1].parent, name)
     else:

@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from titan_moe.config.errors import ConfigError
 from titan_moe.verify.compare.noise.fit import (
     NORM_RESOLUTION,
     RESOLUTION,
@@ -102,7 +103,7 @@ class Band:
             statistic is normal; in any case at most 1 / (number of controls + 1) do.
         quantities: those to compare; left out, all that every control has.
 
-    Raises ValueError for curves that are too few, not finite, or of different steps.
+    Raises ConfigError for curves that are too few, not finite, or of different steps.
     """
 
     def __init__(
@@ -113,8 +114,8 @@ class Band:
         quantities: Sequence[str] | None = None,
     ) -> None:
         if len(controls) < FEWEST_CONTROLS:
-            raise ValueError(
-                f"{len(controls)} control runs: a band needs {FEWEST_CONTROLS} or more"
+            raise ConfigError(
+                [f"{len(controls)} control runs: a band needs {FEWEST_CONTROLS} or more"]
             )
         self.steps = list(controls[0].steps)
         self.controls = list(controls)
@@ -123,7 +124,9 @@ class Band:
         self.quantities = tuple(q for q in common if quantities is None or q in quantities)
         """"loss", "grad_norm", "norm of NAME", "load of LAYER", in this order."""
         if not self.quantities:
-            raise ValueError("the control runs have no quantity in common that could be compared")
+            raise ConfigError(
+                ["the control runs have no quantity in common that could be compared"]
+            )
         self._parts = {
             kind: self._part(kind) for kind in dict.fromkeys(map(_kind, self.quantities))
         }
@@ -147,12 +150,12 @@ class Band:
         """Compare a curve that was not among the controls, in what quantities it has; what is not
         finite is outside.
 
-        Raises ValueError for other steps, or if it has none of the band's quantities.
+        Raises ConfigError for other steps, or if it has none of the band's quantities.
         """
         self._check_steps(candidate)
         missing = [q for q in self.quantities if not _has(candidate, q)]
         if len(missing) == len(self.quantities):
-            raise ValueError(f"{candidate.name} has nothing of {', '.join(self.quantities[:3])}")
+            raise ConfigError([f"{candidate.name} has nothing of {', '.join(self.quantities[:3])}"])
         statistic = 0.0
         hits: list[tuple[int, int, float, str]] = []
         for kind, part in self._parts.items():
@@ -181,7 +184,7 @@ class Band:
 
     def reaches(self, curve: Curve) -> dict[str, Array]:
         """How far out the quantities that a curve has are at each step alone, [S] each: above 1 is
-        outside. Raises ValueError for other steps."""
+        outside. Raises ConfigError for other steps."""
         self._check_steps(curve)
         found: dict[str, Array] = {}
         for kind, part in self._parts.items():
@@ -242,7 +245,7 @@ class Band:
             self._check_steps(control)
             values.append(self._compared(control, kind))
             if not np.isfinite(values[-1]).all():
-                raise ValueError(f"the control run {control.name}: {kind} is not finite")
+                raise ConfigError([f"the control run {control.name}: {kind} is not finite"])
         if kind != "load":
             kin_Q, _ = _stacks(self._names(kind))
             resolution = NORM_RESOLUTION if kind == "norm" else RESOLUTION
@@ -259,14 +262,16 @@ class Band:
         absent = np.zeros((len(self.steps), num_experts))
         counts = [np.asarray(curve.loads.get(layer, absent)) for layer in layers]
         if any(counts_SE.shape != absent.shape for counts_SE in counts):
-            raise ValueError(f"{curve.name}: its layers have not all {num_experts} experts")
+            raise ConfigError([f"{curve.name}: its layers have not all {num_experts} experts"])
         return np.stack([shares(counts_SE).T for counts_SE in counts])
 
     def _check_steps(self, curve: Curve) -> None:
         if list(curve.steps) != self.steps:
-            raise ValueError(
-                f"{curve.name} has {len(curve.steps)} steps, the band {len(self.steps)}: they must "
-                "be the same"
+            raise ConfigError(
+                [
+                    f"{curve.name} has {len(curve.steps)} steps, the band {len(self.steps)}: they "
+                    "must be the same"
+                ]
             )
 
     def _find(self, quantity: str) -> tuple[int, Scalars | Loads]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from titan_moe.config.errors import ConfigError
 from titan_moe.verify.compare.noise.band import Band, student_t
 from titan_moe.verify.compare.records import Curve
 
@@ -137,11 +138,11 @@ def test_equal_controls_know_no_more_than_float32():
 
 def test_what_is_no_band_is_refused():
     good = curves(white(np.random.default_rng(8), 6))
-    with pytest.raises(ValueError, match="3 control runs"):
+    with pytest.raises(ConfigError, match="3 control runs"):
         Band(good[:3])
-    with pytest.raises(ValueError, match="the control run curve 0: loss is not finite"):
+    with pytest.raises(ConfigError, match="the control run curve 0: loss is not finite"):
         Band([replace(good[0], scalars={"loss": np.full(STEPS, math.nan)}), *good[1:]])
-    with pytest.raises(ValueError, match="has 5 steps, the band 24"):
+    with pytest.raises(ConfigError, match="has 5 steps, the band 24"):
         Band(good).check(Curve("short", range(5), {"loss": np.ones(5)}))
 
 
@@ -237,9 +238,9 @@ def test_a_candidate_is_compared_in_what_it_has():
     assert found.inside and set(found.missing) == {*band.quantities} - {*known}
     known["loss"] = known["loss"] * 1.1
     assert band.check(replace(full, scalars=known, loads={})).quantity == "loss"
-    with pytest.raises(ValueError, match="nothing of loss, grad_norm"):
+    with pytest.raises(ConfigError, match="nothing of loss, grad_norm"):
         band.check(replace(full, scalars={"lr": known["loss"]}, loads={}))
-    with pytest.raises(ValueError, match="layers have not all 8 experts"):
+    with pytest.raises(ConfigError, match="layers have not all 8 experts"):
         band.check(replace(full, loads={"layers.1": full.loads["layers.1"][:, :4]}))
     narrow = Band(load_curves(rng, 8), quantities=["loss"])
     assert narrow.quantities == ("loss",) and narrow.check(full).missing == []
