@@ -123,8 +123,10 @@ class Meshes:
         return self._made[key]
 
     def _make_group(self, names: Names) -> ProcessGroup:
-        description = self._description(names)
-        return self.groups.get(self.members(names), self._options(names), description)
+        partition = self.dims.partition(names) if self.groups.split else ()
+        return self.groups.get(
+            self.members(names), self._options(names), self._description(names), partition
+        )
 
     def _shortest(self, names: Names) -> Names:
         """One axis instead of several, where it is the same ranks."""
@@ -139,7 +141,8 @@ class Meshes:
 
     def _options(self, names: Names) -> GroupOptions:
         tokens = isinstance(names, str) and names in _TOKEN_AXES
-        return GroupOptions(Traffic.TOKENS if tokens else Traffic.PARAMETERS, self.timeout)
+        own = self.groups.backend_options.get(names) if isinstance(names, str) else None
+        return GroupOptions(Traffic.TOKENS if tokens else Traffic.PARAMETERS, self.timeout, own)
 
     def _description(self, names: Names) -> str:
         """The axes of a group, all that share it."""
@@ -190,8 +193,12 @@ def build_mesh(
         raise ValueError(f"a layout of {dims.world_size} ranks needs as many, ascending: {ranks}")
     if (own := dist.get_rank()) not in ranks:
         raise ValueError(f"rank {own} is none of the job's: {ranks[0]} to {ranks[-1]}")
-    root = root_mesh(device_type, numbers)
     groups = ProcessGroups() if groups is None else groups
+    if groups.split and len(ranks) != dist.get_world_size():
+        raise ValueError("groups are split from the world's: all ranks of it must be in the job")
+    for axis in groups.backend_options:
+        primary_axes(axis)  # Raises for an unknown name.
+    root = root_mesh(device_type, numbers)
     meshes = Meshes(dims, ranks.index(own), ranks, root, groups, timeout)
     for axis in _EVERY_RUN:
         meshes.group(axis)

@@ -129,7 +129,10 @@ def build_sharded_model(
     # 1. The two views of the world.
     timeout = backend_timeout(job.comm.init_timeout_seconds)
     if groups is None:
-        groups = ProcessGroups(device if job.comm.init_communicators_eagerly else None)
+        groups = ProcessGroups(
+            device if job.comm.init_communicators_eagerly else None,
+            split=job.comm.split_communicators and device.type == "cuda",
+        )
     dims = parallel_dims(job.parallelism, world_size)
     meshes = dims.build_mesh(device.type, timeout=timeout, groups=groups)
 

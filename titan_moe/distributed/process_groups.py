@@ -6,7 +6,8 @@ group costs start-up time and NCCL memory. Only ranks of a group take part in ma
 per rank does not grow with the world.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from typing import Any
@@ -31,6 +32,8 @@ class GroupOptions:
     traffic: Traffic
     timeout: timedelta | None = None
     """Longest wait for a collective; None: the backend's own, not that of the world."""
+    backend: Any = None
+    """Options of the backend that the user made for this axis; None: those of `of_backend`."""
 
     @property
     def high_priority_stream(self) -> bool:
@@ -39,7 +42,9 @@ class GroupOptions:
         return self.traffic is Traffic.TOKENS
 
     def of_backend(self) -> Any:
-        """NCCL's own options; None for other backends, which take none."""
+        """The user's options, else NCCL's; None for other backends, which take none."""
+        if self.backend is not None:
+            return self.backend
         if "nccl" not in dist.get_backend_config():
             return None
         options = dist.ProcessGroupNCCL.Options()
@@ -52,42 +57,64 @@ class GroupOptions:
 _Key = tuple[tuple[int, ...], GroupOptions | None]
 
 
+@dataclass
 class ProcessGroups:
     """Makes groups on first use and hands the same one out again for the same ranks and options.
 
     Every rank must ask for its groups in the same order of axes: making one waits for its members.
-    `device`: make each group's NCCL communicator with it, on this device; left out, NCCL makes it
-    in the group's first collective.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
-        self._groups: dict[_Key, ProcessGroup] = {}
+    device: torch.device | None = None
+    """Makes each group's NCCL communicator with the group, on this device; None: NCCL makes it in
+    the group's first collective."""
+    backend_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the backend by axis, such as a ProcessGroupNCCL.Options for "ep". Axes share a
+    group only if they have the same options object."""
+    split: bool = False
+    """Splits NCCL's communicators from the world's, which needs a world with a `device_id`. All
+    ranks of the world then make groups together."""
+    _groups: dict[_Key, ProcessGroup] = field(default_factory=dict, init=False, repr=False)
 
     def get(
-        self, ranks: tuple[int, ...], options: GroupOptions, description: str = ""
+        self,
+        ranks: tuple[int, ...],
+        options: GroupOptions,
+        description: str = "",
+        partition: Sequence[Sequence[int]] = (),
     ) -> ProcessGroup:
-        """The group of `ranks`, this one among them; all groups of one rank are the same.
+        """Returns the group of `ranks`, this one among them; all groups of one rank are the same.
 
-        `description`: what a flight recorder shows; that of the first call counts.
+        Args:
+            description: what a flight recorder shows; that of the first call counts.
+            partition: the groups of all ranks of the world along the same axes; read by `split`.
         """
         known = self.known(ranks, options)
         if known is not None:
             return known
-        group = dist.new_group(
-            list(ranks),
-            timeout=options.timeout,
-            pg_options=options.of_backend(),
-            use_local_synchronization=True,
-            group_desc=description or None,
-            device_id=self._device if len(ranks) > 1 else None,
-        )
+        if self.split:
+            group = dist.split_group(
+                split_ranks=[list(each) for each in partition],
+                timeout=options.timeout,
+                pg_options=options.of_backend(),
+                group_desc=description or None,
+            )
+            assert group is not None, f"no group of {partition} has this rank"
+        else:
+            group = dist.new_group(
+                list(ranks),
+                timeout=options.timeout,
+                pg_options=options.of_backend(),
+                use_local_synchronization=True,
+                group_desc=description or None,
+                device_id=self.device if len(ranks) > 1 else None,
+            )
         self._groups[_key(ranks, options)] = group
         return group
 
     def known(self, ranks: tuple[int, ...], options: GroupOptions) -> ProcessGroup | None:
         """As `get`, if the group exists; makes none."""
-        if len(ranks) == dist.get_world_size() and options.traffic is Traffic.PARAMETERS:
+        is_plain = options.traffic is Traffic.PARAMETERS and options.backend is None
+        if len(ranks) == dist.get_world_size() and is_plain:
             return dist.group.WORLD
         return self._groups.get(_key(ranks, options))
 

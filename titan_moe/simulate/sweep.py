@@ -301,11 +301,11 @@ def _mesh_problems(layout: Layout, meshes: Meshes) -> Iterator[str]:
         )
     # After the count, because the mesh of an axis makes its group.
     for axis in (*AXES, *DERIVED_AXES):
-        at, ranks = meshes[axis].get_coordinate(), meshes[axis].mesh.tolist()
+        place, ranks = meshes[axis].get_coordinate(), meshes[axis].mesh.tolist()
         if ranks != (others := list(members(layout, rank, axis))):
             yield f"{axis} mesh has the ranks {ranks}, by arithmetic {others}"
-        elif at != (others.index(rank),):
-            yield f"is at {at} of the {axis} mesh {others}"
+        elif place != (others.index(rank),):
+            yield f"is at {place} of the {axis} mesh {others}"
 
 
 def _axis_problems(layout: Layout, rank: int, axis: str, group: ProcessGroup) -> Iterator[str]:
