@@ -24,6 +24,8 @@ from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import parse_json
 
 LOCK = ".lock"
+_BEATS_AWAY = 6
+"""How often in a row a folder may not be there: a network file system may come back."""
 _HALF_WRITTEN_S = 0.5
 """Without hard links a lock is there before its content is."""
 
@@ -57,8 +59,8 @@ class RunLock:
         key: the configuration's that names the folder.
         beat_s: how often the count goes up. A lock of another machine is given up for stale when it
             has not for three times as long.
-        on_loss: called with a line where the lock is gone, or another process has taken it, to
-            which this one, standing still, seemed dead. It must write nothing more.
+        on_loss: called with a line where the folder stays away, or another process has taken the
+            lock, to which this one, standing still, seemed dead. It must write nothing more.
     """
 
     def __init__(
@@ -195,9 +197,16 @@ class RunLock:
         )
 
     def _count_up(self) -> None:
+        away = 0
         while not self._stopped.wait(self._beat_s):
             try:
                 found = self._read()
+                away = 0 if self._folder.is_dir() else away + 1
+                if found is None and away < _BEATS_AWAY:
+                    # Another process may make one too: the next beat reads whose it is.
+                    if not away and self._create(self._path):
+                        logger.warning("%s was gone: it is made again", self._path)
+                    continue
                 if not _same(found, self._holder):
                     self._lost = True
                     return self._on_loss(self._how_lost(found))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -229,6 +230,25 @@ def test_a_run_whose_folder_is_gone_ends_and_says_so(tmp_path):
     assert line.startswith(f"{path} is gone: bring the folder or its file system back")
     lock.release()
     assert not (tmp_path / "run").exists()
+
+
+def test_a_lock_that_is_gone_is_made_again(tmp_path):
+    """One ENOENT of a network file system, or a user who tidies up, ends no healthy run."""
+    lost = []
+    lock = RunLock(tmp_path, beat_s=_BEAT_S, on_loss=lost.append)
+    lock.acquire()
+    (tmp_path / LOCK).unlink()
+    end = time.monotonic() + 30
+    while not (lost or (tmp_path / LOCK).exists()) and time.monotonic() < end:
+        time.sleep(_BEAT_S)
+    assert lost == [] and (tmp_path / LOCK).exists()
+    with pytest.raises(RunError, match="in use by process"):
+        RunLock(tmp_path).acquire()
+    _edit(tmp_path, token="another")
+    while not lost and time.monotonic() < end:
+        time.sleep(_BEAT_S)
+    assert "another run has taken" in lost[0]
+    lock.release()
 
 
 def test_a_run_that_stood_still_ends_when_it_was_taken_over(tmp_path, holder):
