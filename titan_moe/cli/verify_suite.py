@@ -2,6 +2,7 @@
 
     titan-moe verify suite configs/suites/cpu.toml
     titan-moe verify suite configs/suites/8gpu.toml --print-sbatch
+    titan-moe verify suite configs/suites/seed_8.toml --config configs/deepseek_v3/16B_8gpu.toml
 
 Started again, a suite that was interrupted goes on: what has been trained under the same code and
 configuration is not trained anew. The output folder gets summary.html and a folder for each
@@ -12,7 +13,7 @@ titan_moe; 130 interrupted: the same command goes on.
 """
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from titan_moe.cli.command import Answer, Command, add_out
@@ -21,6 +22,9 @@ from titan_moe.cli.command import Answer, Command, add_out
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "suite", metavar="SUITE", type=Path, help="TOML file, such as configs/suites/cpu.toml"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="train this model in every comparison instead"
     )
     parser.add_argument("--print-sbatch", action="store_true", help="print the Slurm command")
     add_out(parser, default=None, says="default: outputs/regression_<suite's name>")
@@ -31,9 +35,9 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.compare.launch import workplace
     from titan_moe.verify.compare.suite import load_suite, plan_of, run_suite, sbatch, suite_page
 
-    suite = load_suite(options.suite)
+    suite = load_suite(options.suite, options.config)
     if options.print_sbatch:
-        command = sbatch(suite, options.suite, REPO)
+        command = sbatch(suite, options.suite, REPO, options.config)
         return Answer(command, [command])
     for entry in suite.comparison:
         plan_of(entry)  # Everything misspelt is reported before the first run.
@@ -50,7 +54,9 @@ def run(options: argparse.Namespace) -> Answer:
             (out / "summary.html").write_text(page, encoding="utf-8")
     good, total = sum(row.ok for row in rows), len(suite.comparison)
     line = f"{good} of {total} as expected; {out / 'summary.html'}"
-    return Answer([asdict(row) for row in rows], [line], 0 if good == total else 1)
+    return Answer(
+        [asdict(replace(row, runs=())) for row in rows], [line], 0 if good == total else 1
+    )
 
 
 COMMAND = Command(run, add_arguments, resumable=True, failed=4)

@@ -4,7 +4,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Section
 from titan_moe.verify.compare.comparison import Verdict
 from titan_moe.verify.compare.launch import Launcher
+from titan_moe.verify.compare.records import RunRecord
 from titan_moe.verify.compare.run_spec import (
     RunSpec,
     existing,
@@ -22,8 +23,11 @@ from titan_moe.verify.compare.run_spec import (
     split_words,
 )
 from titan_moe.verify.compare.runner import Plan, compare, default_ranks
+from titan_moe.verify.report.charts import Chart
 from titan_moe.verify.report.comparison import write_comparison
 from titan_moe.verify.report.render import render
+from titan_moe.verify.report.runs import overlay
+from titan_moe.verify.report.words import layout_words
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -90,10 +94,16 @@ class SuiteRow:
     seconds: float
     href: str = ""
     """Its own page, relative to the suite's; empty where there is none."""
+    runs: Sequence[RunRecord] = ()
+    """The baseline and the candidate; empty where the comparison failed."""
 
 
-def load_suite(path: Path) -> Suite:
-    """Read a suite; raises ConfigError with a line for everything wrong."""
+def load_suite(path: Path, config: Path | None = None) -> Suite:
+    """Read a suite; raises ConfigError with a line for everything wrong.
+
+    Args:
+        config: trained in every comparison, instead of the files that the suite names.
+    """
     try:
         found = tomllib.loads(existing(path, "suite ").read_text(encoding="utf-8"))
         suite = Suite.model_validate(found)
@@ -108,7 +118,11 @@ def load_suite(path: Path) -> Suite:
         raise ConfigError([f"{path}: a comparison cannot be called '' or 'runs'"])
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError([f"{path}: two comparisons are called {', '.join(twice)}"])
-    return suite
+    if config is None:
+        return suite
+    other = {"config": existing(config, "--config ")}
+    entries = [entry.model_copy(update=other) for entry in suite.comparison]
+    return suite.model_copy(update={"comparison": entries})
 
 
 def plan_of(entry: Entry) -> Plan:
@@ -143,12 +157,12 @@ def run_suite(suite: Suite, folder: Path, progress: Callable[[str], None]) -> It
     for entry in suite.comparison:
         started = time.perf_counter()
         own = folder / _folder(entry.name)
-        verdict, ok, lines = "failed", False, [""]
+        verdict, ok, lines, runs = "failed", False, [""], ()
         try:
             found = compare(plan_of(entry), Launcher(own, shared=folder / "runs"), progress)
             write_comparison(found, own)
             verdict, ok = found.verdict.value, found.verdict in _ACCEPTED[entry.expect]
-            lines = found.lines()[1:]
+            lines, runs = found.lines()[1:], (found.baseline, found.candidate)
         except ConfigError as error:
             lines = error.lines
         except Exception as error:  # Whatever one has, the others are to be run.
@@ -161,6 +175,7 @@ def run_suite(suite: Suite, folder: Path, progress: Callable[[str], None]) -> It
             detail="\n".join(lines),
             seconds=time.perf_counter() - started,
             href=f"{own.name}/report.html" if verdict != "failed" else "",
+            runs=runs,
         )
 
 
@@ -175,13 +190,29 @@ def suite_page(title: str, rows: Sequence[SuiteRow]) -> str:
         kind="passed" if good == len(rows) else "failed",
         total=f"{good} of {len(rows)} comparisons are as expected; {duration}.",
         rows=sorted(rows, key=lambda row: row.ok),
+        charts=list(_overlays(rows)),
     )
 
 
-def sbatch(suite: Suite, path: Path, repo: Path) -> str:
+def _overlays(rows: Sequence[SuiteRow]) -> Iterator[Chart]:
+    """Draw a baseline and all its candidates into one chart, if it has several."""
+    groups: dict[Path | None, list[RunRecord]] = {}
+    for row in rows:
+        if row.runs:
+            baseline, candidate = row.runs
+            first = replace(baseline, name=f"baseline: {layout_words(baseline)}")
+            group = groups.setdefault(baseline.folder, [first])
+            group.append(replace(candidate, name=row.name))
+    for group in groups.values():
+        if len(group) > 2:
+            yield from (overlay(group, quantity) for quantity in ("loss", "grad_norm"))
+
+
+def sbatch(suite: Suite, path: Path, repo: Path, config: Path | None = None) -> str:
     """The command that runs a suite in a Slurm allocation."""
     slurm = suite.slurm or Slurm()
     words = ["python", "-m", "titan_moe", "verify", "suite", str(path.resolve())]
+    words += [] if config is None else ["--config", str(config.resolve())]
     inside = f"cd {shlex.quote(str(repo))} && {shlex.join(words)}"
     return (
         f"sbatch --job-name regression-{path.stem} --nodes {slurm.nodes} --ntasks-per-node 1 "

@@ -2,14 +2,17 @@
 
 import hashlib
 import json
+import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from titan_moe.config.job_config import JobConfig
-from titan_moe.runtime.revision import PACKAGE, package_hash
+from titan_moe.runtime.device import describe_device
+from titan_moe.runtime.revision import PACKAGE, code_in_words, package_hash, running_code
 from titan_moe.verify.gradients.gate import Gate, Result
 from titan_moe.verify.layouts.layouts import AXES, OPTIONS, Layout, parse
 from titan_moe.verify.report.render import render
@@ -79,7 +82,12 @@ def gate_page(title: str, results: Sequence[Result], facts: Mapping[str, Any]) -
     """
     heads = [*AXES, *OPTIONS, "type", "result", "worst error", "tensors", "seconds", "worst tensor"]
     rows = [_row(result) for result in results]
-    return render("gate.html", title=title, heads=heads, rows=rows, facts=facts)
+    machine = describe_device(torch.device("cpu"))
+    made = (
+        f"{code_in_words(running_code())}, torch {torch.__version__}, on {platform.node()} "
+        f"({platform.machine()}, {machine['capability']}), {datetime.now():%Y-%m-%d %H:%M}."
+    )
+    return render("gate.html", title=title, heads=heads, rows=rows, facts=facts, made=made)
 
 
 def _row(result: Result) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from titan_moe.verify.report.sections import (
     layouts,
     values_table,
 )
-from titan_moe.verify.report.words import ABSENT, all_notes, layout_words, number
+from titan_moe.verify.report.words import ABSENT, all_notes, layout_words
 
-_FIRST = ("loss", "grad_norm", "lr", "tokens_per_second")
+_FIRST = ("loss", "validation_loss", "grad_norm", "lr", "tokens_per_second")
 
 
 def runs_page(title: str, runs: Sequence[RunRecord]) -> str:
@@ -30,8 +30,8 @@ def runs_page(title: str, runs: Sequence[RunRecord]) -> str:
         title=title,
         last=[_last(run) for run in runs],
         notes=all_notes(runs),
-        charts=[_chart(runs, key) for key in _FIRST if key in logged],
-        more={key: _chart(runs, key) for key in logged if key not in _FIRST},
+        charts=[overlay(runs, key) for key in _FIRST if key in logged],
+        more={key: overlay(runs, key) for key in logged if key not in _FIRST},
         values=_values(runs),
         events=events(runs),
         load=load_maps([heat_of(run) for run in runs]),
@@ -47,13 +47,14 @@ def _last(run: RunRecord) -> str:
     for key in ("loss", "grad_norm", "validation_loss"):
         at = np.flatnonzero(np.isfinite(run.curve.scalars.get(key, [])))
         if len(at):
-            value = f"{key.replace('_', ' ')} {number(float(run.curve.scalars[key][at[-1]]))}"
+            value = f"{key.replace('_', ' ')} {run.curve.scalars[key][at[-1]]:.5g}"
             late = at[-1] == len(run.curve.steps) - 1
             known.append(value if late else f"{value} in step {run.curve.steps[at[-1]]}")
     return f"{run.name} ({layout_words(run)}): {', '.join(known)}"
 
 
-def _chart(runs: Sequence[RunRecord], quantity: str) -> Chart:
+def overlay(runs: Sequence[RunRecord], quantity: str) -> Chart:
+    """Draw one quantity of all runs."""
     what = f"{quantity} of {len(runs)} runs" if len(runs) > 1 else quantity
     draw = partial(draw_curves, quantity=quantity, lines=run_lines(runs, quantity))
     return chart(quantity, what, draw)
@@ -63,10 +64,14 @@ def _values(runs: Sequence[RunRecord]) -> tuple[Table, str]:
     steps = sorted({step for run in runs for step in run.curve.steps})
     heads, columns = ["step"], [list(map(str, steps))]
     for run in runs:
-        for key in ("loss", "grad_norm"):
+        for key in _FIRST[:3]:
             if key not in run.curve.scalars:
                 continue
             known = dict(zip(run.curve.steps, run.curve.scalars[key], strict=True))
             heads.append(f"{run.name}: {key}")
-            columns.append([number(known[step]) if step in known else ABSENT for step in steps])
+            columns.append([_short(known.get(step)) for step in steps])
     return values_table(heads, columns)
+
+
+def _short(value: float | None) -> str:
+    return ABSENT if value is None or np.isnan(value) else f"{value:.5g}"

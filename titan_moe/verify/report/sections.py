@@ -1,10 +1,11 @@
 """What pages show of any runs: layouts, configurations, environments, values step by step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
 from titan_moe.verify.compare.records import RunRecord
 from titan_moe.verify.report.render import Table
@@ -62,7 +63,7 @@ def layouts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """The keys that are not the same in all runs."""
+    """The keys that are not the same in all runs; of one run, those that are not the defaults."""
     known = [run for run in runs if run.config]
     lines = [
         f"{run.name}: the configuration is unknown, for there is no config.toml."
@@ -70,7 +71,13 @@ def configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
         if not run.config
     ]
     if len(known) < 2:
-        return {"lines": lines or ["One run: nothing to compare."], "table": None}
+        if not known:
+            return {"lines": lines, "table": None}
+        defaults = JobConfig().model_dump(mode="json", exclude_none=True)
+        pair = known[0], replace(known[0], config=defaults)
+        rows = [row for row in differing_keys(pair)[0] if row[1] != ABSENT]
+        said = f"{len(rows)} keys of {known[0].name} are not at their defaults."
+        return {"lines": [*lines, said], "table": Table(["key", "value", "default"], rows)}
     rows, num_loud = differing_keys(known)
     if not rows:
         return {"lines": [*lines, "All keys are the same."], "table": None}

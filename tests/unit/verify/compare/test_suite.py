@@ -24,6 +24,8 @@ def test_every_suite_of_ours_names_legal_trainings(path: Path, monkeypatch):
     suite = load_suite(path)
     gpus = suite.slurm.gpus_per_node if suite.slurm else 0
     assert any(entry.expect == "different" for entry in suite.comparison), "it cannot fail"
+    if path.stem == "seed_8":  # Its file names two models: this one is for the GPUs.
+        suite = load_suite(path, REPO / "configs" / "deepseek_v3" / "16B_8gpu.toml")
     for entry in suite.comparison:
         plan = plan_of(entry)
         for side in (plan.baseline, plan.candidate):
@@ -69,6 +71,16 @@ def test_the_slurm_command_has_nodes_and_time():
     command = sbatch(load_suite(path), path, REPO)
     assert "--nodes 8" in command and "--gpus-per-node 8" in command
     assert command.endswith(f"python -m titan_moe verify suite {path}'")
+
+
+def test_another_configuration_takes_the_place_of_the_suites_own():
+    path = REPO / "configs" / "suites" / "seed_8.toml"
+    other = REPO / "configs" / "deepseek_v3" / "16B_8gpu.toml"
+    suite = load_suite(path, other)
+    assert {plan_of(entry).candidate.config for entry in suite.comparison} == {other}
+    assert f"--config {other}" in sbatch(suite, path, REPO, other)
+    with pytest.raises(ConfigError, match=r"no_such\.toml: there is no such file"):
+        load_suite(path, Path("no_such.toml"))
 
 
 def make_suite(**expects: str) -> Suite:

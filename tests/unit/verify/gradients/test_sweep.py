@@ -1,9 +1,14 @@
 """Results: kept, resumed, and shown."""
 
+import platform
 from dataclasses import replace
+from datetime import datetime
 from html.parser import HTMLParser
 
+import torch
+
 from titan_moe.config.job_config import JobConfig
+from titan_moe.runtime.revision import code_in_words, running_code
 from titan_moe.verify.gradients.gate import Result
 from titan_moe.verify.gradients.sweep import (
     RESULTS_FILE,
@@ -74,6 +79,9 @@ def test_summary_and_page(tmp_path):
     assert facts["worst_tensor"] == "gradient norm.weight" and facts["tensors_compared"] == 300
     html = gate_page("Layouts", results, facts)
     assert "2 of 3 layouts pass." in html and "gradient &lt;w&gt;" in html
+    assert f"torch {torch.__version__}, on {platform.node()}" in html
+    assert f"{datetime.now():%Y-%m-%d}" in html
+    assert code_in_words(running_code()) in html
     assert "http" not in html and "src=" not in html
 
     class Rows(HTMLParser):

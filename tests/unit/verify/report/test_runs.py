@@ -46,7 +46,7 @@ def test_one_run_from_its_metrics_alone(tmp_path: Path):
     assert "busiest expert" in page.text["load"] and page.images == 2
     assert "log_expert_counts was off" in page.text["load"]
     assert "<run>" not in html and "a <run>: the layout is unknown" in page.text["layouts"]
-    assert "One run: nothing to compare" in page.text["configuration"]
+    assert page.tables["configuration"][1:] == [["training.steps", "30", "10000"]]
     assert all(each.startswith(("#", "data:")) for each in page.loads)
     assert set(page.text) == {"", "curves", "load", "layouts", "configuration", "environment"}
 
@@ -158,3 +158,31 @@ def test_differences_of_what_is_no_number():
         0.5,
         0,
     ]
+
+
+def test_validation_loss_is_drawn_and_numbers_are_short(tmp_path: Path):
+    losses = [(1, 5.708818912506104, None), (2, 5.353753089904785, 4.833796501159668)]
+    lines = [{"step": s, "loss": loss, "validation_loss": held} for s, loss, held in losses]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    html = runs_page("One run", [read_run(tmp_path)])
+    page = Page(html)
+    assert 'aria-label="validation_loss"' in html.partition("More curves")[0]
+    assert [row[1:] for row in page.tables["curves"][1:]] == [
+        ["5.7088", "\N{EM DASH}"],
+        ["5.3538", "4.8338"],
+    ]
+    assert "loss 5.3538" in page.text[""]
+
+
+def test_a_suite_overlays_the_candidates_of_one_baseline():
+    first, *others = [replace(run(name), folder=Path(name)) for name in "abc"]
+    rows = [
+        SuiteRow(f"{one.name} against a", "inside", "inside", True, "", 1.0, runs=(first, one))
+        for one in others
+    ]
+    assert "<svg" not in suite_page("One", rows[:1]), "its own page has both curves"
+    html = suite_page("Two", rows)
+    charts = html.count('<svg class="chart"')
+    assert charts == 2, "loss and gradient norm"
+    for name in ("baseline: unknown layout", "b against a", "c against a"):
+        assert html.count(f"{name}</li>") == charts
