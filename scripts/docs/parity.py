@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.runtime.revision import running_code
+from titan_moe.verify.gradients.compare import worst
 from titan_moe.verify.parity.cases import cases
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "parity.json"
@@ -48,10 +49,10 @@ def worst_of_seeds(records: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for each in records:
         case = found.setdefault(f"{each['family']}: {each['option']}", {})
-        worst = case.setdefault(each["dtype"], {})
+        kept = case.setdefault(each["dtype"], {})
         for name in _MEASURED:
             if each[name] is not None:
-                worst[name] = max(each[name], worst.get(name, 0.0))
+                kept[name] = worst([each[name], kept.get(name, 0.0)])
     return found
 
 

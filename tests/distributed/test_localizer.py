@@ -13,7 +13,7 @@ from tests.support.gates import Gates
 from tests.support.tiers import tiered
 from titan_moe.verify.layouts.layouts import depth, num_rows, parse
 from titan_moe.verify.localize.capture_reader import Capture
-from titan_moe.verify.localize.localize import locate
+from titan_moe.verify.localize.localize import locate, uncompared
 
 Baselines = Callable[[str, str], Capture]
 
@@ -234,6 +234,7 @@ def nothing(gates: Gates, baselines: Baselines, family: str, layout: str, folder
     candidate = captured(setting(gates(family), layout, layout), folder)
     finding = locate(baselines(family, layout), candidate)
     assert finding is None, "\n".join(finding.lines())
+    assert uncompared(baselines(family, layout), candidate) == []
 
 
 @pytest.mark.parametrize("layout", tiered(HARMLESS[:1], slow=HARMLESS[1:]))

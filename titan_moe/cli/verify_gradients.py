@@ -9,8 +9,11 @@ Options that no argument fixes rotate over the layouts. An interrupted run goes 
 results.jsonl in the output folder holds what passed with the same code. The folder also gets
 results.json and results.html.
 
-Exit codes: 0; 1 a layout does not pass; 2 a wrong argument or configuration; 4 it failed; 70 an
-error in titan_moe; 130 interrupted: the same command goes on.
+What the proof sets for itself, such as balance losses, is said in a line.
+
+Exit codes: 0; 1 a layout does not pass; 2 a wrong argument, or a configuration that the layout or
+the proof cannot have; 4 it failed; 70 an error in titan_moe; 130 interrupted: the same command goes
+on.
 """
 
 import argparse
@@ -29,6 +32,7 @@ from titan_moe.cli.command import (
     positive,
     write_json,
 )
+from titan_moe.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from titan_moe.verify.gradients.gate import Gate, Result
@@ -66,7 +70,17 @@ def run(options: argparse.Namespace) -> Answer:
     with tempfile.TemporaryDirectory() as folder:
         gate = Gate(job, Path(folder))
         dtypes = ["float64", "float32"] if options.float32 else ["float64"]
-        tasks = [(layout, dtype) for layout in _chosen(options, gate) for dtype in dtypes]
+        reasons = {layout: gate.refusal(layout) for layout in _chosen(options, gate)}
+        refused = [f"{layout}: {reason}" for layout, reason in reasons.items() if reason]
+        if len(refused) == len(reasons) or (refused and options.layouts):
+            raise ConfigError(refused)
+        if refused:
+            print(f"left out {len(refused)} of {len(reasons)} layouts, such as {refused[0]}")
+        keys = [f"{t}.{k}={v}" for t, table in gate.own_tables.items() for k, v in table.items()]
+        if keys:
+            print(f"for the proof: {', '.join(keys)}")
+        layouts = [layout for layout, reason in reasons.items() if not reason]
+        tasks = [(layout, dtype) for layout in layouts for dtype in dtypes]
         with tqdm(total=len(tasks), unit="layout", dynamic_ncols=True) as bar:
 
             def seen(result: "Result") -> None:
@@ -79,13 +93,13 @@ def run(options: argparse.Namespace) -> Answer:
     title = f"Layouts of {job.model.name} {job.model.flavor}"
     (out / "results.html").write_text(gate_page(title, results, facts), encoding="utf-8")
     rows = [result.as_json() for result in results]
-    data = {"summary": facts, "code": running_code(), "results": rows}
+    data = {"summary": facts, "own_keys": keys, "code": running_code(), "results": rows}
     write_json(out / "results.json", data)
-    line = (
-        f"{facts['passed']} of {facts['layouts']} pass, worst error {facts['worst_error']:.1e} "
-        f"({facts['worst_tensor']}); {out / 'results.html'}"
-    )
-    return Answer(data, [line], 0 if 0 < facts["passed"] == facts["layouts"] else 1)
+    line = f"{facts['passed']} of {facts['layouts']} pass"
+    if facts["tensors_compared"]:
+        line += f", worst error {facts['worst_error']:.1e} ({facts['worst_tensor']})"
+    line += f"; {out / 'results.html'}"
+    return Answer(data, [line], 1 if facts["failed"] else 2 if facts["refused"] else 0)
 
 
 def _chosen(options: argparse.Namespace, gate: "Gate") -> "list[Layout]":

@@ -12,9 +12,9 @@ with its sequences in another order or in another layout. The first place in cau
 differs by more than they do is named, with both norms. Finished runs are trained again, from their
 config.toml, by this code. The output folder gets finding.json and every run.
 
-Exit codes: 1 a place is named; 0 identical bits; 3 other bits, and nothing beyond rounding; 2
-cannot be run, or a wrong argument; 4 a run failed; 70 an error in titan_moe; 130 interrupted: the
-same command goes on.
+Exit codes: 1 a place is named that differs, or that only one run has; 0 identical bits; 3 other
+bits, and nothing beyond rounding; 2 cannot be run, or a wrong argument; 4 a run failed; 70 an error
+in titan_moe; 130 interrupted: the same command goes on.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> Answer:
     lines += [f"{role} ran {words}" for role, words in code.items()]
     if not findings:
         return Answer(data, lines)
-    return Answer(data, lines, 1 if any(each.named for each in findings) else 3)
+    return Answer(data, lines, 1 if any(each.named or each.uncompared for each in findings) else 3)
 
 
 COMMAND = Command(run, add_arguments, overrides=True, resumable=True, failed=4)

@@ -24,7 +24,7 @@ from titan_moe.verify.compare.verdict import first_other_bits, on_steps
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.difference import BOUNDS
 from titan_moe.verify.localize.finding import Finding
-from titan_moe.verify.localize.localize import locate
+from titan_moe.verify.localize.localize import locate, uncompared
 
 _KEY = "debug.capture_step"
 
@@ -38,6 +38,8 @@ class StepFinding:
     """None: nothing differs there beyond rounding."""
     replayed: Finding | None = None
     """After a changed choice at a tie: with the baseline's routing."""
+    uncompared: Sequence[str] = ()
+    """Lines about places that one run lacks."""
 
     @property
     def named(self) -> bool:
@@ -48,13 +50,14 @@ class StepFinding:
     def lines(self) -> list[str]:
         """For a person."""
         if self.finding is None:
-            return [f"step {self.step}: nothing differs beyond rounding"]
+            where = " where both runs have a place" if self.uncompared else ""
+            return [f"step {self.step}: nothing differs beyond rounding{where}", *self.uncompared]
         lines = [f"step {self.step}:", *self.finding.lines()]
         if self.finding.is_tie:
             lines.append(f"step {self.step}, with the baseline's routing:")
             nothing = ["nothing differs beyond rounding"]
             lines += nothing if self.replayed is None else self.replayed.lines()
-        return lines
+        return [*lines, *self.uncompared]
 
 
 def bisect(
@@ -143,13 +146,13 @@ class Bisection(Runner):
         candidate = self._captured(self.plan.candidate, f"step-{step}/candidate", step, *start)
         baseline = _read(before)
         controls = self._controls(step, start)
-        finding = locate(baseline, candidate, controls)
+        finding, alone = locate(baseline, candidate, controls), uncompared(baseline, candidate)
         if finding is None or not finding.is_tie:
-            return StepFinding(step, finding)
+            return StepFinding(step, finding, uncompared=alone)
         words = (*start, *self._replay(step))
         name = f"step-{step}/candidate-replayed"
         candidate = self._captured(self.plan.candidate, name, step, *words)
-        return StepFinding(step, finding, locate(baseline, candidate, controls))
+        return StepFinding(step, finding, locate(baseline, candidate, controls), alone)
 
     def _baseline(self, step: int) -> RunRecord:
         """From the first step to this one, with a checkpoint before it."""

@@ -1,5 +1,6 @@
 """Tensors against their reference, and what a wrong ratio of norms says about the mistake."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -51,6 +52,11 @@ class TensorDifference(NamedTuple):
         shown = f"step {self.step}, rank {self.rank}: {self.quantity} {self.name}".rstrip()
         cause = fingerprint(self.ratio, axes)
         return f"{shown}: off by {self.error:.1e}, norm {self.ratio:.6g} of the reference's{cause}"
+
+
+def worst(errors: Iterable[float]) -> float:
+    """Returns the largest error. NaN is infinite, and so is a comparison of nothing."""
+    return max((math.inf if math.isnan(each) else each for each in errors), default=math.inf)
 
 
 def by_cause(difference: TensorDifference) -> tuple[int, int, float]:

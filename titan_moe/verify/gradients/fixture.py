@@ -5,6 +5,7 @@ An easy configuration proves nothing: `easy` lists what would make this one easy
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,21 @@ from titan_moe.verify.gradients.reference import (
 NUM_STEPS = 2
 RATES = (1.0, 0.5)
 """Each step's factor on the peak learning rate."""
+OWN_KEYS: Mapping[str, Mapping[str, Any]] = {
+    "training": {"max_norm": 0.5},
+    "optimizer": {"weight_decay": 0.1},
+    "moe": {
+        "bias_update_speed": 0.05,
+        "sequence_aux_loss_weight": 1e-2,
+        "global_aux_loss_weight": 1e-2,
+        "z_loss_weight": 1e-3,
+        "row_alignment": 16,
+    },
+    "model": {"converters": []},
+    "debug": {"moe_force_load_balance": False},
+}
+"""What the proof trains with where the configuration has a value with which a mistake could pass.
+max_norm is below the norm of the first gradients."""
 
 
 @dataclass

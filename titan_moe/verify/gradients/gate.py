@@ -12,11 +12,12 @@ import torch
 from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
+from titan_moe.distributed.policies import resolve_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.testing.ranks import RankError, run_on_ranks
 from titan_moe.verify.gradients.compare import TOLERANCES, TensorDifference, by_cause
-from titan_moe.verify.gradients.fixture import Fixture, at_depth, easy, make_fixture
+from titan_moe.verify.gradients.fixture import OWN_KEYS, Fixture, at_depth, easy, make_fixture
 from titan_moe.verify.gradients.reference import IGNORED
 from titan_moe.verify.gradients.worker import RankReport, Task, own_batches, verify_on_rank
 from titan_moe.verify.layouts.layouts import AXES, Layout, apply_layout, depth, num_rows
@@ -34,7 +35,7 @@ class Result:
     layout: str
     dtype: str
     status: str
-    """"passed", "failed" or "refused" (by the configuration's own checks)."""
+    """"passed", "failed", or "refused": the model has no such layout, or proves nothing."""
     seconds: float = 0.0
     num_compared: int = 0
     num_wrong: int = 0
@@ -57,7 +58,8 @@ class Gate:
     """One family's gate.
 
     Args:
-        job: the configuration; its degrees, options and batch sizes are replaced by each layout's.
+        job: the configuration; its degrees, options and batch sizes are replaced by each layout's,
+            and what would let a mistake pass by OWN_KEYS.
         folder: where references are kept for the ranks to read.
     """
 
@@ -76,6 +78,16 @@ class Gate:
             raise ConfigError([f"optimizer.name={optimizer}: the gate knows AdamW and Muon"])
         return config
 
+    @cached_property
+    def own_tables(self) -> dict[str, dict[str, Any]]:
+        """Values of OWN_KEYS, by table and key, where the configuration's would hide a mistake."""
+        job = self.job
+        tables: dict[str, Any] = {**dict(job), "moe": resolve_model(self.config, job).moe}
+        return {
+            name: {k: v for k, v in keys.items() if not _serves(k, getattr(tables[name], k), v)}
+            for name, keys in OWN_KEYS.items()
+        }
+
     def refusal(self, layout: Layout) -> str:
         """Why the configuration's checks refuse a layout; nothing if they do not."""
         job, config = self._setting(layout, "float64")
@@ -90,17 +102,21 @@ class Gate:
             return result
         job, config = self._setting(layout, dtype)
         path, fixture = self._fixture(layout)
-        problems = easy(fixture, job, config) + _easy_layout(fixture, job, layout)
-        if not problems:
+        problems: list[str] = []
+        unfit = easy(fixture, job, config) + _easy_layout(fixture, job, layout)
+        if not unfit:
             task = Task(job, config, layout, path, TOLERANCES[dtype])
             try:
                 reports = run_on_ranks(verify_on_rank, layout.world_size, task)
                 problems = _problems(result, layout, reports)
-                problems = problems or _unpoisoned(reports, layout, config)
+                unfit = _unpoisoned(reports, layout, config)
             except RankError as error:
                 problems, result.traceback = [_headline(str(error))], str(error)
-        result.lines = [f"{layout}: {line}" for line in problems]
-        result.status = "failed" if problems else "passed"
+        if not problems and unfit:
+            result.lines = [f"{layout}: this model proves nothing: {line}" for line in unfit]
+        else:
+            result.lines = [f"{layout}: {line}" for line in problems]
+            result.status = "failed" if problems else "passed"
         result.seconds = round(time.perf_counter() - started, 2)
         return result
 
@@ -109,7 +125,8 @@ class Gate:
             "training": {"dtype": dtype, "mixed_precision_param": "float32"},
             "optimizer": {"eps": _EPS},
         }
-        return apply_layout(self.job, layout, tables), at_depth(self.config, depth(layout))
+        own = {name: keys | tables.get(name, {}) for name, keys in self.own_tables.items()}
+        return apply_layout(self.job, layout, own), at_depth(self.config, depth(layout))
 
     def _fixture(self, layout: Layout) -> tuple[Path, Fixture]:
         key = depth(layout), num_rows(layout)
@@ -120,6 +137,13 @@ class Gate:
             torch.save(fixture, path)
             self._fixtures[key] = path, fixture
         return self._fixtures[key]
+
+
+def _serves(key: str, value: Any, own: Any) -> bool:
+    """Whether a mistake would show with the configuration's value as well as with the proof's."""
+    if key == "max_norm":
+        return value <= own
+    return value == own or (isinstance(own, float) and value > 0)
 
 
 def _problems(result: Result, layout: Layout, reports: list[RankReport]) -> list[str]:

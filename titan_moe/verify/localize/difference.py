@@ -80,7 +80,8 @@ def differences(
             if bound and place in other.places:
                 error = _compare(ours, other.places[place], weak, bound).error
                 factor = _OF_NUMBERS if ours.keys_are == "numbers" else _CONTROL_FACTOR
-                bound = max(bound, factor * error)
+                if np.isfinite(error):  # A control run with NaN does not make NaN right.
+                    bound = max(bound, factor * error)
         theirs = candidate.places.get(place)
         if theirs is None:
             if place.phase == "backward":

@@ -58,7 +58,7 @@ class Finding:
     def lines(self) -> list[str]:
         """For a person: the first place and by how much; what is equal before it, what follows."""
         first = self.difference
-        lines = [f"first difference: {place_line(first)}"]
+        lines = [f"first difference: {place_line(first.place)}"]
         if self.tokens:
             lines.append(f"  tokens   {self.tokens}")
         if self.experts:
@@ -98,9 +98,8 @@ class Finding:
         if self.later:
             lines.append("  then:")
             for each in self.later[:_MOST_LATER]:
-                lines.append(
-                    f"    {place_line(each)}: off by {each.off_by:.1e}, ratio {each.ratio:.6g}"
-                )
+                by = f"off by {each.off_by:.1e}, ratio {each.ratio:.6g}"
+                lines.append(f"    {place_line(each.place)}: {by}")
             if (rest := len(self.later) - _MOST_LATER) > 0:
                 lines.append(f"    and {rest} more")
         return lines
@@ -140,9 +139,9 @@ def _ranges(numbers: Sequence[int], word: str = "position") -> str:
     return f"{word}{'s' * (len(numbers) > 1)} {shown}" if word else shown
 
 
-def place_line(difference: PlaceDifference) -> str:
+def place_line(place: Place) -> str:
     """A place in words: module, tensor and direction."""
-    phase, module, tensor = difference.place
+    phase, module, tensor = place
     where = f"{module}, {tensor}" if module else tensor
     if phase == "backward":
         where = f"{module}, gradient of its {tensor}"

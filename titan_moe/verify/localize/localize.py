@@ -16,7 +16,9 @@ from titan_moe.debug.capture.records import PHASES
 from titan_moe.verify.gradients.compare import fingerprint
 from titan_moe.verify.localize.capture_reader import Capture, Ints
 from titan_moe.verify.localize.difference import PlaceDifference, differences, norms_of
-from titan_moe.verify.localize.finding import Finding, experts_line, tokens_line
+from titan_moe.verify.localize.finding import Finding, experts_line, place_line, tokens_line
+
+_MOST_SHOWN = 5
 
 
 def locate(
@@ -50,6 +52,30 @@ def locate(
     if first.place.tensor == "choice":
         finding = _choices(finding, baseline, candidate, found)
     return finding
+
+
+def uncompared(baseline: Capture, candidate: Capture) -> list[str]:
+    """Returns a line for each run that has places which the other one lacks, and one if the runs
+    share no place.
+
+    A gradient that only the baseline has is a difference, and a recomputation is compared with the
+    forward of its own run: neither is counted.
+    """
+    lines = []
+    for name, ours, theirs in (
+        ("baseline", baseline, candidate),
+        ("candidate", candidate, baseline),
+    ):
+        skipped = ("recompute", "backward") if name == "baseline" else ("recompute",)
+        only = [p for p in ours.places if p not in theirs.places and p.phase not in skipped]
+        if only:
+            shown = "; ".join(map(place_line, only[:_MOST_SHOWN]))
+            more = f"; and {len(only) - _MOST_SHOWN} more" if len(only) > _MOST_SHOWN else ""
+            count = f"{len(only)} of its {len(ours.places)} places"
+            lines.append(f"not compared: {count} only the {name} has: {shown}{more}")
+    if not baseline.places.keys() & candidate.places.keys():
+        lines.append("not compared: the runs have no place in common")
+    return lines
 
 
 def _axes(baseline: Mapping[str, int], candidate: Mapping[str, int]) -> dict[str, int]:

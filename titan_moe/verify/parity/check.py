@@ -23,6 +23,7 @@ from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
 from titan_moe.ops.attention import choose_core
+from titan_moe.verify.gradients.compare import worst
 from titan_moe.verify.parity.cases import ParityCase
 from titan_moe.verify.parity.export import exported_logits
 from titan_moe.verify.parity.margins import watch_margins
@@ -55,12 +56,14 @@ class ParityResult:
     @property
     def worst_gradient(self) -> tuple[float, str]:
         """The largest difference and whose it is."""
-        return max((value, name) for name, value in self.gradients.items())
+        errors = ((worst([value]), name) for name, value in self.gradients.items())
+        return max(errors, default=(worst([]), ""))
 
     @property
     def worst(self) -> float:
         """The largest of all differences."""
-        return max(self.logits, self.worst_gradient[0], self.losses, self.exported or 0.0)
+        exported = [] if self.exported is None else [self.exported]
+        return worst([self.logits, self.worst_gradient[0], self.losses, *exported])
 
 
 @dataclass
@@ -85,7 +88,7 @@ def compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
     whose routing has no near-ties."""
     for attempt in range(20):
         difference = _compare(case, seed + 1000 * attempt, dtype)
-        if difference.margin > SMALLEST_MARGIN:
+        if not difference.margin <= SMALLEST_MARGIN:  # NaN shows in the logits.
             return difference
     raise AssertionError(f"{case}: no seed without near-ties in the routing")
 
@@ -102,9 +105,9 @@ def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
     ours = _our_side(model, found.config, rows)
     assert theirs.gradients.keys() == ours.gradients.keys()
     return ParityResult(
-        logits=max(map(distance, ours.logits, theirs.logits)),
+        logits=worst(distance(a, b) for a, b in zip(ours.logits, theirs.logits, strict=True)),
         gradients=_gradient_distances(ours.gradients, theirs.gradients, case),
-        losses=max(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True)),
+        losses=worst(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True)),
         exported=_export_distance(model, found, rows) if dtype == torch.float32 else None,
         margin=min(margins, default=float("inf")),
     )
@@ -242,7 +245,7 @@ def _gradient_distances(
     """By name; of a gradient that is zero but for rounding, relative to the largest one."""
     largest = max(gradient.norm().item() for gradient in theirs.values())
     return {
-        name: max(ours[name].norm().item(), gradient.norm().item()) / largest
+        name: worst([ours[name].norm().item(), gradient.norm().item()]) / largest
         if name in case.zero_gradients
         else distance(ours[name], gradient)
         for name, gradient in theirs.items()
@@ -250,8 +253,8 @@ def _gradient_distances(
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """The norm of their difference, relative to theirs."""
+    """The norm of their difference, relative to theirs; infinite where either has NaN."""
     assert ours.shape == theirs.shape
     norm = theirs.double().norm().item()
     difference = (ours.double() - theirs.double()).norm().item()
-    return difference / norm if norm else difference
+    return worst([difference / norm if norm else difference])

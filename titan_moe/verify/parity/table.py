@@ -7,6 +7,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
+from titan_moe.verify.gradients.compare import worst
 from titan_moe.verify.parity.cases import ParityCase, cases
 from titan_moe.verify.parity.check import BOUNDS, ParityResult, compare
 
@@ -29,12 +30,11 @@ def compare_all(name: str, num_seeds: int) -> Found:
 
 
 def exceeds_a_bound(found: Found) -> bool:
-    """Whether any difference is larger than its type allows."""
+    """Whether any difference is larger than its type allows, or a case was compared in nothing."""
     return any(
-        each.worst > BOUNDS[dtype]
+        not worst(each.worst for each in differences) <= BOUNDS[dtype]
         for by_type in found.values()
         for dtype, differences in by_type.items()
-        for each in differences
     )
 
 
@@ -53,14 +53,14 @@ def markdown(found: Found, num_seeds: int) -> str:
 
 
 def _cells(differences: list[ParityResult], bound: float) -> list[str]:
-    worst = [
-        max(each.logits for each in differences),
-        max(each.worst_gradient[0] for each in differences),
-        max(each.losses for each in differences),
+    cells = [
+        worst(each.logits for each in differences),
+        worst(each.worst_gradient[0] for each in differences),
+        worst(each.losses for each in differences),
     ]
     exported = [each.exported for each in differences if each.exported is not None]
-    worst += [max(exported)] if exported else []
-    return [f"{value:.1e}" if value <= bound else f"**{value:.1e}**" for value in worst]
+    cells += [worst(exported)] if exported else []
+    return [f"{value:.1e}" if value <= bound else f"**{value:.1e}**" for value in cells]
 
 
 def records(found: Found) -> list[dict[str, Any]]:

@@ -1,15 +1,19 @@
 """Captures made by hand: what is put together, what is named, and what is left to rounding."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from titan_moe.cli.main import main
 from titan_moe.config.errors import ConfigError
 from titan_moe.debug.capture.records import NUMBERS, TENSOR, TOKENS, Place, Records
 from titan_moe.debug.capture.sketch import sketch_box, sketch_rows
+from titan_moe.verify.compare import bisect as bisection
+from titan_moe.verify.compare.bisect import StepFinding
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
-from titan_moe.verify.localize.localize import locate
+from titan_moe.verify.localize.localize import locate, uncompared
 
 ROWS, LENGTH, WIDTH = [11, 12], 6, 5
 OUTPUT = Place("forward", "layers.0.attention.wo", "output")
@@ -132,6 +136,48 @@ def test_what_is_no_number_is_found(baseline: Capture, tmp_path: Path):
     finding = locate(baseline, write(tmp_path / "two", [broken]))
     assert finding is not None and finding.place == NEXT
     assert finding.tokens == "row 0 (0000000b): position 3"
+
+
+@pytest.mark.parametrize("name", ["output", "weight", "loss"])
+def test_a_control_run_of_nan_makes_no_nan_right(name: str, baseline: Capture, tmp_path: Path):
+    broken = values()
+    broken[name].flatten()[0] = torch.nan
+    control = write(tmp_path / "control", [broken])
+    assert locate(baseline, write(tmp_path / "same", [values()]), [control]) is None
+    finding = locate(baseline, write(tmp_path / "two", [broken]), [control])
+    assert finding is not None and finding.place.tensor in (name, f"gradient of {name}")
+
+
+def without(capture: Capture, *places: Place) -> Capture:
+    return replace(capture, places={p: t for p, t in capture.places.items() if p not in places})
+
+
+def test_places_of_one_run_are_named_with_their_number(baseline: Capture):
+    assert uncompared(baseline, baseline) == []
+    (line,) = uncompared(baseline, without(baseline, OUTPUT, GRADIENT))
+    assert line.startswith("not compared: 2 of its 6 places only the baseline has: ")
+    assert "layers.0.attention.wo, output (forward)" in line and "norm, gradient of weight" in line
+    (line,) = uncompared(without(baseline, SCORES), baseline)
+    assert line.startswith("not compared: 1 of its 6 places only the candidate has: ")
+    assert "layers.0.moe.router, scores (forward)" in line
+
+
+def test_captures_without_a_common_place_are_not_called_equal(baseline: Capture):
+    nothing = replace(baseline, places={})
+    assert uncompared(nothing, nothing) == ["not compared: the runs have no place in common"]
+    assert "no place in common" in uncompared(baseline, nothing)[-1]
+
+
+def test_only_what_was_compared_is_said_to_be_equal(
+    baseline: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    found = StepFinding(7, None, uncompared=uncompared(baseline, without(baseline, NEXT)))
+    monkeypatch.setattr(bisection, "bisect", lambda *_: [found])
+    words = ["verify", "localize", "--out", str(tmp_path), "--config", "configs/debug/compare.toml"]
+    assert main([*words, "--candidate", "ranks=1"]) == 1
+    said = capsys.readouterr().out
+    assert "step 7: nothing differs beyond rounding where both runs have a place" in said
+    assert "not compared: 1 of its 6 places only the baseline has: layers.0, output" in said
 
 
 @pytest.mark.parametrize(("margin", "is_tie"), [(1e-12, True), (0.5, False)])

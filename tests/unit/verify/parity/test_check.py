@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from tests.support.tiers import split
+from titan_moe.cli.main import main
 from titan_moe.models.config import ModelConfig
+from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel
 from titan_moe.verify.parity import check as parity
 from titan_moe.verify.parity.cases import ParityCase, cases
-from titan_moe.verify.parity.check import BOUNDS, compare
+from titan_moe.verify.parity.check import BOUNDS, ParityResult, compare
 from titan_moe.verify.parity.oracle import Oracle, computing_in
+from titan_moe.verify.parity.table import exceeds_a_bound
 
 _CASES = {str(case): case for case in cases()}
 _TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in BOUNDS}
@@ -127,3 +130,37 @@ def test_a_wrong_dimension_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(parity, "model_of", wrong)
     assert compare(_CASES[name], 0, torch.float64).worst > 1e-4
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "layers.1.moe.router.gate.weight"])
+def test_a_model_of_nan_does_not_agree(name: str, monkeypatch: pytest.MonkeyPatch, capsys):
+    right = parity.load_folder
+
+    def wrong(model: Decoder, *more: object) -> None:
+        right(model, *more)
+        torch.nn.init.constant_(model.get_parameter(name), torch.nan)
+
+    monkeypatch.setattr(parity, "load_folder", wrong)
+    assert main(["verify", "parity", "--only", "mixtral: plain", "--seeds", "1"]) == 1
+    assert "| mixtral | plain | **inf** | **inf** | **inf** | **inf** |" in capsys.readouterr().out
+
+
+_GOOD = ParityResult(logits=0.0, gradients={"w": 0.0}, losses=0.0, exported=None, margin=1.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradients": {}},
+        {"gradients": {"v": 0.0, "w": torch.nan}},
+        {"gradients": {"v": torch.nan, "w": 0.0}},
+        {"logits": torch.nan},
+        {"losses": torch.nan},
+        {"exported": torch.nan},
+    ],
+)
+def test_nan_and_no_gradient_exceed_every_bound(changes: dict[str, object]):
+    case = _CASES["mixtral: plain"]
+    assert not exceeds_a_bound({case: {torch.float64: [_GOOD, _GOOD]}})
+    for results in ([replace(_GOOD, **changes), _GOOD], [_GOOD, replace(_GOOD, **changes)], []):
+        assert exceeds_a_bound({case: {torch.float64: results}})

@@ -1,0 +1,79 @@
+"""verify gradients on a user's own configuration: what it sets for itself, and what it refuses."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from titan_moe.cli.main import main
+from titan_moe.config.job_config import JobConfig
+from titan_moe.verify.gradients import gate
+from titan_moe.verify.gradients.compare import TensorDifference
+from titan_moe.verify.gradients.fixture import NUM_STEPS, make_rows
+from titan_moe.verify.gradients.worker import RankReport, Task
+
+OWN = [
+    "--config",
+    "configs/debug/compare.toml",
+    "--model.name",
+    "mixtral",
+    "--model.flavor",
+    "gate",
+]
+UNFIT = [
+    *("--training.max_norm", "inf", "--optimizer.weight_decay", "0", "--moe.z_loss_weight", "0"),
+    *("--moe.row_alignment", "1", "--debug.moe_force_load_balance", "true"),
+]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+    """Tasks that ranks were given; the ranks report equal tensors."""
+    given: list[Task] = []
+
+    def run(_, world_size: int, task: Task) -> list[RankReport]:
+        given.append(task)
+        equal = TensorDifference(NUM_STEPS, 0, "gradient", "norm.weight", 1e-15, 1.0)
+        return [RankReport(equal, num_compared=9, tails=1, paddings=1)] * world_size
+
+    def fixture(job: JobConfig, _, num_rows: int) -> SimpleNamespace:
+        return SimpleNamespace(batches=[make_rows(num_rows, job.training.seq_len, 9, seed=1)])
+
+    monkeypatch.setattr(gate, "run_on_ranks", run)
+    monkeypatch.setattr(gate, "make_fixture", fixture)
+    monkeypatch.setattr(gate, "easy", lambda *_: [])
+    return given
+
+
+def verify(folder: Path, *words: str) -> int:
+    return main(["verify", "gradients", *words, "--out", str(folder)])
+
+
+def test_an_own_configuration_gets_what_the_proof_needs(ranks: list[Task], tmp_path: Path, capsys):
+    assert verify(tmp_path, *OWN, *UNFIT, "--layouts", "dp_shard=2") == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("for the proof: ")]
+    for word in ("training.max_norm=0.5", "optimizer.weight_decay=0.1", "moe.row_alignment=16"):
+        assert word in line
+    assert "debug.moe_force_load_balance=False" in line and "moe.z_loss_weight=0.001" in line
+    (task,) = ranks
+    assert task.job.training.max_norm == 0.5 and task.job.moe.z_loss_weight == 1e-3
+    assert json.loads((tmp_path / "results.json").read_text())["own_keys"]
+
+
+def test_a_model_that_proves_nothing_is_no_failed_layout(
+    ranks: list[Task], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gate, "easy", lambda *_: ["both steps route alike"])
+    assert verify(tmp_path, *OWN, "--layouts", "dp_shard=2") == 2
+    said = "".join(capsys.readouterr())
+    assert "this model proves nothing: both steps route alike" in said
+    assert "0 of 1 pass" in said and "worst error" not in said and not ranks
+
+
+def test_an_illegal_layout_ends_before_anything_is_started(
+    ranks: list[Task], tmp_path: Path, capsys
+):
+    assert verify(tmp_path, *OWN, "--layouts", "dp_shard=2", "ep=16,dp_shard=16") == 2
+    said = capsys.readouterr()
+    assert "must divide num_experts" in said.err and "pass" not in said.out and not ranks
