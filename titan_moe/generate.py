@@ -1,6 +1,7 @@
 """Continue a text with a model: plain decoding on one process, to read what it has learned."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from titan_moe.config.errors import ConfigError
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.models.decoder import Decoder
+from titan_moe.ops.cached_attention import CachedCore
 from titan_moe.runtime.launch import run_as_command
 
 
@@ -55,28 +57,49 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer, *, bos: bool, vocab_size: int)
     return ids
 
 
+class Reader:
+    """Logits of a text that is given part by part, for a model whose parameters lie in one process.
+
+    A copy of the model's modules with its own parameters: its layers keep keys and values.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = deepcopy(model, {id(p): p for p in model.parameters()}).eval()
+        self._model.core = CachedCore(None)
+        for block in self._model.blocks().values():
+            block.attention.core = CachedCore(block.local)
+        self._length = 0
+
+    @torch.no_grad()
+    def __call__(self, tokens_BS: Tensor) -> Tensor:
+        """Logits [B, S, V] of the next tokens of each row."""
+        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) + self._length
+        self._length += tokens_BS.shape[1]
+        return self._model(tokens_BS, positions_BS=positions_S.expand_as(tokens_BS))
+
+
 def decode(
     model: Decoder, ids: list[int], sampling: Sampling, tokenizer: Tokenizer
 ) -> Iterator[int]:
-    """New tokens, up to the end of the text.
+    """New tokens, up to the end of the text; each is yielded as soon as it is chosen.
 
-    The whole text is computed anew for each token, at a price that grows with its square: a cache
-    of keys and values would be a second form of each kind of attention, for reading a few lines.
+    A text that fills the model's max_seq_len goes on from its second half.
     """
-    device = next(model.parameters()).device
+    device, longest = next(model.parameters()).device, model.config.max_seq_len
     generator = torch.Generator(device).manual_seed(sampling.seed)
-    tokens_1S = torch.tensor([ids], device=device)
+    ids, reader = ids[-longest:], Reader(model)
+    new = ids
     for _ in range(sampling.max_new_tokens):
-        tokens_1S = tokens_1S[:, -model.config.max_seq_len :]
-        positions_1S = torch.arange(tokens_1S.shape[1], device=device)[None]
-        with torch.no_grad():
-            logits_V = model(tokens_1S, torch.zeros_like(tokens_1S), positions_1S)[0, -1].float()
+        if len(ids) > longest:
+            new = ids = ids[-max(longest // 2, 1) :]
+            reader = Reader(model)
+        logits_V = reader(torch.tensor([new], device=device))[0, -1].float()
         # The model's vocabulary may be padded to be divisible.
         token = _choose(logits_V[: tokenizer.vocab_size], sampling, generator)
         if token == tokenizer.eos_id:
             return
         yield token
-        tokens_1S = torch.cat([tokens_1S, tokens_1S.new_tensor([[token]])], dim=1)
+        new, ids = [token], [*ids, token]
 
 
 def _choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

@@ -37,6 +37,7 @@ from titan_moe.distributed.policies import (
     sharding_policy,
     stored_dtype,
     warn_of_slow_experts,
+    warn_of_unbalanced_experts,
 )
 from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy, apply_tensor_parallel
@@ -123,8 +124,6 @@ def build_sharded_model(
     those of another layout of the same world, used again.
     """
     check_hardware(job.model.converters, job.quantize, device)
-    if config.moe is not None:
-        warn_of_slow_experts(compute_dtype(job), device)
 
     # 1. The two views of the world.
     timeout = backend_timeout(job.comm.init_timeout_seconds)
@@ -138,6 +137,9 @@ def build_sharded_model(
 
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job, device.type)
+    if config.moe is not None:
+        warn_of_slow_experts(compute_dtype(job), device)
+        warn_of_unbalanced_experts(config.moe)
     laid_out = lay_out(job, config, meshes, device, ranks_per_node)
     parts, partial_over_tp, names, stages, accumulation = laid_out
 

@@ -145,6 +145,15 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
+def warn_of_unbalanced_experts(moe: MoEConfig) -> None:
+    """Say so, once, where no rule and no loss keeps the experts' load even."""
+    if not moe.is_balanced and dist.get_rank() == 0:
+        logger.warning(
+            "nothing balances the experts: moe.bias_update_speed and the weights of both balance "
+            "losses are 0, and none is taken from a config.json; set one of them"
+        )
+
+
 def warn_of_slow_experts(dtype: torch.dtype, device: torch.device) -> None:
     """Say so, once, where a GPU multiplies expert after expert in this type."""
     if device.type != "cuda" or dist.get_rank() != 0:

@@ -111,8 +111,8 @@ class Decoder(nn.Module):
     def forward(
         self,
         tokens_BS: Tensor,
-        documents_BS: Tensor,
-        positions_BS: Tensor,
+        documents_BS: Tensor | None = None,
+        positions_BS: Tensor | None = None,
         labels_BS: Tensor | None = None,
         ahead_tokens_BKS: Tensor | None = None,
         ahead_labels_BKS: Tensor | None = None,
@@ -124,14 +124,20 @@ class Decoder(nn.Module):
 
         Args:
             tokens_BS: token ids.
-            documents_BS: which document of its row each token belongs to, counted from 0.
-            positions_BS: each token's position in its row.
+            documents_BS: which document of its row each token belongs to, counted from 0;
+                None: each row is one document.
+            positions_BS: each token's position in its row; None: 0, 1, 2, ...
             labels_BS: the next token of each; IGNORE_INDEX where there is no target.
             ahead_tokens_BKS: what multi-token prediction trains on: the tokens 1, 2, ..., K
                 positions on. Ignored in evaluation.
             ahead_labels_BKS: their labels.
             bounds: of the documents, for an attention core that wants them from the host.
         """
+        if documents_BS is None:
+            documents_BS = torch.zeros_like(tokens_BS)
+        if positions_BS is None:
+            row_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+            positions_BS = row_S.expand_as(tokens_BS)
         hidden = self.hidden(tokens_BS, documents_BS, positions_BS, ahead_tokens_BKS, bounds)
         if labels_BS is None or len(hidden) == 1:
             return self.output(hidden[0], labels_BS)

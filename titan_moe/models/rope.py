@@ -47,6 +47,7 @@ class Rope(nn.Module):
 
 def rotate(x_BSHC: Tensor, rotation: Rotation, pairing: str) -> Tensor:
     """Rotate pairs of channels by their position's angle; computes in the rotation's type."""
+    assert pairing in ("halves", "neighbours"), pairing
     cos, sin = rotation.cos_BSC[:, :, None], rotation.sin_BSC[:, :, None]
     x = x_BSHC.to(cos.dtype)
     if pairing == "halves":

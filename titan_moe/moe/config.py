@@ -43,6 +43,12 @@ class MoEConfig:
     z_loss_weight: float = 0.0
     force_load_balance: bool = False
 
+    @property
+    def is_balanced(self) -> bool:
+        """Whether anything keeps the experts' load even."""
+        losses = self.sequence_aux_loss_weight or self.global_aux_loss_weight
+        return bool(self.bias_update_speed or losses or self.force_load_balance)
+
 
 def places_reached(top_k: int, places: int) -> float:
     """On how many of P places, ranks or nodes, a token's K experts are on average, drawn at random:

@@ -27,6 +27,8 @@ from titan_moe.ops.grouped_mm import (
     grouped_mm_grad_weights,
 )
 
+_SCALES_INPUTS = {"outputs": False, "inputs": True}
+
 
 class ExpertWeights(NamedTuple):
     """What runs on the rows: w1, w3 [E, F, D], w2 [E, D, F], b1, b3 [E, F] and b2 [E, D]."""
@@ -124,7 +126,7 @@ class Experts(nn.Module):
         self.compute: Compute = partial(
             expert_outputs,
             activation=config.activation,
-            scale_inputs=config.weights_scale == "inputs",
+            scale_inputs=_SCALES_INPUTS[config.weights_scale],
             joint=config.joint_gate_up,
         )
 

@@ -1,6 +1,6 @@
 """The router: scores, the selection of experts, their gating weights, and the routing bias."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,9 +18,23 @@ class Scores(NamedTuple):
 
     logits_TE: Tensor
     scores_TE: Tensor
-    """softmax or sigmoid of the logits."""
+    """By the model's function of the logits: `SCORES`."""
     shares_TE: Tensor
     """The scores normalised over experts, as the balance losses want them."""
+
+
+def _softmax(logits_TE: Tensor) -> Scores:
+    scores_TE = logits_TE.softmax(-1)
+    return Scores(logits_TE, scores_TE, scores_TE)
+
+
+def _sigmoid(logits_TE: Tensor) -> Scores:
+    scores_TE = logits_TE.sigmoid()
+    return Scores(logits_TE, scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True))
+
+
+SCORES: Mapping[str, Callable[[Tensor], Scores]] = {"softmax": _softmax, "sigmoid": _sigmoid}
+"""What `MoEConfig.score` names."""
 
 
 class Router(nn.Module):
@@ -39,6 +53,7 @@ class Router(nn.Module):
     def __init__(self, dim: int, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
+        self.score = SCORES[config.score]
         self.gate = nn.Linear(dim, config.num_experts, bias=config.router_bias)
         num_experts = config.num_experts
         self.register_buffer("expert_bias", torch.empty(num_experts, dtype=torch.float32))
@@ -57,12 +72,7 @@ class Router(nn.Module):
         self.balance_loss.zero_()
 
     def forward(self, x_TD: Tensor) -> Scores:
-        logits_TE = self._logits(x_TD)
-        if self.config.score == "softmax":
-            scores_TE = logits_TE.softmax(-1)
-            return Scores(logits_TE, scores_TE, scores_TE)
-        scores_TE = logits_TE.sigmoid()
-        return Scores(logits_TE, scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True))
+        return self.score(self._logits(x_TD))
 
     def _logits(self, x_TD: Tensor) -> Tensor:
         dtype, weight_ED = torch.promote_types(x_TD.dtype, torch.float32), self.gate.weight

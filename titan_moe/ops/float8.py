@@ -159,6 +159,7 @@ def _scaled_grouped_mm(recipe: str) -> Callable[..., Tensor]:
             )
 
             return _to_fp8_blockwise_then_scaled_grouped_mm
+        assert recipe == "rowwise", recipe
         from torchao.prototype.moe_training.fp8_grouped_mm import (
             _to_fp8_rowwise_then_scaled_grouped_mm,
         )

@@ -9,6 +9,7 @@ from titan_moe.ops.gated import CLAMP_LIMIT, CLAMP_SLOPE, halves
 _TILE = 2048
 """Elements of a program's tile: 16 for each thread, of gate, up and gradient at once."""
 _MAX_COLUMNS = 512
+_CLAMPED = {"swiglu": False, "clamped_swiglu": True}
 
 
 def gated_rows(gate_up: tuple[Tensor, ...], weights_R1: Tensor | None, activation: str) -> Tensor:
@@ -29,7 +30,7 @@ def gated_rows(gate_up: tuple[Tensor, ...], weights_R1: Tensor | None, activatio
             STRIDE=gate_up[0].shape[1],
             UP=_first_of_up(gate_up),
             HAS_WEIGHTS=weights_R1 is not None,
-            CLAMPED=activation == "clamped_swiglu",
+            CLAMPED=_CLAMPED[activation],
             LIMIT=CLAMP_LIMIT,
             SLOPE=CLAMP_SLOPE,
             ROWS=rows,
@@ -62,7 +63,7 @@ def gated_rows_backward(
             STRIDE=gate_up[0].shape[1],
             UP=_first_of_up(gate_up),
             HAS_WEIGHTS=weights_R1 is not None,
-            CLAMPED=activation == "clamped_swiglu",
+            CLAMPED=_CLAMPED[activation],
             LIMIT=CLAMP_LIMIT,
             SLOPE=CLAMP_SLOPE,
             ROWS=rows,

@@ -25,5 +25,6 @@ def mean_seen(local: LocalAttention | None, seq_len: int) -> float:
     size = min(local.size, seq_len)
     if local.kind == "window":
         return (size * (size + 1) / 2 + (seq_len - size) * size) / seq_len
+    assert local.kind == "chunk", local.kind
     pieces, rest = divmod(seq_len, size)
     return (pieces * size * (size + 1) / 2 + rest * (rest + 1) / 2) / seq_len

@@ -66,6 +66,7 @@ def pieces_of_rows(
         per_row += (seq_len - 1) // local.size
         longest = min(longest, local.size)
     elif local is not None:
+        assert local.kind == "window", local.kind
         window = local.size
     # A row's piece of each token, so of each piece the first token; S for those that it lacks.
     piece_BS = begins_BS.cumsum(1)

@@ -30,6 +30,9 @@ def build_optimizer(
     is left out. Parameters may be DTensors of different meshes, but no longer on the meta device.
     An implementation of "fused" becomes "foreach" on devices that torch has no fused kernel for.
     `joined_group`: as Muon's.
+
+    The routing bias has no gradient and is no parameter: `train_step.TrainStep` moves it before
+    each step, and a loop of one's own calls `moe.router.update_routers`.
     """
     trainable = [(name, param) for name, param in named_parameters if param.requires_grad]
     members: dict[str, list[nn.Parameter]] = {MATRICES: [], "decay": [], "no_decay": []}

@@ -1,8 +1,11 @@
 """Balance losses and the bias update against their published formulas, written as loops."""
 
+import pytest
 import torch
 
+from titan_moe.distributed import policies
 from titan_moe.moe import balance
+from titan_moe.moe.config import MoEConfig
 
 
 def test_sequence_loss_is_the_papers_times_the_tokens_of_each_sequence():
@@ -58,3 +61,20 @@ def test_attached_loss_gets_gradient_one_and_is_counted_once_in_the_backward():
 def test_counts_per_row_with_experts_nobody_chose():
     experts_BN = torch.tensor([[0, 3, 3, 3], [2, 2, 0, 1]])
     assert balance.counts_per_row(experts_BN, 5).tolist() == [[1, 0, 0, 3, 0], [1, 1, 2, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("given", "warns"),
+    [
+        ({}, True),
+        ({"z_loss_weight": 0.1}, True),
+        ({"bias_update_speed": 0.1}, False),
+        ({"global_aux_loss_weight": 0.1}, False),
+        ({"sequence_aux_loss_weight": 0.1}, False),
+    ],
+)
+def test_experts_that_nothing_balances_get_one_line(given, warns, caplog, monkeypatch):
+    monkeypatch.setattr(policies.dist, "get_rank", lambda: 0)
+    config = MoEConfig(num_experts=4, top_k=1, hidden_dim=4, **given)
+    policies.warn_of_unbalanced_experts(config)
+    assert [m.startswith("nothing balances") for m in caplog.messages] == [True] * warns

@@ -5,8 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from titan_moe.models.deepseek_v3 import hf
+from titan_moe.models.registry import model_config
+from titan_moe.models.rope import Rotation, rotate
 from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
+from titan_moe.ops.local_attention import LocalAttention, mean_seen
+from titan_moe.ops.varlen_attention import DocumentBounds, pieces_of_rows
 
 CONFIG = MoEConfig(num_experts=8, top_k=3, hidden_dim=4)
 
@@ -26,6 +32,24 @@ def test_scores_are_float32_at_least_and_shares_sum_to_one(score: str):
     torch.testing.assert_close(scores.shares_TE.sum(-1), torch.ones(5))
     expected = getattr(torch, score)(scores.logits_TE, *([-1] if score == "softmax" else []))
     assert torch.equal(scores.scores_TE, expected)
+
+
+def test_an_unknown_word_is_no_other_computation():
+    with pytest.raises(KeyError, match="third"):
+        Router(16, replace(CONFIG, score="third"))
+    with pytest.raises(KeyError, match="third"):
+        MoE(16, replace(CONFIG, weights_scale="third"), None)
+    with pytest.raises(AssertionError, match="third"):
+        rotate(torch.zeros(1, 2, 1, 4), Rotation(*torch.zeros(3, 1, 2, 2)), "third")
+    far = LocalAttention("third", 4, 0)
+    with pytest.raises(AssertionError, match="third"):
+        mean_seen(far, 8)
+    with pytest.raises(AssertionError, match="third"):
+        pieces_of_rows(torch.zeros(1, 8, dtype=torch.int64), far, DocumentBounds(1, 8))
+    config = model_config("deepseek_v3", "debugmodel")
+    for form in (hf.keys, hf.to_hf):
+        with pytest.raises(KeyError, match="third"):
+            form(replace(config, moe=replace(config.moe, score="third")))
 
 
 def test_bias_enters_the_choice_but_not_the_weights():

@@ -27,6 +27,7 @@ from titan_moe.models.hf_family import (
 from titan_moe.moe.config import MoEConfig
 
 _FAMILY = "deepseek_v3"
+_IS_V3 = {"sigmoid": True, "softmax": False}
 MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "kimi_k2")
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 COPIES: HFCopies = {
@@ -95,7 +96,7 @@ def _experts(settings: Settings) -> MoEConfig:
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     attention, moe = attention_of(config, MLAConfig, _FAMILY), config.moe
-    sigmoid = moe is None or moe.score == "sigmoid"
+    sigmoid = moe is None or _IS_V3[moe.score]
     settings: dict[str, Any] = {
         "architectures": ["DeepseekV3ForCausalLM" if sigmoid else "DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
@@ -125,7 +126,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _experts_to_hf(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    sigmoid = moe.score == "sigmoid"
+    sigmoid = _IS_V3[moe.score]
     by_groups = "noaux_tc" if sigmoid else "group_limited_greedy"
     return {
         "first_k_dense_replace": config.num_dense_layers,
@@ -187,7 +188,7 @@ def keys(config: ModelConfig) -> HFKeys:
     block: dict[str, tuple[HFWeight, ...]] = {**BLOCK_NORMS, **FEED_FORWARD, **EXPERTS}
     block |= _under("attention.", "self_attn.", names)
     block |= _under("moe.shared_experts.", "mlp.shared_experts.", _SHARED_EXPERTS)
-    if config.moe is not None and config.moe.score == "sigmoid":
+    if config.moe is not None and _IS_V3[config.moe.score]:
         block["moe.router.expert_bias"] = (HFWeight("mlp.gate.e_score_correction_bias"),)
     found = {**EMBEDDINGS, **in_layers(block)}
     if config.num_mtp_layers:

@@ -290,12 +290,19 @@ def cross_entropy_sum(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
     return (logits_SV.logsumexp(-1) - logits_SV[range(len(kept)), labels_S[kept]]).sum()
 
 
+def _affinities(logits_TE: Tensor, config: MoEConfig) -> Tensor:
+    """The positive score of each expert: arXiv 2401.06066, equation 5, or 2412.19437, 15."""
+    if config.score == "softmax":
+        return logits_TE.softmax(-1)
+    if config.score == "sigmoid":
+        return logits_TE.sigmoid()
+    raise NotImplementedError(f"the reference has no router score {config.score!r}")
+
+
 def chosen_experts(logits_TE: Tensor, router: Router) -> Tensor:
     """The top k by score plus bias, of the best groups where groups limit the choice."""
     config = router.config
-    scores_TE = logits_TE.detach()
-    scores_TE = scores_TE.sigmoid() if config.score == "sigmoid" else scores_TE.softmax(-1)
-    scores_TE = scores_TE + router.expert_bias
+    scores_TE = _affinities(logits_TE.detach(), config) + router.expert_bias
     if config.num_groups > 1:
         by_group = scores_TE.view(len(scores_TE), config.num_groups, -1)
         strength = by_group.sort(-1, descending=True).values[..., : config.group_score_top].sum(-1)
@@ -313,11 +320,8 @@ def balance_loss(
     of the step before. z: arXiv 2202.08906, equation 5.
     """
     num_tokens, num_experts = logits_SE.shape
-    if config.score == "sigmoid":
-        affinity_SE = logits_SE.sigmoid()
-        share_SE = affinity_SE / affinity_SE.sum(-1, keepdim=True)
-    else:
-        share_SE = logits_SE.softmax(-1)
+    affinity_SE = _affinities(logits_SE, config)
+    share_SE = affinity_SE / affinity_SE.sum(-1, keepdim=True)
     frequency_E = num_experts * chosen_E.to(share_SE.dtype) / (config.top_k * num_tokens)
     mean_share_E = share_SE.mean(0)
     sequence = (frequency_E * mean_share_E).sum() * num_tokens

@@ -40,6 +40,12 @@ def test_cross_entropy():
     assert reference.cross_entropy_sum(logits, none) == 0
 
 
+def test_the_reference_refuses_a_score_that_it_has_not():
+    config = MoEConfig(num_experts=4, top_k=1, hidden_dim=4, score="third")
+    with pytest.raises(NotImplementedError, match="no router score 'third'"):
+        reference.balance_loss(torch.zeros(2, 4), torch.ones(4), torch.ones(4), config)
+
+
 @pytest.mark.parametrize("score", ["sigmoid", "softmax"])
 @pytest.mark.parametrize("groups", [(1, 1, 1), (4, 2, 2), (4, 1, 1)])
 def test_choice_and_balance_losses(score, groups):
