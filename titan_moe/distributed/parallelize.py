@@ -128,10 +128,7 @@ def build_sharded_model(
     # 1. The two views of the world.
     timeout = backend_timeout(job.comm.init_timeout_seconds)
     if groups is None:
-        groups = ProcessGroups(
-            device if job.comm.init_communicators_eagerly else None,
-            split=job.comm.split_communicators and device.type == "cuda",
-        )
+        groups = _new_groups(job, device)
     dims = parallel_dims(job.parallelism, world_size)
     meshes = dims.build_mesh(device.type, timeout=timeout, groups=groups)
 
@@ -169,6 +166,13 @@ def build_sharded_model(
         counts_targets=_counts_targets(meshes),
         accumulation=accumulation,
         stops_on_overflow=job.parallelism.expert_parallel_overflow == "stop",
+    )
+
+
+def _new_groups(job: JobConfig, device: torch.device) -> ProcessGroups:
+    return ProcessGroups(
+        device if job.comm.init_communicators_eagerly else None,
+        split=job.comm.split_communicators and device.type == "cuda",
     )
 
 
