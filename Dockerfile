@@ -25,7 +25,7 @@ ENV PATH=/home/trainer/venv/bin:$PATH PYTHONUNBUFFERED=1
 COPY --chown=trainer pyproject.toml README.md LICENSE ./
 RUN python -m venv /home/trainer/venv \
     && mkdir titan_moe && touch titan_moe/__init__.py \
-    && pip install --no-cache-dir --editable '.[float8]'
+    && pip install --no-cache-dir --editable .
 
 COPY --chown=trainer . .
 

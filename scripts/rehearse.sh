@@ -22,7 +22,7 @@ if [[ ! -e $venv/finished ]]; then
     # leaves a folder "build" where it builds.
     copy=$(mktemp -d)
     cp -r "$repo"/{pyproject.toml,README.md,LICENSE,titan_moe} "$copy"
-    "$venv/bin/pip" install --quiet "${copy}[float8]"
+    "$venv/bin/pip" install --quiet "$copy"
     "$venv/bin/pip" uninstall --quiet --yes titan_moe
     rm -rf "$copy"
     touch "$venv/finished"

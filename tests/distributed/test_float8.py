@@ -12,8 +12,6 @@ from tests.support.tiny import global_batch, make_job, tiny
 from titan_moe.config.job_config import JobConfig
 from titan_moe.testing.ranks import run_on_ranks
 
-pytest.importorskip("torchao")
-
 ROWS = 8
 FLOAT8 = ["quantize.linear.float8", "quantize.grouped_mm.float8"]
 

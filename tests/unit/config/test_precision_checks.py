@@ -1,8 +1,4 @@
-"""What float8 needs: a package, units, types, sizes."""
-
-import importlib.util
-
-import pytest
+"""What float8 needs: units, types, sizes."""
 
 from tests.support.config_checks import problems
 
@@ -20,12 +16,6 @@ def test_float8_units_want_bfloat16_and_whole_rows() -> None:
 def test_float8_experts_want_experts() -> None:
     (line,) = problems(_EMULATED, moe=False)
     assert "grouped_mm.float8: deepseek_v3 debugmodel has no experts; leave it out" in line
-
-
-def test_float8_without_torchao_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (line,) = problems(_EMULATED)
-    assert "needs torchao, which is not installed: pip install '.[float8]'" in line
 
 
 _MX = '--model.converters ["quantize.grouped_mm.mx"]'

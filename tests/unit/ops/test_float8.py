@@ -9,8 +9,6 @@ from torch import Tensor
 from titan_moe.ops.blockscaled import rounded_blocks, rounded_mx, rounded_squares
 from titan_moe.ops.float8 import float8_grouped_mm, float8_linear, rounded
 
-pytest.importorskip("torchao")
-
 LARGEST = 448.0  # Of e4m3: 4 bits of exponent, 3 of mantissa.
 GRID = sorted(
     {0.0}

@@ -1,7 +1,5 @@
 """Types, and products in low precision: what they go with, and what they need."""
 
-import importlib.util
-
 from titan_moe.config.checks.run import Check, Run
 
 
@@ -21,11 +19,6 @@ def _float8(run: Run) -> list[str]:
     if not named:
         return []
     lines = []
-    if importlib.util.find_spec("torchao") is None:
-        lines.append(
-            "model.converters: float8 needs torchao, which is not installed: "
-            "pip install '.[float8]', or leave it out"
-        )
     units = not job.quantize.linear.float8.emulate
     if units and not run.num_gpus:
         lines.append(
