@@ -103,6 +103,7 @@ class TrainData:
                 stage.training.global_batch_size for _, stage in stage_jobs(self._job)
             ),
             permutation=job.debug.permute_rows,
+            validation=job.validation,
             **place,
         )
         self.validation: ValidationLoader | None = None

@@ -240,7 +240,7 @@ class Training(Section):
     dataset: str = "stdlib"
     """'stdlib' (the Python sources on this machine), 'synthetic', 'json', 'parquet', 'text',
     'tokens' (a folder made by titan-moe tokenize), 'c4', 'c4_validation', 'c4_test' (a folder of
-    torchtitan's repository), or a Hugging Face dataset name.
+    torchtitan's repository), or a Hugging Face dataset name (owner/name:configuration@revision).
     A document is a file of stdlib, a record of json and parquet, a paragraph of text."""
     dataset_path: str | None = None
     """File, folder or glob for json, parquet, text and tokens; a local copy for Hugging Face
@@ -605,7 +605,8 @@ class Validation(Section):
     enable: bool = False
     """Measure the validation loss."""
     dataset: str | None = None
-    """As training.dataset; left out: the held-out documents of the training data."""
+    """As training.dataset; left out: one document in 64 of the training data, which is then not
+    trained on."""
     dataset_path: str | None = None
     """As training.dataset_path."""
     text_column: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,11 @@ class _Named:
     @property
     def name(self) -> str:
         return f"{self.key}dataset={self.dataset!r}"
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The same for two names of one source."""
+        return self.dataset, os.path.realpath(os.path.expanduser(self.dataset_path or ""))
 
 
 def check_data(training: Training, validation: Validation, tokenizer_path: str) -> list[str]:
@@ -74,25 +80,27 @@ def build_reader(
     global_batch_size: int,
     largest_batch_size: int = 0,
     permutation: int = 0,
+    validation: Validation | None = None,
 ) -> StepReader:
     """The reader of data rank `rank` of `num_ranks`, which owns a contiguous range of the global
     batch's sequences: as they come, or in the order that the seed `permutation` gives them.
-    `largest_batch_size`: that of any training stage.
+    `largest_batch_size`: that of any training stage. Leaves out what `validation` holds out.
 
     ConfigError when a source is missing, unreadable or has fewer documents than sequences.
     """
     sequences = _local_sequences(global_batch_size, rank, num_ranks, permutation)
     how: dict[str, Any] = {
-        "split": Split.TRAIN,
+        "shuffle": True,
         "seed": seed,
         "sequences": sequences,
         "global_batch_size": global_batch_size,
         "repeat": training.repeat_dataset,
         "max_bad_documents": training.max_bad_documents,
     }
+    named = _training_splits(training, validation)
     parts = [
-        BlendSource(_open_order(source, tokenizer, **how), source.weight)
-        for source in _training_sources(training)
+        BlendSource(_open_order(source, tokenizer, split=split, **how), source.weight)
+        for source, split in named
     ]
     size = max(global_batch_size, largest_batch_size)
     for part in parts:
@@ -109,12 +117,11 @@ def build_reader(
         )
         for index in sequences
     ]
-    sources = " + ".join(f"{part.weight:g} x {part.order.fingerprint}" for part in parts)
     return StepReader(
         streams,
         parts,
         identity=Identity(
-            fingerprint=f"{sources} as {tokenizer.fingerprint}",
+            fingerprint=_fingerprint(parts, [split for _, split in named], tokenizer),
             seed=seed,
             global_batch_size=global_batch_size,
             seq_len=training.seq_len,
@@ -123,6 +130,17 @@ def build_reader(
         local_batch_size=training.local_batch_size,
         max_bad_documents=training.max_bad_documents,
     )
+
+
+def _fingerprint(
+    parts: Sequence[BlendSource], splits: Sequence[Split], tokenizer: Tokenizer
+) -> str:
+    """Names tokenizer, sources and weights. A source that nothing is held out of is `whole`."""
+    sources = " + ".join(
+        f"{part.weight:g} x {part.order.fingerprint}{':whole' * (split is Split.ALL)}"
+        for part, split in zip(parts, splits, strict=True)
+    )
+    return f"{sources} as {tokenizer.fingerprint}"
 
 
 def source_names(training: Training) -> list[str]:
@@ -156,14 +174,14 @@ def build_validation(
     """
     if endless := _endless_validation(validation, training):
         raise ConfigError(endless)
-    trained_on = {(source.dataset, source.dataset_path) for source in _training_sources(training)}
+    shared = _shared_places(validation, training)
     parts = []
     for source in _validation_sources(validation, training):
-        held_out = (source.dataset, source.dataset_path) in trained_on
         order = _open_order(
             source,
             tokenizer,
-            split=Split.HELD_OUT if held_out else Split.ALL,
+            split=Split.HELD_OUT if source.place in shared else Split.ALL,
+            shuffle=False,
             seed=seed,
             sequences=range(1),
             global_batch_size=1,
@@ -207,11 +225,30 @@ def _training_sources(training: Training) -> list[_Named]:
     ]
 
 
+def _training_splits(
+    training: Training, validation: Validation | None
+) -> list[tuple[_Named, Split]]:
+    """Each source, and whether validation takes held-out documents of it."""
+    shared: set[tuple[str, str]] = set()
+    if validation is not None and validation.enable:
+        shared = _shared_places(validation, training)
+    return [
+        (source, Split.TRAIN if source.place in shared else Split.ALL)
+        for source in _training_sources(training)
+    ]
+
+
 def _validation_sources(validation: Validation, training: Training) -> list[_Named]:
     if validation.dataset is None:
         return _training_sources(training)
     column = validation.text_column or training.text_column
     return [_Named("validation.", validation.dataset, validation.dataset_path, column, 1.0)]
+
+
+def _shared_places(validation: Validation, training: Training) -> set[tuple[str, str]]:
+    """Sources that training and validation divide between them."""
+    trained_on = {source.place for source in _training_sources(training)}
+    return trained_on & {source.place for source in _validation_sources(validation, training)}
 
 
 def _endless_validation(validation: Validation, training: Training) -> list[str]:
@@ -233,6 +270,7 @@ def _open_order(
     tokenizer: Tokenizer,
     *,
     split: Split,
+    shuffle: bool,
     seed: int,
     sequences: Sequence[int],
     global_batch_size: int,
@@ -253,8 +291,8 @@ def _open_order(
         left_out = opened.left_out
         if line := refusal(source.name, left_out, seen=size, size=size, most=max_bad_documents):
             raise ConfigError([line])
-        shuffle = seed if split is Split.TRAIN else None
-        return CorpusOrder(source.name, opened, split=split, seed=shuffle, repeat=repeat)
+        drawn = seed if shuffle else None
+        return CorpusOrder(source.name, opened, split=split, seed=drawn, repeat=repeat)
     return StreamOrder(
         source.name,
         opened,

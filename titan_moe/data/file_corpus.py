@@ -17,6 +17,7 @@ from titan_moe.data.documents import Document
 from titan_moe.data.file_rows import (
     NOT_UTF8,
     Places,
+    broken_line,
     convert_lines,
     overlong_record,
     text_of_line,
@@ -135,7 +136,8 @@ class FileCorpus:
                 ) from None
             lines = convert_lines(files, column) if dataset == "json" else None
             if lines is None:
-                line = f"{prefix} cannot be read as {dataset}: {reason_of(error)}"
+                why = (dataset == "json" and broken_line(files)) or reason_of(error)
+                line = f"{prefix} cannot be read as {dataset}: {why}"
                 raise ConfigError([line]) from None
             self._texts = lines.column("text")
             self._problems = _named(lines.column("problem"))

@@ -174,7 +174,8 @@ def _lines(files: list[Path], column: str) -> Iterator[tuple[str | None, str]]:
 
 
 class Places:
-    """File and row of each document, in words; rows are counted from 1."""
+    """File and line of each JSON record, or file and row of another document, in words; both are
+    counted from 1, and blank lines are lines."""
 
     def __init__(self, dataset: str, files: Sequence[Path]) -> None:
         """dataset: json, parquet or text."""
@@ -182,38 +183,58 @@ class Places:
         self._files = files
 
     def __getitem__(self, index: int) -> str:
+        number = index + 1
+        for path, (count, blank_lines) in zip(self._files, self._rows, strict=False):
+            if number <= count:
+                for line in blank_lines:
+                    number += line <= number
+                return f"{path}, {'line' if self._dataset == 'json' else 'row'} {number:,}"
+            number -= count
         if len(self._files) == 1:
             return f"{self._files[0]}, row {index + 1:,}"
-        rows_left = index
-        for path, count in zip(self._files, self._rows, strict=False):
-            if rows_left < count:
-                return f"{path}, row {rows_left + 1:,}"
-            rows_left -= count
         return f"row {index + 1:,} of the {len(self._files)} files taken together"
 
     @cached_property
-    def _rows(self) -> list[int]:
-        """Rows by file; [] where they cannot be counted quickly."""
+    def _rows(self) -> list[tuple[int, list[int]]]:
+        """Rows and blank lines by file; [] where they cannot be counted quickly."""
         if self._dataset == "parquet":
             import pyarrow.parquet
 
-            return [pyarrow.parquet.read_metadata(path).num_rows for path in self._files]
+            return [(pyarrow.parquet.read_metadata(path).num_rows, []) for path in self._files]
         if sum(path.stat().st_size for path in self._files) > _MOST_COUNTED:
             return []
         counts = [_count_json_lines(path) for path in self._files]
         if self._dataset != "json" or None in counts:
             return []
-        return cast(list[int], counts)
+        return cast(list[tuple[int, list[int]]], counts)
 
 
-def _count_json_lines(path: Path) -> int | None:
-    """None for a file that is one JSON array."""
+def _count_json_lines(path: Path) -> tuple[int, list[int]] | None:
+    """Records, and the numbers of blank lines; None for a file that is one JSON array."""
+    blank: list[int] = []
+    number = 0
     with opened(path) as file:
-        lines = (line for line in file if line.strip())
-        first = next(lines, b"")
-        if first.lstrip().startswith(b"["):
-            return None
-        return bool(first) + sum(1 for _ in lines)
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                blank.append(number)
+            elif len(blank) == number - 1 and line.lstrip().startswith(b"["):
+                return None
+    return number - len(blank), blank
+
+
+def broken_line(files: Sequence[Path]) -> str:
+    """Names the first line that is no JSON object, counted from 1; empty where the files are no
+    JSON lines, or no line is at fault."""
+    with suppress(Exception):  # Each format raises its own: reading them as data says why.
+        for path in files:
+            with opened(path) as file:
+                for number, line in enumerate(file, 1):
+                    try:
+                        if line.strip():
+                            text_of_line(line, "")
+                    except ValueError as error:
+                        return "" if number == 1 else f"line {number:,} of {path}: {error}"
+    return ""
 
 
 def opened(path: Path) -> IO[bytes]:

@@ -31,10 +31,12 @@ class HubStream:
     def __init__(
         self, dataset: str, dataset_path: str | None, *, text_column: str = "text", key: str
     ) -> None:
-        """`dataset`: `c4`, `owner/name` or `owner/name:configuration`. ConfigError if not found."""
-        repository, configuration, split = _ALIASES.get(dataset, (dataset, "", "train"))
-        if dataset not in _ALIASES:
-            repository, _, configuration = dataset.partition(":")
+        """`dataset`: `c4`, `owner/name` or `owner/name:configuration`, and `@revision` if it is not
+        the latest. ConfigError if not found."""
+        name, _, revision = dataset.partition("@")
+        repository, configuration, split = _ALIASES.get(name, (name, "", "train"))
+        if name not in _ALIASES:
+            repository, _, configuration = name.partition(":")
         if dataset_path is not None and not Path(dataset_path).expanduser().exists():
             raise ConfigError([f"{key}dataset_path={dataset_path!r} does not exist"])
         self._name, self._path = dataset, dataset_path
@@ -44,7 +46,11 @@ class HubStream:
         datasets = import_quietly()
         try:
             if dataset_path is None:
-                builder = datasets.load_dataset_builder(repository, configuration or None)
+                builder = datasets.load_dataset_builder(
+                    repository, configuration or None, revision=revision or None
+                )
+                # The commit that the names in the builder lead to, whatever is pushed later.
+                self.fingerprint += f":revision={builder.hash}"
             else:
                 builder = datasets.load_dataset_builder(str(Path(dataset_path).expanduser()))
             if builder.name == "json":

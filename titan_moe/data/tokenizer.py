@@ -22,6 +22,7 @@ _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_LLAMA3_RANKS = 128_000
 _LLAMA3_SPECIAL = [
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -102,13 +103,25 @@ class ByteTokenizer:
 
 
 class TiktokenTokenizer:
-    """A BPE file in Llama 3's layout: a base64 token and its rank on each line."""
+    """A BPE file in Llama 3's layout: a base64 token and its rank on each line.
+
+    The file holds neither the split rule nor the special tokens: both are Llama 3's. A file with
+    more ranks than Llama 3's is refused. A smaller one may be the user's own.
+    """
 
     def __init__(self, path: Path) -> None:
         import tiktoken
 
         content = _read(path)
         ranks = _parse_ranks(path, content)
+        if len(ranks) > _LLAMA3_RANKS:
+            raise ConfigError(
+                [
+                    f"model.tokenizer_path={str(path)!r} has {len(ranks):,} ranks, not Llama 3's "
+                    f"{_LLAMA3_RANKS:,} or fewer: another model's file (Llama 4 has 200,000) "
+                    "splits text in another way; name the folder of that model's tokenizer.json"
+                ]
+            )
         special = {name: len(ranks) + number for number, name in enumerate(_LLAMA3_SPECIAL)}
         self._encoding = tiktoken.Encoding(
             name=path.name, pat_str=_LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=special

@@ -273,3 +273,20 @@ def test_a_key_that_the_optimizer_does_not_read_is_refused(monkeypatch: pytest.M
         "optimizer.state_dtype=bfloat16 has no effect with optimizer.name=Adam",
     ]
     assert said[0].endswith("leave it out, or choose AdamW or Muon")
+
+
+_BLEND = '--training.blend [{"dataset":"stdlib"}]'
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ("--validation.dataset_path held.jsonl", "validation.dataset_path='held.jsonl'"),
+        ("--validation.text_column body", "validation.text_column='body'"),
+        (_BLEND + " --training.dataset synthetic", "training.dataset='synthetic'"),
+        (_BLEND + " --training.dataset_path a", "training.dataset_path='a'"),
+    ],
+)
+def test_a_key_of_data_that_is_not_read_is_refused(overrides: str, key: str) -> None:
+    (line,) = problems(overrides)
+    assert line.startswith(f"{key} is not read ")

@@ -64,7 +64,23 @@ def test_each_kind_is_named_with_its_file_and_row(tmp_path, monkeypatch, kind, s
     assert [document.content for document in found] == [*GOOD[:3], *GOOD[:7], "", *GOOD[8:]]
     assert [document.name for document in found if document.problem] == ["json/10"]
     assert found[10].problem.startswith(problem)
-    assert found[10].problem.endswith(f"({tmp_path}/b.json, row 8)")
+    assert found[10].problem.endswith(f"({tmp_path}/b.json, line 8)")
+
+
+def test_lines_are_counted_from_1_with_blank_ones(tmp_path):
+    """As an editor counts them."""
+    path = tmp_path / "a.json"
+    path.write_text('\n{"text": "x"}\n\n{"text": "y"}\n \n{"text": null}\n')
+    corpus = FileCorpus("json", str(path), key="training.")
+    assert corpus[2].problem == f"has no text ({path}, line 6)"
+
+
+@pytest.mark.parametrize("small", [16 << 20, 0])
+def test_a_line_that_is_no_json_is_named_by_its_number(tmp_path, monkeypatch, small):
+    monkeypatch.setattr(file_corpus, "_SMALL", small)
+    path = write_bad(tmp_path / "a.json", GOOD, {30: b'{"text": "x"'})
+    with pytest.raises(ConfigError, match=rf"cannot be read as json: line 31 of {path}: "):
+        FileCorpus("json", path, key="training.")
 
 
 def test_an_empty_text_is_a_text(tmp_path):
@@ -86,7 +102,7 @@ def test_rows_of_parquet_compressed_and_array_files(tmp_path):
         packed = tmp_path / f"a.json{ending}"
         packed.write_bytes(compress(50 * b'{"text": "x"}\n\n'))
         corpus = FileCorpus("json", str(tmp_path), key="training.")
-        assert corpus[50].problem == f"has no text ({tmp_path}/b.json, row 1)"
+        assert corpus[50].problem == f"has no text ({tmp_path}/b.json, line 1)"
         packed.unlink()
     (tmp_path / "a.json").write_text('[{"text": "x"},\n{"text": "y"}]')
     corpus = FileCorpus("json", str(tmp_path), key="training.")
@@ -137,7 +153,7 @@ def test_what_shows_at_once_is_refused_before_the_first_step(tmp_path):
     assert line == (
         f"training.dataset_path='{path}': 2 of 40 documents have no text that can be read, more "
         "than training.max_bad_documents=0.01 allows; the first: json/3 has no text "
-        f"({path}, row 4). Mend or remove them, name the column of the text with "
+        f"({path}, line 4). Mend or remove them, name the column of the text with "
         "training.text_column, or raise training.max_bad_documents"
     )
     build_reader(training(path, max_bad_documents=0.05), TOKENIZER, **PLACE)
@@ -157,7 +173,9 @@ def test_what_shows_in_reading_is_refused_there(tmp_path, monkeypatch, dataset):
     line = str(caught.value)
     assert line.startswith("step ") and f"training.dataset='{dataset}': 11 of " in line
     assert "training.max_bad_documents=0.01" in line and "\n" not in line
-    assert "a.json, row " in line if dataset == "json" else "c4/" in line and "(file 1, row" in line
+    assert (
+        "a.json, line " in line if dataset == "json" else "c4/" in line and "(file 1, row" in line
+    )
     loader.close()
 
 
@@ -263,7 +281,7 @@ def test_validation_refuses_and_reports(tmp_path, caplog, monkeypatch):
 
     with pytest.raises(RunError, match=r"validation: .*'json': 1 of 40 .* json/3 is not UTF-8"):
         read(0.02)
-    assert read(0.03) and "1 documents have no text" in caplog.text and "row 4" in caplog.text
+    assert read(0.03) and "1 documents have no text" in caplog.text and "line 4" in caplog.text
 
 
 def test_tokenize_counts_across_a_kill_and_refuses(tmp_path, monkeypatch):
@@ -284,7 +302,7 @@ def test_tokenize_counts_across_a_kill_and_refuses(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write(progress=killed)
     manifest, bad = write()
-    assert manifest.documents == 1500 and bad.number == 3 and "row 6" in bad.first
+    assert manifest.documents == 1500 and bad.number == 3 and "line 6" in bad.first
     keys = {"shard_tokens": 20_000, "progress": lambda d, t: None, "max_bad_documents": 0.001}
     corpus = FileCorpus("json", path, key="training.")
     with pytest.raises(RunError, match=r"2 of 768 documents .*max_bad_documents=0.001"):

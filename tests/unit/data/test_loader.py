@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.support.documents import random_texts, slow_rows, write_jsonl
-from titan_moe.config.job_config import Dataset, Training
+from titan_moe.config.job_config import Dataset, Training, Validation
 from titan_moe.data.build import build_loader
 from titan_moe.data.builtin import StdlibCorpus
 from titan_moe.data.document_order import CorpusOrder, Split
@@ -15,6 +15,8 @@ from titan_moe.data.stream_order import StreamOrder
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.errors import RunError
 
+# What follows is compared with the order of a run that holds documents out.
+HELD_OUT = Validation(enable=True)
 TOKENIZER = load_tokenizer("bytes")
 ROWS = 8
 
@@ -26,7 +28,13 @@ def training(**keys):
 def loaders(section, num_ranks, *, seed=3, rows=ROWS):
     return [
         build_loader(
-            section, TOKENIZER, seed=seed, rank=rank, num_ranks=num_ranks, global_batch_size=rows
+            section,
+            TOKENIZER,
+            validation=HELD_OUT,
+            seed=seed,
+            rank=rank,
+            num_ranks=num_ranks,
+            global_batch_size=rows,
         )
         for rank in range(num_ranks)
     ]

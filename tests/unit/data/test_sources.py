@@ -260,3 +260,25 @@ def test_epochs_have_orders_of_their_own():
     assert len({tuple(epoch) for epoch in epochs}) == 3
     # A jump back finds the same again.
     assert order.document(5).content == epochs[0][5]
+
+
+def test_the_revision_of_a_hub_dataset_is_in_its_fingerprint(tmp_path, monkeypatch):
+    """The hub is a stub: a local copy's builder that has a commit for its hash."""
+    import datasets
+
+    write_jsonl(tmp_path / "hub" / "a.json", ["one", "two"])
+    local = datasets.load_dataset_builder
+    asked = []
+
+    def load_dataset_builder(repository, configuration, revision):
+        asked.append((repository, configuration, revision))
+        builder = local(str(tmp_path / "hub"))
+        builder.hash = revision or "c0ffee"
+        return builder
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    latest = HubStream("owner/name:part", None, key="training.")
+    assert latest.fingerprint == "hub:owner/name:part:revision=c0ffee"
+    pinned = HubStream("c4@badf00d", None, key="training.")
+    assert pinned.fingerprint == "hub:c4@badf00d:revision=badf00d"
+    assert asked == [("owner/name", "part", None), ("allenai/c4", "en", "badf00d")]

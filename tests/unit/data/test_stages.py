@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.documents import random_texts, write_jsonl
-from titan_moe.config.job_config import Dataset, Training
+from titan_moe.config.job_config import Dataset, Training, Validation
 from titan_moe.data.build import build_loader
 from titan_moe.data.documents import is_held_out, mix
 from titan_moe.data.file_corpus import FileCorpus
@@ -18,6 +18,8 @@ from titan_moe.data.stream_order import StreamOrder
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.errors import RunError
 
+# What follows is compared with the order of a run that holds documents out.
+HELD_OUT = Validation(enable=True)
 TOKENIZER = load_tokenizer("bytes")
 SEED = 3
 
@@ -68,6 +70,7 @@ def build(stage, parts):
         build_loader(
             section,
             TOKENIZER,
+            validation=HELD_OUT,
             seed=SEED,
             rank=rank,
             num_ranks=stage.ranks,

@@ -15,7 +15,7 @@ from scripts.campaign.verdict import refused
 from tests.support.documents import write_jsonl
 from tests.support.streams import read, slow_sequences
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import Training
+from titan_moe.config.job_config import Training, Validation
 from titan_moe.data.build import build_loader
 from titan_moe.data.document_order import Split
 from titan_moe.data.hub import HubStream
@@ -24,6 +24,8 @@ from titan_moe.data.stream_order import StreamOrder, count_partitions
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.runtime.errors import RunError
 
+# What follows is compared with the order of a run that holds documents out.
+HELD_OUT = Validation(enable=True)
 TOKENIZER = load_tokenizer("bytes")
 
 
@@ -42,7 +44,13 @@ def loaders(hub, ranks, *, batch=8, repeat=True):
     )
     return [
         build_loader(
-            section, TOKENIZER, seed=3, rank=rank, num_ranks=ranks, global_batch_size=batch
+            section,
+            TOKENIZER,
+            validation=HELD_OUT,
+            seed=3,
+            rank=rank,
+            num_ranks=ranks,
+            global_batch_size=batch,
         )
         for rank in range(ranks)
     ]

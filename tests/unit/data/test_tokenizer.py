@@ -43,6 +43,15 @@ def test_tiktoken_file_is_read_anew_after_a_change(tmp_path):
     assert before.fingerprint != after.fingerprint and after.vocab_size == 256 + 1 + 256
 
 
+def test_tiktoken_file_of_another_model_is_refused(tmp_path):
+    """Llama 4's file has 200,000 ranks, Kimi K2's 163,584: other splits, other special tokens."""
+    merges = tuple(number.to_bytes(3, "big") for number in range(200_000 - 256))
+    path = write_bpe(tmp_path / "tokenizer.model", merges=merges)
+    with pytest.raises(ConfigError, match="has 200,000 ranks, not Llama 3's") as caught:
+        load_tokenizer(path)
+    assert "name the folder of that model's tokenizer.json" in caught.value.lines[0]
+
+
 def write_folder(folder, config):
     import tokenizers
 

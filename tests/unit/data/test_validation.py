@@ -9,6 +9,7 @@ from titan_moe.config.job_config import Dataset, Training, Validation
 from titan_moe.data.build import build_loader, build_validation
 from titan_moe.data.packing import IGNORE_INDEX
 from titan_moe.data.tokenizer import load_tokenizer
+from titan_moe.runtime.errors import RunError
 
 TOKENIZER = load_tokenizer("bytes")
 
@@ -62,15 +63,47 @@ def test_held_out_documents_are_whole_and_never_trained_on(training):
     validated = {name for batch in build(training)[0] for row in batch.samples for name in row}
     assert len(validated) == 640 // 64
     section = training.model_copy(update={"repeat_dataset": True})
-    loader = build_loader(section, TOKENIZER, seed=0, rank=0, num_ranks=1, global_batch_size=4)
-    trained = set()
-    while len(trained) < 630:
-        trained |= {name for batch in loader.next_step() for row in batch.samples for name in row}
-    assert not trained & validated
+    assert not trained_documents(section, Validation(enable=True), 630) & validated
     targets = sum(int((batch.labels_BS != IGNORE_INDEX).sum()) for batch in build(training)[0])
     corpus = random_texts(640)
     lengths = [len(corpus[int(name.removeprefix("json/"))].encode()) for name in validated]
     assert targets == sum(lengths)  # Each document predicts its tokens but the first, and EOS.
+
+
+def trained_documents(training, validation, number):
+    """The names of so many different documents that a run trains on."""
+    place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 4}
+    loader = build_loader(training, TOKENIZER, validation=validation, **place)
+    names = set()
+    for _ in range(2000):
+        names |= {name for batch in loader.next_step() for row in batch.samples for name in row}
+        if len(names) >= number:
+            break
+    loader.close()
+    return names
+
+
+@pytest.mark.parametrize("own_data", [False, True])
+def test_all_documents_are_trained_on_where_none_validates(training, tmp_path, own_data):
+    section = training.model_copy(update={"repeat_dataset": True})
+    path = write_jsonl(tmp_path / "v.jsonl", ["x" * 30] * 5)
+    own = {"dataset": "json", "dataset_path": path}
+    validation = Validation(enable=own_data, **(own if own_data else {}))
+    assert len(trained_documents(section, validation, 640)) == 640
+
+
+def test_a_position_is_refused_where_documents_were_held_out_and_now_are_not(training):
+    place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 4}
+    with_validation = Validation(enable=True)
+    state = build_loader(training, TOKENIZER, validation=with_validation, **place).state_dict()
+    build_loader(training, TOKENIZER, validation=with_validation, **place).load_state_dict(state)
+    with pytest.raises(RunError, match="taken with fingerprint="):
+        build_loader(training, TOKENIZER, **place).load_state_dict(state)
+
+
+def test_another_spelling_of_the_training_path_means_its_held_out_part(training, tmp_path):
+    again = {"dataset": "json", "dataset_path": f"{tmp_path}/./a.jsonl"}
+    assert rows_in_order(build(training, **again)) == rows_in_order(build(training))
 
 
 def test_a_dataset_of_its_own_is_taken_whole(training, tmp_path):

@@ -30,6 +30,27 @@ def _sequence_length(run: Run) -> list[str]:
     ]
 
 
+def _unread_data(run: Run) -> list[str]:
+    """Keys that name data beside others that say what is read."""
+    training, validation = run.job.training, run.job.validation
+    plain = type(training)()
+    lines = []
+    if validation.dataset is None:
+        lines += [
+            f"validation.{key}={value!r} is not read without validation.dataset: set that too, to "
+            "json or what else the data is, or leave it out"
+            for key in ("dataset_path", "text_column")
+            if (value := getattr(validation, key)) is not None
+        ]
+    if training.blend:
+        lines += [
+            f"training.{key}={value!r} is not read beside training.blend: leave out one of them"
+            for key in ("dataset", "dataset_path")
+            if (value := getattr(training, key)) != getattr(plain, key)
+        ]
+    return lines
+
+
 def _text_columns(run: Run) -> list[str]:
     """A column that nothing is read from."""
     training, validation = run.job.training, run.job.validation
@@ -84,4 +105,10 @@ def _global_batch(run: Run) -> list[str]:
     ]
 
 
-CHECKS: list[Check] = [_sequence_length, _text_columns, _further_tokens, _global_batch]
+CHECKS: list[Check] = [
+    _sequence_length,
+    _unread_data,
+    _text_columns,
+    _further_tokens,
+    _global_batch,
+]

@@ -18,7 +18,6 @@ from titan_moe.config.job_config import (
     JobConfig,
     Parallelism,
     Training,
-    Validation,
 )
 from titan_moe.config.parse import load_job
 from titan_moe.data.build import check_data
@@ -146,7 +145,6 @@ def on_one_process(job: JobConfig, folder: Path, checkpoint: Path | None) -> Job
             "job": job.job.model_copy(update={"dump_folder": str(folder)}),
             "parallelism": Parallelism(),
             "compile": Compile(),
-            "validation": Validation(),
             "training": job.training.model_copy(update=training | {"local_batch_size": 1}),
             "stages": [stage.model_copy(update=alone) for stage in job.stages],
             "activation_checkpoint": job.activation_checkpoint.model_copy(update=recompute),

@@ -155,6 +155,7 @@ def _train_one(
         num_ranks=layout.data_ranks,
         global_batch_size=training.global_batch_size,
         permutation=job.debug.permute_rows,
+        validation=job.validation,
     )
     results = []
     for step in range(1, training.steps + 1):
