@@ -73,7 +73,7 @@ def test_mistakes_are_the_lines_that_they_are_in_this_process(tmp_path):
     with pytest.raises(ConfigError) as caught:
         in_a_process(section, global_batch_size=64)
     (line,) = caught.value.lines
-    assert line.startswith("training.dataset='json' has 8 documents to train on, fewer")
+    assert line.startswith("training.dataset='json' has 9 documents to train on, fewer")
     loader = in_a_process(section)
     other = loader.state_dict() | {"identity": {**loader.state_dict()["identity"], "seed": 9}}
     with pytest.raises(RunError, match="was taken with seed=9, this run has seed=3"):
