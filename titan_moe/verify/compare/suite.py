@@ -157,7 +157,8 @@ def run_suite(suite: Suite, folder: Path, progress: Callable[[str], None]) -> It
     for entry in suite.comparison:
         started = time.perf_counter()
         own = folder / _folder(entry.name)
-        verdict, ok, lines, runs = "failed", False, [""], ()
+        verdict, ok, lines = "failed", False, [""]
+        runs: Sequence[RunRecord] = ()
         try:
             found = compare(plan_of(entry), Launcher(own, shared=folder / "runs"), progress)
             write_comparison(found, own)
