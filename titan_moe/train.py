@@ -15,7 +15,7 @@ from pathlib import Path
 
 from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.experts import check_trains_on_gpus
-from titan_moe.config.checks.job import check
+from titan_moe.config.checks.job import check, notes
 from titan_moe.config.checks.run import flavor
 from titan_moe.config.checks.run_folder import check_run_folder
 from titan_moe.config.errors import ConfigError
@@ -90,23 +90,25 @@ def check_all(
 
     if world_size % num_nodes:
         raise ConfigError([f"--ranks {world_size} must be a multiple of --nodes {num_nodes}"])
-    job, notes = read_job(argv)
+    job, without_effect = read_job(argv)
     job, model = prepare_job(job, world_size, environment)
+    without_effect += notes(job, model, world_size, num_gpus=count_gpus(environment))
     problems = check_run_folder(job, as_record(model)) + missing_packages(job.metrics)
     if problems := problems + check_data(job.training, job.validation, job.model.tokenizer_path):
         raise ConfigError(problems)
     tokenizer = load_tokenizer(job.model.tokenizer_path)
     if problems := check_vocabulary(job, model, tokenizer.vocab_size):
         raise ConfigError(problems)
-    return job, notes
+    return job, without_effect
 
 
 def _run(
     argv: list[str], environment: Mapping[str, str], launch: Launch, records: Path | None
 ) -> bool:
     """Returns whether the run stopped before its last step, saved. `records`: of failures."""
-    job, notes = read_job(argv)
+    job, without_effect = read_job(argv)
     job, model = prepare_job(job, launch.world_size, environment)
+    without_effect += notes(job, model, launch.world_size, num_gpus=count_gpus(environment))
     color = not job.metrics.disable_color_printing
     start_logging(launch.rank, _log_ranks(environment), color=color)
     if launch.rank == 0:
@@ -114,7 +116,7 @@ def _run(
         logger.info("%s on %d rank(s): starting", flavor(job), launch.world_size)
         if number := attempt_number(environment):
             logger.warning("restart %d of this run, after a failure", number)
-    for note in notes:
+    for note in without_effect:
         logger.info(note)
 
     # Importing torch makes a million objects that stay; looking for garbage among them again and

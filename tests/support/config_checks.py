@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from titan_moe.config.checks.job import check
+from titan_moe.config.checks.job import check, notes
 from titan_moe.config.parse import load_job
 
 
@@ -40,3 +40,10 @@ class Shape:
 def problems(arguments: str, ranks: int = 1, gpus: int = 0, moe: bool = True) -> list[str]:
     model = Shape(moe=Experts() if moe else None)
     return check(load_job(arguments.split()), model, ranks, num_gpus=gpus)
+
+
+def noted(arguments: str, ranks: int = 1, gpus: int = 0, moe: bool = True) -> list[str]:
+    """The notes about a configuration in which nothing is wrong."""
+    assert problems(arguments, ranks, gpus, moe) == []
+    model = Shape(moe=Experts() if moe else None)
+    return notes(load_job(arguments.split()), model, ranks, num_gpus=gpus)

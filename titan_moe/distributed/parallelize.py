@@ -170,9 +170,10 @@ def build_sharded_model(
 
 
 def _new_groups(job: JobConfig, device: torch.device) -> ProcessGroups:
+    on_gpu = device.type == "cuda"
     return ProcessGroups(
-        device if job.comm.init_communicators_eagerly else None,
-        split=job.comm.split_communicators and device.type == "cuda",
+        device if job.comm.init_communicators_eagerly and on_gpu else None,
+        split=job.comm.split_communicators and on_gpu,
     )
 
 
@@ -237,7 +238,7 @@ def lay_out(
     parts = _own_parts(plain, stages, job, meshes)
 
     accumulation = accumulation_of(job, config, meshes.dims.world_size, device)
-    policy = sharding_policy(job, accumulation.word)
+    policy = sharding_policy(job, accumulation.word, device)
     partial_over_tp = set()
     dispatch = dispatch_options(job.parallelism, config, meshes, ranks_per_node)
     if job.parallelism.expert_parallel_overlap:

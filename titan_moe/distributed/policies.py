@@ -96,13 +96,13 @@ def open_buffers(
     """Those of `open_symmetric_memory` and `open_workspace`, for the job's largest microbatch."""
     tokens = most_tokens(job.training, job.validation, job.parallelism)
     largest = Microbatch(tokens, config.dim, compute_dtype(job), device)
-    if job.parallelism.enable_async_tensor_parallel:
+    if job.parallelism.enable_async_tensor_parallel and job.parallelism.tensor_parallel_degree > 1:
         num_bytes = 2 * tokens * config.dim * largest.dtype.itemsize
         open_workspace(meshes.group("tp"), num_bytes, device)
     open_symmetric_memory(parts, config.moe, meshes, job.parallelism, largest)
 
 
-def sharding_policy(job: JobConfig, accumulation: str) -> ShardingPolicy:
+def sharding_policy(job: JobConfig, accumulation: str, device: torch.device) -> ShardingPolicy:
     """`accumulation`: as `accumulation_of` has found it."""
     training, reshard = job.training, job.parallelism.fsdp_reshard_after_forward
     wide = training.dtype == "float64"
@@ -116,7 +116,7 @@ def sharding_policy(job: JobConfig, accumulation: str) -> ShardingPolicy:
         reduce_dtype=_dtype("float64" if wide else training.mixed_precision_reduce),
         reshard_after_forward=frees and not keeps,
         reshard_last=reshard == "always" and not keeps,
-        cpu_offload=training.enable_cpu_offload,
+        cpu_offload=training.enable_cpu_offload and device.type == "cuda",
         accumulation=accumulation,
     )
 

@@ -40,7 +40,7 @@ def profiler(profiling: Profiling, folder: Path, rank: int) -> Iterator[Steps]:
         members: list[Any] = []
         if profiling.enable_profiling:
             members.append(stack.enter_context(_traces(profiling, folder, rank)))
-        if profiling.enable_memory_snapshot:
+        if profiling.enable_memory_snapshot and torch.cuda.is_available():
             members.append(stack.enter_context(_snapshots(profiling, folder, rank)))
         yield _All(members)
 

@@ -64,7 +64,7 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
             world_size=launch.world_size,
             device_id=device if splits else None,
         )
-        if comm.init_communicators_eagerly:
+        if comm.init_communicators_eagerly and device.type == "cuda":
             dist.barrier(device_ids=[device.index])
     except (RuntimeError, ValueError) as error:  # DistErrors; a FileStore's are no more than that.
         reason = str(error).splitlines()[0]

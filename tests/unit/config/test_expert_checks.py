@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.config_checks import problems
+from tests.support.config_checks import noted, problems
 from titan_moe.config.checks.experts import check_trains_on_gpus
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
@@ -20,26 +20,6 @@ _EP, _P = "--parallelism.expert_parallel_degree 2", "--parallelism.expert_parall
             "choose one",
         ),
         (
-            f"{_P}_capacity_factor 1.5",
-            "parallelism.expert_parallel_capacity_factor=1.5 has no effect without "
-            "expert_parallel_degree above 1: leave it out",
-        ),
-        (
-            f"{_P}_overlap true",
-            "parallelism.expert_parallel_overlap=true has no effect without "
-            "expert_parallel_degree above 1: leave it out",
-        ),
-        (
-            f"{_EP} {_P}_overflow drop",
-            "parallelism.expert_parallel_overflow=drop has no effect without "
-            "expert_parallel_capacity_factor: set it",
-        ),
-        (
-            f"{_EP} {_P}_comm_backend standard {_P}_ranks_per_node 2",
-            "parallelism.expert_parallel_ranks_per_node=2 has no effect without "
-            "expert_parallel_comm_backend=deduplicated: set it",
-        ),
-        (
             f"{_EP} {_P}_comm_backend deduplicated {_P}_ranks_per_node 3",
             "parallelism.expert_parallel_ranks_per_node=3 must divide the 2 ranks of this run: "
             "choose 1 or 2",
@@ -48,6 +28,35 @@ _EP, _P = "--parallelism.expert_parallel_degree 2", "--parallelism.expert_parall
 )
 def test_one_line(arguments: str, line: str) -> None:
     assert problems(arguments, ranks=2) == [line]
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (
+            f"{_P}_capacity_factor 1.5",
+            "parallelism.expert_parallel_capacity_factor=1.5 has no effect without "
+            "expert_parallel_degree above 1",
+        ),
+        (
+            f"{_P}_overlap true",
+            "parallelism.expert_parallel_overlap=true has no effect without "
+            "expert_parallel_degree above 1",
+        ),
+        (
+            f"{_EP} {_P}_overflow drop",
+            "parallelism.expert_parallel_overflow=drop has no effect without "
+            "expert_parallel_capacity_factor",
+        ),
+        (
+            f"{_EP} {_P}_comm_backend standard {_P}_ranks_per_node 2",
+            "parallelism.expert_parallel_ranks_per_node=2 has no effect without "
+            "expert_parallel_comm_backend=deduplicated",
+        ),
+    ],
+)
+def test_a_key_without_effect_is_a_note(arguments: str, line: str) -> None:
+    assert noted(arguments, ranks=2) == [line]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +83,9 @@ def test_two_overlaps_are_one_too_many() -> None:
 
 @pytest.mark.parametrize("backend", ["deduplicated", "symmetric"])
 def test_a_model_without_experts(backend: str) -> None:
-    (line,) = problems(f"{_P}_comm_backend {backend}", moe=False)
-    assert line.startswith(f"parallelism.expert_parallel_comm_backend={backend}: ")
-    assert line.endswith("has no experts; leave it out")
+    (line,) = noted(f"{_P}_comm_backend {backend}", moe=False)
+    assert line.startswith(f"parallelism.expert_parallel_comm_backend={backend} has no effect")
+    assert line.endswith("has no experts")
 
 
 _NAME = "parallelism.expert_parallel_comm_backend=symmetric"
@@ -126,7 +135,8 @@ def test_symmetric_memory(arguments: str, ranks: int, lines: list[str]) -> None:
 
 
 def test_symmetric_memory_trains_on_gpus_alone() -> None:
-    job = load_job(f"{_P}_comm_backend symmetric".split())
+    assert not check_trains_on_gpus(load_job(f"{_P}_comm_backend symmetric".split()), 0)
+    job = load_job(f"{_EP} {_P}_comm_backend symmetric".split())
     (line,) = check_trains_on_gpus(job, 0)
     assert line.startswith(f"{_NAME}: a CPU has no NVSHMEM: choose standard; ")
     assert not check_trains_on_gpus(job, 8)
@@ -134,18 +144,20 @@ def test_symmetric_memory_trains_on_gpus_alone() -> None:
 
 
 def test_asynchronous_tensor_parallelism_trains_on_gpus_alone() -> None:
-    job = load_job(["--parallelism.enable_async_tensor_parallel", "true"])
+    name = "--parallelism.enable_async_tensor_parallel"
+    assert not check_trains_on_gpus(load_job([name, "true"]), 0)
+    job = load_job([name, "true", "--parallelism.tensor_parallel_degree", "2"])
     (line,) = check_trains_on_gpus(job, 0)
     assert line.startswith("parallelism.enable_async_tensor_parallel=true: CPUs do not read ")
     assert not check_trains_on_gpus(job, 8)
-    later = {"from_step": 5, "parallelism": {"enable_async_tensor_parallel": True}}
+    later = {"from_step": 5, "parallelism": job.parallelism.model_dump()}
     staged = JobConfig.model_validate(load_job([]).model_dump() | {"stages": [later]})
     assert check_trains_on_gpus(staged, 0) == [line]
 
 
 def test_a_dense_model_has_no_expert_settings() -> None:
     arguments = "--parallelism.expert_parallel_degree 2 --debug.moe_force_load_balance"
-    lines = problems(arguments, ranks=2, moe=False)
+    lines = noted(arguments, ranks=2, moe=False)
     assert len(lines) == 2 and all(
         "deepseek_v3 debugmodel has no experts" in line for line in lines
     )
@@ -154,9 +166,9 @@ def test_a_dense_model_has_no_expert_settings() -> None:
 
 def test_settings_of_experts_say_that_a_dense_model_has_none() -> None:
     arguments = "--moe.row_alignment 16 --moe.bias_update_speed 0.1"
-    lines = problems(arguments, moe=False)
+    lines = noted(arguments, moe=False)
     assert lines == [
-        f"moe.{setting}: deepseek_v3 debugmodel has no experts; leave it out"
+        f"moe.{setting} has no effect: deepseek_v3 debugmodel has no experts"
         for setting in ("row_alignment=16", "bias_update_speed=0.1")
     ]
-    assert problems(arguments) == []
+    assert noted(arguments) == []

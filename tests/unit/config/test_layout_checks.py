@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.config_checks import Experts, Shape, problems
+from tests.support.config_checks import Experts, Shape, noted, problems
 from titan_moe.config.checks.job import check
 from titan_moe.config.parse import load_job
 
@@ -76,11 +76,6 @@ PARALLEL_RULES = [
         "activation_checkpoint.mode=none, or one of 1F1B, Interleaved1F1B, GPipe, LoopedBFS",
     ),
     (
-        f"tp 1 {_ASYNC}",
-        "parallelism.enable_async_tensor_parallel=true has no effect without "
-        "tensor_parallel_degree above 1: leave it out",
-    ),
-    (
         f"tp 2 ep 2 {_ASYNC} --parallelism.expert_parallel_comm_backend symmetric",
         "parallelism.enable_async_tensor_parallel=true and expert_parallel_comm_backend=symmetric "
         "want symmetric memory of two kinds: choose one",
@@ -103,22 +98,9 @@ PARALLEL_RULES = [
         "model.converters=quantize.linear.float8 in float8: choose one",
     ),
     (
-        "pp 2 --parallelism.fsdp_accumulation reduce_once",
-        "parallelism.fsdp_accumulation=reduce_once has no effect on a pipeline, whose schedule "
-        "gathers and reduces once a run: leave it out, or choose "
-        "parallelism.pipeline_parallel_degree=1",
-    ),
-    (
         'pp 2 --parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0","layers.1"],'
         '["layers.2","norm","output"]]',
         "parallelism.module_fqns_per_model_part names 'layers.3' 0 times: add it",
-    ),
-    (
-        'pp 2 --parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0","layers.1"],'
-        '["layers.2","layers.3","norm","output"]] '
-        "--parallelism.pipeline_parallel_layers_per_stage 2",
-        "parallelism.pipeline_parallel_layers_per_stage=2 has no effect beside "
-        "module_fqns_per_model_part: leave one of them out",
     ),
 ]
 LEGAL_LAYOUTS = [
@@ -181,3 +163,24 @@ def test_expert_biases_want_the_models_dim_to_divide() -> None:
     assert check(job, Shape(moe=experts), 4, num_gpus=0) == []
     (line,) = check(job, Shape(moe=experts, dim=66), 4, num_gpus=0)
     assert "must divide dim=66: choose a divisor such as 1, 2" in line
+
+
+_PP = "--parallelism.pipeline_parallel_degree"
+_PARTS = '[["tok_embeddings","layers.0","layers.1"],["layers.2","layers.3","norm","output"]]'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (_ASYNC, "enable_async_tensor_parallel=true"),
+        (f"{_PP} 2 --parallelism.fsdp_accumulation reduce_once", "fsdp_accumulation=reduce_once"),
+        (
+            f"{_PP} 2 --parallelism.module_fqns_per_model_part={_PARTS} "
+            "--parallelism.pipeline_parallel_layers_per_stage 2",
+            "pipeline_parallel_layers_per_stage=2",
+        ),
+    ],
+)
+def test_a_key_without_effect_in_the_layout_is_a_note(arguments: str, key: str) -> None:
+    (line,) = noted(arguments, ranks=2)
+    assert line.startswith(f"parallelism.{key} has no effect ")

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.support.config_checks import Shape, problems
+from tests.support.config_checks import Shape, noted, problems
 from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import as_toml, load_job, resolve, save_job
@@ -140,15 +140,6 @@ def test_a_value_that_no_stage_can_have(stages, line):
             "order of their steps",
         ),
         (
-            '[{"from_step":101,"seq_len":32}]',
-            "stages[0].from_step=101 is beyond training.steps=100: choose one of its steps, or "
-            "leave the stage out",
-        ),
-        (
-            '[{"from_step":5,"seq_len":32},{"from_step":9,"seq_len":32}]',
-            "stages[1] (from_step=9) changes nothing of what was before it: leave it out",
-        ),
-        (
             '[{"from_step":5,"seq_len":5000}]',
             "stages[0] (from_step=5): training.seq_len=5000 exceeds max_seq_len=4096 of "
             "deepseek_v3 debugmodel: choose at most 4096",
@@ -190,3 +181,20 @@ def test_a_routing_record_is_of_one_sequence_length(tmp_path):
     stages = '[{"from_step":5,"seq_len":64}]'
     (line,) = problems(f"--debug.routing_record {tmp_path}/new --stages {stages}")
     assert line.endswith("leave it out, or train without stages that change them")
+
+
+@pytest.mark.parametrize(
+    ("stages", "line"),
+    [
+        (
+            '[{"from_step":101,"seq_len":32}]',
+            "stages[0].from_step=101 has no effect: it is beyond training.steps=100",
+        ),
+        (
+            '[{"from_step":5,"seq_len":32},{"from_step":9,"seq_len":32}]',
+            "stages[1] (from_step=9) changes nothing of what was before it",
+        ),
+    ],
+)
+def test_a_stage_without_effect_is_a_note(stages, line):
+    assert noted(f"--training.steps 100 --training.seq_len 64 --stages {stages}") == [line]

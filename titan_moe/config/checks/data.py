@@ -1,6 +1,6 @@
 """Lengths and batches of the data, and its vocabulary."""
 
-from titan_moe.config.checks.run import Check, ModelShape, Run, flavor
+from titan_moe.config.checks.run import Check, ModelShape, Note, Run, flavor
 from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, JobConfig
 
 _WITHOUT_COLUMNS = (*DATASETS_WITHOUT_PATH, "text", "tokens")
@@ -77,8 +77,10 @@ def _further_tokens(run: Run) -> list[str]:
     depths, weight = run.model.num_mtp_layers, run.job.training.mtp_loss_weight
     if not depths:
         return [
-            f"training.mtp_loss_weight={weight}: {run.flavor} has no multi-token prediction here; "
-            f"leave it out, or set model.num_mtp_layers"
+            Note(
+                f"training.mtp_loss_weight={weight} has no effect: {run.flavor} has no multi-token "
+                f"prediction without model.num_mtp_layers"
+            )
         ] * (weight is not None)
     lengths = {
         "training.seq_len": run.job.training.seq_len,

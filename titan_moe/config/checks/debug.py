@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from titan_moe.config.checks.run import Check, Run
+from titan_moe.config.checks.run import Check, Note, Run
 
 
 def _profiling(run: Run) -> list[str]:
@@ -20,8 +20,10 @@ def _memory_snapshot(run: Run) -> list[str]:
     if not run.job.profiling.enable_memory_snapshot or run.num_gpus:
         return []
     return [
-        "profiling.enable_memory_snapshot=true: a snapshot is of CUDA's allocator, and this is a "
-        "CPU run: leave it out"
+        Note(
+            "profiling.enable_memory_snapshot=true has no effect on a CPU: a snapshot is of CUDA's "
+            "allocator"
+        )
     ]
 
 
@@ -29,8 +31,9 @@ def _communicators(run: Run) -> list[str]:
     if not run.job.comm.init_communicators_eagerly or run.num_gpus:
         return []
     return [
-        "comm.init_communicators_eagerly=true: communicators are NCCL's, and this is a CPU run: "
-        "leave it out"
+        Note(
+            "comm.init_communicators_eagerly=true has no effect on a CPU: communicators are NCCL's"
+        )
     ]
 
 
@@ -74,7 +77,7 @@ def _capture(run: Run) -> list[str]:
     step, steps = run.job.debug.capture_step, run.job.training.steps
     if step <= steps:
         return []
-    return [f"debug.capture_step={step} is beyond training.steps={steps}: choose one of its steps"]
+    return [Note(f"debug.capture_step={step} has no effect: it is beyond training.steps={steps}")]
 
 
 CHECKS: list[Check] = [_profiling, _memory_snapshot, _communicators, _routing_traces, _capture]

@@ -2,7 +2,7 @@
 
 import math
 
-from titan_moe.config.checks.run import Check, Run, divisors
+from titan_moe.config.checks.run import Check, Note, Run, divisors
 from titan_moe.config.job_config import JobConfig, Moe
 from titan_moe.config.stages import stage_jobs
 
@@ -14,7 +14,7 @@ def _moe_settings(run: Run) -> list[str]:
         return []
     given, plain = run.job.moe.model_dump(), Moe().model_dump()
     return [
-        f"moe.{key}={value}: {run.flavor} has no experts; leave it out"
+        Note(f"moe.{key}={value} has no effect: {run.flavor} has no experts")
         for key, value in given.items()
         if value != plain[key]
     ]
@@ -48,13 +48,17 @@ def _dispatch(run: Run) -> list[str]:
         )
     if factor is not None and run.model.moe is not None and not travels:
         lines.append(
-            f"parallelism.expert_parallel_capacity_factor={factor} has no effect without "
-            f"expert_parallel_degree above 1: leave it out"
+            Note(
+                f"parallelism.expert_parallel_capacity_factor={factor} has no effect without "
+                f"expert_parallel_degree above 1"
+            )
         )
     if degrees.expert_parallel_overlap and run.model.moe is not None and not travels:
         lines.append(
-            "parallelism.expert_parallel_overlap=true has no effect without "
-            "expert_parallel_degree above 1: leave it out"
+            Note(
+                "parallelism.expert_parallel_overlap=true has no effect without "
+                "expert_parallel_degree above 1"
+            )
         )
     overlaps_chunks = (
         degrees.pipeline_parallel_degree > 1
@@ -69,16 +73,20 @@ def _dispatch(run: Run) -> list[str]:
         )
     if factor is None and degrees.expert_parallel_overflow != plain.expert_parallel_overflow:
         lines.append(
-            f"parallelism.expert_parallel_overflow={degrees.expert_parallel_overflow} has no "
-            f"effect without expert_parallel_capacity_factor: set it"
+            Note(
+                f"parallelism.expert_parallel_overflow={degrees.expert_parallel_overflow} has no "
+                f"effect without expert_parallel_capacity_factor"
+            )
         )
     ranks = degrees.expert_parallel_ranks_per_node
     if ranks is not None and (backend == "standard" or factor is not None):
         lines.append(
-            f"parallelism.expert_parallel_ranks_per_node={ranks} has no effect without "
-            f"expert_parallel_comm_backend=deduplicated: set it"
+            Note(
+                f"parallelism.expert_parallel_ranks_per_node={ranks} has no effect without "
+                f"expert_parallel_comm_backend=deduplicated"
+            )
         )
-    if ranks is not None and run.world_size % ranks:
+    elif ranks is not None and travels and run.world_size % ranks:
         lines.append(
             f"parallelism.expert_parallel_ranks_per_node={ranks} must divide the {run.world_size} "
             f"ranks of this run: choose {divisors(run.world_size)}"
@@ -92,12 +100,18 @@ def check_trains_on_gpus(job: JobConfig, num_gpus: int) -> list[str]:
         return []
     each = [job.parallelism, *(stage.parallelism for _, stage in stage_jobs(job))]
     lines = []
-    if any(degrees.expert_parallel_comm_backend == "symmetric" for degrees in each):
+    if any(
+        degrees.expert_parallel_comm_backend == "symmetric" and degrees.expert_parallel_degree > 1
+        for degrees in each
+    ):
         lines.append(
             f"{_SYMMETRIC}: a CPU has no NVSHMEM: choose standard; titan-moe verify gradients "
             f"--layouts dp_shard=2,ep=2,dispatch=symmetric proves it with an emulated exchange"
         )
-    if any(degrees.enable_async_tensor_parallel for degrees in each):
+    if any(
+        degrees.enable_async_tensor_parallel and degrees.tensor_parallel_degree > 1
+        for degrees in each
+    ):
         lines.append(
             "parallelism.enable_async_tensor_parallel=true: CPUs do not read each other's memory: "
             "leave it out; titan-moe verify gradients --layouts tp=2 with it proves it with "
@@ -108,10 +122,10 @@ def check_trains_on_gpus(job: JobConfig, num_gpus: int) -> list[str]:
 
 def _symmetric(run: Run) -> list[str]:
     degrees = run.job.parallelism
-    if degrees.expert_parallel_comm_backend != "symmetric":
+    ep, factor = degrees.expert_parallel_degree, degrees.expert_parallel_capacity_factor
+    if degrees.expert_parallel_comm_backend != "symmetric" or ep == 1:
         return []
     name, lines = _SYMMETRIC, []
-    ep, factor = degrees.expert_parallel_degree, degrees.expert_parallel_capacity_factor
     if ep & (ep - 1) or ep > 64:
         lines.append(
             f"{name}: torch's kernel wants a power of two of ranks, at most 64, and "
@@ -148,7 +162,7 @@ def _experts(run: Run) -> list[str]:
             "debug.moe_force_load_balance=true": run.job.debug.moe_force_load_balance,
         }
         return [
-            f"{setting}: {run.flavor} has no experts; leave it out"
+            Note(f"{setting} has no effect: {run.flavor} has no experts")
             for setting, is_set in used.items()
             if is_set
         ]

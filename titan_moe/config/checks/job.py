@@ -16,7 +16,7 @@ from titan_moe.config.checks import (
     stages,
     training,
 )
-from titan_moe.config.checks.run import Check, ModelShape, Run
+from titan_moe.config.checks.run import Check, ModelShape, Note, Run
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import resolve
 from titan_moe.config.stages import TRAINING_KEYS, stage_jobs, stage_name
@@ -32,13 +32,26 @@ _CHANGING = (
 def check(job: JobConfig, model: ModelShape, world_size: int, *, num_gpus: int) -> list[str]:
     """One line for every broken rule, by the job and by each of its training stages. `num_gpus`:
     GPUs of this machine; 0 means a CPU run."""
+    lines = _lines(job, model, world_size, num_gpus=num_gpus)
+    return [line for line in lines if not isinstance(line, Note)]
+
+
+def notes(job: JobConfig, model: ModelShape, world_size: int, *, num_gpus: int) -> list[str]:
+    """One line for every key that has no effect in this run, though it may in another."""
+    lines = _lines(job, model, world_size, num_gpus=num_gpus)
+    return [line for line in lines if isinstance(line, Note)]
+
+
+def _lines(job: JobConfig, model: ModelShape, world_size: int, *, num_gpus: int) -> list[str]:
     run = Run(job, model, world_size, num_gpus)
     lines = [line for rule in _CHECKS for line in rule(run)]
     said = set(lines)
     whole = job if run.shard is None else resolve(job, world_size)
     for number, (_, stage) in enumerate(stage_jobs(whole)[1:]):
         broken = [line for rule in _CHECKS for line in rule(replace(run, job=stage))]
-        lines += [f"{stage_name(job, number)}: {line}" for line in broken if line not in said]
+        name = stage_name(job, number)
+        # Keeps what is a Note one.
+        lines += [type(line)(f"{name}: {line}") for line in broken if line not in said]
         said |= set(broken)
     return lines
 

@@ -3,7 +3,7 @@
 import math
 
 from titan_moe.config import pipeline
-from titan_moe.config.checks.run import Check, Run, divisors, neighbours
+from titan_moe.config.checks.run import Check, Note, Run, divisors, neighbours
 
 
 def _ranks(run: Run) -> list[str]:
@@ -70,7 +70,7 @@ def _async_tensor(run: Run) -> list[str]:
         return []
     name, lines = "parallelism.enable_async_tensor_parallel=true", []
     if job.parallelism.tensor_parallel_degree == 1:
-        lines.append(f"{name} has no effect without tensor_parallel_degree above 1: leave it out")
+        return [Note(f"{name} has no effect without tensor_parallel_degree above 1")]
     if "quantize.linear.float8" in job.model.converters:
         lines.append(
             f"{name} multiplies in the compute type, and model.converters=quantize.linear.float8 "
@@ -163,8 +163,10 @@ def _pipeline_parts(run: Run) -> list[str]:
     if degrees.module_fqns_per_model_part is None:
         return []
     return [
-        f"parallelism.pipeline_parallel_{key}={value} has no effect beside "
-        f"module_fqns_per_model_part: leave one of them out"
+        Note(
+            f"parallelism.pipeline_parallel_{key}={value} has no effect beside "
+            f"module_fqns_per_model_part"
+        )
         for key, value in others.items()
         if value is not None
     ]
@@ -188,9 +190,10 @@ def _accumulation(run: Run) -> list[str]:
     if degrees.pipeline_parallel_degree == 1 or degrees.fsdp_accumulation == "auto":
         return []
     return [
-        f"parallelism.fsdp_accumulation={degrees.fsdp_accumulation} has no effect on a pipeline, "
-        "whose schedule gathers and reduces once a run: leave it out, or choose "
-        "parallelism.pipeline_parallel_degree=1"
+        Note(
+            f"parallelism.fsdp_accumulation={degrees.fsdp_accumulation} has no effect on a "
+            "pipeline, whose schedule gathers and reduces once a run"
+        )
     ]
 
 

@@ -77,8 +77,12 @@ class Run:
         return self.shard and self.job.parallelism.data_parallel_replicate_degree * self.shard
 
 
+class Note(str):
+    """A rule's line about a key that has no effect in this run: logged, and no mistake."""
+
+
 Check = Callable[[Run], list[str]]
-"""Gives one line for each mistake that it finds."""
+"""Gives one line for each mistake that it finds, or a Note."""
 
 
 def flavor(job: JobConfig) -> str:

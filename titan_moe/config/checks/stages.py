@@ -3,7 +3,7 @@ the same rules as a job."""
 
 from itertools import pairwise
 
-from titan_moe.config.checks.run import Check, Run
+from titan_moe.config.checks.run import Check, Note, Run
 from titan_moe.config.stages import changes, stage_jobs, stage_name
 
 
@@ -20,8 +20,10 @@ def _order(run: Run) -> list[str]:
 def _last_step(run: Run) -> list[str]:
     steps = run.job.training.steps
     return [
-        f"stages[{number}].from_step={stage.from_step} is beyond training.steps={steps}: choose "
-        f"one of its steps, or leave the stage out"
+        Note(
+            f"stages[{number}].from_step={stage.from_step} has no effect: it is beyond "
+            f"training.steps={steps}"
+        )
         for number, stage in enumerate(run.job.stages)
         if stage.from_step > steps
     ]
@@ -30,7 +32,7 @@ def _last_step(run: Run) -> list[str]:
 def _nothing_changes(run: Run) -> list[str]:
     jobs = [job for _, job in stage_jobs(run.job)]
     return [
-        f"{stage_name(run.job, number)} changes nothing of what was before it: leave it out"
+        Note(f"{stage_name(run.job, number)} changes nothing of what was before it")
         for number, (before, after) in enumerate(pairwise(jobs))
         if not changes(before, after)
     ]

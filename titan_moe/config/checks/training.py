@@ -3,21 +3,23 @@
 import shutil
 
 from titan_moe.config import pipeline
-from titan_moe.config.checks.run import Check, Run
+from titan_moe.config.checks.run import Check, Note, Run
 from titan_moe.config.job_config import OPTIMIZER_KEYS
 
 
 def _optimizer(run: Run) -> list[str]:
     optimizer = run.job.optimizer
     read = {"name", "lr", "weight_decay", *OPTIMIZER_KEYS[optimizer.name]}
-    lines = []
+    lines: list[str] = []
     for key, field in type(optimizer).model_fields.items():
         value = getattr(optimizer, key)
         if key not in read and value != field.default:
             others = [name for name, keys in OPTIMIZER_KEYS.items() if key in keys]
             lines.append(
-                f"optimizer.{key}={value} has no effect with optimizer.name={optimizer.name}: "
-                f"leave it out, or choose {' or '.join(others)}"
+                Note(
+                    f"optimizer.{key}={value} has no effect with optimizer.name={optimizer.name}, "
+                    f"but with {' or '.join(others)}"
+                )
             )
     if optimizer.state_dtype == "bfloat16":
         # Half a unit in the last place is up to 1/256: a smaller change is rounded away.
@@ -33,7 +35,7 @@ def _optimizer(run: Run) -> list[str]:
 def _cpu_offload(run: Run) -> list[str]:
     if not run.job.training.enable_cpu_offload or run.num_gpus:
         return []
-    return ["training.enable_cpu_offload=true needs a CUDA GPU, and none was found: choose false"]
+    return [Note("training.enable_cpu_offload=true has no effect on a CPU")]
 
 
 def _spikes(run: Run) -> list[str]:
@@ -41,8 +43,10 @@ def _spikes(run: Run) -> list[str]:
     if training.spike_factor is not None or training.on_spike == "stop":
         return []
     return [
-        f"training.on_spike={training.on_spike} has no effect without training.spike_factor: set "
-        "one, such as 10"
+        Note(
+            f"training.on_spike={training.on_spike} has no effect without training.spike_factor, "
+            "such as 10"
+        )
     ]
 
 
