@@ -1,0 +1,15 @@
+"""The functions that users call by the package's own name, imported at their first use."""
+
+from importlib import import_module
+from typing import Any
+
+_PLACES = {
+    "plan_redistribution": "titan_moe.distributed.redistribution",
+    "redistribute": "titan_moe.distributed.redistribution",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)

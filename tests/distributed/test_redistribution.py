@@ -41,6 +41,7 @@ class Call(NamedTuple):
     ranks: tuple[int, ...]
     received: float
     """Bytes."""
+    op: str
 
 
 class Counter(CommCounter):
@@ -61,10 +62,12 @@ class Counter(CommCounter):
             received: float = named["output"].itemsize * (sum(rows) - rows[group.rank()])
         elif name == "all_gather_into_tensor":
             received = named["input"].nbytes * (group.size() - 1)
+        elif name == "reduce_scatter_tensor":
+            received = named["input"].nbytes * (group.size() - 1) / group.size()
         else:
             assert name == "allreduce_", f"{name} is no plan's"
             received = 2 * named["tensors"][0].nbytes * (group.size() - 1) / group.size()
-        self.calls.append(Call(tuple(dist.get_process_group_ranks(group)), received))
+        self.calls.append(Call(tuple(dist.get_process_group_ranks(group)), received, name))
 
 
 def part_of(whole: Tensor, sharding: Sharding, rank: int, axes: Axes) -> Tensor:
@@ -271,6 +274,28 @@ def test_a_planted_bug_is_caught(name: str) -> None:
     check({"x": 2, "y": 2}, bug.shape, bug.pairs)
     with pytest.raises((AssertionError, RankError)):
         check({"x": 2, "y": 2}, bug.shape, bug.pairs, bug)
+
+
+AS_IF_NO_GLOO = Planted(
+    "titan_moe.distributed.boxes:_is_gloo",
+    'return group._get_backend(device).name() == "gloo"',
+    "return False",
+    [],
+)
+
+
+def test_even_sums_are_scattered_by_the_backend_except_on_gloo() -> None:
+    axes = {"x": 2, "y": 2}
+    pairs = [("P[x]", "S(0)[x]"), ("P[x,y]", "S(0)[y,x]"), ("S(0)[x,y]", "R")]
+    for shape, bug, op in (
+        ((4, 8), None, "alltoall_base_"),
+        ((4, 8), AS_IF_NO_GLOO, "reduce_scatter_tensor"),
+        ((5, 3), AS_IF_NO_GLOO, "alltoall_base_"),
+    ):
+        for scattered, joined, gathered in run_on_ranks(move_all, 4, axes, shape, pairs, bug):
+            ops = [call.op for call in (*scattered.forward, *joined.forward, *gathered.backward)]
+            assert ops == [op] * 3, shape
+    check(axes, (4, 8), pairs, AS_IF_NO_GLOO)
 
 
 def move_wrong(axes: dict[str, int]) -> None:

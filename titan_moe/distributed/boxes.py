@@ -10,6 +10,8 @@ from torch.distributed import ProcessGroup
 
 from titan_moe.distributed.collectives import gather_parts
 
+_functional = torch.ops._c10d_functional
+
 Box = tuple[slice, ...]
 """For each dim, where the part begins and ends in the whole tensor."""
 
@@ -45,14 +47,15 @@ def exchange_boxes(
     add: bool = False,
 ) -> Tensor:
     """What this rank holds afterwards, in one all-to-all, or in one all-gather where all ranks want
-    the same of pieces of one size; collective over the group.
+    the same of pieces of one size; collective over the group. Sums of equal parts take one
+    reduce-scatter, except on gloo, which would reduce the whole of them on every rank.
 
     Args:
         local: what it holds before.
         before, after: the boxes of the group's ranks, in its order.
         place: this rank's among them.
-        add: the boxes before hold terms of a sum, taken in the order of ranks; else pieces, of
-            which no two hold the same.
+        add: the boxes before hold terms of a sum, taken in the order of ranks by an all-to-all
+            and in the backend's by a reduce-scatter; else pieces, of which no two hold the same.
     """
     mine, wanted = before[place], after[place]
     sent = [overlap(mine, box) for box in after]
@@ -61,14 +64,13 @@ def exchange_boxes(
     if all(box == wanted for box in after) and len(set(numbers)) == 1 and not add:
         pieces: Sequence[Tensor] = gather_parts(local.reshape(-1), group).unbind()
     else:
+        parts = torch.cat([local[inside(box, mine)].reshape(-1) for box in sent])
+        given = [prod(sizes(box)) for box in sent]
+        if add and len({*given, *numbers}) == 1 and not _is_gloo(group, local.device):
+            ours = _functional.reduce_scatter_tensor(parts, "sum", len(before), group.group_name)
+            return _functional.wait_tensor(ours).view(sizes(wanted))
         buffer = local.new_empty(sum(numbers))
-        dist.all_to_all_single(
-            buffer,
-            torch.cat([local[inside(box, mine)].reshape(-1) for box in sent]),
-            numbers,
-            [prod(sizes(box)) for box in sent],
-            group=group,
-        )
+        dist.all_to_all_single(buffer, parts, numbers, given, group=group)
         pieces = buffer.split(numbers)
     if add:
         return buffer.view(len(before), *sizes(wanted)).sum(0)
@@ -77,3 +79,7 @@ def exchange_boxes(
         if piece.numel():
             whole[inside(box, wanted)] = piece.view(sizes(box))
     return whole
+
+
+def _is_gloo(group: ProcessGroup, device: torch.device) -> bool:
+    return group._get_backend(device).name() == "gloo"

@@ -1,8 +1,11 @@
 """The cheapest way from one sharding of a tensor to another: a plan of collectives, and its run.
 
+    moved = redistribute(dtensor, "S(0)[ep,edp]")
+
     steps = plan("S(0)[ep,edp]", "S(1)[ep]", axes=axes, shape=shape, dtype=dtype)
     local = execute(steps, local, mesh)
 
+The first form works on DTensors, the second on this rank's parts of them.
 `sharding_moves.py` has the moves and their costs, `plan_search.py` the search. All ranks find the
 same plan: ties go to the one with fewer moves, then fewer bytes, then to the first by the order of
 the axes and dims.
@@ -10,7 +13,7 @@ the axes and dims.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,8 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from titan_moe.distributed.boxes import Box, exchange_boxes, inside, sizes
+from titan_moe.distributed.dtensor import check_divides, mesh_axes, mesh_rank, sharding_of
 from titan_moe.distributed.plan_search import Search
 from titan_moe.distributed.sharding import Axes, Sharding, group_of
 from titan_moe.distributed.sharding_moves import Costs, Moves, State, UnitCosts
@@ -191,8 +198,8 @@ def execute(steps: Plan, local: Tensor, mesh: AxisGroups) -> Tensor:
     and the gradient of such a sum is the same on all of its ranks. The backward runs each step's
     transpose, in reverse: a reduce-scatter for an all-gather, zeros around a slice.
 
-    Collective over the groups of the plan's axes. An all-reduce sums in the backend's order; sums
-    of a reduce-scatter are taken in the order of ranks.
+    Collective over the groups of the plan's axes. All-reduces sum in the backend's order, as do
+    reduce-scatters of equal parts except on gloo; all others sum in the order of ranks.
 
     Raises:
         ValueError: `local` has not the shape of this rank's part.
@@ -281,3 +288,101 @@ class _Run(NamedTuple):
 
     def _box(self, sharding: Sharding, rank: int | None = None) -> Box:
         return sharding.box(self.mesh.rank if rank is None else rank, self.shape, self.mesh.axes)
+
+
+# --- DTensors ------------------------------------------------------------------------------------
+
+
+def plan_redistribution(tensor: DTensor, target: Sharding | str, **options: Any) -> Plan:
+    """The plan that `redistribute` carries out; print it, or read the bytes of its `steps`.
+
+    `options` are `costs`, `moves` and `peak_bytes` of `plan`. By default a collective runs over
+    several axes at once, unless the world was initialised with a `device_id`: NCCL then splits the
+    groups of joined axes off with the help of all ranks.
+
+    Raises:
+        ValueError: as `plan` does; for a target that torch has no placements for, or a mesh whose
+            ranks do not ascend.
+    """
+    if not isinstance(tensor, DTensor):
+        raise TypeError(f"{type(tensor).__name__} is no DTensor: distribute_tensor makes one")
+    mesh, (source, axes) = tensor.device_mesh, sharding_of(tensor)
+    if not bool((mesh.mesh.flatten().diff() > 0).all()):
+        raise ValueError(f"{mesh} has ranks that do not ascend: torch's groups put them in order")
+    joint = dist.group.WORLD.bound_device_id is None  # type: ignore[union-attr]
+    options = {"moves": Moves(joint=joint), **options}
+    steps = plan(source, target, axes=axes, shape=tensor.shape, dtype=tensor.dtype, **options)
+    _placements(steps.target, tensor)
+    return steps
+
+
+def redistribute(tensor: DTensor, target: Sharding | str | Plan) -> DTensor:
+    """The same tensor under another sharding of its mesh, by the plan of least cost.
+
+    `tensor` may lie on any DeviceMesh, with `Shard` in any order of axes (an explicit `shard_order`
+    or `_StridedShard`), `Replicate` and `Partial`. Axes of a mesh without names go by their
+    numbers: `"S(0)[1,0]"`. The result has a `_StridedShard` where an axis cuts before one to its
+    left in the mesh. A plan of `plan_redistribution` is carried out as it is.
+
+    Differentiable, more than once. The gradient lies as `tensor` does, except that it has copies
+    where `tensor` is a partial sum. Collective over the mesh.
+
+    Raises:
+        ValueError: as `plan_redistribution` does, or a plan was made for another tensor.
+    """
+    steps = target if isinstance(target, Plan) else plan_redistribution(tensor, target)
+    source, axes = sharding_of(tensor)
+    if (steps.source, steps.axes, steps.shape) != (source, axes, tuple(tensor.shape)):
+        raise ValueError(
+            f"the plan begins with {steps.source} of {list(steps.shape)} on {dict(steps.axes)}, "
+            f"and the tensor is {source} of {list(tensor.shape)} on {dict(axes)}"
+        )
+    return _RedistributeFunction.apply(tensor, steps)
+
+
+class _RedistributeFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, steps: Plan) -> DTensor:
+        ctx.source = Sharding(steps.source.cuts)
+        if ctx.needs_input_grad[0]:
+            _placements(ctx.source, tensor)
+        placements = _placements(steps.target, tensor)
+        mesh, local = tensor.device_mesh, tensor.to_local()
+        if mesh.get_coordinate() is not None:
+            local = execute(steps, local, _MeshGroups(mesh)).contiguous()
+        strides = torch.empty(tensor.shape, device="meta").stride()
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=tensor.shape, stride=strides
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:  # type: ignore[override]
+        return redistribute(grad, ctx.source), None
+
+
+def _placements(sharding: Sharding, tensor: DTensor) -> tuple[Placement, ...]:
+    """Raises ValueError as `sharding_of` does, which reads them again."""
+    axes = mesh_axes(tensor.device_mesh)
+    placements = sharding.placements(axes)
+    check_divides(sharding, axes, placements, tensor.shape)
+    return placements
+
+
+class _MeshGroups:
+    """The axes of any DeviceMesh; groups of several axes are made at their first use."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.axes, self.rank, self._mesh = mesh_axes(mesh), mesh_rank(mesh), mesh
+
+    def group(self, axes: Sequence[str]) -> ProcessGroup:
+        if len(axes) == 1:
+            return self._mesh.get_group(list(self.axes).index(axes[0]))
+        ranks = self._mesh.mesh.flatten()[group_of(self.rank, axes, self.axes)].tolist()
+        return _joined_group(dist.group.WORLD, tuple(ranks))
+
+
+@cache
+def _joined_group(world: ProcessGroup, ranks: tuple[int, ...]) -> ProcessGroup:
+    if len(ranks) == world.size():
+        return world
+    return dist.new_group(list(ranks), use_local_synchronization=True)

@@ -1,8 +1,11 @@
 """Plans between shardings: their costs against all ways there are, and their limits."""
 
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -10,9 +13,10 @@ import pytest
 import torch
 
 from titan_moe.distributed import plan_search
+from titan_moe.distributed.boxes import overlap, sizes
 from titan_moe.distributed.plan_search import Search
 from titan_moe.distributed.redistribution import ALL, Plan, plan
-from titan_moe.distributed.sharding import Sharding
+from titan_moe.distributed.sharding import Axes, Sharding
 from titan_moe.distributed.sharding_moves import (
     OPS,
     Costs,
@@ -232,3 +236,39 @@ def test_an_axis_of_one_rank_changes_nothing() -> None:
     assert planned("S(0)[x,one]", "P[one]S(0)[x]", axes=axes).steps == ()
     (step,) = planned("S(0)[one,x,y]", "S(1)[y,one]S(0)[x]", axes=axes).steps
     assert (str(step.before), str(step.after)) == ("S(0)[x,y]", "S(0)[x]S(1)[y]")
+
+
+def _most_lacking(before: Sharding, after: Sharding, shape: Sequence[int], axes: Axes) -> int:
+    """Elements that one exchange of boxes brings to the rank that gets most."""
+    lacking = []
+    for rank in range(prod(axes.values())):
+        held, wanted = before.box(rank, shape, axes), after.box(rank, shape, axes)
+        lacking.append(prod(sizes(wanted)) - prod(sizes(overlap(held, wanted))))
+    return max(lacking)
+
+
+def _beside_one_exchange(
+    pairs: Iterable[tuple[Sharding, Sharding]], shape: tuple[int, ...], axes: Axes
+) -> Counter[str]:
+    """How many plans bring fewer bytes to a rank than one exchange of boxes, as many, or more."""
+    found: Counter[str] = Counter()
+    for before, after in pairs:
+        steps = plan(before, after, axes=axes, shape=shape, dtype=torch.uint8).steps
+        planned, needed = sum(s.bytes for s in steps), _most_lacking(before, after, shape, axes)
+        found["fewer" if planned < needed else "as many" if planned == needed else "more"] += 1
+    return found
+
+
+def test_plans_beside_the_exchange_of_boxes_that_training_uses() -> None:
+    """docs/redistribution.md has these counts."""
+    axes = {"x": 2, "y": 2, "z": 2}
+    whole = [each for each in all_shardings("xyz", 2) if not each.partial]
+    pairs = list(product(whole, whole))
+    assert _beside_one_exchange(pairs, (8, 8), axes) == {"as many": 883, "more": 1518}
+    # Muon's stacks of matrices, cut by fsdp and tp; each rank gets whole ones.
+    muon = {"fsdp": 8, "tp": 8}
+    cuts = ["S(1)[fsdp]", "S(2)[tp]", "S(1)[fsdp]S(2)[tp]", "S(1)[tp,fsdp]", "S(2)[fsdp,tp]"]
+    shares = ["S(0)[fsdp]", "S(0)[tp]", "S(0)[fsdp,tp]", "S(0)[tp,fsdp]", "S(0)[fsdp,tp]"]
+    texts = zip(cuts, shares, strict=True)
+    moves = [(Sharding.parse(cut), Sharding.parse(share)) for cut, share in texts]
+    assert _beside_one_exchange(moves, (64, 64, 64), muon) == {"as many": 4, "more": 1}
