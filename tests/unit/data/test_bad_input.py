@@ -64,12 +64,12 @@ CONTENTS = [
     ),
     (
         {"dataset": "json", "dataset_path": "{}/few.json"},
-        "has 4 documents to train on, fewer than the 8 sequences of training.global_batch_size.*"
+        "has 5 documents to train on, fewer than the 8 sequences of training.global_batch_size.*"
         "training.repeat_dataset=true",
     ),
     (
         {"blend": [{"dataset": "stdlib"}, {"dataset": "json", "dataset_path": "{}/few.json"}]},
-        r"training.blend\[1\].dataset='json' has 4 documents",
+        r"training.blend\[1\].dataset='json' has 5 documents",
     ),
     (
         {"dataset": "stdlb"},
