@@ -1,6 +1,13 @@
 """What float8 needs: units, types, sizes."""
 
+from typing import get_args
+
+import pytest
+
 from tests.support.config_checks import problems
+from titan_moe.config.checks import precision
+from titan_moe.config.job_config import Float8Linear
+from titan_moe.ops.float8 import alignment
 
 _FLOAT8 = '--model.converters ["quantize.linear.float8","quantize.grouped_mm.float8"]'
 _EMULATED = f"{_FLOAT8} --quantize.linear.float8.emulate true"
@@ -47,3 +54,12 @@ def test_experts_multiply_in_one_way() -> None:
         "quantize.grouped_mm.float8 and quantize.grouped_mm.mx are for the same products: choose "
         "one"
     )
+
+
+def test_a_recipe_without_a_known_unit_takes_no_other_one() -> None:
+    with pytest.raises(KeyError, match="a third recipe"):
+        precision._unit("a third recipe")
+    known = get_args(Float8Linear.model_fields["recipe_name"].annotation)
+    assert {recipe: precision._unit(recipe) for recipe in known} == {
+        recipe: alignment(recipe) for recipe in known
+    }

@@ -59,7 +59,7 @@ def _float8_experts(run: Run) -> list[str]:
 
 def _unit(recipe: str) -> int:
     """What sizes are multiples of; `ops.float8.alignment` says the same."""
-    return 128 if recipe == "blockwise" else 16
+    return {"tensorwise": 16, "rowwise": 16, "rowwise_with_gw_hp": 16, "blockwise": 128}[recipe]
 
 
 def _float8_tokens(run: Run) -> list[str]:
