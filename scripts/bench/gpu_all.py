@@ -53,6 +53,8 @@ def main() -> None:
             part, *rest = command
             started = [sys.executable, "-m", f"scripts.bench.{part}", *rest, *toy]
             summary[name] = run(name, [*started, "--json", str(file)], limit) | read(file)
+    if not any(arguments.only in name for name in [*PARTS, "tests"]):
+        sys.exit(f"--only {arguments.only}: choose from {', '.join(PARTS)}, tests")
     if arguments.device == "cuda" and arguments.only in "tests":
         files = ["tests/gpu/test_kernels.py", "tests/gpu/test_overlap.py"]
         tests = [sys.executable, "-m", "pytest", "-q", *files]

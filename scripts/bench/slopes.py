@@ -1,7 +1,7 @@
 """Whether a quantity grows with the steps of a run: robust slopes, and a verdict."""
 
 from collections.abc import Sequence
-from math import sqrt
+from math import isfinite, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -29,8 +29,8 @@ class Slope(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Flat only if the whole interval is within the bound; falling counts as flat."""
-        if self.high <= self.bound:
+        """Flat only if the whole interval is within the bound and nothing is NaN; so is falling."""
+        if self.high <= self.bound and isfinite(self.per_1000):
             return FLAT
         return GROWS if self.low > 0 and self.per_1000 > self.bound else UNCLEAR
 

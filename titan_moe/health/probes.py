@@ -88,6 +88,8 @@ def matmul(device: torch.device, operations: Operations) -> Result:
 def memory(device: torch.device, operations: Operations, num_bytes: int) -> Result:
     """Fill memory with numbers that differ from word to word, then with their complements, and read
     them back; then copy one half to the other."""
+    if num_bytes < 16:  # Two words, of which one is copied to the other.
+        return Result(problem=f"{num_bytes} bytes are too few to test")
     words = torch.empty(num_bytes // 8, dtype=torch.int64, device=device)
     places = torch.arange(min(_CHUNK, len(words)), device=device) * _signed(_ODD)
     wrong, first = 0, ""

@@ -239,6 +239,9 @@ def _run_in(task: Task, folder: Path) -> WorldReport:
                 dead = RankLog((), (), is_whole=False)
                 whole = {rank: logs[part].get(rank, dead) for rank in range(task.world_size)}
                 _compare(report, part, whole)
+    missed = [part for part in _parts(task) if part not in report.parts]
+    if not (report.findings or report.errors) and (missed or not report.collectives):
+        report.errors.append(f"nothing was compared of {', '.join(missed) or 'any part'}")
     return report
 
 

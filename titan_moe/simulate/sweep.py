@@ -66,7 +66,7 @@ class LayoutResult:
 
     @property
     def passed(self) -> bool:
-        return not self.problems
+        return not self.problems and self.num_parameters > 0
 
     def add(self, rank: "RankResult") -> None:
         """Take what was found on one rank."""

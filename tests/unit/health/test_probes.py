@@ -96,3 +96,8 @@ def test_a_disk_that_cannot_be_written_is_one_line(
     said = disk(tmp_path, 0, Operations()).problem
     assert said == f"cannot write and read in {tmp_path}: No space left on device"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_check_of_no_memory_is_a_problem() -> None:
+    result = memory(_CPU, Operations(), 8)
+    assert result.problem == "8 bytes are too few to test" and not result.rates

@@ -180,3 +180,9 @@ def test_a_real_run_that_leaks_is_found(tmp_path: Path) -> None:
     assert record["left"] == []
     script.draw(record, tmp_path / "soak.png")
     assert (tmp_path / "soak.png").stat().st_size > 10_000
+
+
+def test_a_quantity_with_nan_is_not_flat() -> None:
+    values = [1.0] * 240
+    values[3:9] = [float("nan")] * 6
+    assert slope("x", "", 1.0, range(240), values).verdict == UNCLEAR

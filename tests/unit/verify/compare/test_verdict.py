@@ -185,3 +185,12 @@ def test_tensorboard_is_read_as_float32(tmp_path: Path):
     assert found.curve.steps == [1, 2]
     assert found.curve.scalars["loss"][0] == np.float32(1 / 3)
     assert found.curve.data is None and not found.facts
+
+
+@pytest.mark.parametrize("quantity", ["loss", "grad_norm", "norm of output.weight", "layers.1"])
+def test_nan_of_any_quantity_is_never_inside_the_band(quantity: str):
+    broken = run("b", 1e-4, 90)
+    held = {**broken.curve.scalars, **broken.curve.loads}[quantity]
+    held[6] = math.nan
+    assert compare_runs("nan", run("a"), broken, controls=controls()).verdict is Verdict.DIFFERENT
+    assert compare_runs("nan", run("a"), broken).verdict is Verdict.UNJUDGED
