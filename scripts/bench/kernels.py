@@ -96,12 +96,15 @@ def permute_loop(
     counts = counts_PE.tolist()
     padded = 0
     for expert in range(len(counts[0])):
+        start = padded
         for rank in range(len(counts)):
             first, count = source_starts_PE[rank][expert], counts[rank][expert]
             source_R[padded : padded + count] = torch.arange(first, first + count)
             position_R[first : first + count] = torch.arange(padded, padded + count)
             padded += count
         padded += -padded % row_alignment
+        if padded == start and row_alignment > 1:
+            padded += row_alignment
     return source_R, position_R
 
 

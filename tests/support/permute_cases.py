@@ -25,7 +25,7 @@ def slow_indices(
     for expert in range(len(counts[0])):
         rows = [row for rank in range(len(counts)) for row in arrived_of[rank, expert]]
         totals.append(len(rows))
-        while len(rows) % row_alignment:
+        while len(rows) % row_alignment or (not rows and row_alignment > 1):
             rows.append(-1)
         source += rows
         offsets.append(len(source))

@@ -134,9 +134,10 @@ class Moe(Section):
     """Mixture-of-experts settings. A speed or weight left out takes the flavor's own value."""
 
     row_alignment: Literal[1, 8, 16, 32, 64, 128] | None = None
-    """Each expert's rows are padded to a multiple of this before the grouped GEMM (bf16 1,
-    float8 16, mxfp8 32). Left out: 1, but 128 for bfloat16 on a CPU, where every new number of rows
-    costs time and memory for a kernel of its own."""
+    """Each expert's rows are padded to a multiple of this before the grouped GEMM (float8 16, mxfp8
+    32); above 1 an expert without rows gets a block too. Left out: 1, but for bfloat16 8 on a GPU,
+    and 128 on a CPU, where every new number of rows costs time and memory for a kernel of its
+    own."""
     router_product: Literal["float32", "bfloat16"] = "float32"
     """What multiplies tokens by the router's weights where both are bfloat16: float32 units, or
     bfloat16 ones, which are many times faster on a GPU. Products are exact and sums float32 either

@@ -33,10 +33,12 @@ class PermuteIndices:
 def max_padded_rows(num_rows: int, num_experts: int, row_alignment: int) -> int:
     """The most padded rows that num_rows routed rows can need: a multiple of row_alignment.
 
-    Only experts that got a row are padded, by at most row_alignment - 1 rows each; rounding that
-    bound down loses nothing, because the rows needed are a multiple of row_alignment themselves.
+    Most where one expert got one row more than whole blocks, and all others none: a block each.
+    The rows needed are a multiple of row_alignment, so rounding that bound down loses nothing.
     """
-    bound = num_rows + min(num_experts, num_rows) * (row_alignment - 1)
+    if row_alignment == 1:
+        return num_rows
+    bound = max(num_rows - 1, 0) + num_experts * row_alignment
     return bound // row_alignment * row_alignment
 
 
@@ -46,8 +48,9 @@ def permute_indices(
     """Index maps between rank-major receiving order and padded expert-major order.
 
     Within an expert, rows keep the order of the source ranks, then the order of receiving. An
-    expert without rows takes no padded rows either. Padding lies inside the groups, where a GEMM
-    reads it: the caller fills it with zeros.
+    expert without rows takes a block of padding where row_alignment is above 1, because GEMMs of no
+    rows are reported to leave wrong gradients (pytorch issue 172439). Padding lies inside the
+    groups, where a GEMM reads it: the caller fills it with zeros.
 
     Args:
         counts_PE: int32 or int64 [P, E], rows that rank p sent for local expert e.
@@ -75,6 +78,8 @@ def permute_indices_reference(
     rank_ends_PE = counts_PE.contiguous().cumsum(0)
     counts_E = rank_ends_PE[-1]
     blocks_E = (counts_E + (row_alignment - 1)) // row_alignment
+    if row_alignment > 1:
+        blocks_E = blocks_E.clamp_min(1)
     offsets_E = (blocks_E * row_alignment).cumsum(0, dtype=torch.int32)
     # And where it ends in receiving order.
     received_ends_PE = counts_PE.flatten().cumsum(0).view_as(rank_ends_PE)

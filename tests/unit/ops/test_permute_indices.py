@@ -53,12 +53,12 @@ def test_counts_may_be_a_strided_view():
 @pytest.mark.parametrize(
     ("num_rows", "num_experts", "row_alignment", "expected"),
     [
-        (0, 4, 16, 0),
-        (1, 4, 16, 16),
-        (3, 8, 16, 48),
+        (0, 4, 16, 64),
+        (1, 4, 16, 64),
+        (3, 8, 16, 128),
         (10, 2, 1, 10),
         (10, 2, 8, 24),
-        (17, 2, 16, 32),
+        (17, 2, 16, 48),
     ],
 )
 def test_max_padded_rows(num_rows, num_experts, row_alignment, expected):

@@ -1,0 +1,24 @@
+"""What a device makes of the settings that a job leaves open."""
+
+import pytest
+
+from titan_moe.config.job_config import JobConfig
+from titan_moe.distributed.policies import resolve_model
+from titan_moe.models.registry import model_config
+
+
+@pytest.mark.parametrize(
+    ("device", "compute", "key", "expected"),
+    [
+        ("cuda", "bfloat16", None, 8),
+        ("cuda", "bfloat16", 1, 1),
+        ("cuda", "float32", None, 1),
+        ("cpu", "bfloat16", None, 128),
+        ("cpu", "float32", None, 1),
+        (None, "bfloat16", None, 1),
+    ],
+)
+def test_row_alignment_by_device_and_type(device, compute, key, expected):
+    tables = {"training": {"mixed_precision_param": compute}, "moe": {"row_alignment": key}}
+    config = resolve_model(model_config("qwen3", "gate"), JobConfig.model_validate(tables), device)
+    assert config.moe is not None and config.moe.row_alignment == expected
