@@ -66,9 +66,8 @@ def _permute_indices_kernel(
     totals = tl.zeros((EXPERTS,), dtype=tl.int64)
     for rank in range(NUM_RANKS):
         totals += tl.load(counts_ptr + rank * NUM_EXPERTS + expert, mask=is_expert, other=0)
-    padded = (totals + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
-    if ALIGNMENT > 1:
-        padded = tl.maximum(padded, ALIGNMENT)
+    blocks = (totals + (ALIGNMENT - 1)) // ALIGNMENT
+    padded = tl.maximum(blocks, 1 if ALIGNMENT > 1 else 0) * ALIGNMENT
     ends = tl.cumsum(padded, 0)
     if program == 0:
         tl.store(offsets_ptr + expert, ends.to(tl.int32), mask=is_expert)
