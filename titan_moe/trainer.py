@@ -34,7 +34,7 @@ from titan_moe.metrics.run_log import RunLog, describe_layout, describe_run
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
 from titan_moe.optim.optimizers import build_optimizer
-from titan_moe.optim.schedules import lr_factor, set_lr
+from titan_moe.optim.schedules import lr_factor, set_lr, warn_of_raised_rate
 from titan_moe.profiling.profiler import profiler
 from titan_moe.profiling.regions import region
 from titan_moe.routing.replay import RoutingTrace, open_trace
@@ -83,8 +83,7 @@ class Trainer:
         self.run_job = job
         """Of the whole run; `job` is that of its present stage."""
         if job.stages:
-            record = job.model_dump(mode="json")
-            job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder, record) + 1)
+            job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)
         self.stop_watch = StopWatch(job.training.max_seconds, process, os.environ)
         self.bad_steps = BadSteps(job.training)
         self._lay_out(job)
@@ -149,6 +148,7 @@ class Trainer:
         self.data = TrainData(self.run_job, self.sharded.config, self.process)
         self.data.open(self.job, self.meshes.dims)
         self._resume()
+        warn_of_raised_rate(self.checkpointer.loaded_job, self.job, self.progress.step)
         steps = self.job.training.steps
         if self.progress.step >= steps:
             self.checkpointer.check_export(self.progress.step, finished=True)
@@ -377,9 +377,7 @@ class Trainer:
     def _say_goodbye(self) -> None:
         """How it went, where everything is, and what to do next."""
         for line in closing_lines(
-            self.job.training,
-            self.job.checkpoint,
-            self.folder,
+            self.job,
             step=self.progress.step,
             losses=self.losses,
             unit=loss_unit(self.data.tokenizer),

@@ -103,6 +103,8 @@ class Checkpointer:
         self._background: BackgroundSaves | None = None
         self.last_step: int | None = None
         """Step of the checkpoint last loaded or saved in the run's own folder, on every rank."""
+        self.loaded_job: dict[str, Any] = {}
+        """The configuration that saved the checkpoint last loaded."""
         self.longest_save = 0.0
         """Seconds of the longest save, from its beginning until it was seen to be complete."""
 
@@ -307,15 +309,13 @@ class Checkpointer:
         Raises RunError when it is missing, damaged or of another model: tensors are undefined then.
         """
         doing = f"cannot load a checkpoint from {self._folder}"
-        record = self._job_record if step is None else None
-        asked = {} if step is None else {"load_step": step}
-        config = self._config.model_copy(update=asked)
-        found = on_rank_zero(lambda: find_checkpoint(config, self._folder, record), doing=doing)
+        found = on_rank_zero(lambda: find_checkpoint(self._config, self._folder, step), doing=doing)
         if found is None:
             if self._config.enable and self._config.initial_load_in_hf:
                 self._load_hf()
             return None
         source, manifest, model_only, excluded = found
+        self.loaded_job = manifest.job
         parts = [MODEL] * ("model" not in excluded)
         if self._optimizer is not None and not model_only and "optimizer" not in excluded:
             parts.append(OPTIMIZER)

@@ -1,9 +1,8 @@
 """Which checkpoint a run goes on from."""
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.manifest import Manifest, read_manifest
@@ -32,25 +31,22 @@ class Found(NamedTuple):
         return f" (without {', '.join(sorted(self.excluded))})" if self.excluded else ""
 
 
-def find_checkpoint(
-    config: Checkpoint, folder: Path, record: Mapping[str, Any] | None = None
-) -> Found | None:
+def find_checkpoint(config: Checkpoint, folder: Path, step: int | None = None) -> Found | None:
     """The checkpoint to load; `folder` holds the run's own ones. RunError where the one that is
     asked for is not there or of no use.
 
-    load_step and exclude_from_loading are for the first start of a configuration. Where it has
-    written checkpoints since, the latest of these is loaded whole: a run that stopped, was killed
-    or was queued again goes on. To begin as the first time would make the same steps again.
-
-    Args:
-        record: the run's resolved configuration as a manifest has it; left out, `config` says all.
+    load_step and exclude_from_loading take effect once in a folder. Where a run with the same two
+    has saved checkpoints since, the latest is loaded whole: a run that stopped, was killed or was
+    queued again goes on, whatever other key was changed. With `step` that one is loaded anyway.
     """
     if not config.enable:
         return None
     if not config.load_only:
         storage.bring_back(folder)
     steps = storage.saved_steps(folder)
-    begun = None if record is None else _begun(config, folder, steps, record)
+    if step is not None:
+        config = config.model_copy(update={"load_step": step})
+    begun = _begun(config, folder, steps) if step is None else None
     if begun is not None:
         config = config.model_copy(update={"load_step": begun, "exclude_from_loading": []})
     excluded = frozenset[str](config.exclude_from_loading)
@@ -81,36 +77,35 @@ def find_checkpoint(
     return Found(initial, manifest, config.initial_load_model_only, excluded)
 
 
-def _begun(
-    config: Checkpoint, folder: Path, steps: list[int], record: Mapping[str, Any]
-) -> int | None:
-    """The latest step that this very configuration has saved, if that matters."""
+def _begun(config: Checkpoint, folder: Path, steps: list[int]) -> int | None:
+    """The step to go on from where the two keys have taken effect in this folder before."""
     settings = {
-        f"load_step={config.load_step}": config.load_step >= 0,
-        f"exclude_from_loading={config.exclude_from_loading}": config.exclude_from_loading,
+        "load_step": config.load_step >= 0,
+        "exclude_from_loading": bool(config.exclude_from_loading),
     }
     for step in reversed(steps if any(settings.values()) else []):
         try:
-            job = read_manifest(storage.step_folder(folder, step)).job
+            saved_by = read_manifest(storage.step_folder(folder, step)).job.get("checkpoint", {})
         except RunError:  # Loading says it, where that is the one to load.
             continue
-        if job == record:
-            keys = " and ".join(f"checkpoint.{key}" for key, is_set in settings.items() if is_set)
+        if all(saved_by.get(key) == getattr(config, key) for key in settings):
+            # What begins at step 0 again makes steps below those that it began with.
+            last = step if "train_state" in config.exclude_from_loading else steps[-1]
+            keys = [f"checkpoint.{key}={getattr(config, key)}" for key in settings if settings[key]]
             logger.warning(
-                "%s was for the first start of this configuration, which has come to step %d "
-                "since; to follow it again, change another key too, such as job.description",
-                *(keys, step),
+                "%s took effect in this folder before and is not followed: going on from step %d; "
+                "to follow it again, move the later checkpoints out of %s",
+                *(" and ".join(keys), last, folder),
             )
-            return step
+            return last
     return None
 
 
-def step_to_go_on_from(config: Checkpoint, dump_folder: Path, record: Mapping[str, Any]) -> int:
-    """The step that `Checkpointer.load` will go on after; 0: from the beginning. Collective.
-    `record` is as in `find_checkpoint`."""
+def step_to_go_on_from(config: Checkpoint, dump_folder: Path) -> int:
+    """The step that `Checkpointer.load` will go on after; 0: from the beginning. Collective."""
     folder = dump_folder / config.folder
     doing = f"cannot load a checkpoint from {folder}"
-    found = on_rank_zero(lambda: find_checkpoint(config, folder, record), doing=doing)
+    found = on_rank_zero(lambda: find_checkpoint(config, folder), doing=doing)
     if found is None or found.model_only or "train_state" in found.excluded:
         return 0
     return found.manifest.step

@@ -468,12 +468,12 @@ class Checkpoint(Section):
     keep_latest_k: NonNegativeInt = 10
     """Checkpoints kept; 0 keeps all."""
     load_step: int = Field(-1, ge=-1)
-    """Step to resume from; -1: the latest complete one. For the first start of a configuration:
-    once it has saved a checkpoint, the same configuration goes on from there."""
+    """Step to resume from; -1: the latest complete one. Takes effect once in a run's folder: the
+    latest checkpoint is continued once a run with it has saved one."""
     exclude_from_loading: list[Literal["model", "optimizer", "train_state", "dataloader"]] = Field(
         []
     )
-    """Parts of the checkpoint that keep their fresh values; for the first start, as load_step."""
+    """Parts of the checkpoint that keep their fresh values; once, as load_step."""
     enable_first_step_checkpoint: bool = False
     """Save after step 1 too."""
     create_seed_checkpoint: bool = False

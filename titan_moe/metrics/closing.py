@@ -5,16 +5,14 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from titan_moe.config.job_config import Checkpoint, Training
+from titan_moe.config.job_config import JobConfig, LRScheduler
 from titan_moe.metrics.jsonl import EVENTS
 from titan_moe.runtime.command_lines import console, training_command
 from titan_moe.runtime.launch import Launch
 
 
 def closing_lines(
-    training: Training,
-    checkpoint: Checkpoint,
-    folder: Path,
+    job: JobConfig,
     *,
     step: int,
     losses: tuple[float, float | None],
@@ -26,11 +24,11 @@ def closing_lines(
     """How the run went, where everything is, and what one may do next.
 
     Args:
-        folder: job.dump_folder, with the run's config.toml.
         step: the last one taken.
         losses, unit: as `outcome` takes them.
         last_saved: step of the last checkpoint; None if there is none.
     """
+    training, checkpoint, folder = job.training, job.checkpoint, Path(job.job.dump_folder)
     stopped, saves = step < training.steps, folder / checkpoint.folder
     lines = [outcome(step, *losses, *unit), f"metrics {folder / 'metrics.jsonl'}"]
     if not stopped:
@@ -44,8 +42,7 @@ def closing_lines(
         checkpoint=None if last_saved is None else saves / f"step-{last_saved}",
         stopped=stopped,
         resumable=not checkpoint.last_save_model_only,
-        steps=training.steps,
-        once=settings_of_first_start(checkpoint),
+        longer=longer(training.steps, job.lr_scheduler),
         prompt="def " if training.dataset == "stdlib" else "The",
         launch=launch,
         environment=environment,
@@ -72,14 +69,15 @@ def _both(nats: float) -> str:
     return f"{nats:.2f} nats ({nats / math.log(2):.2f} bits)"
 
 
-def settings_of_first_start(checkpoint: Checkpoint) -> list[str]:
-    """What a command has to take back of the config.toml of a run that is to go on otherwise: these
-    keys would be followed again."""
-    words = []
-    if checkpoint.load_step != -1:
-        words += ["--checkpoint.load_step=-1"]
-    if checkpoint.exclude_from_loading:
-        words += ["--checkpoint.exclude_from_loading=[]"]
+def longer(steps: int, schedule: LRScheduler) -> list[str]:
+    """Arguments to train on to twice the steps at the rate that the schedule has ended with; none
+    where that is 0, with which nothing would be learnt."""
+    decays = schedule.decay_ratio != 0 and steps > schedule.warmup_steps
+    if decays and not schedule.min_lr_factor and (schedule.total_steps or 0) <= steps:
+        return []
+    words = ["--training.steps", str(2 * steps)]
+    if decays and schedule.total_steps is None:
+        words += ["--lr_scheduler.total_steps", str(steps)]
     return words
 
 
@@ -89,8 +87,7 @@ def next_steps(
     checkpoint: Path | None,
     stopped: bool,
     resumable: bool,
-    steps: int,
-    once: list[str],
+    longer: list[str],
     prompt: str,
     launch: Launch,
     environment: Mapping[str, str],
@@ -103,8 +100,7 @@ def next_steps(
         checkpoint: its last one; None if it saved none.
         stopped: before its last step, saved.
         resumable: whether the run can go on after its last step.
-        steps: training.steps of the run.
-        once: arguments that take back what was for the first start of this configuration.
+        longer: arguments that let the run go on after its last step; empty: it cannot.
     """
     commands, ranks = {}, launch.world_size
     # On several nodes it is the cluster's own command that starts a run.
@@ -117,8 +113,7 @@ def next_steps(
     if alone and checkpoint is None:
         start = training_command(folder, ranks, environment, ["--checkpoint.enable"])
         commands["train again and keep the model"] = start
-    elif alone and resumable and not stopped:
-        longer = ["--training.steps", str(2 * steps), *once]
+    elif alone and resumable and longer and not stopped:
         commands["train on"] = training_command(folder, ranks, environment, longer)
     page = [*console(), "report", "run", str(folder)]
     commands["get a page of its curves and experts"] = shlex.join(page)

@@ -1,11 +1,15 @@
 """The learning rate of every step: linear warm-up, a stable stretch, a decay."""
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-from titan_moe.config.job_config import LRScheduler
+from titan_moe.config.job_config import JobConfig, LRScheduler
+
+logger = logging.getLogger(__name__)
 
 _DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
@@ -39,6 +43,23 @@ def lr_factor(step: int, config: LRScheduler, training_steps: int) -> float:
         return 1.0
     remaining = _DECAYS[config.decay_type](min(1.0, steps_decayed / decay_steps))
     return config.min_lr_factor + (1 - config.min_lr_factor) * remaining
+
+
+def warn_of_raised_rate(before: Mapping[str, Any], job: JobConfig, step: int) -> None:
+    """Warn in a run that goes on after `step` with more than twice the learning rate that the
+    settings which made its checkpoint gave (`before`, as a manifest has them)."""
+    if not step or not before.keys() >= {"lr_scheduler", "optimizer", "training"}:
+        return
+    schedule = LRScheduler.model_validate(before["lr_scheduler"])
+    steps = before["training"]["steps"]
+    planned = before["optimizer"]["lr"] * lr_factor(step, schedule, steps)
+    rate = job.optimizer.lr * lr_factor(step, job.lr_scheduler, job.training.steps)
+    if rate > 2 * planned:
+        logger.warning(
+            "the learning rate rises: step %d was taken at %.3g, and is %.3g now; "
+            "lr_scheduler.total_steps=%d keeps the earlier schedule",
+            *(step, planned, rate, schedule.total_steps or steps),
+        )
 
 
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -97,7 +97,7 @@ def test_a_step_that_is_named_goes_before_what_the_run_began_with(saved):
 @pytest.mark.parametrize(
     "keys", [{"load_step": 1}, {"exclude_from_loading": ["dataloader", "optimizer"]}]
 )
-def test_a_configuration_that_has_saved_since_goes_on_from_there(saved, keys):
+def test_load_step_takes_effect_once_in_a_folder(saved, keys, caplog):
     """A run that is queued again would begin again for ever."""
     first = Run(saved, seed=1, **keys)
     first.checkpointer.load()
@@ -106,9 +106,12 @@ def test_a_configuration_that_has_saved_since_goes_on_from_there(saved, keys):
     assert later.checkpointer.load() == {"step": 3, "tokens": 0, "data": {"0": 30}}
     assert torch.equal(later.moment, first.moment)
     assert "step-3.abandoned-1" not in names(saved)
-    other = Run(saved, seed=2, interval=7, **keys)  # Another configuration begins as it says.
-    state = other.checkpointer.load()
-    assert state["step"] == 1 if "load_step" in keys else "data" not in state
+    other = Run(saved, seed=2, interval=7, **keys)  # With another key, as a new version adds one.
+    assert other.checkpointer.load() == {"step": 3, "tokens": 0, "data": {"0": 30}}
+    assert "is not followed" in caplog.text
+    other.save(4)
+    Run(saved, interval=7).save(5)  # Without the keys, and with them again.
+    assert Run(saved, **keys).checkpointer.load()["step"] == 5
 
 
 def test_without_its_step_a_run_goes_on_from_what_it_has_saved_itself(saved):

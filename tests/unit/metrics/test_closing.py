@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from titan_moe.config.job_config import Checkpoint, Training
+from titan_moe.config.job_config import JobConfig, LRScheduler
 from titan_moe.data.tokenizer import load_tokenizer, loss_unit
 from titan_moe.metrics import closing
+from titan_moe.optim.schedules import lr_factor
 from titan_moe.runtime import command_lines
 from titan_moe.runtime.launch import Launch
 
@@ -21,8 +22,7 @@ def said(**changed):
         "checkpoint": Path("out/checkpoint/step-300"),
         "stopped": False,
         "resumable": True,
-        "steps": 300,
-        "once": [],
+        "longer": ["--training.steps", "600"],
         "prompt": "def ",
         "launch": TWO,
         "environment": CPU,
@@ -56,9 +56,11 @@ def test_without_validation_nothing_is_said_of_it():
 def test_a_run_that_stopped_says_how_it_goes_on(monkeypatch):
     monkeypatch.chdir(command_lines.CHECKOUT)
     outcome, *lines, following = closing.closing_lines(
-        Training(steps=300),
-        Checkpoint(enable=True),
-        Path("out"),
+        JobConfig(
+            job={"dump_folder": str(Path("out"))},
+            training={"steps": 300},
+            checkpoint={"enable": True},
+        ),
         step=7,
         losses=(1.0, None),
         unit=("byte", 256),
@@ -73,23 +75,34 @@ def test_a_run_that_stopped_says_how_it_goes_on(monkeypatch):
     assert len(others) == 2 and "step-7 --prompt" in others[0]
 
 
-def test_training_on_takes_back_what_was_for_the_first_start(monkeypatch):
-    monkeypatch.chdir(command_lines.CHECKOUT)
-    keys = Checkpoint(load_step=5, exclude_from_loading=["dataloader"])
-    longer = said(once=closing.settings_of_first_start(keys))[1]
-    assert longer == (
-        "CONFIG_FILE=out/config.toml ./run_train.sh --training.steps 600 --checkpoint.load_step=-1 "
-        "'--checkpoint.exclude_from_loading=[]'"
-    )
-    assert closing.settings_of_first_start(Checkpoint()) == []
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ({"min_lr_factor": 0.05}, "--training.steps 600 --lr_scheduler.total_steps 300"),
+        ({"decay_ratio": 0.0}, "--training.steps 600"),
+        ({"total_steps": 900}, "--training.steps 600"),
+        ({"min_lr_factor": 0.0}, ""),
+    ],
+)
+def test_training_on_keeps_the_rate_of_the_end(schedule, words):
+    settings = LRScheduler(warmup_steps=10, **schedule)
+    assert " ".join(closing.longer(300, settings)) == words
+    told = dict(zip(words.split()[::2], words.split()[1::2], strict=True))
+    if told:
+        total = told.get("--lr_scheduler.total_steps", settings.total_steps)
+        after = settings.model_copy(update={"total_steps": total and int(total)})
+        end = lr_factor(300, settings, 300)
+        assert 0 < lr_factor(301, after, 600) <= end
 
 
 def test_steps_without_an_update_are_named(tmp_path):
     def lines():
         return closing.closing_lines(
-            Training(steps=7),
-            Checkpoint(),
-            tmp_path,
+            JobConfig(
+                job={"dump_folder": str(tmp_path)},
+                training={"steps": 7},
+                checkpoint={},
+            ),
             step=7,
             losses=(1.0, None),
             unit=("byte", 256),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from titan_moe.config.job_config import LRScheduler
-from titan_moe.optim.schedules import lr_factor, set_lr
+from titan_moe.config.job_config import JobConfig, LRScheduler
+from titan_moe.optim.schedules import lr_factor, set_lr, warn_of_raised_rate
 
 
 def factors(steps, training_steps=20, **keys):
@@ -61,3 +61,23 @@ def test_set_lr_scales_each_group_by_its_own_peak():
     set_lr(optimizer, 0.25)
     set_lr(optimizer, 0.5)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 2.0]
+
+
+def test_a_rate_that_rises_at_a_resume_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    keys = {"lr_scheduler": {"warmup_steps": 10, "min_lr_factor": 0.05}, "optimizer": {"lr": 4e-3}}
+    before = JobConfig(**keys, training={"steps": 300})
+    longer = JobConfig(**keys, training={"steps": 600})
+    schedule = {**keys["lr_scheduler"], "total_steps": 300}
+    kept = JobConfig(**keys | {"lr_scheduler": schedule}, training={"steps": 600})
+    record = before.model_dump(mode="json")
+    for quiet in (
+        (record, before, 300),
+        (record, longer, 0),
+        ({}, longer, 300),
+        (record, kept, 300),
+    ):
+        warn_of_raised_rate(*quiet)
+    assert caplog.text == ""
+    warn_of_raised_rate(record, longer, 300)
+    assert "step 300 was taken at 0.0002, and is 0.0021" in caplog.text
+    assert "lr_scheduler.total_steps=300 keeps" in caplog.text
