@@ -80,6 +80,8 @@ def _read_checkpoint(folder: Path, problems: list[str]) -> str:
     found = {name: as_digits(total) for name, total in sums.items()}
     if missing := sorted(manifest.checksums.keys() - found.keys()):
         problems.append(f"it lacks {', '.join(missing)}")
+    if not found:
+        problems.append("it holds no tensor")
     if wrong := compare_checksums(manifest, found):
         problems.append(f"wrong checksum of {', '.join(wrong)}")
     return f"checkpoint of step {manifest.step}, {digested}, {len(found)} tensors"
@@ -88,6 +90,8 @@ def _read_checkpoint(folder: Path, problems: list[str]) -> str:
 def _read_hf_folder(folder: Path, problems: list[str]) -> str:
     digested = _read_files(folder, problems)
     with HFFolder(folder) as opened:
+        if not opened.tensors:
+            problems.append("it holds no tensor")
         return f"Hugging Face folder, {digested}, {len(opened.tensors)} tensors"
 
 

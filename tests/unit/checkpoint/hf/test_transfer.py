@@ -313,3 +313,9 @@ def test_model_config_is_kept(tmp_path):
     manifest = read_manifest(tmp_path / "imported")
     found = transfer.model_of_manifest(manifest, tmp_path / "imported")
     assert found.family == "deepseek_v3" and not differences(found.config, model.config)
+
+
+def test_a_folder_without_a_tensor_is_not_whole(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    save_file({}, tmp_path / "model.safetensors")
+    assert audit(tmp_path).problems == [f"{tmp_path}: it holds no tensor"]
