@@ -25,7 +25,13 @@ from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel, as_record, export_problems, model_of_job
 from titan_moe.runtime.errors import CRASHED, RunError, disk_remedy, is_outside
 from titan_moe.runtime.failure import report
-from titan_moe.runtime.launch import Launch, attempt_number, count_gpus, run_as_command
+from titan_moe.runtime.launch import (
+    Launch,
+    attempt_number,
+    count_gpus,
+    has_bfloat16_units,
+    run_as_command,
+)
 from titan_moe.runtime.log import start_logging
 from titan_moe.runtime.run_lock import RunLock
 from titan_moe.runtime.stopping import STOPPED, attempt_folder
@@ -49,6 +55,20 @@ def main(argv: list[str], environment: Mapping[str, str]) -> int:
         report(launch.rank, lines, exit_code, expected=expected, to=records)
         return exit_code
     return STOPPED if stopped and "RANK" not in environment else 0
+
+
+def read_for_device(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, list[str]]:
+    """As `read_job`. Computes in float32 on a CPU without bfloat16 units, if no file or argument
+    names the type; a line says so."""
+    job, lines = read_job(argv)
+    key, training = "mixed_precision_param", job.training
+    if key in training.model_fields_set or training.dtype != "float32":
+        return job, lines
+    if count_gpus(environment) or has_bfloat16_units():
+        return job, lines
+    line = f"training.{key}: float32, since this CPU has no bfloat16 units and no key asks for them"
+    training = training.model_copy(update={key: "float32"})
+    return job.model_copy(update={"training": training}), [*lines, line]
 
 
 def prepare(
@@ -90,7 +110,7 @@ def check_all(
 
     if world_size % num_nodes:
         raise ConfigError([f"--ranks {world_size} must be a multiple of --nodes {num_nodes}"])
-    job, without_effect = read_job(argv)
+    job, without_effect = read_for_device(argv, environment)
     job, model = prepare_job(job, world_size, environment)
     without_effect += notes(job, model, world_size, num_gpus=count_gpus(environment))
     problems = check_run_folder(job, as_record(model)) + missing_packages(job.metrics)
@@ -106,7 +126,7 @@ def _run(
     argv: list[str], environment: Mapping[str, str], launch: Launch, records: Path | None
 ) -> bool:
     """Returns whether the run stopped before its last step, saved. `records`: of failures."""
-    job, without_effect = read_job(argv)
+    job, without_effect = read_for_device(argv, environment)
     job, model = prepare_job(job, launch.world_size, environment)
     without_effect += notes(job, model, launch.world_size, num_gpus=count_gpus(environment))
     color = not job.metrics.disable_color_printing

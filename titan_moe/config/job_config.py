@@ -299,7 +299,8 @@ class Training(Section):
     dtype: Literal["bfloat16", "float32", "float64"] = "float32"
     """Type of the stored parameters; float64 computes and reduces in float64 too (verification)."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type that forward and backward compute in."""
+    """Type that forward and backward compute in. Left out on a CPU without bfloat16 units, a run
+    takes float32 and says so."""
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Type of gradient reductions."""
     gc_freq: PositiveInt = 50

@@ -64,6 +64,17 @@ def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> 
     return min(found, len(visible))
 
 
+def has_bfloat16_units(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU multiplies bfloat16 itself, found without torch; True where nothing tells."""
+    try:
+        words = set(cpuinfo.read_text().split())
+    except OSError:
+        return True
+    # "flags" is what x86 calls the list, "Features" ARM.
+    known = {"flags", "Features"} & words
+    return not known or bool({"avx512_bf16", "amx_bf16", "bf16"} & words)
+
+
 def default_ranks(environment: Mapping[str, str]) -> int:
     """Ranks of a node where none are asked for: the GPUs found, else two processes."""
     return count_gpus(environment) or 2

@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import REPO
 from titan_moe.runtime.launch import (
     LAUNCHER,
     Launch,
     count_gpus,
     cpu_threads,
+    has_bfloat16_units,
     has_lost_launcher,
 )
+from titan_moe.train import read_for_device
 
 _TORCHRUN = {
     "RANK": "5",
@@ -56,6 +59,44 @@ def test_gpus_are_counted_without_torch(
     monkeypatch.setattr(metadata, "version", lambda package: build)
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert count_gpus(environment, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("flags : avx2 avx512f", False),
+        ("flags : avx2 avx512_bf16", True),
+        ("flags : amx_bf16", True),
+        ("Features : asimd bf16", True),
+        ("Features : asimd", False),
+        ("processor : 0", True),
+    ],
+)
+def test_bfloat16_units_are_found_without_torch(words: str, expected: bool, tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    assert has_bfloat16_units(cpuinfo), "no such file"
+    cpuinfo.write_text(words)
+    assert has_bfloat16_units(cpuinfo) is expected
+
+
+@pytest.mark.parametrize(
+    ("units", "num_gpus", "arguments", "expected"),
+    [
+        (False, 0, [], "float32"),
+        (True, 0, [], "bfloat16"),
+        (False, 8, [], "bfloat16"),
+        (False, 0, ["--training.mixed_precision_param", "bfloat16"], "bfloat16"),
+    ],
+)
+def test_a_cpu_without_bfloat16_units_computes_in_float32(
+    units: bool, num_gpus: int, arguments: list[str], expected: str, monkeypatch
+) -> None:
+    monkeypatch.setattr("titan_moe.train.has_bfloat16_units", lambda: units)
+    monkeypatch.setattr("titan_moe.train.count_gpus", lambda environment: num_gpus)
+    config = str(REPO / "configs/qwen3/debugmodel_moe.toml")
+    job, lines = read_for_device(["--job.config_file", config, *arguments], {})
+    assert job.training.mixed_precision_param == expected
+    assert any("no bfloat16 units" in line for line in lines) is (expected == "float32")
 
 
 def test_ranks_share_the_cores() -> None:
