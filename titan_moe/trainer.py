@@ -148,7 +148,7 @@ class Trainer:
         self.data = TrainData(self.run_job, self.sharded.config, self.process)
         self.data.open(self.job, self.meshes.dims)
         self._resume()
-        warn_of_raised_rate(self.checkpointer.loaded_job, self.job, self.progress.step)
+        warn_of_raised_rate(self.checkpointer.loaded_job, self.job.model_dump(), self.progress.step)
         steps = self.job.training.steps
         if self.progress.step >= steps:
             self.checkpointer.check_export(self.progress.step, finished=True)
@@ -376,8 +376,10 @@ class Trainer:
 
     def _say_goodbye(self) -> None:
         """How it went, where everything is, and what to do next."""
+        sections = (self.job.training, self.job.checkpoint, self.job.lr_scheduler)
         for line in closing_lines(
-            self.job,
+            *sections,
+            self.folder,
             step=self.progress.step,
             losses=self.losses,
             unit=loss_unit(self.data.tokenizer),

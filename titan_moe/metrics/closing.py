@@ -5,14 +5,17 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from titan_moe.config.job_config import JobConfig, LRScheduler
+from titan_moe.config.job_config import Checkpoint, LRScheduler, Training
 from titan_moe.metrics.jsonl import EVENTS
 from titan_moe.runtime.command_lines import console, training_command
 from titan_moe.runtime.launch import Launch
 
 
 def closing_lines(
-    job: JobConfig,
+    training: Training,
+    checkpoint: Checkpoint,
+    schedule: LRScheduler,
+    folder: Path,
     *,
     step: int,
     losses: tuple[float, float | None],
@@ -24,11 +27,11 @@ def closing_lines(
     """How the run went, where everything is, and what one may do next.
 
     Args:
+        folder: job.dump_folder, with the run's config.toml.
         step: the last one taken.
         losses, unit: as `outcome` takes them.
         last_saved: step of the last checkpoint; None if there is none.
     """
-    training, checkpoint, folder = job.training, job.checkpoint, Path(job.job.dump_folder)
     stopped, saves = step < training.steps, folder / checkpoint.folder
     lines = [outcome(step, *losses, *unit), f"metrics {folder / 'metrics.jsonl'}"]
     if not stopped:
@@ -42,7 +45,7 @@ def closing_lines(
         checkpoint=None if last_saved is None else saves / f"step-{last_saved}",
         stopped=stopped,
         resumable=not checkpoint.last_save_model_only,
-        longer=longer(training.steps, job.lr_scheduler),
+        longer=longer(training.steps, schedule),
         prompt="def " if training.dataset == "stdlib" else "The",
         launch=launch,
         environment=environment,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from titan_moe.config.job_config import JobConfig, LRScheduler
+from titan_moe.config.job_config import LRScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -45,20 +45,23 @@ def lr_factor(step: int, config: LRScheduler, training_steps: int) -> float:
     return config.min_lr_factor + (1 - config.min_lr_factor) * remaining
 
 
-def warn_of_raised_rate(before: Mapping[str, Any], job: JobConfig, step: int) -> None:
+def warn_of_raised_rate(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> None:
     """Warn in a run that goes on after `step` with more than twice the learning rate that the
-    settings which made its checkpoint gave (`before`, as a manifest has them)."""
+    configuration which made its checkpoint gave. Both are tables of keys, as a manifest has them.
+    """
     if not step or not before.keys() >= {"lr_scheduler", "optimizer", "training"}:
         return
-    schedule = LRScheduler.model_validate(before["lr_scheduler"])
-    steps = before["training"]["steps"]
-    planned = before["optimizer"]["lr"] * lr_factor(step, schedule, steps)
-    rate = job.optimizer.lr * lr_factor(step, job.lr_scheduler, job.training.steps)
+    planned, rate = (
+        job["optimizer"]["lr"]
+        * lr_factor(step, LRScheduler.model_validate(job["lr_scheduler"]), job["training"]["steps"])
+        for job in (before, now)
+    )
     if rate > 2 * planned:
+        end = before["lr_scheduler"].get("total_steps") or before["training"]["steps"]
         logger.warning(
             "the learning rate rises: step %d was taken at %.3g, and is %.3g now; "
             "lr_scheduler.total_steps=%d keeps the earlier schedule",
-            *(step, planned, rate, schedule.total_steps or steps),
+            *(step, planned, rate, end),
         )
 
 

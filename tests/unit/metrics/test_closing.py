@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_moe.config.job_config import JobConfig, LRScheduler
+from titan_moe.config.job_config import Checkpoint, LRScheduler, Training
 from titan_moe.data.tokenizer import load_tokenizer, loss_unit
 from titan_moe.metrics import closing
 from titan_moe.optim.schedules import lr_factor
@@ -56,11 +56,10 @@ def test_without_validation_nothing_is_said_of_it():
 def test_a_run_that_stopped_says_how_it_goes_on(monkeypatch):
     monkeypatch.chdir(command_lines.CHECKOUT)
     outcome, *lines, following = closing.closing_lines(
-        JobConfig(
-            job={"dump_folder": str(Path("out"))},
-            training={"steps": 300},
-            checkpoint={"enable": True},
-        ),
+        Training(steps=300),
+        Checkpoint(enable=True),
+        LRScheduler(),
+        Path("out"),
         step=7,
         losses=(1.0, None),
         unit=("byte", 256),
@@ -98,11 +97,10 @@ def test_training_on_keeps_the_rate_of_the_end(schedule, words):
 def test_steps_without_an_update_are_named(tmp_path):
     def lines():
         return closing.closing_lines(
-            JobConfig(
-                job={"dump_folder": str(tmp_path)},
-                training={"steps": 7},
-                checkpoint={},
-            ),
+            Training(steps=7),
+            Checkpoint(),
+            LRScheduler(),
+            tmp_path,
             step=7,
             losses=(1.0, None),
             unit=("byte", 256),

@@ -70,14 +70,11 @@ def test_a_rate_that_rises_at_a_resume_is_told(caplog: pytest.LogCaptureFixture)
     schedule = {**keys["lr_scheduler"], "total_steps": 300}
     kept = JobConfig(**keys | {"lr_scheduler": schedule}, training={"steps": 600})
     record = before.model_dump(mode="json")
-    for quiet in (
-        (record, before, 300),
-        (record, longer, 0),
-        ({}, longer, 300),
-        (record, kept, 300),
-    ):
-        warn_of_raised_rate(*quiet)
+    warn_of_raised_rate(record, before.model_dump(), 300)
+    warn_of_raised_rate(record, longer.model_dump(), 0)
+    warn_of_raised_rate(record, kept.model_dump(), 300)
+    warn_of_raised_rate({}, longer.model_dump(), 300)
     assert caplog.text == ""
-    warn_of_raised_rate(record, longer, 300)
+    warn_of_raised_rate(record, longer.model_dump(), 300)
     assert "step 300 was taken at 0.0002, and is 0.0021" in caplog.text
     assert "lr_scheduler.total_steps=300 keeps" in caplog.text
