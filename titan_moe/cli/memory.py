@@ -2,17 +2,19 @@
 
     titan-moe memory --config FILE --ranks 64
 
-Prints the number of parameters, a line of GiB, and one more for each training stage; what NCCL's
-buffers take beside it; and what microbatches share on such a GPU. titan_moe/simulate/memory.py says
+Prints the number of parameters, a line of GiB or MiB, and one more for each training stage; what
+NCCL's buffers take beside it; what microbatches share on such a GPU; and whether all of it fits. In
+a pipeline the rank that needs most is counted, as an upper bound. titan_moe/simulate/memory.py says
 what is counted. Needs no GPU.
 
-Exit codes: 0; 2 a configuration that cannot run, or that is not counted.
+Exit codes: 0 it fits; 1 it does not fit; 2 a configuration that cannot run.
 """
 
 import argparse
 from dataclasses import asdict
 
 from titan_moe.cli.command import Answer, Command, add_ranks, job_arguments
+from titan_moe.config.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,38 +28,63 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.stages import stage_jobs
     from titan_moe.models.hf import model_of_job
     from titan_moe.models.stats import total
-    from titan_moe.simulate.memory import GIB, choose_accumulation, communicators, memory
+    from titan_moe.simulate.memory import (
+        GIB,
+        RESERVED,
+        choose_accumulation,
+        communicators,
+        memory,
+    )
 
     job = load_job(job_arguments(options))
     config = model_of_job(job.model)
     size = total(config)
     active = size.active(config)
-    found = {}
+    found, needed = {}, 0.0
     for step, stage in stage_jobs(job):
         sections = (stage.training, stage.parallelism, stage.activation_checkpoint)
         found[step] = memory(config, *sections, world_size=options.ranks)
+        try:
+            groups = communicators(stage.parallelism, options.ranks)
+        except ValueError as error:
+            line = f"--ranks {options.ranks}: {error}: choose other degrees, or another --ranks"
+            raise ConfigError([line]) from error
+        needed = max(needed, found[step].total + groups.bytes + RESERVED)
     first = found.pop(1)
     groups = communicators(job.parallelism, options.ranks)
     sections = (job.training, job.parallelism, job.activation_checkpoint)
     shared = choose_accumulation(config, *sections, options.ranks, options.gpu_gib * GIB)
+    fits = needed <= options.gpu_gib * GIB
     data = {
         "parameters": sum(size),
         "active_parameters": active,
         "bytes": asdict(first),
         "communicators": groups._asdict(),
         "accumulation": asdict(shared),
+        "needed": needed,
+        "fits": fits,
     }
+    verdict = "fits" if fits else "does not fit"
     stages = [{"from_step": step, "bytes": asdict(stage)} for step, stage in found.items()]
+    piped = job.parallelism.pipeline_parallel_degree > 1
     return Answer(
         data | ({"stages": stages} if stages else {}),
         [
-            f"{sum(size) / 1e9:.1f} G parameters, {active / 1e9:.1f} G active",
-            f"GiB: {first}",
-            *(f"GiB from step {step}: {stage}" for step, stage in found.items()),
+            f"{_count(sum(size))} parameters, {_count(active)} active",
+            f"{first.unit}: {first}",
+            *(f"{stage.unit} from step {step}: {stage}" for step, stage in found.items()),
+            *(["the rank of the pipeline that needs most, an upper bound"] if piped else []),
             str(groups),
             *([shared.line] if shared.line else []),
+            f"{verdict}: {needed / GIB:.1f} of {options.gpu_gib:.1f} GiB, "
+            f"with NCCL's buffers and {RESERVED / GIB:.0f} GiB for CUDA and the allocator",
         ],
+        exit_code=0 if fits else 1,
     )
+
+
+def _count(parameters: float) -> str:
+    return f"{parameters / 1e9:.1f} G" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
 
 
 COMMAND = Command(run, add_arguments, overrides=True)

@@ -1,9 +1,9 @@
 """What a run keeps in a GPU's memory, by arithmetic. No torch.
 
-An estimate for layouts without a pipeline, and for experts that get equally many tokens. Peaks that
-do not quite meet (the logits', one layer's backward) are added; NCCL's buffers are counted apart;
-what CUDA and a fragmented allocator take, about 3 GiB, is not counted. Nothing of it has been
-compared with a GPU.
+An estimate for experts that get equally many tokens. Peaks that do not quite meet (the logits', one
+layer's backward) are added; NCCL's buffers are counted apart; what CUDA and a fragmented allocator
+take, about 3 GiB, is not counted. A pipeline's rank is counted with all its stages gathered, which
+is an upper bound. Nothing of it has been compared with a GPU.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,8 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
-from titan_moe.models.stats import Size, attention_stats, part_sizes
+from titan_moe.models.shares import Share, shares_of_ranks
+from titan_moe.models.stats import Size, attention_stats
 from titan_moe.moe.config import deduplication_pays, places_reached, rows_of_buffers
 
 GIB = 2**30
@@ -34,14 +35,16 @@ class Memory:
     """Of the largest layer and the output layer: weights of two units, and gradients of one before
     and while they are reduced. Where experts are reduced apart, two reductions are under way."""
     kept: float
-    """What the forward leaves for the backward."""
+    """What the forward leaves for the backward; in a pipeline, of all microbatches between the two,
+    with the buffers in which each microbatch arrives."""
     layer: float
     """The recomputed values of one layer, and their gradients."""
     logits: float
     """Of one chunk of the loss, and the output layer's gradients, which stand from there on."""
     accumulated: float
     """What the microbatches of a step share, by `parallelism.fsdp_accumulation`: sums of gradients
-    that are still to be reduced, and parameters that stay gathered. "auto" counts as nothing."""
+    that are still to be reduced, and parameters that stay gathered. "auto" counts as nothing; a
+    pipeline's schedule shares both."""
     exchange: float
     """Symmetric memory: of the dispatcher that has some, or of asynchronous tensor parallelism."""
     host: float
@@ -54,7 +57,7 @@ class Memory:
         return sum(terms) + self.accumulated + self.exchange
 
     def __str__(self) -> str:
-        """One line, in GiB."""
+        """One line, in GiB; in MiB where the sum is below 1 GiB."""
         named = {
             "stored": self.stored,
             "gathered": self.gathered,
@@ -66,9 +69,15 @@ class Memory:
             named["accumulated"] = self.accumulated
         if self.exchange:
             named["symmetric memory"] = self.exchange
-        terms = [f"{name} {size / GIB:.1f}" for name, size in named.items()]
-        host = f"; in the host's memory {self.host / GIB:.1f}" if self.host else ""
-        return f"{' + '.join(terms)} = {self.total / GIB:.1f}{host}"
+        unit = GIB if self.unit == "GiB" else 2**20
+        terms = [f"{name} {size / unit:.1f}" for name, size in named.items()]
+        host = f"; in the host's memory {self.host / unit:.1f}" if self.host else ""
+        return f"{' + '.join(terms)} = {self.total / unit:.1f}{host}"
+
+    @property
+    def unit(self) -> str:
+        """The unit of the line."""
+        return "GiB" if self.total + self.host >= GIB else "MiB"
 
 
 def memory(
@@ -78,17 +87,29 @@ def memory(
     recompute: ActivationCheckpoint,
     world_size: int,
 ) -> Memory:
-    """The estimate for one rank. Raises ConfigError for a pipeline, which is not counted yet."""
-    if parallelism.pipeline_parallel_degree > 1:
-        degree = parallelism.pipeline_parallel_degree
-        raise ConfigError(
-            [f"parallelism.pipeline_parallel_degree={degree}: not counted yet: choose 1"]
-        )
+    """The estimate for one rank: in a pipeline, for the one that needs most.
+
+    Raises ConfigError for a pipeline that this model cannot be cut into.
+    """
+    sections = (config, training, parallelism, recompute, world_size)
+    shares = shares_of_ranks(config, training, parallelism)
+    return max((_of_rank(*sections, share) for share in shares), key=lambda found: found.total)
+
+
+def _of_rank(
+    config: ModelConfig,
+    training: Training,
+    parallelism: Parallelism,
+    recompute: ActivationCheckpoint,
+    world_size: int,
+    share: Share,
+) -> Memory:
     tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
-    shards = world_size // parallelism.data_parallel_replicate_degree
+    pp = parallelism.pipeline_parallel_degree
+    shards = world_size // (parallelism.data_parallel_replicate_degree * pp)
     wide = _BYTES[training.dtype]
     compute = _BYTES["float64"] if wide == 8 else _BYTES[training.mixed_precision_param]
-    parts = part_sizes(config)
+    parts = share.parts
     stored = sum(sum(size) for size in parts.values()) * 4 * wide / shards
 
     def whole(size: Size) -> float:
@@ -98,34 +119,37 @@ def memory(
     reduced = max(wide, 4)
     all_of_it = sum(whole(size) for size in parts.values())
     accumulated = 0.0
-    if parallelism.fsdp_accumulation == "all_reduce_once" and training.enable_cpu_offload:
+    word = "keep_gathered" if pp > 1 else parallelism.fsdp_accumulation
+    if word == "all_reduce_once" and training.enable_cpu_offload:
         accumulated = stored / (4 * wide) * reduced
-    elif parallelism.fsdp_accumulation in ("reduce_once", "keep_gathered"):
+    elif word in ("reduce_once", "keep_gathered"):
         # The shards of gradients, which `stored` has, are made from these sums and free them.
         accumulated = all_of_it * reduced - (0.0 if training.enable_cpu_offload else stored / 4)
-        if parallelism.fsdp_accumulation == "keep_gathered":
+        if word == "keep_gathered":
             accumulated += all_of_it * compute
     layers = [size for name, size in parts.items() if name.startswith("layers.")]
     layer = max(map(whole, layers))
-    tokens = training.local_batch_size * training.seq_len / cp
+    tokens = share.rows * training.seq_len / cp
     values = tokens * _values_per_token(config) / tp * compute
     vocabulary = config.vocab_size / tp
     chunk = training.loss_chunk_size
     whole_part = LOSS_CHUNKS["cuda"] if chunk is None else chunk or tokens
-    # Logits, whose place their gradients take.
-    logits = min(tokens, whole_part) * vocabulary * compute
     # Of the stream as the output layer sees it, gathered, and of its weight, added up wide.
-    logits += tokens * (1 + config.num_mtp_layers) * config.dim * compute
+    logits = tokens * (1 + config.num_mtp_layers) * config.dim * compute
     logits += vocabulary * config.dim * (reduced + compute)
+    # Logits, whose place their gradients take.
+    logits = logits * share.losses + min(tokens, whole_part) * vocabulary * compute
+    output = parts.get("output", Size(0))
     offload = training.enable_cpu_offload
     return Memory(
         stored=0.0 if offload else stored,
         gathered=layer * 3 * compute
         + _in_reduction(layers, parallelism, whole) * reduced
-        + whole(parts["output"]) * (2 * compute + reduced),
-        kept=_kept(config, parallelism, recompute, tokens / tp * compute),
+        + whole(output) * (2 * compute + reduced),
+        kept=_kept(config, parallelism, recompute, tokens / tp * compute, share.layers)
+        + share.streams * tokens / tp * config.dim * compute,
         layer=2 * values,
-        logits=logits,
+        logits=logits if output.dense else 0.0,
         accumulated=accumulated,
         exchange=_symmetric_memory(config, parallelism, round(tokens / tp), compute),
         host=stored if offload else 0.0,
@@ -279,11 +303,14 @@ def _symmetric_memory(
 
 
 def _kept(
-    config: ModelConfig, parallelism: Parallelism, recompute: ActivationCheckpoint, bytes_: float
+    config: ModelConfig,
+    parallelism: Parallelism,
+    recompute: ActivationCheckpoint,
+    bytes_: float,
+    num_layers: int,
 ) -> float:
     """A recomputed layer keeps its input and maybe the exchanged rows, one recomputed by operation
     what those return, another all its values. `bytes_`: of one value of every token."""
-    num_layers = config.num_layers + config.num_mtp_layers
     values = _values_per_token(config)
     if recompute.mode == "none":
         return num_layers * values * bytes_

@@ -132,11 +132,35 @@ def test_check_and_memory_speak_of_every_training_stage() -> None:
         "parallelism.context_parallel_degree 1 -> 2"
     )
     estimated = run_command("memory", *name).stdout.splitlines()
-    assert estimated[1].startswith("GiB: ") and estimated[2].startswith("GiB from step 31: ")
+    assert estimated[1].startswith("MiB: ") and estimated[2].startswith("MiB from step 31: ")
     longer = ["--stages", '[{"from_step": 2, "seq_len": 256}]']
     found = json.loads(run_command("memory", *name, *longer, "--json").stdout)
     (stage,) = found["stages"]
     assert stage["from_step"] == 2 and stage["bytes"]["kept"] == 2 * found["bytes"]["kept"]
+
+
+def test_memory_ends_with_a_verdict() -> None:
+    name = ["--config", "qwen3/30B-A3B_8gpu", "--ranks", 8]
+    found = json.loads(run_command("memory", *name, "--json").stdout)
+    gib = found["needed"] / 2**30
+    assert found["fits"] and gib > sum(found["bytes"].values()) / 2**30 + 3
+    line = run_command("memory", *name).stdout.splitlines()[-1]
+    assert line.startswith(f"fits: {gib:.1f} of 79.0 GiB")
+    for small, code, verdict in ((gib + 0.1, 0, "fits: "), (gib - 0.1, 1, "does not fit: ")):
+        done = run_command("memory", *name, "--gpu-gib", small)
+        assert done.returncode == code
+        assert done.stdout.splitlines()[-1].startswith(verdict)
+
+
+def test_memory_counts_a_pipeline() -> None:
+    degrees = ["--parallelism.pipeline_parallel_degree", 2, "--training.local_batch_size", 4]
+    name = ["--config", "qwen3/30B-A3B_8gpu", "--ranks", 8, *degrees]
+    done = run_command("memory", *name, "--parallelism.expert_parallel_degree", 4)
+    assert done.returncode == 1
+    assert "the rank of the pipeline that needs most, an upper bound" in done.stdout
+    wrong = run_command("memory", *name)
+    assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1
+    assert "ep*etp = 8 must divide" in wrong.stderr
 
 
 @pytest.mark.parametrize(
