@@ -15,6 +15,7 @@ COMMANDS = {
     "generate": "let a model continue a text",
     "tokenize": "write a pre-tokenised copy of a dataset",
     "memory": "estimate what a configuration keeps on each GPU",
+    "config init": "start a TOML file for a model family and a number of GPUs",
     "config schema": "write the JSON schema of the TOML files",
     "hf import": "make a checkpoint of a Hugging Face folder",
     "hf export": "make a Hugging Face folder of a checkpoint",

@@ -47,8 +47,9 @@ def run(options: argparse.Namespace) -> Answer:
         try:
             groups = communicators(stage.parallelism, options.ranks)
         except ValueError as error:
-            line = f"--ranks {options.ranks}: {error}: choose other degrees, or another --ranks"
-            raise ConfigError([line]) from error
+            raise ConfigError(
+                [f"--ranks {options.ranks}: {error}: choose other degrees, or another --ranks"]
+            ) from error
         needed = max(needed, found[step].total + groups.bytes + RESERVED)
     first = found.pop(1)
     groups = communicators(job.parallelism, options.ranks)

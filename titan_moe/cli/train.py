@@ -1,4 +1,4 @@
-"""Train a model: all keys, after this page.
+"""Train a model: all keys, after this page; --help training has the keys of that table alone.
 
     titan-moe train --config qwen3/debugmodel_moe --training.steps 20
     titan-moe train --config FILE --ranks 4
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     """Train, and end the process."""
+    from titan_moe.config.parse import table_of_help
     from titan_moe.runtime.launch import end_with_parent, has_lost_launcher
     from titan_moe.runtime.stopping import attempt_folder
 
@@ -59,7 +60,8 @@ def run(options: argparse.Namespace) -> Answer:
 
     arguments = job_arguments(options)
     if {"-h", "--help"} & set(arguments):
-        print(__doc__)
+        if table_of_help(arguments) is None:
+            print(__doc__)
     elif not (is_rank or options.one_process):
         return Answer(exit_code=_start_ranks(options, arguments))
     if is_rank:

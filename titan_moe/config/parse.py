@@ -6,8 +6,10 @@ every command-line value arrives as text, and so that each mistake can say where
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
@@ -47,8 +49,22 @@ class _CliSettings(JobConfig, BaseSettings):  # type: ignore[misc]
 
 
 class _Parser(argparse.ArgumentParser):
+    table: str | None = None
+    """The only table whose keys --help prints."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError([f"{_COMMAND_LINE}: {message}"])
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        if self.table is None:
+            return text
+        groups = dict(re.findall(r"^(\S+) options:(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL))
+        below = f"{self.table}."
+        found = [name for name in groups if name == self.table or name.startswith(below)]
+        if not found:
+            self.error(f"--help {self.table}: no such table: choose from {', '.join(groups)}")
+        return "".join(f"{name} options:{groups[name]}" for name in found)
 
 
 def load_job(argv: list[str]) -> JobConfig:
@@ -56,8 +72,9 @@ def load_job(argv: list[str]) -> JobConfig:
 
     Instead of a path stands a name of `config.named` too.
 
-    Without a file every key has its default. `--help` prints all keys and exits. Raises ConfigError
-    with everything that is wrong in file and command line together.
+    Without a file every key has its default. `--help` prints all keys, or those of the
+    table named behind it, and exits. Raises ConfigError with everything that is wrong in file and
+    command line together.
     """
     return read_job(argv)[0]
 
@@ -138,6 +155,12 @@ def known_keys(section: type[Section] = JobConfig, prefix: str = "") -> dict[str
     return keys
 
 
+def table_of_help(argv: list[str]) -> str | None:
+    """The word behind --help."""
+    words = (word for flag, word in pairwise(argv) if flag in ("-h", "--help") and word[0:1] != "-")
+    return next(words, None)
+
+
 def _split_config_file(argv: list[str]) -> tuple[str | None, list[str]]:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{_CONFIG_FILE}", "--config", dest="path", metavar="PATH")
@@ -178,6 +201,7 @@ def _depth(values: dict[str, Any]) -> int:
 def _read_command_line(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
     """The overrides as nested tables of text, and the arguments that are no key of ours."""
     parser = _Parser(usage=_USAGE, allow_abbrev=False)
+    parser.table = table_of_help(argv)
     parser.add_argument(
         f"--{_CONFIG_FILE}",
         "--config",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import run_command
+from tests.support.paths import REPO
 from titan_moe.cli.command import Answer, Command
 from titan_moe.cli.main import COMMANDS
 from titan_moe.config.errors import ConfigError
@@ -137,6 +139,45 @@ def test_check_and_memory_speak_of_every_training_stage() -> None:
     found = json.loads(run_command("memory", *name, *longer, "--json").stdout)
     (stage,) = found["stages"]
     assert stage["from_step"] == 2 and stage["bytes"]["kept"] == 2 * found["bytes"]["kept"]
+
+
+def test_config_init_starts_a_file_and_never_overwrites_one(tmp_path: Path) -> None:
+    name = ["config", "init", "qwen3", "--flavor", "30B-A3B"]
+    mine, shipped = tmp_path / "mine.toml", REPO / "configs/qwen3/30B-A3B_8gpu.toml"
+    assert run_command(*name, "--out", mine).returncode == 0
+    first, rest = mine.read_text().split("\n", 1)
+    assert first == f"#:schema {(REPO / 'configs/schema.json').as_uri()}"
+    assert rest == shipped.read_text().split("\n", 1)[1]
+    assert run_command(*name).stdout == mine.read_text()
+    mine.write_text("kept")
+    again = run_command(*name, "--out", mine)
+    assert again.returncode == 2 and "is there already" in again.stderr
+    assert mine.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["qwen3"], "several configurations of qwen3 for --ranks 8: choose from"),
+        (["qwen3", "--ranks", 7], "no configuration of qwen3 for --ranks 7: choose from"),
+        (["qwen3", "--flavor", "B"], "no configuration of qwen3 B for"),
+        (["none"], "choose from deepseek_v3, gpt_oss, llama4, mixtral, qwen3"),
+    ],
+)
+def test_config_init_names_what_there_is(words: list[object], says: str) -> None:
+    done = run_command("config", "init", *words)
+    assert done.returncode == 2 and says in done.stderr
+
+
+def test_help_of_one_table() -> None:
+    command = [sys.executable, "-m", "titan_moe", "train", "--help"]
+    shown = subprocess.run([*command, "quantize"], capture_output=True, text=True)
+    keys = re.findall(r"^  --(\S+)", shown.stdout, re.MULTILINE)
+    assert shown.returncode == 0 and keys
+    assert all(key.startswith("quantize.") for key in keys)
+    wrong = subprocess.run([*command, "quantise"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "no such table: choose from job, " in wrong.stderr
+    assert len(wrong.stderr.splitlines()) == 1
 
 
 def test_memory_ends_with_a_verdict() -> None:

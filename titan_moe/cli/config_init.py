@@ -1,0 +1,48 @@
+"""Start a TOML file from one that comes with titan_moe: of a model family, for a number of GPUs.
+
+    titan-moe config init qwen3 --ranks 8 --flavor 30B-A3B --out mine.toml
+
+Prints the file, or writes it to --out, with a first line by which editors find the schema.
+
+Exit codes: 0; 1 the file cannot be written; 2 no such configuration, or --out is there already.
+"""
+
+import argparse
+
+from titan_moe.cli.command import Answer, Command, add_out, add_ranks
+from titan_moe.config.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("family", help="of models, a folder of configs/")
+    add_ranks(parser, default=8, says="GPUs of the run; default: 8")
+    parser.add_argument("--flavor", help="of the model, where there are several for these GPUs")
+    add_out(parser, default=None, says="the file to write, which must not exist yet")
+
+
+def run(options: argparse.Namespace) -> Answer:
+    from titan_moe.config.named import CONFIGS
+
+    sized = sorted(CONFIGS.glob("*/*_*gpu.toml"))
+    of_family = [path for path in sized if path.parent.name == options.family]
+    wanted = f"{options.flavor or '*'}_{options.ranks}gpu.toml"
+    found = [path for path in of_family if path.match(wanted)]
+    if len(found) != 1:
+        families = dict.fromkeys(path.parent.name for path in sized)
+        there = ", ".join([path.stem for path in of_family] or families)
+        many = "several configurations" if found else "no configuration"
+        asked = " ".join(filter(None, [options.family, options.flavor]))
+        raise ConfigError([f"{many} of {asked} for --ranks {options.ranks}: choose from {there}"])
+    _, _, rest = found[0].read_text(encoding="utf-8").partition("\n")
+    text = f"#:schema {(CONFIGS / 'schema.json').resolve().as_uri()}\n{rest}"
+    if options.out is None:
+        return Answer({"toml": text}, [text.rstrip("\n")])
+    try:
+        with options.out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError([f"--out {options.out}: is there already: name another file"]) from None
+    return Answer({"toml": text}, [str(options.out)])
+
+
+COMMAND = Command(run, add_arguments)
