@@ -37,7 +37,10 @@ ROWS = (
         r"CUDA error: |^rank \d+(: \w+Error:| ended with)|\(traceback in|naming a rank",
     ),
     ("loss-is-nan", r"^step \d+: loss "),
-    ("loss-spikes-or-diverges", r"^step \d+: a spike|=roll_back|on_spike="),
+    (
+        "loss-spikes-or-diverges",
+        r"^step \d+: a spike|=roll_back|on_spike=| goes back to (the run|a whole)",
+    ),
     ("symmetric-memory-is-refused", r"comm_backend=symmetric: "),
     (
         "asynchronous-tensor-parallelism-is-refused",

@@ -35,7 +35,7 @@ _MISTAKES = [
     ("--training.text_column x", _TROUBLE + "no-text-column"),
     ("--checkpoint.load_only", "checkpoints.md"),
     ("--checkpoint.enable --checkpoint.initial_load_in_hf", "huggingface.md"),
-    ("--training.on_spike skip", _TROUBLE + "loss-spikes-or-diverges"),
+    ("--training.on_spike roll_back", _TROUBLE + "loss-spikes-or-diverges"),
     ("--training.on_nonfinite roll_back", _TROUBLE + "loss-spikes-or-diverges"),
     ("--validation.steps -2", "configuration.md#validation.steps"),
 ]
