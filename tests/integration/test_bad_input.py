@@ -136,12 +136,6 @@ def stages_in_another_order(folder: Path) -> Bad:
     return Bad(_CONFIG, words, {"stages": stages, "training__steps": 4})
 
 
-def stage_beyond_the_last_step(folder: Path) -> Bad:
-    words = ["stages[0].from_step=9 is beyond training.steps=4"]
-    stages = '[{"from_step": 9, "seq_len": 16}]'
-    return Bad(_CONFIG, words, {"stages": stages, "training__steps": 4})
-
-
 def stage_for_more_ranks(folder: Path) -> Bad:
     words = ["stages[0] (from_step=2): parallelism: cp 2 = 2 must divide the 1 ranks", "NGPU=2"]
     stages = '[{"from_step": 2, "parallelism": {"context_parallel_degree": 2}}]'
@@ -277,7 +271,6 @@ CONFIGURATIONS: list[Case] = [
     stages_that_miss_a_layer,
     stage_of_an_unknown_degree,
     stages_in_another_order,
-    stage_beyond_the_last_step,
     stage_for_more_ranks,
     stage_whose_batch_does_not_divide,
     missing_data,

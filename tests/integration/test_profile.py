@@ -46,7 +46,7 @@ def test_a_run_says_where_a_step_goes(tmp_path: Path, ranks: int) -> None:
         assert 0 < facts[EXPOSED]["mean"] <= facts["communication"]["mean"]
 
 
-def test_a_memory_snapshot_wants_a_gpu(tmp_path: Path) -> None:
+def test_a_memory_snapshot_has_no_effect_on_a_cpu(tmp_path: Path) -> None:
     run = run_train(tmp_path, profiling__enable_memory_snapshot="true")
-    assert run.returncode == 2
-    assert "profiling.enable_memory_snapshot=true" in run.stderr + run.stdout
+    assert run.returncode == 0
+    assert "profiling.enable_memory_snapshot=true has no effect on a CPU" in run.stdout

@@ -74,7 +74,7 @@ def test_a_bad_document_is_named_first(run: Trained, tmp_path: Path):
     assert found["notes"] == []
     assert found["now"]["loss"] == pytest.approx(found["logged"]["loss"], rel=1e-4)
     assert found["now"]["norm"] == pytest.approx(found["logged"]["norm"], rel=1e-3)
-    assert found["documents"][0]["name"] == run.bad and found["needed"] == 1
+    assert found["documents"][0]["name"] == run.bad
     assert run.bad in found["rows"][0]["name"] and found["tokens"][0]["name"] == run.bad
     assert found["following"]["loss"] < found["limit"]["loss"] < found["now"]["loss"]
     assert sum(part["share"] for part in found["rows"]) == pytest.approx(1, abs=1e-3)

@@ -180,7 +180,7 @@ def follow(target_N: Tensor, source_R: Tensor) -> Tensor:
     """target_N[source_R], with padding's -1 kept."""
     if source_R.numel() == target_N.numel():
         return target_N[source_R]
-    return torch.where(source_R < 0, -1, target_N[source_R.clamp_min(0)])
+    return F.pad(target_N, (0, 1), value=-1)[source_R]  # -1 is the last, also of no rows.
 
 
 def reached_ranks(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:

@@ -145,7 +145,8 @@ def test_the_memory_is_asked_for_before_the_first_step(
     monkeypatch.setattr(policies, "open_workspace", lambda *args: asked.append(args))
     monkeypatch.setattr(policies, "open_symmetric_memory", lambda *args: None)
     words = "--training.local_batch_size 3 --training.seq_len 32 --validation.enable false"
+    words += " --parallelism.tensor_parallel_degree 2"
     words += f" --parallelism.enable_async_tensor_parallel {str(wanted).lower()}"
     job, config = load_job(words.split()), model_of_job(load_job([]).model)
     policies.open_buffers([], job, config, OnePair(), GPU)
-    assert asked == [("tp", 2 * 3 * 32 * config.dim * 2, GPU)] * wanted
+    assert asked == [("tp", 2 * 3 * 16 * config.dim * 2, GPU)] * wanted

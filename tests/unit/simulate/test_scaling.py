@@ -56,9 +56,9 @@ def with_planted(bug: str, *arguments: object) -> RankFacts:
 
         get = ProcessGroups.get
 
-        def make_all(self, ranks, options, description):  # type: ignore[no-untyped-def]
+        def make_all(self, ranks, options, *more):  # type: ignore[no-untyped-def]
             known = len(self._groups)
-            group = get(self, ranks, options, description)
+            group = get(self, ranks, options, *more)
             if len(self._groups) > known and len(ranks) > 1:
                 for _ in range(dist.get_world_size() // len(ranks) - 1):
                     dist.new_group(list(ranks), use_local_synchronization=True)
