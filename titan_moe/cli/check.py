@@ -3,9 +3,15 @@
     titan-moe check --config FILE --ranks 16 --nodes 2 --training.steps 20
     titan-moe check outputs/first/checkpoint
 
-Prints the number of ranks of a machine and the run's folder, what each training stage changes, and
-what of a torchtitan file has no effect here; all that is wrong otherwise, a line each. run_train.sh
-checks the same before it starts a rank.
+Opens every source of documents (training, blend, validation) as a run does, reads up to 64 of its
+documents, and refuses a column that is not there and fewer documents than a global batch. Large
+files are converted first and kept in the cache of `datasets`, where the run finds them. Where a
+source is on the Hugging Face hub, without a local copy, no data is read. run_train.sh checks all
+but these contents before it starts a rank.
+
+Prints the number of ranks of a machine and the run's folder, what each training stage changes, the
+parameters, the documents and tokens of each source, and what has no effect;
+all that is wrong otherwise, a line each.
 
     titan-moe check --health --config FILE
 
@@ -75,7 +81,11 @@ def run(options: argparse.Namespace) -> Answer:
         return _health(options)
     if options.config is None and options.overrides and options.overrides[0][:1] != "-":
         return _audit(options.overrides)
-    from titan_moe.config.stages import stage_lines
+    from titan_moe.config.stages import stage_jobs, stage_lines
+    from titan_moe.data.sample import sample_data
+    from titan_moe.data.tokenizer import load_tokenizer
+    from titan_moe.models.hf import model_of_job
+    from titan_moe.models.stats import total
     from titan_moe.runtime.launch import default_ranks
     from titan_moe.train import check_all
 
@@ -84,10 +94,22 @@ def run(options: argparse.Namespace) -> Answer:
     job, notes = check_all(job_arguments(options), ranks, nodes, os.environ)
     found = {"ranks_per_node": ranks // nodes, "dump_folder": job.job.dump_folder}
     line = "nothing is wrong: {ranks_per_node} rank(s) on each machine, output in {dump_folder}"
-    stages = stage_lines(job)
-    return Answer(
-        found | {"notes": notes, "stages": stages}, [line.format(**found), *stages, *notes]
+    largest = max(stage.training.global_batch_size for _, stage in stage_jobs(job))
+    samples = sample_data(
+        job.training,
+        job.validation,
+        load_tokenizer(job.model.tokenizer_path),
+        seed=job.debug.seed,
+        global_batch_size=job.training.global_batch_size,
+        largest_batch_size=largest,
     )
+    model = model_of_job(job.model)
+    parameters, active = sum(total(model)), round(total(model).active(model))
+    found |= {"parameters": parameters, "active_parameters": active}
+    says = f"{parameters:,} parameters, {active:,} active"
+    stages = stage_lines(job)
+    found |= {"notes": notes, "stages": stages, "data": samples}
+    return Answer(found, [line.format(**found), *stages, says, *samples, *notes])
 
 
 def _health(options: argparse.Namespace) -> Answer:

@@ -44,7 +44,7 @@ class StepReader:
         assert len(streams) % local_batch_size == 0
         self.identity = identity
         self._streams = streams
-        self._parts = parts
+        self.parts = parts
         self._local_batch_size = local_batch_size
         self._max_bad_documents = max_bad_documents
         # Bad documents that no sequence here has read: left out at the start, or of stages before.
@@ -84,7 +84,7 @@ class StepReader:
             "first": self._first,
             "rows": {str(stream.index): stream.state() for stream in self._streams},
             "marks": [
-                part.order.mark(self._oldest(number)) for number, part in enumerate(self._parts)
+                part.order.mark(self._oldest(number)) for number, part in enumerate(self.parts)
             ],
         }
         if bad := as_json(self._bad_before):
@@ -99,19 +99,19 @@ class StepReader:
         _check_identity(state, self.identity)
         _check_rows(state, [stream.index for stream in self._streams])
         self._first = _first_positions(state)
-        for part, mark, first in zip(self._parts, state["marks"], self._first, strict=True):
+        for part, mark, first in zip(self.parts, state["marks"], self._first, strict=True):
             part.order.seek(mark, first)
         for stream in self._streams:
             stream.load_state(state["rows"][str(stream.index)], self._first)
         self._step = state["step"]
         if "bad" in state:
-            self._bad_before = from_json(state["bad"], len(self._parts))
+            self._bad_before = from_json(state["bad"], len(self.parts))
 
     def close(self) -> None:
         """Nothing to end."""
 
     def _check_bad_documents(self) -> None:
-        for number, part in enumerate(self._parts):
+        for number, part in enumerate(self.parts):
             bad = sum((stream.bad[number] for stream in self._streams), BadDocuments())
             line = refusal(
                 part.order.name,

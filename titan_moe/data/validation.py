@@ -38,7 +38,7 @@ class ValidationLoader:
         num_ranks: int,
     ) -> None:
         """`steps`: at most so many batches of sequences, whatever the number of ranks; -1: all."""
-        self._parts = parts
+        self.parts = parts
         self._tokenizer = tokenizer
         self._seq_len = seq_len
         self._local_batch_size = local_batch_size
@@ -75,7 +75,7 @@ class ValidationLoader:
 
     def _report_bad_documents(self) -> None:
         """Raises RunError where there are too many."""
-        for part, bad, seen in zip(self._parts, self._bad, self._read, strict=True):
+        for part, bad, seen in zip(self.parts, self._bad, self._read, strict=True):
             order, most = part.order, self._max_bad_documents
             if line := refusal(order.name, bad, seen=seen, size=seen, most=most):
                 raise RunError(f"validation: {line}")
@@ -107,7 +107,7 @@ class ValidationLoader:
         while self._unread:
             part = self._blend.next_part(self._unread)
             try:
-                document = self._parts[part].order.document(self._read[part])
+                document = self.parts[part].order.document(self._read[part])
             except OutOfDocumentsError:
                 self._unread.remove(part)
                 continue

@@ -69,7 +69,7 @@ def test_all_of_a_command_s_lines_fit_their_aim() -> None:
     # 1,500 and five more commands: simulate reshard, check of a folder, report hang, simulate
     # collectives, report why, check of the machines, config init; restarts; requests
     # during the checks; and modules that run their command.
-    assert sum(len(path.read_text().splitlines()) for path in _CLI.glob("*.py")) <= 1950
+    assert sum(len(path.read_text().splitlines()) for path in _CLI.glob("*.py")) <= 1970
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,30 @@ def test_check_says_what_of_a_torchtitan_file_has_no_effect() -> None:
     done = run_command("check", "--ranks", 1, "--training.gc_debug")
     note = "without effect here: training.gc_debug (docs/coming-from-torchtitan.md)"
     found = "nothing is wrong: 1 rank(s) on each machine, output in ./outputs"
-    assert done.stdout.splitlines() == [found, note]
+    lines = done.stdout.splitlines()
+    assert (lines[0], lines[-1]) == (found, note)
+    assert " parameters, " in lines[1] and " documents, " in lines[2] and " tokens" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ('{"url": "a"}', "training.text_column='text'"),
+        ('{"text": "a"}', "has 1 documents to train on, fewer than the"),
+    ],
+)
+def test_check_reads_the_data(tmp_path: Path, record: str, says: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(f"{record}\n")
+    data = ["--training.dataset", "json", "--training.dataset_path", path]
+    done = run_command("check", "--ranks", 1, *data)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and says in line and not done.stdout
+
+
+def test_check_says_that_data_of_the_hub_was_not_read() -> None:
+    done = run_command("check", "--ranks", 1, "--training.dataset", "c4")
+    assert done.returncode == 0 and "not read: 'c4' is on the Hugging Face hub" in done.stdout
 
 
 def test_config_and_job_config_file_are_the_same(tmp_path: Path) -> None:
