@@ -33,7 +33,7 @@ def _write(path: Path, texts: list[str]) -> None:
 def _whole_document(job: JobConfig) -> str:
     """A document that lies within a sequence of the step."""
     place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 4}
-    loader = build_loader(job.training, ByteTokenizer(), **place)
+    loader = build_loader(job.training, ByteTokenizer(), validation=job.validation, **place)
     for _ in range(STEP):
         (*_, batch) = loader.next_step()
     loader.close()
@@ -56,6 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         optimizer={"lr": 3e-3},
         checkpoint={"interval": 4},
         parallelism={"expert_parallel_degree": 2},
+        validation={"enable": True, "freq": 100, "steps": 1},
     )
     bad = _whole_document(job)
     number = int("".join(filter(str.isdecimal, bad.rpartition("/")[2] or bad)))
@@ -74,7 +75,7 @@ def test_a_bad_document_is_named_first(run: Trained, tmp_path: Path):
     assert found["notes"] == []
     assert found["now"]["loss"] == pytest.approx(found["logged"]["loss"], rel=1e-4)
     assert found["now"]["norm"] == pytest.approx(found["logged"]["norm"], rel=1e-3)
-    assert found["documents"][0]["name"] == run.bad
+    assert found["documents"][0]["name"] == run.bad and found["needed"] == 1
     assert run.bad in found["rows"][0]["name"] and found["tokens"][0]["name"] == run.bad
     assert found["following"]["loss"] < found["limit"]["loss"] < found["now"]["loss"]
     assert sum(part["share"] for part in found["rows"]) == pytest.approx(1, abs=1e-3)
