@@ -28,12 +28,12 @@ def _memory_snapshot(run: Run) -> list[str]:
 
 
 def _communicators(run: Run) -> list[str]:
-    if not run.job.comm.init_communicators_eagerly or run.num_gpus:
+    if run.num_gpus:
         return []
     return [
-        Note(
-            "comm.init_communicators_eagerly=true has no effect on a CPU: communicators are NCCL's"
-        )
+        Note(f"comm.{key}=true has no effect on a CPU: communicators are NCCL's")
+        for key in ("init_communicators_eagerly", "split_communicators")
+        if getattr(run.job.comm, key)
     ]
 
 
