@@ -1,63 +1,55 @@
 """How often the noise band is wrong: false alarms of harmless runs, and mistakes that it misses.
 
-    python -m scripts.bench.noise_band                     # an hour of one core
+    python -m scripts.bench.noise_band                     # hours of one core
     python -m scripts.bench.noise_band --runs 40 --dtypes bfloat16
 
-A small DeepSeek-V3 is trained for 50 steps, again and again: harmless repeats that the band is
-calibrated from, other harmless runs that it has never seen (rows in other orders, microbatches of
-other sizes, layouts of two ranks), and runs with a mistake planted in them. No two share the seed
-of their rows' order. The output folder gets every run's curve, and an interrupted script goes on
-where it was; at the end results.json, false_alarms.png and detection.png.
+The baseline is that of `titan-moe verify losses --config configs/debug/compare.toml --baseline
+ranks=1` on a machine without GPUs. Its control runs come from the same function: the first of them
+make the bands; later ones, in orders that no band has seen, are judged by them. So are runs with a
+mistake planted in them. The output folder gets every run's curve, and an interrupted script goes on
+where it was; at the end results.json, false_alarms.png and detection.png. With --judge, the runs
+that are there are judged and none is trained.
 """
 
 import argparse
 import json
+import random
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from titan_moe.config.job_config import JobConfig
-from titan_moe.config.parse import load_job
-from titan_moe.models.registry import model_config
-from titan_moe.verify.compare.noise.band import FALSE_ALARMS, Band, quantities_of
-from titan_moe.verify.compare.noise.mistakes import MISTAKES, Mistake, scale_an_expert
-from titan_moe.verify.compare.noise.runs import DTYPES, Run, control_runs, train_each, with_dtype
+from scripts.bench.mistakes import MISTAKES
+from scripts.bench.trainings import BFLOAT16, Training, control_trainings, train_each, training_of
+from titan_moe.verify.compare.noise.band import (
+    CLEARLY,
+    EARLY_LOOKS,
+    FALSE_ALARMS,
+    Band,
+    quantities_of,
+)
 from titan_moe.verify.compare.records import NORM_OF, Curve
-from titan_moe.verify.gradients.fixture import at_depth
-from titan_moe.verify.layouts.layouts import with_tables
+from titan_moe.verify.compare.run_spec import RunSpec
 
-CONFIG = at_depth(model_config("deepseek_v3", "gate"), 3)
-STEPS = 50
-SETTINGS: dict[str, dict[str, Any]] = {
-    "training": {
-        "steps": STEPS,
-        "global_batch_size": 8,
-        "local_batch_size": 8,
-        "seq_len": 32,
-        "max_norm": 1.0,
-    },
-    "optimizer": {"lr": 3e-3},
-    "lr_scheduler": {"warmup_steps": 3},
+CONFIG = Path("configs/debug/compare.toml")
+BASELINE = {
+    "float32": RunSpec(config=CONFIG, ranks=1),
+    "bfloat16": RunSpec(config=CONFIG, ranks=1, overrides=BFLOAT16),
 }
-NUMBERS_OF_REPEATS = (12, 24, 32)
-MOST_REPEATS = NUMBERS_OF_REPEATS[-1]
-GROUP = 4
-FIRST_UNSEEN, FIRST_WRONG = 1001, 5001
-"""Seeds of the first unseen harmless run's row order, and of the first wrong run's."""
-LAYERS = ("layers.1", "layers.2", "mtp.layers.0")
-HALVED = {
-    f"gradient halved: {layer}, expert {expert}": Mistake(
-        alter=partial(scale_an_expert, layer=layer, expert=expert, factor=0.5)
-    )
-    for layer in LAYERS
-    for expert in range(8)
-}
+NUMBERS_OF_CONTROLS = (6, 12, 24)
+MOST_CONTROLS = NUMBERS_OF_CONTROLS[-1]
+EARLY_DRAWS = 50
+"""Random choices of control runs for the early look, of each size."""
+GROUP = 12
+FIRST_WRONG = 50001
+"""Seed of the first wrong run's row order, which no harmless one has."""
 
 
 class Task(NamedTuple):
@@ -65,8 +57,7 @@ class Task(NamedTuple):
 
     dtype: str
     name: str
-    job: JobConfig
-    run: Run
+    training: Training
 
     def path(self, folder: Path) -> Path:
         safe = "".join(c if c.isalnum() else "_" for c in self.name)
@@ -77,12 +68,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
-    parser.add_argument("--runs", type=int, default=300, help="unseen harmless ones of each type")
+    parser.add_argument("--dtypes", nargs="+", choices=list(BASELINE), default=list(BASELINE))
+    parser.add_argument("--runs", type=int, default=150, help="unseen harmless ones of each type")
     parser.add_argument("--out", type=Path, default=Path("outputs/noise_band"))
     parser.add_argument("--workers", type=int, default=1, help="trainings at a time")
+    parser.add_argument("--judge", action="store_true", help="train nothing")
     options = parser.parse_args(argv)
-    todo = [t for t in tasks(options.dtypes, options.runs) if not t.path(options.out).exists()]
+    every = tasks(options.dtypes, options.runs)
+    todo = [t for t in every if not options.judge and not t.path(options.out).exists()]
     with (
         tqdm(total=len(todo), unit="run", dynamic_ncols=True) as bar,
         ThreadPoolExecutor(options.workers) as pool,  # They wait: the ranks are processes.
@@ -102,48 +95,48 @@ def groups(todo: Sequence[Task]) -> list[list[Task]]:
     found: list[list[Task]] = []
     filling: dict[int, list[Task]] = {}
     for task in todo:
-        group = filling.setdefault(task.run.layout.world_size, [])
+        group = filling.setdefault(task.training.world_size, [])
         if not group:
             found.append(group)
         group.append(task)
         if len(group) == GROUP:
-            filling[task.run.layout.world_size] = []
+            filling[task.training.world_size] = []
     return found
 
 
 def train_group(group: Sequence[Task], *, folder: Path) -> int:
-    trainings = [(task.job, task.run) for task in group]
-    curves = train_each(trainings, CONFIG, parameter_norms=True)
+    curves = train_each([task.training for task in group], parameter_norms=True)
     for task, curve in zip(group, curves, strict=True):
         save_curve(curve, task.path(folder))
     return len(group)
 
 
-def base_job(dtype: str) -> JobConfig:
-    job = load_job(["--job.config_file", "configs/debug/gate_deepseek_v3.toml"])
-    return with_dtype(with_tables(job, SETTINGS), dtype)
-
-
 def tasks(dtypes: Sequence[str], num_unseen: int) -> list[Task]:
-    """All trainings, the types by turns."""
-    jobs = {dtype: base_job(dtype) for dtype in dtypes}
-    found = []
-    for dtype, job in jobs.items():
-        for run in control_runs(job, CONFIG, MOST_REPEATS, most_ranks=2):
-            found.append((run.order, Task(dtype, f"repeat {run.order}", job, run)))
-        unseen = control_runs(job, CONFIG, 2 * num_unseen, first=FIRST_UNSEEN, most_ranks=2)
-        # Two ranks cost several times as much: of those runs every second is left out.
-        costly = [run for run in unseen if run.layout.world_size > 1][1::2]
-        for run in [run for run in unseen if run not in costly][:num_unseen]:
-            found.append((run.order, Task(dtype, f"unseen {run.order}", job, run)))
-    wrong = list({**MISTAKES, **HALVED}.items())
-    for dtype, job in jobs.items():
-        for order, (name, mistake) in enumerate(wrong, FIRST_WRONG):
-            run = Run(order=order, alter=mistake.alter)
-            # Those of the list after the repeats, the others last.
-            place = MOST_REPEATS if name in MISTAKES else order
-            found.append((place, Task(dtype, name, mistake.job(job), run)))
-    return [task for _, task in sorted(found, key=lambda pair: pair[0])]
+    """All trainings: the baselines and their bands' control runs first, then mistakes and unseen
+    runs by turns."""
+    first: list[Task] = []
+    wrong: list[Task] = []
+    unseen: list[Task] = []
+    for dtype in dtypes:
+        spec = BASELINE[dtype]
+        first.append(Task(dtype, "baseline", training_of(spec)))
+        runs = control_trainings(spec, MOST_CONTROLS + num_unseen)
+        for number, run in enumerate(runs, 1):
+            kind, into = ("control", first) if number <= MOST_CONTROLS else ("unseen", unseen)
+            into.append(Task(dtype, f"{kind} {number}", run))
+        for order, (name, mistake) in enumerate(MISTAKES.items(), FIRST_WRONG):
+            run = training_of(spec, (("debug.permute_rows", str(order)),), alter=mistake.alter)
+            wrong.append(Task(dtype, name, replace(run, job=mistake.job(run.job))))
+    wrong, unseen = (
+        [task for turn in zip(*_by_dtype(each, dtypes), strict=True) for task in turn]
+        for each in (wrong, unseen)
+    )
+    pairs = zip_longest(wrong, unseen)
+    return [*first, *(task for pair in pairs for task in pair if task is not None)]
+
+
+def _by_dtype(found: Sequence[Task], dtypes: Sequence[str]) -> list[list[Task]]:
+    return [[task for task in found if task.dtype == dtype] for dtype in dtypes]
 
 
 def save_curve(curve: Curve, path: Path) -> None:
@@ -161,26 +154,31 @@ def read_curve(path: Path, name: str) -> Curve:
         found = {key: arrays[key] for key in arrays.files}
     scalars = {key[7:]: values for key, values in found.items() if key.startswith("scalar/")}
     loads = {key[5:]: values for key, values in found.items() if key.startswith("load/")}
-    return Curve(name, range(1, STEPS + 1), scalars, loads)
+    return Curve(name, range(1, 1 + len(scalars["loss"])), scalars, loads)
 
 
 def judge(folder: Path, dtype: str, num_unseen: int) -> dict[str, Any]:
-    """Bands from the first repeats, and what they make of everything else."""
+    """Bands of the first control runs, and what they make of everything else."""
     curves = {
-        task.name: read_curve(task.path(folder), task.name) for task in tasks([dtype], num_unseen)
+        task.name: read_curve(task.path(folder), task.name)
+        for task in tasks([dtype], num_unseen)
+        if task.path(folder).exists()
     }
-    repeats = [curve for name, curve in curves.items() if name.startswith("repeat")]
+    controls = [curve for name, curve in curves.items() if name.startswith("control")]
     unseen = [curve for name, curve in curves.items() if name.startswith("unseen")]
-    without = [q for q in quantities_of(repeats[0]) if not q.startswith(NORM_OF)]
+    without = [q for q in quantities_of(controls[0]) if not q.startswith(NORM_OF)]
     bands = []
-    for number in NUMBERS_OF_REPEATS:
+    for number in NUMBERS_OF_CONTROLS:
         for norms in (False, True):
-            band = Band(repeats[:number], quantities=None if norms else without)
+            own = [curves["baseline"], *controls[:number]]
+            band = Band(own, quantities=None if norms else without)
             judged = [band.check(curve) for curve in unseen]
-            wrong = {name: band.check(curves[name]).as_json() for name in (*MISTAKES, *HALVED)}
+            wrong = {
+                name: band.check(curves[name]).as_json() for name in MISTAKES if name in curves
+            }
             bands.append(
                 {
-                    "repeats": number,
+                    "controls": number,
                     "norms": norms,
                     "bounds": band.bounds,
                     "limit": band.limit,
@@ -190,9 +188,37 @@ def judge(folder: Path, dtype: str, num_unseen: int) -> dict[str, Any]:
                     "mistakes": wrong,
                 }
             )
-    seen = {bits(curve) for curve in repeats}
+    seen = {bits(curve) for curve in [curves["baseline"], *controls]}
     new = {bits(curve) for curve in unseen} - seen
-    return {"dtype": dtype, "unseen": len(unseen), "distinct": len(new), "bands": bands}
+    early = early_looks([curves["baseline"], *controls, *unseen], without)
+    return {
+        "dtype": dtype,
+        "unseen": len(unseen),
+        "distinct": len(new),
+        "bands": bands,
+        "early": early,
+    }
+
+
+def early_looks(harmless: Sequence[Curve], quantities: Sequence[str]) -> list[dict[str, Any]]:
+    """Harmless runs judged by few others, chosen at random: how many an early stop would fail."""
+    chance, found = random.Random(0), []
+    for number in EARLY_LOOKS:
+        worst = []
+        for _ in range(EARLY_DRAWS):
+            drawn = chance.sample(harmless, len(harmless))
+            band = Band(drawn[: number + 1], quantities=quantities)
+            worst += [(one.statistic / one.limit) for one in map(band.check, drawn[number + 1 :])]
+        found.append(
+            {
+                "controls": number,
+                "judged": len(worst),
+                "outside": sum(value > 1 for value in worst),
+                "stopped": sum(value > CLEARLY for value in worst),
+                "largest": max(worst),
+            }
+        )
+    return found
 
 
 def bits(curve: Curve) -> bytes:
@@ -201,18 +227,26 @@ def bits(curve: Curve) -> bytes:
 
 def print_tables(found: Sequence[dict[str, Any]]) -> None:
     print(f"\nfalse alarms, stated rate {FALSE_ALARMS:g} for each run")
-    row = "{:<10}{:>8}{:>7}{:>9}{:>8}{:>9}{:>9}  {}"
+    row = "{:<10}{:>9}{:>7}{:>9}{:>8}{:>9}{:>9}  {}"
     print(
-        row.format("dtype", "repeats", "norms", "unseen", "alarms", "median", "largest", "bounds")
+        row.format("dtype", "controls", "norms", "unseen", "alarms", "median", "largest", "bounds")
     )
     for one in found:
         for band in one["bands"]:
             bounds = ", ".join(f"{kind} {bound:.1f}" for kind, bound in band["bounds"].items())
-            cells = [one["dtype"], band["repeats"], "yes" if band["norms"] else "no"]
+            cells = [one["dtype"], band["controls"], "yes" if band["norms"] else "no"]
             cells += [len(band["unseen"]), len(band["alarms"])]
             cells += [f"{np.median(band['unseen']):.2f}", f"{max(band['unseen']):.2f}", bounds]
             print(row.format(*cells))
-    print(f"\nfirst step outside, of {STEPS}; {MOST_REPEATS} repeats")
+    for one in found:
+        for look in one["early"]:
+            print(
+                "{dtype}: early look at {controls} control runs: of {judged} judgements {outside} "
+                "outside, {stopped} clearly, largest {largest:.2f}".format(
+                    dtype=one["dtype"], **look
+                )
+            )
+    print(f"\nfirst step outside; {MOST_CONTROLS} control runs")
     for one in found:
         plain, norms = one["bands"][-2:]
         for name in plain["mistakes"]:
@@ -236,7 +270,7 @@ def draw_false_alarms(found: Sequence[dict[str, Any]], png: Path) -> None:
         for band, axes in zip(one["bands"][-2:], row, strict=True):
             edges = np.geomspace(0.02, 2, 60)
             axes.hist(np.clip(band["unseen"], 0.02, 2), edges, color="tab:blue", label="unseen")
-            axes.plot(band["own"], np.full(len(band["own"]), -0.5), "|k", label="repeats")
+            axes.plot(band["own"], np.full(len(band["own"]), -0.5), "|k", label="control runs")
             axes.axvline(band["limit"], color="tab:red", label="limit")
             norms = "with parameters' norms" if band["norms"] else "loss, gradient norm, loads"
             axes.set(xscale="log", ylabel="runs", xlabel="statistic")
@@ -251,7 +285,9 @@ def draw_detection(found: Sequence[dict[str, Any]], png: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 0.35 * len(MISTAKES) + 1.6), layout="constrained")
-    names = list(MISTAKES)
+    names = [
+        name for name in MISTAKES if all(name in one["bands"][-1]["mistakes"] for one in found)
+    ]
     for axes, one in zip(figure.subplots(1, len(found), squeeze=False)[0], found, strict=True):
         styles = (("o", "tab:blue", "loss, gradient norm, loads"), ("D", "tab:orange", "norms too"))
         for band, (marker, color, label) in zip(one["bands"][-2:], styles, strict=True):

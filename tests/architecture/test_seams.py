@@ -19,7 +19,6 @@ _ALLOWED = {
     ("distributed/parallel_dims.py", "calls __setattr__"): "a frozen dataclass's derived field",
     ("distributed/sharding.py", "calls __setattr__"): "a frozen dataclass's normal form",
     ("ops/float8.py", "calls __setattr__"): "torchao's recipes leave out one field, frozen",
-    ("verify/compare/noise/mistakes.py", "replaces step_fn._reduce"): "a mistake, made on purpose",
 }
 
 Problem = tuple[str, str]

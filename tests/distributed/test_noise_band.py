@@ -1,25 +1,16 @@
 """Layouts stay inside the band of harmless controls, and mistakes do not."""
 
+from dataclasses import replace
+
 import pytest
 
-from titan_moe.config.job_config import JobConfig
-from titan_moe.config.parse import load_job
-from titan_moe.models.registry import model_config
+from scripts.bench.mistakes import MISTAKES
+from scripts.bench.noise_band import BASELINE
+from scripts.bench.trainings import Training, control_trainings, train, train_each, training_of
 from titan_moe.verify.compare.noise.band import Band, quantities_of
-from titan_moe.verify.compare.noise.mistakes import MISTAKES
-from titan_moe.verify.compare.noise.runs import (
-    Run,
-    control_runs,
-    setting,
-    train,
-    train_each,
-    with_dtype,
-)
-from titan_moe.verify.compare.records import NORM_OF
-from titan_moe.verify.gradients.fixture import at_depth
-from titan_moe.verify.layouts.layouts import parse, with_tables
+from titan_moe.verify.compare.records import NORM_OF, Curve
+from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
 
-CONFIG = at_depth(model_config("deepseek_v3", "gate"), 3)
 PLANTED = {
     "float32": (
         "learning rate 2 % off",
@@ -37,29 +28,36 @@ PLANTED = {
 }
 
 
-def make_job(dtype: str, steps: int) -> JobConfig:
-    job = load_job(["--job.config_file", "configs/debug/gate_deepseek_v3.toml"])
-    small = {"steps": steps, "global_batch_size": 8, "local_batch_size": 4, "seq_len": 32}
-    tables = {
-        "training": {**small, "max_norm": 1.0},
-        "optimizer": {"lr": 3e-3},
-        "lr_scheduler": {"warmup_steps": 3},
-    }
-    return with_dtype(with_tables(job, tables), dtype)
+def baseline(dtype: str, steps: int) -> RunSpec:
+    spec = BASELINE[dtype]
+    return replace(spec, overrides=(*spec.overrides, ("training.steps", str(steps))))
 
 
-def planted(job: JobConfig, dtype: str) -> list[tuple[JobConfig, Run]]:
+def planted(spec: RunSpec, dtype: str) -> list[Training]:
+    own = training_of(spec)
     mistakes = [MISTAKES[name] for name in PLANTED[dtype]]
-    return [(mistake.job(job), Run(alter=mistake.alter)) for mistake in mistakes]
+    return [replace(own, job=each.job(own.job), alter=each.alter) for each in mistakes]
+
+
+def train_by_ranks(trainings: list[Training]) -> list[Curve]:
+    """In order of their numbers of ranks."""
+    found = []
+    for ranks in sorted({each.world_size for each in trainings}):
+        alike = [each for each in trainings if each.world_size == ranks]
+        found += train_each(alike, parameter_norms=True)
+    return found
 
 
 @pytest.mark.slow
 def test_a_layout_is_inside_and_mistakes_are_not():
-    job = make_job("float32", steps=4)
-    controls = [(job, run) for run in control_runs(job, CONFIG, 6, most_ranks=1)]
-    curves = train_each([*controls, *planted(job, "float32")], CONFIG, parameter_norms=True)
-    alone = train(job, CONFIG, Run(parse("dp_shard=2,ep=2")), parameter_norms=True)
-    controls, wrong = curves[: len(controls)], curves[len(controls) :]
+    spec = baseline("float32", steps=4)
+    controls = train_by_ranks(control_trainings(spec, 6))
+    wrong = train_each(planted(spec, "float32"), parameter_norms=True)
+    alone = train(
+        training_of(parse_run_spec("layout=dp_shard=2,ep=2", replace(spec, ranks=None))),
+        parameter_norms=True,
+    )
+    curves = [*controls, *wrong]
     assert all(curve.data == controls[0].data for curve in curves)
 
     with_norms = Band(controls)
@@ -78,16 +76,12 @@ def test_a_layout_is_inside_and_mistakes_are_not():
     assert named.endswith("[1]"), named
 
 
-def test_harmless_runs_differ_in_order_microbatches_and_layout():
-    job = make_job("float32", steps=4)
-    runs = control_runs(job, CONFIG, 12)
-    assert [run.local_batch_size for run in runs[:4]] == [8, 4, 2, None]
-    assert len({str(run.layout) for run in runs}) == 4
-    orders = {setting(job, run).debug.permute_rows for run in runs}
-    assert orders == set(range(1, 13))
-    later = control_runs(job, CONFIG, 12, first=101, most_ranks=1)
-    assert not orders & {run.order for run in later}
-    assert {run.layout.world_size for run in later} == {1}
+def test_control_runs_differ_in_order_and_every_second_one_in_layout():
+    own, *others = control_trainings(baseline("float32", steps=4), 12)
+    assert [each.job.debug.permute_rows for each in (own, *others)] == list(range(1, 13))
+    assert [each.world_size for each in (own, *others)] == [1, 2] * 6
+    layouts = {str(each.job.parallelism) for each in others if each.world_size == 2}
+    assert len(layouts) == 4, "dp_shard=2, tp=2, dp_shard=2 with ep=2, cp=2"
 
 
 # Forty trainings of 50 steps: beside other work more than the limit of all other tests.
@@ -96,18 +90,13 @@ def test_harmless_runs_differ_in_order_microbatches_and_layout():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layouts_are_inside_and_mistakes_are_not(dtype: str):
     """In bfloat16 only the expert's own norm shows that its gradient was dropped."""
-    job = make_job(dtype, steps=50)
-    runs = control_runs(job, CONFIG, 32, most_ranks=2)
-    alone = [(job, run) for run in runs if run.layout.world_size == 1]
-    in_pairs = [(job, run) for run in runs if run.layout.world_size == 2]
-    assert len(alone) + len(in_pairs) == 32
-    curves = train_each([*alone, *planted(job, dtype)], CONFIG, parameter_norms=True)
-    controls, wrong = curves[: len(alone)], curves[len(alone) :]
-    band = Band([*controls, *train_each(in_pairs, CONFIG, parameter_norms=True)])
-    for layout in ("dp_shard=1", "dp_shard=2,tp=2,ep=4", "cp=2,tp=2,etp=2", "pp=2,dp_shard=2"):
-        curve = train(job, CONFIG, Run(parse(layout)), parameter_norms=True)
-        band_check = band.check(curve)
+    spec = baseline(dtype, steps=20)
+    band = Band(train_by_ranks([training_of(spec), *control_trainings(spec, 24)]))
+    for layout in ("dp_shard=2,tp=2,ep=4", "cp=2,tp=2,etp=2", "pp=2,dp_shard=2"):
+        candidate = training_of(parse_run_spec(f"layout={layout}", replace(spec, ranks=None)))
+        band_check = band.check(train(candidate, parameter_norms=True))
         assert band_check.inside, band_check.line()
+    wrong = train_each(planted(spec, dtype), parameter_norms=True)
     for name, curve in zip(PLANTED[dtype], wrong, strict=True):
         band_check = band.check(curve)
         assert not band_check.inside, f"{name}: {band_check.line()}"

@@ -3,29 +3,22 @@
 import numpy as np
 import pytest
 
+from scripts.bench.trainings import train, training_of
 from tests.support.paths import DEBUG_CONFIGS
 from tests.support.tiers import split
-from titan_moe.config.job_config import JobConfig
-from titan_moe.config.parse import load_job
-from titan_moe.models.registry import model_config
-from titan_moe.verify.compare.noise.runs import Run, train
 from titan_moe.verify.compare.records import NORM_OF, Curve
-from titan_moe.verify.gradients.fixture import at_depth
-from titan_moe.verify.layouts.layouts import parse
+from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
 
-CONFIG = at_depth(model_config("deepseek_v3", "gate"), 3)
-
-
-@pytest.fixture(scope="module")
-def job() -> JobConfig:
-    small = ["steps 2", "global_batch_size 8", "local_batch_size 4", "seq_len 32"]
-    words = [word for key in small for word in f"--training.{key}".split()]
-    return load_job(["--job.config_file", str(DEBUG_CONFIGS / "gate_deepseek_v3.toml"), *words])
+SMALL = {"steps": "2", "global_batch_size": "8", "local_batch_size": "4", "seq_len": "32"}
+SPEC = RunSpec(
+    config=DEBUG_CONFIGS / "gate_deepseek_v3.toml",
+    overrides=tuple((f"training.{key}", value) for key, value in SMALL.items()),
+)
 
 
 @pytest.fixture(scope="module")
-def plain(job: JobConfig) -> Curve:
-    return train(job, CONFIG, Run(), parameter_norms=True)
+def plain() -> Curve:
+    return train(training_of(parse_run_spec("", SPEC)), parameter_norms=True)
 
 
 def norms(curve: Curve) -> dict[str, np.ndarray]:
@@ -41,9 +34,9 @@ LAYOUTS = ["dp_shard=2,ep=2", "dp_replicate=2,tp=2,etp=2", "pp=2"]
 
 
 @pytest.mark.parametrize("layout", split(LAYOUTS, LAYOUTS[:1]))
-def test_each_is_that_of_one_process(job: JobConfig, plain: Curve, layout: str):
+def test_each_is_that_of_one_process(plain: Curve, layout: str):
     found, expected = (
-        norms(train(job, CONFIG, Run(parse(layout)), parameter_norms=True)),
+        norms(train(training_of(parse_run_spec(f"layout={layout}", SPEC)), parameter_norms=True)),
         norms(plain),
     )
     assert found.keys() == expected.keys()

@@ -38,15 +38,21 @@ class FirstDifference:
     quantity: str
     """"loss", "grad_norm", "load of layers.1", "norm of layers.1.attention.wq.weight", ..."""
     baseline: float
+    """Of the baseline; with a band, the middle of the band."""
     candidate: float
     mean_over: int = 1
     """Steps, this one the last, whose mean is what left the band."""
+    distance: float | None = None
+    """At this step, in limits of the band; None without a band."""
 
     def line(self) -> str:
         mean = "" if self.mean_over == 1 else f" (mean of the last {self.mean_over} steps)"
+        here = f"at step {self.step}: {self.quantity}{mean} is {self.candidate:.8g}"
+        if self.distance is None:
+            return f"first other bits {here} in the candidate, {self.baseline:.8g} in the baseline"
         return (
-            f"first at step {self.step}, by {self.quantity}{mean}: {self.baseline:.8g} baseline, "
-            f"{self.candidate:.8g} candidate"
+            f"first outside {here}, the control runs have {self.baseline:.8g}; that is "
+            f"{self.distance:,.3g} times as far as rounding takes it"
         )
 
 
@@ -78,14 +84,7 @@ class Comparison:
         if self.first is not None:
             found.append(self.first.line())
         if self.band_check is not None and self.band is not None:
-            found.append(
-                f"largest distance: {self.band_check.statistic:.2f} of the limit, which "
-                f"{len(self.band.controls)} control runs set; not seen at the last step is a "
-                "relative change "
-                + " or ".join(f"of {q} below {_half_width(self.band, q):.0e}" for q in _MAIN)
-                + f" (one control run in {1 / self.band.false_alarms:,.0f} would be called "
-                "different)"
-            )
+            found += _band_lines(self.band, self.band_check)
         if self.routing_diff is not None:
             found.append(self.routing_diff.line())
         if self.replayed is not None:
@@ -110,9 +109,20 @@ class Comparison:
         }
 
 
+def _band_lines(band: "Band", check: "BandCheck") -> list[str]:
+    """How far out the candidate is anywhere, and what the band cannot see."""
+    step, quantity = check.furthest
+    widths = [f"{q} by {_half_width(band, q):.1e}" for q in _MAIN if q in band.quantities]
+    return [
+        f"largest distance of all steps: {check.statistic:,.3g} times as far as rounding takes it "
+        f"(limit {check.limit:.3g}), at step {step}, by {quantity}; measured by the baseline and "
+        f"{len(band.controls) - 1} control runs, one correct run in {1 / band.false_alarms:,.0f} "
+        "fails",
+        f"too small to see at the last step: {' or '.join(widths)} of its value",
+    ]
+
+
 def _half_width(band: "Band", quantity: str) -> float:
-    """Of the band at its last step, as a share of the value; NaN if it has no such quantity."""
-    if quantity not in band.quantities:
-        return math.nan
+    """Of the band at its last step, as a share of the value."""
     low, high = band.edges(quantity)
     return float(math.sqrt(high[-1] / low[-1]) - 1)

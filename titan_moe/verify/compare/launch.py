@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from glob import glob
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,12 @@ from titan_moe.runtime.files import parse_json
 from titan_moe.verify.compare.code_trees import WORKTREES, CodeTree, code_tree, remove_worktrees
 from titan_moe.verify.compare.goldens import golden_key, this_device
 from titan_moe.verify.compare.records import RunRecord, read_run
-from titan_moe.verify.compare.run_spec import RunSpec, Words
+from titan_moe.verify.compare.run_spec import INPUT_KEYS, RunSpec, Words
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 _NOTE = "comparison_run.json"
 _LAST_LINES = 12
@@ -212,8 +218,19 @@ def _mark(spec: RunSpec, code: CodeTree, arguments: list[str], variables: Mappin
     follows: list[Any] = [
         *(code.tree, machine, config, arguments, spec.ranks, named, sorted(variables.items())),
         [_content(Path(value)) for key, value in pairs if os.sep in value and key not in _WRITTEN],
+        [_content(path) for path in _inputs(tomllib.loads(config), code.folder)],
     ]
     return hashlib.sha256(json.dumps(follows).encode()).hexdigest()
+
+
+def _inputs(table: Any, folder: Path) -> Iterator[Path]:
+    """The files and folders that a configuration names, data above all, from its code's folder."""
+    for value in table if isinstance(table, list) else table.values():
+        if isinstance(value, dict | list):
+            yield from _inputs(value, folder)
+    for key in INPUT_KEYS & table.keys() if isinstance(table, dict) else ():
+        named = folder / Path(str(table[key])).expanduser()
+        yield from sorted(map(Path, glob(str(named), recursive=True))) or [named]
 
 
 def _content(path: Path) -> Any:

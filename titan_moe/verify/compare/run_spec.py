@@ -33,6 +33,8 @@ _PATHS = (
     "checkpoint.initial_load_path",
     "debug.routing_replay",
 )
+INPUT_KEYS = frozenset(key.partition(".")[2] for key in _PATHS)
+"""Keys of any table that name what a training reads."""
 _OPTION_KEYS = {
     "schedule": ("pipeline_parallel_schedule",),
     "cp_method": ("context_parallel_rotate_method",),

@@ -1,10 +1,12 @@
 """A comparison from beginning to end: a seed checkpoint, two runs, control runs, a verdict."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import mean
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
@@ -21,7 +23,7 @@ from titan_moe.verify.compare.goldens import (
     this_device,
 )
 from titan_moe.verify.compare.launch import Launcher
-from titan_moe.verify.compare.noise.band import FEWEST_CONTROLS
+from titan_moe.verify.compare.noise.band import EARLY_LOOKS, FEWEST_CONTROLS
 from titan_moe.verify.compare.records import RunRecord, read_run
 from titan_moe.verify.compare.routing_diff import routing_diff
 from titan_moe.verify.compare.run_spec import RunSpec, Words
@@ -84,7 +86,8 @@ def update_golden(
         raise ConfigError(["--update-golden trains anew: name no finished run and no golden"])
     runner = Runner(plan, launcher, progress)
     runner.check()
-    run, controls = runner.baseline(), runner.control_runs()
+    run = runner.baseline()
+    *_, controls = [], *runner.control_runs()
     return save_golden(
         folder, run, [each.curve for each in controls], reason=reason, device=this_device()
     )
@@ -101,6 +104,8 @@ class Runner:
 
     def __init__(self, plan: Plan, launcher: Launcher, progress: Progress) -> None:
         self.launcher, self.progress = launcher, progress
+        self._seconds: list[float] = []
+        """Of each run that was trained."""
         self.golden: Golden | None = None
         path = plan.baseline.path
         if path is not None and is_golden(path):
@@ -179,14 +184,16 @@ class Runner:
         baseline, candidate = self.baseline(), self.candidate()
         caveats = [*self._caveats(), *self._unknown_keys(), *self._changed_files()]
         found = compare_runs(self.plan.title, baseline, candidate, caveats=caveats)
-        if found.verdict is Verdict.UNJUDGED:
-            controls = self.control_runs()
+        if found.verdict is not Verdict.UNJUDGED:
+            return found
+        controls: list[RunRecord] = []
+        for controls in self.control_runs():
             found = compare_runs(
                 self.plan.title, baseline, candidate, controls=controls, caveats=caveats
             )
-            if self.plan.routing:
-                found = self._with_routing(found, baseline, controls)
-        return found
+            if found.band_check is not None and found.band_check.clear and not self.plan.routing:
+                break
+        return self._with_routing(found, baseline, controls) if self.plan.routing else found
 
     def baseline(self) -> RunRecord:
         if self.golden is not None:
@@ -196,19 +203,22 @@ class Runner:
     def candidate(self) -> RunRecord:
         return self._run(self.plan.candidate, "candidate", *self._recorded("candidate"))
 
-    def control_runs(self) -> list[RunRecord]:
-        """Those of the plan; a golden has its own."""
+    def control_runs(self) -> Iterator[list[RunRecord]]:
+        """The plan's control runs so far, at each early look, and at last all of them. A golden has
+        its own."""
         if self.golden is not None:
-            return [RunRecord(curve.name, curve) for curve in self.golden.controls]
+            yield [RunRecord(curve.name, curve) for curve in self.golden.controls]
+            return
         if self.plan.control_paths:
-            return [read_run(path) for path in self.plan.control_paths]
+            yield [read_run(path) for path in self.plan.control_paths]
+            return
         spec = self.plan.baseline
         if spec.path is not None or not self.plan.num_control_runs:
-            return []
+            return
         if "debug.permute_rows" not in self.launcher.code(spec).keys:
             spec = replace(spec, revision=self.plan.candidate.revision)
             if "debug.permute_rows" not in self.launcher.code(spec).keys:
-                return []
+                return
         specs = control_specs(
             spec,
             self.plan.num_control_runs,
@@ -216,21 +226,34 @@ class Runner:
             num_gpus=launch.count_gpus(os.environ),
         )
         self.progress(
-            f"the bits differ: {len(specs)} control runs measure how much rounding may do"
+            f"the bits differ: up to {len(specs)} control runs measure how much rounding may do"
         )
-        return [
-            self._run(variation, f"control/{number:02d}", *words)
-            for number, (variation, words) in enumerate(specs, 1)
-        ]
+        controls: list[RunRecord] = []
+        for number, (variation, words) in enumerate(specs, 1):
+            left = f" ({len(controls)} of {len(specs)} done{self._time_for(specs[number - 1 :])})"
+            controls.append(self._run(variation, f"control/{number:02d}", *words, said=left))
+            if number in EARLY_LOOKS or number == len(specs):
+                yield controls
 
-    def _run(self, spec: RunSpec, name: str, *more: tuple[str, str]) -> RunRecord:
+    def _time_for(self, specs: Sequence[tuple[RunSpec, Words]]) -> str:
+        """At the speed of the runs that were trained so far; empty before the first."""
+        if not self._seconds:
+            return ""
+        minutes, seconds = divmod(round(mean(self._seconds) * len(specs)), 60)
+        return f", at most {minutes} min {seconds} s left"
+
+    def _run(self, spec: RunSpec, name: str, *more: tuple[str, str], said: str = "") -> RunRecord:
         if spec.path is not None:
             return read_run(spec.path)
         words = (*self._words(spec), *self._seed, *more)
         order = " (rows in another order)" if "debug.permute_rows" in dict(words) else ""
-        done = ", done before" if self.launcher.has(spec, name, *words) else ""
+        done = ", done before" if self.launcher.has(spec, name, *words) else said
         self.progress(f"{name}: {spec.text or 'working tree'}{order}{done}")
-        return self.launcher.run(spec, name, *words)
+        started = time.monotonic()
+        record = self.launcher.run(spec, name, *words)
+        if done == said:
+            self._seconds.append(time.monotonic() - started)
+        return record
 
     def _words(self, spec: RunSpec) -> Words:
         """Keys that every run gets, whatever its spec says."""

@@ -42,7 +42,7 @@ def compare_runs(
         caveats: known reasons to trust the verdict less.
 
     Raises ConfigError for runs that cannot be compared: other data, another number of tokens a
-    step, no step or no quantity in common.
+    step, no step or no quantity in common, a baseline that is not finite.
     """
     for other in (candidate, *controls):
         _refuse_other_trainings(baseline, other)
@@ -57,7 +57,6 @@ def compare_runs(
     curves = [ours, *(on_steps(control.curve, steps) for control in controls)]
     if len(curves) >= FEWEST_CONTROLS:
         band = Band(curves)
-        caveats += _weak(band)
         if first is not None and _is_blind(band, first):
             caveats.append(f"the control runs do not measure what differs first, {first.quantity}")
             band = None
@@ -74,7 +73,10 @@ def compare_runs(
                 float(band.location(band_check.quantity)[reach].mean()),
                 float(band.values(theirs, band_check.quantity)[reach].mean()),
                 window,
+                band_check.distance,
             )
+        if verdict is Verdict.INSIDE:
+            caveats += _weak(band)
     return Comparison(
         title,
         replace(baseline, curve=ours),
@@ -155,9 +157,20 @@ def _common_steps(ours: Curve, theirs: Curve) -> list[int]:
         )
     if "loss" not in ours.scalars or "loss" not in theirs.scalars:
         raise ConfigError([f"{ours.name} and {theirs.name} have no loss in common"])
-    if not np.isfinite(ours.scalars["loss"]).any():
-        raise ConfigError([f"{ours.name}: no step has a finite loss"])
+    _refuse_not_finite(ours, common)
     return common
+
+
+def _refuse_not_finite(baseline: Curve, steps: Sequence[int]) -> None:
+    """Bits of NaN may agree; that says nothing."""
+    curve = on_steps(baseline, steps)
+    for key in (key for key in _COMPARED if key in curve.scalars):
+        broken = np.flatnonzero(~np.isfinite(curve.scalars[key]))
+        if len(broken):
+            step = steps[int(broken[0])]
+            raise ConfigError(
+                [f"{curve.name}: {key} of step {step} is not finite: compare fewer --steps"]
+            )
 
 
 def _refuse_other_trainings(baseline: RunRecord, candidate: RunRecord) -> None:
@@ -222,10 +235,6 @@ def _caveats(baseline: RunRecord, candidate: RunRecord) -> list[str]:
             lines.append(
                 f"not compared: {lacking[0]}{more}: {' and '.join(names)} did not record it"
             )
-    broken = ~np.isfinite(ours.scalars["loss"]) if "loss" in ours.scalars else np.zeros(0, bool)
-    if broken.any():
-        step = ours.steps[int(broken.argmax())]
-        lines.append(f"the loss of {ours.name} is not finite from step {step} on")
     return lines
 
 

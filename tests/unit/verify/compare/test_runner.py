@@ -115,6 +115,45 @@ def test_noise_is_inside_and_a_learning_rate_is_not(launcher):
     assert [run["folder"] for run in calls(launcher)[before:]] == ["candidate"], "others stand"
 
 
+def test_a_clear_failure_needs_few_control_runs_and_a_pass_all(launcher):
+    told: list[str] = []
+    clear = plan("--optimizer.lr 6e-3", num_control_runs=8)
+    found = compare(clear, launcher, told.append)
+    assert found.verdict is Verdict.DIFFERENT and found.band is not None
+    assert len(calls(launcher)) == 3 + 6, "seed, baseline, candidate, six control runs"
+    assert any("(0 of 8 done, at most " in line for line in told), told
+    near = replace(clear, candidate=plan("layout=tp=2").candidate)
+    found = compare(near, launcher, silent)
+    assert found.verdict is Verdict.INSIDE and found.band is not None
+    assert len(found.band.controls) == 1 + 8
+
+
+@pytest.mark.parametrize("blended", [False, True])
+def test_data_that_change_in_place_are_trained_on_again(launcher, tmp_path: Path, blended: bool):
+    data, config = tmp_path / "data.jsonl", tmp_path / "own.toml"
+    data.write_text('{"text": "one"}\n' * 100)
+    named = f'dataset = "json"\ndataset_path = "{data}"\n'
+    text = COMPARE.read_text().replace('dataset = "synthetic"\n', "" if blended else named)
+    if blended:
+        text += f"\n[[training.blend]]\n{named}weight = 1.0\n"
+    config.write_text(text)
+    common = replace(COMMON, config=config)
+    same = Plan("t", parse_run_spec("revision=main", common), parse_run_spec("", common), 0)
+    compare(same, launcher, silent)
+    compare(same, launcher, silent)
+    assert len(calls(launcher)) == 3, "nothing changed"
+    data.write_text('{"text": "two"}\n' * 100)
+    compare(same, launcher, silent)
+    assert [run["folder"] for run in calls(launcher)[3:]] == ["seed", "baseline", "candidate"]
+
+
+def test_runs_without_a_finite_loss_do_not_pass(launcher):
+    script = launcher.folder.parent / "code" / "run_train.sh"
+    script.write_text(script.read_text().replace("loss = 5", "loss = float('nan') * 5"))
+    with pytest.raises(ConfigError, match="baseline: loss of step 1 is not finite"):
+        compare(plan(baseline="revision=main"), launcher, silent)
+
+
 def test_an_interrupted_comparison_goes_on(launcher, monkeypatch):
     ended = []
 

@@ -45,7 +45,7 @@ def test_noise_is_inside_and_a_shift_is_different():
     assert found.first is not None
     assert (found.first.step, found.first.quantity) == (11, "grad_norm")
     assert found.first.candidate / found.first.baseline == pytest.approx(1.01, rel=1e-3)
-    assert "different" in found.lines()[0] and "step 11, by grad_norm" in found.lines()[1]
+    assert "different" in found.lines()[0] and "step 11: grad_norm is" in found.lines()[1]
     assert json.loads(json.dumps(found.as_json()))["verdict"] == "different"
 
 
@@ -115,13 +115,30 @@ def test_runs_that_are_not_finite_are_not_simply_identical():
     a, b = run("a"), run("b")
     for each in (a, b):
         each.curve.scalars["loss"][4:] = math.nan
-    found = compare_runs("nan", a, b)
-    assert found.verdict is Verdict.IDENTICAL
-    assert "the loss of a is not finite from step 5 on" in found.caveats
-    for each in (a, b):
-        each.curve.scalars["loss"][:] = math.nan
-    with pytest.raises(ConfigError, match="no step has a finite loss"):
+    with pytest.raises(ConfigError, match="a: loss of step 5 is not finite"):
         compare_runs("nan", a, b)
+    with pytest.raises(ConfigError, match="a: loss of step 5 is not finite"):
+        compare_runs("nan", a, run("c", 1e-4, seed=99), controls=controls())
+
+
+def test_the_first_step_has_its_own_distance_and_the_largest_its_own_step():
+    shifted = run("c", 1e-4, seed=98)
+    shifted.curve.scalars["loss"][2] *= 1.01
+    shifted.curve.scalars["loss"][9] *= 1.5
+    found = compare_runs("shift", run("a"), shifted, controls=controls())
+    band, check = found.band, found.band_check
+    assert band is not None and check is not None and found.first is not None
+    assert (found.first.step, check.furthest) == (3, (10, "loss"))
+    at_step = band.reaches(found.candidate.curve)["loss"] * band.limit
+    assert check.distance == pytest.approx(at_step[2])
+    assert check.statistic == pytest.approx(at_step[9])
+    first, largest, unseen = found.lines()[1:4]
+    assert first.startswith("first outside at step 3: loss is ")
+    assert f"that is {at_step[2]:,.3g} times" in first
+    assert largest.startswith(f"largest distance of all steps: {at_step[9]:,.3g} times")
+    assert "at step 10, by loss" in largest and f"{len(controls())} control runs" in largest
+    low, high = band.edges("loss")
+    assert f"loss by {math.sqrt(high[-1] / low[-1]) - 1:.1e}" in unseen
 
 
 def test_renamed_parameters_and_more_rows_do_not_pass_in_silence():

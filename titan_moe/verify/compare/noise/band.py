@@ -52,6 +52,11 @@ from titan_moe.verify.compare.noise.fit import (
 from titan_moe.verify.compare.records import LOAD_OF, NORM_OF, Curve
 
 FEWEST_CONTROLS = 4
+EARLY_LOOKS = (6, 12)
+"""Numbers of control runs after which a clear failure ends a comparison. A pass rests on all."""
+CLEARLY = 10.0
+"""Times the limit: a candidate that is further out at an early look is different. Were the limit of
+a look used as it is, three looks would give three times the false alarms."""
 FALSE_ALARMS = 1e-4
 """Of one comparison; of 300, three in a hundred suites have one."""
 _FARTHEST = 100.0
@@ -77,8 +82,17 @@ class BandCheck:
     the number of steps, this one the last, that were taken together."""
     quantity: str | None
     mean_over: int | None
+    distance: float | None
+    """At that step, in the units of `statistic`."""
+    furthest: tuple[int, str]
+    """Step and quantity of `statistic`."""
     missing: Sequence[str] = ()
     """Quantities of the band that the candidate has not: it was judged without them."""
+
+    @property
+    def clear(self) -> bool:
+        """Whether it is so far outside that few control runs are enough to say so."""
+        return not self.statistic <= CLEARLY * self.limit
 
     def line(self) -> str:
         """For a person."""
@@ -156,19 +170,22 @@ class Band:
         missing = [q for q in self.quantities if not _has(candidate, q)]
         if len(missing) == len(self.quantities):
             raise ConfigError([f"{candidate.name} has nothing of {', '.join(self.quantities[:3])}"])
-        statistic = 0.0
+        statistic, furthest = 0.0, (self.steps[0], self.quantities[0])
         hits: list[tuple[int, int, float, str]] = []
         for kind, part in self._parts.items():
             names = self._names(kind)
             known = np.array([q not in missing for q in names])[:, None]
             for window, distance_QS in part.distances(self._compared(candidate, kind)):
                 distance_QS = np.where(known, distance_QS / self.bounds[kind], 0.0)
-                statistic = max(statistic, float(distance_QS.max()))
+                if (largest := float(distance_QS.max())) > statistic:
+                    row, column = np.unravel_index(distance_QS.argmax(), distance_QS.shape)
+                    statistic = largest
+                    furthest = self.steps[int(column) + window - 1], names[int(row)]
                 outside = np.flatnonzero((distance_QS > self.limit).any(0))
                 if len(outside):
-                    furthest = int(distance_QS[:, outside[0]].argmax())
-                    distance = float(distance_QS[furthest, outside[0]])
-                    hits.append((int(outside[0]) + window - 1, window, -distance, names[furthest]))
+                    worst = int(distance_QS[:, outside[0]].argmax())
+                    distance = float(distance_QS[worst, outside[0]])
+                    hits.append((int(outside[0]) + window - 1, window, -distance, names[worst]))
         first = min(hits, default=None)
         return BandCheck(
             candidate.name,
@@ -179,6 +196,8 @@ class Band:
             first_outside=None if first is None else self.steps[first[0]],
             quantity=None if first is None else first[3],
             mean_over=None if first is None else first[1],
+            distance=None if first is None else -first[2],
+            furthest=furthest,
             missing=missing,
         )
 
