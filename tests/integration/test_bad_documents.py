@@ -13,7 +13,7 @@ from titan_moe.testing.ranks import run_on_ranks
 def counted(folder: Path, world_size: int, parallelism: dict[str, Any]) -> list[int]:
     """By step, of a run on texts of which every third one is a number."""
     folder.mkdir()
-    texts = [number if number % 3 == 0 else 200 * f"{number} " for number in range(60)]
+    texts = [number if number % 3 == 0 else 20 * f"{number} " for number in range(60)]
     path = folder / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     data = {"dataset": "json", "dataset_path": str(path), "max_bad_documents": 1.0}

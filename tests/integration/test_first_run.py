@@ -45,7 +45,7 @@ def test_a_run_whose_rank_is_not_to_print_is_silent(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_commands_at_the_end_work_as_printed(tmp_path: Path) -> None:
-    keys = {"checkpoint__enable": True, "model__flavor": "gate"}
+    keys = {"checkpoint__enable": True, "model__flavor": "gate", "lr_scheduler__min_lr_factor": 0.1}
     variables = environment()
     ran = subprocess.run(
         command(tmp_path / "a run", **keys),

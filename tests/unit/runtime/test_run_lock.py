@@ -244,8 +244,8 @@ def test_a_lock_that_is_gone_is_made_again(tmp_path):
     assert lost == [] and (tmp_path / LOCK).exists()
     with pytest.raises(RunError, match="in use by process"):
         RunLock(tmp_path).acquire()
-    _edit(tmp_path, token="another")
     while not lost and time.monotonic() < end:
+        _edit(tmp_path, token="another")  # Again where a beat between its read and its write won.
         time.sleep(_BEAT_S)
     assert "another run has taken" in lost[0]
     lock.release()
