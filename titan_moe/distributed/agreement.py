@@ -4,8 +4,8 @@ Without this, a rank whose disk is full raises while the others wait for it in t
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from titan_moe.runtime.errors import RunError, disk_remedy
 from titan_moe.runtime.process import backend_timeout
 
 T = TypeVar("T")
+_waiting: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
 
 _LONGEST_REASON = 300
 LONGEST_WAIT_S = 30 * 60
@@ -58,14 +59,17 @@ def lowest(value: int) -> int:
     return int(found)
 
 
-@cache
-def _waiting_group(world: ProcessGroup) -> ProcessGroup:
+def _waiting_group(world: ProcessGroup | None) -> ProcessGroup:
     """All ranks, who wait here for one another's files: for 30 minutes, however long the groups
-    that train wait (comm.train_timeout_seconds)."""
+    that train wait (comm.train_timeout_seconds). It ends with the world: Python's end may abort
+    where a thread of a group is left."""
+    if world in _waiting:
+        return _waiting[world]
     timeout = backend_timeout(LONGEST_WAIT_S)
     # None, the world's own, where that has no gloo: in a fake world.
     backend = "gloo" if "gloo" in dist.get_backend_config(world) else None
-    return dist.new_group(backend=backend, timeout=timeout, group_desc="waits for files")
+    _waiting[world] = dist.new_group(backend=backend, timeout=timeout, group_desc="waits for files")
+    return _waiting[world]
 
 
 def _attempt(action: Callable[[], T], doing: str) -> tuple[T | None, str | None]:

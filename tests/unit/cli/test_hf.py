@@ -1,6 +1,7 @@
 """hf import, hf export and generate: bad input is one line, and nothing is written."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,10 @@ from safetensors.torch import save_file
 
 from tests.support.commands import run_command
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
+from titan_moe.checkpoint.hf.transfer import export_checkpoint
+from titan_moe.cli.hf_processes import in_processes
+from titan_moe.runtime.errors import RunError
+from titan_moe.testing.process_pool import in_fresh_processes
 
 
 @pytest.fixture
@@ -152,3 +157,16 @@ def test_there_and_back_and_a_text(folder, tmp_path):
     done = run_command("generate", folder, "--prompt", "hello")
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and "holds no tokenizer.json" in line
+
+
+def threads_after_a_failed_export(out):
+    with pytest.raises(RunError, match="step-1 does not exist"):
+        in_processes(lambda: export_checkpoint(out / "step-1", out / "hf", None))
+    return [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_a_failed_export_leaves_no_thread_of_a_process_group(tmp_path):
+    """A thread that still holds a tensor while Python ends aborts the process."""
+    ((_, names),) = in_fresh_processes(threads_after_a_failed_export, [(tmp_path,)], num_workers=1)
+    assert names and not [name for name in names if "gloo" in name]
