@@ -104,6 +104,8 @@ def _read_record(folder: Path, problems: list[str]) -> str:
             except RunError as error:
                 problems.append(str(error))
             bar.update(1)
+    if not record.steps:
+        problems.append("it holds no whole step")
     return f"routing record, {len(record.steps)} steps"
 
 

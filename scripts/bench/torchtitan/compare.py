@@ -160,7 +160,7 @@ def main() -> int:
         make_environment(trainer_environment(arguments.venv), *TRAINER)
     jobs = Jobs(arguments.out, arguments.venv, *write_data(arguments.out / "text"))
     matmul: _Matmul = {}
-    failures = 0
+    code = 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with tqdm(total=arguments.repeats * len(rows), unit="row") as progress:
@@ -173,14 +173,15 @@ def main() -> int:
                     try:
                         run(row, jobs, arguments.steps, ours_first=number % 2 == 0)
                     except JobFailed as failure:
-                        failures += 1
+                        code = 1
                         print(f"{failure}\n{row.name}: not in round {number + 1}", file=sys.stderr)
                     write(arguments.json, rows, matmul)
                     progress.update()
     except KeyboardInterrupt:
         print("stopped: what was measured until then", file=sys.stderr)
+        code = 130
     print_tables([row for row in rows if row.starts], matmul)
-    return int(failures > 0)
+    return code
 
 
 def write(file: Path | None, rows: list[Row], matmul: _Matmul) -> None:
@@ -219,6 +220,8 @@ def _arguments() -> argparse.Namespace:
         "--venv", type=Path, help="torchtitan's environment, made if need be (default: OUT/venv)"
     )
     arguments = parser.parse_args()
+    if arguments.repeats < 1:
+        parser.error(f"--repeats {arguments.repeats}: nothing would be compared, give 1 or more")
     if arguments.steps <= _LEFT_OUT + 1:
         parser.error(f"--steps {arguments.steps}: the first {_LEFT_OUT} do not count, give more")
     if not any(re.search(arguments.rows, row.name) for row in all_rows()):

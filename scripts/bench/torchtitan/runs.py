@@ -5,6 +5,7 @@ and memory is what the kernel reports of their ranks at that moment.
 """
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -236,6 +237,8 @@ class Jobs:
         run_job(job, _ENVIRONMENT | offline | dict(variables), read)
         if len(observed.seconds) != steps:
             sys.exit(f"{program}: {len(observed.seconds)} lines of {steps} steps were understood")
+        if not all(map(math.isfinite, observed.losses)):
+            sys.exit(f"{program}: its loss is not finite")
         return observed
 
 

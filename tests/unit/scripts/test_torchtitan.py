@@ -130,6 +130,41 @@ def test_a_row_whose_job_dies_is_left_out_of_that_round(
     assert "gloo aborts\ncmp bfloat16 FSDP 2: not in round 1" in capsys.readouterr().err
 
 
+def test_a_comparison_without_a_row_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from scripts.bench.torchtitan import compare
+
+    def run(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    options = ["compare", "--rows", "cmp.*FSDP 2$", "--out", str(tmp_path), "--repeats"]
+    monkeypatch.setattr(compare, "run", run)
+    monkeypatch.setattr(compare, "make_environment", lambda *_: None)
+    monkeypatch.setattr(compare, "write_data", lambda _: (tmp_path, tmp_path))
+    monkeypatch.setattr(compare, "matmul_tflops", lambda _: {512: 0.1, 1024: 0.1, 2048: 0.1})
+    monkeypatch.setattr("sys.argv", [*options, "1"])
+    assert compare.main() == 130
+    monkeypatch.setattr("sys.argv", [*options, "0"])
+    with pytest.raises(SystemExit, match="2"):
+        compare.main()
+
+
+def test_a_program_whose_loss_is_nan_is_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from scripts.bench.torchtitan import compare, runs
+
+    def print_steps(*words: Any) -> None:
+        for step in (1, 2):
+            words[-1](f"step {step} loss nan", float(step), os.getpid())
+
+    monkeypatch.setattr(runs, "run_job", print_steps)
+    jobs = runs.Jobs(tmp_path, tmp_path / "venv", tmp_path / "data", tmp_path / "tokenizer")
+    with pytest.raises(SystemExit, match="titan_moe: its loss is not finite"):
+        jobs.ours(compare._MODELS[0], "float32", compare._LAYOUTS[0], 2)
+
+
 def test_different_models_are_not_compared() -> None:
     from scripts.bench.torchtitan import compare
 

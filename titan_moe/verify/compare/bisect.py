@@ -20,7 +20,7 @@ from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.records import Curve, RunRecord, read_run, read_table
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.runner import Plan, Progress, Runner
-from titan_moe.verify.compare.verdict import first_other_bits, on_steps
+from titan_moe.verify.compare.verdict import common_steps, first_other_bits, on_steps
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.difference import BOUNDS
 from titan_moe.verify.localize.finding import Finding
@@ -129,6 +129,7 @@ class Bisection(Runner):
         baseline, candidate = self.baseline(), self.candidate()
         bits = first_other_bits(baseline.curve, candidate.curve)
         if bits is None:
+            common_steps(baseline.curve, candidate.curve)  # Raises: equal NaN are no equal runs.
             return []
         self.progress(
             f"first other bits at step {bits.step}: {bits.quantity} {bits.baseline!r} and "

@@ -28,8 +28,8 @@ class RoutingDiff:
     layers: Sequence[str]
     changed_SL: Counts
     slots_SL: Counts
-    drift_SL: Array | None = None
-    """Mean relative difference of the weights of slots that did not change; None: not recorded."""
+    drift_SL: Array
+    """Mean relative difference of the weights of slots that did not change; NaN counts as inf."""
 
     @property
     def share_SL(self) -> Array:  # noqa: N802  Named as what it returns.
@@ -49,9 +49,7 @@ class RoutingDiff:
                 f" ({changed / slots:.2g} of all), the first in step {begins}, most in "
                 f"{self.layers[worst]} ({share_L[worst]:.2g})"
             )
-        if self.drift_SL is not None:
-            said += f"; the others' weights differ by {np.nanmean(self.drift_SL):.1e} on average"
-        return said
+        return f"{said}; the others' weights differ by {self.drift_SL.mean():.1e} on average"
 
     def as_json(self) -> dict[str, Any]:
         """Plain lists, [S, L] each, under the keys of comparison.json."""
@@ -60,7 +58,7 @@ class RoutingDiff:
             "layers": list(self.layers),
             "flipped": self.changed_SL.tolist(),
             "slots": self.slots_SL.tolist(),
-            "drift": None if self.drift_SL is None else self.drift_SL.tolist(),
+            "drift": self.drift_SL.tolist(),
         }
 
 
@@ -72,10 +70,9 @@ def routing_diff(baseline: Path, candidate: Path) -> RoutingDiff:
     """
     ours, theirs = Record(baseline), Record(candidate)
     theirs.check(ours.dims, key="routing record")
-    steps = sorted(set(ours.steps) & set(theirs.steps))
-    if not steps:
-        raise ConfigError([f"{baseline} and {candidate} have no step in common"])
-    layers = ours.dims.layers
+    steps, layers = sorted(set(ours.steps) & set(theirs.steps)), ours.dims.layers
+    if not (steps and layers):
+        raise ConfigError([f"{baseline} and {candidate} have no step in common, or no MoE layer"])
     cells_SL = []
     for step in steps:
         pair = ours.step(step), theirs.step(step)
@@ -94,8 +91,8 @@ class _Cell(NamedTuple):
 
 def _compare(ours: RecordedStep, theirs: RecordedStep, layer: str) -> _Cell:
     """One layer of one step, part by part of the candidate. RunError if the data are others."""
-    if ours.num_tokens(layer) != theirs.num_tokens(layer):
-        raise RunError(f"{ours.name} and {theirs.name} do not have the same tokens")
+    if not ours.num_tokens(layer) == theirs.num_tokens(layer) > 0:
+        raise RunError(f"{ours.name} and {theirs.name} do not have the same tokens, or none")
     changed, slots, drift = 0, 0, 0.0
     for part in theirs.parts:
         if layer not in part.layers:
@@ -110,7 +107,7 @@ def _compare(ours: RecordedStep, theirs: RecordedStep, layer: str) -> _Cell:
         their_weights = part.read(layer, "weights")
         apart_RPK = np.abs(their_weights.astype(np.float64) - our_weights)
         apart_RPK /= np.maximum(np.abs(our_weights), np.finfo(np.float32).tiny)
-        drift += float(apart_RPK[agreed_RPK].sum())
+        drift += float(np.where(np.isnan(apart_RPK), np.inf, apart_RPK)[agreed_RPK].sum())
         changed += int((~agreed_RPK).sum())
         slots += agreed_RPK.size
     return _Cell(changed, slots, drift / max(slots - changed, 1))

@@ -46,8 +46,8 @@ def compare_runs(
     """
     for other in (candidate, *controls):
         _refuse_other_trainings(baseline, other)
+    steps = common_steps(baseline.curve, candidate.curve)
     caveats = [*caveats, *_caveats(baseline, candidate), *_other_controls(baseline, controls)]
-    steps = _common_steps(baseline.curve, candidate.curve)
     ours, theirs = on_steps(baseline.curve, steps), on_steps(candidate.curve, steps)
     verdict, band, band_check = Verdict.IDENTICAL, None, None
     first = first_other_bits(ours, theirs)
@@ -131,8 +131,11 @@ def first_other_bits(ours: Curve, theirs: Curve) -> FirstDifference | None:
 
 
 def compared(ours: Curve, theirs: Curve) -> list[str]:
-    """The scalars that are compared: loss, grad norm and every parameter's norm, if in both."""
+    """Returns the scalars to compare: loss, and grad norm and every parameter's norm, if in both.
+    Raises ConfigError without a common loss."""
     both = [key for key in ours.scalars if key in theirs.scalars]
+    if "loss" not in both:
+        raise ConfigError([f"{ours.name} and {theirs.name} have no loss in common"])
     return [key for key in both if key in _COMPARED or key.startswith(NORM_OF)]
 
 
@@ -146,7 +149,7 @@ def _refuse_other_rows(ours: Curve, theirs: Curve) -> None:
             )
 
 
-def _common_steps(ours: Curve, theirs: Curve) -> list[int]:
+def common_steps(ours: Curve, theirs: Curve) -> list[int]:
     common = sorted(set(ours.steps) & set(theirs.steps))
     if not common:
         raise ConfigError(
@@ -155,8 +158,6 @@ def _common_steps(ours: Curve, theirs: Curve) -> list[int]:
                 "run both with metrics.log_freq=1"
             ]
         )
-    if "loss" not in ours.scalars or "loss" not in theirs.scalars:
-        raise ConfigError([f"{ours.name} and {theirs.name} have no loss in common"])
     _refuse_not_finite(ours, common)
     return common
 
@@ -164,7 +165,7 @@ def _common_steps(ours: Curve, theirs: Curve) -> list[int]:
 def _refuse_not_finite(baseline: Curve, steps: Sequence[int]) -> None:
     """Bits of NaN may agree; that says nothing."""
     curve = on_steps(baseline, steps)
-    for key in (key for key in _COMPARED if key in curve.scalars):
+    for key in compared(curve, curve):
         broken = np.flatnonzero(~np.isfinite(curve.scalars[key]))
         if len(broken):
             step = steps[int(broken[0])]

@@ -73,7 +73,7 @@ def uncompared(baseline: Capture, candidate: Capture) -> list[str]:
             more = f"; and {len(only) - _MOST_SHOWN} more" if len(only) > _MOST_SHOWN else ""
             count = f"{len(only)} of its {len(ours.places)} places"
             lines.append(f"not compared: {count} only the {name} has: {shown}{more}")
-    if not baseline.places.keys() & candidate.places.keys():
+    if not any(len(baseline.places[p].keys) for p in baseline.places.keys() & candidate.places):
         lines.append("not compared: the runs have no place in common")
     return lines
 

@@ -193,15 +193,14 @@ def _routing(comparison: Comparison) -> dict[str, Any] | None:
 
 def _routing_table(diff: RoutingDiff) -> dict[str, Any]:
     changed, slots = diff.changed_SL.sum(0), diff.slots_SL.sum(0)
-    heads = ["layer", "changed", "of chosen experts", "share"]
-    rows = [
-        [layer, f"{changed[i]:,}", f"{slots[i]:,}", f"{changed[i] / max(slots[i], 1):.4%}"]
-        for i, layer in enumerate(diff.layers)
-    ]
-    if diff.drift_SL is not None:
-        heads.append("relative difference of the other weights")
-        for i, row in enumerate(rows):
-            row.append(relative_words(float(diff.drift_SL[:, i].mean())))
+    columns = {
+        "layer": diff.layers,
+        "changed": [f"{number:,}" for number in changed],
+        "of chosen experts": [f"{number:,}" for number in slots],
+        "share": [f"{share:.4%}" for share in changed / slots],
+        "relative difference of the other weights": map(relative_words, diff.drift_SL.mean(0)),
+    }
+    heads, rows = list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
     head = "share of chosen experts that differ, layer by layer"
     share_SL = np.asarray(diff.share_SL, dtype=float)
     return {

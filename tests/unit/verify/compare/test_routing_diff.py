@@ -71,3 +71,27 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         routing_diff(ours, tmp_path / "model")
     with pytest.raises(ConfigError, match=r"there is no routing record"):
         routing_diff(ours, tmp_path / "nowhere")
+
+
+def test_weights_that_are_no_numbers_are_infinitely_far(tmp_path: Path) -> None:
+    same, broken = (EXPERTS, WEIGHTS), (EXPERTS, WEIGHTS.copy())
+    broken[1][0, 0, 0] = np.nan
+    ours = record(tmp_path / "a", {1: [same, same]})
+    theirs = record(tmp_path / "b", {1: [same, broken]})
+    for pair in ((ours, theirs), (theirs, ours), (theirs, theirs)):
+        diff = routing_diff(*pair)
+        assert diff.drift_SL.tolist() == [[0, np.inf]]
+        assert "weights differ by inf on average" in diff.line()
+
+
+def test_records_without_a_choice_are_refused(tmp_path: Path) -> None:
+    no_row = Tokens([], np.array([0, 1]))
+    nothing = EXPERTS[:0], WEIGHTS[:0]
+    empty = [record(tmp_path / name, {1: [nothing] * 2}, no_row) for name in "ab"]
+    with pytest.raises(RunError, match=r"do not have the same tokens, or none"):
+        routing_diff(*empty)
+    for name in "cd":
+        start_record(tmp_path / name, Dims([], 8, 2), after=0)
+        RecordWriter(tmp_path / name, rank=0, world_size=1, limit_gb=1).write(1, TOKENS, {})
+    with pytest.raises(ConfigError, match=r"have no step in common, or no MoE layer"):
+        routing_diff(tmp_path / "c", tmp_path / "d")

@@ -1,6 +1,7 @@
 """The course of a comparison, with a run_train.sh that takes no time."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from titan_moe.config.parse import known_keys
 from titan_moe.runtime.device import describe_device
 from titan_moe.verify.compare import launch as launching_module
 from titan_moe.verify.compare import runner as runner_module
+from titan_moe.verify.compare.bisect import bisect
 from titan_moe.verify.compare.code_trees import REPO, CodeTree
 from titan_moe.verify.compare.comparison import Verdict
 from titan_moe.verify.compare.launch import Launcher, TrainingError
@@ -152,6 +154,18 @@ def test_runs_without_a_finite_loss_do_not_pass(launcher):
     script.write_text(script.read_text().replace("loss = 5", "loss = float('nan') * 5"))
     with pytest.raises(ConfigError, match="baseline: loss of step 1 is not finite"):
         compare(plan(baseline="revision=main"), launcher, silent)
+    with pytest.raises(ConfigError, match="baseline: loss of step 1 is not finite"):
+        bisect(plan(baseline="revision=main"), launcher, [], silent)
+
+
+def test_runs_without_a_loss_are_not_called_identical_by_the_localizer(launcher):
+    script = launcher.folder.parent / "code" / "run_train.sh"
+    script.write_text(script.read_text().replace('"loss": loss, "grad_norm": loss, ', ""))
+    with pytest.raises(ConfigError, match="have no loss in common"):
+        bisect(plan(baseline="revision=main"), launcher, [], silent)
+    finished = [str(launcher.folder / name) for name in ("baseline", "candidate")]
+    with pytest.raises(ConfigError, match="have no loss in common"):
+        bisect(plan(*finished, steps=6), launcher, [], silent)
 
 
 def test_an_interrupted_comparison_goes_on(launcher, monkeypatch):
@@ -295,6 +309,26 @@ def test_a_golden_has_its_own_configuration_and_controls(launcher, tmp_path: Pat
         compare(replace(against, candidate=COMMON), launcher, silent)
     with pytest.raises(ConfigError, match="a golden is a baseline"):
         compare(Plan("g", no_config, parse_run_spec(str(golden), no_config), 8), launcher, silent)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda held: held["curve"]["loss"].__setitem__(2, math.nan), "loss of step 3 is not"),
+        (lambda held: held.update(steps=[], data=[]), "no logged step in common"),
+    ],
+)
+def test_a_golden_of_nan_or_of_nothing_is_no_baseline(launcher, tmp_path: Path, change, said):
+    golden = tmp_path / "goldens" / "tiny"
+    path = update_golden(plan(), launcher, golden, "a first one", silent)
+    held = json.loads(path.read_text())
+    change(held)
+    path.write_text(json.dumps(held))
+    no_config = RunSpec(overrides=(("training.steps", "6"),))
+    specs = parse_run_spec(str(golden), no_config), parse_run_spec("", no_config)
+    against = Plan("g", *specs, num_control_runs=8, steps=None)
+    with pytest.raises(ConfigError, match=said):
+        compare(against, launcher, silent)
 
 
 def test_a_golden_wants_a_reason_before_anything_runs(launcher, tmp_path: Path):

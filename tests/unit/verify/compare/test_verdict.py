@@ -119,6 +119,11 @@ def test_runs_that_are_not_finite_are_not_simply_identical():
         compare_runs("nan", a, b)
     with pytest.raises(ConfigError, match="a: loss of step 5 is not finite"):
         compare_runs("nan", a, run("c", 1e-4, seed=99), controls=controls())
+    a, b = run("a"), run("b")
+    for each in (a, b):
+        each.curve.scalars["norm of output.weight"][4:] = math.nan
+    with pytest.raises(ConfigError, match=r"norm of output\.weight of step 5 is not finite"):
+        compare_runs("nan", a, b)
 
 
 def test_the_first_step_has_its_own_distance_and_the_largest_its_own_step():

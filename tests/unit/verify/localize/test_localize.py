@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -166,6 +167,9 @@ def test_captures_without_a_common_place_are_not_called_equal(baseline: Capture)
     nothing = replace(baseline, places={})
     assert uncompared(nothing, nothing) == ["not compared: the runs have no place in common"]
     assert "no place in common" in uncompared(baseline, nothing)[-1]
+    empty = replace(baseline.places[OUTPUT], keys=np.zeros((0, 2)), values=np.zeros((0, 3)))
+    hollow = replace(baseline, places={OUTPUT: empty})
+    assert uncompared(hollow, hollow) == ["not compared: the runs have no place in common"]
 
 
 def test_only_what_was_compared_is_said_to_be_equal(

@@ -165,13 +165,16 @@ def test_configurations_show_differing_keys_alone():
 def test_routing_and_the_replay_have_a_section():
     flipped = np.zeros((3, 2), dtype=int)
     flipped[1, 1] = 5
-    diff = RoutingDiff([1, 2, 3], ["layers.1", "layers.2"], flipped, np.full((3, 2), 100))
+    drift = np.full((3, 2), 1e-7)
+    drift[2, 1] = np.inf
+    layers, slots = ["layers.1", "layers.2"], np.full((3, 2), 100)
+    diff = RoutingDiff([1, 2, 3], layers, flipped, slots, drift)
     replayed = against(run("other", noise=1e-6, norms=True))
     page = Page(comparison_page(against(run("other"), routing_diff=diff, replayed=replayed)))
     assert "5 of 600 expert choices differ" in page.text["routing"]
     assert page.tables["routing"][1:] == [
-        ["layers.1", "0", "300", "0.0000%"],
-        ["layers.2", "5", "300", "1.6667%"],
+        ["layers.1", "0", "300", "0.0000%", "1.00e-07"],
+        ["layers.2", "5", "300", "1.6667%", "inf"],
     ]
     assert "With the baseline's routing: inside the noise band" in page.text[""]
 
