@@ -40,7 +40,7 @@ def test_a_run_whose_rank_is_not_to_print_is_silent(tmp_path: Path) -> None:
         command(tmp_path), env=environment(LOG_RANK=1), capture_output=True, text=True
     )
     assert ran.returncode == 0 and (tmp_path / "metrics.jsonl").exists()
-    assert len(ran.stdout.splitlines()) == 1, "torchrun's command alone"
+    assert len(ran.stdout.splitlines()) == 1, "the launcher's alone"
 
 
 @pytest.mark.slow

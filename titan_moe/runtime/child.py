@@ -53,7 +53,7 @@ class Child:
             if not (number == signal.SIGHUP and ignores_hangups()):
                 signal.signal(number, self._answer)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-        with log.open("wb") as words:
+        with log.open("ab") as words:
             self._child = subprocess.Popen(
                 command,
                 env=variables,

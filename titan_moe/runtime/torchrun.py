@@ -61,19 +61,20 @@ def start_ranks(
 
     Args:
         words: of the command and its arguments, after titan-moe.
-        folder: the run's. torchrun's own words and every rank's warnings go to its launch/.
+        folder: the run's. torchrun's command, its own words and every rank's warnings go to its
+            launch/.
         stop_timeout_s: how long ranks that are asked to stop may take to save; None where they
             cannot save.
         has_saved: whether the run's folder holds a checkpoint.
 
     Raises RunError where nothing can be written there.
     """
-    log = _new_log(folder, nodes.this)
     with tempfile.TemporaryDirectory() as name:
         records = Path(name)
         torchrun = _torchrun(ranks, nodes, records, environment)
         command = [*torchrun, "-m", "titan_moe", *words]
-        print(shlex.join(command), flush=True)
+        log = _new_log(folder, nodes.this, command)
+        print(f"starting {ranks} rank(s) with torchrun, log {log}", flush=True)
         variables = {
             # torchrun would set one thread per rank.
             "OMP_NUM_THREADS": str(cpu_threads(ranks)),
@@ -155,12 +156,12 @@ def allocators(environment: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _new_log(folder: Path, node: int) -> Path:
+def _new_log(folder: Path, node: int, command: list[str]) -> Path:
     now = time.strftime("%Y%m%d-%H%M%S")
     log = folder / "launch" / f"{now}-node{node}-{os.getpid()}.log"
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        log.touch()
+        log.write_text(f"{shlex.join(command)}\n")
     except OSError as error:
         told = f"cannot write to job.dump_folder={folder}: {error.strerror}"
         raise RunError(told) from None

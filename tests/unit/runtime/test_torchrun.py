@@ -76,12 +76,19 @@ _SAYS = "import os, sys; print(*sys.argv[1:], file=open({out!r}, 'w')); sys.exit
     ],
 )
 def test_torchrun_gets_the_machines_and_the_job(
-    nodes: Nodes, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     script = _SAYS.format(out=str(tmp_path / "words"), code=0)
     assert start(monkeypatch, tmp_path, script, "--training.steps=3", nodes=nodes) == 0
     told = re.sub(r"\S+(?=/meeting)", "RECORDS", (tmp_path / "words").read_text())
     assert told == f"{words} -m titan_moe train --training.steps=3\n"
+    (log,) = (tmp_path / "launch").iterdir()
+    assert log.read_text().endswith((tmp_path / "words").read_text())
+    assert capsys.readouterr().out == f"starting 3 rank(s) with torchrun, log {log}\n"
 
 
 @pytest.mark.parametrize(
@@ -189,7 +196,7 @@ def test_the_first_failure_s_line_and_exit_code(
     assert start(monkeypatch, tmp_path, script) == 2
     assert capsys.readouterr().err == "error: no such thing\n"
     (log,) = (tmp_path / "launch").iterdir()
-    assert log.read_text() == "a page\n"
+    assert log.read_text().endswith(" -m titan_moe train\na page\n")
 
 
 def test_a_signal_reaches_torchrun_and_its_own_code_comes_back(
