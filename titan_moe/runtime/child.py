@@ -107,5 +107,6 @@ def _begin(launcher: int) -> None:
 
 
 def _say(line: str) -> None:
-    """From a signal handler, in which print may find itself half done."""
-    os.write(1, f"{line}\n".encode())
+    """From a signal handler, in which print may find itself half done. On a terminal a progress bar
+    may be on the line."""
+    os.write(1, ("\n" * os.isatty(1) + line + "\n").encode())

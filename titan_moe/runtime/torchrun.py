@@ -80,6 +80,7 @@ def start_ranks(
             "OMP_NUM_THREADS": str(cpu_threads(ranks)),
             **allocators(environment),
             **(_LOOPBACK if nodes.number == 1 else {}),
+            "PYTHONFAULTHANDLER": "1",  # A signal that kills a rank leaves its Python stack in the log.
             **environment,
             FOLDER: name,
             BEGAN: str(time.monotonic()),

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.terminal import on_terminal
 from titan_moe.cli.train import COMMAND
 from titan_moe.config.job_config import Checkpoint, Job, JobConfig, Training
 from titan_moe.runtime import child, torchrun
@@ -283,6 +284,28 @@ def test_a_request_while_the_configuration_is_checked_waits_for_torchrun(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         signal.signal(signal.SIGUSR1, before)
     assert asked.exit_code == code
+
+
+def test_on_a_terminal_a_stop_is_said_below_the_progress_bar(tmp_path: Path) -> None:
+    torchrun = (
+        "import os, signal, time\nprint('step 3/9', end='', flush=True)\n"
+        "os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(0.3)"
+    )
+    launcher = (
+        "import os, sys\nfrom pathlib import Path\nfrom titan_moe.runtime.child import Child\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        f"Child(folder, 30).run([sys.executable, '-c', {torchrun!r}], folder / 'log', os.environ)"
+    )
+    code, seen = on_terminal([sys.executable, "-c", launcher], os.environ)
+    assert code == 0 and seen.startswith("step 3/9\r\nasked to stop: "), seen
+
+
+def test_a_rank_that_crashes_leaves_its_python_stack_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(monkeypatch, tmp_path, "import os\ndef crashes():\n    os.abort()\ncrashes()")
+    (log,) = (tmp_path / "launch").iterdir()
+    assert "in crashes" in log.read_text()
 
 
 def test_a_run_that_fails_as_it_saves_is_not_75(
