@@ -80,7 +80,7 @@ def start_ranks(
             "OMP_NUM_THREADS": str(cpu_threads(ranks)),
             **allocators(environment),
             **(_LOOPBACK if nodes.number == 1 else {}),
-            "PYTHONFAULTHANDLER": "1",  # A signal that kills a rank leaves its Python stack in the log.
+            "PYTHONFAULTHANDLER": "1",  # A crash leaves its Python stack in the log.
             **environment,
             FOLDER: name,
             BEGAN: str(time.monotonic()),
@@ -111,10 +111,11 @@ def _goes_on(
 ) -> str:
     """`saved`: whether there is a checkpoint; None for a run without any."""
     if saved is None:
-        return "interrupted; with checkpoint.enable, the same command would go on"
-    words = "interrupted; the same command goes on from the latest step saved"
+        return "interrupted, all steps lost: SIGTERM saves with checkpoint.enable and no load_only"
+    lost, goes = "the steps since the last save are lost", "goes on from there"
     if not saved:
-        words = "interrupted before a step was saved; the same command begins again"
+        lost, goes = "all steps are lost", "begins again"
+    words = f"interrupted; {lost} (one SIGTERM asks to save first); the same command {goes}"
     if nodes.number > 1 or not (folder / "config.toml").exists():
         return words
     return f"{words}, and so does\n  {training_command(folder, ranks, environment)}"

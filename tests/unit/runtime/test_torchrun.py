@@ -353,15 +353,15 @@ def test_a_run_that_cannot_or_must_not_save_ends_at_once(
 
 
 @pytest.mark.parametrize(
-    ("has_saved", "words"),
+    ("has_saved", "lost"),
     [
-        (True, "interrupted; the same command goes on from the latest step saved, and so does"),
-        (False, "interrupted before a step was saved; the same command begins again, and so does"),
+        (True, "the steps since the last save are lost"),
+        (False, "all steps are lost"),
     ],
 )
 def test_a_run_is_said_to_go_on_only_from_what_is_there(
     has_saved: bool,
-    words: str,
+    lost: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -369,6 +369,19 @@ def test_a_run_is_said_to_go_on_only_from_what_is_there(
     (tmp_path / "config.toml").touch()
     script = _ASKS.format(signals=[("SIGHUP", 0)], code=0)
     start(monkeypatch, tmp_path, script, stop_timeout_s=30, has_saved=has_saved)
+    (said,) = re.findall("^interrupted; .*$", capsys.readouterr().out, re.MULTILINE)
+    assert said.startswith(
+        f"interrupted; {lost} (one SIGTERM asks to save first); the same command"
+    )
+    assert ("goes on from there, and so does" in said) == has_saved
+    assert ("begins again, and so does" in said) != has_saved
+
+
+def test_without_checkpoints_an_interrupted_run_says_that_all_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(monkeypatch, tmp_path, _ASKS.format(signals=[("SIGINT", 0)], code=0))
+    words = "interrupted, all steps lost: SIGTERM saves with checkpoint.enable and no load_only"
     assert words in capsys.readouterr().out.splitlines()
 
 
