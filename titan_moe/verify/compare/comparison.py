@@ -81,15 +81,19 @@ class Comparison:
         for role, run in (("baseline", self.baseline), ("candidate", self.candidate)):
             if code := run.facts.get("code"):
                 found.append(f"{role} ran {code_in_words(code)}")
-        if self.first is not None:
-            found.append(self.first.line())
-        if self.band_check is not None and self.band is not None:
-            found += _band_lines(self.band, self.band_check)
+        found += self.reasons()
         if self.routing_diff is not None:
             found.append(self.routing_diff.line())
         if self.replayed is not None:
             found += self.replayed.lines()
         return found + [f"CAVEAT: {caveat}" for caveat in self.caveats]
+
+    def reasons(self) -> list[str]:
+        """The first difference, the largest one, and what the band cannot see."""
+        found = [] if self.first is None else [self.first.line()]
+        if self.band_check is not None and self.band is not None:
+            found += _band_lines(self.band, self.band_check)
+        return found
 
     def as_json(self) -> dict[str, Any]:
         """The verdict and what it rests on, without the curves."""

@@ -115,22 +115,8 @@ def number(value: float) -> str:
 
 
 def detail(comparison: Comparison) -> str:
-    """The reasons of the verdict: the first difference, or the distance to the limit."""
-    first, check = comparison.first, comparison.band_check
-    words = []
-    if first is not None:
-        mean = f" (mean of the last {first.mean_over} steps)" if first.mean_over > 1 else ""
-        values = ""
-        if np.isfinite(first.baseline) or np.isfinite(first.candidate):
-            values = f": {number(first.baseline)} baseline, {number(first.candidate)} candidate"
-        words.append(f"First in step {first.step}, by {first.quantity}{mean}{values}.")
-    if check is not None:
-        of = f" of {len(comparison.band.controls)}" if comparison.band is not None else ""
-        words.append(
-            f"Its distance is {_short(check.statistic)} times what noise may cause (limit "
-            f"{check.limit:.3g}); {check.controls_as_far}{of} control runs lie as far out "
-            "or further."
-        )
+    """The reasons of the verdict, as the command prints them; or what was compared."""
+    words = [f"{line[0].upper()}{line[1:]}." for line in comparison.reasons()]
     if comparison.verdict is Verdict.IDENTICAL:
         words.append(_same(comparison.baseline.curve, comparison.candidate.curve))
     return " ".join(words)
@@ -144,10 +130,6 @@ def _same(first: Curve, second: Curve) -> str:
     known += [f"norms of {norms} parameters"] if norms else []
     known += [f"loads of {loads} layers"] if loads else []
     return f"Compared in {len(common_steps(first, second).steps)} steps: {', '.join(known)}."
-
-
-def _short(value: float) -> str:
-    return f"{value:.2f}" if value < 1e4 else f"{value:.2g}"
 
 
 def labelled(comparison: Comparison) -> Comparison:

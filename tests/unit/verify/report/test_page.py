@@ -52,11 +52,15 @@ def assert_alone(page: Page) -> None:
     "verdict, make, words",
     [
         (Verdict.IDENTICAL, lambda: run("base", noise=1e-6, norms=True), "loads of 2 layers"),
-        (Verdict.INSIDE, lambda: run("other", noise=1e-6, norms=True), "of 9 control runs"),
+        (
+            Verdict.INSIDE,
+            lambda: run("other", noise=1e-6, norms=True),
+            "the baseline and 8 control runs",
+        ),
         (
             Verdict.DIFFERENT,
             lambda: scaled(run("other", noise=1e-6, norms=True), "norm of w1", 1.01, 20),
-            "First in step 21, by norm of w1",
+            "First outside at step 21: norm of w1 is ",
         ),
     ],
 )
@@ -72,6 +76,21 @@ def test_the_verdict_stands_on_top(verdict: Verdict, make: Callable, words: str)
     assert_alone(page)
     assert "9 control runs" in page.text["band"] and "0.01 %" in page.text["band"]
     assert html == comparison_page(comparison)
+
+
+def test_the_first_and_the_furthest_step_have_each_its_own_distance():
+    candidate = scaled(run("other", noise=1e-6, norms=True), "loss", 1.001, 2)
+    candidate.curve.scalars["loss"][9] *= 1.5
+    found = against(candidate)
+    check = found.band_check
+    assert check is not None and check.distance is not None and check.first_outside == 3
+    first, largest = f"{check.distance:,.3g}", f"{check.statistic:,.3g}"
+    assert first != largest and check.furthest == (10, "loss")
+    top = Page(comparison_page(found)).text[""]
+    assert f"First outside at step 3: loss is {found.first.candidate:.8g}" in top  # type: ignore[union-attr]
+    assert f"that is {first} times as far as rounding takes it." in top
+    assert f"Largest distance of all steps: {largest} times as far as rounding takes it" in top
+    assert "at step 10, by loss" in top and "Too small to see at the last step: " in top
 
 
 def test_what_left_the_band_is_first_in_its_table():
