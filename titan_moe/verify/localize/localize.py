@@ -88,14 +88,13 @@ def _axes(baseline: Mapping[str, int], candidate: Mapping[str, int]) -> dict[str
 def _choices(
     finding: Finding, baseline: Capture, candidate: Capture, found: Sequence[PlaceDifference]
 ) -> Finding:
-    """Which experts the tokens went to, and whether they scored alike."""
+    """Adds the experts that tokens went to, and whether these scored alike; without scores in both
+    runs nothing is known to be a tie."""
     place, keys = finding.place, finding.difference.keys
     ours, theirs = baseline.places[place], candidate.places[place]
     at, there = _rows_of(ours.keys, keys), _rows_of(theirs.keys, keys)
     margins = ours.beside["margins"][at]
     scores = place._replace(tensor="scores")
-    bound = next(each.bound for each in found if each.place == scores)
-    scale = norms_of(baseline.places[scores].values, True).max()
     swaps: Counter[tuple[str, str]] = Counter()
     for a, b in zip(ours.beside["experts"][at], theirs.beside["experts"][there], strict=True):
         left, came = sorted(set(a) - set(b)), sorted(set(b) - set(a))
@@ -103,8 +102,9 @@ def _choices(
     said = [f"{n} x {a} -> {b}" for (a, b), n in swaps.most_common(3)]
     experts = ", ".join(said) + (f" and {len(swaps) - 3} other changes" if len(swaps) > 3 else "")
     tie = ""
-    if len(margins) and margins.max() <= 2 * bound * scale:
-        tie = f"scores are at most {margins.max():.1e} apart"
+    for bound in (each.bound for each in found if each.place == scores and len(margins)):
+        if margins.max() <= 2 * bound * norms_of(baseline.places[scores].values, True).max():
+            tie = f"scores are at most {margins.max():.1e} apart"
     return replace(finding, experts=experts, tie=tie)
 
 

@@ -196,6 +196,21 @@ def test_another_choice_is_a_tie_or_a_mistake(tmp_path: Path, margin: float, is_
     assert ("a tie" in "\n".join(finding.lines())) == is_tie
 
 
+@pytest.mark.parametrize("only", ["baseline", "candidate", "neither"])
+def test_another_choice_without_scores_is_no_tie(tmp_path: Path, only: str):
+    ours, theirs = values(), values()
+    theirs["scores"][4] = ours["scores"][4].flip(0)
+    baseline = write(tmp_path / "baseline", [ours], margin=1e-12)
+    candidate = write(tmp_path / "candidate", [theirs], margin=1e-12)
+    if only != "baseline":
+        baseline = without(baseline, SCORES)
+    if only != "candidate":
+        candidate = without(candidate, SCORES)
+    finding = locate(baseline, candidate)
+    assert finding is not None and finding.place == CHOICE and not finding.is_tie
+    assert "1 x " in finding.experts and finding.tokens == "row 0 (0000000b): position 4"
+
+
 def test_a_missing_rank_and_a_missing_capture(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"debug.capture_step"):
         read_capture(tmp_path)
