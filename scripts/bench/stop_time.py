@@ -39,7 +39,7 @@ def stop_once(ranks: int, mode: str, delay: float) -> dict[str, float]:
 
     def on_line(line: str, seconds: float, pid: int) -> bool:
         nonlocal signalled
-        if not re.match(rf"step +{_FIRST} ", line):
+        if not re.search(rf"step +{_FIRST}/", line):
             return False
         time.sleep(delay)
         signalled = time.monotonic()

@@ -1,5 +1,6 @@
 """One readable line per logged step; on a terminal a progress bar below, new at every step."""
 
+import time
 from typing import Any, TextIO
 
 _DIM, _PLAIN = "\033[2m", "\033[0m"
@@ -35,7 +36,7 @@ class Console:
 
     def __init__(self, stream: TextIO, *, steps: int, resume_step: int, color: bool) -> None:
         self._stream = stream
-        self._width = len(str(steps))
+        self._of_all = f"{{:{len(str(steps))}d}}/{steps}"
         self._color = color and stream.isatty()
         self._gib: float | None = None
         self._bar: Any = None
@@ -69,7 +70,8 @@ class Console:
 
     def write(self, step: int, values: dict[str, float]) -> None:
         self._gib = values.get("memory/peak_gib")
-        columns = [("step", f"{step:{self._width}d}"), *format_columns(values)]
+        now = time.strftime("%H:%M:%S step")
+        columns = [(now, self._of_all.format(step)), *format_columns(values)]
         line = "  ".join(self._label(label) + text for label, text in columns)
         if self._bar is None:
             self._stream.write(f"{line}\n")  # At once: another thread may warn of its sink now.

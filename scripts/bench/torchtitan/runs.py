@@ -31,7 +31,7 @@ TORCHTITAN = "torchtitan==0.2.2"
 TRAINER = ("transformers==5.23.0", "accelerate==1.15.0")
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-_STEP = re.compile(r"\bstep:?\s+(\d+)\s+loss:?\s+(\S+)")
+_STEP = re.compile(r"\bstep:?\s+(\d+)(?:/\d+)?\s+loss:?\s+(\S+)")
 _PARAMETERS = re.compile(r"size: ([\d,]+) total parameters")
 
 

@@ -65,7 +65,7 @@ def first_step(command: Sequence[str]) -> float:
     found = []
 
     def read(line: str, seconds: float, pid: int) -> bool:
-        if line.startswith("step "):
+        if " step " in line and "  loss " in line:
             found.append(seconds)
         return bool(found)
 

@@ -27,6 +27,11 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.fixture(autouse=True)
+def _the_time_of_day(monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda form: form.replace("%H:%M:%S", "13:46:43"))
+
+
 def printed(stream, *lines, color=True):
     console = Console(stream, steps=1000, resume_step=0, color=color)
     for step, values in lines:
@@ -37,8 +42,8 @@ def printed(stream, *lines, color=True):
 
 def test_a_log_file_gets_one_plain_line():
     assert printed(io.StringIO(), (7, VALUES)) == (
-        "step    7  loss  5.61235  grad norm   1.5000  lr 8.00e-04  tok/s/dev  12,345  "
-        "TFLOP/s 412.35  MFU 41.7%  GiB 71.26  retries 2  data s  0.01\n"
+        "13:46:43 step    7/1000  loss  5.61235  grad norm   1.5000  lr 8.00e-04  "
+        "tok/s/dev  12,345  TFLOP/s 412.35  MFU 41.7%  GiB 71.26  retries 2  data s  0.01\n"
     )
 
 
@@ -49,7 +54,7 @@ def test_a_line_is_written_at_once():
         def write(self, text):
             return super().write(f"[{text}]")
 
-    assert re.fullmatch(r"\[step[^][]*\n\]", printed(Pieces(), (7, VALUES)))
+    assert re.fullmatch(r"\[13:46:43 step[^][]*\n\]", printed(Pieces(), (7, VALUES)))
 
 
 def test_lines_of_different_steps_line_up():
@@ -62,7 +67,7 @@ def test_lines_of_different_steps_line_up():
 
 def test_what_is_not_measured_is_left_out():
     line = printed(io.StringIO(), (1, {"loss": 1.0, "lr": 0.0}))
-    assert line == "step    1  loss  1.00000  lr 0.00e+00\n"
+    assert line == "13:46:43 step    1/1000  loss  1.00000  lr 0.00e+00\n"
 
 
 def test_a_terminal_gets_the_line_and_a_bar():
@@ -100,7 +105,7 @@ def test_the_bar_moves_at_every_step_and_keeps_what_was_logged_last():
     assert list(dict.fromkeys(shown)) == [(str(step), f"{1 / step:.4f}") for step in range(6, 11)]
     last = text.split("\r")[-1]
     assert "tok/s" in last and "71.26 GiB" in last and "00:00 left" in last
-    assert "GiB" not in text[: text.index("step  7")], "not measured before"
+    assert "GiB" not in text[: text.index("step  7/10")], "not measured before"
 
 
 def test_without_a_terminal_only_logged_steps_say_anything():

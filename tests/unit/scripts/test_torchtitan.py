@@ -186,14 +186,14 @@ def test_lines_of_both_programs_are_read_once_per_step() -> None:
         "[titan] root - INFO - Model qwen3 peer size: 14,428,672 total parameters",
         "[titan] root - INFO - step:  1  loss:  8.13201  grad_norm:  1.0",
         "[titan] root - INFO - step:  1  loss:  8.13201  grad_norm:  1.0",  # Another rank.
-        "step  2  loss  7.69075  grad norm   3.7756  lr 4.00e-04",
+        "13:46:43 step  2/10  loss  7.69075  grad norm   3.7756  lr 4.00e-04",
     ]
     for second, line in enumerate(lines):
         run.read(line, float(second), lambda: ranks)
     assert run.num_parameters == 14_428_672
     assert (run.seconds, run.losses) == ([1.0, 3.0], [8.13201, 7.69075])
     assert (run.resident_mib, run.peak_mib) == ([20.0, 20.0], 30.0)
-    run.read("step  3  loss  7.0", 4.0, list)  # The ranks have ended already.
+    run.read("13:46:44 step  3/10  loss  7.0", 4.0, list)  # The ranks have ended already.
     assert (run.resident_mib[-1], run.peak_mib) == (20.0, 30.0)
 
 
