@@ -27,7 +27,7 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             if resume_step == 0:
-                _keep_earlier(path)
+                keep_earlier(path)
             else:
                 drop_lines_after(path, resume_step)
         self._path = path
@@ -58,7 +58,7 @@ class EventLog:
     def __init__(self, folder: Path, *, resume_step: int) -> None:
         self._path = folder / EVENTS
         if resume_step == 0 and self._path.exists():
-            _keep_earlier(self._path)
+            keep_earlier(self._path)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         lines = JsonLines(self._path, resume_step=sys.maxsize)
@@ -110,6 +110,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
-def _keep_earlier(path: Path) -> None:
+def keep_earlier(path: Path) -> None:
+    """Set an earlier run's file aside, and say so."""
     kept = set_aside(path, lambda number: f"{path.stem}.{number}{path.suffix}")
     logger.info("%s was of an earlier run: kept as %s", path, kept.name)

@@ -24,14 +24,14 @@ from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, paralle
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
 from titan_moe.metrics.console import Console
-from titan_moe.metrics.jsonl import EventLog, JsonLines
+from titan_moe.metrics.jsonl import EventLog, JsonLines, keep_earlier
 from titan_moe.metrics.services import Sink
 from titan_moe.metrics.sinks import build_sinks
 from titan_moe.metrics.step_metrics import expert_load
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import part_weights
 from titan_moe.runtime.device import describe_device, peak_flops
-from titan_moe.runtime.files import write_whole
+from titan_moe.runtime.files import replacing, write_whole
 from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.process import Process
 from titan_moe.runtime.revision import running_code
@@ -268,10 +268,15 @@ def describe_layout(job: JobConfig, sharded: ShardedModel) -> None:
 
 
 def describe_run(job: JobConfig, process: Process, data: Identity) -> None:
-    """Write config.toml and run.json into the run's folder; the main rank's job."""
+    """Write config.toml and run.json into the run's folder; the main rank's job. An earlier
+    start's other configuration is kept beside it."""
     folder = Path(job.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_job(job, folder / "config.toml")
+    path = folder / "config.toml"
+    with replacing(path) as aside:
+        save_job(job, aside)
+        if path.exists() and path.read_bytes() != aside.read_bytes():
+            keep_earlier(path)
     write_whole(folder / "run.json", json.dumps(run_facts(job, process, data), indent=1))
 
 

@@ -4,7 +4,11 @@ allocation."""
 import pytest
 import torch
 
-from titan_moe.metrics.run_log import Phases, Throughput, memory_metrics
+from titan_moe.config.job_config import Job, JobConfig, Training
+from titan_moe.config.parse import as_toml
+from titan_moe.data.step_reader import Identity
+from titan_moe.metrics.run_log import Phases, Throughput, describe_run, memory_metrics
+from titan_moe.runtime.process import Process
 
 
 def test_adds_up_until_taken():
@@ -58,3 +62,17 @@ def test_resident_memory_follows_an_allocation():
     after = memory_metrics(torch.device("cpu"))
     assert after["memory/resident_gib"] < during["memory/resident_gib"] - 0.2
     assert after["memory/peak_gib"] >= during["memory/peak_gib"]
+
+
+def test_a_configuration_of_the_same_folder_is_kept_where_another_one_follows(tmp_path):
+    """And is not where the same one does."""
+    process, data = Process(device=torch.device("cpu")), Identity("", 0, 8, 64)
+    jobs = [
+        JobConfig(job=Job(dump_folder=str(tmp_path)), training=Training(steps=steps))
+        for steps in (10, 10, 20, 30)
+    ]
+    for job in jobs:
+        describe_run(job, process, data)
+    kept = {path.name: path.read_text() for path in tmp_path.glob("*config*")}
+    names = ("config.1.toml", "config.2.toml", "config.toml")
+    assert kept == dict(zip(names, map(as_toml, jobs[1:]), strict=True))
