@@ -29,7 +29,7 @@ from titan_moe.distributed.compile import compiled_so_far, forget_compiled
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.distributed.process_groups import ProcessGroups
 from titan_moe.distributed.transfer import move
-from titan_moe.metrics.closing import closing_lines
+from titan_moe.metrics.closing import closing_lines, outcome
 from titan_moe.metrics.run_log import RunLog, describe_layout, describe_run
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel
@@ -381,8 +381,7 @@ class Trainer:
             *sections,
             self.folder,
             step=self.progress.step,
-            losses=self.losses,
-            unit=loss_unit(self.data.tokenizer),
+            outcome=outcome(self.progress.step, *self.losses, *loss_unit(self.data.tokenizer)),
             last_saved=self.checkpointer.last_step,
             launch=self.process,
             environment=os.environ,

@@ -18,22 +18,20 @@ def closing_lines(
     folder: Path,
     *,
     step: int,
-    losses: tuple[float, float | None],
-    unit: tuple[str, int],
+    outcome: str,
     last_saved: int | None,
     launch: Launch,
     environment: Mapping[str, str],
 ) -> list[str]:
-    """How the run went, where everything is, and what one may do next.
+    """`outcome`, where everything is, and what one may do next.
 
     Args:
         folder: job.dump_folder, with the run's config.toml.
         step: the last one taken.
-        losses, unit: as `outcome` takes them.
         last_saved: step of the last checkpoint; None if there is none.
     """
     stopped, saves = step < training.steps, folder / checkpoint.folder
-    lines = [outcome(step, *losses, *unit), f"metrics {folder / 'metrics.jsonl'}"]
+    lines = [outcome, f"metrics {folder / 'metrics.jsonl'}"]
     if not stopped:
         lines.append(f"curves  {folder / 'curves.png'}")
     if last_saved is not None:

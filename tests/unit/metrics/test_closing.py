@@ -55,19 +55,18 @@ def test_without_validation_nothing_is_said_of_it():
 
 def test_a_run_that_stopped_says_how_it_goes_on(monkeypatch):
     monkeypatch.chdir(command_lines.CHECKOUT)
-    outcome, *lines, following = closing.closing_lines(
+    first, *lines, following = closing.closing_lines(
         Training(steps=300),
         Checkpoint(enable=True),
         LRScheduler(),
         Path("out"),
         step=7,
-        losses=(1.0, None),
-        unit=("byte", 256),
+        outcome="step 7: loss 1.00",
         last_saved=7,
         launch=TWO,
         environment=CPU,
     )
-    assert outcome.startswith("step 7: ")
+    assert first == "step 7: loss 1.00"
     assert lines == ["metrics out/metrics.jsonl", "checkpoints out/checkpoint"]
     first, *others = following.split("\n  ")[1:]
     assert first == "CONFIG_FILE=out/config.toml ./run_train.sh"
@@ -102,8 +101,7 @@ def test_steps_without_an_update_are_named(tmp_path):
             LRScheduler(),
             tmp_path,
             step=7,
-            losses=(1.0, None),
-            unit=("byte", 256),
+            outcome="step 7: loss 1.00",
             last_saved=None,
             launch=TWO,
             environment=CPU,
