@@ -147,10 +147,10 @@ def _run(
     from titan_moe.trainer import train
 
     folder = Path(job.job.dump_folder)
-    reports = folder / job.comm.save_traces_folder
+    reports, save_limit = folder / job.comm.save_traces_folder, job.checkpoint.save_timeout_seconds
     with (
         process_group(launch, job.comm, environment) as process,
-        watch_for_hangs(process, job.comm, reports, records),
+        watch_for_hangs(process, job.comm, save_limit, reports, records),
         ExitStack() as locks,
     ):
         for place, key in _places(job):

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hanging import hang
+from tests.support.hanging import hang, train_watched
 from tests.support.tiers import tiered
+from titan_moe.testing.ranks import run_on_ranks
 
 _WAITS = "rank 0 waits in the step (all_gather, all ranks, 1 of 2 there); rank 1 "
 _DIFFERS = "step 3: ranks went different ways: rank 0 called all_reduce"
@@ -18,7 +19,6 @@ _DIFFERS = "step 3: ranks went different ways: rank 0 called all_reduce"
         slow=[
             ("asleep", _WAITS + "is in the optimizer (titan_moe/train_step.py:"),
             ("stopped", _WAITS + "does not answer (stopped, killed, or Python is held)"),
-            ("writer", "rank 1 is saving a checkpoint (titan_moe/checkpoint/checkpointer.py:"),
             (
                 "other branch",
                 _DIFFERS + " of 28 Double in the gradient norm of step 3 where rank 1 called "
@@ -39,6 +39,20 @@ _DIFFERS = "step 3: ranks went different ways: rank 0 called all_reduce"
 def test_a_planted_hang_is_diagnosed(tmp_path: Path, plant: str, says: str) -> None:
     lines = hang(tmp_path, plant)
     assert says in lines[0], lines
+
+
+@pytest.mark.slow
+def test_a_save_past_its_limit_names_the_key(tmp_path: Path) -> None:
+    lines = hang(tmp_path, "writer")
+    assert "rank 1 is saving a checkpoint (titan_moe/checkpoint/tensor_files.py:" in lines[0]
+    assert lines[-1] == "if the disk is only slow, raise checkpoint.save_timeout_seconds"
+
+
+@pytest.mark.slow
+def test_a_save_within_its_limit_outlasts_the_limit_of_training(tmp_path: Path) -> None:
+    run_on_ranks(train_watched, 2, tmp_path, "slow writer")
+    assert (tmp_path / "checkpoint" / "step-6" / "manifest.json").is_file()
+    assert not (tmp_path / "comm_traces").exists()
 
 
 @pytest.mark.slow

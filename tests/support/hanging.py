@@ -32,26 +32,28 @@ def train_watched(folder: Path, plant: str) -> None:
     import torch.distributed as dist
 
     from titan_moe.debug.hang import watch
-    from titan_moe.distributed import agreement
     from titan_moe.models.hf import model_of_job
     from titan_moe.runtime.process import Process
     from titan_moe.trainer import train
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     watch._ANSWER_S = LIMIT_S
-    if plant == "writer":
-        agreement.LONGEST_WAIT_S = LIMIT_S
+    saves = {"slow writer": 20 * LIMIT_S, "writer": LIMIT_S}
+    checkpoint: dict[str, Any] = {"enable": False}
+    if plant in saves:
+        checkpoint = {"interval": HANGS_IN_STEP, "save_timeout_seconds": saves[plant]}
     job = make_job(
         folder,
         steps=2 * HANGS_IN_STEP,
         comm={"train_timeout_seconds": LIMIT_S},
         metrics={"log_freq": 100},  # A logged step has an all-reduce more.
         parallelism={"expert_parallel_degree": 2},
-        checkpoint={"enable": plant == "writer", "interval": HANGS_IN_STEP},
+        checkpoint=checkpoint,
     )
     PLANTS[plant](rank)
     process = Process(rank=rank, world_size=world_size, device=torch.device("cpu"))
-    with watch.watch_for_hangs(process, job.comm, folder / "comm_traces", None):
+    reports, save_limit = folder / "comm_traces", job.checkpoint.save_timeout_seconds
+    with watch.watch_for_hangs(process, job.comm, save_limit, reports, None):
         train(job, model_of_job(job.model), process)
 
 
@@ -111,10 +113,24 @@ def _loader(rank: int) -> None:
 
 
 def _writer(rank: int) -> None:
-    from titan_moe.checkpoint import checkpointer
+    from titan_moe.checkpoint import tensor_files
 
     if rank == 1:
-        checkpointer.write_tensors = _sleep  # type: ignore[assignment]
+        tensor_files._write_files = _sleep  # type: ignore[assignment]
+
+
+def _slow_writer(rank: int) -> None:
+    """A save takes twice as long as a collective of training may."""
+    from titan_moe.checkpoint import tensor_files
+
+    write = tensor_files._write_files
+
+    def write_slowly(*args):
+        time.sleep(2 * LIMIT_S)
+        return write(*args)
+
+    if rank == 1:
+        tensor_files._write_files = write_slowly
 
 
 def _other_branch(rank: int) -> None:
@@ -200,6 +216,7 @@ PLANTS: dict[str, Callable[[int], None]] = {
     "stopped": _stopped,
     "loader": _loader,
     "writer": _writer,
+    "slow writer": _slow_writer,
     "other branch": _other_branch,
     "other order": _other_order,
     "other sizes": _other_sizes,

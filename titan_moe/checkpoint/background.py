@@ -33,6 +33,7 @@ from titan_moe.checkpoint.tensor_files import (
     share_out,
 )
 from titan_moe.checkpoint.writer import FilePart, Finish, FinishPlan, StagedPart, WriterPlan
+from titan_moe.config.job_config import Checkpoint
 from titan_moe.distributed.agreement import lowest, on_every_rank
 from titan_moe.distributed.boxes import sizes
 from titan_moe.distributed.dtensor import local_part
@@ -42,7 +43,6 @@ from titan_moe.runtime.errors import RunError
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # Bytes; of a cache line.
-_LONGEST_WAIT = 30 * 60.0  # Seconds.
 _FAILED, _BUSY, _DONE = -1, 0, 1
 
 
@@ -53,14 +53,14 @@ class BackgroundSaves:
     Args:
         tensors: of this rank; those of later saves have the same names, places and types.
         copies: names of tensors that should be the same.
-        pinned: page-lock the buffers, which a GPU copies to faster.
+        config: the [checkpoint] table.
     """
 
     writer_process: type[ChildProcess] = ChildProcess
     """What runs the writer; a simulation has another."""
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], copies: list[list[str]], *, pinned: bool
+        self, tensors: Mapping[str, Tensor], copies: list[list[str]], config: Checkpoint
     ) -> None:
         self.specs = gather_specs(tensors)
         """Of all ranks' tensors."""
@@ -68,6 +68,7 @@ class BackgroundSaves:
         everyone = gather_chunks(chunks)
         ends = list(accumulate(_aligned(chunk.nbytes) for chunk in chunks))
         starts = dict(zip((chunk.name for chunk in chunks), [0, *ends], strict=False))
+        pinned = config.async_mode == "async_with_pinned_mem" and torch.cuda.is_available()
         self._memory = SharedMemory(ends[-1] if ends else 0, pinned=pinned)
         self._staged = {
             chunk.name: self._memory.view(starts[chunk.name], sizes(chunk.box), chunk.dtype)
@@ -76,6 +77,7 @@ class BackgroundSaves:
         self._child = self.writer_process(
             "titan_moe.checkpoint.writer:serve", handles=(self._memory.handle,)
         )
+        self._longest_wait = config.save_timeout_seconds
         self._save: Finish | None = None
         self._began = self._ended = time.perf_counter()
         self._finishing = False
@@ -143,14 +145,13 @@ class BackgroundSaves:
 
     def wait(self) -> int | None:
         """As `poll`, once the save under way has ended."""
-        step, deadline = None, time.monotonic() + _LONGEST_WAIT
+        step, deadline = None, time.monotonic() + self._longest_wait
         while self.busy:
             step = self.poll(0.1)
             if self.busy and time.monotonic() > deadline:
-                error = RunError(
-                    f"{self._doing()}: it is not on disk after half an hour of waiting"
-                )
-                self._state, self._error = _FAILED, error
+                limit = f"checkpoint.save_timeout_seconds={self._longest_wait}"
+                late = f"it is not on disk after {limit}: raise it if the disk is only slow"
+                self._state, self._error = _FAILED, RunError(f"{self._doing()}: {late}")
         return step
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ from titan_moe.checkpoint.train_state import (
 )
 from titan_moe.checkpoint.writer import Finish
 from titan_moe.config.job_config import Checkpoint
-from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
+from titan_moe.distributed.agreement import on_every_rank, on_rank_zero, set_longest_wait
 from titan_moe.models.hf import HFModel, as_record
 from titan_moe.runtime.errors import RunError
 
@@ -93,6 +93,7 @@ class Checkpointer:
         model: HFModel | None = None,
     ) -> None:
         self._config = config
+        set_longest_wait(config.save_timeout_seconds)
         self._folder = dump_folder / config.folder
         self._modules = modules
         self._optimizer = optimizer
@@ -246,9 +247,8 @@ class Checkpointer:
             self._note(self._background, self._background.poll())
             return
         # After the first step: the process starts, and memory is found, before the first save.
-        pinned = self._config.async_mode == "async_with_pinned_mem" and torch.cuda.is_available()
         tensors = self._tensors(with_optimizer=True)
-        self._background = self.background_saves(tensors, self._copies(), pinned=pinned)
+        self._background = self.background_saves(tensors, self._copies(), self._config)
 
     def _note(self, background: BackgroundSaves, saved: int | None) -> None:
         self.longest_save = max(self.longest_save, background.seconds)

@@ -481,6 +481,8 @@ class Checkpoint(Section):
     """Write the initial weights as step-0 and stop."""
     load_only: bool = False
     """Load, but never save."""
+    save_timeout_seconds: PositiveInt = 1800
+    """Longest wait for a save, and for another rank's files. Then the run ends."""
 
     @field_validator("folder", "initial_load_path")
     @classmethod
@@ -586,8 +588,8 @@ class Comm(Section):
     """Longest wait for a collective until the first step has ended. The run then ends with a report
     of what each rank was doing."""
     train_timeout_seconds: PositiveInt = 100
-    """Longest wait for a collective after the first step. Not for another rank's checkpoint, which
-    may take 30 minutes."""
+    """Longest wait for a collective after the first step. Another rank's checkpoint may take
+    checkpoint.save_timeout_seconds."""
     trace_buf_size: NonNegativeInt = 2000
     """How many of its last collectives torch's flight recorder keeps on a rank, for the report of a
     hang. 0: none; the report then knows positions and stacks only."""

@@ -17,11 +17,16 @@ from titan_moe.runtime.errors import RunError, disk_remedy
 from titan_moe.runtime.process import backend_timeout
 
 T = TypeVar("T")
-_waiting: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
+_waiting: WeakKeyDictionary[Any, dict[int, ProcessGroup]] = WeakKeyDictionary()
 
 _LONGEST_REASON = 300
-LONGEST_WAIT_S = 30 * 60
-"""For another rank's files, and for any sign of life from a phase of a step."""
+_limit_s = 30 * 60
+
+
+def set_longest_wait(seconds: int) -> None:
+    """Set how long a rank waits for another's files from now on; alike on all ranks."""
+    global _limit_s
+    _limit_s = seconds
 
 
 def on_every_rank(action: Callable[[], T], *, doing: str) -> T:
@@ -32,7 +37,7 @@ def on_every_rank(action: Callable[[], T], *, doing: str) -> T:
     """
     result, error = _attempt(action, doing)
     errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error, group=_waiting_group(dist.group.WORLD))
+    dist.all_gather_object(errors, error, group=_waiting_group(dist.group.WORLD, _limit_s))
     for first in errors:
         if first is not None:
             raise RunError(first)
@@ -45,7 +50,7 @@ def on_rank_zero(action: Callable[[], T], *, doing: str) -> T:
     Raises as `on_every_rank` does.
     """
     outcome: list[Any] = list(_attempt(action, doing)) if dist.get_rank() == 0 else [None, None]
-    dist.broadcast_object_list(outcome, src=0, group=_waiting_group(dist.group.WORLD))
+    dist.broadcast_object_list(outcome, src=0, group=_waiting_group(dist.group.WORLD, _limit_s))
     result, error = outcome
     if error is not None:
         raise RunError(error)
@@ -55,21 +60,23 @@ def on_rank_zero(action: Callable[[], T], *, doing: str) -> T:
 def lowest(value: int) -> int:
     """The lowest of all ranks' values; collective, between their hosts."""
     found = torch.tensor(value)
-    dist.all_reduce(found, dist.ReduceOp.MIN, group=_waiting_group(dist.group.WORLD))
+    dist.all_reduce(found, dist.ReduceOp.MIN, group=_waiting_group(dist.group.WORLD, _limit_s))
     return int(found)
 
 
-def _waiting_group(world: ProcessGroup | None) -> ProcessGroup:
-    """All ranks, who wait here for one another's files: for 30 minutes, however long the groups
-    that train wait (comm.train_timeout_seconds). It ends with the world: Python's end may abort
-    where a thread of a group is left."""
-    if world in _waiting:
-        return _waiting[world]
-    timeout = backend_timeout(LONGEST_WAIT_S)
-    # None, the world's own, where that has no gloo: in a fake world.
-    backend = "gloo" if "gloo" in dist.get_backend_config(world) else None
-    _waiting[world] = dist.new_group(backend=backend, timeout=timeout, group_desc="waits for files")
-    return _waiting[world]
+def _waiting_group(world: ProcessGroup | None, seconds: int) -> ProcessGroup:
+    """All ranks, who wait here so long for one another's files, however long the groups that train
+    wait (comm.train_timeout_seconds). It ends with the world: Python's end may abort where a thread
+    of a group is left."""
+    groups = _waiting.setdefault(world, {})
+    if seconds not in groups:
+        timeout = backend_timeout(seconds)
+        # None, the world's own, where that has no gloo: in a fake world.
+        backend = "gloo" if "gloo" in dist.get_backend_config(world) else None
+        groups[seconds] = dist.new_group(
+            backend=backend, timeout=timeout, group_desc="waits for files"
+        )
+    return groups[seconds]
 
 
 def _attempt(action: Callable[[], T], doing: str) -> tuple[T | None, str | None]:

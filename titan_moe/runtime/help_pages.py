@@ -15,7 +15,7 @@ ROWS = (
     ("the-process-that-reads-the-data-ended", r"process that reads the data"),
     (
         "the-process-that-writes-a-checkpoint-ended",
-        r"the process that writes it |after half an hour of waiting",
+        r"the process that writes it |not on disk after ",
     ),
     ("a-rank-was-killed", r"^rank \d+ was killed by"),
     ("port-in-use", r"RDZV_ENDPOINT=\S* is in use"),
@@ -23,7 +23,7 @@ ROWS = (
     (
         "hang-or-timeout",
         r"Timed out waiting|operation timeout| of \d+ there\)|ranks went different ways|"
-        r"no report of a hang",
+        r"no report of a hang|raise checkpoint\.save_timeout_seconds$",
     ),
     (
         "run-folder-is-in-use",

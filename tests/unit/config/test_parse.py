@@ -137,6 +137,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         (["--training.steps"], "--training.steps: expected one argument"),
         (["--training.steps", "many"], "must be a valid integer"),
         (["--training.steps", "0"], "must be greater than 0"),
+        (["--checkpoint.save_timeout_seconds", "0"], "must be greater than 0"),
         (["--checkpoint.enable", "maybe"], "must be a valid boolean"),
         (["--training", "3"], "must be a table"),
         (["--training.blend", '[{"weight": 1}]'], "training.blend.0.dataset"),

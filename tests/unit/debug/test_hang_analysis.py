@@ -40,6 +40,13 @@ def test_the_rank_in_the_loader_is_named() -> None:
     ]
 
 
+def test_ranks_that_all_save_are_told_the_key() -> None:
+    saving = {"phase": "checkpoint", "place": "saving a checkpoint"}
+    key = "if the disk is only slow, raise checkpoint.save_timeout_seconds"
+    assert analyse([record(rank, [], **saving) for rank in range(2)], 2)[-1] == key
+    assert analyse([record(0, [], **saving), record(1, [], phase="data", **_LOADER)], 2)[-1] != key
+
+
 def test_of_64_ranks_the_one_that_all_wait_for_comes_first() -> None:
     """Rank 37 is stopped; its group waits for it, and all others for that group."""
     records = []

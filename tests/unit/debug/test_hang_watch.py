@@ -9,9 +9,11 @@ import torch.distributed as dist
 
 from titan_moe.config.job_config import Comm
 from titan_moe.debug.hang import watch
-from titan_moe.distributed.agreement import LONGEST_WAIT_S
+from titan_moe.runtime.process import BACKEND_GRACE_S
 
 _LIMIT_S = 100
+_SAVE_S = 2000
+_LONGEST_S = _SAVE_S + BACKEND_GRACE_S
 
 
 @pytest.mark.parametrize(
@@ -21,9 +23,10 @@ _LIMIT_S = 100
         (_LIMIT_S + 1, "step", [(_LIMIT_S, _LIMIT_S)], True),
         (_LIMIT_S + 1, "step", [(_LIMIT_S, 2 * _LIMIT_S)], False),
         (_LIMIT_S + 1, "data", [], False),
-        (LONGEST_WAIT_S - 1, "data", [], False),
-        (LONGEST_WAIT_S + 1, "data", [], True),
-        (LONGEST_WAIT_S + 1, "start", [], False),
+        (_LONGEST_S - 1, "checkpoint", [], False),
+        (_LONGEST_S + 1, "checkpoint", [], True),
+        (_LONGEST_S + 1, "data", [], True),
+        (_LONGEST_S + 1, "start", [], False),
     ],
 )
 def test_waiting_too_long(
@@ -33,7 +36,7 @@ def test_waiting_too_long(
     hangs: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A collective past its own limit; or a rank that is silent longer than any wait may be, except
+    """A collective past its own limit; or a rank that is silent longer than a save may take, except
     in a start, which compiles and reads as long as it needs.
 
     Args:
@@ -46,4 +49,14 @@ def test_waiting_too_long(
     monkeypatch.setattr(watch, "default_store", dist.HashStore)
     comm = Comm(init_timeout_seconds=_LIMIT_S, train_timeout_seconds=_LIMIT_S)
     process = SimpleNamespace(rank=0, world_size=2)
-    assert watch.HangWatch(process, comm, Path(), None)._waits_too_long() == hangs
+    assert watch.HangWatch(process, comm, _SAVE_S, Path(), None)._waits_too_long() == hangs
+
+
+def test_a_small_limit_of_saves_is_none_of_other_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may compile for minutes without a sign of life."""
+    last = SimpleNamespace(time_ns=time.time_ns() - int(600 * 1e9), phase="step")
+    monkeypatch.setattr(watch, "POSITION", SimpleNamespace(last=lambda: last))
+    monkeypatch.setattr(watch, "seconds_waited", lambda now: iter([]))
+    monkeypatch.setattr(watch, "default_store", dist.HashStore)
+    process = SimpleNamespace(rank=0, world_size=2)
+    assert not watch.HangWatch(process, Comm(), 10, Path(), None)._waits_too_long()

@@ -74,6 +74,8 @@ def analyse(records: Sequence[Mapping[str, Any]], world_size: int) -> list[str]:
     lines += _places({rank: each for rank, each in outside.items() if rank not in told})
     if len(lines) > _MOST_LINES:
         lines = [*lines[:_MOST_LINES], f"and {len(lines) - _MOST_LINES} lines more in the report"]
+    if all(record["phase"] == "checkpoint" for record in records):
+        lines.append("if the disk is only slow, raise checkpoint.save_timeout_seconds")
     steps = sorted({record["step"] for record in records if record["step"]})
     return [f"step {steps[0]}: {lines[0]}" if steps else lines[0], *lines[1:]]
 

@@ -24,7 +24,6 @@ from titan_moe.config.job_config import Comm
 from titan_moe.debug.hang.analysis import analyse
 from titan_moe.debug.hang.records import default_store, make_record, seconds_waited
 from titan_moe.debug.hang.reports import write_report
-from titan_moe.distributed.agreement import LONGEST_WAIT_S
 from titan_moe.runtime.failure import report
 from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.process import BACKEND_GRACE_S, Process
@@ -34,22 +33,25 @@ logger = logging.getLogger(__name__)
 _ASKED, _LINES = "hang/asked", "hang/lines"
 _ANSWER_S = 10.0
 """The longest that other ranks' records are waited for."""
+_LONGEST_SILENCE_S = 30 * 60
+"""The longest that a phase of a step shows no sign of life, if no save may take longer."""
 _STORE_LIMIT = timedelta(seconds=30)
 
 
 @contextmanager
 def watch_for_hangs(
-    process: Process, comm: Comm, folder: Path, failures: Path | None
+    process: Process, comm: Comm, save_limit: int, folder: Path, failures: Path | None
 ) -> Iterator[None]:
     """Watch while the block runs; the process ends with exit code 1 after a report.
 
-    `folder`: of the reports. `failures`: where a rank's failure is recorded for the launcher; None
-    prints it. One rank alone waits for no other, and is not watched.
+    `save_limit`: checkpoint.save_timeout_seconds. `folder`: of the reports. `failures`: where a
+    rank's failure is recorded for the launcher; None prints it. One rank alone waits for no other,
+    and is not watched.
     """
     if process.world_size == 1:
         yield
         return
-    watch = HangWatch(process, comm, folder, failures)
+    watch = HangWatch(process, comm, save_limit, folder, failures)
     watch.start()
     try:
         yield
@@ -65,10 +67,14 @@ def watch_for_hangs(
 class HangWatch:
     """The thread of one rank."""
 
-    def __init__(self, process: Process, comm: Comm, folder: Path, failures: Path | None) -> None:
+    def __init__(
+        self, process: Process, comm: Comm, save_limit: int, folder: Path, failures: Path | None
+    ) -> None:
         self._rank, self._world_size = process.rank, process.world_size
         self._folder, self._failures = folder, failures
-        self._limit = min(comm.init_timeout_seconds, comm.train_timeout_seconds)
+        # A save that is awaited in the background says itself that it has taken too long.
+        self._longest_silence = max(_LONGEST_SILENCE_S, save_limit + BACKEND_GRACE_S)
+        self._limit = min(comm.init_timeout_seconds, comm.train_timeout_seconds, save_limit)
         self._period = min(max(self._limit / 20, 0.1), 5.0)
         self._store = default_store()
         self._store.set_timeout(_STORE_LIMIT)
@@ -120,7 +126,7 @@ class HangWatch:
         quiet = (now - POSITION.last().time_ns) / 1e9
         if quiet < self._limit:
             return False  # Also because reading the recorder takes a tenth of a second.
-        if quiet > LONGEST_WAIT_S and POSITION.last().phase != "start":
+        if quiet > self._longest_silence and POSITION.last().phase != "start":
             return True
         return any(age > limit - BACKEND_GRACE_S for age, limit in seconds_waited(now))
 
