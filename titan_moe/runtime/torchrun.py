@@ -159,8 +159,7 @@ def allocators(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _new_log(folder: Path, node: int, command: list[str]) -> Path:
-    now = time.strftime("%Y%m%d-%H%M%S")
-    log = folder / "launch" / f"{now}-node{node}-{os.getpid()}.log"
+    log = folder / "launch" / time.strftime(f"%Y%m%d-%H%M%S-node{node}-{os.getpid()}.log")
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(f"{shlex.join(command)}\n")
