@@ -48,7 +48,7 @@ def main(argv: list[str], environment: Mapping[str, str]) -> int:
         stopped = _run(argv, environment, launch, records)
     except SystemExit:  # --help
         raise
-    except BaseException as error:  # DCP's CheckpointException is no Exception.
+    except BaseException as error:
         lines, exit_code, expected = _explain(error, launch.rank)
         if not expected:
             traceback.print_exc()

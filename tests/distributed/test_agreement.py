@@ -2,11 +2,13 @@
 
 import errno
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from titan_moe.config.errors import ConfigError
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.process import BACKEND_GRACE_S, set_timeouts
@@ -49,6 +51,51 @@ def test_a_disk_error_comes_with_its_remedy():
         "again"
     )
     assert run_on_ranks(write_to_a_full_disk, 2) == [line] * 2
+
+
+def lookup_of_no_key(everywhere: bool) -> tuple[str, bool, str]:
+    def wrong() -> None:
+        if dist.get_rank() == (1 if everywhere else 0):
+            raise KeyError("weight")
+
+    run = on_every_rank if everywhere else on_rank_zero
+    with pytest.raises(Exception, match="cannot save x") as caught:
+        run(wrong, doing="cannot save x")
+    return f"{caught.value}", isinstance(caught.value, RunError), repr(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_an_error_of_the_program_is_not_the_users(everywhere: bool):
+    found = run_on_ranks(partial(lookup_of_no_key, everywhere), 2)
+    assert [(line, mendable) for line, mendable, _ in found] == [
+        ("cannot save x: KeyError: 'weight'", False)
+    ] * 2
+    # The rank that failed shows where.
+    causes = [cause for *_, cause in found]
+    assert causes == (
+        ["None", "KeyError('weight')"] if everywhere else ["KeyError('weight')", "None"]
+    )
+
+
+def words_of_input(error: Exception) -> str:
+    def wrong() -> None:
+        raise error
+
+    with pytest.raises(RunError) as caught:
+        on_every_rank(wrong, doing="cannot read x")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ConfigError(["a", "b"]), "a; b"),
+        (RunError("x is damaged"), "x is damaged"),
+        (MemoryError("too much"), "cannot read x: MemoryError: too much"),
+    ],
+)
+def test_what_a_user_can_mend_keeps_its_line(error: Exception, line: str):
+    assert run_on_ranks(partial(words_of_input, error), 1) == [line]
 
 
 def test_the_limit_of_training_does_not_rule_waits_for_files():

@@ -195,7 +195,7 @@ class Checkpointer:
             on_rank_zero(describe, doing=doing)
             write_digests(aside, own_files(aside), doing=doing)
             on_rank_zero(lambda: storage.commit(aside, target), doing=doing)
-        except RunError:
+        except Exception:
             if dist.get_rank() == 0:
                 storage.abandon(aside)
             raise

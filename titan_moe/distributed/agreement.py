@@ -1,4 +1,4 @@
-"""Ranks fail together: an error on one rank becomes the same RunError on all of them.
+"""Ranks fail together: an error on one rank becomes the same error on all of them.
 
 Without this, a rank whose disk is full raises while the others wait for it in the next collective.
 """
@@ -10,10 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.errors import RunError, disk_remedy
+from titan_moe.runtime.errors import RunError, disk_remedy, is_outside
 from titan_moe.runtime.process import backend_timeout
 
 T = TypeVar("T")
@@ -32,15 +31,16 @@ def set_longest_wait(seconds: int) -> None:
 def on_every_rank(action: Callable[[], T], *, doing: str) -> T:
     """Run `action` on every rank and return its result; collective.
 
-    Raises RunError(f"{doing}: {reason}") on all ranks when any rank's action raised; a RunError
-    raised inside `action` keeps its own words. The lowest failing rank gives the reason.
+    When any rank's action raised, all ranks raise what the lowest failing rank says: RunError with
+    its line for a RunError or ConfigError, RunError(f"{doing}: {reason}") where memory, a disk or
+    the network failed, and RuntimeError, with the traceback where it was raised, for all else.
     """
-    result, error = _attempt(action, doing)
-    errors: list[str | None] = [None] * dist.get_world_size()
+    result, error, cause = _attempt(action, doing)
+    errors: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error, group=_waiting_group(dist.group.WORLD, _limit_s))
     for first in errors:
         if first is not None:
-            raise RunError(first)
+            raise first from cause
     return cast(T, result)
 
 
@@ -49,11 +49,12 @@ def on_rank_zero(action: Callable[[], T], *, doing: str) -> T:
 
     Raises as `on_every_rank` does.
     """
-    outcome: list[Any] = list(_attempt(action, doing)) if dist.get_rank() == 0 else [None, None]
+    attempt = _attempt(action, doing) if dist.get_rank() == 0 else (None, None, None)
+    outcome: list[Any] = [*attempt[:2]]
     dist.broadcast_object_list(outcome, src=0, group=_waiting_group(dist.group.WORLD, _limit_s))
     result, error = outcome
     if error is not None:
-        raise RunError(error)
+        raise error from attempt[2]
     return cast(T, result)
 
 
@@ -79,21 +80,18 @@ def _waiting_group(world: ProcessGroup | None, seconds: int) -> ProcessGroup:
     return groups[seconds]
 
 
-def _attempt(action: Callable[[], T], doing: str) -> tuple[T | None, str | None]:
+def _attempt(
+    action: Callable[[], T], doing: str
+) -> tuple[T | None, Exception | None, Exception | None]:
+    """Returns the action's result, or the error for all ranks and the one that was raised."""
     try:
-        return action(), None
-    except (Exception, CheckpointException) as error:  # The latter is a BaseException only.
-        cause = _cause(error)
-        if isinstance(cause, ConfigError):
-            return None, "; ".join(cause.lines)
-        return None, str(cause) if isinstance(cause, RunError) else f"{doing}: {_reason(cause)}"
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Of the failures that DCP collects over ranks, the lowest rank's."""
-    while isinstance(error, CheckpointException) and error.failures:
-        error = error.failures[min(error.failures)][0]
-    return error
+        return action(), None, None
+    except ConfigError as error:
+        return None, RunError("; ".join(error.lines)), error
+    except Exception as error:
+        kind = RunError if isinstance(error, RunError) or is_outside(error) else RuntimeError
+        line = str(error) if isinstance(error, RunError) else f"{doing}: {_reason(error)}"
+        return None, kind(line), error
 
 
 def _reason(error: BaseException) -> str:

@@ -116,5 +116,5 @@ def _call(pipe: Connection, fn: Callable[..., Any], arguments: tuple) -> None:
     try:
         # Plain pickle: multiprocessing's own would share tensors by file handles that die with us.
         pipe.send_bytes(pickle.dumps((None, fn(*arguments))))
-    except BaseException:  # DCP's CheckpointException is no Exception.
+    except BaseException:
         pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
