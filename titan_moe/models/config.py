@@ -1,7 +1,7 @@
 """Dimensions of a decoder. No torch here: checks, planners and `--help` read it."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import ClassVar, Literal, Protocol, get_args, get_origin, runtime_checkable
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.moe.config import MoEConfig
@@ -173,7 +173,8 @@ class ModelConfig:
     it by the square root of their number."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for an attention without what checks and layouts read."""
+        """Raises ConfigError for an attention without what checks and layouts read, and for a word
+        that is none of its field's."""
         if not isinstance(self.attention, AttentionShape):
             raise ConfigError(
                 [
@@ -182,6 +183,16 @@ class ModelConfig:
                     "and MLAConfig have"
                 ]
             )
+        unknown = [
+            f"{type(part).__name__}.{field.name}={value!r}: choose from {', '.join(words)}"
+            for part in (self.attention, self.rope, self.moe)
+            for field in (fields(part) if is_dataclass(part) else ())
+            if get_origin(field.type) is Literal
+            for value, words in [(getattr(part, field.name), get_args(field.type))]
+            if value not in words
+        ]
+        if unknown:
+            raise ConfigError(unknown)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Also of a layer beyond the last: the multi-token prediction's are built like it."""

@@ -35,10 +35,9 @@ from titan_moe.ops.blockscaled import (
 )
 from titan_moe.ops.grouped_mm import GroupedMM, grouped_mm
 
-ALIGNMENTS = {"blockwise": BLOCK, "mxfp8": MX_BLOCK}
-ROW_ALIGNMENT = 16
-"""Rows of each expert, and sizes of all dims, are multiples of `ALIGNMENTS` by recipe, and of this
-for all others."""
+ALIGNMENTS = {"tensorwise": 16, "rowwise": 16, "rowwise_with_gw_hp": 16}
+ALIGNMENTS |= {"blockwise": BLOCK, "mxfp8": MX_BLOCK}
+"""Recipe -> what rows of each expert, and sizes of all dims, are multiples of."""
 
 LinearProduct = Callable[[Tensor, Tensor], Tensor]
 
@@ -52,7 +51,7 @@ class Rounding(NamedTuple):
 
 def alignment(recipe: str) -> int:
     """What sizes are multiples of for a recipe."""
-    return ALIGNMENTS.get(recipe, ROW_ALIGNMENT)
+    return ALIGNMENTS[recipe]
 
 
 class Float8Linear(nn.Module):

@@ -59,6 +59,8 @@ def test_experts_multiply_in_one_way() -> None:
 def test_a_recipe_without_a_known_unit_takes_no_other_one() -> None:
     with pytest.raises(KeyError, match="a third recipe"):
         precision._unit("a third recipe")
+    with pytest.raises(KeyError, match="a third recipe"):
+        alignment("a third recipe")
     known = get_args(Float8Linear.model_fields["recipe_name"].annotation)
     assert {recipe: precision._unit(recipe) for recipe in known} == {
         recipe: alignment(recipe) for recipe in known

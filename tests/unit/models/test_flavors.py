@@ -1,8 +1,11 @@
 """Dimensions of all flavors: against the published counts, and against what is built."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from titan_moe.config.errors import ConfigError
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import FAMILIES, flavors, model_config
 from titan_moe.models.stats import Size, part_sizes, total
@@ -85,3 +88,20 @@ def test_sizes_by_arithmetic_are_those_of_the_model(name: str, flavor: str):
 def test_every_family_has_a_model_for_the_gate_and_one_to_try(name: str):
     assert "gate" in flavors(name)
     assert any(flavor.startswith("debugmodel") for flavor in flavors(name))
+
+
+@pytest.mark.parametrize(
+    ("part", "word"),
+    [
+        ("attention", {"qk_norm": "rms"}),
+        ("rope", {"pairing": "thirds"}),
+        ("moe", {"router_product": "float16"}),
+        ("moe", {"activation": "gelu"}),
+        ("moe", {"weights_scale": "both"}),
+    ],
+)
+def test_a_word_that_no_branch_knows_is_refused(part: str, word: dict[str, str]):
+    config = model_config("qwen3", "debugmodel_moe")
+    ((field, value),) = word.items()
+    with pytest.raises(ConfigError, match=f"{field}={value!r}: choose from "):
+        replace(config, **{part: replace(getattr(config, part), **word)})

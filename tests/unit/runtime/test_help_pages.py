@@ -99,6 +99,7 @@ _OF_COMMANDS = ("cli/", "verify/", "simulate/", "profiling/", "debug/why/", "gen
 _TELL_ALL = {
     "--out 3 exists already: nothing is overwritten, choose another",
     "3 holds no logged step to draw",
+    "3.3=3: choose from 3",
     "3: version 3 is not known",
     "LOG_RANK=3 must be rank numbers, such as 0 or 0,1",
 }
