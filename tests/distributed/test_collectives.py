@@ -65,3 +65,29 @@ def test_all_to_all_sends_gradients_back_where_rows_came_from(sent_PP: list[list
         assert torch.equal(received, torch.cat([part[rank] for part in parts]))
         scale = [torch.full((n, 2), to + 1.0) for to, n in enumerate(sent_PP[rank])]
         assert torch.equal(grad, torch.cat(scale).double())
+
+
+def functional_gathers() -> list[str]:
+    """Functional all-gathers of a gather of parts, on one rank of gloo."""
+    import torch.distributed as dist
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from titan_moe.distributed.collectives import gather_parts
+
+    seen = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Operations():
+        gathered = gather_parts(_rows(dist.get_rank(), 2), dist.group.WORLD)
+    assert torch.equal(gathered, torch.stack([_rows(rank, 2) for rank in (0, 1)]))
+    return [name for name in seen if "all_gather_into_tensor" in name]
+
+
+def test_gloo_gets_no_functional_all_gather():
+    """16 of them in flight in a group of one end the process within seconds: gloo's two threads
+    write the operation's name without a lock, and this one needs the heap."""
+    assert run_on_ranks(functional_gathers, 2) == [[], []]

@@ -60,8 +60,9 @@ class Counter(CommCounter):
         if name == "alltoall_base_":
             rows = named["output_split_sizes"]
             received: float = named["output"].itemsize * (sum(rows) - rows[group.rank()])
-        elif name == "all_gather_into_tensor":
-            received = named["input"].nbytes * (group.size() - 1)
+        elif name in ("allgather_", "all_gather_into_tensor"):
+            own = named["input"] if "input" in named else named["input_tensors"][0]
+            received = own.nbytes * (group.size() - 1)
         elif name == "reduce_scatter_tensor":
             received = named["input"].nbytes * (group.size() - 1) / group.size()
         else:
@@ -277,7 +278,7 @@ def test_a_planted_bug_is_caught(name: str) -> None:
 
 
 AS_IF_NO_GLOO = Planted(
-    "titan_moe.distributed.boxes:_is_gloo",
+    "titan_moe.distributed.collectives:is_gloo",
     'return group._get_backend(device).name() == "gloo"',
     "return False",
     [],

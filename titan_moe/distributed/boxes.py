@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import gather_parts
+from titan_moe.distributed.collectives import gather_parts, is_gloo
 
 _functional = torch.ops._c10d_functional
 
@@ -66,7 +66,7 @@ def exchange_boxes(
     else:
         parts = torch.cat([local[inside(box, mine)].reshape(-1) for box in sent])
         given = [prod(sizes(box)) for box in sent]
-        if add and len({*given, *numbers}) == 1 and not _is_gloo(group, local.device):
+        if add and len({*given, *numbers}) == 1 and not is_gloo(group, local.device):
             ours = _functional.reduce_scatter_tensor(parts, "sum", len(before), group.group_name)
             return _functional.wait_tensor(ours).view(sizes(wanted))
         buffer = local.new_empty(sum(numbers))
@@ -79,7 +79,3 @@ def exchange_boxes(
         if piece.numel():
             whole[inside(box, wanted)] = piece.view(sizes(box))
     return whole
-
-
-def _is_gloo(group: ProcessGroup, device: torch.device) -> bool:
-    return group._get_backend(device).name() == "gloo"

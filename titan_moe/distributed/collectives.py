@@ -177,8 +177,19 @@ def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def gather_parts(x: Tensor, group: ProcessGroup) -> Tensor:
     """All ranks' tensors of one shape, stacked in rank order: [P, *x.shape]. Has no gradient."""
+    if not torch.compiler.is_compiling() and is_gloo(group, x.device):
+        # torch 2.13's gloo notes the name of the last operation from two threads without a lock.
+        # That of the functional all-gather needs the heap (over 15 characters): ranks died of it.
+        gathered = x.new_empty(group.size(), *x.shape)
+        dist.all_gather(list(gathered.unbind()), x.contiguous(), group=group)
+        return gathered
     parts = _functional.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
     return _functional.wait_tensor(parts).view(group.size(), *x.shape)
+
+
+def is_gloo(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the group's tensors of this device are sent by gloo."""
+    return group._get_backend(device).name() == "gloo"
 
 
 def _exchange(x_RD: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
