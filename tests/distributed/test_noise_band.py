@@ -65,7 +65,7 @@ def test_a_layout_is_inside_and_mistakes_are_not():
     without = Band(controls, quantities=scalars)
     for band in (with_norms, without):
         band_check = band.check(alone)
-        assert band_check.inside, band_check.line()
+        assert band_check.inside, band_check
     rate, shared, halved, bias = (without.check(curve) for curve in wrong)
     # The first update shows in the second step's loss; a bias moves loads one step later.
     assert rate.first_outside == 2 and shared.first_outside == 1, rate.line()
@@ -95,8 +95,8 @@ def test_layouts_are_inside_and_mistakes_are_not(dtype: str):
     for layout in ("dp_shard=2,tp=2,ep=4", "cp=2,tp=2,etp=2", "pp=2,dp_shard=2"):
         candidate = training_of(parse_run_spec(f"layout={layout}", replace(spec, ranks=None)))
         band_check = band.check(train(candidate, parameter_norms=True))
-        assert band_check.inside, band_check.line()
+        assert band_check.inside, band_check
     wrong = train_each(planted(spec, dtype), parameter_norms=True)
     for name, curve in zip(PLANTED[dtype], wrong, strict=True):
         band_check = band.check(curve)
-        assert not band_check.inside, f"{name}: {band_check.line()}"
+        assert not band_check.inside, f"{name}: {band_check}"

@@ -136,7 +136,7 @@ def build_sharded_model(
     config = resolve_model(config, job, device.type)
     if config.moe is not None:
         warn_of_slow_experts(compute_dtype(job), device)
-        warn_of_unbalanced_experts(config.moe)
+        warn_of_unbalanced_experts(config.moe, job.model)
     laid_out = lay_out(job, config, meshes, device, ranks_per_node)
     parts, partial_over_tp, names, stages, accumulation = laid_out
 

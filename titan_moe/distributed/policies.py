@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_moe.config.job_config import JobConfig, Parallelism
+from titan_moe.config.job_config import JobConfig, Model, Parallelism
 from titan_moe.distributed.async_tensor_parallel import open_workspace
 from titan_moe.distributed.expert_parallel import (
     DispatchOptions,
@@ -19,12 +20,16 @@ from titan_moe.distributed.expert_parallel import (
 from titan_moe.distributed.fsdp import ShardingPolicy
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.models.config import ModelConfig
+from titan_moe.models.hf import read_settings
 from titan_moe.models.quantize import row_alignment
 from titan_moe.moe.config import MoEConfig
 from titan_moe.ops.grouped_mm import slow_on_gpu
 from titan_moe.runtime.device import memory_of
 from titan_moe.runtime.log import logger
 from titan_moe.simulate.memory import Accumulation, choose_accumulation
+
+_THEIR_WEIGHTS = ("router_aux_loss_coef", "aux_loss_alpha")
+"""Of balance losses, in a config.json."""
 
 _ROWS_OF_ONEDNN = 128
 _ROWS_OF_16_BYTES = 8
@@ -148,13 +153,19 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def warn_of_unbalanced_experts(moe: MoEConfig) -> None:
-    """Say so, once, where no rule and no loss keeps the experts' load even."""
-    if not moe.is_balanced and dist.get_rank() == 0:
-        logger.warning(
-            "nothing balances the experts: moe.bias_update_speed and the weights of both balance "
-            "losses are 0, and none is taken from a config.json; set one of them"
-        )
+def warn_of_unbalanced_experts(moe: MoEConfig, section: Model) -> None:
+    """Say so, once, where no rule and no loss keeps the experts' load even. transformers' loss is
+    over all layers at once, so its weight is no weight of a loss here."""
+    if moe.is_balanced or dist.get_rank() != 0:
+        return
+    folder = Path(section.hf_assets_path or "").expanduser()
+    settings = read_settings(folder) if section.flavor == "hf" else {}
+    given = [f"{key}={settings[key]}" for key in _THEIR_WEIGHTS if settings.get(key)]
+    logger.warning(
+        "nothing balances the experts: moe.bias_update_speed and the weights of both balance "
+        "losses are 0%s; set one of them, such as moe.global_aux_loss_weight",
+        f" (config.json has {' and '.join(given)}, of another loss)" if given else "",
+    )
 
 
 def warn_of_slow_experts(dtype: torch.dtype, device: torch.device) -> None:

@@ -1,8 +1,11 @@
 """Balance losses and the bias update against their published formulas, written as loops."""
 
+import json
+
 import pytest
 import torch
 
+from titan_moe.config.job_config import Model
 from titan_moe.distributed import policies
 from titan_moe.moe import balance
 from titan_moe.moe.config import MoEConfig
@@ -76,5 +79,25 @@ def test_counts_per_row_with_experts_nobody_chose():
 def test_experts_that_nothing_balances_get_one_line(given, warns, caplog, monkeypatch):
     monkeypatch.setattr(policies.dist, "get_rank", lambda: 0)
     config = MoEConfig(num_experts=4, top_k=1, hidden_dim=4, **given)
-    policies.warn_of_unbalanced_experts(config)
+    policies.warn_of_unbalanced_experts(config, Model())
     assert [m.startswith("nothing balances") for m in caplog.messages] == [True] * warns
+    assert "config.json" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"router_aux_loss_coef": 0.02}, " (config.json has router_aux_loss_coef=0.02"),
+        ({"aux_loss_alpha": 0.001}, " (config.json has aux_loss_alpha=0.001"),
+        ({"router_aux_loss_coef": 0.0}, "; set one of them"),
+    ],
+)
+def test_a_loss_that_config_json_names_is_in_the_line(
+    settings, said, caplog, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(policies.dist, "get_rank", lambda: 0)
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    section = Model(name="mixtral", flavor="hf", hf_assets_path=str(tmp_path))
+    config = MoEConfig(num_experts=4, top_k=1, hidden_dim=4)
+    policies.warn_of_unbalanced_experts(config, section)
+    assert f"losses are 0{said}" in caplog.text and "set one of them" in caplog.text

@@ -94,14 +94,6 @@ class BandCheck:
         """Whether it is so far outside that few control runs are enough to say so."""
         return not self.statistic <= CLEARLY * self.limit
 
-    def line(self) -> str:
-        """For a person."""
-        shown = f"{self.name}: {self.statistic:.2f} of what noise may do"
-        if self.inside:
-            return f"{shown}: inside"
-        steps = "" if self.mean_over == 1 else f" (mean of the last {self.mean_over} steps)"
-        return f"{shown}: outside from step {self.first_outside} on, by {self.quantity}{steps}"
-
     def as_json(self) -> dict[str, Any]:
         """Under the keys of comparison.json."""
         found = asdict(self)
