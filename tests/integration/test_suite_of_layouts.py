@@ -1,0 +1,32 @@
+"""The suite of three layouts from one seed checkpoint runs, and overlays their curves."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import environment
+from tests.support.paths import REPO
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_three_layouts_of_eight_ranks_start_from_one_seed_checkpoint(tmp_path: Path) -> None:
+    text = (REPO / "configs" / "suites" / "seed_8.toml").read_text()
+    short = tmp_path / "short.toml"
+    short.write_text(
+        text.replace("steps = 100", "steps = 2").replace("repeats = 12", "repeats = 0")
+    )
+    words = ["verify", "suite", str(short), "--out", str(tmp_path / "out"), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "titan_moe", *words],
+        cwd=REPO,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    rows = json.loads(done.stdout)
+    assert len(rows) == 3 and all(row["verdict"] != "failed" for row in rows), done.stdout
+    assert (tmp_path / "out" / "summary.html").read_text().count('<svg class="chart"') == 2
