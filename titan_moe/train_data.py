@@ -21,6 +21,7 @@ from titan_moe.data.reader_process import ReaderProcess
 from titan_moe.data.step_reader import Identity, bad_documents, continue_state, merge_states
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.data.validation import ValidationLoader
+from titan_moe.distributed.agreement import from_every_rank
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.models.config import ModelConfig
 from titan_moe.runtime.errors import RunError
@@ -110,6 +111,9 @@ class TrainData:
         if job.validation.enable:
             self.validation = build_validation(
                 job.validation, job.training, self.tokenizer, **place
+            )
+            self.validation.gather = lambda encode, *turn: from_every_rank(
+                lambda: list(encode(*turn, rank)), doing="reading the dataset for validation failed"
             )
 
     def _open_loader(self, job: JobConfig, **place: Any) -> Loader:

@@ -37,11 +37,22 @@ def on_every_rank(action: Callable[[], T], *, doing: str) -> T:
     """
     result, error, cause = _attempt(action, doing)
     errors: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error, group=_waiting_group(dist.group.WORLD, _limit_s))
+    dist.all_gather_object(errors, error, group=_waiting_group(dist.group.WORLD))
     for first in errors:
         if first is not None:
             raise first from cause
     return cast(T, result)
+
+
+def from_every_rank(action: Callable[[], T], *, doing: str) -> list[T]:
+    """Run `action` on every rank and return all ranks' (picklable) results; collective.
+
+    Raises as `on_every_rank` does.
+    """
+    results: list[Any] = [None] * dist.get_world_size()
+    result, group = on_every_rank(action, doing=doing), _waiting_group(dist.group.WORLD)
+    dist.all_gather_object(results, result, group=group)
+    return results
 
 
 def on_rank_zero(action: Callable[[], T], *, doing: str) -> T:
@@ -51,7 +62,7 @@ def on_rank_zero(action: Callable[[], T], *, doing: str) -> T:
     """
     attempt = _attempt(action, doing) if dist.get_rank() == 0 else (None, None, None)
     outcome: list[Any] = [*attempt[:2]]
-    dist.broadcast_object_list(outcome, src=0, group=_waiting_group(dist.group.WORLD, _limit_s))
+    dist.broadcast_object_list(outcome, src=0, group=_waiting_group(dist.group.WORLD))
     result, error = outcome
     if error is not None:
         raise error from attempt[2]
@@ -61,23 +72,20 @@ def on_rank_zero(action: Callable[[], T], *, doing: str) -> T:
 def lowest(value: int) -> int:
     """The lowest of all ranks' values; collective, between their hosts."""
     found = torch.tensor(value)
-    dist.all_reduce(found, dist.ReduceOp.MIN, group=_waiting_group(dist.group.WORLD, _limit_s))
+    dist.all_reduce(found, dist.ReduceOp.MIN, group=_waiting_group(dist.group.WORLD))
     return int(found)
 
 
-def _waiting_group(world: ProcessGroup | None, seconds: int) -> ProcessGroup:
-    """All ranks, who wait here so long for one another's files, however long the groups that train
-    wait (comm.train_timeout_seconds). It ends with the world: Python's end may abort where a thread
-    of a group is left."""
-    groups = _waiting.setdefault(world, {})
-    if seconds not in groups:
-        timeout = backend_timeout(seconds)
+def _waiting_group(world: ProcessGroup | None) -> ProcessGroup:
+    """All ranks, who wait here for one another's files: `_limit_s`, however long the groups that
+    train wait (comm.train_timeout_seconds). It ends with the world: Python's end may abort where a
+    thread of a group is left."""
+    groups, timeout = _waiting.setdefault(world, {}), backend_timeout(_limit_s)
+    if _limit_s not in groups:
         # None, the world's own, where that has no gloo: in a fake world.
         backend = "gloo" if "gloo" in dist.get_backend_config(world) else None
-        groups[seconds] = dist.new_group(
-            backend=backend, timeout=timeout, group_desc="waits for files"
-        )
-    return groups[seconds]
+        groups[_limit_s] = dist.new_group(None, timeout, backend, group_desc="waits for files")
+    return groups[_limit_s]
 
 
 def _attempt(

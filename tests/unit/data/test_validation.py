@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from tests.support.documents import random_texts, write_jsonl
+from tests.support.documents import random_texts, slow_rows, write_jsonl
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Dataset, Training, Validation
 from titan_moe.data.build import build_loader, build_validation
@@ -46,6 +46,44 @@ def test_every_measurement_and_every_number_of_ranks_sees_the_same_rows(training
     for num_ranks in (2, 3, 4):
         assert rows_in_order(build(training, num_ranks)) == first
     assert rows_in_order(build(training, 2, local_batch_size=5)) == first
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_ranges_of_any_number_of_processes_give_the_documents_in_order(tmp_path, mask):
+    """The rows of a plain packing, though processes encode ranges of documents by turns."""
+    texts = random_texts(150)
+    path = write_jsonl(tmp_path / "v.jsonl", texts)
+    rows = slow_rows(
+        [
+            (f"json/{number}", [*text.encode(), TOKENIZER.eos_id])
+            for number, text in enumerate(texts)
+        ],
+        seq_len=64,
+        mask=mask,
+    )
+    section = Training(seq_len=64, local_batch_size=2, mask_documents=mask)
+    for num_processes in (1, 2, 3, 64):
+        (loader,) = build(section, dataset="json", dataset_path=path)
+        encoded = by_processes(loader, num_processes)
+        found = rows_in_order([loader])
+        assert found[: len(rows)] == [tuple(row[:3]) for row in rows]
+        assert len(found) == len(rows) + 1  # And the rest, padded.
+        assert num_processes > 3 or all(encoded)
+        assert sorted(itertools.chain(*encoded)) == sorted(f"json/{n}" for n in range(150))
+
+
+def by_processes(loader, number):
+    """Divide the tokenizing; returns the names that each process encodes."""
+    encoded = [[] for _ in range(number)]
+
+    def gather(encode, *turn):
+        ranges = [list(encode(*turn, rank)) for rank in range(number)]
+        for names, documents in zip(encoded, ranges, strict=True):
+            names += [document.name for document in documents]
+        return ranges
+
+    loader.gather = gather
+    return encoded
 
 
 def test_steps_limits_the_rows_whatever_the_number_of_ranks(training):
@@ -144,6 +182,9 @@ def test_the_parts_of_a_blend_are_all_validated(tmp_path):
     )
     tokens = [token for row in rows_in_order(build(training)) for token in row[0]]
     assert (tokens.count(ord("s")), tokens.count(ord("l"))) == (40, 400)
+    (divided,) = build(training)
+    by_processes(divided, 3)
+    assert rows_in_order([divided]) == rows_in_order(build(training))
 
 
 def test_a_stream_needs_steps(tmp_path):
@@ -153,6 +194,9 @@ def test_a_stream_needs_steps(tmp_path):
         build(training)
     first = rows_in_order(build(training, steps=2))
     assert len(first) == 4 and rows_in_order(build(training, 2, steps=2)) == first
+    (divided,) = build(training, steps=2)
+    by_processes(divided, 3)
+    assert rows_in_order([divided]) == first
 
 
 def test_too_few_documents_to_hold_one_out(tmp_path):
