@@ -112,9 +112,12 @@ class TrainData:
             self.validation = build_validation(
                 job.validation, job.training, self.tokenizer, **place
             )
-            self.validation.gather = lambda encode, *turn: from_every_rank(
-                lambda: list(encode(*turn, rank)), doing="reading the dataset for validation failed"
-            )
+            # Files of tokens are read as they are: there is no work to divide.
+            if (job.validation.dataset or job.training.dataset) != "tokens":
+                self.validation.gather = lambda encode, *turn: from_every_rank(
+                    lambda: list(encode(*turn, rank)),
+                    doing="reading the dataset for validation failed",
+                )
 
     def _open_loader(self, job: JobConfig, **place: Any) -> Loader:
         """Beside a GPU, whose kernels this process launches, another process reads. Its start takes
