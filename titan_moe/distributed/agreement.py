@@ -35,13 +35,9 @@ def on_every_rank(action: Callable[[], T], *, doing: str) -> T:
     its line for a RunError or ConfigError, RunError(f"{doing}: {reason}") where memory, a disk or
     the network failed, and RuntimeError, with the traceback where it was raised, for all else.
     """
-    result, error, cause = _attempt(action, doing)
-    errors: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error, group=_waiting_group(dist.group.WORLD))
-    for first in errors:
-        if first is not None:
-            raise first from cause
-    return cast(T, result)
+    kept: list[T] = []
+    from_every_rank(lambda: kept.append(action()), doing=doing)
+    return kept[0]
 
 
 def from_every_rank(action: Callable[[], T], *, doing: str) -> list[T]:
@@ -49,10 +45,13 @@ def from_every_rank(action: Callable[[], T], *, doing: str) -> list[T]:
 
     Raises as `on_every_rank` does.
     """
-    results: list[Any] = [None] * dist.get_world_size()
-    result, group = on_every_rank(action, doing=doing), _waiting_group(dist.group.WORLD)
-    dist.all_gather_object(results, result, group=group)
-    return results
+    result, error, cause = _attempt(action, doing)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (result, error), group=_waiting_group(dist.group.WORLD))
+    for _, first in found:
+        if first is not None:
+            raise first from cause
+    return [each for each, _ in found]
 
 
 def on_rank_zero(action: Callable[[], T], *, doing: str) -> T:
