@@ -57,8 +57,8 @@ def test_what_is_bad_is_named(
 ) -> None:
     timeout_s = 15 if plant == "hung pair" else 60
     lines = problems(tmp_path, plant, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
-    if plant == "slow pair":  # On a busy machine another one may be slow too.
-        lines = [line for line in lines if line.startswith(says[0])]
+    # On a busy machine others may be slow too.
+    lines = [x for x in lines if x.startswith(says[0]) or not x.endswith(" % of the others")]
     assert [line[: len(start)] for line, start in zip(lines, says, strict=True)] == says
 
 
