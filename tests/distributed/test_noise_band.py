@@ -68,9 +68,9 @@ def test_a_layout_is_inside_and_mistakes_are_not():
         assert band_check.inside, band_check
     rate, shared, halved, bias = (without.check(curve) for curve in wrong)
     # The first update shows in the second step's loss; a bias moves loads one step later.
-    assert rate.first_outside == 2 and shared.first_outside == 1, rate.line()
-    assert halved.first_outside == 1 and halved.quantity == "grad_norm", halved.line()
-    assert bias.first_outside == 2, bias.line()
+    assert rate.first_outside == 2 and shared.first_outside == 1, rate
+    assert halved.first_outside == 1 and halved.quantity == "grad_norm", halved
+    assert bias.first_outside == 2, bias
     named = with_norms.check(wrong[2]).quantity
     assert named is not None and named.startswith("norm of layers.2.moe.experts.w"), named
     assert named.endswith("[1]"), named

@@ -26,14 +26,6 @@ from titan_moe.runtime.torchrun import Nodes, allocators, start_ranks
 _ALONE = Nodes()
 
 
-@pytest.fixture(autouse=True)
-def _hangs_up():
-    """The suite may itself be started by nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 def start(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
