@@ -354,10 +354,7 @@ def test_a_run_that_cannot_or_must_not_save_ends_at_once(
 
 @pytest.mark.parametrize(
     ("has_saved", "lost"),
-    [
-        (True, "the steps since the last save are lost"),
-        (False, "all steps are lost"),
-    ],
+    [(True, "the steps since the last save are lost"), (False, "all steps are lost")],
 )
 def test_a_run_is_said_to_go_on_only_from_what_is_there(
     has_saved: bool,
@@ -388,12 +385,9 @@ def test_without_checkpoints_an_interrupted_run_says_that_all_is_lost(
 def test_a_run_under_nohup_outlives_its_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        hangs_up = "import signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.3)"
-        assert start(monkeypatch, tmp_path, f"import os; {hangs_up}", stop_timeout_s=30) == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    hangs_up = "import signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.3)"
+    assert start(monkeypatch, tmp_path, f"import os; {hangs_up}", stop_timeout_s=30) == 0
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(
