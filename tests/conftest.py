@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from titan_moe.testing.process_pool import TIMEOUT_S
+from titan_moe.runtime.process_pool import TIMEOUT_S
 
 _TIERS = ("default", "slow", "full")
 _LEFT_OUT = pytest.StashKey[dict[str, int]]()

@@ -7,7 +7,7 @@
 One process. All ways train the same model on the same random tokens and take turns in every round.
 The peak is what parameters and optimizer states hold between steps, and the most that a step
 allocates beyond: on CUDA the allocator's own peak, on a CPU the running sum of every allocation and
-release that torch's profiler saw. "must" is simulate/memory.py's sum of what cannot be left out:
+release that torch's profiler saw. "must" is distributed/memory.py's sum of what cannot be left out:
 parameters, gradients, optimizer states and the values kept for the backward; "estimate" adds what
 it expects to come and go. Two ways exist here alone, for comparison: hidden rows of experts kept by
 plain autograd, and logits of all tokens at once.
@@ -24,12 +24,12 @@ from torch import Tensor
 
 from scripts.bench.measure import options, print_table, take_turns, write_json
 from scripts.bench.train_steps import first_gpu_or_cpu, new_training, world_of_one
+from titan_moe.distributed.memory import memory
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.moe.experts import ExpertWeights
 from titan_moe.ops.grouped_mm import GroupedMM
 from titan_moe.optim.schedules import set_lr
-from titan_moe.simulate.memory import memory
 
 _MIB = 2**20
 _COLUMNS = ("way", "peak MiB", "must", "peak/must", "estimate", "beyond", "ms/step", "time")

@@ -20,7 +20,7 @@ from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import lr_factor, set_lr
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.train_step import StepResult, TrainStep
 from titan_moe.verify.compare.control_runs import batch_words, control_specs, layout_of
 from titan_moe.verify.compare.records import LOAD_OF, NORM_OF, Curve

@@ -4,40 +4,15 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scripts.docs import (
-    beside_torchtitan,
-    configuration,
-    models,
-    parity,
-    redistribution,
-    seconds,
-    torchtitan,
-)
-from scripts.docs.figures import boxes, moe_layer, noise_band, step, views
-from scripts.docs.figures import seconds as seconds_figure
+from scripts.docs import beside_torchtitan, configuration, models, torchtitan
 
 REGIONS: dict[str, Callable[[], str]] = {
     "beside torchtitan": beside_torchtitan.tables,
     "configuration": configuration.tables,
     "models": models.tables,
-    "parity": parity.table,
-    "plan costs": redistribution.costs,
-    "planning times": redistribution.times,
-    "seconds": seconds.table,
     "torchtitan": torchtitan.table,
 }
 """The text of a region, by its name in the page."""
-FIGURES: dict[str, Callable[[], str]] = {
-    "boxes-orders.svg": boxes.draw_orders,
-    "boxes-plan.svg": boxes.draw_plan,
-    "boxes-transfer.svg": boxes.draw_transfer,
-    "moe-layer.svg": moe_layer.draw,
-    "noise-band.svg": noise_band.draw,
-    "seconds.svg": seconds_figure.draw,
-    "step.svg": step.draw,
-    "views.svg": views.draw,
-}
-"""The text of a file of docs/figures/, by its name."""
 _REGION = re.compile(r"(<!-- generated: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -45,10 +20,6 @@ def outdated(docs: Path) -> dict[Path, str]:
     """The files below `docs` that are not as generated, and the text that they should have."""
     made: dict[str, str] = {}
     found = {}
-    for name, draw in FIGURES.items():
-        path, text = docs / "figures" / name, draw()
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            found[path] = text
     for path in sorted(docs.rglob("*.md")):
         text = path.read_text(encoding="utf-8")
         if (new := filled(text, REGIONS, made)) != text:

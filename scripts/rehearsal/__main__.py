@@ -29,7 +29,7 @@ from scripts.rehearsal.places import Place
 from scripts.rehearsal.rank import rehearse_all
 from scripts.rehearsal.sm90 import compile_launches
 from scripts.rehearsal.standins import Launch
-from titan_moe.testing.process_pool import in_fresh_processes
+from titan_moe.runtime.process_pool import in_fresh_processes
 
 _CASES_PER_PROCESS = 12
 

@@ -99,7 +99,7 @@ def test_commands_that_exist_are_silent() -> None:
     END
     titan-moe verify losses --baseline "ranks=1 --training.steps 8" --routing && ls
     sbatch --nodes 4 scripts/slurm_train.sh --training.steps 20
-    python -m scripts.bench.loader
+    python -m scripts.bench.soak
     ./scripts/test.sh --slow
     ```
     ```text

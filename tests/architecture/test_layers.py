@@ -30,7 +30,7 @@ _LAYERS = {
     "optim": 3,
     "checkpoint": 3,
     "metrics": 3,
-    "simulate.memory": 3,
+    "distributed.memory": 3,
     "profiling.profiler": 3,
     "distributed.parallelize": 4,
     "distributed.policies": 4,
@@ -45,8 +45,8 @@ _LAYERS = {
     "generate": 5,
     "train": 6,
     "profiling": 6,
-    "testing": 6,
     "simulate": 6,
+    "checkpoint.audit": 6,
     "health": 6,
     "verify.layouts": 4,
     "verify": 7,
@@ -58,7 +58,7 @@ _LAYERS = {
 _SIBLINGS = [{"models", "distributed"}, {"data", "optim", "checkpoint", "metrics"}]
 # Below the trainer a module takes the tables that it reads, not the sum of them.
 _WHOLE_JOB = {"titan_moe.config.job_config", "titan_moe.config.job_config.JobConfig"}
-_TORCH_FREE = ("config", "simulate.memory")
+_TORCH_FREE = ("config", "distributed.memory")
 _LONGEST_FILE = 400
 # Fields and docstrings alone: every key of the TOML files is found in one place.
 _MAY_BE_LONG = "titan_moe/config/job_config.py"

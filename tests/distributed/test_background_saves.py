@@ -11,16 +11,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.support.checkpointers import plain_checkpointer
 from tests.support.trainings import make_job, train_here
+from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.background import BackgroundSaves
 from titan_moe.checkpoint.digests import read_digests
 from titan_moe.checkpoint.storage import saved_steps
 from titan_moe.config.job_config import Optimizer
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.runtime.errors import RunError
-from titan_moe.testing.checkpoints import plain_checkpointer
-from titan_moe.testing.ranks import run_on_ranks
-from titan_moe.verify.audit import audit
+from titan_moe.runtime.ranks import run_on_ranks
 
 
 def _run(folder, mode="async"):

@@ -25,7 +25,7 @@ from titan_moe.checkpoint.tensors import model_tensors, optimizer_tensors
 from titan_moe.config.job_config import Checkpoint, Optimizer
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.runtime.errors import RunError
-from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 EXPERTS = 6  # Over edp 2 and ep 2: 3 per ep rank, then 2 and 1.
 

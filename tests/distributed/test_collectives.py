@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 SIZES = [3, 0, 2]
 

@@ -8,6 +8,8 @@ from tests.support.tiers import tiered
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job, resolve
 from titan_moe.models.hf import model_of_job
+from titan_moe.runtime.process_pool import in_fresh_processes
+from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.simulate.comm_counter import CommCounter, Flow, Volume, axes_of_groups
 from titan_moe.simulate.fake_rank import (
     FakeRank,
@@ -16,8 +18,6 @@ from titan_moe.simulate.fake_rank import (
     fake_world,
     microbatches_to_run,
 )
-from titan_moe.testing.process_pool import in_fresh_processes
-from titan_moe.testing.ranks import run_on_ranks
 from titan_moe.verify.layouts.layouts import apply_layout, parse
 
 MICROBATCHES = 4

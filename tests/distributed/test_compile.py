@@ -14,7 +14,7 @@ from tests.support.tiers import tiered
 from tests.support.tiny import global_batch, make_job, tiny
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.verify.gradients.gate import Gate
 from titan_moe.verify.layouts.layouts import SPLIT_BACKWARD, Layout, parse, with_options
 

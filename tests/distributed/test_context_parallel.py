@@ -22,7 +22,7 @@ from titan_moe.distributed.context_parallel import apply as context_parallel
 from titan_moe.distributed.context_parallel import blocks as block_attention
 from titan_moe.distributed.context_parallel import ring as ring_attention
 from titan_moe.ops.attention import AttentionCore, CausalSdpa, DocumentSdpa, VarlenCore
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 BOUND = 1e-12
 METHODS = ["allgather", "ulysses", "ring"]

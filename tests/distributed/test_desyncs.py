@@ -4,8 +4,8 @@ under the routing that shows it and on the group that it parts."""
 import pytest
 
 from tests.support.planted_desyncs import DESYNCS, run_with
+from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.routings import ROUTINGS
-from titan_moe.testing.process_pool import in_fresh_processes
 
 _STEPS = ["start", *(routing.name for routing in ROUTINGS)]
 _SAVED = ["while it is saved", "resume", "last step"]

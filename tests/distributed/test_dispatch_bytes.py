@@ -32,8 +32,8 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 from titan_moe.simulate.comm_counter import CommCounter, arguments_of
-from titan_moe.testing.ranks import RankError, run_on_ranks
 from titan_moe.verify.gradients.fixture import make_rows
 from titan_moe.verify.gradients.worker import own_batches
 from titan_moe.verify.layouts.layouts import (

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.tiers import tiered
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 TOKENS, TOP_K, EXPERTS, DIM = 13, 3, 8, 6
 DEDUPLICATED, CAPACITY, SYMMETRIC = "deduplicated", "capacity", "symmetric"

@@ -19,7 +19,7 @@ from tests.support.paths import DEBUG_CONFIGS
 from tests.support.tiers import split, tiered
 from titan_moe.config.parse import load_job
 from titan_moe.models.registry import FAMILIES
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.verify.gradients import worker
 from titan_moe.verify.gradients.compare import TOLERANCES
 from titan_moe.verify.gradients.gate import Gate

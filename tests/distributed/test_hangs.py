@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.hanging import hang, train_watched
 from tests.support.tiers import tiered
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 _WAITS = "rank 0 waits in the step (all_gather, all ranks, 1 of 2 there); rank 1 "
 _DIFFERS = "step 3: ranks went different ways: rank 0 called all_reduce"

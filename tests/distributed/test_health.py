@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.commands import start_command
 from tests.support.health import problems
-from titan_moe.testing.process_pool import TIMEOUT_S
+from titan_moe.runtime.process_pool import TIMEOUT_S
 
 _HOST = f"host {socket.gethostname()}"
 

@@ -13,7 +13,7 @@ from tests.support.dispatch_arithmetic import CONFIG, LAYERS, TOP_K, Border
 from tests.support.tiers import split, tiered
 from titan_moe.config.parse import load_job
 from titan_moe.ops import move_rows
-from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 from titan_moe.verify.gradients.fixture import make_rows
 from titan_moe.verify.gradients.worker import own_batches
 from titan_moe.verify.layouts.layouts import SEQ_LEN, apply_layout, num_rows, parse, with_tables

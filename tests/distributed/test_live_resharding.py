@@ -15,7 +15,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.runtime.process import Process
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.trainer import Trainer
 from titan_moe.verify.gradients.fixture import at_depth
 from titan_moe.verify.layouts.layouts import depth, parse

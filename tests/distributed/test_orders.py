@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.ordered import EXPLICIT, explicit, explicit_spec, strided
+from tests.support.shardings import all_shardings
 from titan_moe.checkpoint.checksum import checksums
 from titan_moe.checkpoint.read_tensors import read_tensors
 from titan_moe.checkpoint.safe_reader import SafeReader
@@ -30,8 +31,7 @@ from titan_moe.distributed.dtensor import (
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.distributed.sharding import Sharding, coordinates
 from titan_moe.distributed.summary import layout_summary
-from titan_moe.testing.ranks import run_on_ranks
-from titan_moe.testing.shardings import all_shardings
+from titan_moe.runtime.ranks import run_on_ranks
 
 needs_explicit = pytest.mark.skipif(not EXPLICIT, reason="this torch has no shard_order")
 

@@ -15,7 +15,7 @@ from tests.support.tiers import tiered
 from tests.support.tiny import SEQ_LEN, global_batch, make_job, tiny
 from tests.support.turns import check_a_pair
 from titan_moe.distributed.pipeline.overlap import Alternation
-from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 CPU = torch.device("cpu")
 

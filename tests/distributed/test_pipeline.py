@@ -21,7 +21,7 @@ from tests.support.pipelines import (
 )
 from tests.support.tiers import split, tiered
 from titan_moe.config.pipeline import SCHEDULES, module_names, split_parts
-from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from tests.support.tiers import split
 from titan_moe.config.job_config import ActivationCheckpoint, JobConfig, Parallelism
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import ModelConfig
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.verify.layouts.layouts import AXES
 
 

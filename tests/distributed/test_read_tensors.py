@@ -14,7 +14,7 @@ from titan_moe.checkpoint.read_tensors import read_tensors
 from titan_moe.checkpoint.safe_reader import SafeReader
 from titan_moe.checkpoint.tensor_files import write_tensors
 from titan_moe.distributed.dtensor import local_part
-from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 _VALUES = {
     "matrix": torch.arange(80, dtype=torch.float32).view(10, 8),

@@ -14,7 +14,7 @@ from titan_moe.distributed.activation_checkpoint import apply_activation_checkpo
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.moe.balance import attach_loss
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 ROWS, SEQ_LEN, LAYERS = 4, 32, 3
 PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten._grouped_mm"}

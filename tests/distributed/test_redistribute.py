@@ -17,10 +17,10 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 import titan_moe
 from tests.support.ordered import EXPLICIT, explicit_spec
 from tests.support.planting import plant, right_source
+from tests.support.shardings import all_shardings
 from titan_moe.distributed.dtensor import local_part, mesh_axes, mesh_rank, sharding_of
 from titan_moe.distributed.sharding import Sharding, coordinates
-from titan_moe.testing.ranks import RankError, run_on_ranks
-from titan_moe.testing.shardings import all_shardings
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 
 def _whole(shape: tuple[int, ...]) -> Tensor:

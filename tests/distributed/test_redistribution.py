@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tests.support.planting import plant, right_source
+from tests.support.shardings import all_shardings
 from titan_moe.distributed.redistribution import Step, execute, plan
 from titan_moe.distributed.sharding import Axes, Sharding, coordinates, group_of
 from titan_moe.distributed.sharding_moves import LOCAL_OPS
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 from titan_moe.simulate.comm_counter import CommCounter, arguments_of
 from titan_moe.simulate.comm_counter import group_of as group_of_call
-from titan_moe.testing.ranks import RankError, run_on_ranks
-from titan_moe.testing.shardings import all_shardings
 
 
 class Mesh:

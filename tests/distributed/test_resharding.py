@@ -21,7 +21,7 @@ from titan_moe.distributed.sharding import Sharding
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.process import Process
-from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 from titan_moe.trainer import Trainer
 from titan_moe.verify.gradients.fixture import at_depth
 from titan_moe.verify.layouts.layouts import AXES, Layout, depth, parse

@@ -26,7 +26,7 @@ from titan_moe.routing.record import (
     Tokens,
     start_record,
 )
-from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 from titan_moe.verify.compare.routing_diff import routing_diff
 from titan_moe.verify.gradients.fixture import at_depth, make_rows
 from titan_moe.verify.gradients.reference import Rows

@@ -14,7 +14,7 @@ from tests.support.trainings import figures, make_job, train_here
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 from titan_moe.metrics import curves
-from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 STEPS = 8
 # From data parallelism to longer and more sequences that two ranks share; on to tensor parallelism;

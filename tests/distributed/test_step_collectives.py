@@ -5,7 +5,7 @@ import torch
 
 from tests.support.tiny import global_batch, make_job, tiny
 from titan_moe.config.job_config import JobConfig
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 STEPS = {
     "not logged": {"logged": False},

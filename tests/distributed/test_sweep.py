@@ -10,6 +10,7 @@ import torch.distributed as dist
 from titan_moe.distributed import expert_parallel, fsdp, parallel_dims, process_groups
 from titan_moe.distributed import mesh as meshes
 from titan_moe.distributed import parallelize as build
+from titan_moe.runtime.process_pool import WorkerError, in_fresh_processes
 from titan_moe.simulate import tiling
 from titan_moe.simulate.sweep import (
     RankResult,
@@ -18,7 +19,6 @@ from titan_moe.simulate.sweep import (
     select_layouts,
     summary,
 )
-from titan_moe.testing.process_pool import WorkerError, in_fresh_processes
 from titan_moe.verify.layouts.layouts import Layout, parse
 
 WORLDS = (16, 32, 64)

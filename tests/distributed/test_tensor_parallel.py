@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.support.tiers import tiered
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 ROWS, SEQ_LEN, VOCABULARY, IGNORED = 2, 6, 24, -100
 

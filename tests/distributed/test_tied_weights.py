@@ -12,7 +12,7 @@ from tests.support.trainings import make_job, train_here
 from titan_moe.checkpoint.manifest import read_manifest
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.tied_weights import find_tied_weights, sum_tied_grads
-from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 GROUPS = [["first", "copy", "ahead"]]
 

@@ -15,7 +15,7 @@ from titan_moe.distributed.boxes import sizes
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.distributed.transfer import Traffic, execute, transfer
 from titan_moe.distributed.transfer_plan import plan_transfer
-from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 _PLAN, _RUN = "titan_moe.distributed.transfer_plan", "titan_moe.distributed.transfer"
 

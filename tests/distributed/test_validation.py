@@ -12,7 +12,7 @@ from titan_moe.data import validation
 from titan_moe.data.batch import fingerprints
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.errors import RunError
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.train_data import TrainData
 
 _NUM_DOCUMENTS = 100

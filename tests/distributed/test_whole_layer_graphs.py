@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.support.tiers import tiered
 from titan_moe.config.job_config import ActivationCheckpoint, Compile
 from titan_moe.models.registry import model_config
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 ROWS, SEQ_LEN = 2, 48
 NONE = ActivationCheckpoint(mode="none")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.support.trainings import make_job, train_here
 from titan_moe.config.job_config import JobConfig
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 
 class _Said(logging.Handler):

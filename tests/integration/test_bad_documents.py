@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.trainings import make_job, train_here
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 
 def counted(folder: Path, world_size: int, parallelism: dict[str, Any]) -> list[int]:

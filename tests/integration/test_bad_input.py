@@ -19,8 +19,8 @@ import pytest
 from tests.support.commands import TITAN_MOE, run_command
 from tests.support.launching import EMPTY, command, environment, run_train
 from tests.support.tiers import split
+from titan_moe.runtime.process_pool import TIMEOUT_S
 from titan_moe.runtime.run_lock import LOCK, RunLock
-from titan_moe.testing.process_pool import TIMEOUT_S
 
 _CONFIG, _RUN = 2, 1
 

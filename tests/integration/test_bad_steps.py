@@ -16,7 +16,7 @@ from tests.support.faulty_steps import (
 from tests.support.tiers import tiered
 from tests.support.trainings import figures, make_job
 from titan_moe.config.job_config import JobConfig
-from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 STEPS = 8
 TWO_FAULTS = {6: "nan", 10: "spike"}

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaign.apart import Outcome, run_apart
-from scripts.campaign.disks import can_mount
-from scripts.campaign.folders import SUBJECTS
-from scripts.campaign.verdict import refused
+from tests.fuzz.apart import Outcome, run_apart
+from tests.fuzz.disks import can_mount
+from tests.fuzz.folders import SUBJECTS
+from tests.fuzz.verdict import refused
 from tests.support.paths import REPO
 
 
 def campaign(*words: object) -> subprocess.CompletedProcess[str]:
-    return python("-m", "scripts.campaign", *words)
+    return python("-m", "tests.fuzz", *words)
 
 
 def python(*words: object) -> subprocess.CompletedProcess[str]:
@@ -79,7 +79,7 @@ from titan_moe.checkpoint import storage
 begin = storage.begin
 storage.begin = lambda target: begin(target).rename(target)
 storage.commit = lambda aside, target: None
-from scripts.campaign.__main__ import main
+from tests.fuzz.__main__ import main
 sys.exit(main())
 """
 

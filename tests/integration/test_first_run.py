@@ -12,7 +12,7 @@ import pytest
 from tests.support.launching import command, environment
 from tests.support.paths import REPO
 from tests.support.terminal import on_terminal
-from titan_moe.testing.process_pool import TIMEOUT_S
+from titan_moe.runtime.process_pool import TIMEOUT_S
 
 _STEPS = 4
 _PACKAGE = ("titan_moe", "configs", "README.md", "LICENSE", "pyproject.toml")

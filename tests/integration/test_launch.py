@@ -19,7 +19,7 @@ from tests.support.paths import REPO
 from tests.support.tiers import tiered
 from titan_moe.config.job_config import Training
 from titan_moe.metrics.jsonl import read_json_lines
-from titan_moe.testing.process_pool import TIMEOUT_S
+from titan_moe.runtime.process_pool import TIMEOUT_S
 
 _ENDLESS = 100_000
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.trainings import make_job, train_here
-from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 EP2 = {"expert_parallel_degree": 2}
 NARROW = {**EP2, "expert_parallel_capacity_factor": 0.9}

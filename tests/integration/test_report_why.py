@@ -15,7 +15,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.data.build import build_loader
 from titan_moe.data.builtin import SyntheticCorpus
 from titan_moe.data.tokenizer import ByteTokenizer
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 STEP, STEPS = 11, 12
 

@@ -8,7 +8,7 @@ import pytest
 from tests.support.tiers import tiered
 from tests.support.trainings import STEPS, checksums, figures, make_job, train_here
 from titan_moe.config.job_config import JobConfig
-from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 
 def disturbed(job: JobConfig):

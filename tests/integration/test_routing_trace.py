@@ -9,7 +9,7 @@ from tests.support.routing import own_choices
 from tests.support.trainings import make_job, train_here
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.routing.record import Record
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.verify.compare.routing_diff import routing_diff
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.commands import run_command, start_command
 from tests.support.paths import REPO
-from titan_moe.testing.process_pool import TIMEOUT_S
+from titan_moe.runtime.process_pool import TIMEOUT_S
 
 COMPARE = ["--config", REPO / "configs" / "debug" / "compare.toml"]
 TINY = ["--model.name", "mixtral", "--training.steps", "3"]

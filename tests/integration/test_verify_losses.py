@@ -13,8 +13,8 @@ from tests.support.commands import start_command
 from tests.support.paths import REPO
 from tests.support.pictures import assert_drawn
 from tests.support.tiers import split, tiered
+from titan_moe.runtime.process_pool import TIMEOUT_S
 from titan_moe.runtime.revision import code_revision
-from titan_moe.testing.process_pool import TIMEOUT_S
 from titan_moe.verify.compare.goldens import golden_key, this_device
 
 COMPARE = ["--config", REPO / "configs" / "debug" / "compare.toml"]

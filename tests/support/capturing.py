@@ -13,7 +13,7 @@ from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import set_lr
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.train_step import TrainStep
 from titan_moe.verify.gradients.compare import TOLERANCES
 from titan_moe.verify.gradients.fixture import RATES, Fixture

@@ -10,7 +10,7 @@ from tests.support.planted_bugs import BUGS as COMMON_BUGS
 from tests.support.planted_dispatch_bugs import DISPATCH_BUGS
 from tests.support.planted_family_bugs import FAMILY_BUGS
 from tests.support.planting import Bug, plant
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.verify.gradients import gate as gate_module
 from titan_moe.verify.gradients import worker
 from titan_moe.verify.gradients.compare import TensorDifference

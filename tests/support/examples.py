@@ -18,7 +18,7 @@ from tests.support.commands import run_command
 from tests.support.markdown import Fence, comments, fences
 from tests.support.paths import DEBUG_CONFIGS, REPO
 from titan_moe.config.parse import tomllib
-from titan_moe.testing.process_pool import TIMEOUT_S
+from titan_moe.runtime.process_pool import TIMEOUT_S
 
 _KINDS = ("run", "file", "check")
 _REGIONS = ("generated",)

@@ -10,7 +10,7 @@ from typing import Any
 from tests.support.trainings import make_job
 from titan_moe.debug.hang.analysis import analyse
 from titan_moe.debug.hang.reports import read_report
-from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 LIMIT_S = 3
 HANGS_IN_STEP = 3

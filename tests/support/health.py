@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.health.probes import Operations
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 BAD, OTHER = 1, 2
 """The rank that is bad, and of a bad pair the other one."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.paths import REPO
-from titan_moe.testing.process_pool import TIMEOUT_S
+from titan_moe.runtime.process_pool import TIMEOUT_S
 
 EMPTY = REPO / "tests" / "support" / "empty.toml"
 

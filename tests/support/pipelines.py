@@ -12,7 +12,7 @@ from tests.support.tiny import make_job, tiny
 from titan_moe.config.job_config import ActivationCheckpoint
 from titan_moe.config.pipeline import SCHEDULES, split_parts, stages_of_rank
 from titan_moe.distributed.execution import Microbatch
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 SEQ_LEN, ROWS, BOUND = 16, 32, 1e-9
 CHUNK_SIZE = 5  # No divisor of the tokens of a microbatch.

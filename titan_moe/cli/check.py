@@ -148,7 +148,7 @@ def _health(options: argparse.Namespace) -> Answer:
 
 
 def _audit(names: list[str]) -> Answer:
-    from titan_moe.verify.audit import audit
+    from titan_moe.checkpoint.audit import audit
 
     audits = [audit(Path(name)) for name in names]
     found = {"whole": [line for each in audits for line in each.whole]}

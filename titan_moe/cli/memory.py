@@ -4,8 +4,8 @@
 
 Prints the number of parameters, a line of GiB or MiB, and one more for each training stage; what
 NCCL's buffers take beside it; what microbatches share on such a GPU; and whether all of it fits. In
-a pipeline the rank that needs most is counted, as an upper bound. titan_moe/simulate/memory.py says
-what is counted. Needs no GPU.
+a pipeline the rank that needs most is counted, as an upper bound. titan_moe/distributed/memory.py
+says what is counted. Needs no GPU.
 
 Exit codes: 0 it fits; 1 it does not fit; 2 a configuration that cannot run.
 """
@@ -26,15 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.parse import load_job
     from titan_moe.config.stages import stage_jobs
-    from titan_moe.models.hf import model_of_job
-    from titan_moe.models.stats import total
-    from titan_moe.simulate.memory import (
+    from titan_moe.distributed.memory import (
         GIB,
         RESERVED,
         choose_accumulation,
         communicators,
         memory,
     )
+    from titan_moe.models.hf import model_of_job
+    from titan_moe.models.stats import total
 
     job = load_job(job_arguments(options))
     config = model_of_job(job.model)

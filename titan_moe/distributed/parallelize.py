@@ -26,6 +26,7 @@ from titan_moe.distributed.expert_parallel import (
 )
 from titan_moe.distributed.fsdp import StepSync, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
+from titan_moe.distributed.memory import Accumulation
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.distributed.policies import (
@@ -60,7 +61,6 @@ from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, FlexCore
 from titan_moe.runtime.log import logger
 from titan_moe.runtime.process import backend_timeout
-from titan_moe.simulate.memory import Accumulation
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from titan_moe.distributed.expert_parallel import (
     open_symmetric_memory,
 )
 from titan_moe.distributed.fsdp import ShardingPolicy
+from titan_moe.distributed.memory import Accumulation, choose_accumulation
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import read_settings
@@ -26,7 +27,6 @@ from titan_moe.moe.config import MoEConfig
 from titan_moe.ops.grouped_mm import slow_on_gpu
 from titan_moe.runtime.device import memory_of
 from titan_moe.runtime.log import logger
-from titan_moe.simulate.memory import Accumulation, choose_accumulation
 
 _THEIR_WEIGHTS = ("router_aux_loss_coef", "aux_loss_alpha")
 """Of balance losses, in a config.json."""

@@ -20,6 +20,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import save_job
 from titan_moe.config.stages import job_of_step, stage_jobs, tokens_per_step
 from titan_moe.data.step_reader import Identity
+from titan_moe.distributed.memory import GIB, memory
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, parallel_dims
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
@@ -35,7 +36,6 @@ from titan_moe.runtime.files import replacing, write_whole
 from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.process import Process
 from titan_moe.runtime.revision import running_code
-from titan_moe.simulate.memory import GIB, memory
 from titan_moe.train_step import StepResult
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ class Adam(torch.optim.Optimizer):
     """Adam (arXiv 1412.6980), or AdamW (arXiv 1711.05101) where the decay is decoupled.
 
     The arithmetic is torch's own, on plain tensors: torch.optim.AdamW sends DTensors through their
-    dispatch, which takes several times as long as the update of small parameters (measured in
-    scripts/bench/loop_overhead.py). State has torch's names, shapes and placements, and is there
-    from the start, in zeros: checkpoints hold the same tensors whatever has been trained so far.
+    dispatch, which takes several times as long as the update of small parameters. State has torch's
+    names, shapes and placements, and is there from the start, in zeros: checkpoints hold the same
+    tensors whatever has been trained so far.
 
     Moments of another type than the parameters' are widened for the arithmetic, some at a time, and
     rounded to nearest where they are kept. In bfloat16 a moment moves by half a unit in the last

@@ -27,6 +27,7 @@ from titan_moe.config.pipeline import num_stages
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import ModelConfig
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.comm_counter import axes_of_groups
 from titan_moe.simulate.desync import Finding, Group, RankLog, find_desyncs, find_waits
 from titan_moe.simulate.fake_rank import FakeRank, fake_world
@@ -43,7 +44,6 @@ from titan_moe.simulate.whole_run import (
     happens_later,
     saves_in_background,
 )
-from titan_moe.testing.process_pool import in_fresh_processes
 
 START, RESUME, WHILE_SAVING, LAST = "start", "resume", "while it is saved", "last step"
 _FEWEST_TOKENS = 256

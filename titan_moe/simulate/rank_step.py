@@ -10,8 +10,8 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import resolve
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
+from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.scaling import RankFacts, measure
-from titan_moe.testing.process_pool import in_fresh_processes
 
 _GPUS_OF_A_NODE = 8
 Task = tuple[JobConfig, ModelConfig, int, int]

@@ -29,6 +29,7 @@ from titan_moe.distributed.parallel_dims import (
 )
 from titan_moe.distributed.parallelize import lay_out
 from titan_moe.distributed.policies import resolve_model
+from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.fake_rank import CPU, fake_world, known_groups
 from titan_moe.simulate.models import LayoutModel, layout_models
 from titan_moe.simulate.tiling import (
@@ -39,7 +40,6 @@ from titan_moe.simulate.tiling import (
     groups,
     members,
 )
-from titan_moe.testing.process_pool import in_fresh_processes
 from titan_moe.verify.layouts.covering import cover_options, cover_pairs
 from titan_moe.verify.layouts.layouts import DENSE_AXES, Layout, legal_layouts
 from titan_moe.verify.layouts.shards import SPARSE_AXES, Box, Shards, tensor_dims

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from torch.utils.serialization import config
 
+from tests.support.checkpointers import plain_checkpointer
 from tests.support.saved_runs import WriterHere
 from titan_moe.checkpoint import background, storage
+from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.digests import read_digests
 from titan_moe.checkpoint.shared_memory import SharedMemory
 from titan_moe.checkpoint.tensor_files import Chunk, frame_of
 from titan_moe.runtime.errors import RunError
-from titan_moe.testing.checkpoints import plain_checkpointer
-from titan_moe.verify.audit import audit
 
 
 class _Toy(nn.Module):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.digests import DIGESTS, write_listing
 from titan_moe.cli.main import main
@@ -22,7 +23,6 @@ from titan_moe.routing.record import (
     start_record,
 )
 from titan_moe.runtime.errors import RunError
-from titan_moe.verify.audit import audit
 
 _READ_WHOLE = ["manifest.json", "train_state.json", ".metadata"]
 

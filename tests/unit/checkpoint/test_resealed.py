@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.campaign.damage import ODD_VALUES, places
-from scripts.campaign.verdict import refused
+from tests.fuzz.damage import ODD_VALUES, places
+from tests.fuzz.verdict import refused
 from tests.support.documents import ListCorpus, random_texts
 from tests.support.streams import order, texts_of_files
 from titan_moe.bad_steps import BadSteps

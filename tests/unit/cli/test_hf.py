@@ -12,7 +12,7 @@ from tests.support.hf_folders import assert_same_bits, make_folder, read_folder,
 from titan_moe.checkpoint.hf.transfer import export_checkpoint
 from titan_moe.cli.hf_processes import in_processes
 from titan_moe.runtime.errors import RunError
-from titan_moe.testing.process_pool import in_fresh_processes
+from titan_moe.runtime.process_pool import in_fresh_processes
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaign.damage import ODD_VALUES, places
-from scripts.campaign.verdict import refused
+from tests.fuzz.damage import ODD_VALUES, places
+from tests.fuzz.verdict import refused
 from tests.support.documents import write_jsonl
 from tests.support.streams import read, slow_sequences
 from titan_moe.config.errors import ConfigError

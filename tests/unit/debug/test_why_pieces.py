@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny import ROWS, global_batch, make_job, tiny
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 FLOAT64 = 1e-12
 

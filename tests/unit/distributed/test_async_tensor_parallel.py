@@ -14,7 +14,7 @@ from titan_moe.distributed.async_tensor_parallel import (
     open_workspace,
 )
 from titan_moe.models.hf import model_of_job
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 GPU = torch.device("cuda", 0)
 

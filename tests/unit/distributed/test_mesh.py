@@ -16,8 +16,8 @@ from titan_moe.distributed.parallel_dims import (
     ParallelDims,
 )
 from titan_moe.distributed.redistribution import execute, plan
+from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.simulate.fake_rank import fake_world
-from titan_moe.testing.ranks import run_on_ranks
 
 MIXED = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 2, "etp": 2}
 NAMES = (*AXES, *DERIVED_AXES)

@@ -18,8 +18,8 @@ from titan_moe.distributed.parallel_dims import (
 from titan_moe.distributed.parallelize import lay_out
 from titan_moe.distributed.policies import resolve_model
 from titan_moe.distributed.process_groups import GroupOptions, ProcessGroups, Traffic
+from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.simulate.fake_rank import fake_world
-from titan_moe.testing.ranks import run_on_ranks
 
 LAYOUTS = [
     {"dp_replicate": 1, "ep": 8},

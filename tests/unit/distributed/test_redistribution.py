@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.shardings import all_shardings, drawn_sharding
 from titan_moe.distributed import plan_search
 from titan_moe.distributed.boxes import overlap, sizes
 from titan_moe.distributed.plan_search import Search
@@ -28,7 +29,6 @@ from titan_moe.distributed.sharding_moves import (
     UnitCosts,
     moves_from,
 )
-from titan_moe.testing.shardings import all_shardings, drawn_sharding
 
 AXES = {"x": 2, "y": 2, "z": 2}
 ONE_AXIS = Moves(frozenset(OPS) - {"permute"}, joint=False)

@@ -7,9 +7,9 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from tests.support.shardings import all_shardings
 from titan_moe.distributed.boxes import sizes
 from titan_moe.distributed.sharding import Sharding, coordinates, group_of
-from titan_moe.testing.shardings import all_shardings
 
 AXES = {"x": 2, "y": 3, "z": 2}
 

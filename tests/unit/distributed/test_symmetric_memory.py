@@ -7,7 +7,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.distributed import symmetric_memory
 from titan_moe.distributed.symmetric_memory import SCHEMA, Channel, Emulation
 from titan_moe.moe.config import rows_of_buffers
-from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_moe.distributed import torch_mesh
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, ParallelDims
+from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.simulate.fake_rank import fake_world
-from titan_moe.testing.ranks import run_on_ranks
 
 # What a release of torch may take away, by where it is.
 ARGUMENTS = {"_init_backend"}

@@ -8,6 +8,7 @@ import torch
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
+from titan_moe.distributed.memory import memory
 from titan_moe.models.attention import build_attention
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder
@@ -15,7 +16,6 @@ from titan_moe.models.hf import HFModel
 from titan_moe.models.registry import FAMILIES, flavors, model_config
 from titan_moe.models.stats import attention_stats, part_sizes, part_weights
 from titan_moe.ops.attention import CausalSdpa
-from titan_moe.simulate.memory import memory
 
 
 @dataclass(frozen=True)

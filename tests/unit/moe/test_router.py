@@ -95,14 +95,3 @@ def test_bfloat16_units_multiply_where_both_operands_are_bfloat16() -> None:
     logits_TE = split.bfloat16()(x_TD.bfloat16()).logits_TE
     assert logits_TE.grad_fn.name().startswith("_SplitLinear")
     torch.testing.assert_close(logits_TE, plain.bfloat16()(x_TD.bfloat16()).logits_TE)
-
-
-@pytest.mark.slow
-def test_one_pass_decides_like_another_order_of_float32_sums() -> None:
-    """And fewer parts of float32 weights do not."""
-    from scripts.bench.router_flips import flips
-
-    config = MoEConfig(num_experts=64, top_k=6, hidden_dim=4)
-    found = flips(256, config, 100_000)
-    assert max(found["order"], found["three"]) < 100 < found["one"]
-    assert found["three"] <= found["two"]

@@ -8,7 +8,7 @@ from torch import nn
 
 from titan_moe.config.job_config import OPTIMIZER_KEYS, Optimizer
 from titan_moe.optim.optimizers import BUILDERS, build_optimizer
-from titan_moe.testing.ranks import run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 
 def parameters():

@@ -9,7 +9,7 @@ from torch import nn
 from titan_moe.distributed.boxes import overlap, sizes
 from titan_moe.distributed.sharding import Sharding, group_of
 from titan_moe.optim import muon
-from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 
 def on_every_layout(world_size):

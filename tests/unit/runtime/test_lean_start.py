@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from titan_moe.testing.process_pool import TIMEOUT_S
+from titan_moe.runtime.process_pool import TIMEOUT_S
 
 _RUN = """
 import os, sys

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.runtime.run_lock import LOCK, RunLock
-from titan_moe.testing.ranks import run_on_ranks
 from titan_moe.train import _only_run, _places, _written_folders
 
 _BEAT_S = 0.05

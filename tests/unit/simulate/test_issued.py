@@ -4,10 +4,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.fake_rank import fake_world
 from titan_moe.simulate.issued import RecordingRank
 from titan_moe.simulate.whereabouts import Whereabouts
-from titan_moe.testing.process_pool import in_fresh_processes
 
 
 class _Peers:

@@ -5,8 +5,8 @@ import signal
 from collections.abc import Callable
 from functools import partial
 
+from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.lockstep import AbandonedError, Meeting, Peers, Report, run_ranks
-from titan_moe.testing.process_pool import in_fresh_processes
 
 _WORLD = (0, 1, 2)
 

@@ -17,9 +17,9 @@ from titan_moe.distributed.dtensor import local_slices
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.distributed.sharding_moves import Link
 from titan_moe.models.hf import model_of_job
+from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.fake_rank import CPU, fake_world
 from titan_moe.simulate.reshard import Holding, LinkTraffic, Machine, Reshard, holdings, reshard
-from titan_moe.testing.process_pool import in_fresh_processes
 from titan_moe.verify.layouts.layouts import parse
 
 GATE = "configs/debug/gate_deepseek_v3.toml"

@@ -12,9 +12,9 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import resolve
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
+from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.fake_rank import balanced_choice
 from titan_moe.simulate.scaling import RankFacts, measure, violations
-from titan_moe.testing.process_pool import in_fresh_processes
 
 WORLDS = (8, 64, 1024)
 

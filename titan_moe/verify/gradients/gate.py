@@ -15,7 +15,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.policies import resolve_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
-from titan_moe.testing.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import RankError, run_on_ranks
 from titan_moe.verify.gradients.compare import TOLERANCES, TensorDifference, by_cause
 from titan_moe.verify.gradients.fixture import OWN_KEYS, Fixture, at_depth, easy, make_fixture
 from titan_moe.verify.gradients.reference import IGNORED

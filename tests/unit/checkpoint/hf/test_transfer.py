@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.support.checkpointers import plain_checkpointer
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
+from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.digests import read_digests
 from titan_moe.checkpoint.hf import sources, transfer, write_folder
 from titan_moe.checkpoint.hf.names import model_shapes
@@ -20,8 +22,6 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import differences
 from titan_moe.runtime.errors import RunError
-from titan_moe.testing.checkpoints import plain_checkpointer
-from titan_moe.verify.audit import audit
 
 FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3")
 CPU = torch.device("cpu")

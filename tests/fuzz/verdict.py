@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.campaign.apart import Outcome
+from tests.fuzz.apart import Outcome
 
 _LONGEST = 1500
 # The name of a Python exception tells a user nothing.

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_moe.testing.process_pool import WorkerError, in_fresh_processes
-from titan_moe.testing.ranks import RankError, _told, run_on_ranks
+from titan_moe.runtime.process_pool import WorkerError, in_fresh_processes
+from titan_moe.runtime.ranks import RankError, _told, run_on_ranks
 
 
 def rank_times(factor: int) -> int:

@@ -10,9 +10,7 @@ import pytest
 from tests.support.paths import REPO
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
-from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
-from titan_moe.moe.config import MoEConfig
-from titan_moe.simulate.memory import (
+from titan_moe.distributed.memory import (
     GIB,
     RESERVED,
     Memory,
@@ -20,6 +18,8 @@ from titan_moe.simulate.memory import (
     communicators,
     memory,
 )
+from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
+from titan_moe.moe.config import MoEConfig
 from titan_moe.train import prepare
 
 _CONFIGS = REPO / "configs"

@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.campaign.apart import Outcome
-from scripts.campaign.verdict import refused
+from tests.fuzz.apart import Outcome
+from tests.fuzz.verdict import refused
 from titan_moe.config.errors import ConfigError
 from titan_moe.train import prepare
 

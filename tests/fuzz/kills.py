@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.campaign.apart import Outcome, run_apart
-from scripts.campaign.jobs import Job
-from scripts.campaign.runs import INTERVAL, STEPS, Run, Undisturbed, draw_run
+from tests.fuzz.apart import Outcome, run_apart
+from tests.fuzz.jobs import Job
+from tests.fuzz.runs import INTERVAL, STEPS, Run, Undisturbed, draw_run
 
 _COMMANDED = 0.06
 _TWICE = 0.25

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.campaign.jobs import TINY, Job
+from tests.fuzz.jobs import TINY, Job
 from titan_moe.checkpoint.digests import damaged_files, read_digests
 from titan_moe.checkpoint.storage import MANIFEST, saved_steps, step_folder
 from titan_moe.metrics.jsonl import read_json_lines

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.campaign.apart import Outcome, run_apart
-from scripts.campaign.damage import MARKER, copy_linked, damage
-from scripts.campaign.jobs import TINY
-from scripts.campaign.verdict import of_failures
+from tests.fuzz.apart import Outcome, run_apart
+from tests.fuzz.damage import MARKER, copy_linked, damage
+from tests.fuzz.jobs import TINY
+from tests.fuzz.verdict import of_failures
 from titan_moe.checkpoint.digests import DIGESTS
 from titan_moe.train import main
 

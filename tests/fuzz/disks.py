@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.campaign.apart import Outcome, run_apart
-from scripts.campaign.jobs import Job
-from scripts.campaign.kills import Instant, draw_instant, wait_for
-from scripts.campaign.runs import LAYOUTS, MODES, Run, Undisturbed, Whole
-from scripts.campaign.verdict import refused
+from tests.fuzz.apart import Outcome, run_apart
+from tests.fuzz.jobs import Job
+from tests.fuzz.kills import Instant, draw_instant, wait_for
+from tests.fuzz.runs import LAYOUTS, MODES, Run, Undisturbed, Whole
+from tests.fuzz.verdict import refused
 
 _COMMANDED = 0.06
 _LAYOUTS = [name for name, (ranks, _) in LAYOUTS.items() if ranks <= 2]

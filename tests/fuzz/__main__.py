@@ -1,7 +1,7 @@
 """Broken configurations, damaged folders, kills and lost disks by the hundred: what comes of each?
 
-    python -m scripts.campaign --out campaign.jsonl
-    python -m scripts.campaign --only 'toml|tokens' --count 20 --seed 7
+    python -m tests.fuzz --out campaign.jsonl
+    python -m tests.fuzz --only 'toml|tokens' --count 20 --seed 7
 
 A trial is named by subject, seed and number, and draws from these alone: the same one can be made
 again with --only and --first. Killed, the same command goes on behind the last line of --out.
@@ -42,12 +42,12 @@ _WORK = tempfile.TemporaryDirectory(prefix="campaign-")
 os.environ["HF_HOME"] = str(Path(_WORK.name) / "hf")
 
 import titan_moe.trainer  # noqa: E402, F401  Imported once, not in every trial.
-from scripts.campaign import toml_files  # noqa: E402
-from scripts.campaign.apart import Outcome, run_apart  # noqa: E402
-from scripts.campaign.disks import TROUBLES, Disks, can_mount  # noqa: E402
-from scripts.campaign.folders import SUBJECTS, Folders  # noqa: E402
-from scripts.campaign.kills import Kills  # noqa: E402
-from scripts.campaign.runs import Undisturbed  # noqa: E402
+from tests.fuzz import toml_files  # noqa: E402
+from tests.fuzz.apart import Outcome, run_apart  # noqa: E402
+from tests.fuzz.disks import TROUBLES, Disks, can_mount  # noqa: E402
+from tests.fuzz.folders import SUBJECTS, Folders  # noqa: E402
+from tests.fuzz.kills import Kills  # noqa: E402
+from tests.fuzz.runs import Undisturbed  # noqa: E402
 
 _TOML, _KILLS = "toml", "kills"
 _COUNTS = {

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from titan_moe.testing.process_pool import TIMEOUT_S, WorkerError, outcomes
+from titan_moe.runtime.process_pool import TIMEOUT_S, WorkerError, outcomes
 
 # What every rank would import anyway.
 _PRELOAD = ["titan_moe.trainer", __name__]
