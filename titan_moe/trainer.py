@@ -23,7 +23,6 @@ from titan_moe.config.stages import changes, job_of_step, same_layout, stage_job
 from titan_moe.data.batch import Batch
 from titan_moe.data.step_reader import merge_states
 from titan_moe.data.tokenizer import loss_unit
-from titan_moe.debug.capture.step import capture_of_step
 from titan_moe.debug.hang.layers import mark_layers
 from titan_moe.distributed.compile import compiled_so_far, forget_compiled
 from titan_moe.distributed.parallelize import build_sharded_model
@@ -51,6 +50,7 @@ from titan_moe.runtime.process import (
 from titan_moe.runtime.stopping import StopWatch
 from titan_moe.train_data import TrainData
 from titan_moe.train_step import StepResult, TrainStep, overflow_line, validation_loss
+from titan_moe.verify.localize.capture.step import capture_of_step
 
 logger = logging.getLogger(__name__)
 

@@ -49,6 +49,7 @@ _LAYERS = {
     "checkpoint.audit": 6,
     "health": 6,
     "verify.layouts": 4,
+    "verify.localize.capture": 5,
     "verify": 7,
     "cli": 8,
     "__main__": 8,

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from tests.support.planting import Bug, plant
 from titan_moe.config.job_config import JobConfig
-from titan_moe.debug.capture.step import FOLDER, StepCapture
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.optim.optimizers import build_optimizer
@@ -27,6 +26,7 @@ from titan_moe.verify.layouts.layouts import (
     parse,
     with_tables,
 )
+from titan_moe.verify.localize.capture.step import FOLDER, StepCapture
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 
 

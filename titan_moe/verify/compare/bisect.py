@@ -11,7 +11,6 @@ from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.debug.capture.step import FOLDER
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.files import parse_json
 from titan_moe.runtime.launch import count_gpus
@@ -21,6 +20,7 @@ from titan_moe.verify.compare.records import Curve, RunRecord, read_run, read_ta
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.runner import Plan, Progress, Runner
 from titan_moe.verify.compare.verdict import common_steps, first_other_bits, on_steps
+from titan_moe.verify.localize.capture.step import FOLDER
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.difference import BOUNDS
 from titan_moe.verify.localize.finding import Finding

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titan_moe.debug.capture.records import PHASES, Place
+from titan_moe.verify.localize.capture.records import PHASES, Place
 from titan_moe.verify.localize.capture_reader import Array, Capture, CapturedTensor, Ints
 
 BOUNDS = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}

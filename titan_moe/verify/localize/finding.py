@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from titan_moe.debug.capture.records import Place
+from titan_moe.verify.localize.capture.records import Place
 from titan_moe.verify.localize.capture_reader import Ints
 from titan_moe.verify.localize.difference import PlaceDifference
 

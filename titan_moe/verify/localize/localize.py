@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from titan_moe.debug.capture.records import PHASES
 from titan_moe.verify.gradients.compare import fingerprint
+from titan_moe.verify.localize.capture.records import PHASES
 from titan_moe.verify.localize.capture_reader import Capture, Ints
 from titan_moe.verify.localize.difference import PlaceDifference, differences, norms_of
 from titan_moe.verify.localize.finding import Finding, experts_line, place_line, tokens_line

@@ -9,10 +9,10 @@ import torch
 
 from titan_moe.cli.main import main
 from titan_moe.config.errors import ConfigError
-from titan_moe.debug.capture.records import NUMBERS, TENSOR, TOKENS, Place, Records
-from titan_moe.debug.capture.sketch import sketch_box, sketch_rows
 from titan_moe.verify.compare import bisect as bisection
 from titan_moe.verify.compare.bisect import StepFinding
+from titan_moe.verify.localize.capture.records import NUMBERS, TENSOR, TOKENS, Place, Records
+from titan_moe.verify.localize.capture.sketch import sketch_box, sketch_rows
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.localize import locate, uncompared
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from titan_moe.debug.capture.records import EXPERT_SUMS, EXPERTS, TOKENS, Place
-from titan_moe.debug.capture.sketch import sketch_rows
-from titan_moe.debug.capture.watcher import Watcher, on_gradient, recomputing
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
+from titan_moe.verify.localize.capture.records import EXPERT_SUMS, EXPERTS, TOKENS, Place
+from titan_moe.verify.localize.capture.sketch import sketch_rows
+from titan_moe.verify.localize.capture.watcher import Watcher, on_gradient, recomputing
 
 
 def choice_margins(scores_TE: Tensor, router: Router) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_moe.debug.capture.sketch import sketch_box, sketch_experts, sketch_rows
+from titan_moe.verify.localize.capture.sketch import sketch_box, sketch_experts, sketch_rows
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -49,7 +49,7 @@ def test_an_expert_is_sketched_alike_wherever_its_stack_is_cut():
 
 
 def test_long_tensors_are_taken_in_pieces(monkeypatch):
-    from titan_moe.debug.capture import sketch
+    from titan_moe.verify.localize.capture import sketch
 
     x_NF = drawn(50, 8)
     rows, box = sketch_rows(x_NF), sketch_box(x_NF, whole(x_NF))

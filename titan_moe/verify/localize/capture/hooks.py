@@ -13,9 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from titan_moe.debug.capture.moe_hooks import MoEHooks
-from titan_moe.debug.capture.records import Place
-from titan_moe.debug.capture.watcher import Watcher, on_gradient
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.models.attention import Attention
 from titan_moe.models.decoder import Decoder
@@ -25,6 +22,9 @@ from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Scores
+from titan_moe.verify.localize.capture.moe_hooks import MoEHooks
+from titan_moe.verify.localize.capture.records import Place
+from titan_moe.verify.localize.capture.watcher import Watcher, on_gradient
 
 _CUT_OUTPUTS = ("colwise", "vocab_columns")
 _CUT_INPUTS = ("rowwise",)

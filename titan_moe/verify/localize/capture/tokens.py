@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_moe.debug.capture.records import TOKEN_SUMS, TOKENS, Kind
-from titan_moe.debug.capture.sketch import sketch_rows
+from titan_moe.verify.localize.capture.records import TOKEN_SUMS, TOKENS, Kind
+from titan_moe.verify.localize.capture.sketch import sketch_rows
 
 
 class Laid(NamedTuple):

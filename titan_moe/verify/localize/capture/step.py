@@ -16,17 +16,25 @@ from torch.optim import Optimizer
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch, fingerprints
-from titan_moe.debug.capture.hooks import watch
-from titan_moe.debug.capture.records import NUMBERS, PHASES, TENSOR, TOKENS, Kind, Place, Records
-from titan_moe.debug.capture.sketch import sketch_box, sketch_experts, sketch_rows
-from titan_moe.debug.capture.tokens import Microbatch as Tokens
-from titan_moe.debug.capture.watcher import Watcher
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.distributed.execution import Microbatch
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.models.decoder import Decoder
 from titan_moe.train_step import StepResult
+from titan_moe.verify.localize.capture.hooks import watch
+from titan_moe.verify.localize.capture.records import (
+    NUMBERS,
+    PHASES,
+    TENSOR,
+    TOKENS,
+    Kind,
+    Place,
+    Records,
+)
+from titan_moe.verify.localize.capture.sketch import sketch_box, sketch_experts, sketch_rows
+from titan_moe.verify.localize.capture.tokens import Microbatch as Tokens
+from titan_moe.verify.localize.capture.watcher import Watcher
 
 FOLDER = "capture"
 _ROWS = "batch"

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from titan_moe.debug.capture.records import Place, Records
-from titan_moe.debug.capture.tokens import Microbatch
+from titan_moe.verify.localize.capture.records import Place, Records
+from titan_moe.verify.localize.capture.tokens import Microbatch
 
 
 class Watcher:

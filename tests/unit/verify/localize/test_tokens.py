@@ -2,7 +2,7 @@
 
 import torch
 
-from titan_moe.debug.capture.tokens import Microbatch
+from titan_moe.verify.localize.capture.tokens import Microbatch
 
 ROWS = torch.tensor([70, 71])
 POSITIONS = torch.tensor([2, 3, 8, 9])
