@@ -229,6 +229,8 @@ def _explain(error: BaseException, rank: int) -> tuple[list[str], int, bool]:
         return [f"cannot write {place}: {error.strerror}; {remedy}"], 1, True
     reason = next(iter(str(error).strip().splitlines()), "")
     code = 1 if is_outside(error) else CRASHED
+    if type(error).__name__ == "OutOfMemoryError":  # torch is not imported here.
+        reason += " (docs/troubleshooting.md#out-of-memory-on-the-gpu)"
     return [f"rank {rank}: {type(error).__name__}: {reason}"], code, False
 
 

@@ -314,7 +314,10 @@ class Trainer:
         if decision.action == "stop":
             again = decision.checkpoint is not None
             kept = "no state was kept" if again else self._keep(step, before)
-            raise RunError(f"{decision.seen}; {kept} ({decision.remark})")
+            page = "loss-spikes-or-diverges" if result.finite else "loss-is-nan"
+            raise RunError(
+                f"{decision.seen}; {kept} ({decision.remark}; docs/troubleshooting.md#{page})"
+            )
         logger.warning("%s; %s", decision.seen, decision.remark)
         return decision.checkpoint
 

@@ -67,6 +67,15 @@ def test_what_the_pages_name_exists(rule: Rule) -> None:
     assert found == []
 
 
+def test_pages_named_by_messages_exist() -> None:
+    sources = [path.read_text() for path in REPO.glob("titan_moe/**/*.py")]
+    named = {name for text in sources for name in re.findall(r"docs/[\w/-]+\.md(?:#[\w-]+)?", text)}
+    for name in named:
+        page, _, anchor = name.partition("#")
+        assert not anchor or anchor in anchors((REPO / page).read_text()), name
+        assert (REPO / page).is_file(), name
+
+
 @pytest.mark.parametrize(
     ("command", "problem"),
     [

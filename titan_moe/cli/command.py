@@ -74,7 +74,7 @@ class Command:
             with redirect_stdout(sys.stderr) if options.json else nullcontext():
                 answer = self.run(options)
         except Exception as error:
-            return self._explain(error, name, is_first)
+            return self._explain(error, is_first)
         except KeyboardInterrupt:
             more = "; the same command goes on where it stopped" if self.resumable else ""
             print(f"\ninterrupted{more}", file=sys.stderr)
@@ -86,7 +86,7 @@ class Command:
             print(text)
         return answer.exit_code
 
-    def _explain(self, error: Exception, name: str, is_first: bool) -> int:
+    def _explain(self, error: Exception, is_first: bool) -> int:
         """Print one line for each mistake that the user can mend; returns the exit code."""
         is_mistake = isinstance(error, ConfigError)
         if not (is_mistake or isinstance(error, (RunError, OSError))):
@@ -94,7 +94,7 @@ class Command:
             return CRASHED
         if is_first:
             first, *more = str(error).splitlines() or [type(error).__name__]
-            print_errors(error.lines if isinstance(error, ConfigError) else [first], name)
+            print_errors(error.lines if isinstance(error, ConfigError) else [first])
             if isinstance(error, RunError):  # What a failed process printed last.
                 print("".join(f"{line}\n" for line in more), end="", file=sys.stderr)
         return _USAGE if is_mistake else self.failed

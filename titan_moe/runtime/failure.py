@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from titan_moe.runtime.help_pages import page_for
 from titan_moe.runtime.stopping import all_attempts
 
 _RANK = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+)")
@@ -79,14 +78,18 @@ def explain(records: Path, page: Path, endpoint: str) -> tuple[list[str], int]:
     if _PORT_IN_USE.search(text):
         return [f"the port of RDZV_ENDPOINT={endpoint} is in use: choose another port"], 1
     if _UNREACHABLE.search(text):
-        return [f"the nodes could not meet at RDZV_ENDPOINT={endpoint}: see {page}"], 1
+        line = f"the nodes could not meet at RDZV_ENDPOINT={endpoint}: see {page} "
+        return [f"{line}(docs/troubleshooting.md#the-nodes-could-not-meet)"], 1
     return [f"torchrun ended without naming a rank; its words are in {page}"], 1
 
 
 def _killed(rank: int, number: int, page: Path) -> str:
     name = signal.Signals(number).name
     guess = _GUESSES.get(number, "")
-    return f"rank {rank} was killed by {name}{guess}; torchrun's words are in {page}"
+    return (
+        f"rank {rank} was killed by {name}{guess}; torchrun's output is in {page} "
+        "(docs/troubleshooting.md#a-rank-was-killed)"
+    )
 
 
 def report(
@@ -102,13 +105,7 @@ def report(
     print_errors(lines)
 
 
-def print_errors(lines: Sequence[str], command: str = "") -> None:
-    """One `error: ` line each, on standard error, with the page of docs/ that says more.
-
-    Args:
-        command: of titan-moe, where the lines are of one.
-    """
+def print_errors(lines: Sequence[str]) -> None:
+    """Print one `error: ` line for each of `lines` on standard error."""
     for line in lines:
-        page = page_for(line, command)
-        suffix = f" (docs/{page})" if page is not None else ""
-        print(f"error: {' '.join(line.split())}{suffix}", file=sys.stderr, flush=True)
+        print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)

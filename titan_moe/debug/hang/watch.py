@@ -146,7 +146,8 @@ class HangWatch:
         return lines, True
 
     def _write(self, records: list[dict[str, Any]]) -> list[str]:
-        lines = analyse(records, self._world_size)
+        first, *more = analyse(records, self._world_size)
+        lines = [f"{first} (docs/troubleshooting.md#hang-or-timeout)", *more]
         try:
             path = write_report(self._folder, self._world_size, records)
         except OSError as error:
