@@ -50,6 +50,7 @@ _LAYERS = {
     "health": 6,
     "verify.layouts": 4,
     "verify.localize.capture": 5,
+    "verify.layouts.sweep": 7,
     "verify": 7,
     "cli": 8,
     "__main__": 8,

@@ -3,10 +3,9 @@
     titan-moe verify shards                       all of 16, 32 and 64 ranks
     titan-moe verify shards --ranks 128 --sample 50 --seed 1
 
-By arithmetic, on all ranks: each parameter's shards cover it exactly as often as they should, none
-is empty that need not be, and process groups are the fewest. In a fake world, on two ranks of each
-layout: the model is laid out as in training, without memory, and what comes of it compared with
-that arithmetic.
+In a fake world, two ranks of each layout lay the model out as in training, without memory. Shards,
+meshes and process groups are compared with arithmetic: each rank holds its part of each parameter,
+and process groups are the fewest.
 
 Exit codes: 0; 1 a layout does not pass; 2 a wrong argument; 4 it failed; 70 an error in titan_moe.
 """
@@ -41,22 +40,26 @@ def run(options: argparse.Namespace) -> Answer:
     from tqdm import tqdm
 
     from titan_moe.runtime.revision import running_code
-    from titan_moe.simulate.sweep import LayoutResult, as_json, check_layouts, select_layouts
+    from titan_moe.verify.layouts.sweep import RankCheck, check_layouts, select_layouts, summary
 
     started = time.perf_counter()
     layouts = select_layouts(options.ranks, sample_size=options.sample, seed=options.seed)
-    with tqdm(total=len(layouts), unit="layout", dynamic_ncols=True) as bar:
+    with tqdm(total=2 * len(layouts), unit="rank", dynamic_ncols=True) as bar:
 
-        def show(result: LayoutResult) -> None:
+        def show(result: RankCheck) -> None:
             bar.update()
             for line in result.problems:
-                tqdm.write(f"{result.layout}: {line}")
+                tqdm.write(f"{result.layout}: rank {result.rank}: {line}")
 
-        checked = check_layouts(layouts, num_workers=options.workers, on_result=show)
-    results = {**as_json(checked, time.perf_counter() - started), "code": running_code()}
+        checks = check_layouts(layouts, num_workers=options.workers, on_result=show)
+    facts = summary(checks, time.perf_counter() - started)
+    results = {
+        "summary": facts,
+        "code": running_code(),
+        "ranks": [one._asdict() for one in checks],
+    }
     make_folder(options.out.parent)
     write_json(options.out, results)
-    facts = results["summary"]
     line = (
         f"{facts['passed']} of {facts['layouts']} layouts pass: {facts['parameters_compared']:,} "
         f"parameters compared on {facts['ranks']:,} ranks, at most "

@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_moe.distributed.mesh import Meshes
-from titan_moe.simulate.tiling import JOINED_AXES, PARAMETER_AXES, TOKEN_AXES
+from titan_moe.distributed.parallel_dims import DERIVED_AXES
 
 COLLECTIVES = ("c10d", "_c10d_functional")
 """Namespaces of the operations that communicate."""
 WORLD = "world"
+_EXCHANGED_OVER = ("pp", "cp", "tp", "sequence", "ep", "etp", "dp_replicate", "fsdp", "edp")
 _FSDP = "/torch/distributed/fsdp/"
 _BytesSent = Callable[[Mapping[str, Any], dist.ProcessGroup], float]
 
@@ -107,10 +108,10 @@ class CommCounter(TorchDispatchMode):
 def axes_of_groups(meshes: Meshes) -> dict[str, str]:
     """Group name -> the names of the axes that it serves, "+" between them; makes no group."""
     names: dict[str, list[str]] = {}
-    for axis in (*TOKEN_AXES, *PARAMETER_AXES):
+    for axis in _EXCHANGED_OVER:
         size = meshes.dims.size(axis)
         # A joined axis of one of its parts' size is that part.
-        parts = [meshes.dims.size(part) for part in JOINED_AXES.get(axis, ())]
+        parts = [meshes.dims.size(part) for part in DERIVED_AXES.get(axis, ())]
         if size == 1 or (axis == "sequence" and size in parts):
             continue
         if group := meshes.known_group(axis):

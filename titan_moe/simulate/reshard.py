@@ -24,8 +24,8 @@ from titan_moe.distributed.transfer_plan import Held, TransferPlan, plan_transfe
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import part_weights
 from titan_moe.optim.optimizers import is_hidden_matrix
-from titan_moe.simulate.models import LayoutModel
 from titan_moe.verify.layouts.layouts import layout_tables, parse, with_tables
+from titan_moe.verify.layouts.models import LayoutModel
 from titan_moe.verify.layouts.shards import Shards, tensor_dims
 
 GB = 1e9

@@ -1,4 +1,4 @@
-"""Models to check layouts of many ranks with: one per family, of shapes that every layout can cut.
+"""Models for layouts of many ranks: one per family, of shapes that every layout can cut.
 
 They are laid out and never trained, so they may be as wide as published models; only their depth is
 cut, to a layer per pipeline stage.
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-from torch import nn
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.models.config import GQAConfig, ModelConfig
@@ -29,27 +28,12 @@ class LayoutModel:
     """The modules of each pipeline stage; empty without a pipeline."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter of the whole model."""
-        config = self.config
-        # Layers of a kind have the same shapes: one of each is made.
-        kinds: dict[bool, int] = {}
-        for layer in range(config.num_layers):
-            kinds.setdefault(config.is_moe_layer(layer), layer)
-        known = _shapes(replace(config, num_layers=max(kinds.values()) + 1))
-        layers = {
-            f"layers.{layer}": f"layers.{kinds[config.is_moe_layer(layer)]}"
-            for layer in range(config.num_layers)
-        }
-        ends = {name: name for name in ("tok_embeddings", "norm", "output", "mtp") if name in known}
-        return {
-            f"{module}.{parameter}": shape
-            for module, like in (layers | ends).items()
-            for parameter, shape in known[like].items()
-        }
+        """Returns the shape of every parameter of the whole model."""
+        return _shapes(self.config)
 
 
 def layout_models(layout: Layout) -> dict[str, LayoutModel]:
-    """A model of each family."""
+    """Returns a model of each family."""
     return {
         "deepseek_v3": _layout_model("deepseek_v3", _published(), layout),
         "qwen3": _layout_model("qwen3", _uneven(layout.ep), layout),
@@ -62,7 +46,7 @@ def _published() -> ModelConfig:
 
 
 def _uneven(ep: int) -> ModelConfig:
-    """Sizes of which tp and ep divide those that they cut, and hardly any other.
+    """Sizes that tp and ep divide where they cut, and that hardly anything else divides.
 
     Of 191 rows the last rank has fewer than the others; of 3 experts a rank, data parallelism of
     four ranks or more must cut another dim; norms of 24 leave some of 32 ranks with nothing.
@@ -95,16 +79,9 @@ def _layout_model(family: str, config: ModelConfig, layout: Layout) -> LayoutMod
 
 
 @cache
-def _shapes(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        model = Decoder(config)
-    modules: dict[str, nn.Module] = dict(model.named_children())
-    layers = modules.pop("layers")
-    modules |= {f"layers.{number}": layer for number, layer in layers.named_children()}
-    return {
-        name: {parameter: tuple(p.shape) for parameter, p in module.named_parameters()}
-        for name, module in modules.items()
-    }
+        return {name: tuple(p.shape) for name, p in Decoder(config).named_parameters()}
 
 
 def _stages(layout: Layout) -> tuple[tuple[str, ...], ...]:
