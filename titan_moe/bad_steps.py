@@ -12,14 +12,8 @@ from datetime import datetime, timezone
 from statistics import median
 from typing import Any, Literal
 
-import torch
-
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.config.job_config import Checkpoint, Training
-from titan_moe.data.batch import Batch
-from titan_moe.debug.nan_locator import describe_nonfinite
-from titan_moe.distributed.parallelize import ShardedModel
-from titan_moe.moe.layer import take_dropped
 from titan_moe.train_step import StepResult
 
 WINDOW = 64
@@ -144,8 +138,10 @@ class BadSteps:
         )
         return Decision(seen, "roll_back", remark, checkpoint)
 
-    def record(self, result: StepResult, decision: Decision) -> dict[str, Any]:
-        """A bad step and what was decided, for events.jsonl."""
+    def record(
+        self, result: StepResult, decision: Decision, worst: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """A bad step, its worst sequences and what was decided, for events.jsonl."""
         return {
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "event": "spike" if result.finite else "nonfinite",
@@ -155,6 +151,7 @@ class BadSteps:
             "decision": decision.action,
             "checkpoint": decision.checkpoint,
             "line": f"{decision.seen}; {decision.remark}",
+            "worst_sequences": worst,
         }
 
     def state(self) -> dict[str, Any]:
@@ -171,14 +168,6 @@ class BadSteps:
         kept = state.get("bad_steps", {})
         self._norms = deque(map(float, kept.get("norms", [])), maxlen=WINDOW)
         self._skipped = int(kept.get("skipped", 0))
-
-
-def find_nonfinite(sharded: ShardedModel, batches: list[Batch], device: torch.device) -> str:
-    """Where the first value of a step that is not finite was seen; collective. Leaves no trace of
-    the forward that it takes to find it."""
-    place = describe_nonfinite(sharded, batches, device)
-    take_dropped(sharded.moe_layers().values(), device)
-    return place
 
 
 def keep_state(

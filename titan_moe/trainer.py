@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan_moe.bad_steps import BadSteps, find_nonfinite, keep_state
+from titan_moe.bad_steps import BadSteps, keep_state
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.find import step_to_go_on_from
 from titan_moe.checkpoint.replicas import ReplicaCheck
@@ -24,6 +24,8 @@ from titan_moe.data.batch import Batch
 from titan_moe.data.step_reader import merge_states
 from titan_moe.data.tokenizer import loss_unit
 from titan_moe.debug.hang.layers import mark_layers
+from titan_moe.debug.nan_locator import describe_nonfinite
+from titan_moe.debug.worst_sequences import worst_sequences
 from titan_moe.distributed.compile import compiled_so_far, forget_compiled
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.distributed.process_groups import ProcessGroups
@@ -307,10 +309,11 @@ class Trainer:
     ) -> int | None:
         """Nothing has been updated. Returns the step of the checkpoint to go back to, if the run is
         to. RunError if it is to stop; the state before the step is kept then."""
-        find_place = partial(find_nonfinite, self.sharded, batches, self.process.device)
+        find_place = partial(describe_nonfinite, self.sharded, batches, self.process.device)
         decision = self.bad_steps.decide(step, result, find_place, self.checkpointer.finish)
         self.train_step.discard()
-        self.log.event(step, self.bad_steps.record(result, decision))
+        worst = worst_sequences(self.sharded, batches, self.process.device)
+        self.log.event(step, self.bad_steps.record(result, decision, worst))
         if decision.action == "stop":
             again = decision.checkpoint is not None
             kept = "no state was kept" if again else self._keep(step, before)

@@ -169,7 +169,8 @@ def test_a_run_goes_back_so_often_to_one_checkpoint() -> None:
 def test_what_events_hold() -> None:
     bad_steps = watching(LEVEL, on_spike="roll_back")
     decision = decide(bad_steps, 20, checkpoint=15)
-    record = bad_steps.record(result(100.0), decision)
+    worst = [{"loss": 9.0, "targets": 63, "documents": ["c4/3"]}]
+    record = bad_steps.record(result(100.0), decision, worst)
     assert record.pop("time").endswith("+00:00")
     assert record == {
         "event": "spike",
@@ -179,7 +180,8 @@ def test_what_events_hold() -> None:
         "decision": "roll_back",
         "checkpoint": 15,
         "line": f"{decision.seen}; {decision.remark}",
+        "worst_sequences": worst,
     }
     off = watching(spike_factor=None)
-    record = off.record(result(math.nan), decide(off, 1, math.nan))
+    record = off.record(result(math.nan), decide(off, 1, math.nan), [])
     assert (record["event"], record["median_grad_norm"]) == ("nonfinite", None)

@@ -28,7 +28,6 @@ COMMANDS = {
     "report run": "curves, expert load and configuration of runs, as a page",
     "report profile": "where a profiled step's time goes",
     "report hang": "who waited where when a run hung, and who never came",
-    "report why": "trace a spike of a step to documents, tokens, layers and experts",
     "simulate step": "communication and memory of one rank of a world of any size",
     "simulate collectives": "whether all ranks of a group issue the same collectives",
     "simulate scaling": "how both grow with the number of ranks",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.distributed.parallelize import ShardedModel
+from titan_moe.moe.layer import take_dropped
 from titan_moe.train_step import local_batch
 
 _DOCUMENTS_NAMED = 20
@@ -28,7 +29,8 @@ def describe_nonfinite(sharded: ShardedModel, batches: list[Batch], device: torc
     """Name the first place, over all ranks, that is not finite, and the documents that were read.
 
     Looks at the parameters, then at every module's output in a repeated forward pass, then at the
-    gradients that the failed step left behind. Collective over all ranks; counts no token.
+    gradients that the failed step left behind. Collective over all ranks; leaves no trace in the
+    model.
     """
     parameters = dict(sharded.named_parameters())
     # Backwards: a bad gradient spreads from the loss towards the embedding.
@@ -99,6 +101,7 @@ def _in_forward(sharded: ShardedModel, batches: list[Batch], device: torch.devic
         for batch in batches:
             sharded.execution.evaluate(local_batch(batch, sharded, device))
     sharded.train(True)
+    take_dropped(sharded.moe_layers().values(), device)
     for hook in hooks:
         hook.remove()
     return min(places, default=None)

@@ -66,8 +66,8 @@ def test_what_a_user_runs_is_a_command_and_no_script() -> None:
 
 
 def test_all_of_a_command_s_lines_fit_their_aim() -> None:
-    # 1,500 and five more commands: simulate reshard, check of a folder, report hang, simulate
-    # collectives, report why, check of the machines, config init; restarts; requests
+    # 1,500 and more commands: simulate reshard, check of a folder, report hang, simulate
+    # collectives, config init; restarts; requests
     # during the checks; and modules that run their command.
     assert sum(len(path.read_text().splitlines()) for path in _CLI.glob("*.py")) <= 1970
 
