@@ -1,6 +1,6 @@
 """Does a long run stay as it is? Memory, file handles, threads, processes and step time.
 
-    python -m scripts.bench.soak [--steps 2000] [--ranks 2] [--even] [--json FILE] [--plot FILE.png]
+    python -m scripts.bench.soak [--steps 2000] [--ranks 2] [--even] [--json FILE]
 
 Trains a model of one layer on the sources of Python's library. Every 20 steps it saves in the
 background, keeps three checkpoints, validates, compares replicas and logs. Meanwhile /proc is read
@@ -268,7 +268,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2000, help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--even", action="store_true", help="nothing varies with the data")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw every quantity")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         chosen = {name: getattr(arguments, name) for name in ("steps", "ranks", "even")}
@@ -282,38 +281,7 @@ def main() -> int:
     heads = ["", "unit", "first", "last", "in 1,000 steps", "from", "to", "bound", ""]
     print_table(heads, [[*row, row.verdict] for row in rows])
     print(f"left over: {', '.join(record['left']) or 'no process'}")
-    if arguments.plot:
-        draw(record, arguments.plot)
     return int(bool(record["left"]) or any(row.verdict != FLAT for row in rows))
-
-
-def draw(record: Mapping[str, Any], path: Path) -> None:
-    """Every quantity over the steps."""
-    from matplotlib.figure import Figure
-
-    found = all_series(record)
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    memory, counts, times, load = figure.subplots(2, 2, sharex=True).flat
-    for name, unit, _, steps, values in found:
-        if unit == "ms":
-            times.plot(steps, np.divide(values, statistics.median(values)), lw=0.8, label=name)
-        else:
-            start = values[bisect_left(steps, WARM_UP * record["steps"])]
-            axes, label = memory if unit else counts, name.removeprefix("memory, ")
-            axes.plot(steps, np.subtract(values, start), lw=0.8, label=label)
-    seen = _while_training(record)
-    load.plot(_steps_of(seen), [sample["load"] for sample in seen], lw=0.8)
-    memory.set(title="memory, MiB beyond that at the warm-up's end")
-    counts.set(title="numbers, beyond those at the warm-up's end")
-    times.set(title="times, over their medians", yscale="log", xlabel="step")
-    load.set(title="load of the machine", xlabel="step")
-    for axes in figure.axes:
-        axes.axvspan(0, WARM_UP * record["steps"], color="0.92")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        if axes is not load:
-            axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

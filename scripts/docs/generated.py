@@ -4,10 +4,9 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scripts.docs import beside_torchtitan, configuration, models, torchtitan
+from scripts.docs import configuration, models, torchtitan
 
 REGIONS: dict[str, Callable[[], str]] = {
-    "beside torchtitan": beside_torchtitan.tables,
     "configuration": configuration.tables,
     "models": models.tables,
     "torchtitan": torchtitan.table,

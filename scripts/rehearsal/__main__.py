@@ -10,6 +10,7 @@ Exit code 1 and a line for each finding, 0 if there is none.
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,13 +20,10 @@ from typing import Any
 from scripts.rehearsal.cases import CONFIGS, Case, all_cases
 from scripts.rehearsal.checkpoints import NAME as CHECKPOINT
 from scripts.rehearsal.checkpoints import rehearse_checkpoint
-from scripts.rehearsal.compiled import compiled_cases, layer_cases, missed_break, trace
+from scripts.rehearsal.compiled import compiled_cases, missed_break, trace
 from scripts.rehearsal.controls import CONTROLS, missed
-from scripts.rehearsal.counts import as_text, count_layers, counted_cases, in_words
-from scripts.rehearsal.flex import flex_cases
-from scripts.rehearsal.inductor import kernels_of
+from scripts.rehearsal.counts import count_layers, counted_cases, in_words
 from scripts.rehearsal.ledger import Finding
-from scripts.rehearsal.places import Place
 from scripts.rehearsal.rank import rehearse_all
 from scripts.rehearsal.sm90 import compile_launches
 from scripts.rehearsal.standins import Launch
@@ -45,9 +43,8 @@ def main(argv: list[str]) -> int:
     cases = [case for case in all_cases() if options.only in case.name]
     saved = [CHECKPOINT] if options.only in CHECKPOINT else []
     traced = compiled_cases(options.only)
-    made = {**layer_cases(options.only), **flex_cases(options.only)}
     if options.list:
-        print("\n".join([*(case.name for case in cases), *saved, *traced, *made]))
+        print("\n".join([*(case.name for case in cases), *saved, *traced]))
         return 0
     if options.controls:
         return _plant(options.only)
@@ -55,8 +52,8 @@ def main(argv: list[str]) -> int:
         return _count(options.counts, options.only)
     started = time.perf_counter()
     num_findings, num_kernels = _rehearse(cases)
-    num_findings += _rehearse_checkpoint(saved) + _trace(traced) + _make_kernels(made)
-    num_cases = len(cases) + len(saved) + len(traced) + len(made)
+    num_findings += _rehearse_checkpoint(saved) + _trace(traced)
+    num_cases = len(cases) + len(saved) + len(traced)
     print(
         f"{num_cases} cases, {num_kernels} kernels of ours, {num_findings} findings, "
         f"{time.perf_counter() - started:.0f} s"
@@ -84,7 +81,7 @@ def _count(path: Path, word: str) -> int:
     }
     for name, found in counted.items():
         print(in_words(name, found))
-    path.write_text(as_text(counted), encoding="utf-8")
+    path.write_text(json.dumps(counted, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -115,16 +112,6 @@ def _trace(cases: Mapping[str, tuple[str, int]]) -> int:
         name = list(cases)[index]
         print(f"{name}: {graphs} graphs", flush=True)
         num_findings += _tell(name, findings)
-    return num_findings
-
-
-def _make_kernels(cases: Mapping[str, tuple[Callable[[], None], Place]]) -> int:
-    num_findings = 0
-    tasks = list(cases.values())
-    for index, made in in_fresh_processes(kernels_of, tasks, num_workers=1):
-        name = list(cases)[index]
-        print(f"{name}:", "\n".join(made.in_words()), flush=True)
-        num_findings += _tell(name, made.findings)
     return num_findings
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -13,8 +12,6 @@ import torch.distributed as dist
 
 from scripts.rehearsal.cases import Case, in_layout
 from scripts.rehearsal.checkpoints import rehearse_checkpoint
-from scripts.rehearsal.flex import PLACE, Heads, attend_in_float32, attend_in_ring
-from scripts.rehearsal.inductor import kernels_of
 from scripts.rehearsal.ledger import Finding
 from scripts.rehearsal.rank import Rehearsal, rehearse
 from scripts.rehearsal.sm90 import compile_launches
@@ -144,16 +141,6 @@ def _without_a_pipelines_first(all_reduce: Any) -> Any:
     return called
 
 
-_WIDE_IN_RING = partial(attend_in_ring, Heads(queries=4, keys=4, qk_dim=1024, v_dim=1024))
-_IN_FLOAT32 = partial(attend_in_float32, Heads(queries=32, keys=4, qk_dim=128, v_dim=128))
-
-
-def _by_options(**options: int) -> Callable[[Any], Any]:
-    """Kernel options that flex attention is given instead of ours."""
-    return lambda function: lambda *args, **kwargs: options
-
-
-_FLEX_OPTIONS = "titan_moe.ops.attention:Flex._kernel_options"
 _WEIGHTS = "titan_moe.moe.router:Router.gating_weights"
 CONTROLS = [
     Control(
@@ -247,19 +234,5 @@ CONTROLS = [
         "spills",
         "move_rows_triton.py:_add_rows_kernel",
         _wrapped("titan_moe.ops.move_rows_triton:_tile", lambda tile: lambda dim, size: (64, 1024)),
-    ),
-    Control(
-        "flex attention with tiles that do not fit",
-        "does not fit",
-        "ops/attention.py:attend",
-        _wrapped(_FLEX_OPTIONS, _by_options(BLOCK_M=16, BLOCK_N=128, num_warps=8)),
-        rehearse=lambda control: Rehearsal(kernels_of(_WIDE_IN_RING, PLACE).findings),
-    ),
-    Control(
-        "flex attention in float32 with torch's 4 warps",
-        "spills",
-        "ops/attention.py:attend",
-        _wrapped(_FLEX_OPTIONS, _by_options()),
-        rehearse=lambda control: Rehearsal(kernels_of(_IN_FLOAT32, PLACE).findings),
     ),
 ]

@@ -16,27 +16,17 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from scripts.rehearsal.kinds import ATTENTION
-from scripts.rehearsal.ledger import Counts, Ledger
-from scripts.rehearsal.work import (
-    Link,
-    attention_flops_of,
-    factors_of,
-    flops_of,
-    kind_of,
-)
-from titan_moe.simulate.comm_counter import COLLECTIVES, Flow, arguments_of, group_of
+from scripts.rehearsal.ledger import Counts, Ledger, bytes_of
+from titan_moe.simulate.comm_counter import COLLECTIVES, arguments_of, group_of
 from titan_moe.simulate.fake_rank import FakeCommCounter, balanced_choice, fake_collective
 
 CUDA = torch.device("cuda", 0)
 _aten = torch.ops.aten
 _ON_WAIT = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-_GPUS_OF_A_NODE = 8
 _MOST_VALUES = 1 << 24
 """Numbers of a tensor; a larger one, such as a mask, has none."""
 _WAITS = {
@@ -62,14 +52,12 @@ class FakeCuda(FakeCommCounter):
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Ledger()
-        self._link: Link | None = None
-        """Of the last collective."""
 
     def execute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.prim.device.default:  # Asked of tensors in Python alone.
             return getattr(args[0], "fake_device", None) or func(*args)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        self.ledger.dispatched()
+        self.ledger.counts.dispatches += 1
         if func.namespace in COLLECTIVES:
             return self._communicate(func, args, tensors)
         if func is _aten.lift_fresh.default and tensors[0].is_cuda:
@@ -86,7 +74,7 @@ class FakeCuda(FakeCommCounter):
             return super().execute(func, args, kwargs)
         with self._fake:
             result = func(*args, **kwargs)
-        self._note_kernel(func, args, kwargs, tensors, result)
+        self._note_kernel(func, tensors, result)
         self._give_values(func, args, kwargs, tensors, result)
         return result
 
@@ -98,12 +86,6 @@ class FakeCuda(FakeCommCounter):
             collectives=sum(each.calls for each in volumes),
             bytes_sent=sum(each.bytes for each in volumes),
         )
-
-    def add(self, flow: Flow, sent: float, group: dist.ProcessGroup) -> None:
-        super().add(flow, sent, group)
-        ranks = dist.get_process_group_ranks(group)
-        places = len(ranks), len({rank // _GPUS_OF_A_NODE for rank in ranks})
-        self._link = self.ledger.linked(*flow, sent, places)
 
     # --- values of whole numbers ---
 
@@ -148,7 +130,6 @@ class FakeCuda(FakeCommCounter):
     def _communicate(self, func: Any, args: tuple, tensors: list[Tensor]) -> Any:
         name = func.__name__.partition(".")[0]
         if name == "wait_tensor":
-            self.ledger.ended(id(tensors[0]))
             return tensors[0]
         group = group_of(arguments_of(func, args))
         self.ledger.communicated(name, group, {x.device.type for x in tensors})
@@ -161,10 +142,7 @@ class FakeCuda(FakeCommCounter):
                 return x
             return known[id(x)] if id(x) in known else self.on_device(x)
 
-        result = tree_map(back, outcome)
-        if self._link is not None and isinstance(result, FakeTensor):
-            self.ledger.started(self._link, id(result))
-        return result
+        return tree_map(back, outcome)
 
     def on_device(self, value: Tensor) -> Tensor:
         """A fake tensor on the GPU with this value."""
@@ -188,19 +166,12 @@ class FakeCuda(FakeCommCounter):
             if waits:
                 self.ledger.waited(f"copy from {what}")
 
-    def _note_kernel(
-        self, func: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor], result: Any
-    ) -> None:
+    def _note_kernel(self, func: Any, tensors: list[Tensor], result: Any) -> None:
         name = func.__name__.partition(".")[0]
         if name in _LAUNCHES_NOTHING or func.is_view:
             return
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        factors = factors_of(name, tensors)
-        kind = kind_of(name, factors[0].dtype if factors else None)
-        flops = flops_of(name, factors)
-        if kind == ATTENTION:
-            flops = attention_flops_of(name, args, kwargs)
-        self.ledger.operated(name, kind, flops, tensors, outputs)
+        self.ledger.kernel(name, bytes_of(name, tensors, outputs))
 
 
 def value_of(x: Tensor) -> Tensor | None:

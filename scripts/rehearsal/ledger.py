@@ -1,17 +1,13 @@
 """What a rehearsed step did, and what of it is a finding."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from scripts.rehearsal.fusion import FUSED, Fusion
-from scripts.rehearsal.kinds import COPIES as BY_FSDP
-from scripts.rehearsal.kinds import ELEMENTWISE, HOST
 from scripts.rehearsal.places import COPIES, FIRST_PAIRS, WAITS, Place, here
-from scripts.rehearsal.work import Link, Now, Part, Tally, Whereabouts, Work, bytes_of, kind_of
 
 
 class Finding(NamedTuple):
@@ -65,16 +61,6 @@ class Ledger:
     findings: list[Finding] = field(default_factory=list)
     met_groups: set[str] = field(default_factory=set)
     """Groups whose communicator is made."""
-    whereabouts: Whereabouts | None = None
-    """Set where work is counted by its parts."""
-    work: Tally = field(default_factory=lambda: defaultdict(Work))
-    """Of all steps, by part and by link."""
-    under_way: dict[int, tuple[Link, dict[str, float]]] = field(default_factory=dict)
-    """Collectives that are not waited for yet, by what names their result: and the device's work
-    so far, by kind."""
-    done: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """The device's work so far, as in `Work.covered`."""
-    fusion: Fusion = field(default_factory=Fusion)
 
     def begin_step(self) -> None:
         self.is_step = True
@@ -84,76 +70,12 @@ class Ledger:
     def end_step(self) -> None:
         self.is_step = False
 
-    def dispatched(self) -> None:
-        """An operation of the host's, whether it launches a kernel or not. Of a compiled function
-        only launches count."""
-        now = self.whereabouts.now() if self.whereabouts is not None else None
-        if now is None or not now.compiled:
-            self._dispatches(now)
-
-    def _dispatches(self, now: Now | None) -> None:
-        self.counts.dispatches += 1
-        if now is not None:
-            self.work[Part(now.phase, now.region, HOST, "")].dispatches += 1
-
-    def operated(
-        self, name: str, kind: str, flops: float, tensors: list[Tensor], outputs: list[Tensor]
-    ) -> None:
-        """A launch by an operation of torch's."""
-        now = self.whereabouts.now() if self.whereabouts is not None else None
-        if now is None or not now.compiled or kind != ELEMENTWISE:
-            self.kernel(name, bytes_of(name, tensors, outputs), flops, kind)
-            return
-
-        def emit(bytes_moved: float) -> None:
-            self._dispatches(now)
-            self._launches(now, FUSED, bytes_moved, 0.0, kind)
-
-        self.fusion.add(now, tensors, outputs, emit)
-
-    def kernel(self, name: str, bytes_moved: float, flops: float = 0.0, kind: str = "") -> None:
-        """A launch; `kind` is one of kinds.py, by the name if it is left out."""
-        self.fusion.close()
-        now = self.whereabouts.now() if self.whereabouts is not None else None
-        if now is not None and now.compiled:
-            self._dispatches(now)
-        self._launches(now, name, bytes_moved, flops, kind)
-
-    def _launches(
-        self, now: Now | None, name: str, bytes_moved: float, flops: float, kind: str
-    ) -> None:
+    def kernel(self, name: str, bytes_moved: float) -> None:
+        """Counts a launch that reads and writes at least `bytes_moved`."""
         self.counts.kernels += 1
         self.counts.bytes_moved += bytes_moved
         if self.is_step:
             self.kernels[name] += 1
-        if now is None:
-            return
-        kind = BY_FSDP if now.region == "fsdp" else kind or kind_of(name)
-        self.work[Part(now.phase, now.region, kind, name)].add(Work(0, 1, bytes_moved, flops))
-        self.done[kind] += flops or bytes_moved
-
-    def linked(self, axis: str, op: str, num_bytes: float, places: tuple[int, int]) -> Link | None:
-        """A collective over `places`: ranks, and the nodes that they are on."""
-        if self.whereabouts is None:
-            return None
-        self.fusion.close()
-        now = self.whereabouts.now()
-        link = Link(now.phase, now.region, axis, op, *places)
-        self.work[link].add(Work(1, 1, num_bytes))
-        return link
-
-    def started(self, link: Link, result: int) -> None:
-        """Something is to be waited for."""
-        self.under_way[result] = link, dict(self.done)
-
-    def ended(self, result: int) -> None:
-        """The device waits for it."""
-        if result not in self.under_way:
-            return
-        self.fusion.close()
-        link, before = self.under_way.pop(result)
-        between = {kind: amount - before.get(kind, 0.0) for kind, amount in self.done.items()}
-        self.work[link].add(Work(covered=between))
 
     def copied(self, what: str) -> None:
         if self.is_step:
@@ -198,3 +120,25 @@ class Ledger:
                 if in_layers > most:
                     detail = f"{why}, {in_layers} x in all MoE layers, where {most} are allowed"
                     yield Finding("wait", place, detail)
+
+
+_READS_ROWS = {"embedding", "gather", "index", "index_select"}
+_WRITES_ROWS = {
+    "index_add_", "index_copy_", "index_put_", "_index_put_impl_", "scatter_", "scatter_add_",
+    "scatter_reduce_",
+}  # fmt: skip
+_ONLY_WRITES = {"_foreach_copy_", "_foreach_zero_", "copy_", "fill_", "zero_"}
+
+
+def bytes_of(name: str, tensors: list[Tensor], outputs: list[Tensor]) -> float:
+    """Bytes that an operation reads and writes at least: every tensor once, changed ones twice.
+
+    An operation that picks rows of a larger tensor counts these rows alone.
+    """
+    distinct = {id(x): x for x in tensors}
+    read, written = sum(x.nbytes for x in distinct.values()), sum(x.nbytes for x in outputs)
+    if name in _READS_ROWS:
+        return 2 * written + sum(x.nbytes for x in tensors[1:])
+    if name in _WRITES_ROWS:
+        return 2 * sum(x.nbytes for x in tensors[1:])
+    return read if name in _ONLY_WRITES else read + written

@@ -2,7 +2,6 @@
 
 import traceback
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -13,7 +12,6 @@ from scripts.rehearsal.fake_cuda import CUDA, FakeCuda, fake_cuda
 from scripts.rehearsal.ledger import Counts, Finding
 from scripts.rehearsal.places import Place, here, place_of
 from scripts.rehearsal.standins import Launch, stand_ins
-from scripts.rehearsal.work import Tally, Whereabouts, added
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.execution import Microbatch
@@ -39,8 +37,6 @@ class Rehearsal:
     """Of what follows the second step's last microbatch: sums over ranks, the optimizer."""
     collectives: dict[str, list[float]] = field(default_factory=dict)
     """Axis and operation -> calls and bytes that leave the rank, of the second step."""
-    work: list[Tally] = field(default_factory=list)
-    """The parts of each of those microbatches, and last of what follows; if asked for."""
     launches: set[Launch] = field(default_factory=set)
     """Triton kernels of ours, as they were specialised."""
 
@@ -52,19 +48,13 @@ def rehearse(
     rank: int,
     *,
     num_microbatches: int = _MICROBATCHES,
-    by_parts: bool = False,
 ) -> Rehearsal:
-    """Train two steps; `job` is resolved for the world. `by_parts` counts work by its parts."""
+    """Train two steps; `job` is resolved for the world."""
     found = Rehearsal()
     with fake_world(rank, world_size), fake_cuda() as mode, stand_ins(mode) as noted:
         found.launches = noted
-        watching: AbstractContextManager = nullcontext()
-        if by_parts:
-            mode.ledger.whereabouts = Whereabouts()
-            watching = mode.ledger.whereabouts.watching()
         try:
-            with watching:
-                _train(job, config, world_size, mode, num_microbatches, found)
+            _train(job, config, world_size, mode, num_microbatches, found)
         except Exception as error:  # Whatever torch's rules or the program refuse is a finding.
             found.findings += [*dict.fromkeys(mode.ledger.findings), refused(error)]
     return found
@@ -109,7 +99,6 @@ def _train(
         ]
     marks.end()
     *found.microbatches, found.update = marks.counts()
-    found.work = marks.work()
     found.collectives = {
         f"{flow.axis} {flow.op}": [calls, sent] for flow, (calls, sent) in mode.volumes().items()
     }
@@ -148,7 +137,7 @@ class Marks:
 
     def __init__(self, mode: FakeCuda) -> None:
         self._mode = mode
-        self._seen: list[tuple[Counts, Tally]] = []
+        self._seen: list[Counts] = []
 
     def reads(self, batch: Batch, local: Microbatch) -> None:
         self.end()
@@ -160,17 +149,12 @@ class Marks:
         pass
 
     def end(self) -> None:
-        """Of what was counted until now."""
-        self._mode.ledger.fusion.close()
-        self._seen.append((self._mode.counts(), added((self._mode.ledger.work, 1))))
+        """Keeps the counts until now."""
+        self._seen.append(self._mode.counts())
 
     def counts(self) -> list[Counts]:
         """Between each mark and the next."""
-        return [after - before for (before, _), (after, _) in pairwise(self._seen)]
-
-    def work(self) -> list[Tally]:
-        """Likewise, by parts."""
-        return [added((after, 1), (before, -1)) for (_, before), (_, after) in pairwise(self._seen)]
+        return [after - before for before, after in pairwise(self._seen)]
 
 
 def rehearse_all(cases: Sequence[Case]) -> list[tuple[str, Rehearsal]]:

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from scripts.rehearsal.fake_cuda import FakeCuda, value_of
 from scripts.rehearsal.ledger import Finding
 from scripts.rehearsal.places import here
-from scripts.rehearsal.work import BACKWARD_OF_ATTENTION, attention_flops, kind_of_kernel
 from titan_moe.distributed import symmetric_memory
 from titan_moe.ops.move_rows import add_rows_reference, copy_rows_reference
 from titan_moe.ops.permute_indices import (
@@ -67,8 +66,7 @@ def stand_ins(mode: FakeCuda) -> Iterator[set[Launch]]:
         tensors = [x for x in named.values() if isinstance(x, Tensor)]
         _check(mode, self.fn.__name__, tensors)
         moved = sum(x.numel() * x.element_size() for x in tensors)
-        kind = kind_of_kernel(self.fn.__module__)
-        mode.ledger.kernel(self.fn.__name__, moved, kind=kind)
+        mode.ledger.kernel(self.fn.__name__, moved)
         noted.add(_launch(self, named, kwargs.get("num_warps", 4)))
         if compute := _VALUES.get(self.fn.__name__):
             values = {k: value_of(x) if isinstance(x, Tensor) else x for k, x in named.items()}
@@ -224,8 +222,7 @@ class _Attention(torch.autograd.Function):
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.mode = mode  # type: ignore[attr-defined]
-        flops = attention_flops(query, key, value)
-        _note(mode, "flex_attention", flops, query, key, value, out, lse)
+        _note(mode, "flex_attention", query, key, value, out, lse)
         return out, lse
 
     @staticmethod
@@ -233,11 +230,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad: Tensor, grad_lse: Tensor):  # type: ignore[override, no-untyped-def]
         query, key, value, out, lse = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in (query, key, value)]
-        flops = BACKWARD_OF_ATTENTION * attention_flops(query, key, value)
-        _note(ctx.mode, "flex_delta", 0.0, out, grad, lse)
-        _note(ctx.mode, "flex_attention_backward", flops, query, key, value, grad, lse, *grads)
+        _note(ctx.mode, "flex_delta", out, grad, lse)
+        _note(ctx.mode, "flex_attention_backward", query, key, value, grad, lse, *grads)
         return *grads, None
 
 
-def _note(mode: FakeCuda, name: str, flops: float, *tensors: Tensor) -> None:
-    mode.ledger.kernel(name, sum(x.numel() * x.element_size() for x in tensors), flops)
+def _note(mode: FakeCuda, name: str, *tensors: Tensor) -> None:
+    mode.ledger.kernel(name, sum(x.numel() * x.element_size() for x in tensors))

@@ -38,20 +38,11 @@ def test_every_row_is_a_configuration_that_runs(tmp_path: Path) -> None:
         assert job.training.global_batch_size == 8
 
 
-def test_both_commands_are_told_beyond_torchs_own_start() -> None:
-    from scripts.bench.torchtitan import startup
-
-    job, script = "torchrun -m titan_moe train", "./run_train.sh"
-    round_ = {"torch and gloo": 2.0, "and FSDP2": 3.0, job: 4.0, script: 5.0}
-    assert startup.beyond([round_, round_]) == {job: [1.0, 1.0], script: [2.0, 2.0]}
-
-
 @pytest.mark.parametrize(
     ("script", "options"),
     [
         ("training", ["--rows", "no such model"]),
         ("torchtitan.compare", ["--rows", "no such model"]),
-        ("torchtitan.startup", ["--repeats", "many"]),
     ],
 )
 def test_a_pattern_or_option_that_fits_nothing_is_refused(script: str, options: list[str]) -> None:
