@@ -382,9 +382,9 @@ class Trainer:
 
     def _say_goodbye(self) -> None:
         """How it went, where everything is, and what to do next."""
-        sections = (self.job.training, self.job.checkpoint, self.job.lr_scheduler)
         for line in closing_lines(
-            *sections,
+            self.job.training,
+            self.job.checkpoint,
             self.folder,
             step=self.progress.step,
             outcome=outcome(self.progress.step, *self.losses, *loss_unit(self.data.tokenizer)),

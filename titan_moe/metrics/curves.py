@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _LEGEND_LIMIT = 6
+_LOAD = "/max_over_mean"
 
 
 def plot_curves(
@@ -19,13 +20,14 @@ def plot_curves(
     """Draw loss, validation loss, gradient norm, learning rate, throughput and expert load.
 
     Args:
-        unit: what the loss is per; uniform_loss: that of a uniform guess.
+        unit: a target of the loss; uniform_loss: nats per target of a uniform guess.
 
     Raises:
         RunError: the file holds no logged step.
     """
     # Imported here: it costs a second at start. Figure without pyplot needs no display.
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     lines = [line for line in read_json_lines(metrics_jsonl) if "step" in line]
     if not lines:
@@ -37,9 +39,21 @@ def plot_curves(
     axes = figure.add_subplot(grid[0, :])
     axes.set(title=f"loss (nats per {unit})")
     _draw_loss(axes, lines, uniform_loss)
-    _draw_grad_norm(figure.add_subplot(grid[1, 0]), lines)
-    _draw_lr(figure.add_subplot(grid[1, 1]), lines)
-    _draw_throughput(figure.add_subplot(grid[2, 0]), lines)
+    axes = figure.add_subplot(grid[1, 0])
+    axes.set(title="gradient norm, before clipping", yscale="log")
+    axes.plot(*_series(lines, "grad_norm"), linewidth=1)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    for place, key, what, form in (
+        (grid[1, 1], "lr", "learning rate", "{x:g}"),
+        (grid[2, 0], "tokens_per_second", "tokens per second", EngFormatter(sep="")),
+    ):
+        axes = figure.add_subplot(place)
+        axes.set(title=what)
+        axes.plot(*_series(lines, key), linewidth=1)
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(form)
     _draw_expert_load(figure.add_subplot(grid[2, 1]), lines)
 
     for axes in figure.axes:
@@ -52,76 +66,36 @@ def plot_curves(
 
 def _draw_loss(axes: "Axes", lines: list[dict[str, Any]], uniform_loss: float) -> None:
     steps, losses = _series(lines, "loss")
-    axes.plot(steps, losses, linewidth=1, label=_with_last("training", losses))
+    if not losses:
+        return
+    axes.plot(steps, losses, linewidth=1, label=f"training: {losses[-1]:.2f} at the end")
     steps, held_out = _series(lines, "validation_loss")
     if held_out:
-        label = _with_last("held-out documents", held_out)
+        label = f"held-out documents: {held_out[-1]:.2f} at the end"
         axes.plot(steps, held_out, marker="o", markersize=4, label=label)
     # Not where training began below it: the curve would be flat.
-    if losses and max(losses) > 0.9 * uniform_loss:
+    if max(losses) > 0.9 * uniform_loss:
         label = f"uniform guess: {uniform_loss:.2f}"
         axes.axhline(uniform_loss, color="gray", linewidth=1, linestyle=":", label=label)
-    if losses:
-        axes.legend(frameon=False)
-
-
-def _with_last(what: str, values: list[float]) -> str:
-    return f"{what}: {values[-1]:.2f} at the end" if values else what
-
-
-def _draw_grad_norm(axes: "Axes", lines: list[dict[str, Any]]) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axes.plot(*_series(lines, "grad_norm"), linewidth=1)
-    axes.set(title="gradient norm, before clipping", yscale="log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _draw_lr(axes: "Axes", lines: list[dict[str, Any]]) -> None:
-    axes.plot(*_series(lines, "lr"), linewidth=1)
-    axes.set(title="learning rate")
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter("{x:g}")
-
-
-def _draw_throughput(axes: "Axes", lines: list[dict[str, Any]]) -> None:
-    from matplotlib.ticker import EngFormatter
-
-    axes.plot(*_series(lines, "tokens_per_second"), linewidth=1)
-    axes.set(title="tokens per second")
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.legend(frameon=False)
 
 
 def _draw_expert_load(axes: "Axes", lines: list[dict[str, Any]]) -> None:
     from matplotlib import colormaps
 
-    prefix, suffix = "moe/layers.", "/max_over_mean"
-    layers = sorted(
-        {
-            int(key[len(prefix) : -len(suffix)])
-            for line in lines
-            for key in line
-            if key.startswith(prefix) and key.endswith(suffix)
-        }
-    )
-    if not layers:
-        axes.set(title="expert load: no MoE layer")
+    # In the order of the model's layers, as they are logged.
+    keys = list(dict.fromkeys(key for line in lines for key in line if key.endswith(_LOAD)))
+    axes.set(title="busiest expert's load over the mean" if keys else "expert load: no MoE layer")
+    if not keys:
         return
-    colors = colormaps["viridis"].resampled(len(layers) + 1)
-    for index, layer in enumerate(layers):
-        is_named = len(layers) <= _LEGEND_LIMIT or layer in (layers[0], layers[-1])
-        axes.plot(
-            *_series(lines, f"{prefix}{layer}{suffix}"),
-            linewidth=1,
-            color=colors(index),
-            label=f"layer {layer}" if is_named else None,
-        )
-    axes.legend(frameon=False)
+    colors = colormaps["viridis"].resampled(len(keys) + 1)
+    for index, key in enumerate(keys):
+        layer = key.removeprefix("moe/").removesuffix(_LOAD)
+        is_named = len(keys) <= _LEGEND_LIMIT or key in (keys[0], keys[-1])
+        label = layer if is_named else None
+        axes.plot(*_series(lines, key), linewidth=1, color=colors(index), label=label)
     axes.axhline(1, color="gray", linewidth=1, linestyle=":")
-    axes.set(title="busiest expert's load over the mean")
+    axes.legend(frameon=False)
 
 
 def _series(lines: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:

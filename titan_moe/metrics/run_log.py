@@ -20,14 +20,13 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import save_job
 from titan_moe.config.stages import job_of_step, stage_jobs, tokens_per_step
 from titan_moe.data.step_reader import Identity
-from titan_moe.distributed.memory import GIB, memory
+from titan_moe.distributed.memory import GIB
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, parallel_dims
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
 from titan_moe.metrics.console import Console
 from titan_moe.metrics.jsonl import EventLog, JsonLines, keep_earlier
-from titan_moe.metrics.services import Sink
-from titan_moe.metrics.sinks import build_sinks
+from titan_moe.metrics.sinks import Sink, build_sinks
 from titan_moe.metrics.step_metrics import expert_load
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.stats import part_weights
@@ -72,7 +71,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Turns tokens and seconds into metrics."""
+    """Rates of a layout."""
 
     flops_per_token: float
     num_devices: int
@@ -81,58 +80,60 @@ class Throughput:
 
     def metrics(self, num_tokens: int, seconds: float) -> dict[str, float]:
         """Rates over num_tokens of the whole job in `seconds` of wall time; "mfu" is a fraction."""
-        tokens_per_second = num_tokens / seconds
-        per_device = tokens_per_second / self.num_devices
+        per_device = num_tokens / seconds / self.num_devices
         tflops = per_device * self.flops_per_token / 1e12
-        metrics = {
-            "tokens_per_second": tokens_per_second,
+        mfu = {} if self.peak_tflops is None else {"mfu": tflops / self.peak_tflops}
+        return {
+            "tokens_per_second": num_tokens / seconds,
             "tokens_per_second_per_device": per_device,
             "tflops_per_device": tflops,
+            **mfu,
         }
-        if self.peak_tflops is not None:
-            metrics["mfu"] = tflops / self.peak_tflops
-        return metrics
 
 
 class RunLog:
     """Collects each step's figures and hands the logged ones to the sinks of the main rank.
 
-    `job` is that of the whole run, `sharded` the model of the stage that `resume_step` + 1 is in.
+    Args:
+        job: of the whole run.
+        sharded: the model of the stage that step `resume_step` + 1 is in.
     """
 
     def __init__(
         self, job: JobConfig, sharded: ShardedModel, process: Process, *, resume_step: int
     ) -> None:
         self.phases = Phases()
-        self._process = process
-        self._log_freq = job.metrics.log_freq
-        self._steps = job.training.steps
-        self._last_steps = {self._steps, *(stage.from_step - 1 for stage in job.stages)}
+        self._job, self._process = job, process
+        self._last_steps = {job.training.steps, *(stage.from_step - 1 for stage in job.stages)}
         self._folder = Path(job.job.dump_folder)
-        self._title = job.job.description
         self._layers = [name.removesuffix(".block") for name in sharded.all_moe_layers()]
         self._sinks: list[Sink] = []
         self._details: dict[str, JsonLines] = {}
-        self._wants_norms = job.metrics.log_parameter_norms
         self._console: Console | None = None
         self._events: EventLog | None = None
         if process.is_main:
             self._events = EventLog(self._folder, resume_step=resume_step)
-            self._open_sinks(job, resume_step)
-        on_cpu = process.device.type == "cpu"
-        self._whose = " in the whole process, Python and torch included" if on_cpu else ""
+            self._open_sinks(resume_step)
         self.set_layout(job_of_step(job, resume_step + 1), sharded, resume_step=resume_step)
 
-    def _open_sinks(self, job: JobConfig, resume_step: int) -> None:
-        self._details = _details(job, resume_step)
-        record = job.model_dump(mode="json")
-        self._sinks = build_sinks(job.metrics, self._folder, record, resume_step=resume_step)
+    def _open_sinks(self, resume_step: int) -> None:
+        config, record = self._job.metrics, self._job.model_dump(mode="json")
+        wanted = {
+            "expert_counts": config.log_expert_counts,
+            "parameter_norms": config.log_parameter_norms,
+        }
+        self._details = {
+            name: JsonLines(self._folder / f"{name}.jsonl", resume_step=resume_step)
+            for name, on in wanted.items()
+            if on
+        }
+        self._sinks = build_sinks(config, self._folder, record, resume_step=resume_step)
         if logger.isEnabledFor(logging.INFO):  # LOG_RANK names this rank.
             self._console = Console(
                 sys.stdout,
-                steps=self._steps,
+                steps=self._job.training.steps,
                 resume_step=resume_step,
-                color=not job.metrics.disable_color_printing,
+                color=not config.disable_color_printing,
             )
             self._sinks.append(self._console)
 
@@ -141,45 +142,44 @@ class RunLog:
             sink.close()
 
     def event(self, step: int, values: dict[str, Any]) -> None:
-        """What was decided about a step, for events.jsonl."""
+        """Append a decision about a step to events.jsonl."""
         if self._events is not None:
             self._events.write(step, values)
 
     @contextmanager
     def going_back(self, job: JobConfig, sharded: ShardedModel, step: int) -> Iterator[None]:
-        """Around the load of a step's checkpoint: log what follows anew, as a run does that resumes
-        there, where no step takes the time of the load. `job` is that of the present layout.
+        """Wrap the load of a step's checkpoint: what follows is logged anew, as by a run that
+        resumes there, and no step takes the time of the load. `job`: of the present layout.
 
-        A service that is slow to end holds the main rank up for a minute, before the load."""
+        A service that is slow to end holds the main rank up for a minute, before the load.
+        """
         if self._process.is_main:
             self._close_sinks()
-            self._open_sinks(job, step)
+            self._open_sinks(step)
         with self.phases("checkpoint"):
             yield
         self.phases.take()
         self.set_layout(job, sharded, resume_step=step)
 
     def set_layout(self, job: JobConfig, sharded: ShardedModel, *, resume_step: int) -> None:
-        """Measure what follows by the layout that the run has after a step, and from now on."""
-        process = self._process
+        """Measure from now on, and by the layout that the run has after step `resume_step`."""
         self._throughput = Throughput(
             flops_per_token=model_flops_per_token(sharded.config, job.training.seq_len),
-            num_devices=process.world_size,
-            peak_tflops=_peak_tflops(job, process.device),
+            num_devices=self._process.world_size,
+            peak_tflops=_peak_tflops(job, self._process.device),
         )
-        self._must_be_stored = _must_be_stored(job, sharded, process) if process.is_main else None
         self._first_step = resume_step + 1
         self._tokens_since = 0
         self._last_log = time.perf_counter()
 
     def wants(self, step: int) -> bool:
-        """Whether a step is logged: the first and the last of each stage, and every log_freq-th."""
+        """Tells whether a step is logged: the first and last of each stage, each log_freq-th."""
         at_an_end = step == self._first_step or step in self._last_steps
-        return at_an_end or step % self._log_freq == 0
+        return at_an_end or step % self._job.metrics.log_freq == 0
 
     def wants_norms(self, step: int) -> bool:
-        """Whether the norm of every parameter is to be measured at a step."""
-        return self._wants_norms and self.wants(step)
+        """Tells whether a step measures the norm of every parameter."""
+        return self._job.metrics.log_parameter_norms and self.wants(step)
 
     def step(
         self,
@@ -227,12 +227,6 @@ class RunLog:
             values |= expert_load(result.counts_LE, self._layers)
         for sink in self._sinks:
             sink.write(step, values)
-        if step == self._first_step and self._must_be_stored is not None:
-            logger.info(
-                "memory of step %d: at most %.2f GiB%s; must be stored (parameters, gradients, "
-                "optimizer states, values kept for the backward): %.2f GiB by arithmetic",
-                *(step, values["memory/peak_gib"], self._whose, self._must_be_stored),
-            )
         if (counts := self._details.get("expert_counts")) and result.counts_LE is not None:
             counts.write(step, dict(zip(self._layers, result.counts_LE.tolist(), strict=True)))
         if (norms := self._details.get("parameter_norms")) and result.parameter_norms is not None:
@@ -251,7 +245,7 @@ class RunLog:
             plot_curves(
                 self._folder / "metrics.jsonl",
                 self._folder / "curves.png",
-                title=self._title,
+                title=self._job.job.description,
                 unit=unit,
                 uniform_loss=math.log(choices),
             )
@@ -320,19 +314,6 @@ def _layout(job: JobConfig, world_size: int) -> dict[str, int]:
     return {axis: dims.size(axis) for axis in dict.fromkeys((*DENSE_AXES, *SPARSE_AXES))}
 
 
-def _details(job: JobConfig, resume_step: int) -> dict[str, JsonLines]:
-    wanted = {
-        "expert_counts": job.metrics.log_expert_counts,
-        "parameter_norms": job.metrics.log_parameter_norms,
-    }
-    folder = Path(job.job.dump_folder)
-    return {
-        name: JsonLines(folder / f"{name}.jsonl", resume_step=resume_step)
-        for name, on in wanted.items()
-        if on
-    }
-
-
 def model_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """FLOPs of forward and backward for one token: of its top_k experts, not of all.
 
@@ -348,25 +329,14 @@ def _peak_tflops(job: JobConfig, device: torch.device) -> float | None:
     return None if flops is None or job.training.dtype == "float64" else flops / 1e12
 
 
-def _must_be_stored(job: JobConfig, sharded: ShardedModel, process: Process) -> float | None:
-    """GiB of one rank that no order of the work can do without; None where that is not counted: for
-    a pipeline, and for other states than two moments in the parameters' type."""
-    optimizer = job.optimizer
-    two_moments = optimizer.name in ("AdamW", "Adam") and optimizer.state_dtype == "float32"
-    if sharded.meshes.dims.pp > 1 or not two_moments:
-        return None
-    sections = (job.training, job.parallelism, job.activation_checkpoint)
-    found = memory(sharded.config, *sections, world_size=process.world_size)
-    return (found.stored + found.kept) / GIB
-
-
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """What this rank holds, in GiB; CUDA peaks are those since the last call.
+    """Returns what this rank holds, in GiB; CUDA peaks are those since the last call.
 
     On CUDA "memory/peak_gib" (tensors), "memory/reserved_gib" (with the allocator's reserve) and
     "memory/allocation_retries": how often, since the start, the allocator had to free its cache for
     a new tensor. Anything but 0 there costs time: the run needs nearly all of the GPU's memory.
-    On the CPU "memory/resident_gib" and "memory/peak_gib", the most since the process started.
+    On the CPU "memory/resident_gib" and "memory/peak_gib", the most since the process started,
+    Python and torch included.
     """
     if device.type == "cuda":
         return _cuda_metrics(device)

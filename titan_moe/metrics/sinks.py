@@ -1,19 +1,45 @@
-"""Where metrics go: every sink gets the same numbers at every logged step. The console is one more,
-which also moves in between: metrics.console."""
+"""Where metrics go: every sink gets the same numbers at every logged step.
 
+metrics.jsonl is written in the step. Services may be slow or fail, so each has a thread of its own
+and never holds up a run. The console is one more sink, which also moves between logged steps
+(metrics/console.py).
+"""
+
+import logging
+import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from queue import Full, Queue
+from threading import Thread
+from typing import Any, Protocol
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Metrics
 from titan_moe.metrics.jsonl import JsonLines
-from titan_moe.metrics.services import Background, MLflow, Sink, TensorBoard, WeightsAndBiases
+from titan_moe.runtime.files import write_whole
+
+logger = logging.getLogger(__name__)
+
+_MOST_WAITING = 1000  # Logged steps; a service that is further behind misses some.
+_LAST_WAIT_S = 60.0
+_PARAMS_AT_ONCE = 100  # MLflow takes no more in one call.
+
+
+class Sink(Protocol):
+    """Takes the metrics of each logged step, in ascending order of steps, until it is closed.
+
+    A run that goes back, or resumes, closes it and makes another, which gets later steps again.
+    """
+
+    def write(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def missing_packages(config: Metrics) -> list[str]:
-    """One line per sink that is switched on but not installed."""
+    """Returns one line per sink that is switched on but not installed."""
     optional = {
         "enable_tensorboard": (config.enable_tensorboard, "tensorboard", "tensorboard"),
         "enable_wandb": (config.enable_wandb, "wandb", "wandb"),
@@ -29,12 +55,12 @@ def missing_packages(config: Metrics) -> list[str]:
 def build_sinks(
     config: Metrics, dump_folder: Path, job: Mapping[str, Any], *, resume_step: int
 ) -> list[Sink]:
-    """The files, and what else is switched on, of the one rank that logs.
+    """Returns metrics.jsonl and the services that are switched on, for the one rank that logs.
 
     Args:
-        dump_folder: metrics.jsonl and what the other sinks write lie in it.
+        dump_folder: metrics.jsonl and the files of services lie in it.
         job: the whole configuration, which services show beside a run.
-        resume_step: the step it starts after; 0 for a fresh run.
+        resume_step: the step that the run starts after; 0 for a fresh run.
 
     Raises:
         ConfigError: a sink is switched on that is not installed.
@@ -42,19 +68,138 @@ def build_sinks(
     if lines := missing_packages(config):
         raise ConfigError(lines)
     sinks: list[Sink] = [JsonLines(dump_folder / "metrics.jsonl", resume_step=resume_step)]
-    tb_folder = dump_folder / config.save_tb_folder
-    optional: dict[str, tuple[bool, Callable[[], Sink]]] = {
-        "TensorBoard": (
-            config.enable_tensorboard,
-            lambda: TensorBoard(tb_folder, resume_step=resume_step),
-        ),
-        "Weights & Biases": (
-            config.enable_wandb,
-            lambda: WeightsAndBiases(dump_folder, job, resume_step=resume_step),
-        ),
-        "MLflow": (
-            config.enable_mlflow,
-            lambda: MLflow(dump_folder, job, resume_step=resume_step),
-        ),
-    }
-    return sinks + [Background(name, make) for name, (on, make) in optional.items() if on]
+    if config.enable_tensorboard:
+        folder = dump_folder / config.save_tb_folder
+        sinks.append(Background("TensorBoard", lambda: TensorBoard(folder, resume_step)))
+    if config.enable_wandb:
+        make = lambda: WeightsAndBiases(dump_folder, job, resume_step)  # noqa: E731
+        sinks.append(Background("Weights & Biases", make))
+    if config.enable_mlflow:
+        sinks.append(Background("MLflow", lambda: MLflow(dump_folder, job, resume_step)))
+    return sinks
+
+
+class Background:
+    """Makes, writes and closes a sink in a thread; the first error ends it with one warning."""
+
+    def __init__(self, name: str, make: Callable[[], Sink]) -> None:
+        self._name = name
+        self._waiting: Queue[tuple[int, dict[str, float]] | None] = Queue(_MOST_WAITING)
+        self._thread = Thread(target=self._run, args=(make,), name=name, daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._put((step, dict(values)))
+
+    def close(self) -> None:
+        """Wait for the sink to end, but not longer than a minute."""
+        self._put(None)
+        self._thread.join(_LAST_WAIT_S)
+        if self._thread.is_alive():
+            logger.warning("%s has not ended within %g s", self._name, _LAST_WAIT_S)
+
+    def _put(self, item: tuple[int, dict[str, float]] | None) -> None:
+        with suppress(Full):
+            self._waiting.put_nowait(item)
+
+    def _run(self, make: Callable[[], Sink]) -> None:
+        try:
+            sink = make()
+            while (item := self._waiting.get()) is not None:
+                sink.write(*item)
+            sink.close()
+        except BaseException as error:  # Whatever a foreign package raises.
+            reason = next(iter(str(error).splitlines()), "")
+            name = type(error).__name__
+            logger.warning("%s is off from here on: %s: %s", self._name, name, reason)
+
+
+class TensorBoard:
+    """TensorBoard scalars; what a resumed run repeats is hidden."""
+
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        # Imported here: it costs a second, and most runs do not ask for it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A W&B run; its project and mode follow W&B's own environment variables.
+
+    W&B ignores what is logged under a lower step than its last one. Steps that are made again are
+    logged under its next one, so that none is lost, and all charts are over our own "step".
+    """
+
+    def __init__(self, folder: Path, job: Mapping[str, Any], resume_step: int) -> None:
+        import wandb
+
+        place = folder / "wandb_run_id"
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "titan_moe"),
+            dir=str(folder),
+            config=dict(job),
+            id=_earlier(place, resume_step),
+            resume="allow",
+        )
+        self._run.define_metric("*", step_metric="step")
+        write_whole(place, self._run.id)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._run.log({"step": step, **values}, step=max(step, self._run.step), commit=True)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """An MLflow run, at MLFLOW_TRACKING_URI or, without it, in the run's folder mlruns.
+
+    MLflow keeps both values of a step that is made again.
+    """
+
+    def __init__(self, folder: Path, job: Mapping[str, Any], resume_step: int) -> None:
+        import mlflow
+
+        self._mlflow = mlflow
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            # A database would want packages that mlflow-skinny does not bring along.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            mlflow.set_tracking_uri((folder / "mlruns").resolve().as_uri())
+        if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
+            mlflow.set_experiment("titan_moe")
+        place = folder / "mlflow_run_id"
+        earlier = _earlier(place, resume_step)
+        run = mlflow.start_run(run_id=earlier)
+        if earlier is None:
+            params = [
+                (f"{table}.{key}", str(value))
+                for table, keys in job.items()
+                if isinstance(keys, Mapping)
+                for key, value in keys.items()
+            ]
+            for first in range(0, len(params), _PARAMS_AT_ONCE):
+                mlflow.log_params(dict(params[first : first + _PARAMS_AT_ONCE]))
+        write_whole(place, run.info.run_id)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        # Its folders cannot hold a metric "lr" beside "lr/decay".
+        named = {"lr/max" if key == "lr" else key: value for key, value in values.items()}
+        self._mlflow.log_metrics(named, step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+def _earlier(place: Path, resume_step: int) -> str | None:
+    """Returns the service's name of the run that this one goes on with."""
+    if not resume_step or not place.is_file():
+        return None
+    return place.read_text(encoding="utf-8").strip()

@@ -1,35 +1,31 @@
-"""What a run says at its end."""
+"""The last lines of a run name its loss, its files and commands that work."""
 
 import math
 import sys
-from pathlib import Path
 
 import pytest
 
-from titan_moe.config.job_config import Checkpoint, LRScheduler, Training
+from titan_moe.config.job_config import Checkpoint, Training
 from titan_moe.data.tokenizer import load_tokenizer, loss_unit
 from titan_moe.metrics import closing
-from titan_moe.optim.schedules import lr_factor
 from titan_moe.runtime import command_lines
 from titan_moe.runtime.launch import Launch
 
-TWO = Launch(world_size=2, local_world_size=2)
-CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
-
-def said(**changed):
-    words = {
-        "checkpoint": Path("out/checkpoint/step-300"),
-        "stopped": False,
-        "resumable": True,
-        "longer": ["--training.steps", "600"],
-        "prompt": "def ",
-        "launch": TWO,
-        "environment": CPU,
-    }
-    first, *commands = closing.next_steps(Path("out"), **(words | changed)).split("\n  ")
+def closing_lines(folder, *, ranks=2, nodes=1, step=300, last_saved=300):
+    *lines, following = closing.closing_lines(
+        Training(steps=300),
+        Checkpoint(),
+        folder,
+        step=step,
+        outcome="step 300: loss 1.00",
+        last_saved=last_saved,
+        launch=Launch(world_size=ranks, local_world_size=ranks // nodes, num_nodes=nodes),
+        environment={"CUDA_VISIBLE_DEVICES": ""},
+    )
+    first, *commands = following.split("\n  ")
     assert first.startswith("next you can ") and first.endswith(":")
-    return commands
+    return lines, commands
 
 
 @pytest.fixture(autouse=True)
@@ -38,111 +34,52 @@ def _console(monkeypatch):
     monkeypatch.setattr(command_lines, "console", lambda: ["titan-moe"])
 
 
-def test_the_loss_of_bytes_is_told_in_bits():
-    told = closing.outcome(300, 1.7, 1.93, *loss_unit(load_tokenizer("bytes")))
-    assert told == (
+def test_outcome_has_losses_in_nats_and_bits():
+    assert closing.outcome(300, 1.7, 1.93, *loss_unit(load_tokenizer("bytes"))) == (
         "step 300: loss 1.70 nats (2.45 bits) per byte, on held-out documents 1.93 nats "
         "(2.78 bits); a uniform guess is 5.55 nats (8 bits)"
     )
-
-
-def test_without_validation_nothing_is_said_of_it():
-    told = closing.outcome(5, math.log(1000), None, "token", 1000)
-    assert told == (
+    assert closing.outcome(5, math.log(1000), None, "token", 1000) == (
         "step 5: loss 6.91 nats (9.97 bits) per token; a uniform guess is 6.91 nats (9.966 bits)"
     )
 
 
-def test_a_run_that_stopped_says_how_it_goes_on(monkeypatch):
-    monkeypatch.chdir(command_lines.CHECKOUT)
-    first, *lines, following = closing.closing_lines(
-        Training(steps=300),
-        Checkpoint(enable=True),
-        LRScheduler(),
-        Path("out"),
-        step=7,
-        outcome="step 7: loss 1.00",
-        last_saved=7,
-        launch=TWO,
-        environment=CPU,
-    )
-    assert first == "step 7: loss 1.00"
-    assert lines == ["metrics out/metrics.jsonl", "checkpoints out/checkpoint"]
-    first, *others = following.split("\n  ")[1:]
-    assert first == "CONFIG_FILE=out/config.toml ./run_train.sh"
-    assert len(others) == 2 and "step-7 --prompt" in others[0]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "words"),
-    [
-        ({"min_lr_factor": 0.05}, "--training.steps 600 --lr_scheduler.total_steps 300"),
-        ({"decay_ratio": 0.0}, "--training.steps 600"),
-        ({"total_steps": 900}, "--training.steps 600"),
-        ({"min_lr_factor": 0.0}, ""),
-    ],
-)
-def test_training_on_keeps_the_rate_of_the_end(schedule, words):
-    settings = LRScheduler(warmup_steps=10, **schedule)
-    assert " ".join(closing.longer(300, settings)) == words
-    told = dict(zip(words.split()[::2], words.split()[1::2], strict=True))
-    if told:
-        total = told.get("--lr_scheduler.total_steps", settings.total_steps)
-        after = settings.model_copy(update={"total_steps": total and int(total)})
-        end = lr_factor(300, settings, 300)
-        assert 0 < lr_factor(301, after, 600) <= end
-
-
-def test_steps_without_an_update_are_named(tmp_path):
-    def lines():
-        return closing.closing_lines(
-            Training(steps=7),
-            Checkpoint(),
-            LRScheduler(),
-            tmp_path,
-            step=7,
-            outcome="step 7: loss 1.00",
-            last_saved=None,
-            launch=TWO,
-            environment=CPU,
-        )
-
-    assert not any("events" in line for line in lines())
-    (tmp_path / "events.jsonl").touch()
-    named = f"steps that were left out or trained again: {tmp_path}/events.jsonl"
-    assert named in lines()
-
-
-def test_the_commands_of_a_checkout(monkeypatch):
-    monkeypatch.chdir(command_lines.CHECKOUT)
-    generate, longer, page = said()
-    assert generate == "titan-moe generate out/checkpoint/step-300 --prompt 'def '"
-    assert longer == "CONFIG_FILE=out/config.toml ./run_train.sh --training.steps 600"
-    assert page == "titan-moe report run out"
-    _, longer, _ = said(launch=Launch(world_size=4, local_world_size=4))
-    assert longer.startswith("CONFIG_FILE=out/config.toml NGPU=4 ./run_train.sh ")
-
-
-def test_the_command_of_another_working_folder(tmp_path, monkeypatch):
+def test_closing_lines_name_files_and_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    _, longer, _ = said()
-    assert f" {command_lines.CHECKOUT}/run_train.sh " in longer
+    start = f"CONFIG_FILE={tmp_path}/config.toml {command_lines.CHECKOUT}/run_train.sh"
+    generate = f"titan-moe generate {tmp_path}/checkpoint/step-{{}} --prompt"
+    page = f"titan-moe report run {tmp_path}"
+
+    lines, commands = closing_lines(tmp_path)
+    assert lines == [
+        "step 300: loss 1.00",
+        f"metrics {tmp_path}/metrics.jsonl",
+        f"curves  {tmp_path}/curves.png",
+        f"checkpoints {tmp_path}/checkpoint",
+    ]
+    assert commands[0].startswith(generate.format(300)) and commands[1:] == [page]
+
+    (tmp_path / "events.jsonl").touch()
+    lines, commands = closing_lines(tmp_path, step=7, last_saved=7, ranks=4)
+    left_out = f"steps that were left out or trained again: {tmp_path}/events.jsonl"
+    assert left_out in lines and not any("curves" in line for line in lines)
+    assert commands[0] == start.replace(" /", " NGPU=4 /") and "step-7 " in commands[1]
+
+    assert closing_lines(tmp_path, last_saved=None)[1] == [f"{start} --checkpoint.enable", page]
+    assert closing_lines(tmp_path, ranks=16, nodes=2, last_saved=None)[1] == [page]
 
 
-def test_the_command_of_an_installed_package(tmp_path, monkeypatch):
+def test_training_command_of_checkout_and_of_installed_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(command_lines.CHECKOUT)
+    (command, _) = closing_lines(tmp_path, last_saved=None)[1]
+    assert command.endswith(" ./run_train.sh --checkpoint.enable")
     monkeypatch.setattr(command_lines, "CHECKOUT", tmp_path)
-    _, longer, _ = said()
-    assert longer == "titan-moe train --config out/config.toml --ranks 2 --training.steps 600"
+    (command, _) = closing_lines(tmp_path, last_saved=None)[1]
+    config = tmp_path / "config.toml"
+    assert command == f"titan-moe train --config {config} --ranks 2 --checkpoint.enable"
 
 
-def test_what_cannot_be_done_is_not_proposed():
-    start, _ = said(checkpoint=None)
-    assert start.endswith("run_train.sh --checkpoint.enable")
-    assert len(said(resumable=False)) == 2
-    assert len(said(launch=Launch(world_size=16, local_world_size=8, num_nodes=2))) == 2
-
-
-def test_titan_moe_is_named_as_the_shell_finds_it(tmp_path, monkeypatch):
+def test_console_is_named_as_the_shell_finds_it(tmp_path, monkeypatch):
     monkeypatch.undo()
     python = tmp_path / "bin" / "python"
     monkeypatch.setattr(sys, "executable", str(python))
