@@ -1,35 +1,35 @@
-"""Steps whose update is not made, and what a run does about them: stop, skip, or roll back.
+"""Steps whose update is left out, and the run's answer to them: stop, skip, or roll back.
 
 A step is bad if its loss or gradient norm is not finite, or if the norm is a spike. Both are known
-before the update, from the all-reduce that every step has, and so they are the same on every rank:
-all ranks decide alike, without another collective.
+before the update, from the step's own all-reduce, and are the same on every rank: all ranks decide
+alike, without another collective.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from statistics import median
 from typing import Any, Literal
 
-from titan_moe.checkpoint.checkpointer import Checkpointer
-from titan_moe.config.job_config import Checkpoint, Training
+from titan_moe.config.job_config import Training
 from titan_moe.train_step import StepResult
 
 WINDOW = 64
-"""Norms that a step's own is compared with: of the last steps that made their update."""
+"""The number of norms, of the last steps that made their update, that a norm is compared with."""
 FEWEST = 16
-"""No step is a spike before there are so many of them."""
+"""No step is a spike before there are so many norms."""
 MOST_ROLL_BACKS = 3
-"""To one checkpoint. They are not part of it: a run that is killed and goes on from there meets the
-same steps again, and goes back as often."""
+"""The number of returns to one checkpoint. The count is not saved: a run that is killed and goes on
+from that checkpoint meets the same steps again, and goes back as often."""
 MOST_SKIPPED = 16
-"""Steps in a row. After more of them, the norms have another level, or the weights are bad."""
+"""Steps skipped in a row. After more of them, the norms have another level, or the weights are
+bad."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a run does about a bad step."""
+    """The run's answer to a bad step."""
 
     seen: str
     """For the user: what is wrong with the step."""
@@ -37,14 +37,14 @@ class Decision:
     remark: str
     """For the user: what follows from it, or what could be done."""
     checkpoint: int | None = None
-    """The step that the run goes back to; when it stops, would have gone back to once more."""
+    """The step that the run goes back to; in a stop, the one that it has gone back to too often."""
 
 
 class BadSteps:
-    """Knows the gradient norms of the steps before, and decides about a bad step.
+    """Keeps the gradient norms of earlier steps, and decides about a bad step.
 
     A norm is a spike if it is more than training.spike_factor times the median of the last WINDOW
-    norms. Only those of steps that made their update count, so that a spike does not hide the next.
+    norms. Only steps that made their update count, so that a spike does not hide the next.
     """
 
     def __init__(self, training: Training) -> None:
@@ -52,57 +52,48 @@ class BadSteps:
         self._on_spike, self._on_nonfinite = training.on_spike, training.on_nonfinite
         self._norms: deque[float] = deque(maxlen=WINDOW)
         self._skipped = 0
-        self._rolled_back = (0, 0)  # To which step, and how often.
+        self._rolled_back = (0, 0)  # The step of the checkpoint, and the number of returns to it.
 
     def is_spike(self, norm: float) -> bool:
-        """Whether a step of this norm is not to make its update."""
+        """Returns whether a step of this norm must not update."""
         if self._factor is None or len(self._norms) < FEWEST:
             return False
         return norm > self._factor * median(self._norms) > 0
 
     def accept(self, result: StepResult) -> None:
-        """After a step that made its update."""
+        """Take note of a step that made its update."""
         self._skipped = 0
         if self._factor is not None and result.num_targets:
             self._norms.append(result.grad_norm)
 
-    def decide(
-        self,
-        step: int,
-        result: StepResult,
-        find_place: Callable[[], str],
-        last_checkpoint: Callable[[], int | None],
-    ) -> Decision:
-        """What to do about a bad step; counts what it decides.
+    def decide(self, step: int, result: StepResult, place: str, checkpoint: int | None) -> Decision:
+        """Decide about a bad step, and count the decision.
 
         Args:
-            find_place: says where the first value was that is not finite.
-            last_checkpoint: awaits a save under way and gives the step of the last one; asked by
-                roll_back alone.
+            place: where the first value was that is not finite; unused for a spike.
+            checkpoint: the step of the last complete checkpoint.
         """
         if result.finite:
-            seen = f"step {step}: {self._spike_words(result.grad_norm)}"
+            usual = median(self._norms)
+            seen = (
+                f"step {step}: a spike: gradient norm {result.grad_norm:.4g}, "
+                f"{result.grad_norm / usual:.3g} times the median {usual:.4g} of the last "
+                f"{len(self._norms)} (training.spike_factor={self._factor:g})"
+            )
             policy, key = self._on_spike, "training.on_spike"
         else:
             numbers = f"loss {result.loss}, gradient norm {result.grad_norm}"
-            seen = f"step {step}: {numbers}: {find_place()}"
+            seen = f"step {step}: {numbers}: {place}"
             policy, key = self._on_nonfinite, "training.on_nonfinite"
         if policy == "skip":
             return self._skip(seen, key)
         if policy == "roll_back":
-            return self._roll_back(seen, key, step, last_checkpoint())
+            return self._roll_back(seen, key, step, checkpoint)
         remedies = (
             f"{key}='skip' would leave the update out and go on, 'roll_back' would go back to the "
             "last checkpoint and leave out the data since then"
         )
         return Decision(seen, "stop", remedies)
-
-    def _spike_words(self, norm: float) -> str:
-        usual = median(self._norms)
-        return (
-            f"a spike: gradient norm {norm:.4g}, {norm / usual:.3g} times the median {usual:.4g} "
-            f"of the last {len(self._norms)} (training.spike_factor={self._factor:g})"
-        )
 
     def _skip(self, seen: str, key: str) -> Decision:
         if self._skipped == MOST_SKIPPED:
@@ -115,8 +106,8 @@ class BadSteps:
         return Decision(seen, "skip", "the update is skipped")
 
     def _roll_back(self, seen: str, key: str, step: int, checkpoint: int | None) -> Decision:
-        # Step 0 is a seed checkpoint, which holds the model only. A later one than this step is
-        # what a run without its train state began with.
+        # Step 0 is a seed checkpoint, which holds the model only. A run without its train state may
+        # have begun with a checkpoint of a later step than this one.
         if checkpoint is None or not 0 < checkpoint < step:
             remark = (
                 f"{key}='roll_back' has no checkpoint to go back to yet: lower checkpoint.interval "
@@ -141,7 +132,7 @@ class BadSteps:
     def record(
         self, result: StepResult, decision: Decision, worst: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """A bad step, its worst sequences and what was decided, for events.jsonl."""
+        """Returns a bad step, its worst sequences and the decision, for events.jsonl."""
         return {
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "event": "spike" if result.finite else "nonfinite",
@@ -155,7 +146,7 @@ class BadSteps:
         }
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, JSON-able; nothing where all is as at the start."""
+        """Returns the state for a checkpoint, JSON-able; empty if it is the initial one."""
         kept: dict[str, Any] = {}
         if self._norms:
             kept["norms"] = list(self._norms)
@@ -164,18 +155,7 @@ class BadSteps:
         return {"bad_steps": kept} if kept else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """From what a checkpoint kept; one without it leaves all as at the start."""
+        """Take over the state of a checkpoint; the initial one if the checkpoint has none."""
         kept = state.get("bad_steps", {})
         self._norms = deque(map(float, kept.get("norms", [])), maxlen=WINDOW)
         self._skipped = int(kept.get("skipped", 0))
-
-
-def keep_state(
-    checkpointer: Checkpointer, config: Checkpoint, step: int, before: dict[str, Any]
-) -> str:
-    """Save the state before a step that updated nothing; says where it is. Collective."""
-    if not config.enable or config.load_only or step == 1:
-        return "no state was kept"
-    if checkpointer.finish() != step - 1:
-        checkpointer.save(step - 1, before)
-    return f"the state before it is {checkpointer.folder}/step-{step - 1}"

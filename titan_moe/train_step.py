@@ -63,11 +63,6 @@ class StepResult:
         return self.finite and not self.spike
 
 
-# A request to stop travels as so many target tokens: the all-reduce keeps its size, and with it the
-# order of its sums. Both numbers stay exact below 2^53.
-_STOP = 2**40
-
-
 class Observer(Protocol):
     """Who looks on while a step is made; changes nothing."""
 
@@ -196,7 +191,7 @@ class TrainStep:
         num_targets = sum(num_local_targets(batch, self._sharded) for batch in batches)
         terms = {
             "loss": loss_sum,
-            "num_targets": self._number(num_targets + _STOP * self._stop()),
+            "num_targets": self._number(num_targets),
             "squares": squares.to(self._device),
         }
         if self._all_moe_layers:
@@ -213,6 +208,7 @@ class TrainStep:
             terms["data"] = self._number(
                 sum(local_fingerprints(batch, self._sharded) for batch in batches)
             )
+        terms["stop"] = self._number(self._stop())
         if parameter_norms:
             terms["parameters"] = self._parameter_norms.squares(
                 self._sharded.named_parameters(), self._ranks_per_stage, self._device
@@ -227,7 +223,7 @@ class TrainStep:
         # A maximum over ranks may drop a NaN; the sum of squares never does.
         if self._use_max and math.isfinite(norm):
             norm = self._max_of_grads()
-        requests, num_targets = divmod(int(numbers["num_targets"]), _STOP)
+        num_targets = int(numbers["num_targets"])
         divisor = max(num_targets, 1)
         result = StepResult(
             loss=numbers["loss"] / divisor,
@@ -235,7 +231,7 @@ class TrainStep:
             num_targets=num_targets,
             counts_LE=sums["counts_LE"].long() if self._all_moe_layers else None,
             rows_dropped=int(numbers.get("rows_dropped", 0)),
-            stop=requests > 0,
+            stop=numbers["stop"] > 0,
             spike=self._is_spike(norm / divisor),
         )
         if "parameters" in sums:

@@ -5,11 +5,10 @@ import math
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan_moe.bad_steps import BadSteps, keep_state
+from titan_moe.bad_steps import BadSteps
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.find import step_to_go_on_from
 from titan_moe.checkpoint.replicas import ReplicaCheck
@@ -59,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Progress:
-    """How far a run has come."""
+    """Steps and tokens that a run has trained on."""
 
     step: int = 0
     tokens: int = 0
@@ -69,19 +68,16 @@ class Trainer:
     """Everything of one run on one rank."""
 
     def __init__(self, job: JobConfig, model_config: ModelConfig, process: Process) -> None:
-        """Build, then load the checkpoint to go on from. Collective over all ranks.
-
-        Raises ConfigError or RunError with the lines for the user.
-        """
+        """Build model, optimizer and checkpointer. Collective. Raises ConfigError or RunError."""
         if not job.compile.enable:
             leave_compiler_out()
         seed_everything(job.debug)
         self.process = process
         self.folder = Path(job.job.dump_folder)
         self._config = model_config
-        self._say("%s: %s", job.job.description, self.folder)
+        self._say(f"{job.job.description}: {self.folder}")
         if job.job.print_config:
-            self._say("configuration:\n%s", as_toml(job))
+            self._say(f"configuration:\n{as_toml(job)}")
         self.run_job = job
         """Of the whole run; `job` is that of its present stage."""
         if job.stages:
@@ -109,7 +105,7 @@ class Trainer:
         )
         self.meshes = sharded.meshes
         mark_layers(sharded.parts)
-        self._ran = False  # The first step of a layout compiles, and may take long.
+        self._ran = False
         if self.process.is_main:
             describe_layout(job, sharded)
 
@@ -142,7 +138,7 @@ class Trainer:
     def create_seed_checkpoint(self) -> None:
         """Write the initial weights as step-0, from which any layout can start."""
         self.checkpointer.save(0, {})
-        self._say("the initial weights are %s", self.checkpointer.folder / "step-0")
+        self._say(f"the initial weights are {self.checkpointer.folder / 'step-0'}")
 
     def train(self) -> bool:
         """Train to the last step, or until asked to stop; resumes where the run's own checkpoint
@@ -154,11 +150,9 @@ class Trainer:
         steps = self.job.training.steps
         if self.progress.step >= steps:
             self.checkpointer.check_export(self.progress.step, finished=True)
-            self._say(
-                "%s is at step %d of training.steps=%d already: raise training.steps to go on, or "
-                "choose another job.dump_folder",
-                *(self.checkpointer.folder, self.progress.step, steps),
-            )
+            at = f"{self.checkpointer.folder} is at step {self.progress.step}"
+            remedy = "raise training.steps to go on, or choose another job.dump_folder"
+            self._say(f"{at} of training.steps={steps} already: {remedy}")
             return False
         self.checkpointer.check_export(steps)
         resume_step = self.progress.step
@@ -166,23 +160,19 @@ class Trainer:
         if self.process.is_main:
             describe_run(self.run_job, self.process, self.data.loader.identity)
         self.log = RunLog(self.run_job, self.sharded, self.process, resume_step=resume_step)
-        if self.job.lr_scheduler.warmup_steps >= steps:
-            warmup = self.job.lr_scheduler.warmup_steps
-            logger.warning("the run of %d steps ends inside its warm-up of %d", steps, warmup)
         garbage = GarbageCollector(self.job.training.gc_freq)
         stages = dict(stage_jobs(self.run_job))
         with profiler(self.job.profiling, self.folder, self.process.rank) as profile:
             while self.progress.step < steps:
                 step = self.progress.step + 1
                 if stages.get(step, self.job) != self.job:
-                    self._begin_stage(stages[step])
+                    began = changes(self.job, stages[step])
+                    self._say(f"a training stage begins with step {step}: {began}")
+                    with self.log.phases("reshard"):
+                        self.reshard(stages[step])
                 stop = self._step(step)
                 if not self._ran:
-                    if self.job.compile.enable:
-                        compiled = compiled_so_far()
-                        self._say("torch.compile: %d graphs, %d breaks, %.1f s", *compiled)
-                    set_timeouts(self.job.comm.train_timeout_seconds, self.meshes.all_groups())
-                    self._ran = True
+                    self._end_first_step()
                 garbage.step(step)
                 profile.step()
                 if stop:
@@ -198,56 +188,29 @@ class Trainer:
         self._say_goodbye()
         return stopped
 
-    def _begin_stage(self, job: JobConfig) -> None:
-        first = self.progress.step + 1
-        self._say("a training stage begins with step %d: %s", first, changes(self.job, job))
-        with self.log.phases("reshard"):
-            self.reshard(job)
+    def _end_first_step(self) -> None:
+        """Shorten the timeouts: the first step of a layout compiles, and may take long."""
+        if self.job.compile.enable:
+            graphs, breaks, seconds = compiled_so_far()
+            self._say(f"torch.compile: {graphs} graphs, {breaks} breaks, {seconds:.1f} s")
+        self._set_timeouts(self.job.comm.train_timeout_seconds)
+        self._ran = True
 
-    def reshard(self, job: JobConfig) -> None:
-        """Go on in the layout of `job`, between two steps of `train`; collective. Sequence length
-        and batch may change too: the data then goes on as `data.step_reader.continue_state` says.
+    def _set_timeouts(self, seconds: int) -> None:
+        set_timeouts(seconds, self.meshes.all_groups())
 
-        Nothing goes through the disk. What follows has the bits of a run that was saved, stopped
-        and resumed in that layout. Parameters move first and are freed, then the optimizer's state:
-        beside what a run holds there is at most one more of either.
-
-        Raises ConfigError, with the run as it was, where `job` cannot run in this world or differs
-        from the run's own in more than that.
-        """
-        world_size, step = self.process.world_size, self.progress.step
-        num_gpus = count_gpus(os.environ)
-        if problems := check_reshard(self.job, job, self._config, world_size, num_gpus=num_gpus):
-            raise ConfigError(problems)
-        job = resolve(job, world_size)
-        set_timeouts(job.comm.init_timeout_seconds, self.meshes.all_groups())
-        random_state = get_random_state()
-        seed_everything(job.debug)
-        forget_compiled(job.compile)
-        # A pipeline's stages depend on the length of sequences.
-        moves = self.meshes.dims.pp > 1 or not same_layout(self.job, job)
-        sent = self._move_to(job) if moves else 0
-        self.job, self._ran = job, False
-        self.data.reopen(job, self.meshes.dims)
-        set_random_state(random_state)
-        if self.routing is not None:
-            self.routing.close()
-        self.routing = open_trace(job, self.sharded, self.process, resume_step=step)
-        self.log.set_layout(job, self.sharded, resume_step=step)
-        collect_everything()
-        self._say("going on after step %d in this layout; its ranks were sent %d bytes", step, sent)
-
-    def _move_to(self, job: JobConfig) -> int:
-        """Model, optimizer and all that works on them, in another layout; returns bytes sent."""
-        last_step = self.checkpointer.finish()
-        weights = model_tensors(self.sharded.parts)
-        states = optimizer_tensors(self.sharded.parts, self.optimizer)
-        self._lay_out(job, self.meshes.groups)
-        moved = move(weights, model_tensors(self.sharded.parts))
-        self._prepare_updates()
-        moved_too = move(states, optimizer_tensors(self.sharded.parts, self.optimizer))
-        self.checkpointer.last_step = last_step
-        return moved.total + moved_too.total
+    def _resume(self, step: int | None = None) -> None:
+        """From the checkpoint that the configuration says, or in all but the data from that of
+        `step`."""
+        state = self.checkpointer.load(step)
+        if state is None:
+            return
+        if step is None and "data" in state:
+            self.data.load_state(state["data"], state.get("step"))
+        if "step" in state:
+            self.progress = Progress(state["step"], state["tokens"])
+            self.bad_steps.load_state(state)
+            self._say(f"going on after step {self.progress.step}")
 
     def _step(self, step: int) -> bool:
         """Returns whether all ranks are to stop."""
@@ -255,27 +218,22 @@ class Trainer:
         before = self._state()
         with phases("data", step), region("data"):
             batches = self.data.next_step(step)
-        factor = lr_factor(step, self.job.lr_scheduler, training.steps)
-        set_lr(self.optimizer, factor)
+        set_lr(self.optimizer, lr_factor(step, self.job.lr_scheduler, training.steps))
         capture = capture_of_step(step, self.job, self.sharded, self.optimizer)
         logged = self.log.wants(step) or self._validates(step) or capture is not None
         traced = nullcontext() if self.routing is None else self.routing.step(step, batches)
         with phases("step"), traced:
+            norms = self.log.wants_norms(step)
             result = self.train_step(
-                batches,
-                logged=logged,
-                parameter_norms=self.log.wants_norms(step),
-                observer=capture,
+                batches, logged=logged, parameter_norms=norms, observer=capture
             )
         if capture is not None:
             capture.write(self.folder)
         # First: with symmetric memory nothing was sent, and what was not received may be anything.
         if result.rows_dropped and self.sharded.stops_on_overflow:
             self.train_step.discard()
-            kept = self._keep(step, before)
-            raise RunError(
-                f"step {step}: {overflow_line(self.job.parallelism, result.rows_dropped)}; {kept}"
-            )
+            line = overflow_line(self.job.parallelism, result.rows_dropped)
+            raise RunError(f"step {step}: {line}; {self._keep(step, before)}")
         if result.accepted:
             self.bad_steps.accept(result)
         elif (checkpoint := self._handle_bad_step(step, result, batches, before)) is not None:
@@ -307,63 +265,43 @@ class Trainer:
     def _handle_bad_step(
         self, step: int, result: StepResult, batches: list[Batch], before: dict[str, Any]
     ) -> int | None:
-        """Nothing has been updated. Returns the step of the checkpoint to go back to, if the run is
-        to. RunError if it is to stop; the state before the step is kept then."""
-        find_place = partial(describe_nonfinite, self.sharded, batches, self.process.device)
-        decision = self.bad_steps.decide(step, result, find_place, self.checkpointer.finish)
+        """Decide about a step that updated nothing. Returns the step of the checkpoint to go back
+        to, or None. Raises RunError if the run must stop; saves the state before the step first."""
+        step_data = (self.sharded, batches, self.process.device)
+        place = "" if result.finite else describe_nonfinite(*step_data)
+        decision = self.bad_steps.decide(step, result, place, self.checkpointer.finish())
         self.train_step.discard()
-        worst = worst_sequences(self.sharded, batches, self.process.device)
+        worst = worst_sequences(*step_data)
         self.log.event(step, self.bad_steps.record(result, decision, worst))
         if decision.action == "stop":
             again = decision.checkpoint is not None
             kept = "no state was kept" if again else self._keep(step, before)
-            page = "loss-spikes-or-diverges" if result.finite else "loss-is-nan"
-            raise RunError(
-                f"{decision.seen}; {kept} ({decision.remark}; docs/troubleshooting.md#{page})"
-            )
+            raise RunError(f"{decision.seen}; {kept} ({decision.remark})")
         logger.warning("%s; %s", decision.seen, decision.remark)
         return decision.checkpoint
 
     def _keep(self, step: int, before: dict[str, Any]) -> str:
-        return keep_state(self.checkpointer, self.job.checkpoint, step, before)
+        """Save the state before a step that updated nothing; returns a line with its folder.
+        Collective."""
+        if not self.job.checkpoint.keeps_state or step == 1:
+            return "no state was kept"
+        if self.checkpointer.finish() != step - 1:
+            self.checkpointer.save(step - 1, before)
+        return f"the state before it is {self.checkpointer.folder}/step-{step - 1}"
 
     def _roll_back(self, step: int) -> None:
         """Go back to the run's checkpoint of a step, and on with the data that is next now."""
-        timeouts, groups = self.job.comm, self.meshes.all_groups()
-        set_timeouts(timeouts.init_timeout_seconds, groups)
+        self._set_timeouts(self.job.comm.init_timeout_seconds)
         with (
             self.stop_watch.saving(self.checkpointer, step),
             self.log.going_back(self.job, self.sharded, step),
         ):
             self._resume(step)
-        set_timeouts(timeouts.train_timeout_seconds, groups)
-
-    def _resume(self, step: int | None = None) -> None:
-        """From the checkpoint that the configuration says, or in all but the data from that of
-        `step`."""
-        state = self.checkpointer.load(step)
-        if state is None:
-            return
-        if step is None and "data" in state:
-            self.data.load_state(state["data"], state.get("step"))
-        if "step" in state:
-            self.progress = Progress(state["step"], state["tokens"])
-            self.bad_steps.load_state(state)
-            self._say("going on after step %d", self.progress.step)
-
-    def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors; the learning rate follows from the step."""
-        return {
-            "step": self.progress.step,
-            "tokens": self.progress.tokens,
-            "data": self.data.loader.state_dict(),
-            **self.bad_steps.state(),
-        }
+        self._set_timeouts(self.job.comm.train_timeout_seconds)
 
     def _validates(self, step: int) -> bool:
-        if self.data.validation is None:
-            return False
-        return step % self.job.validation.freq == 0 or step == self.job.training.steps
+        due = step % self.job.validation.freq == 0 or step == self.job.training.steps
+        return due and self.data.validation is not None
 
     def _validate(self) -> float:
         """The held-out loss. Raises RunError where buffers between ranks do not suffice."""
@@ -376,9 +314,59 @@ class Trainer:
             raise RunError(f"validation after step {step}: {line}; {kept}")
         return loss
 
-    def _say(self, line: str, *values: object) -> None:
-        if self.process.is_main:
-            logger.info(line, *values)
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors; the learning rate follows from the step."""
+        return {
+            "step": self.progress.step,
+            "tokens": self.progress.tokens,
+            "data": self.data.loader.state_dict(),
+            **self.bad_steps.state(),
+        }
+
+    def reshard(self, job: JobConfig) -> None:
+        """Go on in the layout of `job`, between two steps of `train`; collective. Sequence length
+        and batch may change too: the data then goes on as `data.step_reader.continue_state` says.
+
+        Nothing goes through the disk. What follows has the bits of a run that was saved, stopped
+        and resumed in that layout. Parameters move first and are freed, then the optimizer's state:
+        beside what a run holds there is at most one more of either.
+
+        Raises ConfigError, with the run as it was, where `job` cannot run in this world or differs
+        from the run's own in more than that.
+        """
+        world_size, step = self.process.world_size, self.progress.step
+        num_gpus = count_gpus(os.environ)
+        if problems := check_reshard(self.job, job, self._config, world_size, num_gpus=num_gpus):
+            raise ConfigError(problems)
+        job = resolve(job, world_size)
+        self._set_timeouts(job.comm.init_timeout_seconds)
+        random_state = get_random_state()
+        seed_everything(job.debug)
+        forget_compiled(job.compile)
+        # A pipeline's stages depend on the length of sequences.
+        moves = self.meshes.dims.pp > 1 or not same_layout(self.job, job)
+        sent = self._move_to(job) if moves else 0
+        self.job, self._ran = job, False
+        self.data.reopen(job, self.meshes.dims)
+        set_random_state(random_state)
+        if self.routing is not None:
+            self.routing.close()
+        self.routing = open_trace(job, self.sharded, self.process, resume_step=step)
+        self.log.set_layout(job, self.sharded, resume_step=step)
+        collect_everything()
+        self._say(f"going on after step {step} in this layout; its ranks were sent {sent} bytes")
+
+    def _move_to(self, job: JobConfig) -> int:
+        """Model, optimizer and all that works on them, in another layout; returns bytes sent."""
+        last_step = self.checkpointer.finish()
+        weights = model_tensors(self.sharded.parts)
+        states = optimizer_tensors(self.sharded.parts, self.optimizer)
+        self._lay_out(job, self.meshes.groups)
+        moved = move(weights, model_tensors(self.sharded.parts))
+        self._prepare_updates()
+        moved_too = move(states, optimizer_tensors(self.sharded.parts, self.optimizer))
+        self.checkpointer.last_step = last_step
+        return moved.total + moved_too.total
 
     def _say_goodbye(self) -> None:
         """How it went, where everything is, and what to do next."""
@@ -392,7 +380,11 @@ class Trainer:
             launch=self.process,
             environment=os.environ,
         ):
-            self._say("%s", line)
+            self._say(line)
+
+    def _say(self, line: str) -> None:
+        if self.process.is_main:
+            logger.info("%s", line)
 
 
 def train(job: JobConfig, model_config: ModelConfig, process: Process) -> bool:

@@ -23,21 +23,11 @@ def watching(norms: Iterable[float] = (), **keys) -> BadSteps:
     return bad_steps
 
 
-def never() -> None:
-    raise AssertionError("this is not to be asked")
-
-
 def decide(
     bad_steps: BadSteps, step: int, norm: float = 100.0, *, checkpoint: int | None = None
 ) -> Decision:
-    """About a step, where only what the policy needs may be asked for."""
-    rolls_back = "roll_back" in (bad_steps._on_spike, bad_steps._on_nonfinite)
-    return bad_steps.decide(
-        step,
-        result(norm),
-        never if math.isfinite(norm) else lambda: "first seen in the output of x",
-        (lambda: checkpoint) if rolls_back else never,
-    )
+    place = "" if math.isfinite(norm) else "first seen in the output of x"
+    return bad_steps.decide(step, result(norm), place, checkpoint)
 
 
 LEVEL = [1.0] * FEWEST
