@@ -19,8 +19,8 @@ import pytest
 from tests.support.commands import TITAN_MOE, run_command
 from tests.support.launching import EMPTY, command, environment, run_train
 from tests.support.tiers import split
+from titan_moe.runtime.files import lock_folder
 from titan_moe.runtime.process_pool import TIMEOUT_S
-from titan_moe.runtime.run_lock import LOCK, RunLock
 
 _CONFIG, _RUN = 2, 1
 
@@ -213,7 +213,7 @@ def folder_of_another_model(folder: Path) -> Bad:
 
 def folder_in_use(folder: Path) -> Bad:
     # Of this process, which lives.
-    RunLock(folder)._create(folder / LOCK)
+    lock_folder(folder, "job.dump_folder")
     return Bad(_RUN, [f"{folder} is in use by process", "job.dump_folder"])
 
 

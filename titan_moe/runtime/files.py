@@ -1,11 +1,58 @@
-"""Files and folders of earlier runs, files that others read while a run writes them, and JSON."""
+"""Files that others read while a run writes them, folders of earlier runs, JSON, and the lock that
+lets one run at a time write into a folder.
 
+The lock is flock(2) on a file that names its holder. The kernel gives it back when the process
+ends, however it ends: there is no stale lock, and a lock file that somebody removes ends no run.
+"""
+
+import fcntl
 import json
+import logging
 import os
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from titan_moe.runtime.errors import RunError
+
+LOCK = ".lock"
+_locked: list[TextIO] = []
+"""The lock files of this process, open until it ends."""
+
+logger = logging.getLogger(__name__)
+
+
+def lock_folder(folder: Path, key: str) -> None:
+    """Lock a folder, which is made if need be, until this process ends.
+
+    A file system without flock(2) gets a warning in place of a lock.
+
+    Args:
+        key: the configuration's key that names the folder.
+
+    Raises:
+        RunError: another process holds the lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / LOCK).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        raise RunError(
+            f"{folder} is in use by {holder}: wait for it or stop it, or choose another {key}"
+        ) from None
+    except OSError as error:
+        logger.warning("cannot lock %s (%s): let no other run write there", folder, error.strerror)
+    file.truncate(0)
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    file.write(f"process {os.getpid()} of {socket.gethostname()} since {since}\n")
+    file.flush()
+    _locked.append(file)
 
 
 def set_aside(path: Path, name: Callable[[int], str]) -> Path:

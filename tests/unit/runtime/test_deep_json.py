@@ -17,7 +17,6 @@ from titan_moe.debug.hang.reports import read_report
 from titan_moe.metrics.jsonl import EVENTS, JsonLines, read_json_lines
 from titan_moe.profiling.trace import TraceError, read_trace
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.run_lock import LOCK, RunLock
 from titan_moe.verify.compare.records import read_run
 
 DEEP = '{"step":' * 5000 + "1" + "}" * 5000
@@ -31,7 +30,6 @@ def _read_curves(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        (LOCK, lambda folder: RunLock(folder).acquire()),
         ("manifest.json", read_manifest),
         ("train_state.json", read_train_state),
         ("run.json", _read_curves),
