@@ -106,7 +106,7 @@ def test_commands_that_exist_are_silent() -> None:
     cat > a.toml <<'END'
     titan-moe nothing
     END
-    titan-moe verify losses --baseline "ranks=1 --training.steps 8" --routing && ls
+    titan-moe verify losses --baseline "ranks=1 --training.steps 8" --norms && ls
     sbatch --nodes 4 scripts/slurm_train.sh --training.steps 20
     python -m scripts.bench.soak
     ./scripts/test.sh --slow

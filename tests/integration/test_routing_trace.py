@@ -10,7 +10,6 @@ from tests.support.trainings import make_job, train_here
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.routing.record import Record
 from titan_moe.runtime.ranks import run_on_ranks
-from titan_moe.verify.compare.routing_diff import routing_diff
 
 
 def losses(folder: Path) -> list[float]:
@@ -35,8 +34,6 @@ def test_a_run_records_and_another_follows(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert len(own_choices(tmp_path / "b")) == 2
-    diff = routing_diff(record, again)
-    assert (diff.slots_SL == 4 * 32 * 2).all() and not diff.changed_SL.any()
     ours, theirs = losses(tmp_path / "a"), losses(tmp_path / "b")
     assert all(abs(a - b) < 1e-5 for a, b in zip(ours, theirs, strict=True))
 

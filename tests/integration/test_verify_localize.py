@@ -52,7 +52,7 @@ def test_a_layout_alone_is_rounding(tmp_path: Path):
     ("words", "line"),
     [
         (["--baseline", "revision=nowhere"], "git knows no such commit"),
-        (["--candidate", "tests"], "has no config.toml and run.json"),
+        (["--candidate", "tests"], "is a finished run: train it again"),
     ],
 )
 def test_what_cannot_be_run_gets_a_line(tmp_path: Path, words: list[str], line: str):

@@ -27,9 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.runtime.files import replacing, write_whole
-    from titan_moe.verify.report.png import runs_png
-    from titan_moe.verify.report.runs import runs_page
-    from titan_moe.verify.report.words import distinct_names
+    from titan_moe.verify.report.runs import runs_page, runs_png
+    from titan_moe.verify.report.sections import distinct_names
 
     runs = distinct_names(_read(options.runs))
     first = options.runs[0]

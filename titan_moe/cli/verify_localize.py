@@ -2,15 +2,14 @@
 
     titan-moe verify localize --config FILE --baseline revision=main         # my change
     titan-moe verify localize --config FILE --candidate layout=tp=2,ep=2     # another layout
-    titan-moe verify localize --baseline outputs/a --candidate outputs/b     # run again
     titan-moe verify localize --config FILE --candidate layout=tp=2 --step 40
 
 A RUN is written as for verify losses. Both are trained to find the first step whose figures differ,
 unless --step names it. Then both make that step from the baseline's state, and everything is
 captured: sequences, outputs of modules, gradients, updates. Control runs repeat the baseline's step
 with its sequences in another order or in another layout. The first place in causal order that
-differs by more than they do is named, with both norms. Finished runs are trained again, from their
-config.toml, by this code. The output folder gets finding.json and every run.
+differs by more than they do is named, with both norms. A finished run is trained again: name its
+configuration as config=outputs/a/config.toml. The output folder gets finding.json and every run.
 
 Exit codes: 1 a place is named that differs, or that only one run has; 0 identical bits; 3 other
 bits, and nothing beyond rounding; 2 cannot be run, or a wrong argument; 4 a run failed; 70 an error

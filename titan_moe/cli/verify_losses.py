@@ -38,11 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--noise", nargs="+", type=Path, default=[], metavar="RUN", help="finished control runs"
     )
     parser.add_argument("--norms", action="store_true", help="compare every parameter's norm")
-    parser.add_argument(
-        "--routing",
-        action="store_true",
-        help="count routings that differ; give a verdict without them too",
-    )
     add_out(parser, default="outputs/comparison", says="default: %(default)s")
     parser.add_argument("--update-golden", type=Path, metavar="FOLDER")
     parser.add_argument("--reason", default="", help="why the golden changes")
@@ -77,7 +72,6 @@ def _plan(options: argparse.Namespace) -> "Plan":
         control_layouts=options.control_layouts,
         control_paths=options.noise,
         norms=options.norms,
-        routing=options.routing,
     )
 
 

@@ -1,7 +1,6 @@
 """Run a regression suite: comparisons one after another, one summary page, one exit code.
 
     titan-moe verify suite configs/suites/cpu.toml
-    titan-moe verify suite configs/suites/8gpu.toml --print-sbatch
     titan-moe verify suite configs/suites/seed_8.toml --config configs/deepseek_v3/16B_8gpu.toml
 
 Started again, a suite that was interrupted goes on: what has been trained under the same code and
@@ -26,19 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="train this model in every comparison instead"
     )
-    parser.add_argument("--print-sbatch", action="store_true", help="print the Slurm command")
     add_out(parser, default=None, says="default: outputs/regression_<suite's name>")
 
 
 def run(options: argparse.Namespace) -> Answer:
-    from titan_moe.verify.compare.code_trees import REPO
     from titan_moe.verify.compare.launch import workplace
-    from titan_moe.verify.compare.suite import load_suite, plan_of, run_suite, sbatch, suite_page
+    from titan_moe.verify.compare.suite import load_suite, plan_of, run_suite, suite_page
 
     suite = load_suite(options.suite, options.config)
-    if options.print_sbatch:
-        command = sbatch(suite, options.suite, REPO, options.config)
-        return Answer(command, [command])
     for entry in suite.comparison:
         plan_of(entry)  # Everything misspelt is reported before the first run.
     out = options.out or Path("outputs") / f"regression_{options.suite.stem}"

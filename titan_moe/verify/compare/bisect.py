@@ -1,22 +1,18 @@
-"""Two runs that differ, trained again to the step where they diverge, with captures of that step.
+"""Trains two runs to the step where they diverge, and captures that step of both.
 
 Both start the step from the same state: the baseline's, which is saved as a checkpoint before it.
-So what differs in the captures arose in that step.
+So any difference of the captures arose in that step.
 """
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.models.hf import model_of_job
-from titan_moe.runtime.files import parse_json
-from titan_moe.runtime.launch import count_gpus
-from titan_moe.verify.compare.control_runs import control_specs
 from titan_moe.verify.compare.launch import Launcher
-from titan_moe.verify.compare.records import Curve, RunRecord, read_run, read_table
+from titan_moe.verify.compare.records import Curve, RunRecord
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.runner import Plan, Progress, Runner
 from titan_moe.verify.compare.verdict import common_steps, first_other_bits, on_steps
@@ -26,12 +22,10 @@ from titan_moe.verify.localize.difference import BOUNDS
 from titan_moe.verify.localize.finding import Finding
 from titan_moe.verify.localize.localize import locate, uncompared
 
-_KEY = "debug.capture_step"
-
 
 @dataclass(frozen=True)
 class StepFinding:
-    """What was found at one step."""
+    """The first difference at one step."""
 
     step: int
     finding: Finding | None
@@ -43,12 +37,12 @@ class StepFinding:
 
     @property
     def named(self) -> bool:
-        """Whether something differs that rounding does not explain."""
+        """Says whether something differs that rounding does not explain."""
         found = self.replayed if self.finding is not None and self.finding.is_tie else self.finding
         return found is not None
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Lines for a person."""
         if self.finding is None:
             where = " where both runs have a place" if self.uncompared else ""
             return [f"step {self.step}: nothing differs beyond rounding{where}", *self.uncompared]
@@ -63,20 +57,16 @@ class StepFinding:
 def bisect(
     plan: Plan, launcher: Launcher, steps: Sequence[int], progress: Progress = print
 ) -> list[StepFinding]:
-    """Capture steps in their order until one shows a difference; empty if no bits differ.
+    """Captures steps in their order until one shows a difference; empty if no bits differ.
 
     Args:
-        steps: where to look; none: where the metrics first differ by a bit, then where they first
-            differ by more than rounding.
+        steps: numbers of steps; none: the step at which the metrics first differ by a bit, then the
+            first at which they differ by more than rounding.
 
     Raises ConfigError for runs that cannot be repeated, TrainingError for one that failed.
     """
-    finished = plan.baseline.path, plan.candidate.path
-    plan = replace(plan, baseline=trainable(plan.baseline), candidate=trainable(plan.candidate))
     bisection = Bisection(plan, launcher, progress)
     bisection.check()
-    if not steps:
-        bisection.check_against(*finished)
     found: list[StepFinding] = []
     for step in steps or bisection.steps():
         found.append(bisection.at(step))
@@ -85,47 +75,19 @@ def bisect(
     return found
 
 
-def trainable(spec: RunSpec) -> RunSpec:
-    """A spec that can be trained: of a finished run, from its config.toml and run.json."""
-    if spec.path is None:
-        return spec
-    config, facts = spec.path / "config.toml", spec.path / "run.json"
-    if not (config.is_file() and facts.is_file()):
-        said = "has no config.toml and run.json: describe what ran as config=... ranks=..."
-        raise ConfigError([f"{spec.path} {said}"])
-    ranks = int(read_table(facts, parse_json)["world_size"])
-    return RunSpec(spec.text, config=config.resolve(), ranks=ranks)
-
-
 class Bisection(Runner):
     """Runs with captures of one step."""
 
     def check(self) -> None:
-        """As of a comparison; and whether both revisions have captures."""
-        super().check()
+        """Raises ConfigError with a line for everything wrong that is known before a run."""
         for spec in (self.plan.baseline, self.plan.candidate):
-            code = self.launcher.code(spec)
-            if _KEY not in code.keys:
-                remedy = "choose a revision that has captures"
-                raise ConfigError([f"{code.description} does not know {_KEY}: {remedy}"])
-
-    def check_against(self, baseline: Path | None, candidate: Path | None) -> None:
-        """Raises ConfigError if a finished run, trained again by this code, has other bits."""
-        for path, train in ((baseline, self.baseline), (candidate, self.candidate)):
-            if path is None:
-                continue
-            recorded, run = read_run(path).curve, train().curve
-            other = first_other_bits(recorded, on_steps(run, recorded.steps))
-            if other is not None:
-                raise ConfigError(
-                    [
-                        f"{path}: trained again by this code it is another run: {other.line()}; if "
-                        "its code was another, name it: --baseline revision=... --candidate ..."
-                    ]
-                )
+            if spec.path is not None:
+                remedy = f"config={spec.path / 'config.toml'} ranks=N"
+                raise ConfigError([f"{spec.path} is a finished run: train it again, as {remedy}"])
+        super().check()
 
     def steps(self) -> list[int]:
-        """Where the metrics first differ: by a bit, and by more than rounding."""
+        """Returns the steps at which metrics first differ by a bit, and by more than rounding."""
         baseline, candidate = self.baseline(), self.candidate()
         bits = first_other_bits(baseline.curve, candidate.curve)
         if bits is None:
@@ -156,7 +118,7 @@ class Bisection(Runner):
         return StepFinding(step, finding, locate(baseline, candidate, controls), alone)
 
     def _baseline(self, step: int) -> RunRecord:
-        """From the first step to this one, with a checkpoint before it."""
+        """Trains the baseline from the first step to this one, with a checkpoint before it."""
         words: Words = ()
         if step > 1:
             words = (
@@ -171,7 +133,7 @@ class Bisection(Runner):
         return self._run(self.plan.baseline, name, *self._until(step), *words)
 
     def _start(self, baseline: RunRecord, step: int) -> Words:
-        """Keys that start a run from the baseline's state."""
+        """Returns the keys that start a run from the baseline's state."""
         if step == 1:
             return ()
         assert baseline.folder is not None
@@ -187,17 +149,13 @@ class Bisection(Runner):
         )
 
     def _controls(self, step: int, start: Words) -> list[Capture]:
-        """What rounding does in this step: the baseline in other orders and layouts, and of low
-        precision in float32 too; with its routing, as one other choice would hide all later
-        differences."""
-        plan, variations = self.plan, []
-        if plan.num_control_runs:
-            gpus = count_gpus(os.environ)
-            variations = control_specs(
-                plan.baseline, plan.num_control_runs, layouts=plan.control_layouts, num_gpus=gpus
-            )
-        if variations and _bound(self._job(plan.baseline)) > BOUNDS["float32"]:
-            variations.append((plan.baseline, (("training.mixed_precision_param", "float32"),)))
+        """Captures the step in other orders and layouts, and in float32 for a run of low precision:
+        the effect of rounding. All keep the baseline's routing, because one other choice would hide
+        all later differences."""
+        baseline = self.plan.baseline
+        variations = self.variations() if self.plan.num_control_runs else []
+        if variations and _bound(self._job(baseline)) > BOUNDS["float32"]:
+            variations.append((baseline, (("training.mixed_precision_param", "float32"),)))
         return [
             self._captured(
                 spec, f"step-{step}/control-{number}", step, *start, *words, *self._replay(step)
@@ -215,7 +173,7 @@ class Bisection(Runner):
         return (
             ("training.steps", str(step)),
             ("lr_scheduler.total_steps", str(total)),
-            (_KEY, str(step)),
+            ("debug.capture_step", str(step)),
         )
 
     def _record_of(self, step: int) -> Path:
@@ -227,7 +185,7 @@ class Bisection(Runner):
         return (("debug.routing_replay", str(self._record_of(step))),)
 
     def _routes(self) -> bool:
-        """Whether there is a routing that could change."""
+        """Says whether there is a routing that could change."""
         job = self._job(self.plan.baseline)
         return model_of_job(job.model).moe is not None and not job.debug.moe_force_load_balance
 

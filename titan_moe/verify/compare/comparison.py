@@ -11,7 +11,6 @@ from titan_moe.verify.compare.records import RunRecord
 
 if TYPE_CHECKING:
     from titan_moe.verify.compare.noise.band import Band, BandCheck
-    from titan_moe.verify.compare.routing_diff import RoutingDiff
 
 
 _MAIN = ("loss", "grad_norm")
@@ -32,13 +31,13 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where the candidate first left the band, or the baseline's bits where there is no band."""
+    """The step at which the candidate first left the band; without a band, the baseline's bits."""
 
     step: int
     quantity: str
     """"loss", "grad_norm", "load of layers.1", "norm of layers.1.attention.wq.weight", ..."""
     baseline: float
-    """Of the baseline; with a band, the middle of the band."""
+    """The baseline's value; with a band, the middle of the band."""
     candidate: float
     mean_over: int = 1
     """Steps, this one the last, whose mean is what left the band."""
@@ -58,7 +57,7 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that a report of two runs shows."""
+    """The verdict on two runs, and the curves and band that it rests on."""
 
     title: str
     baseline: RunRecord
@@ -69,23 +68,15 @@ class Comparison:
     band: "Band | None" = None
     band_check: "BandCheck | None" = None
     caveats: Sequence[str] = field(default_factory=list)
-    """What makes the verdict worth less: another device, another torch, fewer steps, ..."""
-    routing_diff: "RoutingDiff | None" = None
-    """Tokens that went to other experts, if both runs recorded their routing."""
-    replayed: "Comparison | None" = None
-    """The same with the candidate made to route as the baseline did."""
+    """Reasons to trust the verdict less: another device, another torch, fewer steps, ..."""
 
     def lines(self) -> list[str]:
-        """For a person: the verdict first."""
+        """Lines for a person, the verdict first."""
         found = [f"{self.title}: {self.verdict.value}"]
         for role, run in (("baseline", self.baseline), ("candidate", self.candidate)):
             if code := run.facts.get("code"):
                 found.append(f"{role} ran {code_in_words(code)}")
         found += self.reasons()
-        if self.routing_diff is not None:
-            found.append(self.routing_diff.line())
-        if self.replayed is not None:
-            found += self.replayed.lines()
         return found + [f"CAVEAT: {caveat}" for caveat in self.caveats]
 
     def reasons(self) -> list[str]:
@@ -96,7 +87,7 @@ class Comparison:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """The verdict and what it rests on, without the curves."""
+        """The verdict and its reasons, without the curves."""
         return {
             "title": self.title,
             "verdict": self.verdict.name.lower(),
@@ -107,8 +98,6 @@ class Comparison:
             "first": None if self.first is None else asdict(self.first),
             "judgement": None if self.band_check is None else self.band_check.as_json(),
             "band": None if self.band is None else self.band.as_json(),
-            "flips": None if self.routing_diff is None else self.routing_diff.as_json(),
-            "replayed": None if self.replayed is None else self.replayed.as_json(),
             "caveats": list(self.caveats),
         }
 
@@ -127,6 +116,6 @@ def _band_lines(band: "Band", check: "BandCheck") -> list[str]:
 
 
 def _half_width(band: "Band", quantity: str) -> float:
-    """Of the band at its last step, as a share of the value."""
+    """Half the width of the band at its last step, as a share of the value."""
     low, high = band.edges(quantity)
     return float(math.sqrt(high[-1] / low[-1]) - 1)

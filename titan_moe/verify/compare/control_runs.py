@@ -51,7 +51,7 @@ def batch_words(spec: RunSpec, job: JobConfig) -> Words:
 
 
 def layout_of(job: JobConfig, world_size: int) -> Layout:
-    """The degrees of a configuration."""
+    """Returns the layout that a configuration names."""
     section = job.parallelism
     sizes = {
         "pp": section.pipeline_parallel_degree,

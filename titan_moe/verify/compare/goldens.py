@@ -41,7 +41,7 @@ class Golden:
     """Why it was made and changed: {"date", "reason", "code", "torch"}, the latest last."""
 
     def caveats(self, *, device: torch.device) -> list[str]:
-        """What makes it another device's or another torch's golden than this machine's."""
+        """A line if the golden was made on another device or with another torch."""
         here = golden_key(device)
         if self.path.stem == here:
             return []
@@ -55,12 +55,12 @@ class Golden:
 
 
 def this_device() -> torch.device:
-    """What run_train.sh would compute on."""
+    """The device that run_train.sh would compute on."""
     return torch.device("cuda" if count_gpus(os.environ) else "cpu")
 
 
 def golden_key(device: torch.device) -> str:
-    """What golden files are keyed by: torch's minor version, the device and its capability."""
+    """The key of golden files: torch's minor version, the device and its capability."""
     version = ".".join(torch.__version__.split(".")[:2])
     facts = describe_device(device)
     return f"torch-{version}-{facts['device']}-{facts['capability']}".replace(" ", "_")
@@ -107,7 +107,7 @@ def save_golden(
         raise ConfigError(
             [f"{run.name} ran on {ran[0]} ({ran[1]}): make its golden there, not on {here[0]}"]
         )
-    band = Band([run.curve, *controls])  # Raises for runs that make no band.
+    Band([run.curve, *controls])  # Raises for runs that make no band.
     path = folder / f"{golden_key(device)}.json"
     history = _read(path).history if path.is_file() else []
     entry = {
@@ -129,7 +129,6 @@ def save_golden(
         "data": list(run.curve.data),
         "curve": _as_json(run.curve),
         "repeats": [_as_json(control) for control in controls],
-        "band": _band(band),
     }
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(_compact(found), encoding="utf-8")
@@ -158,17 +157,6 @@ def _as_json(curve: Curve) -> dict[str, Any]:
         **{key: curve.scalars[key].tolist() for key in _SCALARS},
         "loads": {layer: rows.astype(int).tolist() for layer, rows in curve.loads.items()},
     }
-
-
-def _band(band: Band) -> dict[str, Any]:
-    """For a person who reads the file; `find_golden` computes the band from the control runs."""
-    found = band.as_json()
-    edges = {
-        f"{quantity} {end}": found[end][quantity]
-        for quantity in _SCALARS
-        for end in ("low", "high")
-    }
-    return {"limit": band.limit, "false_alarms": found["false_alarms"], **edges}
 
 
 def _curve(found: dict[str, Any], name: str, steps: list[int], data: list[int]) -> Curve:

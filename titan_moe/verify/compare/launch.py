@@ -1,8 +1,8 @@
-"""Train what a RunSpec says: by run_train.sh of its own code, on its own number of ranks.
+"""Trains a RunSpec by run_train.sh of its code, on its number of ranks.
 
-Each run has a folder; what finished there under the same code, configuration and ranks is taken as
-it is, so that an interrupted comparison goes on where it was. On several Slurm nodes (inside an
-allocation) a run is started by scripts/slurm_train.sh instead.
+Each run has a folder. A run that finished there under the same code, configuration and ranks is
+taken as it is, so that an interrupted comparison goes on where it was. On several Slurm nodes
+(inside an allocation) scripts/slurm_train.sh starts the run instead.
 """
 
 import fcntl
@@ -13,7 +13,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.files import parse_json
+from titan_moe.runtime.files import write_whole
 from titan_moe.verify.compare.code_trees import WORKTREES, CodeTree, code_tree, remove_worktrees
 from titan_moe.verify.compare.goldens import golden_key, this_device
 from titan_moe.verify.compare.records import RunRecord, read_run
@@ -62,7 +61,7 @@ class Launcher:
     """The hash of each revision's code when it was first asked for."""
 
     def code(self, spec: RunSpec) -> CodeTree:
-        """The code that a run uses; TrainingError if it has changed since it was first asked."""
+        """Returns a run's code. Raises TrainingError if it has changed since the first call."""
         code = code_tree(spec.revision, self.folder / WORKTREES)
         if self._seen.setdefault(spec.revision, code.tree) != code.tree:
             raise TrainingError(
@@ -74,7 +73,7 @@ class Launcher:
         """Train in the folder `name`, unless it has been done.
 
         Args:
-            more: keys that override the run's own; those that its code does not know are left out.
+            more: keys that override the run's own.
 
         Raises TrainingError, or KeyboardInterrupt after the run has ended on the same signal.
         """
@@ -87,11 +86,6 @@ class Launcher:
             raise TrainingError(f"{name} is not what was asked for: {problem}")
         return replace(record, facts={**record.facts, "told": code.description})
 
-    def has(self, spec: RunSpec, name: str, *more: tuple[str, str]) -> bool:
-        """Whether `run` would find it done."""
-        folder, mark, _ = self._place(spec, name, more)
-        return _finished(folder, mark)
-
     def seed(self, spec: RunSpec, name: str, *more: tuple[str, str]) -> Path:
         """A run's initial weights as a checkpoint, in the folder `name`."""
         switches = ("checkpoint.enable", "true"), ("checkpoint.create_seed_checkpoint", "true")
@@ -102,17 +96,16 @@ class Launcher:
         if _finished(folder, mark):
             return folder
         _clear(folder)
-        _note(folder, mark, seconds=None)
-        started = time.perf_counter()
+        _note(folder, mark, finished=False)
         self._train(spec, self.code(spec), folder, arguments)
         self.code(spec)
-        _note(folder, mark, seconds=round(time.perf_counter() - started, 2))
+        _note(folder, mark, finished=True)
         return folder
 
     def _place(self, spec: RunSpec, name: str, more: Words) -> tuple[Path, str, list[str]]:
         """A run's folder, which need not exist yet, its mark, and its command line."""
         code = self.code(spec)
-        arguments = spec.arguments(*((key, value) for key, value in more if key in code.keys))
+        arguments = spec.arguments(*more)
         mark = _mark(spec, code, arguments, self.environment)
         folder = self.folder / name if self.shared is None else self.shared / mark[:16]
         return folder.resolve(), mark, arguments
@@ -177,22 +170,15 @@ def _command(spec: RunSpec, folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _finished(folder: Path, mark: str) -> bool:
-    """Whether the run of this mark has ended there."""
-    found = _noted(folder)
-    return found.get("mark") == mark and found.get("seconds") is not None
-
-
-def _noted(folder: Path) -> dict[str, Any]:
+    """Says whether the run of this mark has ended there."""
     try:
-        found = parse_json((folder / _NOTE).read_bytes())
+        return bool(json.loads((folder / _NOTE).read_bytes()) == {"mark": mark, "finished": True})
     except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return False
 
 
 def _clear(folder: Path) -> None:
-    """Make the folder, anew if an earlier run of ours lies there; ConfigError if something else
-    does."""
+    """Makes the folder, anew if an earlier run lies there; ConfigError if something else does."""
     if folder.exists():
         if not (folder / _NOTE).is_file() and any(folder.iterdir()):
             raise ConfigError(
@@ -202,15 +188,13 @@ def _clear(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _note(folder: Path, mark: str, *, seconds: float | None) -> None:
-    """Write the run's mark and, when it has ended, the seconds that it took."""
-    aside = folder / f".{_NOTE}.tmp"
-    aside.write_text(json.dumps({"mark": mark, "seconds": seconds}), encoding="utf-8")
-    aside.replace(folder / _NOTE)
+def _note(folder: Path, mark: str, *, finished: bool) -> None:
+    """Writes the run's mark, and whether it has ended."""
+    write_whole(folder / _NOTE, json.dumps({"mark": mark, "finished": finished}))
 
 
 def _mark(spec: RunSpec, code: CodeTree, arguments: list[str], variables: Mapping[str, str]) -> str:
-    """A hash of everything that determines a run."""
+    """Hashes everything that determines a run."""
     config = "" if spec.config is None else spec.config.read_text(encoding="utf-8")
     machine = golden_key(this_device()), platform.node(), version("torch")
     pairs = zip(arguments[::2], arguments[1::2], strict=True)
@@ -234,10 +218,7 @@ def _inputs(table: Any, folder: Path) -> Iterator[Path]:
 
 
 def _content(path: Path) -> Any:
-    """What a path holds: the mark of the run that wrote it, or its files' sizes and times."""
-    for folder in (path, *path.parents):
-        if noted := _noted(folder):
-            return noted["mark"]
+    """Names, sizes and times of a path's files; None where nothing is."""
     if not path.exists():
         return None
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())

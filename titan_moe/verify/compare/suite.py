@@ -1,6 +1,5 @@
 """A regression suite: comparisons in a TOML file, run one after another, with one summary."""
 
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +22,10 @@ from titan_moe.verify.compare.run_spec import (
     split_words,
 )
 from titan_moe.verify.compare.runner import Plan, compare, default_ranks
-from titan_moe.verify.report.charts import Chart
+from titan_moe.verify.report.charts import Panel, charts, run_panel
 from titan_moe.verify.report.comparison import write_comparison
 from titan_moe.verify.report.render import render
-from titan_moe.verify.report.runs import overlay
-from titan_moe.verify.report.words import layout_words
+from titan_moe.verify.report.sections import layout_words
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -60,15 +58,6 @@ class Entry(Section):
     repeats: NonNegativeInt = 24
     control_layouts: tuple[str, ...] = ()
     norms: bool = False
-    routing: bool = False
-
-
-class Slurm(Section):
-    """What --print-sbatch asks for."""
-
-    nodes: PositiveInt = 1
-    gpus_per_node: PositiveInt = 8
-    time: str = "04:00:00"
 
 
 class Suite(Section):
@@ -76,7 +65,6 @@ class Suite(Section):
 
     description: str
     comparison: list[Entry] = Field(min_length=1)
-    slurm: Slurm | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +132,6 @@ def plan_of(entry: Entry) -> Plan:
         steps=entry.steps,
         control_layouts=entry.control_layouts,
         norms=entry.norms,
-        routing=entry.routing,
     )
 
 
@@ -191,12 +178,12 @@ def suite_page(title: str, rows: Sequence[SuiteRow]) -> str:
         kind="passed" if good == len(rows) else "failed",
         total=f"{good} of {len(rows)} comparisons are as expected; {duration}.",
         rows=sorted(rows, key=lambda row: row.ok),
-        charts=list(_overlays(rows)),
+        charts=charts(_overlays(rows)),
     )
 
 
-def _overlays(rows: Sequence[SuiteRow]) -> Iterator[Chart]:
-    """Draw a baseline and all its candidates into one chart, if it has several."""
+def _overlays(rows: Sequence[SuiteRow]) -> dict[str, Panel]:
+    """Draws a baseline and all its candidates into one chart, if it has several."""
     groups: dict[Path | None, list[RunRecord]] = {}
     for row in rows:
         if row.runs:
@@ -204,22 +191,12 @@ def _overlays(rows: Sequence[SuiteRow]) -> Iterator[Chart]:
             first = replace(baseline, name=f"baseline: {layout_words(baseline)}")
             group = groups.setdefault(baseline.folder, [first])
             group.append(replace(candidate, name=row.name))
-    for group in groups.values():
-        if len(group) > 2:
-            yield from (overlay(group, quantity) for quantity in ("loss", "grad_norm"))
-
-
-def sbatch(suite: Suite, path: Path, repo: Path, config: Path | None = None) -> str:
-    """The command that runs a suite in a Slurm allocation."""
-    slurm = suite.slurm or Slurm()
-    words = ["python", "-m", "titan_moe", "verify", "suite", str(path.resolve())]
-    words += [] if config is None else ["--config", str(config.resolve())]
-    inside = f"cd {shlex.quote(str(repo))} && {shlex.join(words)}"
-    return (
-        f"sbatch --job-name regression-{path.stem} --nodes {slurm.nodes} --ntasks-per-node 1 "
-        f"--gpus-per-node {slurm.gpus_per_node} --exclusive --time {slurm.time} "
-        f"--wrap {shlex.quote(inside)}"
-    )
+    return {
+        f"{quantity} of {', '.join(run.name for run in group)}": run_panel(group, quantity)
+        for group in groups.values()
+        if len(group) > 2
+        for quantity in ("loss", "grad_norm")
+    }
 
 
 def _folder(name: str) -> str:

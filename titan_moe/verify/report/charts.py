@@ -1,11 +1,12 @@
-"""The curves of a report: for a page as SVG in its colours with an HTML legend, or for a PNG."""
+"""Charts of reports, drawn by matplotlib: as SVG in a page's colours, or several as one PNG."""
 
 import io
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,32 +14,47 @@ from markupsafe import Markup, escape
 
 from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.noise.band import Band
-from titan_moe.verify.compare.records import Array, Curve, RunRecord
-from titan_moe.verify.report.data import common_steps, equal_steps, relative_difference, thinned
+from titan_moe.verify.compare.records import Array, RunRecord
+from titan_moe.verify.report.data import (
+    Load,
+    common_steps,
+    equal_steps,
+    relative_difference,
+    thinned,
+)
 from titan_moe.verify.report.render import PALETTE
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
 
+Panel = Callable[["Axes"], None]
+"""Draws one chart."""
+
 INK, SOFT, GRID, BAD, BAND = (PALETTE[name][0] for name in ("ink", "soft", "grid", "bad", "band"))
-FLOAT32 = float(np.finfo(np.float32).eps)
-"""Losses and norms are added up in it: what is nearer than this is the same."""
 SERIES = [
     PALETTE[name][0] for name in ("one", "two", "three", "four", "five", "six", "seven", "eight")
 ]
-UNITS = {"loss": "nats per token", "grad_norm": "norm before clipping"}
+FLOAT32 = float(np.finfo(np.float32).eps)
+"""Losses and norms are added up in float32: smaller differences mean nothing."""
+_STYLE: Any = {
+    **{f"{part}.color": INK for part in ("text", "xtick", "ytick")},
+    "axes.labelcolor": INK,
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+}
+_UNITS = {"loss": "nats per token", "grad_norm": "norm before clipping"}
 _TITLES = {"lr": "learning rate", "grad_norm": "gradient norm"}
-_DASHES = {"-": "", "--": "6 3", ":": "2 2", "-.": "6 2 2 2"}
-"""Of matplotlib and of SVG."""
-_MARKERS = {"|": "|", "o": "\N{BLACK CIRCLE}", "D": "\N{BLACK DIAMOND}"}
+_DASHES = ("-", "--", ":", "-.")
 _MOST_CONTROLS = 40
-_FEW_POINTS, _MANY_POINTS = 12, 300
-_LONGEST_LABEL, _LABEL_INCHES = 80, 0.08
-"""Characters of a legend's entry in a picture, and the width of one."""
-_ID = re.compile(r' id="[A-Za-z.0-9]+_[0-9]+"')
-_FONT = re.compile(r"'DejaVu Sans'[^;\"]*")
+_FEW_POINTS = 12
+_LONGEST_LABEL, _LABEL_INCHES = 80, 0.075
+"""Characters of a legend's entry, and the width of a character."""
+_WIDTH, _ROW, _LINE = 13.0, 3.6, 0.24
+"""Inches of a picture: its width, a row of charts, a line of text."""
+_LETTERS, _MOST_LINES = 150, 10
+"""Characters of a picture's line of text, and lines above its charts."""
+_GROUP_ID = re.compile(r' id="[A-Za-z.0-9]+_[0-9]+"')
 _SIZE = re.compile(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>')
 
 
@@ -54,185 +70,190 @@ class Line:
     width: float = 1.2
 
 
-@dataclass(frozen=True)
-class LegendEntry:
-    """A name and how it is drawn; colours are the page's."""
-
-    label: str
-    kind: str
-    """"line", "area", or a character like the marker."""
-    color: str
-    width: float = 1.2
-    dash: str = ""
+# --- charts of a page, and a picture of several ---------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Chart:
-    """A chart of a page."""
+def charts(panels: Mapping[str, Panel], *, height: float = 3.2) -> list[Markup]:
+    """Returns one SVG element a panel, by the names that screen readers read out.
 
-    svg: Markup
-    legend: Sequence[LegendEntry]
-
-
-def settings(
-    font_size: float, more: Mapping[str, Any] | None = None
-) -> AbstractContextManager[None]:
-    """What figures that are drawn in it look like."""
+    Text stays text, colours follow the page's scheme, and no two charts share an id.
+    """
+    # Imported here: it costs half a second, and most callers never draw.
     from matplotlib import rc_context
-
-    colors = {"text.color": INK, "axes.labelcolor": INK}
-    known: Any = {"svg.fonttype": "none", "font.size": font_size, **colors, **(more or {})}
-    return rc_context(known)
-
-
-def chart(name: str, what: str, draw: Callable[["Axes"], None], *, height: float = 2.9) -> Chart:
-    """A chart as an element of a page: text is text, colours are the page's, no two charts share
-    an id, the same input gives the same bytes. `what` describes it to screen readers."""
-    # Imported here: it costs half a second, and most of what is imported beside it never draws.
     from matplotlib.figure import Figure
 
-    text = io.StringIO()
-    with settings(8, {"svg.hashsalt": name}):
-        drawn = Figure(figsize=(6.4, height), layout="constrained", facecolor="none")
-        axes = drawn.subplots()
-        draw(axes)
-        drawn.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-        named = zip(*axes.get_legend_handles_labels(), strict=True)
-        entries = {label: _entry(handle, label) for handle, label in named}
-    found = text.getvalue()
-    found = re.sub(r"<metadata>.*?</metadata>", "", found[found.index("<svg") :], flags=re.DOTALL)
-    head = f'<svg class="chart" role="img" aria-label="{escape(what)}" viewBox='
-    found = _SIZE.sub(lambda match: f'{head}"{match[1]}">', found)
-    found = _FONT.sub("system-ui, sans-serif", _ID.sub("", found))
-    for key, (light, _) in PALETTE.items():
-        found = found.replace(light, f"var(--{key})")
-    return Chart(Markup(found), list(entries.values()))
+    found = []
+    for name, panel in panels.items():
+        written = io.StringIO()
+        with rc_context({**_STYLE, "svg.hashsalt": name, "font.size": 8}):
+            figure = Figure(figsize=(6.4, height), layout="constrained", facecolor="none")
+            panel(figure.subplots())
+            _legend(figure, 6.4)
+            figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+        svg = written.getvalue()
+        svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+        head = f'<svg class="chart" role="img" aria-label="{escape(name)}" viewBox='
+        svg = _SIZE.sub(lambda match, head=head: f'{head}"{match[1]}">', svg)  # type: ignore[misc]
+        svg = _GROUP_ID.sub("", svg).replace("'DejaVu Sans'", "system-ui")
+        for key, (light, _) in PALETTE.items():
+            svg = svg.replace(light, f"var(--{key})")
+        found.append(Markup(svg))
+    return found
 
 
-def _entry(handle: "Artist", label: str) -> LegendEntry:
-    """What a legend shows of a line, of points or of a filled area."""
-    from matplotlib.colors import to_hex
-    from matplotlib.lines import Line2D
+def picture(
+    path: Path, head: str, lines: Sequence[str], panels: Sequence[Panel], *, color: str = "ink"
+) -> None:
+    """Writes a PNG: a title, wrapped lines of text, and the panels in two columns."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    label = label.strip("\N{ZERO WIDTH SPACE}")
-    known = {light: f"var(--{key})" for key, (light, _) in PALETTE.items()}
-    if not isinstance(handle, Line2D):
-        color = to_hex(handle.get_facecolor()[0])  # type: ignore[attr-defined]
-        return LegendEntry(label, "area", known.get(color, color))
-    color = to_hex(handle.get_color())
-    style = str(handle.get_linestyle())
-    kind = "line" if style in _DASHES else _MARKERS[str(handle.get_marker())]
-    width = min(max(handle.get_linewidth(), 1.5), 3.0)
-    return LegendEntry(label, kind, known.get(color, color), width, _DASHES.get(style, ""))
+    heads = textwrap.wrap(head, _LETTERS * 3 // 5, max_lines=3)
+    text = [part for line in lines for part in textwrap.wrap(line, _LETTERS)]
+    if len(text) > _MOST_LINES:
+        more = f"\N{HORIZONTAL ELLIPSIS} {len(text) - _MOST_LINES + 1} more lines in the page"
+        text = [*text[: _MOST_LINES - 1], more]
+    rows = -(-len(panels) // 2)
+    above = _LINE * (1.5 * len(heads) + len(text) + 1)
+    with rc_context({**_STYLE, "font.size": 9}):
+        figure = Figure(figsize=(_WIDTH, above + _ROW * rows), layout="constrained")
+        parts: Any = figure.subfigures(2, 1, height_ratios=(above, _ROW * rows))
+        bold: Any = {"va": "top", "color": PALETTE[color][0], "fontsize": 16, "fontweight": "bold"}
+        parts[0].text(0.01, 1 - 0.3 * _LINE / above, "\n".join(heads), **bold)
+        below = 1 - (1.5 * len(heads) + 0.5) * _LINE / above
+        parts[0].text(0.01, below, "\n".join(text), va="top", fontsize=10.5)
+        places = parts[1].subplots(rows, 2, squeeze=False).flat
+        for panel in panels:
+            panel(next(places))
+        for axes in places:
+            axes.set_axis_off()
+        _legend(parts[1], _WIDTH)
+        figure.savefig(path, dpi=100)
 
 
-def run_lines(runs: Sequence[RunRecord], quantity: str) -> list[Line]:
-    """One line for each run that has the quantity, told apart by colour and dash."""
-    return [
+def _legend(target: "FigureBase", width: float) -> None:
+    """Names each line of all charts once, below them."""
+    axes: Any = target.axes
+    named = {
+        label: handle
+        for each in axes
+        for handle, label in zip(*each.get_legend_handles_labels(), strict=True)
+    }
+    names = [textwrap.shorten(label, _LONGEST_LABEL, placeholder="...") for label in named]
+    if named:
+        columns = int(width / (_LABEL_INCHES * (max(map(len, names)) + 6)))
+        target.legend(
+            list(named.values()),
+            names,
+            loc="outside lower center",
+            ncols=min(max(columns, 1), 4),
+            frameon=False,
+            fontsize="small",
+        )
+
+
+# --- curves ---------------------------------------------------------------------------------------
+
+
+def run_panel(runs: Sequence[RunRecord], quantity: str) -> Panel:
+    """Draws one quantity of several runs, told apart by colour and dash."""
+    lines = [
         Line(
             run.name,
             run.curve.steps,
             run.curve.scalars[quantity],
             SERIES[i % len(SERIES)],
-            list(_DASHES)[i // len(SERIES) % len(_DASHES)],
-            # Wide ones below, so that all are seen where they agree.
-            max(1.0, 2.6 - i * 1.6 / max(1, len(runs) - 1)) if len(runs) > 1 else 1.2,
+            _DASHES[i // len(SERIES) % len(_DASHES)],
+            # Wide lines below, so that all are seen where they agree.
+            2.6 - 1.6 * i / max(1, len(runs) - 1) if len(runs) > 1 else 1.2,
         )
         for i, run in enumerate(runs)
         if quantity in run.curve.scalars
     ]
+    return partial(draw_curves, quantity=quantity, lines=lines)
 
 
-def pair_lines(comparison: Comparison, quantity: str) -> list[Line]:
-    """The baseline wide, the candidate thin above it: both are visible where they agree."""
+def pair_panel(comparison: Comparison, quantity: str) -> Panel:
+    """Draws the baseline wide and the candidate thin above it, over the noise band."""
     pair = (comparison.baseline, "-", 2.6), (comparison.candidate, "--", 1.2)
-    return [
+    lines = [
         Line(run.name, run.curve.steps, run.curve.scalars[quantity], color, style, width)
         for color, (run, style, width) in zip(SERIES, pair, strict=False)
         if quantity in run.curve.scalars
     ]
+    first = comparison.first.step if comparison.first else None
+    return partial(draw_curves, quantity=quantity, lines=lines, band=comparison.band, first=first)
 
 
 def draw_curves(
     axes: "Axes",
+    *,
     quantity: str,
     lines: Sequence[Line],
-    *,
     band: Band | None = None,
     first: int | None = None,
 ) -> None:
-    """The curves, the noise band behind them, and a mark where a curve stops being finite."""
-    title(axes, _TITLES.get(quantity, quantity.replace("_", " ")), UNITS.get(quantity, ""))
+    """Draws curves over the noise band, and marks where a curve stops being finite.
+
+    Args:
+        first: the step of the first difference, to be marked.
+    """
+    _frame(axes, _TITLES.get(quantity, quantity.replace("_", " ")), _UNITS.get(quantity, ""))
     if band is not None and quantity in band.quantities:
         low, high = band.edges(quantity)
         axes.fill_between(band.steps, low, high, color=BAND, alpha=0.35, lw=0, label="noise band")
     for line in lines:
-        own = np.isfinite(line.values)
-        if quantity not in UNITS:
-            # Of what is measured now and then, the points are joined.
-            steps = np.asarray(line.steps)[own].tolist()
-            line = replace(line, steps=steps, values=line.values[own])
-        elif not own.all():
-            step = line.steps[int(np.flatnonzero(~own)[0])]
-            name = f"{line.label}: no finite value in step {step}"
-            axes.axvline(step, color=line.color, lw=1.2, ls=":", label=name)
-        _draw_line(axes, line)
+        broken = np.flatnonzero(~np.isfinite(line.values))
+        if quantity in _UNITS and len(broken):
+            step = line.steps[int(broken[0])]
+            label = f"{line.label}: no finite value in step {step}"
+            axes.axvline(step, color=line.color, lw=1.2, ls=":", label=label)
+        _draw_line(axes, line, joined=quantity not in _UNITS)
     known = [v for line in lines for v in line.values[np.isfinite(line.values)]]
     if quantity == "grad_norm" and known and min(known) > 0:
-        log_scale(axes)
-    _show_steps(axes, [line.steps for line in lines])
+        _log_scale(axes)
     if not known:
-        message(axes, "no finite value" if lines else "not logged")
+        _message(axes, "no finite value" if lines else "not logged")
     _mark_first(axes, first)
 
 
-def draw_difference(axes: "Axes", quantity: str, comparison: Comparison) -> None:
-    """|candidate - baseline| / baseline on a log scale, beside how far control runs lie apart and
-    what float32 resolves."""
-    title(axes, f"{_TITLES.get(quantity, quantity)}: relative difference", "share of the value")
+def draw_difference(axes: "Axes", *, quantity: str, comparison: Comparison) -> None:
+    """Draws |candidate - baseline| / baseline on a log scale; with a band, distances from its
+    middle, those of the control runs too."""
+    _frame(axes, f"{_TITLES.get(quantity, quantity)}: relative difference", "share of the value")
     first, second = comparison.baseline.curve, comparison.candidate.curve
     if steps := equal_steps(comparison, quantity):
-        message(axes, f"the same bits in all {steps} steps")
+        _message(axes, f"the same bits in all {steps} steps")
         return
     common = common_steps(first, second)
     if not common.steps or quantity not in first.scalars or quantity not in second.scalars:
-        message(axes, "no step that both runs logged")
+        _message(axes, "no step that both runs logged")
         return
-    found = relative_difference(
-        first.scalars[quantity][common.first], second.scalars[quantity][common.second]
-    )
-    floor = _floor(found)
+    ours, theirs = first.scalars[quantity][common.first], second.scalars[quantity][common.second]
     band = comparison.band
-    if band is not None and quantity in band.quantities:
-        _draw_noise(axes, quantity, band, second, floor)
-    if not (found == 0).all():
-        shown = np.where(found > 0, found, np.nan)
-        _draw_line(axes, Line("candidate from baseline", common.steps, shown, SERIES[1]))
-    if (equal := found == 0).any():
-        at = np.array(common.steps)[equal]
-        label = f"equal bits ({equal.sum()} of {len(found)} steps)"
-        axes.plot(at, np.full(len(at), floor), "|", color=SERIES[2], markersize=5, label=label)
+    label = "candidate from baseline"
+    if band is not None and quantity in band.quantities and common.steps == band.steps:
+        ours, label = band.location(quantity), "candidate from the band's middle"
+        _draw_noise(axes, quantity, band)
+    _draw_line(axes, Line(label, common.steps, _positive(ours, theirs), SERIES[1]))
     axes.axhline(FLOAT32, color=SOFT, lw=0.8, ls=":", label="resolution of float32")
-    log_scale(axes)
-    axes.set_ylim(bottom=floor / 2)
-    _show_steps(axes, [first.steps, second.steps])
+    _log_scale(axes)
     _mark_first(axes, comparison.first.step if comparison.first else None)
 
 
-def draw_statistics(axes: "Axes", comparison: Comparison) -> None:
-    """The control runs' own statistics, the limit and the candidate's, on one line."""
+def draw_statistics(axes: "Axes", *, comparison: Comparison) -> None:
+    """Draws the control runs' statistics, the limit and the candidate's statistic on one line."""
     band, check = comparison.band, comparison.band_check
     assert band is not None and check is not None
-    title(axes, "how far out each curve is", "")
+    _frame(axes, "how far out each curve is", "")
     controls = np.asarray(band.statistics, dtype=float)
     axes.plot(controls, np.zeros(len(controls)), "o", color=SOFT, alpha=0.6, label="control runs")
     axes.axvline(band.limit, color=INK, lw=1, ls="--", label=f"limit {band.limit:.3g}")
-    statistic = check.statistic
-    if np.isfinite(statistic):
+    if np.isfinite(check.statistic):
         color = SERIES[0] if check.inside else SERIES[1]
-        label = f"candidate {statistic:.3g}"
-        axes.plot([statistic], [0], "D", color=color, markersize=8, label=label)
-        if statistic > 10 * band.limit:
+        label = f"candidate {check.statistic:.3g}"
+        axes.plot([check.statistic], [0], "D", color=color, markersize=8, label=label)
+        if check.statistic > 10 * band.limit:
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter(_plain)
     axes.set(xlabel="distance over what noise may do", yticks=[])
@@ -240,24 +261,58 @@ def draw_statistics(axes: "Axes", comparison: Comparison) -> None:
     axes.grid(False)
 
 
-def legend(target: "FigureBase", width: float) -> None:
-    """Below all charts of a figure of this width in inches: each name once, none over another."""
-    charts: Any = target.axes
-    named = {
-        label: handle
-        for axes in charts
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+# --- expert load ----------------------------------------------------------------------------------
+
+
+def load_panels(loads: Sequence[Load]) -> dict[str, Panel]:
+    """Returns a heat map a load, all on one scale; differences have a scale to both sides of 0."""
+    ends: dict[bool, float] = {}
+    for load in loads:
+        rows = [np.abs(rows_RS[np.isfinite(rows_RS)]) for rows_RS in load.layers.values()]
+        values = np.concatenate(rows) if rows else np.zeros(0)
+        # A few larger values are cut off.
+        end = float(np.quantile(values, 0.998)) if len(values) else 0.0
+        least = 1e-3 if load.signed else 2.0
+        ends[load.signed] = max(ends.get(load.signed, least), end)
+    return {
+        f"{load.kind}, {load.name}": partial(_draw_load, load=load, end=ends[load.signed])
+        for load in loads
     }
-    names = [textwrap.shorten(label, _LONGEST_LABEL, placeholder="...") for label in named]
-    columns = int(width / (_LABEL_INCHES * (max(map(len, names), default=0) + 6)))
-    style = {"frameon": False, "fontsize": "small", "labelcolor": INK}
-    if named:
-        style["ncols"] = min(max(columns, 1), 4)
-        target.legend(list(named.values()), names, loc="outside lower center", **style)
 
 
-def title(axes: "Axes", text: str, unit: str) -> None:
-    """What a chart shows, and a plain frame for it."""
+def _draw_load(axes: "Axes", *, load: Load, end: float) -> None:
+    """Draws layers from top to bottom, a row for each expert or for a layer's busiest one."""
+    _frame(axes, f"{load.kind}, {load.name}", "")
+    axes.grid(False)
+    if not load.layers or not len(load.steps):
+        _message(axes, "not logged")
+        return
+    rows_RS = np.concatenate(list(load.layers.values()))
+    if load.signed and not rows_RS.any():
+        _message(axes, "no difference")
+        return
+    image = axes.imshow(
+        np.ma.masked_invalid(rows_RS),
+        aspect="auto",
+        vmin=-end if load.signed else 0,
+        vmax=end,
+        extent=(load.steps[0] - 0.5, load.steps[-1] + 0.5, len(rows_RS) - 0.5, -0.5),
+        cmap="RdBu_r" if load.signed else "viridis",
+    )
+    edges = np.cumsum([0, *map(len, load.layers.values())]) - 0.5
+    if len(rows_RS) > len(load.layers):
+        axes.hlines(edges[1:-1], *axes.get_xlim(), color="white", lw=1)
+    every = -(-len(load.layers) // 12)
+    axes.set_yticks(((edges[1:] + edges[:-1]) / 2)[::every], list(load.layers)[::every])
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, aspect=30)
+    bar.set_label("rows over the layer's mean")
+    bar.outline.set_visible(False)  # type: ignore[operator]
+
+
+# --- parts of a chart -----------------------------------------------------------------------------
+
+
+def _frame(axes: "Axes", text: str, unit: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_title(text, loc="left", fontsize="medium", fontweight="bold")
@@ -266,19 +321,18 @@ def title(axes: "Axes", text: str, unit: str) -> None:
     axes.grid(color=GRID, lw=0.5)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(SOFT)
-    axes.tick_params(color=SOFT, labelcolor=INK)
+    axes.tick_params(color=SOFT)
     axes.tick_params(which="minor", length=0)
 
 
-def message(axes: "Axes", text: str) -> None:
-    """Text where there is nothing to draw."""
+def _message(axes: "Axes", text: str) -> None:
     if not axes.has_data():
         axes.set(xticks=[], yticks=[])
     axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes, color=SOFT)
 
 
-def log_scale(axes: "Axes") -> None:
-    """Powers of ten as plain text, and 2 and 5 between them where few are in view."""
+def _log_scale(axes: "Axes") -> None:
+    """Powers of ten as plain text, and numbers between them where few powers are in view."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -298,56 +352,36 @@ def _plain(value: float, _: float | None = None) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
-def _floor(found: Array) -> float:
-    positive = found[(found > 0) & np.isfinite(found)]
-    return float(min(positive.min(), FLOAT32)) / 3 if len(positive) else FLOAT32 / 3
-
-
-def _draw_noise(axes: "Axes", quantity: str, band: Band, candidate: Curve, floor: float) -> None:
+def _draw_noise(axes: "Axes", quantity: str, band: Band) -> None:
     low, high = band.edges(quantity)
     middle = band.location(quantity)
     with np.errstate(divide="ignore", invalid="ignore"):
         half = np.maximum(high - middle, middle - low) / np.abs(middle)
-    label = "half width of the band"
-    axes.fill_between(
-        band.steps, np.full(len(half), floor / 2), half, color=BAND, alpha=0.35, lw=0, label=label
-    )
+    floor = np.full(len(half), FLOAT32 / 10)
+    style: Any = {"color": BAND, "alpha": 0.35, "lw": 0, "label": "half width of the band"}
+    axes.fill_between(band.steps, floor, half, **style)
     for i, control in enumerate(band.controls[:_MOST_CONTROLS]):
-        own = relative_difference(middle, band.values(control, quantity))
-        name = "control runs from the band's middle" if i == 0 else "_"
-        _draw_line(axes, Line(name, band.steps, np.where(own > 0, own, np.nan), SOFT, "-", 0.4))
-    if list(candidate.steps) == list(band.steps):
-        own = relative_difference(middle, band.values(candidate, quantity))
-        own = np.where(own > 0, own, np.nan)
-        _draw_line(axes, Line("candidate from the band's middle", band.steps, own, SERIES[6], "--"))
+        label = "" if i else "control runs from the band's middle"
+        values = _positive(middle, band.values(control, quantity))
+        _draw_line(axes, Line(label, band.steps, values, SOFT, "-", 0.4))
 
 
-def _draw_line(axes: "Axes", line: Line) -> None:
-    values = np.where(np.isfinite(line.values), line.values, np.nan)
-    few = np.isfinite(values).sum() <= _FEW_POINTS
-    steps, shown = thinned(line.steps, values)
-    # Wide lines of many points would cover each other whole.
-    width = line.width if len(steps) <= _MANY_POINTS else min(line.width, 1.4)
-    # Legends leave out what starts with an underscore; a run may be named so.
-    label = line.label if line.label == "_" else f"\N{ZERO WIDTH SPACE}{line.label}"
-    axes.plot(
-        steps,
-        shown,
-        line.style,
-        color=line.color,
-        lw=width,
-        label=label,
-        marker="o" if few else "",
-        markersize=3,
-    )
+def _positive(first: Array, second: Array) -> Array:
+    """The relative difference; NaN where it is 0, which a log scale has no place for."""
+    found = relative_difference(first, second)
+    return np.where(found > 0, found, np.nan)
 
 
-def _show_steps(axes: "Axes", steps: Sequence[Sequence[int]]) -> None:
-    """The same steps in all charts of the same runs, whatever is drawn of them."""
-    if steps:
-        low, high = min(own[0] for own in steps), max(own[-1] for own in steps)
-        margin = max((high - low) / 50, 0.5)
-        axes.set_xlim(low - margin, high + margin)
+def _draw_line(axes: "Axes", line: Line, *, joined: bool = False) -> None:
+    """`joined` connects points across steps without a finite value."""
+    finite = np.isfinite(line.values)
+    steps, values = np.asarray(line.steps), np.where(finite, line.values, np.nan)
+    steps, values = thinned(*((steps[finite], values[finite]) if joined else (steps, values)))
+    # Legends leave out labels that start with an underscore; a run may be named so.
+    label = f"\N{ZERO WIDTH SPACE}{line.label}" if line.label else "_"
+    marker = "o" if finite.sum() <= _FEW_POINTS else ""
+    style: Any = {"color": line.color, "lw": line.width, "marker": marker, "markersize": 3}
+    axes.plot(steps, values, line.style, label=label, **style)
 
 
 def _mark_first(axes: "Axes", step: int | None) -> None:

@@ -1,44 +1,61 @@
-"""One or several runs as one self-contained HTML page; nothing is compared."""
+"""One or several runs as one self-contained HTML page and a picture; nothing is compared."""
 
 from collections.abc import Sequence
-from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from titan_moe.verify.compare.records import NORM_OF, RunRecord
-from titan_moe.verify.report.charts import Chart, chart, draw_curves, run_lines
-from titan_moe.verify.report.heat import heat_of, load_maps
-from titan_moe.verify.report.render import Table, render
+from titan_moe.verify.report.charts import Panel, charts, load_panels, picture, run_panel
+from titan_moe.verify.report.data import load_of
+from titan_moe.verify.report.render import render
 from titan_moe.verify.report.sections import (
+    all_notes,
     configuration,
     environment,
     events,
+    layout_words,
     layouts,
-    values_table,
 )
-from titan_moe.verify.report.words import ABSENT, all_notes, layout_words
 
 _FIRST = ("loss", "validation_loss", "grad_norm", "lr", "tokens_per_second")
+_MOST_LOADS = 4
+"""Runs whose expert load is drawn."""
 
 
 def runs_page(title: str, runs: Sequence[RunRecord]) -> str:
     """Curves, expert load, layouts, configurations and environments of the runs."""
-    logged = list(dict.fromkeys(key for run in runs for key in run.curve.scalars))
-    logged = [key for key in logged if not key.startswith((NORM_OF, "moe/"))]
+    panels = _panels(runs)
+    more = {key: panel for key, panel in panels.items() if key not in _FIRST}
+    loads = [load_of(run) for run in runs]
     return render(
         "runs.html",
         title=title,
         last=[_last(run) for run in runs],
         notes=all_notes(runs),
-        charts=[overlay(runs, key) for key in _FIRST if key in logged],
-        more={key: overlay(runs, key) for key in logged if key not in _FIRST},
-        values=_values(runs),
+        charts=charts({key: panels[key] for key in _FIRST if key in panels}),
+        more=more,
+        more_charts=charts(more),
         events=events(runs),
-        load=load_maps([heat_of(run) for run in runs]),
+        load=charts(load_panels([load for load in loads if load.layers][:_MOST_LOADS])),
         layouts=layouts(runs),
         configuration=configuration(runs),
         environment=environment(runs),
     )
+
+
+def runs_png(runs: Sequence[RunRecord], path: Path) -> None:
+    """Writes loss, gradient norm, learning rate and the first run's expert load as one picture."""
+    head = ", ".join(f"{run.name} ({layout_words(run)})" for run in runs)
+    panels = [run_panel(runs, quantity) for quantity in ("loss", "grad_norm", "lr")]
+    notes = [f"\N{WARNING SIGN} {line}" for line in all_notes(runs)]
+    picture(path, head, notes, [*panels, *load_panels([load_of(runs[0])]).values()])
+
+
+def _panels(runs: Sequence[RunRecord]) -> dict[str, Panel]:
+    logged = dict.fromkeys(key for run in runs for key in run.curve.scalars)
+    keys = [key for key in logged if not key.startswith((NORM_OF, "moe/"))]
+    return {key: run_panel(runs, key) for key in keys}
 
 
 def _last(run: RunRecord) -> str:
@@ -51,27 +68,3 @@ def _last(run: RunRecord) -> str:
             late = at[-1] == len(run.curve.steps) - 1
             known.append(value if late else f"{value} in step {run.curve.steps[at[-1]]}")
     return f"{run.name} ({layout_words(run)}): {', '.join(known)}"
-
-
-def overlay(runs: Sequence[RunRecord], quantity: str) -> Chart:
-    """Draw one quantity of all runs."""
-    what = f"{quantity} of {len(runs)} runs" if len(runs) > 1 else quantity
-    draw = partial(draw_curves, quantity=quantity, lines=run_lines(runs, quantity))
-    return chart(quantity, what, draw)
-
-
-def _values(runs: Sequence[RunRecord]) -> tuple[Table, str]:
-    steps = sorted({step for run in runs for step in run.curve.steps})
-    heads, columns = ["step"], [list(map(str, steps))]
-    for run in runs:
-        for key in _FIRST[:3]:
-            if key not in run.curve.scalars:
-                continue
-            known = dict(zip(run.curve.steps, run.curve.scalars[key], strict=True))
-            heads.append(f"{run.name}: {key}")
-            columns.append([_short(known.get(step)) for step in steps])
-    return values_table(heads, columns)
-
-
-def _short(value: float | None) -> str:
-    return ABSENT if value is None or np.isnan(value) else f"{value:.5g}"

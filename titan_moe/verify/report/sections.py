@@ -1,30 +1,187 @@
-"""What pages show of any runs: layouts, configurations, environments, values step by step."""
+"""Sections that pages of any runs share: notes, layouts, configurations, environments."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
-from titan_moe.verify.compare.records import RunRecord
+from titan_moe.verify.compare.comparison import Comparison, Verdict
+from titan_moe.verify.compare.records import NORM_OF, RunRecord
+from titan_moe.verify.report.data import common_steps
 from titan_moe.verify.report.render import Table
-from titan_moe.verify.report.words import (
-    ABSENT,
-    differing_keys,
-    fact_rows,
-    layout_of,
-    layout_words,
-)
 
-VIEWS = {
+ABSENT = "\N{EM DASH}"
+_UNKNOWN = "unknown"
+_VIEWS = {
     "dense": (DENSE_AXES, "attention, router, shared experts, embeddings, norms"),
     "sparse": (SPARSE_AXES, "routed experts"),
 }
 _ALL_DRAWN = 64
 _DRAWN = 2
 """Boxes of each axis that are drawn of a larger world."""
-_MOST_VALUES = 400
+# Tables and keys that change files and messages, and not what is trained.
+_QUIET = ("job.", "metrics.", "profiling.", "comm.", "debug.routing_record", "debug.capture_step")
+
+
+# --- what runs are --------------------------------------------------------------------------------
+
+
+def all_notes(runs: Sequence[RunRecord]) -> list[str]:
+    """Lines that a reader must know before trusting the runs' curves."""
+    return [line for run in runs for line in _notes(run)]
+
+
+def _notes(run: RunRecord) -> list[str]:
+    found = []
+    curve, planned = run.curve, run.config.get("training", {}).get("steps")
+    if planned is not None and curve.steps[-1] < planned:
+        found.append(f"{run.name}: its last step is {curve.steps[-1]} of {planned}")
+    for quantity in ("loss", "grad_norm"):
+        if quantity not in curve.scalars:
+            found.append(f"{run.name}: no {quantity} was logged")
+            continue
+        broken = np.flatnonzero(~np.isfinite(curve.scalars[quantity]))
+        if len(broken):
+            found.append(
+                f"{run.name}: {quantity} is not finite, or missing, in {len(broken)} of "
+                f"{len(curve.steps)} steps, first in step {curve.steps[int(broken[0])]}"
+            )
+    missing = [
+        file for file, had in (("run.json", run.facts), ("config.toml", run.config)) if not had
+    ]
+    if missing:
+        found.append(f"{run.name}: left no {' and no '.join(missing)}")
+    return found
+
+
+def layout_words(run: RunRecord) -> str:
+    """The axes that are larger than 1."""
+    sizes = run.facts.get("layout")
+    if not sizes:
+        return f"{_UNKNOWN} layout"
+    words = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+    return ", ".join(words) or "one rank"
+
+
+def distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """The runs; those that share a name are named by their folders as well, or numbered."""
+    found: list[RunRecord] = []
+    for i, run in enumerate(runs):
+        name = run.name
+        if sum(other.name == name for other in runs) > 1 and run.folder is not None:
+            name = f"{run.folder.resolve().parent.name}/{name}"
+        if any(other.name == name for other in found):
+            name = f"{name} ({i + 1})"
+        found.append(replace(run, name=name))
+    return found
+
+
+def labelled(comparison: Comparison) -> Comparison:
+    """The comparison, with "baseline" and "candidate" in the names of its runs."""
+    baseline, candidate = (
+        run if run.name == role else replace(run, name=f"{role} {run.name}")
+        for role, run in (("baseline", comparison.baseline), ("candidate", comparison.candidate))
+    )
+    return replace(comparison, baseline=baseline, candidate=candidate)
+
+
+def detail(comparison: Comparison) -> str:
+    """The reasons of the verdict, as the command prints them; or what was compared."""
+    words = [f"{line[0].upper()}{line[1:]}." for line in comparison.reasons()]
+    if comparison.verdict is Verdict.IDENTICAL:
+        first, second = comparison.baseline.curve, comparison.candidate.curve
+        both = [key for key in first.scalars if key in second.scalars]
+        norms = sum(key.startswith(NORM_OF) for key in both)
+        loads = sum(layer in second.loads for layer in first.loads)
+        known: list[str] = [key for key in ("loss", "grad_norm") if key in both]
+        known += [f"norms of {norms} parameters"] if norms else []
+        known += [f"loads of {loads} layers"] if loads else []
+        steps = len(common_steps(first, second).steps)
+        words.append(f"Compared in {steps} steps: {', '.join(known)}.")
+    return " ".join(words)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """The keys that are not the same in all runs; of one run, those that are not the defaults."""
+    known = [run for run in runs if run.config]
+    lines = [
+        f"{run.name}: the configuration is unknown, for there is no config.toml."
+        for run in runs
+        if not run.config
+    ]
+    if not known:
+        return {"lines": lines, "table": None}
+    if len(known) == 1:
+        defaults = JobConfig().model_dump(mode="json", exclude_none=True)
+        pair = known[0], replace(known[0], config=defaults)
+        rows = [row for row in _differing_keys(pair) if row[1] != ABSENT]
+        said = f"{len(rows)} keys of {known[0].name} are not at their defaults."
+        return {"lines": [*lines, said], "table": Table(["key", "value", "default"], rows)}
+    rows = _differing_keys(known)
+    if not rows:
+        return {"lines": [*lines, "All keys are the same."], "table": None}
+    kinds = ["quiet" if row[0].startswith(_QUIET) else "" for row in rows]
+    quiet = kinds.count("quiet")
+    said = f"Keys that may change what is trained: {len(rows) - quiet}; others: {quiet}."
+    heads = ["key", *(run.name for run in known)]
+    return {"lines": [*lines, said], "table": Table(heads, rows, kinds=kinds)}
+
+
+def _differing_keys(runs: Sequence[RunRecord]) -> list[list[str]]:
+    """Rows of key and each run's value where these differ; keys that change no training last."""
+    configs = [_flat(run.config) for run in runs]
+    rows = [
+        [key, *(config.get(key, ABSENT) for config in configs)]
+        for key in sorted({key for config in configs for key in config})
+        if len({config.get(key) for config in configs}) > 1
+    ]
+    return sorted(rows, key=lambda row: row[0].startswith(_QUIET))
+
+
+def environment(runs: Sequence[RunRecord]) -> Table:
+    """Code, torch, device, data, ...; facts that are not the same in all runs are marked."""
+    tables = [_flat({k: v for k, v in run.facts.items() if k != "layout"}) for run in runs]
+    keys = dict.fromkeys(key for facts in tables for key in facts)
+    rows = [["layout", *map(layout_words, runs)]]
+    rows += [[key, *(facts.get(key, _UNKNOWN) for facts in tables)] for key in keys]
+    steps = [run.curve.steps for run in runs]
+    rows.append(["steps logged", *(f"{len(s)}: {s[0]} to {s[-1]}" for s in steps)])
+    kinds = ["differs" if len(set(row[1:])) > 1 else "" for row in rows]
+    rows.append(["folder", *(str(run.folder or _UNKNOWN) for run in runs)])
+    return Table(["", *(run.name for run in runs)], rows, kinds=[*kinds, ""])
+
+
+def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested tables as "table.key": value in words."""
+    found: dict[str, str] = {}
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+    return found
+
+
+def events(runs: Sequence[RunRecord]) -> Table | None:
+    """Decisions about spikes and NaN, in the order of time; None where there were none."""
+    columns = ("time", "step", "decision", "line")
+    rows = [
+        [run.name, *(str(event.get(key, ABSENT)) for key in columns)]
+        for run in runs
+        for event in run.events
+    ]
+    return Table(["run", "time", "step", "decision", "why"], rows, numbers=[2]) if rows else None
+
+
+# --- layouts --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -47,80 +204,25 @@ def layouts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     axis. A layout that several runs share is drawn once."""
     groups: list[tuple[dict[str, int], list[RunRecord]]] = []
     for run in runs:
-        same = [those for sizes, those in groups if sizes and sizes == layout_of(run)]
+        own = run.facts.get("layout") or {}
+        same = [those for sizes, those in groups if sizes and sizes == own]
         if same:
             same[0].append(run)
         else:
-            groups.append((layout_of(run), [run]))
+            groups.append((own, [run]))
     return [
         {
             "names": ", ".join(run.name for run in those),
             "words": layout_words(those[0]),
-            "views": [mesh_view(name, sizes) for name in VIEWS] if sizes else [],
+            "views": [_mesh_view(name, sizes) for name in _VIEWS] if sizes else [],
         }
         for sizes, those in groups
     ]
 
 
-def configuration(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """The keys that are not the same in all runs; of one run, those that are not the defaults."""
-    known = [run for run in runs if run.config]
-    lines = [
-        f"{run.name}: the configuration is unknown, for there is no config.toml."
-        for run in runs
-        if not run.config
-    ]
-    if len(known) < 2:
-        if not known:
-            return {"lines": lines, "table": None}
-        defaults = JobConfig().model_dump(mode="json", exclude_none=True)
-        pair = known[0], replace(known[0], config=defaults)
-        rows = [row for row in differing_keys(pair)[0] if row[1] != ABSENT]
-        said = f"{len(rows)} keys of {known[0].name} are not at their defaults."
-        return {"lines": [*lines, said], "table": Table(["key", "value", "default"], rows)}
-    rows, num_loud = differing_keys(known)
-    if not rows:
-        return {"lines": [*lines, "All keys are the same."], "table": None}
-    kinds = ["" if i < num_loud else "quiet" for i in range(len(rows))]
-    said = f"Keys that may change what is trained: {num_loud}; others: {len(rows) - num_loud}."
-    heads = ["key", *(run.name for run in known)]
-    return {"lines": [*lines, said], "table": Table(heads, rows, kinds=kinds)}
-
-
-def events(runs: Sequence[RunRecord]) -> Table | None:
-    """What runs decided about spikes and NaN, in the order of time; None where there were none."""
-    rows = [
-        [
-            run.name,
-            str(event.get("time", ABSENT)),
-            str(event["step"]),
-            str(event.get("decision", ABSENT)),
-            str(event.get("line", ABSENT)),
-        ]
-        for run in runs
-        for event in run.events
-    ]
-    return Table(["run", "time", "step", "decision", "why"], rows, numbers=[2]) if rows else None
-
-
-def environment(runs: Sequence[RunRecord]) -> Table:
-    """Code, torch, device, data, ...; what is not the same in all runs is marked."""
-    rows = fact_rows(runs)
-    kinds = ["differs" if len(set(row[1:])) > 1 and row[0] != "folder" else "" for row in rows]
-    return Table(["", *(run.name for run in runs)], rows, kinds=kinds)
-
-
-def values_table(heads: Sequence[str], columns: Sequence[Sequence[str]]) -> tuple[Table, str]:
-    """Numbers, one row a step (of many steps every n-th), and the table's title."""
-    rows = list(zip(*columns, strict=True))
-    every = -(-len(rows) // _MOST_VALUES) if rows else 1
-    title = "Values step by step" + (f": every {every}th of {len(rows)}" if every > 1 else "")
-    return Table(heads, rows[::every], numbers=range(len(heads))), title
-
-
-def mesh_view(name: str, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """What is drawn of a world in one of VIEWS: its words, and its ranks as nested boxes."""
-    axes, modules = VIEWS[name]
+def _mesh_view(name: str, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """A world in one of _VIEWS: its sizes in words, and its ranks as nested boxes."""
+    axes, modules = _VIEWS[name]
     known = [(axis, int(sizes.get(axis, 1))) for axis in axes]
     world = prod(size for _, size in known)
     most = world if world <= _ALL_DRAWN else _DRAWN

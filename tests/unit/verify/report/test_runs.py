@@ -15,10 +15,9 @@ from tests.support.report_cases import Page, facts, run
 from titan_moe.verify.compare.records import Curve, RunRecord, read_run
 from titan_moe.verify.compare.suite import SuiteRow, suite_page
 from titan_moe.verify.report.data import moved_share, relative_difference, thinned
-from titan_moe.verify.report.png import runs_png
 from titan_moe.verify.report.render import PALETTE
-from titan_moe.verify.report.runs import runs_page
-from titan_moe.verify.report.words import distinct_names
+from titan_moe.verify.report.runs import runs_page, runs_png
+from titan_moe.verify.report.sections import distinct_names
 
 
 def write(folder: Path, steps: int, *, planned: int = 30, tail: str = "") -> Path:
@@ -43,8 +42,7 @@ def test_one_run_from_its_metrics_alone(tmp_path: Path):
     page = Page(html)
     assert "its last step is 5 of 30" in page.text[""]
     assert "grad_norm is not finite, or missing, in 1 of 5 steps, first in step 3" in page.text[""]
-    assert "busiest expert" in page.text["load"] and page.images == 2
-    assert "log_expert_counts was off" in page.text["load"]
+    assert "busiest experts" in page.text["load"]
     assert "<run>" not in html and "a <run>: the layout is unknown" in page.text["layouts"]
     assert page.tables["configuration"][1:] == [["training.steps", "30", "10000"]]
     assert all(each.startswith(("#", "data:")) for each in page.loads)
@@ -76,8 +74,6 @@ def test_several_runs_side_by_side(tmp_path: Path):
     assert page.ranks == {"dense": [0, 0, 1, 2, 3], "sparse": [0, 0, 1, 2, 3]}
     assert "a, c: one rank" in page.text["layouts"]
     assert "b: dp_shard=2, tp=2" in page.text["layouts"]
-    values = page.tables["curves"]
-    assert len(values) == 1 + 30 and values[1][5] == "\N{EM DASH}" != values[2][5]
     words = ["one rank", "dp_shard=2, tp=2, edp=2, ep=2", "one rank"]
     assert page.tables["environment"][1] == ["layout", *words]
     runs_png(runs, tmp_path / "runs.png")
@@ -167,10 +163,6 @@ def test_validation_loss_is_drawn_and_numbers_are_short(tmp_path: Path):
     html = runs_page("One run", [read_run(tmp_path)])
     page = Page(html)
     assert 'aria-label="validation_loss"' in html.partition("More curves")[0]
-    assert [row[1:] for row in page.tables["curves"][1:]] == [
-        ["5.7088", "\N{EM DASH}"],
-        ["5.3538", "4.8338"],
-    ]
     assert "loss 5.3538" in page.text[""]
 
 
@@ -185,4 +177,4 @@ def test_a_suite_overlays_the_candidates_of_one_baseline():
     charts = html.count('<svg class="chart"')
     assert charts == 2, "loss and gradient norm"
     for name in ("baseline: unknown layout", "b against a", "c against a"):
-        assert html.count(f"{name}</li>") == charts
+        assert html.count(f"{name}</text>") == charts
