@@ -378,7 +378,6 @@ class Trainer:
             outcome=outcome(self.progress.step, *self.losses, *loss_unit(self.data.tokenizer)),
             last_saved=self.checkpointer.last_step,
             launch=self.process,
-            environment=os.environ,
         ):
             self._say(line)
 

@@ -21,9 +21,9 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
-from titan_moe.runtime.failure import explain
 from titan_moe.runtime.launch import end_with_parent
 from titan_moe.runtime.stopping import BEGAN, FOLDER
+from titan_moe.runtime.torchrun import explain
 from titan_moe.train import main
 
 _REPO = Path(__file__).resolve().parents[2]

@@ -216,7 +216,7 @@ def test_a_signal_to_a_job_saves_and_another_number_of_ranks_goes_on(
     assert not _pids(tmp_path)
     (saved,) = (tmp_path / "checkpoint").iterdir()
     step = int(saved.name.removeprefix("step-"))
-    assert f"CONFIG_FILE={tmp_path}/config.toml" in words
+    assert f"train --config {tmp_path}/config.toml" in words
     more = subprocess.run(
         [REPO / "run_train.sh", "--training.steps", str(step + 2)],
         env=environment(NGPU=1, CONFIG_FILE=tmp_path / "config.toml"),

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.errors import CRASHED, RunError
-from titan_moe.runtime.failure import print_errors
+from titan_moe.runtime.errors import CRASHED, RunError, print_errors
 from titan_moe.runtime.launch import end_on_signals, ignores_hangups, run_as_command
 
 _USAGE, _INTERRUPTED = 2, 130

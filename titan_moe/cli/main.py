@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from titan_moe.cli.command import Command
-from titan_moe.runtime.failure import print_errors
+from titan_moe.runtime.errors import print_errors
 
 COMMANDS = {
     "train": "train a model on the GPUs of this machine",

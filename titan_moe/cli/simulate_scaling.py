@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.parse import load_job
-    from titan_moe.runtime.failure import print_errors
+    from titan_moe.runtime.errors import print_errors
     from titan_moe.simulate.rank_step import in_words, one_microbatch, rank_step, simulate
     from titan_moe.simulate.scaling import violations
 

@@ -77,12 +77,10 @@ def run(options: argparse.Namespace) -> Answer:
 
 
 def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
-    from titan_moe.runtime.child import hold_requests
+    from titan_moe.runtime.torchrun import Nodes, hold_requests, start_ranks
 
     hold_requests()  # Checks may take long, and so may what they import.
-    from titan_moe.checkpoint.storage import saved_steps
     from titan_moe.runtime.launch import default_ranks
-    from titan_moe.runtime.torchrun import Nodes, start_ranks
     from titan_moe.train import check_all
 
     nodes = Nodes(options.nodes, options.node_rank, options.endpoint, options.max_restarts)
@@ -99,14 +97,12 @@ def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
                 "checkpoints: set checkpoint.enable=true and checkpoint.load_only=false"
             ]
         )
-    folder = Path(job.job.dump_folder)
     return start_ranks(
         ["train", *arguments],
         ranks=ranks // nodes.number,
         nodes=nodes,
-        folder=folder,
+        folder=Path(job.job.dump_folder),
         stop_timeout_s=job.training.stop_timeout_seconds if saves else None,
-        has_saved=lambda: bool(saved_steps(folder / job.checkpoint.folder)),
         environment=os.environ,
     )
 

@@ -29,8 +29,7 @@ from titan_moe.health.probes import Operations, Result
 from titan_moe.health.table import table
 from titan_moe.health.verdict import Judge, Rank, outcomes
 from titan_moe.runtime.device import describe_device
-from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.failure import report
+from titan_moe.runtime.errors import RunError, report
 from titan_moe.runtime.launch import Launch
 from titan_moe.runtime.process import Process, process_group
 from titan_moe.runtime.stopping import attempt_folder

@@ -2,13 +2,11 @@
 
 import math
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 
 from titan_moe.config.job_config import Checkpoint, Training
 from titan_moe.metrics.jsonl import EVENTS
-from titan_moe.runtime.command_lines import console, training_command
-from titan_moe.runtime.launch import Launch
+from titan_moe.runtime.launch import Launch, titan_moe_command
 
 
 def closing_lines(
@@ -20,7 +18,6 @@ def closing_lines(
     outcome: str,
     last_saved: int | None,
     launch: Launch,
-    environment: Mapping[str, str],
 ) -> list[str]:
     """Returns `outcome`, the run's files, and commands that work in the folder of the start.
 
@@ -41,18 +38,17 @@ def closing_lines(
     commands = {}
     # On several nodes the cluster's own command starts a run.
     if launch.num_nodes == 1:
+        words = ["--config", str(folder / "config.toml"), "--ranks", str(launch.world_size)]
+        start = shlex.join([*titan_moe_command(), "train", *words])
         if stopped:
-            start = training_command(folder, launch.world_size, environment)
             commands["go on where it stopped"] = start
         elif last_saved is None:
-            saving = ["--checkpoint.enable"]
-            start = training_command(folder, launch.world_size, environment, saving)
-            commands["train again and keep the model"] = start
+            commands["train again and keep the model"] = f"{start} --checkpoint.enable"
     if last_saved is not None:
         prompt = "def " if training.dataset == "stdlib" else "The"
-        words = [*console(), "generate", str(saves / f"step-{last_saved}"), "--prompt", prompt]
-        commands["see what the model writes"] = shlex.join(words)
-    page = [*console(), "report", "run", str(folder)]
+        words = ["generate", str(saves / f"step-{last_saved}"), "--prompt", prompt]
+        commands["see what the model writes"] = shlex.join([*titan_moe_command(), *words])
+    page = [*titan_moe_command(), "report", "run", str(folder)]
     commands["get a page of its curves and experts"] = shlex.join(page)
     return [*lines, "\n  ".join([f"next you can {', or '.join(commands)}:", *commands.values()])]
 

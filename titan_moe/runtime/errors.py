@@ -1,15 +1,22 @@
-"""The one error of a run that a user can mend, and what to say of those that it stands for."""
+"""The error of a run that a user can mend, remedies for errors of the system, and the record that a
+failing rank leaves for its launcher."""
 
 import errno
+import json
 import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 CRASHED = 70
 """The exit code of an error in titan_moe itself, which prints a traceback."""
-MACHINE = r"uncorrectable|\bECC\b|\bXid\b|NVLink|hardware|unknown error|busy or unavailable"
-"""Words of CUDA's errors that a defective device causes. Its others, such as device-side asserts
-and illegal memory accesses, are the program's."""
+# CUDA's errors that a defective device causes are failures of the machine. Its others, such as
+# device-side asserts and illegal memory accesses, are the program's.
 _OUTSIDE = re.compile(
-    rf"{MACHINE}|out of ?memory|allocate memory|NCCL|gloo|Dist\w*Error|connection (closed|reset)",
+    r"uncorrectable|\bECC\b|\bXid\b|NVLink|hardware|unknown error|busy or unavailable|"
+    r"out of ?memory|allocate memory|NCCL|gloo|Dist\w*Error|connection (closed|reset)",
     re.I,
 )
 _AGAIN = "and start the same command again"
@@ -29,18 +36,19 @@ class RunError(Exception):
 
 
 def disk_remedy(error: BaseException) -> str:
-    """What to do about a file system that cannot be written to; empty for all other errors."""
+    """Returns what to do about a file system that cannot be written; "" for all other errors."""
     return _REMEDIES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
 
 
 def is_outside(error: BaseException) -> bool:
-    """Memory, a device, a disk, the network or another rank has failed, not the program."""
+    """Returns whether memory, a device, a disk, the network or another rank failed, and not the
+    program."""
     text = f"{type(error).__name__}: {error}"
     return isinstance(error, (OSError, MemoryError)) or _OUTSIDE.search(text) is not None
 
 
 def reason(error: BaseException) -> str:
-    """Why something could not be read, on one line, without the name of a Python class."""
+    """Returns why something could not be read, on one line, without the name of a Python class."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, KeyError):
@@ -50,3 +58,42 @@ def reason(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "it nests too deep"
     return " ".join(str(error).split())
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended."""
+
+    time: float
+    """Seconds since the epoch."""
+    rank: int
+    exit_code: int
+    lines: list[str]
+    expected: bool
+    """The lines name a mistake that the user can mend; else they name an exception."""
+
+    def save(self, folder: Path) -> None:
+        """Write `rank-R.json` into `folder`, complete or not at all."""
+        path = folder / f"rank-{self.rank}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        partial.rename(path)
+
+
+def report(
+    rank: int, lines: Sequence[str], exit_code: int, *, expected: bool, to: Path | None
+) -> None:
+    """Record a failure in the folder `to`; print it if there is none or it cannot be written."""
+    failure = Failure(time.time(), rank, exit_code, list(lines), expected)
+    if to is not None:
+        try:
+            return failure.save(to)
+        except OSError:
+            pass
+    print_errors(lines)
+
+
+def print_errors(lines: Sequence[str]) -> None:
+    """Print one `error: ` line for each of `lines` on standard error."""
+    for line in lines:
+        print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)

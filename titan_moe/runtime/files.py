@@ -56,8 +56,7 @@ def lock_folder(folder: Path, key: str) -> None:
 
 
 def set_aside(path: Path, name: Callable[[int], str]) -> Path:
-    """Rename a file or folder to the first of name(1), name(2), ... that is free beside it; returns
-    where it is then."""
+    """Rename a file or folder to the first free of name(1), name(2), ...; returns its new path."""
     number = 1
     while (target := path.with_name(name(number))).exists():
         number += 1
@@ -66,9 +65,9 @@ def set_aside(path: Path, name: Callable[[int], str]) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write beside `path`, of its suffix, that takes its name when all of it is on disk.
+    """Yield a path beside `path`, of its suffix, that replaces `path` once all of it is on disk.
 
-    A reader finds the old content or the new one, and after a kill or an error the old one is left.
+    A reader finds the old content or the new one. A kill or an error leaves the old one.
     """
     aside = path.with_name(f".tmp-{path.name}")
     try:
@@ -78,20 +77,20 @@ def replacing(path: Path) -> Iterator[Path]:
         aside.replace(path)
     except BaseException as error:
         aside.unlink(missing_ok=True)
-        # A write does not say where. A library's error, as of a damaged gzip file, has no number.
+        # A failed write does not name its file. A library's error may have no number.
         if isinstance(error, OSError) and error.errno and error.filename is None:
             error.filename = str(path)
         raise
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text that no reader sees half of."""
+    """Write a text so that a reader finds the old content or the new one."""
     with replacing(path) as aside:
         aside.write_text(text, encoding="utf-8")
 
 
 def parse_json(content: bytes | str) -> Any:
-    """As json.loads. Raises ValueError where it nests too deep, too."""
+    """Read JSON. Raises ValueError for a text that is none, or nests too deep."""
     try:
         return json.loads(content)
     except RecursionError:

@@ -1,11 +1,12 @@
-"""What the launcher told this process, and how the process ends.
+"""A process's place in the run, its machine's devices, and how the process ends.
 
-No torch here: this is needed before anything heavy is imported.
+Nothing here imports torch: it is needed before anything heavy is imported.
 """
 
 import ctypes
 import os
 import runpy
+import shutil
 import signal
 import sys
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 
 LAUNCHER = "TITAN_MOE_LAUNCHER"
-"""The variable that tells ranks the process above their torchrun."""
+"""The variable that names the process above a rank's torchrun."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class Launch:
 
 
 def attempt_number(environment: Mapping[str, str]) -> int:
-    """How often torchrun has started all ranks again before."""
+    """Returns how often torchrun has started all ranks again."""
     return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """CUDA GPUs that a run would use, found without torch; 0 with a CPU build of torch."""
+    """Returns the number of GPUs that a run would use; 0 with a CPU build of torch."""
     if metadata.version("torch").endswith("+cpu"):
         return 0
     found = len(list(devices.glob("nvidia[0-9]*")))
@@ -65,7 +66,7 @@ def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> 
 
 
 def has_bfloat16_units(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the CPU multiplies bfloat16 itself, found without torch; True where nothing tells."""
+    """Returns whether the CPU multiplies bfloat16 itself; True if the system does not say."""
     try:
         words = set(cpuinfo.read_text().split())
     except OSError:
@@ -76,12 +77,12 @@ def has_bfloat16_units(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def default_ranks(environment: Mapping[str, str]) -> int:
-    """Ranks of a node where none are asked for: the GPUs found, else two processes."""
+    """Returns the ranks of a node by default: its GPUs, or two processes."""
     return count_gpus(environment) or 2
 
 
 def cpu_threads(local_world_size: int) -> int:
-    """Threads for each of `local_world_size` processes that share the cores given to this one."""
+    """Returns the threads of one of `local_world_size` processes that share this one's cores."""
     return max(1, len(os.sched_getaffinity(0)) // local_world_size)
 
 
@@ -89,6 +90,15 @@ def run_as_command(words: str) -> None:
     """Run `titan-moe WORDS` with this process's arguments, for a module started by python -m."""
     sys.argv[1:1] = words.split()
     runpy.run_module("titan_moe", run_name="__main__", alter_sys=True)
+
+
+def titan_moe_command() -> list[str]:
+    """Returns the words that start titan-moe in this shell: the environment that run_train.sh makes
+    may not be the active one."""
+    beside = Path(sys.executable).with_name("titan-moe")
+    if shutil.which("titan-moe") == str(beside):
+        return ["titan-moe"]
+    return [str(beside)] if beside.is_file() else [sys.executable, "-m", "titan_moe"]
 
 
 def end_on_signals() -> None:
@@ -102,7 +112,7 @@ def end_on_signals() -> None:
 
 
 def ignores_hangups() -> bool:
-    """Whether nohup has started this process: a terminal that closes is then not to end it."""
+    """Returns whether nohup has started this process, which then outlives its terminal."""
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
@@ -115,8 +125,8 @@ def end_with_parent() -> None:
 
 
 def has_lost_launcher(environment: Mapping[str, str]) -> bool:
-    """Whether the launcher of this rank, or torchrun between the two, ended before
-    `end_with_parent` was called: the kernel tells nothing of earlier deaths."""
+    """Returns whether this rank's launcher, or the torchrun between the two, ended before
+    `end_with_parent` was called, which acts on later deaths only."""
     if LAUNCHER not in environment or sys.platform != "linux":
         return False
     launcher, process = int(environment[LAUNCHER]), os.getppid()
@@ -126,7 +136,7 @@ def has_lost_launcher(environment: Mapping[str, str]) -> bool:
 
 
 def _parent(pid: int) -> int:
-    """0 where there is none, or no such process."""
+    """Returns the process's parent; 0 if there is none, or no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

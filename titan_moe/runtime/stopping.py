@@ -1,7 +1,7 @@
-"""A run that stops before its last step, with its state saved, to go on later.
+"""Stop a run before its last step, with its state saved, to go on later.
 
-Each node's launcher leaves a request in the folder that it shares with its ranks. They see it in
-the step that they are in, agree on it in that step's own all-reduce, save, and leave an answer.
+A node's launcher leaves a request in the folder that it shares with its ranks. They see it in their
+present step, agree on it in the step's own all-reduce, save, and leave an answer.
 """
 
 import time
@@ -13,28 +13,28 @@ from typing import Protocol
 from titan_moe.runtime.launch import Launch, attempt_number
 
 STOPPED = 75
-"""Exit code of a run that stopped so: EX_TEMPFAIL of sysexits.h, "try again"."""
+"""The exit code of a run that stopped, saved: EX_TEMPFAIL of sysexits.h, "try again"."""
 FOLDER = "TITAN_MOE_FAILURES"
-"""The variable that tells ranks the folder of requests, answers and failures."""
+"""The variable that names the folder of requests, answers and failures."""
 BEGAN = "TITAN_MOE_BEGAN"
-"""The variable that tells ranks when the launcher began, on the machine's monotonic clock."""
+"""The variable with the launcher's start, in seconds of the machine's monotonic clock."""
 _REQUEST, _ANSWER = "stop", "stopped"
 
 
 def request_stop(folder: Path) -> None:
-    """Ask the ranks of this node to stop; safe in a signal handler, and again."""
+    """Ask the ranks of this node to stop. May run in a signal handler, and again."""
     (folder / _REQUEST).touch()
 
 
 def has_stopped(folder: Path) -> bool:
-    """Whether the ranks of the latest attempt stopped with a complete checkpoint."""
+    """Returns whether the ranks of the latest attempt stopped with a complete checkpoint."""
     attempts = all_attempts(folder)
     return bool(attempts) and (attempts[-1] / _ANSWER).exists()
 
 
 def attempt_folder(environment: Mapping[str, str]) -> Path | None:
-    """The folder, made here, for what the ranks of this attempt leave: torchrun may have started
-    others before them, whose words no longer count. None without a launcher."""
+    """Make and return the folder for this attempt's answers and failures; those of attempts before
+    a restart no longer count. None without a launcher."""
     if not environment.get(FOLDER):
         return None
     folder = Path(environment[FOLDER]) / f"attempt-{attempt_number(environment)}"
@@ -43,22 +43,22 @@ def attempt_folder(environment: Mapping[str, str]) -> Path | None:
 
 
 def all_attempts(folder: Path) -> list[Path]:
-    """The folders of all attempts, the latest last."""
+    """Returns the folders of all attempts, the latest last."""
     return sorted(folder.glob("attempt-*"), key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 class Saves(Protocol):
-    """What saves a run's state."""
+    """Saves a run's state."""
 
     longest_save: float
     """Seconds of the longest save so far, from its beginning until it was seen to be complete."""
 
     def pending(self, step: int) -> bool:
-        """Whether a save is under way, or due after a step."""
+        """Returns whether a save is under way, or due after a step."""
 
 
 class StopWatch:
-    """One rank's part in stopping: whether it asks all to stop after the step that it is in.
+    """Decides on one rank whether the run must stop after the present step.
 
     Args:
         max_seconds: wall-clock limit of the run, counted from the start of its launcher; 0 is none.
@@ -68,7 +68,7 @@ class StopWatch:
         self._folder = attempt_folder(environment)
         self._leads_node = launch.local_rank == 0
         self._end: float | None = None
-        # One clock decides: other machines' started otherwise.
+        # One clock decides: the clocks of machines do not start together.
         if max_seconds and launch.rank == 0:
             self._end = float(environment.get(BEGAN, time.monotonic())) + max_seconds
         self._last: float | None = None
@@ -77,7 +77,8 @@ class StopWatch:
         self._saves_to_come = 1
 
     def asks(self) -> bool:
-        """Called once in each step, as late as its all-reduce allows."""
+        """Returns whether this rank asks all to stop. Must be called once in each step, as late as
+        the step's all-reduce allows."""
         now = time.monotonic()
         if self._last is not None:
             self._longest_step = max(self._longest_step, now - self._last - self._saving)
@@ -89,19 +90,19 @@ class StopWatch:
         return (self._folder.parent / _REQUEST).exists()
 
     def _needed(self) -> float:
-        """Seconds until all is saved if the run stops at the next step and not at this one."""
+        """Returns the seconds until all is saved if the run stops one step later."""
         return self._longest_step + self._longest_rest + self._saves_to_come * self._longest_save
 
     @contextmanager
     def saving(self, saves: Saves, step: int) -> Iterator[None]:
-        """Time what a step waits for its save, or to go back to one: other steps do not take it."""
+        """Measure how long a step waits for its save, or to go back to one."""
         began = time.monotonic()
         if self._last is not None:
             self._longest_rest = max(self._longest_rest, began - self._last)
         yield
         self._saving += time.monotonic() - began
         self._longest_save = max(self._longest_save, saves.longest_save)
-        # One that is under way is waited for before the last one begins.
+        # A save under way must end before the last one begins.
         self._saves_to_come = 1 + saves.pending(step + 1)
 
     def answer(self) -> None:

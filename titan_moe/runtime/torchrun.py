@@ -1,23 +1,51 @@
-"""Start one machine's ranks with torchrun, wait for them, and say in a line how they ended."""
+"""Start one machine's ranks with torchrun, pass signals on, and say in a line how the run ended.
 
+torchrun 2.13 can forward signals itself (--signals-to-handle, --shutdown-timeout), but then ends
+with 1 whatever its ranks ended with, and other nodes wait 300 s for it. So a request to stop is a
+file that ranks see, and all torchruns end well. @record keeps whole seconds, which cannot tell the
+first failure from those that follow, so ranks leave records of their own (`errors.report`).
+"""
+
+import json
 import os
+import re
 import shlex
+import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from titan_moe.runtime.child import Child
-from titan_moe.runtime.command_lines import training_command
-from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.failure import explain, print_errors
-from titan_moe.runtime.launch import LAUNCHER, count_gpus, cpu_threads
-from titan_moe.runtime.stopping import BEGAN, FOLDER, STOPPED, has_stopped
+from titan_moe.runtime.errors import Failure, RunError, print_errors
+from titan_moe.runtime.launch import (
+    LAUNCHER,
+    count_gpus,
+    cpu_threads,
+    end_with_parent,
+    ignores_hangups,
+)
+from titan_moe.runtime.stopping import (
+    BEGAN,
+    FOLDER,
+    STOPPED,
+    all_attempts,
+    has_stopped,
+    request_stop,
+)
 
-# No mapping of its own for any size, no end of the heap handed back; no lists of small pieces that
-# are not joined with their neighbours.
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGHUP: 143, signal.SIGTERM: 143, signal.SIGUSR1: 143}
+STOPPED_FILE = "TITAN_MOE_STOPPED"
+"""The variable that names a file to make when a run has stopped, saved, before its last step: a
+cluster's command that starts the nodes may end with another code than theirs."""
+# A signal may come twice: to all processes of a job, and from the command that started them.
+_SAME_SIGNAL_S = 1.0
+# No mapping for any size, no end of the heap handed back; no lists of small chunks that are not
+# joined with their neighbours.
 _KEEP_AND_JOIN = ":".join(
     f"glibc.malloc.{name}"
     for name in ("mmap_max=0", f"trim_threshold={2**62}", "tcache_count=0", "mxfast=0")
@@ -29,9 +57,14 @@ _LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     "NCCL_SOCKET_IFNAME": "lo",
 }
-STOPPED_FILE = "TITAN_MOE_STOPPED"
-"""The variable that names a file to make when a run has stopped, saved, before its last step: a
-cluster's command that starts the nodes may end with another code than theirs."""
+# torchrun's page about ranks that failed, and its errors about nodes that could not meet.
+_RANK = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+)")
+_PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_UNREACHABLE = re.compile(r"Rendezvous(Connection|Timeout|Closed)\w*Error|DistNetworkError")
+_GUESSES: dict[int, str] = {
+    signal.SIGKILL: " (often: out of memory)",
+    signal.SIGBUS: " (often: a file was cut short while it was read)",
+}
 
 
 @dataclass(frozen=True)
@@ -42,9 +75,15 @@ class Nodes:
     this: int = 0
     """Number 0 hosts the meeting point."""
     endpoint: str = ""
-    """host:port of machine 0, where all meet; "" where there is one machine."""
+    """host:port of machine 0, where all meet; "" for one machine."""
     max_restarts: int = 0
     """How often all ranks start again after one has failed."""
+
+
+def hold_requests() -> None:
+    """Block SIGUSR1 until `_Torchrun.run` answers it. Must run before there is a thread, which
+    inherits the mask."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 
 def start_ranks(
@@ -54,30 +93,27 @@ def start_ranks(
     nodes: Nodes,
     folder: Path,
     stop_timeout_s: int | None,
-    has_saved: Callable[[], bool] = lambda: False,
     environment: Mapping[str, str],
 ) -> int:
     """Run a command on `ranks` processes of this machine; returns the exit code of the run.
 
     Args:
-        words: of the command and its arguments, after titan-moe.
-        folder: the run's. torchrun's command, its own words and every rank's warnings go to its
-            launch/.
-        stop_timeout_s: how long ranks that are asked to stop may take to save; None where they
+        words: the command and its arguments, after titan-moe.
+        folder: the run's folder. Its launch/ gets torchrun's command and output, and every rank's
+            warnings.
+        stop_timeout_s: seconds that ranks have to save after a request to stop; None if they
             cannot save.
-        has_saved: whether the run's folder holds a checkpoint.
 
-    Raises RunError where nothing can be written there.
+    Raises:
+        RunError: the folder cannot be written.
     """
     with tempfile.TemporaryDirectory() as name:
         records = Path(name)
-        torchrun = _torchrun(ranks, nodes, records, environment)
-        command = [*torchrun, "-m", "titan_moe", *words]
+        command = [*_torchrun(ranks, nodes, records, environment), "-m", "titan_moe", *words]
         log = _new_log(folder, nodes.this, command)
         print(f"starting {ranks} rank(s) with torchrun, log {log}", flush=True)
         variables = {
-            # torchrun would set one thread per rank.
-            "OMP_NUM_THREADS": str(cpu_threads(ranks)),
+            "OMP_NUM_THREADS": str(cpu_threads(ranks)),  # torchrun would set 1.
             **allocators(environment),
             **(_LOOPBACK if nodes.number == 1 else {}),
             "PYTHONFAULTHANDLER": "1",  # A crash leaves its Python stack in the log.
@@ -86,39 +122,107 @@ def start_ranks(
             BEGAN: str(time.monotonic()),
             LAUNCHER: str(os.getpid()),
         }
-        child = Child(records, stop_timeout_s)
-        code = child.run(command, log, variables)
-        if sys.stdout.isatty() and (code or child.interrupted):
+        torchrun = _Torchrun(records, stop_timeout_s)
+        code = torchrun.run(command, log, variables)
+        if sys.stdout.isatty() and (code or torchrun.interrupted):
             print()  # A progress bar may be on the line.
         if code == 0 and has_stopped(records):
             if environment.get(STOPPED_FILE):
                 Path(environment[STOPPED_FILE]).touch()
             return STOPPED
-        if child.interrupted:
-            if words[0] == "train":
-                saved = None if stop_timeout_s is None else has_saved()
-                print(_goes_on(folder, ranks, nodes, environment, saved=saved))
-            print(f"the files of this run are in {folder}")
-            return child.interrupted
+        if torchrun.interrupted:
+            lost = "nothing was saved: with checkpoint.enable=true one SIGTERM saves first"
+            if stop_timeout_s is not None:
+                lost = "the same command goes on from the last checkpoint (one SIGTERM saves first)"
+            print(f"interrupted; {lost}\nthe files of this run are in {folder}")
+            return torchrun.interrupted
         if code:
             lines, code = explain(records, log, nodes.endpoint)
             print_errors(lines)
     return code
 
 
-def _goes_on(
-    folder: Path, ranks: int, nodes: Nodes, environment: Mapping[str, str], *, saved: bool | None
-) -> str:
-    """`saved`: whether there is a checkpoint; None for a run without any."""
-    if saved is None:
-        return "interrupted, all steps lost: SIGTERM saves with checkpoint.enable and no load_only"
-    lost, goes = "the steps since the last save are lost", "goes on from there"
-    if not saved:
-        lost, goes = "all steps are lost", "begins again"
-    words = f"interrupted; {lost} (one SIGTERM asks to save first); the same command {goes}"
-    if nodes.number > 1 or not (folder / "config.toml").exists():
-        return words
-    return f"{words}, and so does\n  {training_command(folder, ranks, environment)}"
+class _Torchrun:
+    """The torchrun process, and the answers to signals that reach its launcher.
+
+    If the run can save, SIGTERM and SIGUSR1 leave a request for its ranks and do nothing else. A
+    second SIGTERM, the end of the time to save, or any other signal ends the run as it is.
+    """
+
+    def __init__(self, records: Path, stop_timeout_s: int | None) -> None:
+        self.interrupted = 0
+        """The launcher's exit code if a signal ended the run; else 0."""
+        self._records = records
+        self._stop_timeout_s = stop_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._terminated: float | None = None
+
+    def run(self, command: list[str], log: Path, variables: Mapping[str, str]) -> int:
+        """Start torchrun, wait for it, and return its exit code.
+
+        torchrun runs in a session of its own, and gets no signal but those from here. It ends with
+        this process, also if that is killed.
+        """
+        for number in EXIT_CODES:
+            if not (number == signal.SIGHUP and ignores_hangups()):
+                signal.signal(number, self._answer)
+        signal.signal(signal.SIGALRM, self._give_up)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                env=variables,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=partial(_begin, os.getpid()),
+            )
+            if self.interrupted:
+                self._process.terminate()
+            code = self._process.wait()
+        signal.alarm(0)
+        for number in EXIT_CODES:  # Too late for any.
+            signal.signal(number, signal.SIG_IGN)
+        return code
+
+    def _answer(self, number: int, frame: Any) -> None:
+        asks = number == signal.SIGUSR1 or (number == signal.SIGTERM and not self._is_second())
+        if self._stop_timeout_s is None or not asks:
+            return self._end(EXIT_CODES[signal.Signals(number)])
+        is_first = not (self._records / "stop").exists()
+        request_stop(self._records)
+        if is_first:
+            signal.alarm(self._stop_timeout_s)
+            _say("asked to stop: the state is saved after this step (SIGTERM: end without)")
+
+    def _give_up(self, number: int, frame: Any) -> None:
+        _say(f"not saved within training.stop_timeout_seconds={self._stop_timeout_s}")
+        self._end(EXIT_CODES[signal.SIGTERM])
+
+    def _is_second(self) -> bool:
+        now = time.monotonic()
+        if self._terminated is None:
+            self._terminated = now
+        return now - self._terminated > _SAME_SIGNAL_S
+
+    def _end(self, code: int) -> None:
+        self.interrupted = self.interrupted or code
+        if self._process is not None:
+            self._process.terminate()
+
+
+def _begin(launcher: int) -> None:
+    """Prepare the process that becomes torchrun. Some clusters send SIGUSR1 to all processes of a
+    job, and torchrun would die of it."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    end_with_parent()
+    if os.getppid() != launcher:  # It has been killed just now.
+        os._exit(1)
+
+
+def _say(line: str) -> None:
+    """Print from a signal handler, which may have interrupted a print. On a terminal the line goes
+    below the progress bar."""
+    os.write(1, ("\n" * os.isatty(1) + line + "\n").encode())
 
 
 def _torchrun(ranks: int, nodes: Nodes, records: Path, environment: Mapping[str, str]) -> list[str]:
@@ -141,21 +245,21 @@ def _torchrun(ranks: int, nodes: Nodes, records: Path, environment: Mapping[str,
 
 
 def allocators(environment: Mapping[str, str]) -> dict[str, str]:
-    """How a rank's memory is managed, where the environment does not say so.
+    """Returns variables for a rank's allocators, unless the environment sets its own.
 
-    On a GPU segments that grow: exchanges whose sizes change at every step fragment fixed ones, and
-    a run then ends out of memory beside free memory. On the CPU glibc keeps what a step has freed
-    for the next one, and joins all of it: by default it hands large tensors back to the kernel,
-    which clears every page again (half of the time of an elementwise pass), and keeps the odd ends
-    that alignment leaves between tensors, so that no other tensor of the size fits in their place.
+    On a GPU segments grow: exchanges whose sizes change at every step fragment fixed ones, and a
+    run then ends out of memory beside free memory. On the CPU glibc keeps freed memory for the next
+    step, and joins it: by default it hands large tensors back to the kernel, which clears every
+    page again (half of the time of an elementwise pass), and keeps odd gaps between tensors in
+    which no other tensor fits.
     """
-    found = {}
+    variables = {}
     if not environment.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
-        found["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     chosen = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in environment)
     if not (chosen or count_gpus(environment)):
-        found["GLIBC_TUNABLES"] = _KEEP_AND_JOIN
-    return found
+        variables["GLIBC_TUNABLES"] = _KEEP_AND_JOIN
+    return variables
 
 
 def _new_log(folder: Path, node: int, command: list[str]) -> Path:
@@ -164,6 +268,45 @@ def _new_log(folder: Path, node: int, command: list[str]) -> Path:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(f"{shlex.join(command)}\n")
     except OSError as error:
-        told = f"cannot write to job.dump_folder={folder}: {error.strerror}"
-        raise RunError(told) from None
+        line = f"cannot write to job.dump_folder={folder}: {error.strerror}"
+        raise RunError(line) from None
     return log
+
+
+def explain(records: Path, log: Path, endpoint: str) -> tuple[list[str], int]:
+    """Returns the lines to print and the exit code of a run that torchrun reports as failed.
+
+    A rank that could leave no record (SIGKILL, a segmentation fault) stands on torchrun's page.
+
+    Args:
+        records: holds a folder for each attempt of torchrun's; the last one counts.
+        log: torchrun's standard error.
+        endpoint: where the nodes were to meet.
+    """
+    files = (path for attempt in all_attempts(records)[-1:] for path in attempt.glob("rank-*.json"))
+    failures = [Failure(**json.loads(path.read_text())) for path in files]
+    failures.sort(key=lambda failure: failure.time)
+    first = next((failure for failure in failures if failure.expected), None)
+    if first is not None:
+        return first.lines, first.exit_code
+    text = log.read_text(encoding="utf-8", errors="replace")
+    ends = [(int(rank), int(code)) for rank, code in _RANK.findall(text)]
+    # torchrun ends the other ranks with SIGTERM; any other end came first.
+    ends = [end for end in ends if end[1] != -signal.SIGTERM] or ends
+    for rank, code in ends:
+        if code < 0:
+            how = f"{signal.Signals(-code).name}{_GUESSES.get(-code, '')}"
+            line = f"rank {rank} was killed by {how}; torchrun's output is in {log}"
+            return [f"{line} (docs/troubleshooting.md#a-rank-was-killed)"], 128 - code
+    if failures:
+        lines = [f"{line} (traceback in {log})" for line in failures[0].lines]
+        return lines, failures[0].exit_code
+    if ends:
+        rank, code = ends[0]
+        return [f"rank {rank} ended with exit code {code}; its output is in {log}"], code
+    if _PORT_IN_USE.search(text):
+        return [f"the port of RDZV_ENDPOINT={endpoint} is in use: choose another port"], 1
+    if _UNREACHABLE.search(text):
+        line = f"the nodes could not meet at RDZV_ENDPOINT={endpoint}: see {log}"
+        return [f"{line} (docs/troubleshooting.md#the-nodes-could-not-meet)"], 1
+    return [f"torchrun ended without naming a rank; its output is in {log}"], 1

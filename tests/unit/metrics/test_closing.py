@@ -8,8 +8,7 @@ import pytest
 from titan_moe.config.job_config import Checkpoint, Training
 from titan_moe.data.tokenizer import load_tokenizer, loss_unit
 from titan_moe.metrics import closing
-from titan_moe.runtime import command_lines
-from titan_moe.runtime.launch import Launch
+from titan_moe.runtime.launch import Launch, titan_moe_command
 
 
 def closing_lines(folder, *, ranks=2, nodes=1, step=300, last_saved=300):
@@ -21,7 +20,6 @@ def closing_lines(folder, *, ranks=2, nodes=1, step=300, last_saved=300):
         outcome="step 300: loss 1.00",
         last_saved=last_saved,
         launch=Launch(world_size=ranks, local_world_size=ranks // nodes, num_nodes=nodes),
-        environment={"CUDA_VISIBLE_DEVICES": ""},
     )
     first, *commands = following.split("\n  ")
     assert first.startswith("next you can ") and first.endswith(":")
@@ -30,8 +28,7 @@ def closing_lines(folder, *, ranks=2, nodes=1, step=300, last_saved=300):
 
 @pytest.fixture(autouse=True)
 def _console(monkeypatch):
-    monkeypatch.setattr(closing, "console", lambda: ["titan-moe"])
-    monkeypatch.setattr(command_lines, "console", lambda: ["titan-moe"])
+    monkeypatch.setattr(closing, "titan_moe_command", lambda: ["titan-moe"])
 
 
 def test_outcome_has_losses_in_nats_and_bits():
@@ -46,7 +43,7 @@ def test_outcome_has_losses_in_nats_and_bits():
 
 def test_closing_lines_name_files_and_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    start = f"CONFIG_FILE={tmp_path}/config.toml {command_lines.CHECKOUT}/run_train.sh"
+    start = f"titan-moe train --config {tmp_path}/config.toml --ranks"
     generate = f"titan-moe generate {tmp_path}/checkpoint/step-{{}} --prompt"
     page = f"titan-moe report run {tmp_path}"
 
@@ -63,30 +60,19 @@ def test_closing_lines_name_files_and_commands(tmp_path, monkeypatch):
     lines, commands = closing_lines(tmp_path, step=7, last_saved=7, ranks=4)
     left_out = f"steps that were left out or trained again: {tmp_path}/events.jsonl"
     assert left_out in lines and not any("curves" in line for line in lines)
-    assert commands[0] == start.replace(" /", " NGPU=4 /") and "step-7 " in commands[1]
+    assert commands[0] == f"{start} 4" and "step-7 " in commands[1]
 
-    assert closing_lines(tmp_path, last_saved=None)[1] == [f"{start} --checkpoint.enable", page]
+    assert closing_lines(tmp_path, last_saved=None)[1] == [f"{start} 2 --checkpoint.enable", page]
     assert closing_lines(tmp_path, ranks=16, nodes=2, last_saved=None)[1] == [page]
 
 
-def test_training_command_of_checkout_and_of_installed_package(tmp_path, monkeypatch):
-    monkeypatch.chdir(command_lines.CHECKOUT)
-    (command, _) = closing_lines(tmp_path, last_saved=None)[1]
-    assert command.endswith(" ./run_train.sh --checkpoint.enable")
-    monkeypatch.setattr(command_lines, "CHECKOUT", tmp_path)
-    (command, _) = closing_lines(tmp_path, last_saved=None)[1]
-    config = tmp_path / "config.toml"
-    assert command == f"titan-moe train --config {config} --ranks 2 --checkpoint.enable"
-
-
-def test_console_is_named_as_the_shell_finds_it(tmp_path, monkeypatch):
-    monkeypatch.undo()
+def test_titan_moe_command_is_what_the_shell_finds(tmp_path, monkeypatch):
     python = tmp_path / "bin" / "python"
     monkeypatch.setattr(sys, "executable", str(python))
-    assert command_lines.console() == [str(python), "-m", "titan_moe"]
+    assert titan_moe_command() == [str(python), "-m", "titan_moe"]
     program = tmp_path / "bin" / "titan-moe"
     program.parent.mkdir()
     program.touch(mode=0o755)
-    assert command_lines.console() == [str(program)]
+    assert titan_moe_command() == [str(program)]
     monkeypatch.setenv("PATH", str(program.parent))
-    assert command_lines.console() == ["titan-moe"]
+    assert titan_moe_command() == ["titan-moe"]

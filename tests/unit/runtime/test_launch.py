@@ -127,10 +127,11 @@ def test_a_rank_dies_with_its_launcher() -> None:
 def test_torchrun_dies_with_its_launcher(tmp_path: Path) -> None:
     torchrun = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)"
     launcher = (
-        "import os, sys\nfrom pathlib import Path\nfrom titan_moe.runtime.child import Child\n"
+        "import os, sys\nfrom pathlib import Path\n"
+        "from titan_moe.runtime.torchrun import _Torchrun\n"
         f"folder = Path({str(tmp_path)!r})\n"
         f"command = [sys.executable, '-c', {torchrun!r}]\n"
-        "Child(folder, None).run(command, folder / 'log', os.environ)"
+        "_Torchrun(folder, None).run(command, folder / 'log', os.environ)"
     )
     with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

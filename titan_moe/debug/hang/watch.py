@@ -24,7 +24,7 @@ from titan_moe.config.job_config import Comm
 from titan_moe.debug.hang.analysis import analyse
 from titan_moe.debug.hang.records import default_store, make_record, seconds_waited
 from titan_moe.debug.hang.reports import write_report
-from titan_moe.runtime.failure import report
+from titan_moe.runtime.errors import report
 from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.process import BACKEND_GRACE_S, Process
 
