@@ -15,7 +15,7 @@ from titan_moe.metrics.jsonl import JsonLines
 from titan_moe.runtime.files import parse_json, replacing, write_whole
 
 
-def test_an_error_leaves_the_old_content(tmp_path):
+def test_replacing_keeps_the_old_content_after_an_error(tmp_path):
     path = tmp_path / "a.txt"
     write_whole(path, "old")
     with pytest.raises(ZeroDivisionError), replacing(path) as aside:
@@ -25,7 +25,7 @@ def test_an_error_leaves_the_old_content(tmp_path):
     assert path.read_text() == "old" and [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_a_write_that_fails_says_where(tmp_path):
+def test_replacing_names_the_file_of_a_failed_write(tmp_path):
     with pytest.raises(OSError, match=str(tmp_path / "a.txt")), replacing(tmp_path / "a.txt"):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -55,7 +55,7 @@ def not_whole(path: Path, content: bytes) -> str:
     return "" if content.endswith(ends.get(path.suffix, b"")) and content else f"half {path.name}"
 
 
-def test_a_reader_that_polls_sees_whole_files(tmp_path):
+def test_polling_reader_sees_whole_files(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     ours, theirs = multiprocessing.get_context("fork").Pipe()
@@ -77,7 +77,7 @@ def test_a_reader_that_polls_sees_whole_files(tmp_path):
     assert min(found[name] for name in ("metrics.jsonl", "run.json", "config.toml")) > 10
 
 
-def test_a_line_of_metrics_is_one_write(tmp_path):
+def test_json_line_is_one_write(tmp_path):
     """Also a long one, which a buffer would cut."""
     sink = JsonLines(tmp_path / "metrics.jsonl", resume_step=0)
     calls, file = [], sink._file
@@ -88,7 +88,7 @@ def test_a_line_of_metrics_is_one_write(tmp_path):
     assert calls == [os.path.getsize(tmp_path / "metrics.jsonl")] and calls[0] > 100_000
 
 
-def test_json_that_nests_too_deep_is_a_value_error():
+def test_parse_json_refuses_deep_nesting():
     assert parse_json('{"a": [1]}') == {"a": [1]}
     with pytest.raises(ValueError, match="nests too deep"):
         parse_json(100_000 * b"[" + 100_000 * b"]")

@@ -1,4 +1,4 @@
-"""What a process knows of its run before torch is imported, and how it ends."""
+"""A process's place in the run, its machine's devices, and how it ends."""
 
 import os
 import signal
@@ -21,17 +21,10 @@ from titan_moe.runtime.launch import (
 )
 from titan_moe.train import read_for_device
 
-_TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-}
 
-
-def test_torchrun_tells_the_place_and_nobody_means_alone() -> None:
-    launch = Launch.from_environment(_TORCHRUN)
+def test_launch_is_read_from_torchruns_variables() -> None:
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    launch = Launch.from_environment(torchrun | {"GROUP_RANK": "1"})
     assert launch == Launch(5, 8, 1, 4, node_rank=1, num_nodes=2)
     assert Launch.from_environment({}) == Launch(0, 1, 0, 1, node_rank=0, num_nodes=1)
 
@@ -47,7 +40,7 @@ def test_torchrun_tells_the_place_and_nobody_means_alone() -> None:
         ("2.13.0+cpu", None, 0),
     ],
 )
-def test_gpus_are_counted_without_torch(
+def test_count_gpus(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     build: str,
@@ -66,13 +59,12 @@ def test_gpus_are_counted_without_torch(
     [
         ("flags : avx2 avx512f", False),
         ("flags : avx2 avx512_bf16", True),
-        ("flags : amx_bf16", True),
         ("Features : asimd bf16", True),
         ("Features : asimd", False),
         ("processor : 0", True),
     ],
 )
-def test_bfloat16_units_are_found_without_torch(words: str, expected: bool, tmp_path: Path) -> None:
+def test_has_bfloat16_units(words: str, expected: bool, tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     assert has_bfloat16_units(cpuinfo), "no such file"
     cpuinfo.write_text(words)
@@ -88,8 +80,8 @@ def test_bfloat16_units_are_found_without_torch(words: str, expected: bool, tmp_
         (False, 0, ["--training.mixed_precision_param", "bfloat16"], "bfloat16"),
     ],
 )
-def test_a_cpu_without_bfloat16_units_computes_in_float32(
-    units: bool, num_gpus: int, arguments: list[str], expected: str, monkeypatch
+def test_cpu_without_bfloat16_units_computes_in_float32(
+    units: bool, num_gpus: int, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("titan_moe.train.has_bfloat16_units", lambda: units)
     monkeypatch.setattr("titan_moe.train.count_gpus", lambda environment: num_gpus)
@@ -99,49 +91,49 @@ def test_a_cpu_without_bfloat16_units_computes_in_float32(
     assert any("no bfloat16 units" in line for line in lines) is (expected == "float32")
 
 
-def test_ranks_share_the_cores() -> None:
+def test_cpu_threads_share_the_cores() -> None:
     cores = len(os.sched_getaffinity(0))
     assert cpu_threads(1) == cores
     assert cpu_threads(10 * cores) == 1
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_a_rank_dies_with_its_launcher() -> None:
-    rank = (
-        "import time\nfrom titan_moe.runtime.launch import end_with_parent\n"
-        "end_with_parent()\nprint(flush=True)\ntime.sleep(60)"
-    )
-    launcher = (
-        "import subprocess, sys\n"
-        f"rank = subprocess.Popen([sys.executable, '-c', {rank!r}], stdout=subprocess.PIPE)\n"
-        "rank.stdout.readline()\nprint(rank.pid, flush=True)\nrank.wait()"
-    )
-    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        pid = int(process.stdout.readline())
-        process.send_signal(signal.SIGKILL)
-    assert _is_gone(pid, within_s=5)
+_RANK = (
+    "import time\nfrom titan_moe.runtime.launch import end_with_parent\n"
+    "end_with_parent()\nprint(flush=True)\ntime.sleep(60)"
+)
+_LAUNCHER_OF_RANK = (
+    "import subprocess, sys\n"
+    f"rank = subprocess.Popen([sys.executable, '-c', {_RANK!r}], stdout=subprocess.PIPE)\n"
+    "rank.stdout.readline()\nprint(rank.pid, flush=True)\nrank.wait()"
+)
+_LAUNCHER_OF_TORCHRUN = (
+    "import os, sys\nfrom pathlib import Path\n"
+    "from titan_moe.runtime.torchrun import _Torchrun\n"
+    "folder = Path(sys.argv[1])\n"
+    "sleeps = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
+    "command = [sys.executable, '-c', sleeps]\n"
+    "_Torchrun(folder, None).run(command, folder / 'log', os.environ)"
+)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_torchrun_dies_with_its_launcher(tmp_path: Path) -> None:
-    torchrun = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)"
-    launcher = (
-        "import os, sys\nfrom pathlib import Path\n"
-        "from titan_moe.runtime.torchrun import _Torchrun\n"
-        f"folder = Path({str(tmp_path)!r})\n"
-        f"command = [sys.executable, '-c', {torchrun!r}]\n"
-        "_Torchrun(folder, None).run(command, folder / 'log', os.environ)"
-    )
-    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE) as process:
+@pytest.mark.parametrize(
+    "launcher", [_LAUNCHER_OF_RANK, _LAUNCHER_OF_TORCHRUN], ids=["rank_dies", "torchrun_dies"]
+)
+def test_processes_die_with_their_launcher(launcher: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", launcher, str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
-    assert _is_gone(pid, within_s=5)
+    deadline = time.monotonic() + 5
+    while not _is_gone(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
-def test_a_rank_notices_that_its_launcher_ended_before_it_could_ask() -> None:
+def test_rank_notices_that_its_launcher_ended_before_it_could_ask() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     assert not has_lost_launcher({})
@@ -149,14 +141,9 @@ def test_a_rank_notices_that_its_launcher_ended_before_it_could_ask() -> None:
     assert has_lost_launcher({LAUNCHER: str(ended.pid)})
 
 
-def _is_gone(pid: int, within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.05)
-    return False
+def _is_gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"

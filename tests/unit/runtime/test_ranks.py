@@ -16,7 +16,7 @@ def rank_times(factor: int) -> int:
     return dist.get_rank() * factor
 
 
-def test_results_come_in_the_order_of_ranks() -> None:
+def test_run_on_ranks_returns_results_in_rank_order() -> None:
     assert run_on_ranks(rank_times, 3, 10) == [0, 10, 20]
 
 
@@ -44,14 +44,14 @@ def fail_while_others_wait(bad_rank: int, how: str) -> None:
     ],
 )
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_the_cause_is_named_whoever_reports_first(bad_rank: int, how: str, says: str) -> None:
+def test_rank_error_names_the_cause_first(bad_rank: int, how: str, says: str) -> None:
     with pytest.raises(RankError) as failure:
         run_on_ranks(fail_while_others_wait, 2, bad_rank, how)
     told = str(failure.value)
     assert told.startswith(f"rank {bad_rank}:") and says in told
 
 
-def test_a_consequence_is_a_line_behind_the_cause() -> None:
+def test_rank_error_shows_consequences_in_one_line() -> None:
     broken = "Traceback\nRuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer"
     told = _told({"rank 0": broken, "rank 1": "Traceback\nValueError: the cause"}).splitlines()
     assert told[:3] == ["rank 1:", "Traceback", "ValueError: the cause"]
@@ -64,7 +64,7 @@ def hang(bad_rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_one_timeout_ends_ranks_and_their_collectives() -> None:
+def test_run_on_ranks_times_out_with_stacks() -> None:
     start = time.monotonic()
     with pytest.raises(RankError) as failure:
         run_on_ranks(hang, 2, 1, timeout_s=10)
@@ -80,6 +80,6 @@ def number(n: int) -> int:
     return n
 
 
-def test_a_process_that_dies_in_a_pool_is_told_with_its_exit_code() -> None:
+def test_in_fresh_processes_names_the_exit_code_of_a_dead_process() -> None:
     with pytest.raises(WorkerError, match=r"number 1:\n.*ended without a result \(exit code 7\)"):
         list(in_fresh_processes(number, [(0,), (1,)], num_workers=1))

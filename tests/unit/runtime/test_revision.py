@@ -15,14 +15,14 @@ from titan_moe.runtime.revision import (
 )
 
 
-def test_the_running_code_is_this_package() -> None:
+def test_running_code_is_this_package() -> None:
     found = running_code()
     assert found["folder"] == str(PACKAGE) and found["sha256"] == package_hash(PACKAGE)
     assert (PACKAGE / "trainer.py").is_file()
     assert code_in_words(found).startswith(str(PACKAGE))
 
 
-def test_a_hash_is_of_names_and_contents(tmp_path: Path) -> None:
+def test_package_hash_covers_names_and_contents(tmp_path: Path) -> None:
     hashes = []
     for name, text in (("a.py", "1"), ("a.py", "2"), ("b.py", "2"), ("sub/b.py", "2")):
         folder = tmp_path / str(len(hashes))
@@ -34,7 +34,7 @@ def test_a_hash_is_of_names_and_contents(tmp_path: Path) -> None:
     assert package_hash(tmp_path / "2") == hashes[2]
 
 
-def test_a_revision_is_of_the_folder_s_own_repository(tmp_path: Path) -> None:
+def test_code_revision_needs_the_folders_own_repository(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     assert code_revision(tmp_path) is None, "no commit yet"
     (tmp_path / "inside").mkdir()
@@ -49,7 +49,7 @@ def test_a_revision_is_of_the_folder_s_own_repository(tmp_path: Path) -> None:
     assert (code_revision(tmp_path) or {})["changed"] is True
 
 
-def test_the_checkout_around_a_folder(tmp_path: Path, monkeypatch) -> None:
+def test_checkout_around_a_folder(tmp_path: Path, monkeypatch) -> None:
     assert checkout_around(tmp_path) is None
     assert checkout_around(CHECKOUT / "configs" / "debug") == CHECKOUT
     monkeypatch.chdir(CHECKOUT / "configs")

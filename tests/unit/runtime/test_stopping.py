@@ -13,7 +13,7 @@ from titan_moe.runtime.launch import Launch
 from titan_moe.runtime.stopping import StopWatch, all_attempts, has_stopped, request_stop
 
 
-def test_the_first_rank_of_a_node_reads_the_request_and_answers(tmp_path: Path) -> None:
+def test_first_rank_of_a_node_reads_the_request_and_answers(tmp_path: Path) -> None:
     environment = {"TITAN_MOE_FAILURES": str(tmp_path), "TORCHELASTIC_RESTART_COUNT": "2"}
     first, second = (
         StopWatch(0, Launch(rank=4 + rank, local_rank=rank), environment) for rank in range(2)
@@ -29,7 +29,7 @@ def test_the_first_rank_of_a_node_reads_the_request_and_answers(tmp_path: Path) 
     assert not has_stopped(tmp_path), "the next attempt has not"
 
 
-def test_an_attempt_that_dies_in_its_imports_is_one(
+def test_attempt_that_dies_in_its_imports_has_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else its failure would be told in the words of the attempt before it."""
@@ -47,7 +47,7 @@ def test_an_attempt_that_dies_in_its_imports_is_one(
 
 
 @pytest.mark.parametrize(("stopped", "alone", "rank"), [(True, 75, 0), (False, 0, 0)])
-def test_torchrun_takes_a_stop_for_a_good_end(
+def test_stopped_rank_ends_with_0_under_torchrun(
     stopped: bool, alone: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train, "_run", lambda *all: stopped)
@@ -56,7 +56,7 @@ def test_torchrun_takes_a_stop_for_a_good_end(
     assert train.main([], place | {"GROUP_RANK": "0"}) == rank
 
 
-def test_without_a_launcher_nothing_is_read_or_written() -> None:
+def test_stop_watch_without_a_launcher() -> None:
     watch = StopWatch(0, Launch(), {})
     assert not watch.asks()
     watch.answer()
@@ -118,7 +118,7 @@ class _Run:
 
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("step_s", [[3] * 99, [3, 9, *[3] * 99], [2, 4] * 99], ids=_KINDS)
-def test_a_run_stops_before_its_time_is_up(
+def test_run_stops_before_max_seconds(
     step_s: list[int], in_background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for max_seconds in range(60, 100):
@@ -131,7 +131,7 @@ def test_a_run_stops_before_its_time_is_up(
         assert 0 <= left <= 2 * max(step_s) + saves * 5, "each may be as long as the longest"
 
 
-def test_the_first_node_alone_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_node_alone_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 105.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     watches = [StopWatch(5, Launch(rank=rank), {"TITAN_MOE_BEGAN": "100"}) for rank in range(2)]
