@@ -4,7 +4,6 @@
 #   ./run_train.sh                                     a small model, on the GPUs found or on the CPU
 #   CONFIG_FILE=configs/debug/default.toml ./run_train.sh --training.steps 20    a config, with overrides
 #   ./run_train.sh --help                              every key
-#   ./run_train.sh --health                            check the machines instead (titan-moe check)
 #
 # NGPU           ranks on this machine        (the GPUs found, else 2 CPU processes)
 # CONFIG_FILE    the configuration            (configs/debug/default.toml)
@@ -45,13 +44,8 @@ for name in NGPU NNODES NODE_RANK MAX_RESTARTS; do
 done
 nodes=${NNODES:-1}
 
-command=(train --max-restarts "${MAX_RESTARTS:-0}")
-case " $* " in
-    *" --health "*) command=(check) ;;
-esac
-
 trap '' INT # Until Python ends by it.
-exec "$PYTHON" -m titan_moe "${command[@]}" \
+exec "$PYTHON" -m titan_moe train --max-restarts "${MAX_RESTARTS:-0}" \
     --config "${CONFIG_FILE:-$repo/configs/debug/default.toml}" \
     ${NGPU:+--ranks "$((NGPU * nodes))"} --nodes "$nodes" --node-rank "${NODE_RANK:-0}" \
     --endpoint "${RDZV_ENDPOINT:-}" "$@"

@@ -2,7 +2,6 @@
 # Train on many nodes: one run_train.sh per node, which meet on the first.
 #
 #   CONFIG_FILE=configs/qwen3/30B-A3B_64gpu.toml sbatch --nodes 8 scripts/slurm_train.sh [overrides]
-#   CONFIG_FILE=configs/qwen3/30B-A3B_64gpu.toml sbatch --nodes 8 scripts/slurm_train.sh --health
 #
 # Five minutes before the job's time ends, Slurm asks the run to stop, and the job is queued again:
 # with checkpoints it goes on where it stopped.

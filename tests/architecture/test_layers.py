@@ -47,7 +47,6 @@ _LAYERS = {
     "profiling": 6,
     "simulate": 6,
     "checkpoint.audit": 6,
-    "health": 6,
     "verify.layouts": 4,
     "verify.localize.capture": 5,
     "verify.layouts.sweep": 7,

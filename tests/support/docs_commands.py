@@ -76,7 +76,7 @@ def _problems(words: list[str], repo: Path) -> Iterator[str]:
         if word == "titan-moe" or words[at - 1 : at + 1] == ["-m", "titan_moe"]:
             yield from _titan_moe(rest)
         elif word.rpartition("/")[2] in _TRAINS:
-            yield from _titan_moe(["check", *rest]) if "--health" in rest else _keys(rest)
+            yield from _keys(rest)
         elif words[at - 1 : at] == ["-m"] and word.partition(".")[0] in ("scripts", "tests"):
             module = repo / word.replace(".", "/")
             if not (module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()):

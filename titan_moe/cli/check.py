@@ -13,72 +13,34 @@ Prints the number of ranks of a machine and the run's folder, what each training
 parameters, the documents and tokens of each source, and what has no effect;
 all that is wrong otherwise, a line each.
 
-    titan-moe check --health --config FILE
-
---health starts the run's ranks instead, on this machine or with --nodes, --node-rank and --endpoint
-on all, as `titan-moe train` does (`./run_train.sh --health` too). They check matmul, memory, the
-disk of job.dump_folder, and all-reduce between each two ranks of a machine and each two machines,
-and name what is wrong, hangs, or is slower than the others.
-
 A folder instead of a configuration is read whole: a checkpoint or all of a run's, an export, a
 routing record. Prints what was read, and a line for everything that is not as it was written.
 
-Exit codes: 0; 1 a folder that is damaged or machines that are not in order; 2 a configuration or
+Exit codes: 0; 1 a folder that is damaged; 2 a configuration or
 data that cannot be trained on.
 """
 
 import argparse
-import math
 import os
 from pathlib import Path
 
 from titan_moe.cli.command import (
     Answer,
     Command,
-    add_nodes,
     add_ranks,
-    check_meeting,
     job_arguments,
     positive,
 )
-from titan_moe.config.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ranks(
         parser, default=None, says="ranks of the run; default: on each node the GPUs found, else 2"
     )
-    add_nodes(parser)
-    health = parser.add_argument_group("the machines")
-    health.add_argument("--health", action="store_true", help="check them instead of the files")
-    health.add_argument(
-        "--slow",
-        type=_above_zero,
-        metavar="SHARE",
-        help="name what is slower than this share of the others; default: 0.8, and 0.4 on CPUs "
-        "and 0.25 for disks, which several processes share",
-    )
-    health.add_argument(
-        "--memory-gib",
-        type=_above_zero,
-        help="memory of a rank to test; default: nine tenths of what is free on its GPU, 0.25 on "
-        "a CPU",
-    )
-    health.add_argument(
-        "--timeout", type=positive, default=120, help="seconds of each check; default: 120"
-    )
-
-
-def _above_zero(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return value
+    parser.add_argument("--nodes", type=positive, default=1, help="machines; default: 1")
 
 
 def run(options: argparse.Namespace) -> Answer:
-    if options.health:
-        return _health(options)
     if options.config is None and options.overrides and options.overrides[0][:1] != "-":
         return _audit(options.overrides)
     from titan_moe.config.stages import stage_jobs, stage_lines
@@ -110,41 +72,6 @@ def run(options: argparse.Namespace) -> Answer:
     stages = stage_lines(job)
     found |= {"notes": notes, "stages": stages, "data": samples}
     return Answer(found, [line.format(**found), *stages, says, *samples, *notes])
-
-
-def _health(options: argparse.Namespace) -> Answer:
-    from titan_moe.config.parse import load_job
-    from titan_moe.runtime.launch import default_ranks, end_with_parent
-    from titan_moe.runtime.torchrun import Nodes, start_ranks
-
-    check_meeting(options)
-    job = load_job(job_arguments(options))
-    folder = Path(job.job.dump_folder)
-    if "RANK" in os.environ:
-        end_with_parent()
-        from titan_moe.health.check import Settings, end_with_verdict
-
-        saves = folder / job.checkpoint.folder  # May be another disk.
-        saves = saves if saves.is_dir() else folder
-        settings = Settings(saves, options.timeout, options.slow, options.memory_gib)
-        end_with_verdict(job.comm, settings, os.environ, as_json=options.json)
-    nodes = Nodes(options.nodes, options.node_rank, options.endpoint)
-    ranks = options.ranks or nodes.number * default_ranks(os.environ)
-    if ranks % nodes.number:
-        raise ConfigError([f"--ranks {ranks} must be a multiple of --nodes {nodes.number}"])
-    chosen = {"--slow": options.slow, "--memory-gib": options.memory_gib}
-    words = ["check", "--health", "--timeout", str(options.timeout), *["--json"] * options.json]
-    for name, value in chosen.items():
-        words += [] if value is None else [name, str(value)]
-    code = start_ranks(
-        [*words, *job_arguments(options)],
-        ranks=ranks // nodes.number,
-        nodes=nodes,
-        folder=folder,
-        stop_timeout_s=None,
-        environment=os.environ,
-    )
-    return Answer(exit_code=code)
 
 
 def _audit(names: list[str]) -> Answer:

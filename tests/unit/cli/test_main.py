@@ -61,7 +61,7 @@ def test_what_a_user_runs_is_a_command_and_no_script() -> None:
     scripts = {path.name for path in (_CLI.parents[1] / "scripts").iterdir() if path.is_file()}
     assert scripts == {
         *("test.sh", "rehearse.sh"),  # A contributor's.
-        *("slurm_train.sh", "environment.sh", "has_dependencies.py"),
+        *("slurm_train.sh", "environment.sh", "has_dependencies.py", "check_cluster.py"),
     }
 
 
@@ -83,8 +83,6 @@ def test_all_of_a_command_s_lines_fit_their_aim() -> None:
         (["memory", "--config", "nowhere.toml"], "nowhere.toml: cannot be read"),
         (["check", "--ranks", "3", "--nodes", "2"], "--ranks 3 must be a multiple of --nodes 2"),
         (["train", "--ranks", "2", "--nodes", "2"], "2 nodes need --endpoint HOST:PORT"),
-        (["check", "--health", "--nodes", "2"], "2 nodes need --endpoint HOST:PORT"),
-        (["check", "--health", "--slow", "0"], "--slow: 0 must be above 0"),
         (
             ["train", "--ranks", "2", "--max-restarts", "1", "--training.steps", "1"],
             "--max-restarts 1 (MAX_RESTARTS of run",
