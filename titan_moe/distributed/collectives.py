@@ -21,22 +21,8 @@ T = TypeVar("T")
 # --- rows and sequences, differentiable ---
 
 
-class OverlapHook:
-    """Called between the start and the wait of an exchange of rows, in either direction, so that a
-    pipeline schedule can compute something else meanwhile. This one does nothing."""
-
-    def in_forward(self) -> None:
-        pass
-
-    def in_backward(self) -> None:
-        pass
-
-
 class RowExchange(Protocol):
     """An exchange of rows between ranks, which goes both ways."""
-
-    @property
-    def overlap(self) -> OverlapHook: ...
 
     @property
     def most_sent(self) -> int:
@@ -58,7 +44,6 @@ class AllToAll(NamedTuple):
     sent: list[int]
     received: list[int]
     group: ProcessGroup
-    overlap: OverlapHook = OverlapHook()
 
     @property
     def most_sent(self) -> int:
@@ -219,7 +204,6 @@ class _StartRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_in_flight: Tensor, _):  # type: ignore[override, no-untyped-def]
-        ctx.exchange.overlap.in_backward()
         return ctx.exchange.wait(grad_in_flight), None
 
 
@@ -229,7 +213,6 @@ class _WaitRows(torch.autograd.Function):
         ctx: FunctionCtx, carrier: Tensor, in_flight: Tensor, exchange: RowExchange
     ) -> Tensor:
         ctx.exchange = exchange  # type: ignore[attr-defined]
-        exchange.overlap.in_forward()
         return exchange.wait(in_flight).detach()
 
     @staticmethod

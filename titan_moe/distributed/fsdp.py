@@ -39,7 +39,7 @@ class ShardingPolicy:
     reshard_last: bool
     cpu_offload: bool
     accumulation: str = "reduce_each"
-    """A word of `parallelism.fsdp_accumulation` but "auto"."""
+    """`parallelism.fsdp_accumulation`, "auto" resolved: "reduce_each" or "keep_gathered"."""
 
 
 def shard_dim(shape: torch.Size, num_shards: int) -> int:
@@ -68,8 +68,8 @@ def apply_fsdp(
             chain the next unit is gathered ahead; what may be left out is a chain of its own. The
             backward begins with the last unit of the first chain.
     """
-    dense_mesh = _data_mesh(meshes, "fsdp", policy)
-    expert_mesh = _data_mesh(meshes, "edp", policy)
+    dense_mesh = _data_mesh(meshes, "fsdp")
+    expert_mesh = _data_mesh(meshes, "edp")
     dims = meshes.dims
     experts_apart = dims.tp * dims.ep * dims.etp > 1
     is_cast = policy.compute_dtype != policy.stored_dtype
@@ -95,16 +95,15 @@ def keep_two_reductions(root: nn.Module) -> None:
     FSDP has one buffer of gradients by default, so that the end of a layer's backward waits for the
     reduction of its experts, which attention alone has hidden. With two, each reduction has a whole
     layer's backward to hide behind, and all buffers together are as large as a layer's gradients.
-    A torch without the call (before 2.13) has one.
     """
-    if allow := getattr(FSDPModule, "set_reduce_scatter_max_input_buffers", None):
-        allow(root, 2)
+    root.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]
 
 
 class StepSync:
-    """Tells FSDP before each microbatch of a step what is gathered, kept and reduced in it.
+    """Tells FSDP before each microbatch of a step whether it frees parameters and reduces gradients.
 
-    Gradients of reductions that a microbatch leaves out add up on the device in `reduce_dtype`.
+    With "keep_gathered" only the last microbatch does; until then gradients add up on the device
+    in `reduce_dtype`.
 
     Args:
         model: the root that `apply_fsdp` has sharded.
@@ -112,28 +111,23 @@ class StepSync:
     """
 
     def __init__(self, model: nn.Module, accumulation: str) -> None:
-        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._accumulation = accumulation
+        keeps = accumulation == "keep_gathered"
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._units = units if keeps else []
         self._is_last = True
 
     def begin(self, *, last: bool) -> None:
         """Before a microbatch's forward; all that was left out is made up for in the `last`."""
-        if self._accumulation == "reduce_each" or last == self._is_last:
+        if last == self._is_last:
             return
         self._is_last = last
         for unit in self._units:
-            if self._accumulation == "all_reduce_once":
-                unit.set_requires_all_reduce(last, recurse=False)
-            else:
-                unit.set_requires_gradient_sync(last, recurse=False)
-            if self._accumulation == "keep_gathered":
-                unit.set_reshard_after_backward(last, recurse=False)
+            unit.set_requires_gradient_sync(last, recurse=False)
+            unit.set_reshard_after_backward(last, recurse=False)
 
 
-def _data_mesh(meshes: Meshes, shard_axis: str, policy: ShardingPolicy) -> DeviceMesh:
-    # FSDP keeps sums of shards on the device for an all-reduce over replicas alone; one replica
-    # will do, whose all-reduce sends nothing.
-    if meshes.dims.dp_replicate > 1 or policy.accumulation == "all_reduce_once":
+def _data_mesh(meshes: Meshes, shard_axis: str) -> DeviceMesh:
+    if meshes.dims.dp_replicate > 1:
         return meshes["dp_replicate", shard_axis]
     return meshes[shard_axis]
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
@@ -46,7 +45,7 @@ class Memory:
     that are still to be reduced, and parameters that stay gathered. "auto" counts as nothing; a
     pipeline's schedule shares both."""
     exchange: float
-    """Symmetric memory: of the dispatcher that has some, or of asynchronous tensor parallelism."""
+    """Symmetric memory of the dispatcher that has some."""
     host: float
     """Bytes in the host's memory for each GPU, which `stored` has moved to."""
 
@@ -119,14 +118,10 @@ def _of_rank(
     reduced = max(wide, 4)
     all_of_it = sum(whole(size) for size in parts.values())
     accumulated = 0.0
-    word = "keep_gathered" if pp > 1 else parallelism.fsdp_accumulation
-    if word == "all_reduce_once" and training.enable_cpu_offload:
-        accumulated = stored / (4 * wide) * reduced
-    elif word in ("reduce_once", "keep_gathered"):
+    if pp > 1 or parallelism.fsdp_accumulation == "keep_gathered":
         # The shards of gradients, which `stored` has, are made from these sums and free them.
-        accumulated = all_of_it * reduced - (0.0 if training.enable_cpu_offload else stored / 4)
-        if word == "keep_gathered":
-            accumulated += all_of_it * compute
+        accumulated = all_of_it * (reduced + compute)
+        accumulated -= 0.0 if training.enable_cpu_offload else stored / 4
     layers = [size for name, size in parts.items() if name.startswith("layers.")]
     layer = max(map(whole, layers))
     tokens = share.rows * training.seq_len / cp
@@ -252,10 +247,7 @@ def choose_accumulation(
     world_size: int,
     device_bytes: float | None,
 ) -> Accumulation:
-    """What `parallelism.fsdp_accumulation` stands for on devices of this size; None: on a CPU.
-
-    Raises ConfigError where gradients are offloaded and their sum does not fit on the device.
-    """
+    """What `parallelism.fsdp_accumulation` stands for on devices of this size; None: on a CPU."""
     degrees = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
     piped = parallelism.pipeline_parallel_degree > 1
     sequences = world_size // degrees * training.local_batch_size
@@ -265,25 +257,10 @@ def choose_accumulation(
     if microbatches == 1 or device_bytes is None:
         return Accumulation("reduce_each", microbatches)
     usable = device_bytes - RESERVED - communicators(parallelism, world_size).bytes
-    needed = 0.0
-    reduces_shards = parallelism.data_parallel_replicate_degree > 1 or training.enable_cpu_offload
-    words = ("keep_gathered", "reduce_once", *(["all_reduce_once"] if reduces_shards else []))
-    for word in words:
-        chosen = parallelism.model_copy(update={"fsdp_accumulation": word})
-        needed = memory(config, training, chosen, recompute, world_size).total
-        if needed <= usable:
-            return Accumulation(word, microbatches, needed, usable)
-    if training.enable_cpu_offload:
-        raise ConfigError(
-            [
-                f"training.enable_cpu_offload=true with {microbatches} microbatches a step: the "
-                f"sum of their gradients stays on the GPU, which needs {needed / GIB:.1f} of "
-                f"{usable / GIB:.1f} GiB by arithmetic: take more ranks, or "
-                f"training.global_batch_size={sequences}; "
-                "parallelism.fsdp_accumulation=reduce_each would copy every gradient to the host "
-                "in each microbatch and wait for it"
-            ]
-        )
+    keeping = parallelism.model_copy(update={"fsdp_accumulation": "keep_gathered"})
+    needed = memory(config, training, keeping, recompute, world_size).total
+    if needed <= usable:
+        return Accumulation("keep_gathered", microbatches, needed, usable)
     return Accumulation("reduce_each", microbatches)
 
 
@@ -291,11 +268,9 @@ def _symmetric_memory(
     config: ModelConfig, parallelism: Parallelism, num_tokens: int, width: int
 ) -> float:
     """Three buffers of rows, two to send from and one to receive in, and of routing weights, which
-    take 64 bytes each; or two parts of a microbatch. `width`: bytes of an element."""
+    take 64 bytes each. `width`: bytes of an element."""
     ep, factor = parallelism.expert_parallel_degree, parallelism.expert_parallel_capacity_factor
     moe = config.moe
-    if parallelism.enable_async_tensor_parallel:
-        return 2.0 * num_tokens * config.dim * width
     if moe is None or ep == 1 or parallelism.expert_parallel_comm_backend != "symmetric":
         return 0.0
     received = rows_of_buffers(num_tokens, moe.top_k, moe.num_experts, ep, factor)

@@ -253,8 +253,7 @@ def lay_out(
         # hidden dims, and losses that ask for whole sequences.
         moe_layers = list(part.moe_layers().values())
         apply_expert_parallel(moe_layers, meshes, dispatch)
-        asynchronous = job.parallelism.enable_async_tensor_parallel
-        partial_over_tp |= apply_tensor_parallel(part, DECODER, meshes, asynchronous=asynchronous)
+        partial_over_tp |= apply_tensor_parallel(part, DECODER, meshes)
         join_sequences(moe_layers, meshes)
 
         # 5. Compiled blocks inside recomputation, which runs them twice; both inside FSDP's hooks,
@@ -370,5 +369,4 @@ def _execution(
         microbatch_size=job.parallelism.pipeline_parallel_microbatch_size,
         activations=Activations(config.dim, compute_dtype(job)),
         device=device,
-        overlap=job.parallelism.pipeline_parallel_expert_parallel_overlap,
     )

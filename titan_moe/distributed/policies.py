@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_moe.config.job_config import JobConfig, Model, Parallelism
-from titan_moe.distributed.async_tensor_parallel import open_workspace
 from titan_moe.distributed.expert_parallel import (
     DispatchOptions,
     Microbatch,
@@ -101,12 +100,9 @@ def open_buffers(
     meshes: Meshes,
     device: torch.device,
 ) -> None:
-    """Those of `open_symmetric_memory` and `open_workspace`, for the job's largest microbatch."""
+    """Opens the dispatchers' symmetric memory for the job's largest microbatch."""
     tokens = most_tokens(job.training, job.validation, job.parallelism)
     largest = Microbatch(tokens, config.dim, compute_dtype(job), device)
-    if job.parallelism.enable_async_tensor_parallel and job.parallelism.tensor_parallel_degree > 1:
-        num_bytes = 2 * tokens * config.dim * largest.dtype.itemsize
-        open_workspace(meshes.group("tp"), num_bytes, device)
     open_symmetric_memory(parts, config.moe, meshes, job.parallelism, largest)
 
 

@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.distributed.collectives import OverlapHook
 
 SCHEMA = (
     "symm_mem::all_to_all_vdev(Tensor input, Tensor(a!) out, Tensor in_splits, "
@@ -177,7 +176,6 @@ class DeviceAllToAll(NamedTuple):
     """Rows of the tensor that is sent, and of that which is received: the last ones of either may
     be no rows."""
     most_received: int
-    overlap: OverlapHook = OverlapHook()
 
     def reverse(self) -> "DeviceAllToAll":
         return self._replace(

@@ -13,9 +13,6 @@ same parameter names:
     heads          LocalHeads
     whole          stays as it is
 
-Asynchronous tensor parallelism gathers and adds up within the products: of a module that gathers
-they become `GatheredProducts`, and `rowwise` AsyncRowParallelLinear.
-
 Whatever is not cut, every tp rank holds whole, and uses for a part of the tokens or of the heads:
 its gradient is a part of a sum, which `sum_grads` completes once per step. That rule has no
 exceptions. Routers and routed experts are not for plans: their tokens are distinct on every rank.
@@ -34,7 +31,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titan_moe.distributed.async_tensor_parallel import GatheredProducts, scattered_product
 from titan_moe.distributed.collectives import gather_tokens, scatter_tokens
 from titan_moe.distributed.dtensor import cut_parameter, local_part
 from titan_moe.distributed.grad_norm import local_grads
@@ -51,13 +47,8 @@ from titan_moe.ops.float8 import Float8Linear
 from titan_moe.profiling.regions import region
 
 
-def apply_tensor_parallel(
-    model: nn.Module, plan: Mapping[str, str], meshes: Meshes, *, asynchronous: bool = False
-) -> set[str]:
+def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], meshes: Meshes) -> set[str]:
     """Cut a meta-device model, or a stage of one, over `tp`. No-op at degree 1.
-
-    Args:
-        asynchronous: whether products hide the collectives next to them.
 
     Returns:
         Names of the parameters that each tp rank holds whole, and has partial gradients of.
@@ -68,7 +59,6 @@ def apply_tensor_parallel(
     if meshes.dims.tp == 1:
         return set()
     mesh, group = meshes["tp"], meshes.group("tp")
-    ways = _ASYNCHRONOUS if asynchronous else _WAYS
     unplanned = unplanned_modules(model, plan)
     for name, module in list(model.named_modules()):
         for pattern, how in plan.items():
@@ -78,9 +68,9 @@ def apply_tensor_parallel(
                         f"a tensor-parallel plan cannot cut {name}: every rank routes tokens of "
                         "its own, and ep and etp cut the experts"
                     )
-                if how not in ways:
-                    raise ValueError(f"{pattern}: {how!r} is none of {', '.join(ways)}")
-                cut = ways[how](module, mesh, group)
+                if how not in _WAYS:
+                    raise ValueError(f"{pattern}: {how!r} is none of {', '.join(_WAYS)}")
+                cut = _WAYS[how](module, mesh, group)
                 if cut is not module:
                     model.set_submodule(name, cut)
     if unplanned:
@@ -181,14 +171,6 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = scatter_tokens(self.product(x, local_part(self.weight)), self.group)
-        return y if self.bias is None else y + self.bias
-
-
-class AsyncRowParallelLinear(RowParallelLinear):
-    """The same, of which the product hides the sum over ranks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = scattered_product(x, local_part(self.weight), self.group)
         return y if self.bias is None else y + self.bias
 
 
@@ -296,11 +278,6 @@ def _gathered(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> nn.Module:
     return module
 
 
-def _gathered_within_products(module: Any, mesh: DeviceMesh, group: ProcessGroup) -> nn.Module:
-    module.products = GatheredProducts(group)
-    return module
-
-
 def _vocab_columns(output: Any, mesh: DeviceMesh, group: ProcessGroup) -> nn.Module:
     cut_parameter(output, "weight", mesh, [0])
     output.local_weight = local_part
@@ -315,9 +292,4 @@ _WAYS: Mapping[str, Callable[[Any, DeviceMesh, ProcessGroup], nn.Module]] = {
     "vocab_columns": _vocab_columns,
     "heads": lambda per_head, mesh, group: LocalHeads(per_head, mesh),
     "whole": lambda module, mesh, group: module,
-}
-_ASYNCHRONOUS = {
-    **_WAYS,
-    "gather": _gathered_within_products,
-    "rowwise": AsyncRowParallelLinear,
 }

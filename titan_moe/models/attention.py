@@ -25,25 +25,11 @@ from titan_moe.ops.varlen_attention import takes
 Placement = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]
 
 
-# The products of one input with several Linears.
-Products = Callable[..., tuple[Tensor, ...]]
-
-
-def products(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
-    """Each Linear of x."""
-    return tuple(linear(x) for linear in linears)
-
-
 class Attention(nn.Module):
-    """What all variants have: `forward(x_BSD, rotation, mask)`, and two strategies that the model's
-    layout may set: `core`, between the projections, the call of an AttentionCore; and `products` of
-    the input."""
+    """What all variants have: `forward(x_BSD, rotation, mask)`, and a strategy that the model's
+    layout may set: `core`, between the projections, the call of an AttentionCore."""
 
     core: Callable[..., Tensor]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products: Products = products
 
 
 @singledispatch
@@ -108,7 +94,7 @@ class GQA(Attention):
 
     def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
         heads = (-1, self.head_dim)
-        q, k, v = self.products(x_BSD, self.wq, self.wk, self.wv)
+        q, k, v = self.wq(x_BSD), self.wk(x_BSD), self.wv(x_BSD)
         q_BSHC = self.q_norm(q.unflatten(-1, heads))
         k_BSHC = self.k_norm(k.unflatten(-1, heads))
         v_BSHC = v.unflatten(-1, heads)
@@ -163,7 +149,7 @@ class MLA(Attention):
     def forward(self, x_BSD: Tensor, rotation: Rotation, mask: Any) -> Tensor:
         config = self.config
         whole_rank = config.q_rank is None
-        q, latent = self.products(x_BSD, self.wq if whole_rank else self.wq_a, self.wkv_a)
+        q, latent = (self.wq if whole_rank else self.wq_a)(x_BSD), self.wkv_a(x_BSD)
         q = q if whole_rank else self.wq_b(self.q_norm(q))
         q_BSHC = q.unflatten(-1, (-1, config.qk_dim))
         q_nope, q_rope = q_BSHC.split([config.nope_dim, config.rope_dim], dim=-1)

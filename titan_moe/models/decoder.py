@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_moe.models.attention import Products, build_attention, products
+from titan_moe.models.attention import build_attention
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.mtp import MultiTokenPrediction
 from titan_moe.models.norm import RMSNorm
@@ -27,18 +27,16 @@ _ENDS = ("tok_embeddings", "norm", "output")
 
 
 class FeedForward(nn.Module):
-    """Dense SwiGLU (arXiv 2002.05202): w2 (silu(w1 x) * w3 x). `products`: as `Attention`'s."""
+    """Dense SwiGLU (arXiv 2002.05202): w2 (silu(w1 x) * w3 x)."""
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
         self.w1 = nn.Linear(dim, hidden_dim, bias=False)
         self.w2 = nn.Linear(hidden_dim, dim, bias=False)
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
-        self.products: Products = products
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.products(x, self.w1, self.w3)
-        return self.w2(F.silu(gate) * up)
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):

@@ -161,12 +161,6 @@ def smallest_task(
             seq_len //= 2
     layers = min(layers, config.num_layers)
     reduced = f"{layers} of {config.num_layers} layers, {seq_len:,} of {training.seq_len:,} tokens"
-    if parallelism.pipeline_parallel_schedule == "DualPipeV":
-        # Its backward has a thread of its own, which no dispatch mode sees.
-        parallelism = parallelism.model_copy(
-            update={"pipeline_parallel_expert_parallel_overlap": False}
-        )
-        reduced += ", DualPipeV's pairs one after the other"
     microbatch = training.local_batch_size * parallel_dims(parallelism, world_size).size("batch")
     microbatches = min(2, training.global_batch_size // microbatch)
     training = training.model_copy(update={"seq_len": seq_len})

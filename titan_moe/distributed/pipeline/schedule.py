@@ -18,12 +18,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from titan_moe.config.pipeline import SCHEDULES, stages_of_rank
 from titan_moe.distributed.execution import Microbatch
 from titan_moe.distributed.mesh import Meshes
-from titan_moe.distributed.pipeline.overlap import Alternation, overlap_pairs
-from titan_moe.moe.layer import MoE
 
-# Before 2.13, torch loses sight of autograd Functions that take a parameter when it comes back for
-# that parameter's gradient, and adds up the gradients of several outputs of one.
-_SPLITS_BACKWARD = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 # Forwards only, with a placement's stages; these take any number of microbatches.
 _EVALUATION = {"single": "GPipe", "loop": "LoopedBFS", "v": "ZBVZeroBubble"}
 
@@ -57,7 +52,6 @@ class Pipeline:
         parts: this rank's stages, ascending.
         schedule: a name of `config.pipeline.SCHEDULES`.
         microbatch_size: rows of one microbatch.
-        overlap: let the pairs of DualPipeV alternate where rows travel over ep.
     """
 
     def __init__(
@@ -69,7 +63,6 @@ class Pipeline:
         microbatch_size: int,
         activations: Activations,
         device: torch.device,
-        overlap: bool = True,
     ) -> None:
         self._parts = parts
         self._group = meshes.group("pp")
@@ -89,11 +82,6 @@ class Pipeline:
         self._evaluation: dict[torch.Size, Any] = {}
         if self._schedule.splits_backward:
             _keep_gathered(parts)
-        self._alternation: Alternation | None = None
-        if overlap and schedule == "DualPipeV" and meshes.dims.ep > 1:
-            self._alternation = Alternation(device)
-            for moe in _moe_layers(parts):
-                moe.dispatcher.overlap = self._alternation
 
     def train(self, rows: Microbatch, *, last: bool = True) -> Tensor:
         shape = rows.tokens_BS.shape
@@ -133,16 +121,13 @@ class Pipeline:
         ]
         kind = get_schedule_class(name)
         multi = issubclass(kind, PipelineScheduleMulti)
-        schedule = kind(
+        return kind(
             stages if multi else stages[0],
             n_microbatches=shape[0] // microbatch_size,
             loss_fn=_of_the_last_stage,
             # The sum over targets is divided once per step, where their number is known.
             scale_grads=False,
         )
-        if self._alternation is not None and name == self._schedule.name:
-            overlap_pairs(schedule, self._alternation)
-        return schedule
 
     def _build_stage(self, index: int, part: nn.Module, rows: int, seq_len: int) -> "_Stage":
         """With shapes given, torch neither runs the model to learn them nor sends pickles."""
@@ -174,42 +159,16 @@ def _keep_gathered(parts: Sequence[nn.Module]) -> None:
             part.set_reshard_after_forward(False)
 
 
-def _moe_layers(parts: Sequence[nn.Module]) -> list[MoE]:
-    return [module for part in parts for module in part.modules() if isinstance(module, MoE)]
-
-
 class _Stage(PipelineStage):
     """A stage that can be evaluated: torch's keeps all outputs, and on the rank where a V turns
     its backward steps, empty in an evaluation, want a gradient.
-
-    Where torch cannot split a backward, all of it is done in the place of its first half: the same
-    gradients, at the price of the bubble that a split fills.
     """
-
-    def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: Any = None,
-        full_backward: bool = True,
-        last_backward: bool = False,
-    ) -> None:
-        whole = full_backward or not _SPLITS_BACKWARD
-        super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        if _SPLITS_BACKWARD:
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.is_last and not self.has_backward:
             self.fwd_cache[fwd_chunk_id] = ((), [])
         return output
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Greetings to neighbours, by torch 2.11: gloo cannot send one to the rank itself."""
-        ops = super()._get_init_p2p_neighbors_ops()
-        return [op for op in ops if op.group_peer != self.group_rank]
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from titan_moe.distributed.collectives import OverlapHook
 from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
 from titan_moe.ops.permute_indices import follow, pad_to_alignment, sort_by_expert
 
@@ -31,9 +30,6 @@ class Dispatcher(Protocol):
     """Moves tokens to experts and back. One between ranks derives from `ExchangeDispatcher`, writes
     `traffic` and `plan`, and is named in `expert_parallel.DISPATCHERS`."""
 
-    overlap: OverlapHook = OverlapHook()
-    """Set once: an overlapped pipeline schedule computes something else in it while rows are
-    exchanged."""
     waits_for_host: bool = True
     """Whether the host must know sizes that routing decides: no compiled graph does."""
 

@@ -148,8 +148,8 @@ class ExchangeDispatcher(Dispatcher):
     def all_to_all(
         self, sent: list[int], received: list[int], group: ProcessGroup | None = None
     ) -> AllToAll:
-        """An exchange of rows, over ep by default, that `overlap` is called in."""
-        return AllToAll(sent, received, group or self.ep_group, self.overlap)
+        """An exchange of rows, over ep by default."""
+        return AllToAll(sent, received, group or self.ep_group)
 
     def gather_counts(self, counts: Tensor) -> Tensor:
         """The counts of all Q ranks of the etp group: [Q, *counts.shape]."""

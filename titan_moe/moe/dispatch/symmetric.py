@@ -88,4 +88,4 @@ class SymmetricDispatcher(AllToAllDispatcher):
         rows, weights = (
             DeviceAllToAll(channel, sent_P, received_P, num_rows, room) for channel in self.channels
         )
-        return rows._replace(overlap=self.overlap), weights
+        return rows, weights

@@ -31,7 +31,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "cp_balancer": ("headtail", "none"),
     "reshard": ("default", "always", "never"),
     "dispatch": ("standard", "deduplicated", "nodes", "bounded", "symmetric"),
-    "accumulation": ("reduce_each", "all_reduce_once", "reduce_once", "keep_gathered"),
+    "accumulation": ("reduce_each", "keep_gathered"),
 }
 """What a layout may vary besides its degrees; `recompute=2` is every second layer,
 `dispatch=nodes` the deduplicating one with two ranks of an ep group on a node."""
