@@ -34,15 +34,10 @@ _OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "training": {"enable_cpu_offload": True},
         "parallelism": {"fsdp_accumulation": "auto"},
     },
-    "cpu offload, gradients in shards": {
-        "training": {"enable_cpu_offload": True},
-        "parallelism": {"fsdp_accumulation": "all_reduce_once"},
-    },
     "Muon": {"optimizer": {"name": "Muon"}},
     "recompute full": {"activation_checkpoint": {"mode": "full"}},
     "bounded": {"parallelism": {"expert_parallel_capacity_factor": 1.5}},
     "symmetric": {"parallelism": {"expert_parallel_comm_backend": "symmetric"}},
-    "asynchronous tp": {"parallelism": {"enable_async_tensor_parallel": True}},
     "max norm": {"training": {"norm_type": "inf"}},
     "no documents": {"training": {"mask_documents": False}},
     "float8": {

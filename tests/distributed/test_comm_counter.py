@@ -25,7 +25,7 @@ LAYOUTS = [
     "dp_shard=2,ep=2,accumulation=keep_gathered",
     "pp=2,dp_shard=2,ep=2",
     "dp_shard=2,tp=2,ep=4,recompute=full",
-    "dp_replicate=2,dp_shard=2,ep=2,recompute=op,accumulation=reduce_once",
+    "dp_replicate=2,dp_shard=2,ep=2,recompute=op,accumulation=keep_gathered",
     "cp=2,tp=2,ep=2,etp=2,cp_method=ring",
     "dp_shard=2,cp=2,ep=4,cp_method=ulysses,reshard=always",
 ]

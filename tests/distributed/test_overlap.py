@@ -1,21 +1,16 @@
-"""What is issued while something travels: shared experts beside rows, one chunk of DualPipeV beside
-another's rows, a unit beside the gathering of the next one's parameters.
+"""Overlaps, by the order of issue: shared experts beside rows, a unit beside the gathering of the
+next one's parameters.
 
 Logs of the order in which a process issues its work; how long it takes is no test's matter.
 """
-
-import threading
 
 import pytest
 import torch
 
 from tests.support.events import Log
-from tests.support.pipelines import plain_training, run_pipeline, wrong
 from tests.support.tiers import tiered
 from tests.support.tiny import SEQ_LEN, global_batch, make_job, tiny
-from tests.support.turns import check_a_pair
-from titan_moe.distributed.pipeline.overlap import Alternation
-from titan_moe.runtime.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
 
@@ -168,169 +163,3 @@ def test_the_next_blocks_parameters_are_gathered_before_a_block_computes(prefetc
             if prefetch
         ]
         assert all(ahead) if prefetch else not any(ahead), events
-
-
-# --- DualPipeV ---
-
-CASE = {
-    "degrees": {"pp": 2, "dp_shard": 2, "ep": 2},
-    "rows": 32,
-    "schedule": "DualPipeV",
-}
-
-
-def log_of_pairs(case: dict, planted: str) -> tuple[list, list]:
-    """What two steps give, and each pair's log: (side, exchange or computation)."""
-    from titan_moe.distributed.pipeline import overlap
-    from titan_moe.moe.experts import Experts
-
-    log, pairs = Log(), []
-    log.watch_exchanges()
-    run, compute = overlap.Alternation.run, Experts.forward
-
-    def logged_run(self, forward, backward):
-        first = len(log.events)
-        run(self, forward, backward)
-        pairs.append(log.events[first:])
-
-    def marked(self, rows):
-        log.mark_now("experts")
-        return log.seen(compute(self, rows), "experts")
-
-    overlap.Alternation.run, Experts.forward = logged_run, marked
-    if planted == "serial":
-        overlap.Alternation._hand_over = lambda self, side: None
-    records = run_pipeline(case)
-    return records, [[(event.phase, event.what) for event in pair] for pair in pairs]
-
-
-def overlapped(pair: list[tuple[str, str]], side: str) -> int:
-    """During how many exchanges of this side the other side's experts computed."""
-    found, flying, others = 0, 0, False
-    for phase, what in pair:
-        if phase == side and what == "start":
-            flying, others = flying + 1, False if flying == 0 else others
-        elif phase == side and what == "wait":
-            flying -= 1
-            found += others and flying == 0
-        elif what == "experts" and phase != side and flying:
-            others = True
-    return found
-
-
-@pytest.fixture(scope="module")
-def reference() -> list[dict]:
-    return plain_training()[32]
-
-
-def test_a_chunk_computes_while_the_others_rows_travel(reference):
-    results = run_on_ranks(log_of_pairs, 4, CASE, "")
-    assert wrong([records for records, _ in results], reference) == []
-    logs = [pairs for _, pairs in results]
-    # The ranks of an ep group issue the same collectives in the same order.
-    assert logs[0] == logs[1] and logs[2] == logs[3]
-    for pairs in logs:
-        assert pairs
-        for pair in pairs:
-            assert {phase for phase, _ in pair} == {"forward", "backward"}
-            assert overlapped(pair, "forward") and overlapped(pair, "backward"), pair
-
-
-@pytest.mark.slow
-def test_without_the_option_nothing_alternates(reference):
-    results = run_on_ranks(log_of_pairs, 4, CASE | {"overlap": False}, "")
-    assert wrong([records for records, _ in results], reference) == []
-    assert not any(pairs for _, pairs in results)
-
-
-@pytest.mark.slow
-def test_halves_that_run_one_after_the_other_are_seen():
-    for _, pairs in run_on_ranks(log_of_pairs, 4, CASE, "serial"):
-        assert pairs
-        assert not any(overlapped(p, "forward") or overlapped(p, "backward") for p in pairs)
-
-
-# --- taking turns ---
-
-
-def taken_turns(alternation: Alternation, first: int, second: int) -> str:
-    """The order of two halves with these numbers of exchanges: F and B compute."""
-    order: list[str] = []
-
-    def half(name: str, exchanges: int, hand_over) -> None:
-        for _ in range(exchanges):
-            order.append(name)
-            hand_over()
-        order.append(name)
-
-    alternation.run(
-        lambda: half("F", first, alternation.in_forward),
-        lambda: half("B", second, alternation.in_backward),
-    )
-    return "".join(order)
-
-
-def test_turns_alternate_and_the_longer_half_goes_on_alone():
-    alternation = Alternation(CPU)
-    assert taken_turns(alternation, 2, 2) == "FBFBFB"
-    assert taken_turns(alternation, 0, 2) == "FBBB"
-    assert taken_turns(alternation, 3, 1) == "FBFBFF"
-    alternation.in_forward()  # Outside of a pair there is no wait.
-    alternation.in_backward()
-
-
-@pytest.mark.parametrize("failing", ["forward", "backward"])
-def test_a_half_that_fails_ends_the_other(failing: str):
-    alternation, ended = Alternation(CPU), []
-
-    def half(name: str, hand_over) -> None:
-        try:
-            while True:
-                hand_over()
-                if name == failing:
-                    raise ValueError(f"{name} failed")
-        finally:
-            ended.append(name)
-
-    with pytest.raises(ValueError, match=f"{failing} failed"):
-        alternation.run(
-            lambda: half("forward", alternation.in_forward),
-            lambda: half("backward", alternation.in_backward),
-        )
-    assert sorted(ended) == ["backward", "forward"]
-    assert taken_turns(alternation, 1, 1) == "FBFB"
-
-
-def test_the_backward_has_a_thread_of_its_own_and_keeps_it():
-    alternation, threads = Alternation(CPU), []
-    for _ in range(2):
-        alternation.run(
-            lambda: threads.append(threading.get_ident()),
-            lambda: threads.append(threading.get_ident()),
-        )
-    assert threads[0] == threads[2] == threading.get_ident()
-    assert threads[1] == threads[3] != threads[0]
-
-
-def test_a_forward_and_a_backward_take_turns_and_compute_what_they_do_alone():
-    check_a_pair(CPU)
-
-
-@pytest.mark.slow
-def test_an_error_inside_a_chunk_is_the_runs():
-    with pytest.raises(RankError, match="no rows today"):
-        run_on_ranks(failing_pipeline, 4, CASE)
-
-
-def failing_pipeline(case: dict) -> None:
-    from titan_moe.distributed import collectives
-
-    wait = collectives.AllToAll.wait
-
-    def refuse(exchange, x_RD):
-        if threading.current_thread() is not threading.main_thread():
-            raise ValueError("no rows today")
-        return wait(exchange, x_RD)
-
-    collectives.AllToAll.wait = refuse
-    run_pipeline(case)

@@ -7,7 +7,6 @@ expert, the loss, and an evaluation of other shapes. The reference is a plain mo
 from itertools import product
 
 import pytest
-import torch
 
 from tests.support.pipelines import (
     LAYERS,
@@ -108,9 +107,6 @@ def test_recompute_runs_each_block_twice(references, schedule: str, recompute: b
         assert forwards == {str(layer): 16 * times for layer in range(LAYERS)}
 
 
-@pytest.mark.skipif(
-    torch.torch_version.TorchVersion(torch.__version__) < "2.13", reason="backwards are not split"
-)
 def test_split_backward_with_recompute_fails():
     """Why the configuration refuses it: a block would be recomputed for every weight."""
     case = {**LAYOUTS[0], "schedule": "ZBVZeroBubble", "recompute": True}

@@ -177,7 +177,6 @@ def run_pipeline(case: dict, planted: str | None = None) -> list[dict]:
         microbatch_size=case.get("microbatch_size", 1),
         activations=Activations(64, compute),
         device=torch.device("cpu"),
-        overlap=case.get("overlap", True),
     )
     data_ranks, data_rank = dims.size("batch"), dims.coordinate(dist.get_rank(), "batch")
     records = []

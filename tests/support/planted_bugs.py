@@ -58,7 +58,7 @@ BUGS = {
         f"{_DISTRIBUTED}.fsdp:StepSync.begin",
         "self._is_last = last",
         "pass",
-        caught_on="dp_shard=2,recompute=full,reshard=always,accumulation=reduce_once",
+        caught_on="dp_shard=2,recompute=full,reshard=always,accumulation=keep_gathered",
         named=("gradient *", "grad_norm*"),
         spared=("loss *", "counts *", "num_targets *"),
         harmless_on="dp_shard=2,accumulation=reduce_each",
@@ -67,7 +67,7 @@ BUGS = {
         "titan_moe.train_step:TrainStep._accumulate",
         "last=number == len(batches)",
         "last=number == 1",
-        caught_on="dp_replicate=2,dp_shard=2,accumulation=all_reduce_once",
+        caught_on="dp_replicate=2,dp_shard=2,accumulation=keep_gathered",
         named=("gradient *", "grad_norm*"),
         spared=("loss *", "counts *", "num_targets *"),
         harmless_on="dp_shard=2,accumulation=reduce_each",
@@ -79,7 +79,7 @@ BUGS = {
         caught_on="dp_shard=2,recompute=op,accumulation=keep_gathered",
         named=("gradient *", "loss*"),
         spared=("loss *", "gradient *", "counts *"),
-        harmless_on="dp_shard=2,accumulation=reduce_once",
+        harmless_on="dp_shard=2,accumulation=reduce_each",
     ),
     # --- experts ---
     "experts' gradients divided by ep": Bug(

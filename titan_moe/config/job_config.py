@@ -321,20 +321,18 @@ class Parallelism(Section):
     """Free gathered parameters after the forward; 'default' does, but for the output layer, and not
     in a pipeline, which would gather them for every microbatch; schedules that split the backward
     never do."""
-    fsdp_accumulation: Literal[
-        "auto", "reduce_each", "all_reduce_once", "reduce_once", "keep_gathered"
-    ] = "auto"
-    """What the microbatches of a step share: 'reduce_each' nothing, 'all_reduce_once' the sum over
-    dp_replicate and the copy to offloaded gradients, 'reduce_once' also the reduction over the
-    ranks that shard, 'keep_gathered' also the gathered parameters. 'auto': on a GPU the last of
-    these that fits by the memory estimate, on a CPU 'reduce_each'; a pipeline's schedule
-    gathers and reduces once a run."""
+    fsdp_accumulation: Literal["auto", "reduce_each", "keep_gathered"] = "auto"
+    """What the microbatches of a step share: 'reduce_each' nothing, 'keep_gathered' the gathered
+    parameters and one reduction of their gradients. 'auto': on a GPU 'keep_gathered' if it fits by
+    the memory estimate, else, and on a CPU, 'reduce_each'; a pipeline's schedule gathers and
+    reduces once a run."""
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that split attention heads, hidden dims and the vocabulary, and between layers the
     sequence."""
     enable_async_tensor_parallel: bool = False
     """Hide tensor parallelism's collectives behind the products next to them, part by part, through
-    memory that its GPUs read from each other. Of GPUs alone; not seen on hardware yet."""
+    memory that its GPUs read from each other: torch's micro-pipeline pass, for compiled layers on
+    GPUs. Not seen on hardware yet."""
     context_parallel_degree: PositiveInt = 1
     """Ranks that split the sequence."""
     context_parallel_rotate_method: Literal["allgather", "ulysses", "ring"] = "allgather"
@@ -366,10 +364,6 @@ class Parallelism(Section):
     """The embedding counts as this many layers; left out: by its own weight."""
     pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None
     """Norm and output count as this many layers; left out: by their own weight."""
-    pipeline_parallel_expert_parallel_overlap: bool = True
-    """DualPipeV computes one chunk while another's rows travel over the ep axis; false: a pair's
-    forward runs before its backward. Makes no difference to other schedules, or without experts'
-    ranks."""
     module_fqns_per_model_part: list[list[str]] | None = None
     """The modules of each stage, in order, such as [["tok_embeddings", "layers.0"], ["layers.1",
     "norm", "output"]]; left out: split by weight."""

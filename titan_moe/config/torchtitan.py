@@ -112,7 +112,7 @@ TABLES: dict[str, dict[str, Key]] = {
         "disable_loss_parallel": Key(
             False, _NONE, "the loss is always computed by vocabulary, with the same value"
         ),
-        "enable_async_tensor_parallel": Key(False, note="does not ask for torch.compile"),
+        "enable_async_tensor_parallel": Key(False),
         "pipeline_parallel_degree": Key(1),
         "module_fqns_per_model_part": Key(None),
         "pipeline_parallel_first_stage_less_layers": Key(1, note="where layers are cut differs"),
@@ -125,7 +125,9 @@ TABLES: dict[str, dict[str, Key]] = {
             "custom schedules are not available: set parallelism.pipeline_parallel_schedule",
         ),
         "pipeline_parallel_microbatch_size": Key(1),
-        "pipeline_parallel_expert_parallel_overlap": Key(True),
+        "pipeline_parallel_expert_parallel_overlap": Key(
+            True, _NONE, "DualPipeV runs a pair's forward before its backward"
+        ),
         "context_parallel_degree": Key(1),
         "context_parallel_load_balancer": Key("headtail"),
         "context_parallel_rotate_method": Key("allgather"),

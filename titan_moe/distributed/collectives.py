@@ -162,14 +162,19 @@ def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def gather_parts(x: Tensor, group: ProcessGroup) -> Tensor:
     """All ranks' tensors of one shape, stacked in rank order: [P, *x.shape]. Has no gradient."""
+    return _gathered(x, group).view(group.size(), *x.shape)
+
+
+def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' tensors of one shape, joined along the first dim in rank order."""
     if not torch.compiler.is_compiling() and is_gloo(group, x.device):
         # torch 2.13's gloo notes the name of the last operation from two threads without a lock.
         # That of the functional all-gather needs the heap (over 15 characters): ranks died of it.
         gathered = x.new_empty(group.size(), *x.shape)
         dist.all_gather(list(gathered.unbind()), x.contiguous(), group=group)
-        return gathered
+        return gathered.flatten(0, 1) if x.ndim else gathered
     parts = _functional.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
-    return _functional.wait_tensor(parts).view(group.size(), *x.shape)
+    return _functional.wait_tensor(parts)
 
 
 def is_gloo(group: ProcessGroup, device: torch.device) -> bool:
@@ -245,15 +250,16 @@ class _ReduceScatterRows(torch.autograd.Function):
         return _all_gather(grad_RD, *ctx.layout), None, None
 
 
+# torch's micro-pipeline pass knows these two forms: gather, chunk, cat; and chunk, cat, scatter.
+
+
 def _gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    return gather_parts(x, group).movedim(0, -3).flatten(-3, -2)
+    return torch.cat(_gathered(x, group).chunk(group.size()), x.ndim - 2)
 
 
 def _scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    parts = x.unflatten(-2, (group.size(), -1)).movedim(-3, 0).contiguous()
-    own = _functional.reduce_scatter_tensor(
-        parts.flatten(0, 1), "sum", group.size(), group.group_name
-    )
+    parts = torch.cat(x.chunk(group.size(), x.ndim - 2))
+    own = _functional.reduce_scatter_tensor(parts, "sum", group.size(), group.group_name)
     return _functional.wait_tensor(own)
 
 

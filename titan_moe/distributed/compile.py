@@ -15,6 +15,9 @@ block, and what lies between two graphs is not made again.
 
 Attention under context parallelism stays eager, for its collectives; so does compiled flex
 attention, which is compiled already.
+
+Asynchronous tensor parallelism is torch's micro-pipeline pass over the graphs: products hide the
+collectives next to them, part by part, through symmetric memory. It has not been seen on hardware.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from titan_moe.config.job_config import ActivationCheckpoint, Compile
 from titan_moe.distributed.activation_checkpoint import (
@@ -41,6 +45,7 @@ def apply_compile(
     *,
     eager_attention: bool,
     eager_routing: bool = False,
+    pipelined_tp: ProcessGroup | None = None,
 ) -> None:
     """Compile the decoder's blocks, whose parameters are cut over tp, ep and etp already, and which
     are not yet recomputed: a recomputation runs the compiled block again.
@@ -50,6 +55,7 @@ def apply_compile(
         recompute: how they will be recomputed.
         eager_attention: whether attention cores must not be traced.
         eager_routing: whether the choice of experts must not be, as where it is recorded.
+        pipelined_tp: the tp group whose collectives products hide; None: they stay apart.
     """
     if not section.compiles_layers:
         return
@@ -68,6 +74,12 @@ def apply_compile(
         return moe(x_BSD)
 
     options = _options(section.backend, recomputes_by_operation(recompute))
+    if pipelined_tp is not None:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        enable_symm_mem_for_group(pipelined_tp.group_name)
+        of_inductor = {"_micro_pipeline_tp": True, **options.get("options", {})}
+        options = {**options, "options": of_inductor}
     for number, block in blocks.items():
         if eager_attention:
             block.attention.core = torch.compiler.disable(block.attention.core.__call__)

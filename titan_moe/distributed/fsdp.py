@@ -85,22 +85,13 @@ def apply_fsdp(
     for units in chains:
         _prefetch(units)
     if experts_apart and dense_mesh.device_type == "cuda":
-        keep_two_reductions(model)
-
-
-def keep_two_reductions(root: nn.Module) -> None:
-    """Let a layer's two reductions be under way at once: of its experts, and of its other
-    parameters.
-
-    FSDP has one buffer of gradients by default, so that the end of a layer's backward waits for the
-    reduction of its experts, which attention alone has hidden. With two, each reduction has a whole
-    layer's backward to hide behind, and all buffers together are as large as a layer's gradients.
-    """
-    root.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]
+        # A layer has two reductions, of its experts and of its other parameters. With one buffer
+        # the end of its backward waits for the first, which attention alone has hidden.
+        model.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]
 
 
 class StepSync:
-    """Tells FSDP before each microbatch of a step whether it frees parameters and reduces gradients.
+    """Tells FSDP before each microbatch whether it frees parameters and reduces gradients.
 
     With "keep_gathered" only the last microbatch does; until then gradients add up on the device
     in `reduce_dtype`.

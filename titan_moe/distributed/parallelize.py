@@ -260,12 +260,14 @@ def lay_out(
         # so that a recomputed block finds its gathered parameters.
         blocks = _numbered_blocks(part)
         recompute = job.activation_checkpoint
+        pipelines_tp = job.parallelism.enable_async_tensor_parallel and device.type == "cuda"
         apply_compile(
             blocks,
             job.compile,
             recompute,
             eager_attention=_is_eager(part.core, meshes),
             eager_routing=bool(job.debug.routing_record or job.debug.routing_replay),
+            pipelined_tp=meshes.group("tp") if pipelines_tp and meshes.dims.tp > 1 else None,
         )
         apply_activation_checkpoint(blocks, recompute, compiled=job.compile.compiles_layers)
 

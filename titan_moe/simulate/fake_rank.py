@@ -274,5 +274,5 @@ class StepVolumes:
 def microbatches_to_run(parallelism: Parallelism) -> int:
     """How many it takes to know what a further one adds; a pipeline's first one differs, and so
     does one that gathers for all."""
-    same = parallelism.fsdp_accumulation in ("auto", "reduce_each")  # "auto" of a CPU.
+    same = parallelism.fsdp_accumulation != "keep_gathered"  # "auto" of a CPU keeps none.
     return 2 if same and parallelism.pipeline_parallel_degree == 1 else 3

@@ -4,7 +4,6 @@ import pytest
 
 from tests.support.config_checks import noted, problems
 from titan_moe.config.checks.experts import check_trains_on_gpus
-from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
 
 _EP, _P = "--parallelism.expert_parallel_degree 2", "--parallelism.expert_parallel"
@@ -72,15 +71,6 @@ def test_nothing_to_say(arguments: str) -> None:
     assert problems(arguments, ranks=2) == []
 
 
-def test_two_overlaps_are_one_too_many() -> None:
-    chunks = "--parallelism.pipeline_parallel_degree 2 --activation_checkpoint.mode none"
-    chunks += " --parallelism.pipeline_parallel_schedule DualPipeV --training.local_batch_size 8"
-    (line,) = problems(f"{_EP} {_P}_overlap true {chunks}", ranks=4)
-    assert line.startswith("parallelism.expert_parallel_overlap=true does within a chunk what ")
-    apart = "--parallelism.pipeline_parallel_expert_parallel_overlap false"
-    assert problems(f"{_EP} {_P}_overlap true {chunks} {apart}", ranks=4) == []
-
-
 @pytest.mark.parametrize("backend", ["deduplicated", "symmetric"])
 def test_a_model_without_experts(backend: str) -> None:
     (line,) = noted(f"{_P}_comm_backend {backend}", moe=False)
@@ -141,18 +131,6 @@ def test_symmetric_memory_trains_on_gpus_alone() -> None:
     assert line.startswith(f"{_NAME}: a CPU has no NVSHMEM: choose standard; ")
     assert not check_trains_on_gpus(job, 8)
     assert not check_trains_on_gpus(load_job([]), 0)
-
-
-def test_asynchronous_tensor_parallelism_trains_on_gpus_alone() -> None:
-    name = "--parallelism.enable_async_tensor_parallel"
-    assert not check_trains_on_gpus(load_job([name, "true"]), 0)
-    job = load_job([name, "true", "--parallelism.tensor_parallel_degree", "2"])
-    (line,) = check_trains_on_gpus(job, 0)
-    assert line.startswith("parallelism.enable_async_tensor_parallel=true: CPUs do not read ")
-    assert not check_trains_on_gpus(job, 8)
-    later = {"from_step": 5, "parallelism": job.parallelism.model_dump()}
-    staged = JobConfig.model_validate(load_job([]).model_dump() | {"stages": [later]})
-    assert check_trains_on_gpus(staged, 0) == [line]
 
 
 def test_a_dense_model_has_no_expert_settings() -> None:

@@ -76,28 +76,6 @@ PARALLEL_RULES = [
         "activation_checkpoint.mode=none, or one of 1F1B, Interleaved1F1B, GPipe, LoopedBFS",
     ),
     (
-        f"tp 2 ep 2 {_ASYNC} --parallelism.expert_parallel_comm_backend symmetric",
-        "parallelism.enable_async_tensor_parallel=true and expert_parallel_comm_backend=symmetric "
-        "want symmetric memory of two kinds: choose one",
-    ),
-    (
-        f"tp 2 {_ASYNC} --activation_checkpoint.mode selective "
-        "--activation_checkpoint.selective_ac_option op",
-        "recomputation by operation keeps no product that gathers its input: choose "
-        "activation_checkpoint.mode=full or none, or selective_ac_option=2",
-    ),
-    (
-        f"tp 2 {_ASYNC} --debug.capture_step 3",
-        "parallelism.enable_async_tensor_parallel=true computes in one what debug.capture_step=3 "
-        "sees projection by projection: leave one out",
-    ),
-    (
-        f"tp 2 {_ASYNC} --model.converters quantize.linear.float8 "
-        "--quantize.linear.float8.emulate true",
-        "parallelism.enable_async_tensor_parallel=true multiplies in the compute type, and "
-        "model.converters=quantize.linear.float8 in float8: choose one",
-    ),
-    (
         'pp 2 --parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0","layers.1"],'
         '["layers.2","norm","output"]]',
         "parallelism.module_fqns_per_model_part names 'layers.3' 0 times: add it",
@@ -173,7 +151,7 @@ _PARTS = '[["tok_embeddings","layers.0","layers.1"],["layers.2","layers.3","norm
     ("arguments", "key"),
     [
         (_ASYNC, "enable_async_tensor_parallel=true"),
-        (f"{_PP} 2 --parallelism.fsdp_accumulation reduce_once", "fsdp_accumulation=reduce_once"),
+        (f"{_PP} 2 --parallelism.fsdp_accumulation reduce_each", "fsdp_accumulation=reduce_each"),
         (
             f"{_PP} 2 --parallelism.module_fqns_per_model_part={_PARTS} "
             "--parallelism.pipeline_parallel_layers_per_stage 2",

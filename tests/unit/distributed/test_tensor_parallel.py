@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from titan_moe.distributed import collectives
 from titan_moe.distributed.tensor_parallel import apply_tensor_parallel, unplanned_modules
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import FAMILIES, flavors, model_config
 from titan_moe.models.tensor_plans import DECODER
+from titan_moe.simulate.fake_rank import fake_world
 
 
 class NoMeshes:
@@ -77,3 +79,19 @@ def test_the_plan_is_of_every_model_and_nothing_else():
         if "sinks" in pattern and "gpt_oss" not in FAMILIES:
             continue
         assert any(fnmatchcase(name, pattern) for name in names), pattern
+
+
+def test_micro_pipeline_pass_finds_gathers_and_scatters_of_tokens() -> None:
+    """torch replaces them by operations on symmetric memory, and knows them by their form."""
+    from torch._inductor.fx_passes import micro_pipeline_tp
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def exchanged(x: torch.Tensor) -> torch.Tensor:
+        group = torch.distributed.group.WORLD
+        return collectives._scatter_tokens(collectives._gather_tokens(x, group), group)
+
+    with fake_world(0, 2):
+        graph = make_fx(exchanged)(torch.randn(2, 3, 4)).graph
+    (gather,) = micro_pipeline_tp.find_all_gather_patterns(graph)
+    (scatter,) = micro_pipeline_tp.find_reduce_scatter_patterns(graph)
+    assert (gather.gather_dim, scatter.scatter_dim) == (1, 1)

@@ -60,17 +60,6 @@ def _dispatch(run: Run) -> list[str]:
                 "expert_parallel_degree above 1"
             )
         )
-    overlaps_chunks = (
-        degrees.pipeline_parallel_degree > 1
-        and degrees.pipeline_parallel_schedule == "DualPipeV"
-        and degrees.pipeline_parallel_expert_parallel_overlap
-    )
-    if degrees.expert_parallel_overlap and overlaps_chunks:
-        lines.append(
-            "parallelism.expert_parallel_overlap=true does within a chunk what "
-            "pipeline_parallel_schedule=DualPipeV does with two chunks: leave it out, or set "
-            "pipeline_parallel_expert_parallel_overlap=false"
-        )
     if factor is None and degrees.expert_parallel_overflow != plain.expert_parallel_overflow:
         lines.append(
             Note(
@@ -107,15 +96,6 @@ def check_trains_on_gpus(job: JobConfig, num_gpus: int) -> list[str]:
         lines.append(
             f"{_SYMMETRIC}: a CPU has no NVSHMEM: choose standard; titan-moe verify gradients "
             f"--layouts dp_shard=2,ep=2,dispatch=symmetric proves it with an emulated exchange"
-        )
-    if any(
-        degrees.enable_async_tensor_parallel and degrees.tensor_parallel_degree > 1
-        for degrees in each
-    ):
-        lines.append(
-            "parallelism.enable_async_tensor_parallel=true: CPUs do not read each other's memory: "
-            "leave it out; titan-moe verify gradients --layouts tp=2 with it proves it with "
-            "emulated operations"
         )
     return lines
 

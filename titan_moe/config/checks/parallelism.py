@@ -68,31 +68,19 @@ def _async_tensor(run: Run) -> list[str]:
     job = run.job
     if not job.parallelism.enable_async_tensor_parallel:
         return []
-    name, lines = "parallelism.enable_async_tensor_parallel=true", []
+    name = "parallelism.enable_async_tensor_parallel=true"
     if job.parallelism.tensor_parallel_degree == 1:
         return [Note(f"{name} has no effect without tensor_parallel_degree above 1")]
-    if "quantize.linear.float8" in job.model.converters:
-        lines.append(
-            f"{name} multiplies in the compute type, and model.converters=quantize.linear.float8 "
-            "in float8: choose one"
-        )
+    if not job.compile.compiles_layers or job.compile.backend != "inductor":
+        return [Note(f"{name} has no effect without compile.enable=true and backend=inductor")]
+    if not run.num_gpus:
+        return [Note(f"{name} has no effect on a CPU")]
     if job.parallelism.expert_parallel_comm_backend == "symmetric":
-        lines.append(
+        return [
             f"{name} and expert_parallel_comm_backend=symmetric want symmetric memory of two kinds:"
             " choose one"
-        )
-    recompute = job.activation_checkpoint
-    if recompute.mode == "selective" and recompute.selective_ac_option == "op":
-        lines.append(
-            f"{name}: recomputation by operation keeps no product that gathers its input: choose "
-            "activation_checkpoint.mode=full or none, or selective_ac_option=2"
-        )
-    if step := job.debug.capture_step:
-        lines.append(
-            f"{name} computes in one what debug.capture_step={step} sees projection by projection: "
-            "leave one out"
-        )
-    return lines
+        ]
+    return []
 
 
 def _sequence_parts(run: Run) -> list[str]:
