@@ -522,18 +522,16 @@ class Compile(Section):
 class Float8Linear(Section):
     """Linear layers in float8 (torchao); model.converters switches them on."""
 
-    recipe_name: Literal["rowwise", "rowwise_with_gw_hp", "tensorwise", "blockwise"] = "rowwise"
+    recipe_name: Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"] = "rowwise"
     """Scales: one for each row or column ('rowwise'), the same but for the weights' gradient, which
-    stays in the compute type ('rowwise_with_gw_hp'), one for each tensor ('tensorwise',
-    torchtitan's default), or one for 128 elements of an activation and 128 x 128 of a weight
-    ('blockwise', arXiv 2412.19437)."""
+    stays in the compute type ('rowwise_with_gw_hp'), or one for each tensor ('tensorwise',
+    torchtitan's default)."""
     filter_fqns: list[str] = Field([])
     """Layers with one of these words in their name are left alone, such as "attention". The output
-    layer and routers always are, and layers whose sizes are no multiples of 16; of 128 with
-    'blockwise'."""
+    layer and routers always are, and layers whose sizes are no multiples of 16."""
     emulate: bool = False
     """Round as float8 does but multiply in float32, on any machine; slow, to look at the effect.
-    Holds for both tables of grouped_mm too."""
+    Holds for quantize.grouped_mm.mx too; torchao does not emulate quantize.grouped_mm.float8."""
 
 
 class Linear(Section):
@@ -545,8 +543,8 @@ class Linear(Section):
 class Float8GroupedMM(Section):
     """Routed experts in float8 (torchao); model.converters switches them on."""
 
-    recipe_name: Literal["rowwise", "blockwise"] = "rowwise"
-    """As quantize.linear.float8.recipe_name; 'blockwise' needs the package deep_gemm on a GPU."""
+    recipe_name: Literal["rowwise"] = "rowwise"
+    """As quantize.linear.float8.recipe_name."""
     fqns: list[str] = Field(["experts"])
     """Experts with one of these words in their name (torchtitan's default is none)."""
 

@@ -13,13 +13,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Quantize
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
-from titan_moe.ops.float8 import (
-    Float8Linear,
-    alignment,
-    float8_grouped_mm,
-    float8_linear,
-    has_deep_gemm,
-)
+from titan_moe.ops.float8 import ALIGNMENTS, Float8Linear, float8_grouped_mm, float8_linear
 
 LINEAR, GROUPED_MM = "quantize.linear.float8", "quantize.grouped_mm.float8"
 GROUPED_MX = "quantize.grouped_mm.mx"
@@ -42,20 +36,6 @@ def check_hardware(converters: Sequence[str], section: Quantize, device: torch.d
         for name, (major, minor) in _CAPABILITIES.items()
         if name in converters and found < (major, minor)
     ]
-    if LINEAR in converters and section.linear.float8.recipe_name == "blockwise":
-        version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
-        if found != (9, 0) or version < (12, 9):
-            lines.append(
-                f"{LINEAR}.recipe_name=blockwise needs a GPU of compute capability 9.0 and torch "
-                f"for CUDA 12.9 or later, and {gpu} with CUDA {torch.version.cuda}: choose "
-                f"rowwise, {emulate}"
-            )
-    blockwise_experts = section.grouped_mm.float8.recipe_name == "blockwise"
-    if GROUPED_MM in converters and blockwise_experts and not has_deep_gemm():
-        lines.append(
-            f"{GROUPED_MM}.recipe_name=blockwise needs the package deep_gemm, which is not "
-            f"installed: choose rowwise, {emulate}"
-        )
     if lines:
         raise ConfigError(lines)
 
@@ -63,7 +43,7 @@ def check_hardware(converters: Sequence[str], section: Quantize, device: torch.d
 def row_alignment(converters: Sequence[str], section: Quantize) -> int:
     """What each expert's rows are padded to a multiple of."""
     return max(
-        (alignment(recipe) for name, recipe, _ in _experts(section) if name in converters),
+        (ALIGNMENTS[recipe] for name, recipe, _ in _experts(section) if name in converters),
         default=1,
     )
 
@@ -79,7 +59,7 @@ def quantize(model: nn.Module, converters: Sequence[str], section: Quantize) -> 
     if LINEAR in converters:
         linear = section.linear.float8
         multiply = float8_linear(linear.recipe_name, emulate=emulate)
-        unit = alignment(linear.recipe_name)
+        unit = ALIGNMENTS[linear.recipe_name]
         for name, module in list(_linears(model, linear.filter_fqns, unit)):
             model.set_submodule(name, Float8Linear(module, multiply))
             names.append(name)

@@ -7,10 +7,11 @@ largest element so that it fills float8's range:
                         a power of two, in the forward and in both gradients
     rowwise_with_gw_hp  the same, but the weights' gradient is computed in the operands' own type
     tensorwise          one scale for each operand
-    blockwise, mxfp8    scales for blocks (`blockscaled`); mxfp8 of experts alone
+    mxfp8               a scale, a power of two, for 32 elements along the dim that is summed over;
+                        of experts alone
 
-Emulated, operands are rounded the same way and multiplied in float32: what a machine without float8
-units can say about a training. torchao does not emulate its grouped GEMM, so that is done here.
+torchao emulates Linear layers and mxfp8: operands are rounded the same way and multiplied wide. It
+does not emulate row-wise experts.
 
 A row's scale depends on all its elements. A layout that cuts the dim that is summed over
 therefore rounds otherwise: the input features of a row-wise cut weight, in the backward the output
@@ -20,38 +21,17 @@ features of a column-wise cut one, and for the weights' gradient the tokens.
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
 
-from titan_moe.ops.blockscaled import (
-    BLOCK,
-    MX_BLOCK,
-    rounded_blocks,
-    rounded_mx,
-    rounded_squares,
-)
-from titan_moe.ops.grouped_mm import GroupedMM, grouped_mm
+from titan_moe.ops.grouped_mm import GroupedMM
 
-ALIGNMENTS = {"tensorwise": 16, "rowwise": 16, "rowwise_with_gw_hp": 16}
-ALIGNMENTS |= {"blockwise": BLOCK, "mxfp8": MX_BLOCK}
+ALIGNMENTS = {"tensorwise": 16, "rowwise": 16, "rowwise_with_gw_hp": 16, "mxfp8": 32}
 """Recipe -> what rows of each expert, and sizes of all dims, are multiples of."""
 
 LinearProduct = Callable[[Tensor, Tensor], Tensor]
-
-
-class Rounding(NamedTuple):
-    """What an operand is in float8, by the dim that is summed over."""
-
-    activations: Callable[[Tensor, int], Tensor]
-    weights: Callable[[Tensor, int], Tensor]
-
-
-def alignment(recipe: str) -> int:
-    """What sizes are multiples of for a recipe."""
-    return ALIGNMENTS[recipe]
 
 
 class Float8Linear(nn.Module):
@@ -84,11 +64,9 @@ def float8_linear(recipe: str, *, emulate: bool) -> LinearProduct:
     """(x [..., D], w_FD) -> x @ w_FD.T in float8, differentiable in both.
 
     Args:
-        recipe: "rowwise", "rowwise_with_gw_hp", "tensorwise" or "blockwise".
+        recipe: "rowwise", "rowwise_with_gw_hp" or "tensorwise".
         emulate: round as float8 does, but multiply in float32.
     """
-    if recipe == "blockwise":
-        return _blockwise_linear(emulate=emulate)
     with _quiet():
         from torchao.float8 import Float8LinearConfig
         from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
@@ -104,29 +82,30 @@ def float8_linear(recipe: str, *, emulate: bool) -> LinearProduct:
     return multiply
 
 
-def _blockwise_linear(*, emulate: bool) -> LinearProduct:
-    if emulate:
-        return lambda x, w_FD: _EmulatedLinear.apply(x, w_FD, ROUNDINGS["blockwise"])
-    with _quiet():
-        from torchao.prototype.blockwise_fp8_training.linear import fp8_blockwise_mm
+def float8_grouped_mm(recipe: str = "rowwise", *, emulate: bool = False) -> GroupedMM:
+    """As `grouped_mm`, each expert's product of bfloat16 rows in float8, differentiable in both.
 
-    return lambda x, w_FD: fp8_blockwise_mm.apply(x, w_FD, BLOCK, x.dtype, False)
-
-
-def float8_grouped_mm(recipe: str = "rowwise", *, emulate: bool) -> GroupedMM:
-    """As `grouped_mm`, each expert's product in float8, differentiable in both.
-
-    Each expert's rows are a multiple of `alignment(recipe)`, as are both dims of the weights.
+    Each expert's rows are a multiple of `ALIGNMENTS[recipe]`, as are both dims of the weights.
 
     Args:
-        recipe: "rowwise", "blockwise" or "mxfp8".
-        emulate: as in `float8_linear`; waits for the device in the backward.
+        recipe: "rowwise" or "mxfp8".
+        emulate: as in `float8_linear`; of mxfp8 alone.
     """
-    if emulate:
-        return lambda x_RD, w_EFD, offsets_E: _EmulatedGroupedMM.apply(
-            x_RD, w_EFD, offsets_E, ROUNDINGS[recipe]
-        )
-    product = _scaled_grouped_mm(recipe)
+    product: Callable[..., Tensor]
+    with _quiet():
+        if recipe == "mxfp8":
+            from torchao.prototype.moe_training.mxfp8_grouped_mm import (
+                _to_mxfp8_then_scaled_grouped_mm,
+            )
+            from torchao.quantization.quantize_.common import KernelPreference
+
+            preference = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
+            product = partial(_to_mxfp8_then_scaled_grouped_mm, kernel_preference=preference)
+        else:
+            assert recipe == "rowwise" and not emulate, recipe
+            from torchao.prototype.moe_training.fp8_grouped_mm import (
+                _to_fp8_rowwise_then_scaled_grouped_mm as product,
+            )
 
     def multiply(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
         y_RF = product(
@@ -141,106 +120,6 @@ def float8_grouped_mm(recipe: str = "rowwise", *, emulate: bool) -> GroupedMM:
         return y_RF
 
     return multiply
-
-
-def _scaled_grouped_mm(recipe: str) -> Callable[..., Tensor]:
-    """torchao's own, of one signature."""
-    with _quiet():
-        if recipe == "mxfp8":
-            from torchao.prototype.moe_training.mxfp8_grouped_mm import (
-                _to_mxfp8_then_scaled_grouped_mm,
-            )
-
-            return _to_mxfp8_then_scaled_grouped_mm
-        if recipe == "blockwise":
-            from torchao.prototype.moe_training.blockwise_fp8.grouped_mm import (
-                _to_fp8_blockwise_then_scaled_grouped_mm,
-            )
-
-            return _to_fp8_blockwise_then_scaled_grouped_mm
-        assert recipe == "rowwise", recipe
-        from torchao.prototype.moe_training.fp8_grouped_mm import (
-            _to_fp8_rowwise_then_scaled_grouped_mm,
-        )
-
-        return _to_fp8_rowwise_then_scaled_grouped_mm
-
-
-def has_deep_gemm() -> bool:
-    """Whether torchao finds the package that multiplies block-wise scaled experts; without it, it
-    emulates them."""
-    with _quiet():
-        from torchao.prototype.blockwise_fp8_training.deepgemm_grouped_kernels import (
-            is_deep_gemm_available,
-        )
-
-    return is_deep_gemm_available()
-
-
-def rounded(x: Tensor, dim: int) -> Tensor:
-    """x as float8 holds it, with a scale of its own for everything along `dim`; in x's type."""
-    with _quiet():
-        from torchao.float8.config import ScalingGranularity
-        from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
-
-    scale = tensor_to_scale(
-        x,
-        torch.float8_e4m3fn,
-        scaling_granularity=ScalingGranularity.AXISWISE,
-        axiswise_dim=dim,
-        round_scales_to_power_of_2=True,
-    )
-    return (to_fp8_saturated(x.float() * scale, torch.float8_e4m3fn).float() / scale).to(x.dtype)
-
-
-ROUNDINGS = {
-    "rowwise": Rounding(rounded, rounded),
-    "blockwise": Rounding(rounded_blocks, rounded_squares),
-    "mxfp8": Rounding(rounded_mx, rounded_mx),
-}
-
-
-class _EmulatedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, w_FD: Tensor, rounding: Rounding) -> Tensor:
-        ctx.save_for_backward(x, w_FD)
-        ctx.rounding = rounding  # type: ignore[attr-defined]
-        y = rounding.activations(x, -1) @ rounding.weights(w_FD, -1).t()
-        return y.to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):  # type: ignore[override, no-untyped-def]
-        (x, w_FD), (activations, weights) = ctx.saved_tensors, ctx.rounding
-        grad_x = activations(grad, -1) @ weights(w_FD, 0)
-        rows_TF, rows_TD = (activations(each.flatten(0, -2), 0) for each in (grad, x))
-        return grad_x.to(x.dtype), (rows_TF.t() @ rows_TD).to(w_FD.dtype), None
-
-
-class _EmulatedGroupedMM(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor, rounding: Rounding
-    ) -> Tensor:
-        ctx.save_for_backward(x_RD, w_EFD, offsets_E)
-        ctx.rounding = rounding  # type: ignore[attr-defined]
-        y_RF = grouped_mm(rounding.activations(x_RD, -1), rounding.weights(w_EFD, -1), offsets_E)
-        return y_RF.to(x_RD.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_RF: Tensor):  # type: ignore[override, no-untyped-def]
-        (x_RD, w_EFD, offsets_E), (activations, weights) = ctx.saved_tensors, ctx.rounding
-        w_EDF = weights(w_EFD, 1).transpose(1, 2).contiguous()
-        grad_RD = grouped_mm(activations(grad_RF.contiguous(), -1), w_EDF, offsets_E)
-        grad_EFD = torch.zeros_like(w_EFD)
-        start = 0
-        for expert, end in enumerate(offsets_E.tolist()):
-            if end > start:  # The largest of no rows is not defined.
-                grad_rF, x_rD = (activations(each[start:end], 0) for each in (grad_RF, x_RD))
-                grad_EFD[expert] = grad_rF.t() @ x_rD
-            start = end
-        return grad_RD.to(x_RD.dtype), grad_EFD, None, None
 
 
 @contextmanager

@@ -9,7 +9,10 @@ from titan_moe.config.job_config import OPTIMIZER_KEYS
 from titan_moe.config.parse import load_job, resolve
 
 _FLOAT8 = '--model.converters ["quantize.linear.float8","quantize.grouped_mm.float8"]'
-_EMULATED = f"{_FLOAT8} --quantize.linear.float8.emulate true"
+_EMULATED = (
+    '--model.converters ["quantize.grouped_mm.mx"] --quantize.linear.float8.emulate true '
+    "--training.mixed_precision_param bfloat16"
+)
 
 _ROLL_BACK = "--training.on_nonfinite roll_back --checkpoint.enable"
 
@@ -94,7 +97,7 @@ RULES = [
     (
         f"{_EMULATED} --parallelism.expert_tensor_parallel_degree 32",
         32,
-        "model.converters=quantize.grouped_mm.float8 wants multiples of 16, and the experts' "
+        "model.converters=quantize.grouped_mm.mx wants multiples of 32, and the experts' "
         "hidden_dim / etp 32 of deepseek_v3 debugmodel is 8: leave it out",
     ),
     (

@@ -25,20 +25,22 @@ def _float8(run: Run) -> list[str]:
             "model.converters: a CPU has no float8 units: set quantize.linear.float8.emulate=true "
             "to see the rounding, or leave it out"
         )
+    if not units and "quantize.grouped_mm.float8" in named:
+        lines.append(
+            "model.converters=quantize.grouped_mm.float8: torchao does not emulate it: leave it "
+            "out, or quantize.linear.float8.emulate=true"
+        )
     wide = "training.dtype=float64" if job.training.dtype == "float64" else ""
     if job.training.mixed_precision_param != "bfloat16":
         wide = wide or f"training.mixed_precision_param={job.training.mixed_precision_param}"
-    if units and wide:
-        lines.append(f"{wide}: float8 products of a GPU go with bfloat16: choose bfloat16")
+    if wide and (units or "quantize.grouped_mm.mx" in named):
+        lines.append(f"{wide}: float8 products go with bfloat16: choose bfloat16")
     return lines + _float8_experts(run)
 
 
 def _float8_experts(run: Run) -> list[str]:
     job, model, float8 = run.job, run.model, "quantize.grouped_mm.float8"
-    units = {
-        float8: _unit(job.quantize.grouped_mm.float8.recipe_name),
-        "quantize.grouped_mm.mx": 32,
-    }
+    units = {float8: 16, "quantize.grouped_mm.mx": 32}
     named = [name for name in units if name in job.model.converters]
     if model.moe is None:
         return [
@@ -57,11 +59,6 @@ def _float8_experts(run: Run) -> list[str]:
     ]
 
 
-def _unit(recipe: str) -> int:
-    """What sizes are multiples of; `ops.float8.alignment` says the same."""
-    return {"tensorwise": 16, "rowwise": 16, "rowwise_with_gw_hp": 16, "blockwise": 128}[recipe]
-
-
 def _float8_tokens(run: Run) -> list[str]:
     """The weights' gradients sum over a microbatch's tokens."""
     job, degrees = run.job, run.job.parallelism
@@ -71,13 +68,12 @@ def _float8_tokens(run: Run) -> list[str]:
     size = degrees.pipeline_parallel_microbatch_size if piped else job.training.local_batch_size
     lengths = degrees.context_parallel_degree * degrees.tensor_parallel_degree
     tokens = size * job.training.seq_len // lengths
-    unit = _unit(job.quantize.linear.float8.recipe_name)
-    if tokens % unit == 0:
+    if tokens % 16 == 0:
         return []
     return [
         f"training.seq_len={job.training.seq_len}: {size} sequences / cp x tp {lengths} are "
-        f"{tokens} tokens, and quantize.linear.float8 wants a multiple of {unit}: choose a "
-        f"multiple of {unit * lengths}"
+        f"{tokens} tokens, and quantize.linear.float8 wants a multiple of 16: choose a "
+        f"multiple of {16 * lengths}"
     ]
 
 
