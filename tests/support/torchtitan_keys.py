@@ -168,7 +168,7 @@ SWITCHED_ON: dict[str, Any] = {
     "training.dataloader.pin_memory": True,
     "parallelism.disable_loss_parallel": True,
     "parallelism.pipeline_parallel_schedule_csv": "a.csv",
-    "parallelism.pipeline_parallel_expert_parallel_overlap": False,
+    "parallelism.pipeline_parallel_expert_parallel_overlap": "always",
     "checkpoint.enable_ft_dataloader_checkpoints": "always",
     "checkpoint.initial_load_in_hf_quantized": True,
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": ["output"],

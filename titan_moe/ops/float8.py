@@ -104,8 +104,10 @@ def float8_grouped_mm(recipe: str = "rowwise", *, emulate: bool = False) -> Grou
         else:
             assert recipe == "rowwise" and not emulate, recipe
             from torchao.prototype.moe_training.fp8_grouped_mm import (
-                _to_fp8_rowwise_then_scaled_grouped_mm as product,
+                _to_fp8_rowwise_then_scaled_grouped_mm,
             )
+
+            product = _to_fp8_rowwise_then_scaled_grouped_mm
 
     def multiply(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
         y_RF = product(
