@@ -10,10 +10,6 @@ from titan_moe.simulate.collectives import WorldReport, run_world, smallest_task
 _SMALL = ("--training.loss_chunk_size", "0", "--training.local_batch_size", "1")
 _EXPERTS = ("--parallelism.expert_parallel_degree", "4")
 _SYMMETRIC = (*_EXPERTS, "--parallelism.expert_parallel_comm_backend", "symmetric")
-_VALIDATES = ("--validation.enable", "true", "--validation.local_batch_size", "1")
-_COMPARES = ("--metrics.replica_check_freq", "7")
-_SAVES = ("--checkpoint.enable", "true", "--checkpoint.async_mode", "async")
-_EXPORTS = (*_SAVES, "--checkpoint.last_save_in_hf", "true")
 _PIPELINE = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "4")
 
 
@@ -109,68 +105,6 @@ DESYNCS = {
         ranks=4,
         options=_SYMMETRIC,
     ),
-    "a rank counts no bad documents": Desync(
-        "titan_moe.train_data:_BadDocumentLog.count",
-        "dist.all_reduce(numbers)",
-        "dist.all_reduce(numbers) if self._process.rank != 1 else None",
-        part="even",
-        group="group 0-1",
-        says=("rank 1 issues no", "rank 0 issues all_reduce int64[1]", "count_bad_documents"),
-    ),
-    "ranks validate as long as they have documents": Desync(
-        "titan_moe.data.validation:ValidationLoader._next_sequences",
-        "found = found or packed is not None",
-        "found = found or packed is not None and first <= number < first + self._local_batch_size",
-        part="validation",
-        group="group 0-1",
-        says=("rank 0 issues", "rank 1 issues all_reduce float64[3]", "validation_loss"),
-        options=_VALIDATES,
-    ),
-    "a rank saves after another step": Desync(
-        "titan_moe.checkpoint.checkpointer:Checkpointer._is_due",
-        "return first or step % self._config.interval == 0",
-        "return first or (step + dist.get_rank()) % self._config.interval == 0",
-        part="masked rank",
-        group="group 0-1",
-        says=("rank 0 issues no", "rank 1 issues all_gather int64[1]", "in checkpoint, "),
-        options=_SAVES,
-    ),
-    "one rank alone compares replicas": Desync(
-        "titan_moe.checkpoint.replicas:ReplicaCheck.__call__",
-        "if not self._freq or step % self._freq:",
-        "if not self._freq or step % self._freq or dist.get_rank() == 0:",
-        part="replicas",
-        group="group 0-1",
-        says=("rank 0 issues no", "rank 1 issues all_gather int64[1]", "in checkpoint, "),
-        options=_COMPARES,
-    ),
-    "a rank resumes without its tensors": Desync(
-        "titan_moe.checkpoint.checkpointer:Checkpointer.load",
-        "self._load_tensors(source, manifest, parts)",
-        "self._load_tensors(source, manifest, parts) if dist.get_rank() != 1 else None",
-        part="resume",
-        group="group 0-1",
-        says=("rank 0 waits in all_gather int64[1], start", "; rank 1 waits in waits for files "),
-        options=_SAVES,
-    ),
-    "a rank whose files are written no longer asks the others": Desync(
-        "titan_moe.checkpoint.background:BackgroundSaves.poll",
-        "state = lowest(self._state)",
-        "state = lowest(self._state) if self._state == _BUSY else self._state",
-        part="while it is saved",
-        group="waits for files group 0-1",
-        says=("rank 0 issues no", "rank 1 issues all_reduce int64[1]", "in checkpoint, "),
-        options=_SAVES,
-    ),
-    "one rank alone writes what lies beside an export": Desync(
-        "titan_moe.checkpoint.hf.write_folder:export",
-        "on_rank_zero(lambda: write_assets(aside), doing=doing)",
-        "on_rank_zero(lambda: write_assets(aside), doing=doing) if dist.get_rank() == 0 else None",
-        part="last step",
-        group="waits for files group 0-1",
-        says=("rank 0 issues broadcast int64[", "rank 1 issues all_gather int64[1]"),
-        options=_EXPORTS,
-    ),
     "ranks make their groups in a circle": Desync(
         "titan_moe.distributed.mesh:build_mesh",
         "for axis in _EVERY_RUN:",
@@ -191,8 +125,7 @@ def run_with(names: list[str]) -> dict[str, WorldReport]:
 
 def _run_with(name: str) -> WorldReport:
     bug = DESYNCS[name or "a rank exchanges weights before rows in symmetric memory"]
-    options = bug.options if name else (*bug.options, *_VALIDATES, *_COMPARES, *_EXPORTS)
-    job = load_job(["--job.config_file", f"debug/gate_{bug.family}", *_SMALL, *options])
+    job = load_job(["--job.config_file", f"debug/gate_{bug.family}", *_SMALL, *bug.options])
     task = smallest_task(job, bug.ranks, seq_len=32)
     if not name:
         return run_world(task)

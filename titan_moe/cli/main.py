@@ -30,8 +30,6 @@ COMMANDS = {
     "report hang": "who waited where when a run hung, and who never came",
     "simulate step": "communication and memory of one rank of a world of any size",
     "simulate collectives": "whether all ranks of a group issue the same collectives",
-    "simulate scaling": "how both grow with the number of ranks",
-    "simulate reshard": "bytes, time and memory to move to another layout",
 }
 """A command, and what it does in a line; its module has its words joined by "_"."""
 

@@ -2,14 +2,12 @@
 
     titan-moe simulate collectives --ranks 64 --config configs/qwen3/30B-A3B_64gpu.toml
 
-The program's own loop runs for every rank of a fake world, in a process each: steps with even
+The program's own training step runs for every rank of a fake world, in a process each: with even
 routing, with skewed routing, with all tokens sent to one rank, with few experts that get any, and
-with a data rank that has no target; then, as far as the configuration has them, a validation, a
-comparison of replicas, a save, a step while it is written in the background, a resume, and a last
-save with its export. On every group all members must issue the same operations, of the same types
-and sizes; what one sends to another in an all-to-all, a send or a receive is what that one expects.
-The model is cut to the layers that show every kind, and sequences are short; both can be had whole.
-Documents are made up. With training stages, each is run.
+with a data rank that has no target. On every group all members must issue the same operations, of
+the same types and sizes; what one sends to another in an all-to-all, a send or a receive is what
+that one expects. The model is cut to the layers that show every kind, and sequences are short; both
+can be had whole. With training stages, each is run. Validation, saves and resumes are not run.
 
 Exit codes: 0; 1 members of a group part; 2 a configuration that cannot run; 4 it failed; 70 an
 error in titan_moe.
@@ -37,7 +35,7 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.parse import load_job
     from titan_moe.config.stages import stage_jobs
     from titan_moe.simulate.collectives import simulate_collectives, smallest_task
-    from titan_moe.simulate.rank_step import rank_step
+    from titan_moe.simulate.step import rank_step
 
     job, *_ = rank_step(load_job(job_arguments(options)), options.ranks)
     sizes = {"layers": options.layers, "seq_len": options.seq_len}

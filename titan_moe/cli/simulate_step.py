@@ -21,18 +21,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.parse import load_job
     from titan_moe.config.stages import stage_jobs
-    from titan_moe.simulate.rank_step import in_words, rank_step, simulate
+    from titan_moe.simulate.step import rank_step, simulate_steps
 
     job = load_job(job_arguments(options))
     task = rank_step(job, options.ranks, rank=options.rank, layers=options.layers)
     stages = stage_jobs(task[0])
-    facts, *later = simulate([(stage, *task[1:]) for _, stage in stages])
-    data, lines = facts.as_json(), [in_words(facts)]
+    facts, *later = simulate_steps([(stage, *task[1:]) for _, stage in stages])
+    data, lines = facts.as_json(), [facts.in_words()]
     if later:
         data["stages"] = []
     for (step, _), found in zip(stages[1:], later, strict=True):
         data["stages"].append({"from_step": step, **found.as_json()})
-        lines += ["", f"from step {step}:", in_words(found)]
+        lines += ["", f"from step {step}:", found.in_words()]
     write_json(options.out, data)
     return Answer(data, lines)
 

@@ -1,4 +1,4 @@
-"""All ranks' runs of a configuration in a fake world, under several routings, and whether their
+"""All ranks' steps of a configuration in a fake world, under several routings, and whether their
 collectives match."""
 
 import gc
@@ -6,46 +6,36 @@ import logging
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.parse import resolve
 from titan_moe.config.pipeline import num_stages
+from titan_moe.distributed.context_parallel.apply import local_positions
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import ModelConfig
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.comm_counter import axes_of_groups
 from titan_moe.simulate.desync import Finding, Group, RankLog, find_desyncs, find_waits
-from titan_moe.simulate.fake_rank import FakeRank, fake_world
+from titan_moe.simulate.fake_rank import FakeRank, empty_batch, fake_world
 from titan_moe.simulate.issued import RecordingRank
 from titan_moe.simulate.lockstep import AbandonedError, Peers, run_ranks
-from titan_moe.simulate.rank_step import one_microbatch, rank_step
-from titan_moe.simulate.routings import ROUTINGS, Routing
+from titan_moe.simulate.routings import ROUTINGS, LayerOfRank, Routing, without_targets
+from titan_moe.simulate.step import rank_step
 from titan_moe.simulate.whereabouts import Whereabouts
-from titan_moe.simulate.whole_run import (
-    LAST_STEP,
-    LATER_STEP,
-    SimulatedRun,
-    ends_otherwise,
-    happens_later,
-    saves_in_background,
-)
 
-START, RESUME, WHILE_SAVING, LAST = "start", "resume", "while it is saved", "last step"
+START = "start"
 _FEWEST_TOKENS = 256
 _MOST_SHOWN = 5
 
@@ -80,7 +70,7 @@ class WorldReport:
     """What was found."""
 
     findings: list[tuple[str, Finding]] = field(default_factory=list)
-    """With the part of the run: "start", a routing, what happens later, "resume"."""
+    """With the part: "start", or the name of a routing."""
     errors: list[str] = field(default_factory=list)
     """Tracebacks of ranks that failed where no collective explains it."""
     parts: list[str] = field(default_factory=list)
@@ -120,8 +110,8 @@ class WorldReport:
             lines.append(f"{axes:<22}{counts}{sent}")
         for part, finding in self.findings[:_MOST_SHOWN]:
             lines.append(f"{part}: {finding.group}: {finding.text}")
-        if more := len(self.findings) - _MOST_SHOWN:
-            lines += [f"and {more} groups more"] * (more > 0)
+        if (more := len(self.findings) - _MOST_SHOWN) > 0:
+            lines.append(f"and {more} more groups")
         verdict = "the members of a group part" if self.findings else "every group's members agree"
         return [
             *lines,
@@ -164,8 +154,7 @@ def smallest_task(
     microbatch = training.local_batch_size * parallel_dims(parallelism, world_size).size("batch")
     microbatches = min(2, training.global_batch_size // microbatch)
     training = training.model_copy(update={"seq_len": seq_len})
-    validation = whole.validation.model_copy(update={"seq_len": None})
-    tables = {"training": training, "validation": validation, "parallelism": parallelism}
+    tables = {"training": training, "parallelism": parallelism}
     small = whole.model_copy(update=tables | {"stages": []})
     config = replace(config, num_layers=layers)
     if problems := check(small, config, world_size, num_gpus=0):
@@ -202,20 +191,17 @@ def _fewest_layers(parallelism: Parallelism, config: ModelConfig) -> int:
 def run_world(task: Task) -> WorldReport:
     """Run all ranks of the task, in processes forked from this one, and compare."""
     torch.set_num_threads(1)
-    # An export's bar; its own lock leaves semaphores behind where a rank ends.
-    tqdm.set_lock(RLock())
     _warm_up(task)
     gc.collect()
     gc.freeze()  # The ranks share what is here as long as they do not write to it.
-    with TemporaryDirectory() as folder:
-        return _run_in(task, Path(folder))
+    return _compare_all(task)
 
 
-def _run_in(task: Task, folder: Path) -> WorldReport:
+def _compare_all(task: Task) -> WorldReport:
     report = WorldReport()
     parts = _parts(task)
     logs: dict[str, dict[int, RankLog]] = {part: {} for part in parts}
-    with closing(run_ranks(partial(_run_rank, task, folder), task.world_size)) as ranks:
+    with closing(run_ranks(partial(_run_rank, task), task.world_size)) as ranks:
         for rank, value, error, has_ended in ranks:
             if error:
                 report.errors.append(f"rank {rank}:\n{error}")
@@ -276,13 +262,7 @@ def _add_traffic(
 
 
 def _parts(task: Task) -> list[str]:
-    parts = [START, *(routing.name for routing in _routings(task.config))]
-    if later := happens_later(task.job):
-        parts.append(" + ".join(later))
-        parts += [WHILE_SAVING] * saves_in_background(task.job)
-        parts += [RESUME] * ("save" in later)
-        parts += [LAST] * ends_otherwise(task.job)
-    return parts
+    return [START, *(routing.name for routing in _routings(task.config))]
 
 
 def _routings(config: ModelConfig) -> list[Routing]:
@@ -297,8 +277,10 @@ def _warm_up(task: Task) -> None:
     The world is larger than theirs by one, so that no mesh of it is one of theirs: see
     `fake_world`.
     """
-    job, world_size = one_microbatch(task.job), task.world_size + 1
-    job = resolve(job.model_copy(update={"parallelism": Parallelism()}), world_size)
+    world_size = task.world_size + 1
+    training = task.job.training.model_copy(update={"global_batch_size": -1})
+    tables = {"training": training, "parallelism": Parallelism()}
+    job = resolve(task.job.model_copy(update=tables), world_size)
     with fake_world(0, world_size):
         FakeRank(job, task.config).step()
 
@@ -306,45 +288,48 @@ def _warm_up(task: Task) -> None:
 # --- one rank ---
 
 
-def _run_rank(task: Task, folder: Path, rank: int, peers: Peers) -> None:
+def _run_rank(task: Task, rank: int, peers: Peers) -> None:
     gc.disable()  # A tenth of the time otherwise.
     logging.disable(logging.WARNING)  # Every rank would say it.
     whereabouts = Whereabouts()
     recorder = RecordingRank(peers, whereabouts)
-    parts = iter(_parts(task))
+    part, fake, is_whole = START, None, False
     with fake_world(rank, task.world_size):
-        part, run = next(parts), None
         try:
-            run = SimulatedRun(task.job, task.config, folder, recorder, whereabouts)
-            for action in _actions(task, run):
-                peers.report((part, _log(recorder, run)))
+            fake = FakeRank(task.job, task.config, recorder)
+            POSITION.enter_phase("step")
+            for number, routing in enumerate(_routings(task.config)):
+                peers.report((part, _log(recorder, fake)))
                 gc.collect()
-                part = next(parts)
-                action()
-            peers.report((part, _log(recorder, run)))
+                part = routing.name
+                with whereabouts.watching(fake.sharded.parts):
+                    _step(task, fake, routing, 1 if number else task.num_microbatches)
+            is_whole = True
         except AbandonedError:
-            peers.report((part, _log(recorder, run, is_whole=False)))
-        except Exception:
-            peers.report((part, _log(recorder, run, is_whole=False)))
-            raise
+            pass
+        finally:
+            peers.report((part, _log(recorder, fake, is_whole=is_whole)))
 
 
-def _actions(task: Task, run: SimulatedRun) -> list[Callable[[], None]]:
-    """What makes each part after the start."""
-    even, *others = _routings(task.config)
-    actions: list[Callable[[], None]] = [partial(run.make_step, 1, even, task.num_microbatches)]
-    actions += [partial(run.make_step, step, each, 1) for step, each in enumerate(others, 2)]
-    if later := happens_later(task.job):
-        actions.append(partial(run.make_step, LATER_STEP, even, 1))
-        background = saves_in_background(task.job)
-        actions += [partial(run.make_step, LATER_STEP + 1, even, 1)] * background
-        actions += [run.resume] * ("save" in later)
-        actions += [partial(run.make_step, LAST_STEP, even, 1)] * ends_otherwise(task.job)
-    return actions
+def _step(task: Task, fake: FakeRank, routing: Routing, num_microbatches: int) -> None:
+    """Makes one step under a routing."""
+    dims, rank = fake.sharded.meshes.dims, dist.get_rank()
+    for layer, moe in fake.sharded.moe_layers().items():
+        about = LayerOfRank(rank, layer, moe.config.num_experts, moe.config.top_k)
+        moe.routing_fn = routing.choice(about)
+    batch = empty_batch(task.job)
+    if routing.masks_a_rank and dims.coordinate(rank, "batch") == 0:
+        # The positions that the first cp rank reads: the ranks that read them have no target.
+        balanced = dims.cp > 1 and (
+            task.job.parallelism.context_parallel_load_balancer == "headtail"
+        )
+        seq_len = task.job.training.seq_len
+        batch = without_targets(batch, local_positions(seq_len, dims.cp, 0, balanced=balanced))
+    fake.step(num_microbatches, batch)
 
 
-def _log(recorder: RecordingRank, run: SimulatedRun | None, *, is_whole: bool = True) -> RankLog:
-    known = {} if run is None else axes_of_groups(run.meshes)
+def _log(recorder: RecordingRank, fake: FakeRank | None, *, is_whole: bool = True) -> RankLog:
+    known = {} if fake is None else axes_of_groups(fake.sharded.meshes)
     # Private: torch has no list of groups. In the order in which they were made.
     world = dist.distributed_c10d._world
     groups = [

@@ -63,31 +63,12 @@ def known_groups() -> list[tuple[int, ...]]:
     return [tuple(sorted(ranks)) for ranks in known]
 
 
-def num_new_group_calls() -> int:
-    """Calls of new_group that this process took part in, those for other ranks' groups included."""
-    world = dist.distributed_c10d._world
-    # A group that only its own ranks make has a hash for a name. All others are numbered, even
-    # where this rank is none of theirs; the world's own is the first of them.
-    hashed = [name for name in world.pg_names.values() if not name.isdigit()]
-    return len(hashed) + world.group_count - 1
-
-
 class FakeCommCounter(CommCounter):
     """Counts where no tensor of floats has values and no collective sends anything."""
 
     def __init__(self) -> None:
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._has_values = False
-
-    @contextmanager
-    def with_values(self) -> Iterator[None]:
-        """Let tensors of floats that are made inside have values."""
-        before, self._has_values = self._has_values, True
-        try:
-            yield
-        finally:
-            self._has_values = before
 
     def execute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # Half of all calls.
@@ -97,8 +78,6 @@ class FakeCommCounter(CommCounter):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func is _aten._local_scalar_dense.default and isinstance(tensors[0], FakeTensor):
             return 1.0 if tensors[0].is_floating_point() else 1
-        if self._has_values:
-            return func(*args, **kwargs)
         if func is _aten._pin_memory.default:
             return tensors[0]
         if func is _aten.equal.default and isinstance(tensors[0], FakeTensor):
@@ -212,23 +191,23 @@ class FakeRank:
             sharded = build_sharded_model(
                 job, config, device=CPU, world_size=dist.get_world_size(), draw_weights=False
             )
-        self.new_group_calls = num_new_group_calls()
         # Every number that is read is 1, that of dropped rows too: none may stop a step.
         self.sharded = replace(sharded, stops_on_overflow=False)
         balance_routers(self.sharded)
+        with self._counter:
+            self.optimizer = build_optimizer(
+                job.optimizer, self.sharded.named_parameters(), self.sharded.meshes.group
+            )
+            self._train_step = TrainStep(self.sharded, self.optimizer, job.training, device=CPU)
+        self._counter.groups = axes_of_groups(self.sharded.meshes)
 
     def step(self, num_microbatches: int = 1, batch: Batch | None = None) -> "StepVolumes":
-        """Train on microbatches of the job's size, all of them `batch`; left out, an empty one."""
+        """Trains on microbatches that are all `batch`; by default an empty one."""
         batch = empty_batch(self._job) if batch is None else batch
         volumes = StepVolumes(self._counter)
         self._counter.clear()
         with self._counter:
-            self.optimizer = build_optimizer(
-                self._job.optimizer, self.sharded.named_parameters(), self.sharded.meshes.group
-            )
-            step = TrainStep(self.sharded, self.optimizer, self._job.training, device=CPU)
-            self._counter.groups = axes_of_groups(self.sharded.meshes)
-            step([batch] * num_microbatches, observer=volumes)
+            self._train_step([batch] * num_microbatches, observer=volumes)
         assert volumes.has_updated, "the step has updated nothing"
         volumes.total = self._counter.volumes()
         return volumes

@@ -10,7 +10,7 @@ def test_ranks_that_come_through_no_part_are_not_said_to_agree(
     monkeypatch: pytest.MonkeyPatch, capsys
 ):
     monkeypatch.setattr(collectives, "_warm_up", lambda task: None)
-    monkeypatch.setattr(collectives, "run_ranks", lambda *_: (rank for rank in ()))
+    monkeypatch.setattr(collectives, "run_ranks", lambda *_: (None for _ in range(0)))
     monkeypatch.setattr(
         collectives, "in_fresh_processes", lambda run, calls, num_workers: [(0, run(*calls[0]))]
     )
