@@ -3,11 +3,10 @@
 import inspect
 import re
 import sys
-from importlib import import_module
 from pathlib import Path
 
 from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig
-from titan_moe.models.registry import FAMILIES, flavors
+from titan_moe.models.registry import FAMILIES, family_module, flavors
 from titan_moe.models.stats import part_weights, total
 
 if sys.version_info >= (3, 11):
@@ -31,10 +30,12 @@ def tables() -> str:
     files = _files()
     parts = []
     for family in FAMILIES:
-        says = inspect.getdoc(import_module(f"titan_moe.models.{family}.config")) or ""
+        says = inspect.getdoc(family_module(family)) or ""
         rows = [
             "| " + " | ".join(_row(flavor, config, files.get((family, flavor), []))) + " |"
-            for flavor, config in flavors(family).items()
+            for flavor, config in sorted(
+                flavors(family).items(), key=lambda one: sum(total(one[1]))
+            )
         ]
         head = f"| {' | '.join(_HEADS)} |\n|---|{'--:|' * 3}{'---|' * (len(_HEADS) - 4)}"
         parts.append(

@@ -19,7 +19,7 @@ else:
 # torch has the builds of Triton that it runs with, and says what is missing where there is none.
 _OF_TORCH = {"triton"}
 # What `titan-moe verify parity` and the metrics services ask for when they are used.
-_OF_EXTRAS = {"transformers", "safetensors", "wandb", "mlflow"}
+_OF_EXTRAS = {"transformers", "wandb", "mlflow"}
 
 
 def undeclared(repo: Path, dependencies: list[str]) -> set[str]:

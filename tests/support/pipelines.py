@@ -121,9 +121,8 @@ def build_parts(case: dict, meshes) -> list:
     from titan_moe.distributed.expert_parallel import apply_expert_parallel, join_sequences
     from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
     from titan_moe.distributed.tensor_parallel import apply_tensor_parallel
-    from titan_moe.models.decoder import keep_only, stage_units
+    from titan_moe.models.decoder import TENSOR_PLAN, keep_only, stage_units
     from titan_moe.models.stats import part_weights
-    from titan_moe.models.tensor_plans import DECODER
 
     schedule, ranks = SCHEDULES[case["schedule"]], meshes.dims.pp
     stages = ranks * case.get("per_rank", 1 if schedule.placement == "single" else 2)
@@ -132,7 +131,7 @@ def build_parts(case: dict, meshes) -> list:
     for stage in stages_of_rank(schedule, meshes.group("pp").rank(), ranks, stages):
         part = keep_only(new_model(), split[stage])
         apply_expert_parallel(list(part.moe_layers().values()), meshes)
-        part.partial_over_tp = apply_tensor_parallel(part, DECODER, meshes)
+        part.partial_over_tp = apply_tensor_parallel(part, TENSOR_PLAN, meshes)
         join_sequences(list(part.moe_layers().values()), meshes)
         if case.get("recompute"):
             apply_activation_checkpoint(dict(part.layers), ActivationCheckpoint(mode="full"))

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
-from titan_moe.models.shares import Share, shares_of_ranks
-from titan_moe.models.stats import Size, attention_stats
+from titan_moe.models.stats import Share, Size, attention_stats, shares_of_ranks
 from titan_moe.moe.config import deduplication_pays, places_reached, rows_of_buffers
 
 GIB = 2**30

@@ -46,6 +46,7 @@ from titan_moe.distributed.tied_weights import TiedWeights, find_tied_weights
 from titan_moe.models.attention import plain_core
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import (
+    TENSOR_PLAN,
     Decoder,
     initial_std,
     keep_only,
@@ -56,7 +57,6 @@ from titan_moe.models.decoder import (
 from titan_moe.models.output import Output
 from titan_moe.models.quantize import check_hardware, quantize
 from titan_moe.models.stats import part_weights
-from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, FlexCore
 from titan_moe.runtime.log import logger
@@ -253,7 +253,7 @@ def lay_out(
         # hidden dims, and losses that ask for whole sequences.
         moe_layers = list(part.moe_layers().values())
         apply_expert_parallel(moe_layers, meshes, dispatch)
-        partial_over_tp |= apply_tensor_parallel(part, DECODER, meshes)
+        partial_over_tp |= apply_tensor_parallel(part, TENSOR_PLAN, meshes)
         join_sequences(moe_layers, meshes)
 
         # 5. Compiled blocks inside recomputation, which runs them twice; both inside FSDP's hooks,

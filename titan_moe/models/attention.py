@@ -16,7 +16,7 @@ from titan_moe.models.config import (
     PositionTemperature,
     RopeConfig,
 )
-from titan_moe.models.norm import RMSNorm
+from titan_moe.models.output import RMSNorm
 from titan_moe.models.rope import Rotation, rotate, softmax_factor
 from titan_moe.ops.attention import AttentionCore, choose_core
 from titan_moe.ops.varlen_attention import takes

@@ -5,7 +5,7 @@ Parameter names are torchtitan's: `layers.3.moe.experts.w1`, `layers.3.attention
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from titan_moe.models.attention import build_attention
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.mtp import MultiTokenPrediction
-from titan_moe.models.norm import RMSNorm
-from titan_moe.models.output import Embedding, Output
+from titan_moe.models.output import Embedding, Output, RMSNorm
 from titan_moe.models.rope import Rope, Rotation
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, CausalSdpa
@@ -24,6 +23,40 @@ from titan_moe.profiling.regions import region
 
 _BIASES = ("b1", "b2", "b3")
 _ENDS = ("tok_embeddings", "norm", "output")
+
+TensorPlan = dict[
+    str, Literal["gather", "colwise", "rowwise", "vocab_rows", "vocab_columns", "heads", "whole"]
+]
+
+TENSOR_PLAN: TensorPlan = {
+    "*tok_embeddings": "vocab_rows",
+    "output": "vocab_columns",
+    "*.attention": "gather",
+    "*.attention.wq": "colwise",
+    "*.attention.wk": "colwise",
+    "*.attention.wv": "colwise",
+    "*.attention.wq_b": "colwise",
+    "*.attention.wkv_b": "colwise",
+    "*.attention.sinks": "heads",
+    "*.attention.wo": "rowwise",
+    # MLA's down-projections and their norms see all tokens and feed the heads of every rank.
+    "*.attention.wq_a": "whole",
+    "*.attention.wkv_a": "whole",
+    "*.feed_forward": "gather",
+    "*.feed_forward.w1": "colwise",
+    "*.feed_forward.w2": "rowwise",
+    "*.feed_forward.w3": "colwise",
+    "*.moe.shared_experts": "gather",
+    "*.moe.shared_experts.w1": "colwise",
+    "*.moe.shared_experts.w2": "rowwise",
+    "*.moe.shared_experts.w3": "colwise",
+    "*norm": "whole",
+    # Of multi-token prediction, on a rank's part of the tokens.
+    "*.projection": "whole",
+}
+"""How tensor parallelism cuts the modules whose names match; distributed/tensor_parallel.py
+explains each way. One plan serves all families: patterns without a match have no effect. Every
+module with parameters is named, also where it stays whole, but for routers and routed experts."""
 
 
 class FeedForward(nn.Module):

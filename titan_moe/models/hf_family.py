@@ -1,4 +1,4 @@
-"""What families' `hf.py` are written with: config.json's common keys, and weights' names as data.
+"""Helpers of the families' `hf.py`: config.json's keys and weights' names as data.
 
 No torch. A family's `hf.py` has
 
@@ -8,8 +8,9 @@ No torch. A family's `hf.py` has
     IGNORED         patterns (fnmatch) of their tensors that have no place here
     COPIES          their tensors that are published as copies of another
 
-Of config.json two forms are read: that of published models (`rope_theta`, `rope_scaling`), and what
-transformers 5 writes (`rope_parameters`). The first is written, which all readers know.
+`from_hf` and `to_hf` share tables of our fields and their keys. Two forms of config.json are read:
+that of published models (`rope_theta`, `rope_scaling`), and what transformers 5 writes
+(`rope_parameters`). The first is written, which all readers know.
 
 In names, `{layer}` stands for a number on both sides; theirs counts multi-token prediction layers
 on after the others, ours from 0 under `mtp.layers`.
@@ -17,6 +18,7 @@ on after the others, ours from 0 under `mtp.layers`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
 from titan_moe.config.errors import ConfigError
@@ -24,7 +26,36 @@ from titan_moe.models.config import Llama3Scaling, ModelConfig, RopeConfig, Yarn
 from titan_moe.moe.config import MoEConfig
 
 Settings = Mapping[str, Any]
+"""A config.json."""
+Fields = dict[str, Any]
+"""Fields of a ModelConfig by path: {"dim": 256, "attention.num_heads": 8, "moe.top_k": 2}."""
 A = TypeVar("A")
+
+# Paths of our fields -> the keys of config.json that hold them, in every family.
+DECODER_KEYS = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "hidden_dim": "intermediate_size",
+    "attention.num_heads": "num_attention_heads",
+    "attention.bias": "attention_bias",
+    "tied_embeddings": "tie_word_embeddings",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "init_std": "initializer_range",
+}
+GQA_KEYS = {
+    **DECODER_KEYS,
+    "attention.num_kv_heads": "num_key_value_heads",
+    "attention.head_dim": "head_dim",
+}
+DEFAULTS = {
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+}
+"""Values of keys that config.json may leave out."""
 
 
 def needed(settings: Settings, key: str) -> Any:
@@ -50,6 +81,41 @@ def only(settings: Settings, **allowed: tuple[Any, ...]) -> None:
     ]
     if lines:
         raise ConfigError(lines)
+
+
+def read_fields(settings: Settings, keys: Mapping[str, str], defaults: Settings) -> Fields:
+    """The fields of a table. Raises ConfigError for a key with neither value nor default."""
+    return {
+        path: given(settings, key, defaults[key]) if key in defaults else needed(settings, key)
+        for path, key in keys.items()
+    }
+
+
+def write_fields(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The keys of a table; the inverse of `read_fields`."""
+    return {key: attrgetter(path)(config) for path, key in keys.items()}
+
+
+def gqa_defaults(settings: Settings) -> dict[str, Any]:
+    """Defaults of the heads that share keys and values, and of their channels."""
+    heads = needed(settings, "num_attention_heads")
+    return {
+        "num_key_value_heads": heads,
+        "head_dim": needed(settings, "hidden_size") // heads,
+    }
+
+
+def make_config(fields: Fields, attention: type[Any]) -> ModelConfig:
+    """The dimensions with these fields, dense where none of them is under `moe`."""
+    tables: dict[str, dict[str, Any]] = {"": {}, "attention": {}, "moe": {}}
+    for path, value in fields.items():
+        table, _, name = path.rpartition(".")
+        tables[table][name] = value
+    return ModelConfig(
+        **tables[""],
+        attention=attention(**tables["attention"]),
+        moe=MoEConfig(**tables["moe"]) if tables["moe"] else None,
+    )
 
 
 def attention_of(config: ModelConfig, kind: type[A], family: str) -> A:

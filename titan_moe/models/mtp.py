@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.norm import RMSNorm
-from titan_moe.models.output import Embedding
+from titan_moe.models.output import Embedding, RMSNorm
 from titan_moe.models.rope import Rotation
 from titan_moe.ops.local_attention import LocalAttention
 

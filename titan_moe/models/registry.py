@@ -1,19 +1,38 @@
-"""Families and flavors by name. No torch."""
+"""Families and flavors by name. No torch.
 
+A flavor is a file `<family>/flavors/<flavor>.json`: a config.json in the published form, which the
+family's `from_hf` reads. Its key "titan_moe" holds fields of ModelConfig that such a file cannot
+say: weights of the training's losses, the balancing of experts, initial values.
+"""
+
+import json
+from dataclasses import replace
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.config import ModelConfig
 
 FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3")
 
+T = TypeVar("T")
 
+
+def family_module(family: str) -> Any:
+    """A family's `hf.py`; `hf_family.py` says what it has."""
+    return import_module(f"titan_moe.models.{family}.hf")
+
+
+@cache
 def flavors(name: str) -> dict[str, ModelConfig]:
     """All flavors of a family. Raises ConfigError for a name that is no family."""
     if name not in FAMILIES:
         raise ConfigError([_unknown("model.name", name, FAMILIES)])
-    return import_module(f"titan_moe.models.{name}.config").FLAVORS
+    files = sorted((Path(__file__).parent / name / "flavors").glob("*.json"))
+    return {file.stem: _read(name, file) for file in files}
 
 
 def model_config(name: str, flavor: str) -> ModelConfig:
@@ -22,6 +41,22 @@ def model_config(name: str, flavor: str) -> ModelConfig:
     if flavor not in known:
         raise ConfigError([_unknown("model.flavor", flavor, tuple(known))])
     return known[flavor]
+
+
+def _read(family: str, file: Path) -> ModelConfig:
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    return _replaced(family_module(family).from_hf(settings), settings.get("titan_moe", {}))
+
+
+def _replaced(config: T, values: dict[str, Any]) -> T:
+    """A dataclass with other values; a table's are those of the dataclass in its field."""
+    return replace(  # type: ignore[type-var]
+        config,
+        **{
+            name: _replaced(getattr(config, name), value) if isinstance(value, dict) else value
+            for name, value in values.items()
+        },
+    )
 
 
 def _unknown(key: str, value: str, known: tuple[str, ...]) -> str:

@@ -9,9 +9,8 @@ import torch
 
 from titan_moe.distributed import collectives
 from titan_moe.distributed.tensor_parallel import apply_tensor_parallel, unplanned_modules
-from titan_moe.models.decoder import Decoder
+from titan_moe.models.decoder import TENSOR_PLAN, Decoder
 from titan_moe.models.registry import FAMILIES, flavors, model_config
-from titan_moe.models.tensor_plans import DECODER
 from titan_moe.simulate.fake_rank import fake_world
 
 
@@ -57,12 +56,12 @@ def test_a_module_that_the_plan_leaves_out_is_refused():
     for layer in ("0", "1"):
         with torch.device("meta"):
             model.layers[layer].attention.gate = torch.nn.Linear(32, 4)
-    whole = dict.fromkeys(DECODER, "whole")
+    whole = dict.fromkeys(TENSOR_PLAN, "whole")
     with pytest.raises(ValueError) as caught:
         apply_tensor_parallel(model, whole, NoMeshes())
     assert str(caught.value).startswith(
         "no tensor-parallel plan names layers.0.attention.gate, layers.1.attention.gate: add to "
-        "titan_moe/models/tensor_plans.py how tp cuts each"
+        "titan_moe/models/decoder.py how tp cuts each"
     )
     named = apply_tensor_parallel(model, {**whole, "*.attention.gate": "whole"}, NoMeshes())
     assert "layers.0.attention.gate.bias" in named
@@ -73,9 +72,9 @@ def test_the_plan_is_of_every_model_and_nothing_else():
     with torch.device("meta"):
         models = [Decoder(replace(config, num_layers=4)) for config in configs]
     for model in models:
-        assert unplanned_modules(model, DECODER) == []
+        assert unplanned_modules(model, TENSOR_PLAN) == []
     names = {name for model in models for name, _ in model.named_modules()}
-    for pattern in DECODER:
+    for pattern in TENSOR_PLAN:
         if "sinks" in pattern and "gpt_oss" not in FAMILIES:
             continue
         assert any(fnmatchcase(name, pattern) for name in names), pattern

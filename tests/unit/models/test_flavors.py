@@ -84,12 +84,6 @@ def test_sizes_by_arithmetic_are_those_of_the_model(name: str, flavor: str):
     assert built == part_sizes(config)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_has_a_model_for_the_gate_and_one_to_try(name: str):
-    assert "gate" in flavors(name)
-    assert any(flavor.startswith("debugmodel") for flavor in flavors(name))
-
-
 @pytest.mark.parametrize(
     ("part", "word"),
     [

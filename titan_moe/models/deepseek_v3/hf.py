@@ -1,6 +1,9 @@
-"""DeepSeek in Hugging Face folders: V2 (softmax scores), V3 (sigmoid scores and their bias).
+"""DeepSeek-V2 (softmax scores), DeepSeek-V3 (sigmoid scores and their bias) and models built like
+them, from the config.json files of deepseek-ai/DeepSeek-V2-Lite, DeepSeek-V2 and DeepSeek-V3
+(arXiv 2405.04434 and 2412.19437), moonshotai/Moonlight-16B-A3B (arXiv 2502.16982) and
+moonshotai/Kimi-K2-Base (arXiv 2507.20534).
 
-Kimi-K2 (`kimi_k2`) is a V3 by another name, and goes out as one. What transformers' own code of a
+Kimi-K2 (`kimi_k2`) is a V3 by another name, and is written as one. What transformers' own code of a
 version leaves out, whatever config.json says, is refused rather than trained differently.
 """
 
@@ -9,9 +12,12 @@ from typing import Any
 from titan_moe.models.config import MLAConfig, ModelConfig
 from titan_moe.models.hf_family import (
     BLOCK_NORMS,
+    DECODER_KEYS,
+    DEFAULTS,
     EMBEDDINGS,
     EXPERTS,
     FEED_FORWARD,
+    Fields,
     HFCopies,
     HFKeys,
     HFWeight,
@@ -19,12 +25,14 @@ from titan_moe.models.hf_family import (
     attention_of,
     given,
     in_layers,
+    make_config,
     needed,
     only,
+    read_fields,
     rope_from_hf,
     rope_to_hf,
+    write_fields,
 )
-from titan_moe.moe.config import MoEConfig
 
 _FAMILY = "deepseek_v3"
 _IS_V3 = {"sigmoid": True, "softmax": False}
@@ -35,118 +43,89 @@ COPIES: HFCopies = {
     "model.layers.{layer}.shared_head.head.weight": "output.weight",
 }
 
+_KEYS = {
+    **DECODER_KEYS,
+    "attention.q_rank": "q_lora_rank",
+    "attention.kv_rank": "kv_lora_rank",
+    "attention.nope_dim": "qk_nope_head_dim",
+    "attention.rope_dim": "qk_rope_head_dim",
+    "attention.v_dim": "v_head_dim",
+    "num_mtp_layers": "num_nextn_predict_layers",
+}
+_EXPERT_KEYS = {
+    "moe.num_experts": "n_routed_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.hidden_dim": "moe_intermediate_size",
+    "moe.num_shared_experts": "n_shared_experts",
+    "moe.score": "scoring_func",
+    "moe.normalize_top_k": "norm_topk_prob",
+    "moe.route_scale": "routed_scaling_factor",
+    "moe.num_groups": "n_group",
+    "moe.top_groups": "topk_group",
+    "num_dense_layers": "first_k_dense_replace",
+}
+_DEFAULTS = DEFAULTS | {
+    "q_lora_rank": None,
+    "max_position_embeddings": 4096,
+    "n_shared_experts": 0,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+}
+_V2 = {"scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0}
+_V3 = {"scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+
 
 def from_hf(settings: Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
     only(settings, hidden_act=("silu",), mlp_bias=(False,), moe_layer_freq=(1,))
     only(settings, rope_interleave=(True,))
-    heads = needed(settings, "num_attention_heads")
-    only(settings, num_key_value_heads=(heads,))
-    with_experts = bool(settings.get("n_routed_experts"))
-    mtp = given(settings, "num_nextn_predict_layers", given(settings, "num_mtp_layers", 0))
-    return ModelConfig(
-        vocab_size=needed(settings, "vocab_size"),
-        dim=needed(settings, "hidden_size"),
-        num_layers=needed(settings, "num_hidden_layers"),
-        hidden_dim=needed(settings, "intermediate_size"),
-        attention=MLAConfig(
-            num_heads=heads,
-            q_rank=settings.get("q_lora_rank"),
-            kv_rank=needed(settings, "kv_lora_rank"),
-            nope_dim=needed(settings, "qk_nope_head_dim"),
-            rope_dim=needed(settings, "qk_rope_head_dim"),
-            v_dim=needed(settings, "v_head_dim"),
-            bias=given(settings, "attention_bias", False),
-        ),
-        rope=rope_from_hf(settings, "neighbours", latent=True),
-        moe=_experts(settings) if with_experts else None,
-        num_dense_layers=given(settings, "first_k_dense_replace", 0) if with_experts else 0,
-        tied_embeddings=given(settings, "tie_word_embeddings", False),
-        num_mtp_layers=mtp,
-        max_seq_len=given(settings, "max_position_embeddings", 4096),
-        norm_eps=given(settings, "rms_norm_eps", 1e-6),
-        init_std=given(settings, "initializer_range", 0.02),
-    )
+    only(settings, num_key_value_heads=(needed(settings, "num_attention_heads"),))
+    mtp = {"num_nextn_predict_layers": given(settings, "num_mtp_layers", 0)}
+    fields = read_fields(settings, _KEYS, _DEFAULTS | mtp)
+    fields["rope"] = rope_from_hf(settings, "neighbours", latent=True)
+    if settings.get("n_routed_experts"):
+        fields |= _experts(settings)
+    return make_config(fields, MLAConfig)
 
 
-def _experts(settings: Settings) -> MoEConfig:
-    sigmoid = settings.get("model_type") != "deepseek_v2"
-    groups = given(settings, "n_group", 1)
-    if sigmoid:
+def _experts(settings: Settings) -> Fields:
+    is_v3 = settings.get("model_type") != "deepseek_v2"
+    if is_v3:
         only(settings, scoring_func=("sigmoid",), topk_method=("noaux_tc",))
     else:
         only(settings, scoring_func=("softmax",), norm_topk_prob=(False,))
-        method = given(settings, "topk_method", "greedy")
         only(settings, topk_method=("greedy", "group_limited_greedy"))
-        groups = 1 if method == "greedy" else groups
-    return MoEConfig(
-        num_experts=needed(settings, "n_routed_experts"),
-        top_k=needed(settings, "num_experts_per_tok"),
-        hidden_dim=needed(settings, "moe_intermediate_size"),
-        num_shared_experts=given(settings, "n_shared_experts", 0),
-        score="sigmoid" if sigmoid else "softmax",
-        normalize_top_k=sigmoid and given(settings, "norm_topk_prob", True),
-        route_scale=float(given(settings, "routed_scaling_factor", 2.5 if sigmoid else 1.0)),
-        num_groups=groups,
-        top_groups=given(settings, "topk_group", 1) if groups > 1 else 1,
-        group_score_top=2 if sigmoid and groups > 1 else 1,
-    )
+    fields = read_fields(settings, _EXPERT_KEYS, _DEFAULTS | (_V3 if is_v3 else _V2))
+    ungrouped = not is_v3 and given(settings, "topk_method", "greedy") == "greedy"
+    if ungrouped or fields["moe.num_groups"] == 1:
+        fields |= {"moe.num_groups": 1, "moe.top_groups": 1}
+    fields["moe.group_score_top"] = 2 if is_v3 and fields["moe.num_groups"] > 1 else 1
+    return fields
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     attention, moe = attention_of(config, MLAConfig, _FAMILY), config.moe
-    sigmoid = moe is None or _IS_V3[moe.score]
+    is_v3 = moe is None or _IS_V3[moe.score]
     settings: dict[str, Any] = {
-        "architectures": ["DeepseekV3ForCausalLM" if sigmoid else "DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.hidden_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_heads,
-        "q_lora_rank": attention.q_rank,
-        "kv_lora_rank": attention.kv_rank,
-        "qk_nope_head_dim": attention.nope_dim,
-        "qk_rope_head_dim": attention.rope_dim,
-        "v_head_dim": attention.v_dim,
-        "attention_bias": attention.bias,
-        "attention_dropout": 0.0,
+        "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
         "hidden_act": "silu",
-        "max_position_embeddings": config.max_seq_len,
-        "initializer_range": config.init_std,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied_embeddings,
-        "use_cache": True,
-        "num_nextn_predict_layers": config.num_mtp_layers,
+        "num_key_value_heads": attention.num_heads,
+        **write_fields(config, _KEYS),
         **rope_to_hf(config.rope),
     }
-    return settings | (_experts_to_hf(config, moe) if moe else _no_experts(config))
-
-
-def _experts_to_hf(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    sigmoid = _IS_V3[moe.score]
-    by_groups = "noaux_tc" if sigmoid else "group_limited_greedy"
+    if moe is None:
+        # transformers knows dense layers only as the first ones.
+        return settings | {"first_k_dense_replace": config.num_layers, "n_routed_experts": 0}
+    by_groups = "noaux_tc" if is_v3 else "group_limited_greedy"
     return {
-        "first_k_dense_replace": config.num_dense_layers,
+        **settings,
+        **write_fields(config, _EXPERT_KEYS),
         "moe_layer_freq": config.moe_every,
-        "n_routed_experts": moe.num_experts,
-        "n_shared_experts": moe.num_shared_experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.hidden_dim,
-        "n_group": moe.num_groups,
-        "topk_group": moe.top_groups,
-        "topk_method": by_groups if sigmoid or moe.num_groups > 1 else "greedy",
-        "scoring_func": moe.score,
-        "norm_topk_prob": moe.normalize_top_k,
-        "routed_scaling_factor": moe.route_scale,
+        "topk_method": by_groups if is_v3 or moe.num_groups > 1 else "greedy",
     }
-
-
-def _no_experts(config: ModelConfig) -> dict[str, Any]:
-    # transformers knows dense layers only as the first ones.
-    return {"first_k_dense_replace": config.num_layers, "n_routed_experts": 0}
 
 
 _DIRECT_QUERY = {"wq.weight": "q_proj.weight"}
@@ -180,7 +159,7 @@ _MTP = {
 
 
 def keys(config: ModelConfig) -> HFKeys:
-    """Where each tensor is. The routing's bias has a place beside sigmoid scores only (V3)."""
+    """Names of each tensor. The routing's bias has a place beside sigmoid scores only (V3)."""
     attention = attention_of(config, MLAConfig, _FAMILY)
     names = _KEYS_AND_VALUES | (_DIRECT_QUERY if attention.q_rank is None else _LATENT_QUERY)
     if attention.bias:

@@ -1,4 +1,5 @@
-"""gpt-oss in Hugging Face folders: stacks of experts, gate and up interleaved."""
+"""gpt-oss (arXiv 2508.10925), from the config.json files of openai/gpt-oss-20b and
+openai/gpt-oss-120b. Its experts are stacks, gate and up projections interleaved."""
 
 from typing import Any
 
@@ -6,9 +7,11 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
 from titan_moe.models.hf_family import (
     BLOCK_NORMS,
+    DEFAULTS,
     EMBEDDINGS,
     GQA,
     GQA_BIASES,
+    GQA_KEYS,
     HFCopies,
     HFKeys,
     HFWeight,
@@ -16,14 +19,17 @@ from titan_moe.models.hf_family import (
     attention_of,
     experts_of,
     given,
+    gqa_defaults,
     in_layers,
+    make_config,
     needed,
     only,
     period,
+    read_fields,
     rope_from_hf,
     rope_to_hf,
+    write_fields,
 )
-from titan_moe.moe.config import MoEConfig
 from titan_moe.ops.local_attention import LocalAttention
 
 _FAMILY = "gpt_oss"
@@ -31,42 +37,34 @@ MODEL_TYPES = ("gpt_oss",)
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 COPIES: HFCopies = {}
 
+_KEYS = {
+    **GQA_KEYS,
+    "moe.num_experts": "num_local_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.hidden_dim": "intermediate_size",
+}
+_DEFAULTS = DEFAULTS | {
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+}
 _NO_SCALING = {"rope_type": "default"}
 
 
 def from_hf(settings: Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
     only(settings, hidden_act=("silu",), swiglu_alpha=(1.702,), swiglu_limit=(7.0,))
-    heads, dim = needed(settings, "num_attention_heads"), needed(settings, "hidden_size")
-    hidden_dim = needed(settings, "intermediate_size")
-    return ModelConfig(
-        vocab_size=needed(settings, "vocab_size"),
-        dim=dim,
-        num_layers=needed(settings, "num_hidden_layers"),
-        hidden_dim=hidden_dim,
-        attention=GQAConfig(
-            num_heads=heads,
-            num_kv_heads=given(settings, "num_key_value_heads", heads),
-            head_dim=given(settings, "head_dim", dim // heads),
-            bias=given(settings, "attention_bias", True),
-            sinks=True,
-        ),
-        rope=_rope(settings),
-        local=_local(settings),
-        moe=MoEConfig(
-            num_experts=needed(settings, "num_local_experts"),
-            top_k=needed(settings, "num_experts_per_tok"),
-            hidden_dim=hidden_dim,
-            normalize_top_k=True,
-            router_bias=True,
-            projection_bias=True,
-            activation="clamped_swiglu",
-        ),
-        tied_embeddings=given(settings, "tie_word_embeddings", False),
-        max_seq_len=given(settings, "max_position_embeddings", 131_072),
-        norm_eps=given(settings, "rms_norm_eps", 1e-5),
-        init_std=given(settings, "initializer_range", 0.02),
-    )
+    fields = read_fields(settings, _KEYS, _DEFAULTS | gqa_defaults(settings))
+    fields |= {
+        "attention.sinks": True,
+        "rope": _rope(settings),
+        "local": _local(settings),
+        "moe.normalize_top_k": True,
+        "moe.router_bias": True,
+        "moe.projection_bias": True,
+        "moe.activation": "clamped_swiglu",
+    }
+    return make_config(fields, GQAConfig)
 
 
 def _rope(settings: Settings) -> RopeConfig:
@@ -90,34 +88,18 @@ def _local(settings: Settings) -> LocalAttention | None:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention, moe = attention_of(config, GQAConfig, _FAMILY), experts_of(config, _FAMILY)
+    attention_of(config, GQAConfig, _FAMILY)
+    experts_of(config, _FAMILY)
     local = [config.local_in(layer) is not None for layer in range(config.num_layers)]
     rope = rope_to_hf(config.rope)
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": moe.hidden_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
-        "attention_bias": attention.bias,
-        "attention_dropout": 0.0,
         "hidden_act": "silu",
         "swiglu_limit": 7.0,
-        "max_position_embeddings": config.max_seq_len,
-        "initializer_range": config.init_std,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied_embeddings,
-        "use_cache": True,
         "sliding_window": None if config.local is None else config.local.size,
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in local],
-        "num_local_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "output_router_logits": False,
-        "router_aux_loss_coef": moe.global_aux_loss_weight,
+        "layer_types": ["sliding_attention" if near else "full_attention" for near in local],
+        **write_fields(config, _KEYS),
         **rope,
         "rope_scaling": rope["rope_scaling"] or _NO_SCALING,
     }
@@ -137,7 +119,7 @@ _EXPERTS: HFKeys = {
 
 
 def keys(config: ModelConfig) -> HFKeys:
-    """Where each tensor is. Biases of the routing's choice have no place."""
+    """Names of each tensor. Biases of the routing's choice have no place."""
     attention = attention_of(config, GQAConfig, _FAMILY)
     block = {**BLOCK_NORMS, **GQA, **_SINKS, **_EXPERTS}
     if attention.bias:

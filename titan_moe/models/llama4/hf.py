@@ -1,5 +1,11 @@
-"""Llama 4 in Hugging Face folders: the text model alone (`llama4_text`), or inside the published
-one (`llama4`), whose vision tower is left out. Goes out as the text model."""
+"""Llama 4's text model, from the `text_config` that Llama-4-Scout-17B-16E-Instruct and
+Llama-4-Maverick-17B-128E-Instruct are published with.
+
+Scout's base model differs from its Instruct model in rotary scaling (8 instead of 16, with a band
+of blended channels) and in length (262,144 tokens): import it from its own config.json. The text
+model is read alone (`llama4_text`), or inside the published one (`llama4`), whose vision tower is
+left out; it is written alone.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -7,9 +13,11 @@ from typing import Any
 from titan_moe.models.config import GQAConfig, ModelConfig, PositionTemperature
 from titan_moe.models.hf_family import (
     BLOCK_NORMS,
+    DEFAULTS,
     EMBEDDINGS,
     GQA,
     GQA_BIASES,
+    GQA_KEYS,
     HFCopies,
     HFKeys,
     HFWeight,
@@ -17,14 +25,16 @@ from titan_moe.models.hf_family import (
     attention_of,
     experts_of,
     given,
+    gqa_defaults,
     in_layers,
-    needed,
+    make_config,
     only,
     period,
+    read_fields,
     rope_from_hf,
     rope_to_hf,
+    write_fields,
 )
-from titan_moe.moe.config import MoEConfig
 from titan_moe.ops.local_attention import LocalAttention
 
 _FAMILY = "llama4"
@@ -32,41 +42,32 @@ MODEL_TYPES = ("llama4", "llama4_text")
 IGNORED = ("vision_model.*", "multi_modal_projector.*", "*.rotary_emb.inv_freq")
 COPIES: HFCopies = {}
 
+_KEYS = {
+    **GQA_KEYS,
+    "hidden_dim": "intermediate_size_mlp",
+    "moe.num_experts": "num_local_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.hidden_dim": "intermediate_size",
+}
+_DEFAULTS = DEFAULTS | {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
+
 
 def from_hf(settings: Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
     settings = given(settings, "text_config", settings)
     only(settings, hidden_act=("silu",), router_jitter_noise=(0.0,))
-    heads, dim = needed(settings, "num_attention_heads"), needed(settings, "hidden_size")
-    return ModelConfig(
-        vocab_size=needed(settings, "vocab_size"),
-        dim=dim,
-        num_layers=needed(settings, "num_hidden_layers"),
-        hidden_dim=needed(settings, "intermediate_size_mlp"),
-        attention=GQAConfig(
-            num_heads=heads,
-            num_kv_heads=given(settings, "num_key_value_heads", heads),
-            head_dim=given(settings, "head_dim", dim // heads),
-            qk_norm="unweighted" if given(settings, "use_qk_norm", True) else "none",
-            bias=given(settings, "attention_bias", False),
-            temperature=_temperature(settings),
-        ),
-        rope=rope_from_hf(settings, "neighbours"),
-        local=_local(settings),
-        moe_every=_moe_every(settings),
-        moe=MoEConfig(
-            num_experts=needed(settings, "num_local_experts"),
-            top_k=needed(settings, "num_experts_per_tok"),
-            hidden_dim=needed(settings, "intermediate_size"),
-            num_shared_experts=1,
-            score="sigmoid",
-            weights_scale="inputs",
-        ),
-        tied_embeddings=given(settings, "tie_word_embeddings", False),
-        max_seq_len=given(settings, "max_position_embeddings", 131_072),
-        norm_eps=given(settings, "rms_norm_eps", 1e-5),
-        init_std=given(settings, "initializer_range", 0.02),
-    )
+    fields = read_fields(settings, _KEYS, _DEFAULTS | gqa_defaults(settings))
+    fields |= {
+        "attention.qk_norm": "unweighted" if given(settings, "use_qk_norm", True) else "none",
+        "attention.temperature": _temperature(settings),
+        "rope": rope_from_hf(settings, "neighbours"),
+        "local": _local(settings),
+        "moe_every": _moe_every(settings),
+        "moe.num_shared_experts": 1,
+        "moe.score": "sigmoid",
+        "moe.weights_scale": "inputs",
+    }
+    return make_config(fields, GQAConfig)
 
 
 def _temperature(settings: Settings) -> PositionTemperature | None:
@@ -105,41 +106,24 @@ def _moe_every(settings: Settings) -> int:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention, moe = attention_of(config, GQAConfig, _FAMILY), experts_of(config, _FAMILY)
+    attention = attention_of(config, GQAConfig, _FAMILY)
+    experts_of(config, _FAMILY)
     layers = range(config.num_layers)
     temperature = attention.temperature or PositionTemperature(scale=0.1, floor=8192)
     return {
         "architectures": ["Llama4ForCausalLM"],
         "model_type": "llama4_text",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": moe.hidden_dim,
-        "intermediate_size_mlp": config.hidden_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
-        "attention_bias": attention.bias,
-        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "router_jitter_noise": 0.0,
         "attention_chunk_size": config.max_seq_len if config.local is None else config.local.size,
         "no_rope_layers": [int(config.rotates(layer)) for layer in layers],
         "use_qk_norm": attention.qk_norm == "unweighted",
         "attn_temperature_tuning": attention.temperature is not None,
         "attn_scale": temperature.scale,
         "floor_scale": temperature.floor,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_seq_len,
-        "initializer_range": config.init_std,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied_embeddings,
-        "use_cache": True,
-        "num_local_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
         "interleave_moe_layer_step": config.moe_every,
         "moe_layers": [layer for layer in layers if config.is_moe_layer(layer)],
-        "output_router_logits": False,
-        "router_aux_loss_coef": moe.global_aux_loss_weight,
-        "router_jitter_noise": 0.0,
+        **write_fields(config, _KEYS),
         **rope_to_hf(config.rope),
     }
 
@@ -166,7 +150,7 @@ _EXPERTS: HFKeys = {
 
 
 def keys(config: ModelConfig) -> HFKeys:
-    """Where each tensor is. Biases of the routing have no place."""
+    """Names of each tensor. Biases of the routing have no place."""
     attention = attention_of(config, GQAConfig, _FAMILY)
     block = {**BLOCK_NORMS, **GQA, **_FEED_FORWARD, **_EXPERTS}
     if attention.bias:

@@ -1,27 +1,31 @@
-"""Mixtral in Hugging Face folders."""
+"""Mixtral (arXiv 2401.04088), from the config.json files of mistralai/Mixtral-8x7B-v0.1 and
+mistralai/Mixtral-8x22B-v0.1."""
 
 from typing import Any
 
 from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.hf_family import (
     BLOCK_NORMS,
+    DEFAULTS,
     EMBEDDINGS,
     EXPERTS,
     GQA,
+    GQA_KEYS,
     HFCopies,
     HFKeys,
     HFWeight,
     Settings,
     attention_of,
     experts_of,
-    given,
+    gqa_defaults,
     in_layers,
-    needed,
+    make_config,
     only,
+    read_fields,
     rope_from_hf,
     rope_to_hf,
+    write_fields,
 )
-from titan_moe.moe.config import MoEConfig
 from titan_moe.ops.local_attention import LocalAttention
 
 _FAMILY = "mixtral"
@@ -29,63 +33,39 @@ MODEL_TYPES = ("mixtral",)
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 COPIES: HFCopies = {}
 
+_KEYS = {
+    **{path: key for path, key in GQA_KEYS.items() if path != "attention.bias"},
+    "moe.num_experts": "num_local_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.hidden_dim": "intermediate_size",
+}
+_DEFAULTS = DEFAULTS | {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
+
 
 def from_hf(settings: Settings) -> ModelConfig:
     """The dimensions of a config.json. Raises ConfigError for what is not supported."""
     only(settings, hidden_act=("silu",), router_jitter_noise=(0.0,))
-    heads, dim = needed(settings, "num_attention_heads"), needed(settings, "hidden_size")
-    hidden_dim, window = needed(settings, "intermediate_size"), settings.get("sliding_window")
-    return ModelConfig(
-        vocab_size=needed(settings, "vocab_size"),
-        dim=dim,
-        num_layers=needed(settings, "num_hidden_layers"),
-        hidden_dim=hidden_dim,
-        attention=GQAConfig(
-            num_heads=heads,
-            num_kv_heads=given(settings, "num_key_value_heads", heads),
-            head_dim=given(settings, "head_dim", dim // heads),
-        ),
-        rope=rope_from_hf(settings),
-        local=None if window is None else LocalAttention("window", window, global_every=0),
-        moe=MoEConfig(
-            num_experts=needed(settings, "num_local_experts"),
-            top_k=needed(settings, "num_experts_per_tok"),
-            hidden_dim=hidden_dim,
-            normalize_top_k=True,
-        ),
-        tied_embeddings=given(settings, "tie_word_embeddings", False),
-        max_seq_len=given(settings, "max_position_embeddings", 131_072),
-        norm_eps=given(settings, "rms_norm_eps", 1e-5),
-        init_std=given(settings, "initializer_range", 0.02),
-    )
+    window = settings.get("sliding_window")
+    fields = read_fields(settings, _KEYS, _DEFAULTS | gqa_defaults(settings))
+    fields |= {
+        "rope": rope_from_hf(settings),
+        "local": None if window is None else LocalAttention("window", window, global_every=0),
+        "moe.normalize_top_k": True,
+    }
+    return make_config(fields, GQAConfig)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
-    attention, moe = attention_of(config, GQAConfig, _FAMILY), experts_of(config, _FAMILY)
+    attention_of(config, GQAConfig, _FAMILY)
+    experts_of(config, _FAMILY)
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": moe.hidden_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
-        "attention_dropout": 0.0,
         "hidden_act": "silu",
-        "max_position_embeddings": config.max_seq_len,
-        "initializer_range": config.init_std,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied_embeddings,
-        "use_cache": True,
-        "sliding_window": None if config.local is None else config.local.size,
-        "num_local_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "output_router_logits": False,
-        "router_aux_loss_coef": moe.global_aux_loss_weight,
         "router_jitter_noise": 0.0,
+        "sliding_window": None if config.local is None else config.local.size,
+        **write_fields(config, _KEYS),
         **rope_to_hf(config.rope),
     }
 
@@ -107,6 +87,6 @@ _EXPERTS: HFKeys = {
 
 
 def keys(config: ModelConfig) -> HFKeys:
-    """Where each tensor is. Biases of the routing have no place."""
+    """Names of each tensor. Biases of the routing have no place."""
     attention_of(config, GQAConfig, _FAMILY)
     return {**EMBEDDINGS, **in_layers({**BLOCK_NORMS, **GQA, **_EXPERTS})}

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from types import MappingProxyType
 
-from titan_moe.models.tensor_plans import DECODER
+from titan_moe.models.decoder import TENSOR_PLAN
 from titan_moe.verify.layouts.layouts import DENSE_AXES, V_SCHEDULES, Layout
 
 Box = tuple[slice, ...]
@@ -31,7 +31,7 @@ def tensor_dims() -> dict[str, int]:
     """The tensor dim that tp cuts, by pattern of parameter names, from the plan of all decoders."""
     return {
         f"{module}.{parameter}": dim
-        for module, how in DECODER.items()
+        for module, how in TENSOR_PLAN.items()
         for parameter, dim in _CUT_BY_TP.get(how, {}).items()
     }
 

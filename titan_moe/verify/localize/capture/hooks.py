@@ -15,10 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.models.attention import Attention
-from titan_moe.models.decoder import Decoder
+from titan_moe.models.decoder import TENSOR_PLAN, Decoder
 from titan_moe.models.mtp import MultiTokenPrediction
 from titan_moe.models.output import Output
-from titan_moe.models.tensor_plans import DECODER
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Scores
@@ -90,7 +89,7 @@ def _hooks(name: str, module: nn.Module, watcher: Watcher) -> list[RemovableHand
 
 
 def _is(name: str, ways: tuple[str, ...]) -> bool:
-    return any(how in ways and fnmatchcase(name, pattern) for pattern, how in DECODER.items())
+    return any(how in ways and fnmatchcase(name, pattern) for pattern, how in TENSOR_PLAN.items())
 
 
 def _watch_logits(module: Output, watcher: Watcher) -> RemovableHandle:
