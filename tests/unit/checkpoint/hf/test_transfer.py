@@ -57,9 +57,6 @@ def test_there_and_back(family, dtype, tmp_path, small_pieces):
 @pytest.mark.parametrize(
     ("key", "value", "line"),
     [
-        ("vocab_size", -1, "the recorded dimensions make no sense: vocab_size=-1"),
-        ("num_layers", 10**30, f"the recorded dimensions make no sense: num_layers={10**30}"),
-        ("num_layers", 2**31, "has 107 tensors for 2147483649 layers"),
         ("num_layers", 3, "it has, and the model has not, model.layers.3."),
         ("vocab_size", 273, "model.output.weight float32[272, 32] (wanted float32[273, 32])"),
     ],
