@@ -9,8 +9,7 @@ The peak is what parameters and optimizer states hold between steps, and the mos
 allocates beyond: on CUDA the allocator's own peak, on a CPU the running sum of every allocation and
 release that torch's profiler saw. "must" is distributed/memory.py's sum of what cannot be left out:
 parameters, gradients, optimizer states and the values kept for the backward; "estimate" adds what
-it expects to come and go. Two ways exist here alone, for comparison: hidden rows of experts kept by
-plain autograd, and logits of all tokens at once.
+it expects to come and go. "whole logits" makes the logits of all tokens at once.
 """
 
 import argparse
@@ -25,10 +24,6 @@ from torch import Tensor
 from scripts.bench.measure import options, print_table, take_turns, write_json
 from scripts.bench.train_steps import first_gpu_or_cpu, new_training, world_of_one
 from titan_moe.distributed.memory import memory
-from titan_moe.distributed.parallelize import ShardedModel
-from titan_moe.moe.dispatch.base import ExpertRows
-from titan_moe.moe.experts import ExpertWeights
-from titan_moe.ops.grouped_mm import GroupedMM
 from titan_moe.optim.schedules import set_lr
 
 _MIB = 2**20
@@ -42,7 +37,6 @@ class Way:
     name: str
     recompute: dict[str, str]
     chunk_size: int
-    keeps_hidden_rows: bool = False
     held: float = 0.0
     """Bytes of parameters and optimizer states."""
     beyond: float = 0.0
@@ -62,7 +56,6 @@ def ways(chunk_size: int) -> list[Way]:
     none = {"mode": "none"}
     return [
         Way("none", none, chunk_size),
-        Way("none, hidden rows kept", none, chunk_size, keeps_hidden_rows=True),
         Way("none, whole logits", none, 0),
         Way("op", {"mode": "selective", "selective_ac_option": "op"}, chunk_size),
         Way("every second layer", {"mode": "selective", "selective_ac_option": "2"}, chunk_size),
@@ -118,8 +111,6 @@ def _prepared(way: Way, arguments: argparse.Namespace, device: torch.device) -> 
         vocab_size=arguments.vocabulary,
         seed=arguments.seed,
     )
-    if way.keeps_hidden_rows:
-        _keep_hidden_rows(training.sharded)
     set_lr(training.optimizer, 1.0)
     training.run()
     training.run()
@@ -132,21 +123,6 @@ def _prepared(way: Way, arguments: argparse.Namespace, device: torch.device) -> 
     found = memory(training.sharded.config, *sections, 1)
     way.must, way.estimate = found.stored + found.kept, found.total
     return training.run
-
-
-def _keep_hidden_rows(sharded: ShardedModel) -> None:
-    """As autograd would: silu(gate), its product with up, and that weighted, of every row."""
-
-    def compute(rows: ExpertRows, weights: ExpertWeights, grouped_mm: GroupedMM) -> Tensor:
-        gate_RF = grouped_mm(rows.x_RD, weights.w1, rows.offsets_E)
-        up_RF = grouped_mm(rows.x_RD, weights.w3, rows.offsets_E)
-        hidden_RF = torch.nn.functional.silu(gate_RF) * up_RF
-        weighted_RF = hidden_RF * rows.weights_R[:, None].to(hidden_RF.dtype)
-        return grouped_mm(weighted_RF, weights.w2, rows.offsets_E)
-
-    for moe in sharded.moe_layers().values():
-        assert moe.config.weights_scale == "outputs" and moe.config.activation == "swiglu"
-        moe.experts.compute = compute
 
 
 def _allocated_beyond(step: Callable[[], object], device: torch.device) -> float:

@@ -4,9 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from scripts.bench.mistakes import MISTAKES
-from scripts.bench.noise_band import BASELINE
-from scripts.bench.trainings import Training, control_trainings, train, train_each, training_of
+from tests.support.curves import (
+    BFLOAT16,
+    Training,
+    control_trainings,
+    train,
+    train_each,
+    training_of,
+)
+from tests.support.mistakes import MISTAKES
+from tests.support.paths import DEBUG_CONFIGS
 from titan_moe.verify.compare.noise.band import Band, quantities_of
 from titan_moe.verify.compare.records import NORM_OF, Curve
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
@@ -29,8 +36,8 @@ PLANTED = {
 
 
 def baseline(dtype: str, steps: int) -> RunSpec:
-    spec = BASELINE[dtype]
-    return replace(spec, overrides=(*spec.overrides, ("training.steps", str(steps))))
+    overrides = (*(BFLOAT16 if dtype == "bfloat16" else ()), ("training.steps", str(steps)))
+    return RunSpec(config=DEBUG_CONFIGS / "compare.toml", ranks=1, overrides=overrides)
 
 
 def planted(spec: RunSpec, dtype: str) -> list[Training]:

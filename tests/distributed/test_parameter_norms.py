@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scripts.bench.trainings import train, training_of
+from tests.support.curves import train, training_of
 from tests.support.paths import DEBUG_CONFIGS
 from tests.support.tiers import split
 from titan_moe.verify.compare.records import NORM_OF, Curve

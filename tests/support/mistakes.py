@@ -8,7 +8,6 @@ from typing import Any
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.distributed.parallelize import ShardedModel
-from titan_moe.moe.layer import MoE
 from titan_moe.train_step import TrainStep
 from titan_moe.verify.layouts.layouts import with_tables
 
@@ -41,11 +40,6 @@ def spoil_grads(step_fn: TrainStep, spoil: Callable[[], None]) -> None:
     step_fn._reduce = spoil_and_reduce  # type: ignore[method-assign]
 
 
-def double_routers(sharded: ShardedModel, step_fn: TrainStep) -> None:
-    gates = [moe.router.gate.weight for moe in sharded.moe_layers().values()]
-    spoil_grads(step_fn, lambda: [gate.grad.mul_(2) for gate in gates])  # type: ignore
-
-
 def scale_an_expert(
     sharded: ShardedModel, step_fn: TrainStep, *, layer: str, expert: int, factor: float
 ) -> None:
@@ -58,23 +52,9 @@ def scale_an_expert(
     )
 
 
-def enlarge_all(sharded: ShardedModel, step_fn: TrainStep) -> None:
-    parameters = [parameter for _, parameter in sharded.named_parameters()]
-    spoil_grads(step_fn, lambda: [parameter.grad.mul_(1.01) for parameter in parameters])  # type: ignore
-
-
 def drop_shared_experts(sharded: ShardedModel, step_fn: TrainStep) -> None:
     for moe in sharded.moe_layers().values():
         moe.shared_experts = None
-
-
-def drop_a_shared_expert(sharded: ShardedModel, step_fn: TrainStep) -> None:
-    _last(sharded).shared_experts = None
-
-
-def _last(sharded: ShardedModel) -> MoE:
-    *_, last = (moe for name, moe in sharded.moe_layers().items() if "mtp" not in name)
-    return last
 
 
 _BUSY = {"layer": "layers.2", "expert": 1}
@@ -86,14 +66,6 @@ MISTAKES: Mapping[str, Mistake] = {
     "shared experts dropped": Mistake(alter=drop_shared_experts),
     "one expert's gradient halved": Mistake(alter=_BUSY_HALVED),
     "bias update missing": Mistake({"moe": {"bias_update_speed": 0.0}}),
-    "learning rate 1 % off": Mistake(lr_factor=1.01),
-    "learning rate 0.5 % off": Mistake(lr_factor=1.005),
-    "one layer's shared expert dropped": Mistake(alter=drop_a_shared_expert),
     "one expert's gradient dropped": Mistake(alter=_BUSY_DROPPED),
-    "routers' gradients doubled": Mistake(alter=double_routers),
-    "all gradients 1 % too large": Mistake(alter=enlarge_all),
-    "sequence-wise auxiliary loss dropped": Mistake({"moe": {"sequence_aux_loss_weight": 0.0}}),
-    "no weight decay": Mistake({"optimizer": {"weight_decay": 0.0}}),
-    "beta2 0.99 instead of 0.95": Mistake({"optimizer": {"beta2": 0.99}}),
     "warm-up one step longer": Mistake({"lr_scheduler": {"warmup_steps": 4}}),
 }
