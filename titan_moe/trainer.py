@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from titan_moe.data.step_reader import merge_states
 from titan_moe.data.tokenizer import loss_unit
 from titan_moe.debug.hang.layers import mark_layers
 from titan_moe.debug.nan_locator import describe_nonfinite
+from titan_moe.debug.routing_trace import RoutingTrace
 from titan_moe.debug.worst_sequences import worst_sequences
 from titan_moe.distributed.compile import compiled_so_far, forget_compiled
 from titan_moe.distributed.parallelize import build_sharded_model
@@ -37,7 +37,6 @@ from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import lr_factor, set_lr, warn_of_raised_rate
 from titan_moe.profiling.profiler import profiler
 from titan_moe.profiling.regions import region
-from titan_moe.routing.replay import RoutingTrace, open_trace
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import count_gpus
 from titan_moe.runtime.lean_start import leave_compiler_out
@@ -89,7 +88,6 @@ class Trainer:
         self.progress = Progress()
         self.losses: tuple[float, float | None] = (math.nan, None)
         """Of the last step, and of the validation after it."""
-        self.routing: RoutingTrace | None = None
 
     def _lay_out(self, job: JobConfig, groups: ProcessGroups | None = None) -> None:
         """The model in the layout of a job; without weights after a layout of these `groups`."""
@@ -156,13 +154,13 @@ class Trainer:
             return False
         self.checkpointer.check_export(steps)
         resume_step = self.progress.step
-        self.routing = open_trace(self.job, self.sharded, self.process, resume_step=resume_step)
+        self.routing = RoutingTrace(self.job, self.sharded, self.process, resume_step=resume_step)
         if self.process.is_main:
             describe_run(self.run_job, self.process, self.data.loader.identity)
         self.log = RunLog(self.run_job, self.sharded, self.process, resume_step=resume_step)
         garbage = GarbageCollector(self.job.training.gc_freq)
         stages = dict(stage_jobs(self.run_job))
-        with profiler(self.job.profiling, self.folder, self.process.rank) as profile:
+        with profiler(self.job.profiling, self.folder, self.process.rank) as profile_step:
             while self.progress.step < steps:
                 step = self.progress.step + 1
                 if stages.get(step, self.job) != self.job:
@@ -174,7 +172,7 @@ class Trainer:
                 if not self._ran:
                     self._end_first_step()
                 garbage.step(step)
-                profile.step()
+                profile_step()
                 if stop:
                     break
         if stopped := self.progress.step < steps:
@@ -183,8 +181,6 @@ class Trainer:
             self.stop_watch.answer()
         self.data.close()
         self.log.close(*loss_unit(self.data.tokenizer), draws=not stopped)
-        if self.routing is not None:
-            self.routing.close()
         self._say_goodbye()
         return stopped
 
@@ -221,8 +217,7 @@ class Trainer:
         set_lr(self.optimizer, lr_factor(step, self.job.lr_scheduler, training.steps))
         capture = capture_of_step(step, self.job, self.sharded, self.optimizer)
         logged = self.log.wants(step) or self._validates(step) or capture is not None
-        traced = nullcontext() if self.routing is None else self.routing.step(step, batches)
-        with phases("step"), traced:
+        with phases("step"), self.routing.step(step, batches):
             norms = self.log.wants_norms(step)
             result = self.train_step(
                 batches, logged=logged, parameter_norms=norms, observer=capture
@@ -349,9 +344,7 @@ class Trainer:
         self.job, self._ran = job, False
         self.data.reopen(job, self.meshes.dims)
         set_random_state(random_state)
-        if self.routing is not None:
-            self.routing.close()
-        self.routing = open_trace(job, self.sharded, self.process, resume_step=step)
+        self.routing = RoutingTrace(job, self.sharded, self.process, resume_step=step)
         self.log.set_layout(job, self.sharded, resume_step=step)
         collect_everything()
         self._say(f"going on after step {step} in this layout; its ranks were sent {sent} bytes")

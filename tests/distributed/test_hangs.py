@@ -17,46 +17,36 @@ _DIFFERS = "step 3: ranks went different ways: rank 0 called all_reduce"
     tiered(
         [("loader", _WAITS + "is in the loader (titan_moe/data/loader.py:")],
         slow=[
-            ("asleep", _WAITS + "is in the optimizer (titan_moe/train_step.py:"),
             ("stopped", _WAITS + "does not answer (stopped, killed, or Python is held)"),
             (
                 "other branch",
                 _DIFFERS + " of 28 Double in the gradient norm of step 3 where rank 1 called "
                 "all_gather of 64 Float in the step of step 4",
             ),
-            (
-                "other order",
-                _DIFFERS + " in the optimizer of step 3 where rank 1 called all_gather in",
-            ),
-            (
-                "other sizes",
-                _DIFFERS + " of 1048576 Float in the optimizer of step 3 where rank 1 called "
-                "all_reduce of 2097152 Float",
-            ),
         ],
     ),
 )
-def test_a_planted_hang_is_diagnosed(tmp_path: Path, plant: str, says: str) -> None:
+def test_hang_report_names_waiting_ranks(tmp_path: Path, plant: str, says: str) -> None:
     lines = hang(tmp_path, plant)
     assert says in lines[0], lines
 
 
 @pytest.mark.slow
-def test_a_save_past_its_limit_names_the_key(tmp_path: Path) -> None:
+def test_save_past_its_limit_names_the_key(tmp_path: Path) -> None:
     lines = hang(tmp_path, "writer")
     assert "rank 1 is saving a checkpoint (titan_moe/checkpoint/tensor_files.py:" in lines[0]
     assert lines[-1] == "if the disk is only slow, raise checkpoint.save_timeout_seconds"
 
 
 @pytest.mark.slow
-def test_a_save_within_its_limit_outlasts_the_limit_of_training(tmp_path: Path) -> None:
+def test_save_may_take_longer_than_a_collective(tmp_path: Path) -> None:
     run_on_ranks(train_watched, 2, tmp_path, "slow writer")
     assert (tmp_path / "checkpoint" / "step-6" / "manifest.json").is_file()
     assert not (tmp_path / "comm_traces").exists()
 
 
 @pytest.mark.slow
-def test_who_waits_for_whom_is_told_by_group_and_layer(tmp_path: Path) -> None:
+def test_hang_report_names_groups_and_layers(tmp_path: Path) -> None:
     # The call that has waited longest comes first: which one that is, is a matter of chance.
     lines = hang(tmp_path, "in a layer", world_size=4)
     others, first = sorted(lines, key=lambda line: "combine" in line)

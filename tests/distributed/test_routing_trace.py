@@ -1,6 +1,5 @@
 """Routings recorded in one layout are followed in any other, token by token."""
 
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,22 +9,20 @@ import torch
 import torch.distributed as dist
 
 from tests.support.paths import DEBUG_CONFIGS
-from tests.support.routing import own_choices
 from tests.support.tiers import tiered
-from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
-from titan_moe.models.config import ModelConfig
-from titan_moe.models.hf import model_of_job
-from titan_moe.routing.record import (
-    Dims,
+from titan_moe.debug.routing_trace import (
+    FLIPS_FILE,
     Record,
     RecordWriter,
-    Routing,
     RowName,
     Tokens,
     start_record,
 )
+from titan_moe.metrics.jsonl import read_json_lines
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 from titan_moe.verify.gradients.fixture import at_depth, make_rows
 from titan_moe.verify.gradients.reference import Rows
@@ -68,9 +65,9 @@ def rows_of(step: int, vocab_size: int, order: int) -> Rows:
 
 def train(job: JobConfig, noise: float = 0.0, planted: str = "") -> Steps:
     """The job's steps, each followed by an evaluation, which no trace may see."""
+    from titan_moe.debug.routing_trace import RoutingTrace
     from titan_moe.distributed.parallelize import build_sharded_model
     from titan_moe.optim.optimizers import build_optimizer
-    from titan_moe.routing.replay import RoutingTrace
     from titan_moe.runtime.process import Process
     from titan_moe.train_step import TrainStep, local_batch
     from titan_moe.verify.gradients.worker import local, own_batches
@@ -102,7 +99,6 @@ def train(job: JobConfig, noise: float = 0.0, planted: str = "") -> Steps:
         sharded.train(False)
         sharded.execution.evaluate(local_batch(batches[0], sharded, cpu))
         sharded.train(True)
-    routing.close()
     return Steps(losses, counts)
 
 
@@ -127,6 +123,12 @@ def run(folder: Path, layout: str, *args: object, replay: Path | None = None, or
     return run_on_ranks(train, parse(layout).world_size, job, *args)[0]
 
 
+def own_choices(folder: Path) -> np.ndarray:
+    """Slots that the run's own router would have chosen otherwise, by step and layer, [S, L]."""
+    lines = read_json_lines(folder / FLIPS_FILE)
+    return np.array([list(line["flips"].values()) for line in lines])
+
+
 class Recorded(NamedTuple):
     record: Path
     steps: Steps
@@ -141,10 +143,10 @@ def one_process(tmp_path_factory) -> Recorded:
 def table(path: Path, step: int, layer: str) -> dict[tuple[RowName, int], tuple]:
     """(row, position) -> its experts, in their order."""
     found = {}
-    for part in Record(path).step(step).parts:
+    for part in Record(path).steps[step]:
         if layer in part.layers:
             rows, positions = part.tokens
-            experts_RPK = part.read(layer, "experts").tolist()
+            experts_RPK = part.read(layer).tolist()
             for row, experts_PK in zip(rows, experts_RPK, strict=True):
                 for position, experts in zip(positions.tolist(), experts_PK, strict=True):
                     assert (row, position) not in found, "recorded twice"
@@ -164,7 +166,7 @@ CASES = tiered(
 
 
 @pytest.mark.parametrize(("layout", "order"), CASES)
-def test_a_record_is_followed_in_any_layout(
+def test_record_is_followed_in_any_layout(
     tmp_path: Path, one_process: Recorded, layout: str, order: int
 ):
     steps = run(tmp_path, layout, replay=one_process.record, order=order)
@@ -183,13 +185,13 @@ def test_a_record_is_followed_in_any_layout(
 @pytest.mark.parametrize(
     "mistake", tiered(["positions of other tokens"], slow=["rows in another order"])
 )
-def test_a_planted_mistake_is_seen(tmp_path: Path, one_process: Recorded, mistake: str):
+def test_wrong_tokens_change_the_routing(tmp_path: Path, one_process: Recorded, mistake: str):
     steps = run(tmp_path, "dp_shard=1", 0.0, mistake, replay=one_process.record)
     assert (own_choices(tmp_path)[0] > 50).all()
     assert steps.losses != pytest.approx(one_process.steps.losses, rel=1e-6)
 
 
-def test_one_altered_token_goes_where_the_record_says(tmp_path: Path, one_process: Recorded):
+def test_replay_sends_an_altered_token_where_the_record_says(tmp_path: Path, one_process: Recorded):
     """In the last layer, so that nothing routes by what the token becomes."""
     (tmp_path / "altered").mkdir()
     row, position, away, to = alter(one_process.record, tmp_path / "altered")
@@ -208,14 +210,10 @@ def alter(source: Path, target: Path) -> tuple[RowName, int, int, int]:
     start_record(target, record.dims, after=0)
     writer = RecordWriter(target, rank=0, world_size=1, limit_gb=1)
     moved = None
-    for step in record.steps:
-        (part,) = record.step(step).parts
-        layers = {
-            layer: Routing(part.read(layer, "experts").copy(), part.read(layer, "weights"))
-            for layer in part.layers
-        }
+    for step, (part,) in record.steps.items():
+        layers = {layer: part.read(layer).copy() for layer in part.layers}
         if moved is None:
-            experts_K = layers[LAST].experts_RPK[6, 11]
+            experts_K = layers[LAST][6, 11]
             away = int(experts_K[0])
             to = next(e for e in range(record.dims.num_experts) if e not in experts_K)
             experts_K[0] = to
@@ -226,7 +224,7 @@ def alter(source: Path, target: Path) -> tuple[RowName, int, int, int]:
 
 
 @pytest.mark.slow
-def test_a_disturbed_router_flips_and_a_replay_does_not(tmp_path: Path, one_process: Recorded):
+def test_replay_binds_a_disturbed_router(tmp_path: Path, one_process: Recorded):
     free, bound = tmp_path / "free", tmp_path / "bound"
     run(free, "dp_shard=2", 1e-2)
     run(bound, "dp_shard=2", 1e-2, replay=one_process.record)
@@ -235,57 +233,6 @@ def test_a_disturbed_router_flips_and_a_replay_does_not(tmp_path: Path, one_proc
     assert own_choices(bound)[0].sum() > 0
 
 
-def refusals(job: JobConfig, replays: list[str]) -> list[str]:
-    """What is said before the first step."""
-    from titan_moe.distributed.parallelize import build_sharded_model
-    from titan_moe.routing.replay import RoutingTrace
-    from titan_moe.runtime.process import Process
-
-    cpu, said = torch.device("cpu"), []
-    sharded = build_sharded_model(job, model_of(job), device=cpu, world_size=1)
-    trace = partial(RoutingTrace, sharded=sharded, resume_step=0)
-    for replay in replays:
-        debug = job.debug.model_copy(update={"routing_replay": replay})
-        try:
-            trace(
-                job.model_copy(update={"debug": debug}),
-                process=Process(rank=0, world_size=1, device=cpu),
-            )
-        except ConfigError as error:
-            said += error.lines
-    return said
-
-
-def test_a_record_that_does_not_fit_is_refused(tmp_path: Path, one_process: Recorded):
-    dims = Record(one_process.record).dims
-    start_record(tmp_path / "other", Dims([*dims.layers, "layers.9"], 4, 1), after=0)
-    job = job_of("dp_shard=1", job={"dump_folder": str(tmp_path)}, training={"steps": STEPS + 1})
-    missing, *other = run_on_ranks(
-        refusals, 1, job, [str(one_process.record), str(tmp_path / "other")]
-    )[0]
-    assert "lacks step 3 of training.steps=3" in missing
-    for line, name in zip(other, ("layers", "num_experts", "top_k"), strict=True):
-        assert f"is of a model with {name}=" in line
-
-
-def test_other_data_is_refused_when_a_row_is_looked_for(tmp_path: Path, one_process: Recorded):
+def test_record_of_other_data_is_refused(tmp_path: Path, one_process: Recorded):
     with pytest.raises(RankError, match=r"step 1 of .* has no routing of layers.1 for the row"):
         run(tmp_path, "dp_shard=1", 0.0, "other data", replay=one_process.record)
-
-
-@pytest.mark.slow
-def test_a_full_record_ends_with_a_whole_step(tmp_path: Path):
-    """Parts of pipeline stages differ in size: the first to be full ends the record for all."""
-    debug = {"routing_record": str(tmp_path / "record")}
-    stages = [
-        ["tok_embeddings", "layers.0", "layers.1"],
-        ["layers.2", "layers.3", "norm", "output"],
-    ]
-    job = partial(job_of, "pp=2", parallelism={"module_fqns_per_model_part": stages})
-    run_on_ranks(train, 2, job(debug=debug, training={"steps": 1}))
-    smaller, larger = sorted(path.stat().st_size for path in (tmp_path / "record").glob("step*"))
-    assert larger > smaller + 2000
-    debug["routing_record_gb"] = (2 * larger - 1000) / 1e9
-    run_on_ranks(train, 2, job(debug=debug, training={"steps": 3}))
-    names = sorted(path.name for path in (tmp_path / "record").iterdir())
-    assert names == ["record.json", "step-1.rank-0-of-2.npz", "step-1.rank-1-of-2.npz"]

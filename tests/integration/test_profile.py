@@ -9,7 +9,7 @@ from tests.support.commands import run_command
 from tests.support.launching import run_train
 from tests.support.tiers import tiered
 from titan_moe.profiling.regions import REGIONS
-from titan_moe.profiling.summary import EXPOSED, IDLE
+from titan_moe.profiling.trace import EXPOSED, IDLE
 
 
 @pytest.mark.parametrize("ranks", tiered([], slow=[2], full=[1]))

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.launching import run_train
-from tests.support.routing import own_choices
 from tests.support.trainings import make_job, train_here
+from titan_moe.debug.routing_trace import FLIPS_FILE, Record
 from titan_moe.metrics.jsonl import read_json_lines
-from titan_moe.routing.record import Record
 from titan_moe.runtime.ranks import run_on_ranks
 
 
@@ -17,7 +16,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_run_records_and_another_follows(tmp_path: Path) -> None:
+def test_run_follows_the_record_of_another(tmp_path: Path) -> None:
     record, again = tmp_path / "record", tmp_path / "again"
     validated = {"validation__enable": True, "validation__freq": 1, "validation__steps": 1}
     batch = {"training__global_batch_size": 4}
@@ -33,7 +32,7 @@ def test_a_run_records_and_another_follows(tmp_path: Path) -> None:
         **batch,
     )
     assert run.returncode == 0, run.stderr
-    assert len(own_choices(tmp_path / "b")) == 2
+    assert len(read_json_lines(tmp_path / "b" / FLIPS_FILE)) == 2
     ours, theirs = losses(tmp_path / "a"), losses(tmp_path / "b")
     assert all(abs(a - b) < 1e-5 for a, b in zip(ours, theirs, strict=True))
 
@@ -44,7 +43,7 @@ def test_a_run_records_and_another_follows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_resumes_goes_on_with_its_record(tmp_path: Path) -> None:
+def test_resumed_run_continues_its_record(tmp_path: Path) -> None:
     record = tmp_path / "record"
     tables = {
         "debug": {"routing_record": str(record)},
@@ -55,6 +54,6 @@ def test_a_run_that_resumes_goes_on_with_its_record(tmp_path: Path) -> None:
     # Of a step that is run again, as after a kill between its part and its checkpoint.
     (record / "step-3.rank-0-of-1.npz").write_bytes(b"")
     run_on_ranks(train_here, 2, make_job(tmp_path / "run", steps=3, **tables))
-    assert Record(record).steps == [1, 2, 3]
-    assert len(Record(record).step(3).parts) == 2
+    steps = Record(record).steps
+    assert {step: len(parts) for step, parts in steps.items()} == {1: 1, 2: 1, 3: 2}
     assert (record / "step-2.rank-0-of-1.npz").read_bytes() == first

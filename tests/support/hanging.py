@@ -74,13 +74,6 @@ def _sleep(*args: object, **options: object) -> None:
     time.sleep(_FOR_EVER)
 
 
-def _asleep(rank: int) -> None:
-    from titan_moe import train_step
-
-    if rank == 1:
-        _in_step_3(train_step, "update_routers", _sleep)
-
-
 def _in_a_layer(rank: int) -> None:
     from titan_moe.moe.experts import Experts
     from titan_moe.runtime.position import POSITION
@@ -141,36 +134,6 @@ def _other_branch(rank: int) -> None:
         _in_step_3(train_step, "sum_over_world", lambda original, terms: terms)
 
 
-def _other_order(rank: int) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from titan_moe import train_step
-
-    def both(original, *args):
-        reduce = lambda: dist.all_reduce(torch.ones(3))  # noqa: E731
-        gather = lambda: dist.all_gather_into_tensor(torch.ones(6), torch.ones(3))  # noqa: E731
-        for each in (reduce, gather) if rank == 0 else (gather, reduce):
-            each()
-        return original(*args)
-
-    _in_step_3(train_step, "update_routers", both)
-
-
-def _other_sizes(rank: int) -> None:
-    """Of whole megabytes: gloo sends their first pieces alike, and would end the process else."""
-    import torch
-    import torch.distributed as dist
-
-    from titan_moe import train_step
-
-    def sum_unlike(original, *args):
-        dist.all_reduce(torch.ones((1 + rank) << 20))
-        return original(*args)
-
-    _in_step_3(train_step, "update_routers", sum_unlike)
-
-
 def call(number: int, place: str = "in the step", **changes: Any) -> dict[str, Any]:
     """A call of an all-reduce that has ended, as a record holds it."""
     return {
@@ -211,13 +174,10 @@ def group(axes: str, ranks: list[int], calls: list[dict[str, Any]]) -> dict[str,
 
 
 PLANTS: dict[str, Callable[[int], None]] = {
-    "asleep": _asleep,
     "in a layer": _in_a_layer,
     "stopped": _stopped,
     "loader": _loader,
     "writer": _writer,
     "slow writer": _slow_writer,
     "other branch": _other_branch,
-    "other order": _other_order,
-    "other sizes": _other_sizes,
 }

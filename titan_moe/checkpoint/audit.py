@@ -14,7 +14,7 @@ from titan_moe.checkpoint.manifest import MANIFEST, compare_checksums, read_mani
 from titan_moe.checkpoint.safe_reader import METADATA, SafeReader
 from titan_moe.checkpoint.storage import saved_steps, step_folder
 from titan_moe.config.errors import ConfigError
-from titan_moe.routing.record import Record, is_record
+from titan_moe.debug.routing_trace import Record, is_record
 from titan_moe.runtime.errors import RunError
 
 
@@ -97,13 +97,14 @@ def _read_hf_folder(folder: Path, problems: list[str]) -> str:
 
 def _read_record(folder: Path, problems: list[str]) -> str:
     record = Record(folder)
-    with progress_bar("steps", len(record.steps)) as bar:
-        for step in record.steps:
+    for parts in record.steps.values():
+        for part in parts:
             try:
-                record.step(step).read_all()
+                assert part.tokens
+                for layer in part.layers:
+                    part.read(layer)
             except RunError as error:
                 problems.append(str(error))
-            bar.update(1)
     if not record.steps:
         problems.append("it holds no whole step")
     return f"routing record, {len(record.steps)} steps"

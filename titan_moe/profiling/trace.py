@@ -1,4 +1,5 @@
-"""The time of one rank's torch.profiler trace, by region and phase.
+"""Where the time of a profiled step goes: the torch.profiler traces of its ranks, by region and
+phase.
 
 Forward: an instant belongs to the innermost region around it (profiling/regions.py). Backward: to
 the region that made the autograd node which runs, by the trace's links from forward operations
@@ -11,38 +12,60 @@ communicates while NCCL's kernels run. Communication is exposed while nothing is
 """
 
 import gzip
+import math
+import re
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import Any, NamedTuple
 
-from titan_moe.profiling.regions import PREFIX
-from titan_moe.profiling.spans import Overlap, Span, clipped, length, union
-from titan_moe.profiling.timeline import (
-    BACKWARD,
-    OTHER,
-    Event,
-    Instant,
-    RegionPhase,
-    Regions,
-    Thread,
-    span_of,
-)
+from titan_moe.config.errors import ConfigError
+from titan_moe.profiling.regions import PREFIX, REGIONS
 from titan_moe.runtime.files import parse_json
 
-_WAITING = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::")
+PHASES = ("forward", "recompute", "backward")
+EXPOSED, IDLE = "exposed communication", "idle"
+_COMPILED, _FSDP, _OTHER = "compiled", "fsdp", "other"
+_COMPILED_EVENT = "Torch-Compiled Region"
+_BACKWARD = "autograd::engine::evaluate_function"
+_WAITING = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", _BACKWARD)
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
+_RANK_FILE = re.compile(r"rank-(\d+)\.json(\.gz)?")
+_MOST_NAMES = 12
+_LOOK_BACK = 16
+
+Event = dict[str, Any]
+Span = tuple[float, float]
+"""Start and end in microseconds."""
+Instant = tuple[Any, float]
+"""A thread and a time."""
 
 
-class TraceError(Exception):
-    """One line for the user: what is wrong with a file."""
+class RegionPhase(NamedTuple):
+    """The region and the phase that an instant belongs to."""
+
+    region: str
+    phase: str
+
+
+class Segment(NamedTuple):
+    """A stretch of a thread's time with one innermost event."""
+
+    start: float
+    end: float
+    place: RegionPhase
+    operation: str | None
+    """The innermost operation's name; None between operations."""
 
 
 @dataclass
 class RankProfile:
-    """What one trace says, in microseconds."""
+    """The times of one trace, in microseconds of all its steps."""
 
     rank: int
     on_gpu: bool
@@ -55,41 +78,54 @@ class RankProfile:
     communication: float = 0.0
     """Time in which a collective runs."""
     exposed: float = 0.0
-    """The part of it in which nothing is computed."""
+    """Time in which a collective runs and nothing is computed."""
     collectives: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Durations by name."""
     kernels: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By name: kernels on a GPU, an operation's own time on a CPU; no collectives."""
+    """Kernels on a GPU, an operation's own time on a CPU, by name; no collectives."""
 
     @property
     def idle(self) -> float:
-        """Neither computing nor communicating: what is left of the wall time."""
+        """Time of neither computing nor communicating."""
         return max(0.0, self.wall - sum(self.times.values()) - self.exposed)
 
 
+def read_profiles(path: Path) -> list[RankProfile]:
+    """Read a trace, or all `rank-R.json.gz` in a folder, by rank. Raises ConfigError."""
+    if not path.is_dir():
+        return [read_trace(path)]
+    files = [file for file in path.iterdir() if _RANK_FILE.fullmatch(file.name)]
+    if not files:
+        steps = sorted(each.name for each in path.glob("step-*"))
+        hint = f": name one of its steps, such as {path / steps[-1]}" if steps else ""
+        raise ConfigError([f"{path}: holds no rank-R.json.gz{hint}"])
+    return sorted((read_trace(file) for file in files), key=lambda profile: profile.rank)
+
+
 def read_trace(path: Path) -> RankProfile:
-    """Read `rank-R.json.gz` or `.json`. Raises TraceError."""
+    """Read `rank-R.json.gz` or `.json`. Raises ConfigError."""
     trace = _load(path)
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e]
-    rank = (trace.get("distributedInfo") or {}).get("rank", 0)
     annotations = [e for e in events if e.get("cat") == "user_annotation"]
     regions = Counter(e["tid"] for e in annotations if e["name"].startswith(PREFIX))
     if not regions:
-        raise TraceError(
-            f"{path}: names none of titan_moe's regions: profile a run of it, with "
-            f"--profiling.enable_profiling"
+        raise ConfigError(
+            [
+                f"{path}: names none of titan_moe's regions: profile a run of it, with "
+                f"--profiling.enable_profiling"
+            ]
         )
     main = regions.most_common(1)[0][0]
-    steps = [span_of(e) for e in annotations if e["name"].startswith("ProfilerStep#")]
-    own = [span_of(e) for e in events if e["tid"] == main]
-    window = _hull(steps or own)
-    forward_of = _forward_of(trace["traceEvents"])
+    steps = [_span(e) for e in annotations if e["name"].startswith("ProfilerStep#")]
+    spans = steps or [_span(e) for e in events if e["tid"] == main]
+    window = min(start for start, _ in spans), max(end for _, end in spans)
     kernels = [e for e in events if e.get("cat") in _ON_DEVICE]
+    rank = (trace.get("distributedInfo") or {}).get("rank", 0)
     profile = RankProfile(rank, bool(kernels), max(1, len(steps)), window[1] - window[0])
+    threads = _threads(events, trace["traceEvents"], profile.calls)
     if kernels:
-        _measure_gpu(profile, events, kernels, forward_of)
+        _measure_gpu(profile, events, kernels, threads)
     else:
-        _measure_cpu(profile, [e for e in events if e["tid"] == main], events, forward_of, window)
+        _measure_cpu(profile, events, threads[main], window)
     return profile
 
 
@@ -99,54 +135,127 @@ def _load(path: Path) -> dict[str, Any]:
         with opened(path, "rt", encoding="utf-8") as file:
             trace = parse_json(file.read())
     except FileNotFoundError:
-        raise TraceError(f"{path}: no such file") from None
+        raise ConfigError([f"{path}: no such file"]) from None
     except (OSError, EOFError, ValueError) as error:
-        raise TraceError(f"{path}: cannot be read as a trace: {error}") from None
+        raise ConfigError([f"{path}: cannot be read as a trace: {error}"]) from None
     events = trace.get("traceEvents") if isinstance(trace, dict) else None
     if not isinstance(events, list) or not all(isinstance(e, dict) for e in events):
-        raise TraceError(f"{path}: is no trace of torch.profiler")
+        raise ConfigError([f"{path}: is no trace of torch.profiler"])
     return trace
 
 
-def _hull(spans: Sequence[Span]) -> Span:
-    return min(start for start, _ in spans), max(end for _, end in spans)
+def _span(event: Event) -> Span:
+    return event["ts"], event["ts"] + event["dur"]
 
 
-def _forward_of(events: Iterable[Event]) -> dict[Instant, Instant]:
-    """(thread, time) where a backward operation begins -> where its forward one did."""
-    starts, found = {}, {}
+def _threads(
+    events: list[Event], arrows: list[Event], calls: Counter[str]
+) -> dict[Any, list[Segment]]:
+    """Returns each thread's segments; counts the `calls` of regions in forward passes."""
+    place_of = _place_maker(events, arrows, calls)
+    by_thread = defaultdict(list)
     for event in events:
-        if event.get("cat") == "fwdbwd" and event.get("ph") == "s":
-            starts[event["id"]] = event["tid"], event["ts"]
+        if event.get("cat") in ("cpu_op", "user_annotation"):
+            by_thread[event["tid"]].append(event)
+    return {thread: _segments(own, place_of) for thread, own in by_thread.items()}
+
+
+def _place_maker(
+    events: list[Event], arrows: list[Event], calls: Counter[str]
+) -> Callable[[Event, RegionPhase], RegionPhase]:
+    """Returns a function from an event, and the place around it, to its own place."""
+    starts = {e["id"]: (e["tid"], e["ts"]) for e in arrows if _is_arrow(e, "s")}
+    ends = ((e, starts.get(e["id"])) for e in arrows if _is_arrow(e, "f"))
+    forward_of = {(e["tid"], e["ts"]): made_at for e, made_at in ends if made_at}
+    spans: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
     for event in events:
-        if event.get("cat") == "fwdbwd" and event.get("ph") == "f" and event["id"] in starts:
-            found[event["tid"], event["ts"]] = starts[event["id"]]
+        if event["name"].startswith((PREFIX, _COMPILED_EVENT)):
+            spans[event["tid"]].append((*_span(event), _region_of(event["name"])))
+    spans = {thread: sorted(found) for thread, found in spans.items()}
+
+    def region_at(thread: Any, time: float) -> str:
+        begun = spans.get(thread, [])[: bisect_right(spans.get(thread, []), (time, math.inf, ""))]
+        # Regions hardly nest: the last to begin, or one of the few before it.
+        around = (name for _, end, name in reversed(begun[-_LOOK_BACK:]) if time <= end)
+        return next(around, _OTHER)
+
+    def place_of(event: Event, around: RegionPhase) -> RegionPhase:
+        name, phase = event["name"], around.phase
+        inside = "recompute" if phase == "backward" else phase
+        if name.startswith(PREFIX) and event.get("cat") == "user_annotation":
+            if phase == "forward":
+                calls[_region_of(name)] += 1
+            return RegionPhase(_region_of(name), inside)
+        if name.startswith(_COMPILED_EVENT):
+            return RegionPhase(_COMPILED, inside)
+        if name.startswith("FSDP::"):
+            return RegionPhase(_FSDP, phase)
+        if name.startswith(_BACKWARD):
+            return RegionPhase(_OTHER, "backward")
+        made_at = forward_of.get((event["tid"], event["ts"]))
+        if made_at is not None and phase == "backward":
+            return RegionPhase(region_at(*made_at), "backward")
+        return around
+
+    return place_of
+
+
+def _is_arrow(event: Event, end: str) -> bool:
+    return event.get("cat") == "fwdbwd" and event.get("ph") == end
+
+
+def _region_of(name: str) -> str:
+    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else _COMPILED
+
+
+def _segments(
+    events: list[Event], place_of: Callable[[Event, RegionPhase], RegionPhase]
+) -> list[Segment]:
+    """Returns a thread's time from its first event on, cut by its nested events."""
+    # Of events that begin together the longer one is around the other.
+    ordered = sorted(events, key=lambda e: (e["ts"], -e["dur"]))
+    last: Event = {"ts": max(map(_end, events)), "dur": 0.0, "name": ""}
+    stack: list[tuple[float, RegionPhase, str | None]]
+    stack = [(math.inf, RegionPhase(_OTHER, "forward"), None)]
+    found: list[Segment] = []
+    now = ordered[0]["ts"]
+    for event in [*ordered, last]:
+        while True:
+            end, place, name = stack[-1]
+            until = min(end, event["ts"])
+            if until > now:
+                found.append(Segment(now, until, place, name))
+                now = until
+            if end > event["ts"]:
+                break
+            stack.pop()
+        if event is last:
+            break
+        # An event that outlives its parent by rounding ends with it.
+        own_name = event["name"] if event.get("cat") == "cpu_op" else name
+        stack.append((min(_end(event), end), place_of(event, place), own_name))
     return found
 
 
+def _end(event: Event) -> float:
+    return event["ts"] + event["dur"]
+
+
 def _measure_cpu(
-    profile: RankProfile,
-    own: list[Event],
-    events: list[Event],
-    forward_of: dict[Instant, Instant],
-    window: Span,
+    profile: RankProfile, events: list[Event], segments: list[Segment], window: Span
 ) -> None:
-    """The training thread's time, less what it waits for collectives."""
+    """Add up the training thread's time, less what it waits for collectives."""
     calls = [e for e in events if e["name"].startswith("gloo:")]
     for event in calls:
         profile.collectives[event["name"]] += event["dur"]
-    communicating = union(span_of(e) for e in calls)
-    profile.communication = length(clipped(communicating, window))
-    relevant = [e for e in own if e.get("cat") in ("cpu_op", "user_annotation")]
-    thread = Thread(own[0]["tid"], relevant, Regions(events, forward_of))
-    profile.calls = thread.calls
-    covered = Overlap(clipped(communicating, window))
-    for start, end, place, name in thread.segments:
+    communicating = _clipped(_union(map(_span, calls)), window)
+    profile.communication = _length(communicating)
+    for start, end, place, name in segments:
         start, end = max(start, window[0]), min(end, window[1])
         if end <= start:
             continue
-        computes = name is not None and "::" in name and not name.startswith((*_WAITING, BACKWARD))
-        waited = 0.0 if computes else covered.of(start, end)
+        computes = name is not None and "::" in name and not name.startswith(_WAITING)
+        waited = 0.0 if computes else _length(_clipped(communicating, (start, end)))
         profile.exposed += waited
         profile.times[place] += end - start - waited
         if computes and name is not None:
@@ -157,39 +266,115 @@ def _measure_gpu(
     profile: RankProfile,
     events: list[Event],
     kernels: list[Event],
-    forward_of: dict[Instant, Instant],
+    threads: dict[Any, list[Segment]],
 ) -> None:
-    """The time of kernels, by the instants that launched them."""
+    """Add up the time of kernels, by the instants that launched them."""
     launches = {
         e["args"]["correlation"]: e
         for e in events
         if e.get("cat") in _LAUNCHES and "correlation" in e.get("args", {})
     }
-    by_thread = defaultdict(list)
-    for event in events:
-        if event.get("cat") in ("cpu_op", "user_annotation"):
-            by_thread[event["tid"]].append(event)
-    regions = Regions(events, forward_of)
-    threads = {tid: Thread(tid, found, regions) for tid, found in by_thread.items()}
-    for thread in threads.values():
-        profile.calls += thread.calls
-    computing, sending = [], []
+    computing: list[Span] = []
+    sending: list[Span] = []
     for event in kernels:
-        if "nccl" in event["name"].lower():
-            sending.append(span_of(event))
-            profile.collectives[event["name"]] += event["dur"]
-            continue
-        computing.append(span_of(event))
-        profile.kernels[event["name"]] += event["dur"]
-        profile.times[_place_of(event, launches, threads)] += event["dur"]
-    communicating = union(sending)
-    profile.communication = length(communicating)
-    covered = Overlap(union(computing))
-    profile.exposed = sum(end - start - covered.of(start, end) for start, end in communicating)
+        is_sent = "nccl" in event["name"].lower()
+        (sending if is_sent else computing).append(_span(event))
+        (profile.collectives if is_sent else profile.kernels)[event["name"]] += event["dur"]
+        if not is_sent:
+            launch = launches.get(event.get("args", {}).get("correlation"))
+            profile.times[_place_at(launch, threads)] += event["dur"]
+    communicating, computing = _union(sending), _union(computing)
+    profile.communication = _length(communicating)
+    covered = sum(_length(_clipped(computing, span)) for span in communicating)
+    profile.exposed = profile.communication - covered
 
 
-def _place_of(kernel: Event, launches: dict[Any, Any], threads: dict[Any, Thread]) -> RegionPhase:
-    launch = launches.get(kernel.get("args", {}).get("correlation"))
-    thread = threads.get(launch["tid"]) if launch else None
-    segment = thread.at(launch["ts"]) if thread and launch else None
-    return segment.place if segment else RegionPhase(OTHER, "forward")
+def _place_at(launch: Event | None, threads: dict[Any, list[Segment]]) -> RegionPhase:
+    segments = threads.get(launch["tid"], []) if launch else []
+    index = bisect_right(segments, launch["ts"], key=lambda each: each.start) - 1 if launch else -1
+    if index < 0 or launch is None or launch["ts"] > segments[index].end:
+        return RegionPhase(_OTHER, "forward")
+    return segments[index].place
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """Returns the same instants as disjoint spans, ascending."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _clipped(spans: Sequence[Span], window: Span) -> list[Span]:
+    """Returns the parts of disjoint ascending spans that lie in the window."""
+    first = bisect_right(spans, window[0], key=lambda span: span[1])
+    reaching = takewhile(lambda span: span[0] < window[1], spans[first:])
+    return [(max(start, window[0]), min(end, window[1])) for start, end in reaching]
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(end - start for start, end in spans)
+
+
+def summary(profiles: Sequence[RankProfile]) -> dict[str, Any]:
+    """Returns all figures, in milliseconds per step; means of the ranks but for `by_rank`."""
+
+    def over_ranks(microseconds: Iterable[float]) -> dict[str, Any]:
+        pairs = zip(microseconds, profiles, strict=True)
+        times = [time / 1e3 / p.num_steps for time, p in pairs]
+        slowest = profiles[times.index(max(times))].rank
+        share = mean(times) / wall if wall else 0.0
+        return {"mean": mean(times), "share": share, "slowest_rank": slowest, "by_rank": times}
+
+    def top(by_name: Sequence[dict[str, float]]) -> dict[str, float]:
+        names = {name for times in by_name for name in times}
+        means = {name: over_ranks(t.get(name, 0) for t in by_name)["mean"] for name in names}
+        return dict(sorted(means.items(), key=lambda item: -item[1])[:_MOST_NAMES])
+
+    wall = mean(p.wall / 1e3 / p.num_steps for p in profiles)
+    order = (*REGIONS, _COMPILED, _FSDP, _OTHER)
+    present = {place.region for p in profiles for place in p.times}
+    regions = {}
+    for name in sorted(present, key=lambda n: (order.index(n) if n in order else len(order), n)):
+        places = [RegionPhase(name, phase) for phase in PHASES]
+        by_phase = [over_ranks(p.times.get(at, 0) for p in profiles)["mean"] for at in places]
+        whole = over_ranks(sum(p.times.get(at, 0) for at in places) for p in profiles)
+        calls = mean(p.calls[name] / p.num_steps for p in profiles)
+        regions[name] = {"calls": calls, **dict(zip(PHASES, by_phase, strict=True)), **whole}
+    return {
+        "ranks": [p.rank for p in profiles],
+        "steps": profiles[0].num_steps,
+        "measured": "GPU kernels" if profiles[0].on_gpu else "CPU thread",
+        "step_ms": wall,
+        "regions": regions,
+        EXPOSED: over_ranks(p.exposed for p in profiles),
+        IDLE: over_ranks(p.idle for p in profiles),
+        "communication": over_ranks(p.communication for p in profiles),
+        "collectives": top([p.collectives for p in profiles]),
+        "kernels": top([p.kernels for p in profiles]),
+    }
+
+
+def table(facts: dict[str, Any]) -> str:
+    """Returns the figures as text."""
+    row = "{:<22}" + "{:>11}" * 7
+    lines = [
+        f"{len(facts['ranks'])} rank(s), {facts['steps']} step(s): {facts['step_ms']:,.1f} ms a "
+        f"step, time of the {facts['measured']}",
+        "",
+        row.format("region", "calls", *PHASES, "sum", "share", "slowest"),
+    ]
+    rows = facts["regions"] | {name: facts[name] for name in (EXPOSED, IDLE)}
+    for name, of_row in rows.items():
+        parts = [f"{of_row[key]:.1f}" if key in of_row else "" for key in ("calls", *PHASES)]
+        sums = f"{of_row['mean']:.1f}", f"{of_row['share']:.1%}", f"rank {of_row['slowest_rank']}"
+        lines.append(row.format(name, *parts, *sums))
+    sent, exposed = facts["communication"]["mean"], facts[EXPOSED]["mean"]
+    lines += ["", f"communication {sent:.1f} ms a step, exposed {exposed:.1f}"]
+    for what in ("collectives", "kernels"):
+        lines += ["", f"{what}, ms a step and rank"]
+        lines += [f"{ms:10.2f}  {name[:72]}" for name, ms in facts[what].items()]
+    return "\n".join([*lines, "", "ms, mean of the ranks"])

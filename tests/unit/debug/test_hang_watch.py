@@ -27,9 +27,10 @@ _LONGEST_S = _SAVE_S + BACKEND_GRACE_S
         (_LONGEST_S + 1, "checkpoint", [], True),
         (_LONGEST_S + 1, "data", [], True),
         (_LONGEST_S + 1, "start", [], False),
+        (_LIMIT_S + 500, "step", [], False),  # A step may compile for minutes.
     ],
 )
-def test_waiting_too_long(
+def test_hang_watch_waits_too_long(
     quiet_s: float,
     phase: str,
     collectives: list[tuple[float, float]],
@@ -50,13 +51,3 @@ def test_waiting_too_long(
     comm = Comm(init_timeout_seconds=_LIMIT_S, train_timeout_seconds=_LIMIT_S)
     process = SimpleNamespace(rank=0, world_size=2)
     assert watch.HangWatch(process, comm, _SAVE_S, Path(), None)._waits_too_long() == hangs
-
-
-def test_a_small_limit_of_saves_is_none_of_other_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step may compile for minutes without a sign of life."""
-    last = SimpleNamespace(time_ns=time.time_ns() - int(600 * 1e9), phase="step")
-    monkeypatch.setattr(watch, "POSITION", SimpleNamespace(last=lambda: last))
-    monkeypatch.setattr(watch, "seconds_waited", lambda now: iter([]))
-    monkeypatch.setattr(watch, "default_store", dist.HashStore)
-    process = SimpleNamespace(rank=0, world_size=2)
-    assert not watch.HangWatch(process, Comm(), 10, Path(), None)._waits_too_long()

@@ -47,16 +47,6 @@ def test_a_log_file_gets_one_plain_line():
     )
 
 
-def test_a_line_is_written_at_once():
-    """What another thread says does not come between a line and its end."""
-
-    class Pieces(io.StringIO):
-        def write(self, text):
-            return super().write(f"[{text}]")
-
-    assert re.fullmatch(r"\[13:46:43 step[^][]*\n\]", printed(Pieces(), (7, VALUES)))
-
-
 def test_lines_of_different_steps_line_up():
     later = {**VALUES, "loss": 11.5, "grad_norm": 0.01, "mfu": 0.05, "validation_loss": 2.5}
     first, second = printed(io.StringIO(), (1, VALUES), (1000, later)).splitlines()
@@ -74,9 +64,6 @@ def test_a_terminal_gets_the_line_and_a_bar():
     text = printed(Terminal(), (250, VALUES))
     assert "\033[2mloss\033[0m  5.61235" in text
     assert "step 0/1000" in text
-
-
-def test_no_color_when_told():
     assert "\033[2m" not in printed(Terminal(), (250, VALUES), color=False)
 
 

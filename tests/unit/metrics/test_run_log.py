@@ -11,7 +11,7 @@ from titan_moe.metrics.run_log import Phases, Throughput, describe_run, memory_m
 from titan_moe.runtime.process import Process
 
 
-def test_adds_up_until_taken():
+def test_phases_add_up_until_taken():
     ticks = iter([0.0, 2.0, 10.0, 10.5, 20.0, 23.0, 30.0, 31.0])
     phases = Phases(clock=lambda: next(ticks))
     with phases("data"):
@@ -27,15 +27,7 @@ def test_adds_up_until_taken():
     assert phases.take() == {}
 
 
-def test_counts_a_phase_that_raises():
-    ticks = iter([0.0, 2.0])
-    phases = Phases(clock=lambda: next(ticks))
-    with pytest.raises(StopIteration), phases("data"):
-        raise StopIteration
-    assert phases.take() == {"time/data": 2.0}
-
-
-def test_rates_per_job_and_per_device():
+def test_throughput_per_job_and_device():
     throughput = Throughput(flops_per_token=2e9, num_devices=4, peak_tflops=10.0)
     assert throughput.metrics(num_tokens=6000, seconds=1.5) == pytest.approx(
         {
@@ -45,11 +37,6 @@ def test_rates_per_job_and_per_device():
             "mfu": 0.2,
         }
     )
-
-
-def test_no_mfu_without_a_known_peak():
-    throughput = Throughput(flops_per_token=1.0, num_devices=1, peak_tflops=None)
-    assert "mfu" not in throughput.metrics(num_tokens=1, seconds=1.0)
 
 
 def test_resident_memory_follows_an_allocation():
@@ -64,7 +51,7 @@ def test_resident_memory_follows_an_allocation():
     assert after["memory/peak_gib"] >= during["memory/peak_gib"]
 
 
-def test_a_configuration_of_the_same_folder_is_kept_where_another_one_follows(tmp_path):
+def test_describe_run_keeps_an_earlier_configuration(tmp_path):
     """And is not where the same one does."""
     process, data = Process(device=torch.device("cpu")), Identity("", 0, 8, 64)
     jobs = [

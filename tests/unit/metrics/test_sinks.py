@@ -4,7 +4,6 @@ import itertools
 import logging
 import sys
 import threading
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -155,33 +154,6 @@ def test_mlflow_resumes_its_run(tmp_path, monkeypatch):
     log_one_step(Metrics(enable_mlflow=True), tmp_path, resume_step=4, **rates)
     logged = {"loss": 2.5, "lr/max": 2.0, "lr/decay": 1.0}
     assert calls == ["titan_moe", "run1", (4, logged), "end"]
-
-
-@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
-def test_the_real_weights_and_biases_offline(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    for resume_step in (0, 4):
-        log_one_step(Metrics(enable_wandb=True), tmp_path, step=4 + resume_step)
-    assert len(list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))) == 2
-    assert caplog.text == "" and (tmp_path / "wandb_run_id").read_text()
-
-
-@pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed")
-def test_the_real_mlflow_in_a_folder(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    for resume_step in (0, 4):
-        steps = {"step": 4 + resume_step, "resume_step": resume_step}
-        rates = {"lr": 2.0, "lr/decay": 1.0, "moe/layers.1/cv": 0.5}
-        log_one_step(Metrics(enable_mlflow=True), tmp_path, **steps, **rates)
-    assert caplog.text == ""
-    run = (tmp_path / "mlflow_run_id").read_text()
-    (losses,) = (tmp_path / "mlruns").glob(f"*/{run}/metrics/loss")
-    assert [line.split()[1:3] for line in losses.read_text().splitlines()] == [
-        ["2.5", "4"],
-        ["2.5", "8"],
-    ]
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,15 @@ import json
 import pytest
 
 from tests.support.commands import run_command
-from titan_moe.profiling.spans import Overlap, union
-from titan_moe.profiling.summary import EXPOSED, IDLE, read_profiles, summary, table
-from titan_moe.profiling.timeline import RegionPhase
-from titan_moe.profiling.trace import read_trace
+from titan_moe.profiling.trace import (
+    EXPOSED,
+    IDLE,
+    RegionPhase,
+    read_profiles,
+    read_trace,
+    summary,
+    table,
+)
 
 MAIN, BACKWARD, GLOO, STREAM, NCCL = 1, 2, 3, 7, 20
 
@@ -99,7 +104,7 @@ def write(path, events, rank=0):
     return path
 
 
-def test_kernels_belong_to_who_launched_them_and_exposed_is_what_nothing_covers(tmp_path):
+def test_kernels_belong_to_the_regions_that_launched_them(tmp_path):
     profile = read_trace(write(tmp_path / "rank-0.json", gpu_trace()))
     assert profile.on_gpu and profile.wall == 1000
     assert dict(profile.times) == {
@@ -113,7 +118,7 @@ def test_kernels_belong_to_who_launched_them_and_exposed_is_what_nothing_covers(
     assert profile.kernels == {"gemm_bf16": 160, "flash": 25}
 
 
-def test_a_cpu_waits_where_a_collective_runs_and_nothing_is_computed(tmp_path):
+def test_cpu_waits_while_only_a_collective_runs(tmp_path):
     profile = read_trace(write(tmp_path / "rank-0.json.gz", cpu_trace()))
     assert not profile.on_gpu
     assert (profile.communication, profile.exposed) == (65, 50)
@@ -126,13 +131,13 @@ def test_a_cpu_waits_where_a_collective_runs_and_nothing_is_computed(tmp_path):
     assert profile.kernels == {"aten::index_select": 20, "aten::mm": 50, "aten::copy_": 10}
 
 
-def test_a_compiled_layer_is_a_region(tmp_path):
+def test_compiled_layer_is_a_region(tmp_path):
     profile = read_trace(write(tmp_path / "rank-0.json", compiled_trace()))
     assert profile.times[RegionPhase("compiled", "forward")] == 50
     assert profile.times[RegionPhase("compiled", "backward")] == 30
 
 
-def test_the_slowest_rank_is_named(tmp_path):
+def test_summary_names_the_slowest_rank(tmp_path):
     for rank, late in enumerate((0, 400, 100)):
         write(tmp_path / f"rank-{rank}.json.gz", gpu_trace(late), rank)
     facts = summary(read_profiles(tmp_path))
@@ -148,13 +153,12 @@ def test_the_slowest_rank_is_named(tmp_path):
     assert "rank 1" in text and "exposed communication" in text
 
 
-def test_the_command_writes_a_table_figures_and_a_picture(tmp_path):
+def test_report_profile_writes_table_and_figures(tmp_path):
     for rank in range(2):
         write(tmp_path / f"rank-{rank}.json.gz", cpu_trace(), rank)
     done = run_command("report", "profile", tmp_path)
     assert done.returncode == 0 and "communication 0.1 ms a step" in done.stdout
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
-    assert (tmp_path / "summary.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +172,7 @@ def test_the_command_writes_a_table_figures_and_a_picture(tmp_path):
         (b'{"traceEvents": []}', "names none of titan_moe's regions"),
     ],
 )
-def test_one_line_says_what_is_wrong_with_a_file(tmp_path, content, says):
+def test_unreadable_trace_is_one_line(tmp_path, content, says):
     path = tmp_path / ("rank-0.json.gz" if content and content[0] == 0x1F else "rank-0.json")
     if content is not None:
         path.write_bytes(content)
@@ -177,13 +181,7 @@ def test_one_line_says_what_is_wrong_with_a_file(tmp_path, content, says):
     assert done.returncode == 2 and says in line
 
 
-def test_a_folder_of_steps_says_which_to_name(tmp_path):
+def test_folder_of_steps_is_refused(tmp_path):
     (tmp_path / "step-10").mkdir()
     done = run_command("report", "profile", tmp_path)
     assert done.returncode == 2 and "such as" in done.stderr
-
-
-def test_spans():
-    assert union([(3, 4), (0, 2), (1, 3), (6, 7)]) == [(0, 4), (6, 7)]
-    overlap = Overlap([(0, 4), (6, 7), (8, 20)])
-    assert [overlap.of(*span) for span in ((1, 3), (3, 7), (7, 8), (9, 30))] == [2, 2, 0, 11]

@@ -1,0 +1,205 @@
+"""Routing records: any ranks read what others wrote, and a layer follows its tokens."""
+
+import logging
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.pipeline import SCHEDULES, runs
+from titan_moe.config.pipeline_order import pipeline_order
+from titan_moe.debug.routing_trace import (
+    Dims,
+    Record,
+    RecordWriter,
+    RowName,
+    Tokens,
+    _Layer,
+    name_rows,
+    start_record,
+)
+from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.layer import MoE
+from titan_moe.runtime.errors import RunError
+
+R, P, K, E = 6, 8, 2, 300
+DIMS = Dims(["layers.1", "mtp.layers.0"], E, K)
+# The same row three times.
+FINGERPRINTS = [7, 4_000_000_000, 7, 1, 2, 7]
+PARTS = {
+    # Two data ranks by two parts of the sequence, of which one is head and tail.
+    "dp 2, cp 2": [(r, p) for r in ([0, 1, 2], [3, 4, 5]) for p in ([0, 1, 6, 7], [2, 3, 4, 5])],
+    "rows in another order": [([5, 3, 1], list(range(P))), ([0, 2, 4], list(range(P)))],
+    "one": [(list(range(R)), list(range(P)))],
+}
+
+
+def whole(step: int = 1) -> dict[str, np.ndarray]:
+    """Experts of all rows and positions, by layer."""
+    generator = np.random.default_rng(step)
+    every = np.tile(np.arange(E), (R, P, 1))
+    return {
+        name: generator.permuted(every, axis=-1)[..., :K].astype(np.uint16) for name in DIMS.layers
+    }
+
+
+def tokens_of(rows: list[int], positions: list[int]) -> Tokens:
+    names = name_rows(FINGERPRINTS)
+    return Tokens([names[row] for row in rows], np.array(positions))
+
+
+EVERYTHING = tokens_of(*PARTS["one"][0])
+
+
+def write(folder: Path, parts: list, steps: int = 1, limit_gb: float = 1.0) -> None:
+    start_record(folder, DIMS, after=0)
+    for rank, (rows, positions) in enumerate(parts):
+        writer = RecordWriter(folder, rank=rank, world_size=len(parts), limit_gb=limit_gb)
+        for step in range(1, steps + 1):
+            experts = {name: x_RPK[np.ix_(rows, positions)] for name, x_RPK in whole(step).items()}
+            writer.write(step, tokens_of(rows, positions), experts)
+
+
+@pytest.mark.parametrize("written", PARTS)
+@pytest.mark.parametrize("read", PARTS)
+def test_record_is_read_by_other_ranks(tmp_path: Path, written: str, read: str) -> None:
+    write(tmp_path, PARTS[written])
+    record = Record(tmp_path)
+    assert record.dims == DIMS and list(record.steps) == [1]
+    for rows, positions in PARTS[read]:
+        for name, x_RPK in whole().items():
+            experts_RPK = record.experts(1, name, tokens_of(rows, positions))
+            assert (experts_RPK == x_RPK[np.ix_(rows, positions)]).all()
+
+
+def test_step_counts_when_every_rank_wrote_its_layers(tmp_path: Path) -> None:
+    """Ranks of a pipeline have other layers, or none."""
+    start_record(tmp_path, DIMS, after=0)
+    for rank, layers in enumerate([["layers.1"], ["mtp.layers.0"], []]):
+        assert list(Record(tmp_path).steps) == []
+        writer = RecordWriter(tmp_path, rank=rank, world_size=3, limit_gb=1)
+        writer.write(1, EVERYTHING, {layer: whole()[layer] for layer in layers})
+    record = Record(tmp_path)
+    for name, x_RPK in whole().items():
+        assert (record.experts(1, name, EVERYTHING) == x_RPK).all()
+    part = tmp_path / "step-1.rank-1-of-3.npz"
+    part.rename(tmp_path / f".{part.name}.tmp")
+    assert list(Record(tmp_path).steps) == [], "half written"
+
+
+def test_name_rows_numbers_equal_rows_over_all_ranks() -> None:
+    first = name_rows(FINGERPRINTS[:3])
+    second = name_rows(FINGERPRINTS[3:], before=FINGERPRINTS[:3])
+    assert first + second == name_rows(FINGERPRINTS)
+    assert [row.number for row in name_rows(FINGERPRINTS)] == [0, 0, 1, 0, 0, 2]
+
+
+def test_record_writer_stops_at_its_limit(tmp_path: Path, caplog) -> None:
+    size = sum(x_RPK.nbytes for x_RPK in whole().values())
+    with caplog.at_level(logging.WARNING):
+        write(tmp_path, PARTS["one"], steps=4, limit_gb=2.5 * size / 1e9)
+    assert list(Record(tmp_path).steps) == [1, 2]
+    (warning,) = caplog.messages
+    assert f"{tmp_path} ends before step 3: a rank reached debug.routing_record_gb=" in warning
+    # A run that goes on counts what is there.
+    writer = RecordWriter(tmp_path, rank=0, world_size=1, limit_gb=2.5 * size / 1e9)
+    writer.write(3, EVERYTHING, whole(3))
+    assert list(Record(tmp_path).steps) == [1, 2]
+
+
+def test_start_record_drops_steps_that_run_again(tmp_path: Path) -> None:
+    folder = tmp_path / "record"
+    write(folder, PARTS["dp 2, cp 2"], steps=3)
+    start_record(folder, DIMS, after=2)
+    assert list(Record(folder).steps) == [1, 2]
+    # In another layout.
+    RecordWriter(folder, rank=0, world_size=1, limit_gb=1).write(3, EVERYTHING, whole(3))
+    assert list(Record(folder).steps) == [1, 2, 3]
+    with pytest.raises(ConfigError, match=r"is of a model with top_k=2, this one has 3"):
+        start_record(folder, Dims(DIMS.layers, E, 3), after=2)
+
+
+def test_start_record_sets_earlier_records_aside(tmp_path: Path) -> None:
+    for steps in (3, 2, 1):
+        write(tmp_path / "record", PARTS["one"], steps=steps)
+    lengths = [len(Record(tmp_path / name).steps) for name in ("record.1", "record.2", "record")]
+    assert lengths == [3, 2, 1]
+
+
+def test_damaged_record_is_one_line(tmp_path: Path) -> None:
+    write(tmp_path, PARTS["one"])
+    part = tmp_path / "step-1.rank-0-of-1.npz"
+    content = part.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 3] ^= 1
+    for damaged in (content[:-100], b"", b"text", bytes(flipped)):
+        part.write_bytes(damaged)
+        with pytest.raises(RunError, match=r"0-of-1.npz is damaged, or no part of a ") as error:
+            for layer in DIMS.layers:
+                Record(tmp_path).experts(1, layer, EVERYTHING)
+        assert "\n" not in str(error.value)
+    header = tmp_path / "record.json"
+    header.write_text(header.read_text().replace(f'"top_k": {K}', f'"top_k": {K + 1}'))
+    with pytest.raises(ConfigError, match=r"record.json is damaged: wrong CRC32$"):
+        Record(tmp_path)
+
+
+def test_record_names_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no routing record \(record.json\)"):
+        Record(tmp_path)
+    write(tmp_path, PARTS["one"])
+    record = Record(tmp_path)
+    stranger = Tokens([RowName(0xBAD, 0)], np.arange(P))
+    with pytest.raises(RunError, match=r"step 1 of .* no routing of layers.1 for the row 00000bad"):
+        record.experts(1, "layers.1", stranger)
+    further = Tokens(name_rows(FINGERPRINTS), np.arange(P + 1))
+    with pytest.raises(RunError, match=r"for the row 00000007 at position 8: it is of other data"):
+        record.experts(1, "layers.1", further)
+    with pytest.raises(RunError, match=r"no routing of layers.2"):
+        record.experts(1, "layers.2", EVERYTHING)
+
+
+def test_layer_follows_microbatches_one_after_the_other() -> None:
+    torch.manual_seed(0)
+    moe = MoE(8, MoEConfig(num_experts=4, top_k=2, hidden_dim=8), None)
+    for parameter in moe.parameters():
+        parameter.data.normal_()
+    live, layer = moe.routing_fn, _Layer(moe)
+    ahead = [[0, 1], [1, 2], [3, 0], [2, 3], [0, 2]]
+    layer.ahead_TK = torch.tensor(ahead)
+    x_BSD = torch.randn(1, 5, 8)
+    moe(x_BSD[:, :2])
+    moe.train(False)
+    moe(x_BSD)
+    moe.train(True)
+    with pytest.raises(AssertionError, match="tokens that were not routed"):
+        layer.take_flips()
+    moe(x_BSD[:, 2:])
+    assert layer.take((1, 5, 2)).tolist() == [ahead]
+    own = [set(chosen) for chosen in live(moe.router(x_BSD[0]).scores_TE).tolist()]
+    flips = sum(len(mine - set(e)) for mine, e in zip(own, ahead, strict=True))
+    assert layer.take_flips() == flips > 0
+    assert moe.router.tokens_per_expert.tolist() == [3, 2, 3, 2]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_forwards_of_every_stage_ascend(name: str) -> None:
+    """Traces tell a stage's microbatches apart by their order. These orders are torch's: see
+    test_pipeline.py."""
+    compared = 0
+    for ranks, per_rank, microbatches in product((2, 4), (1, 2), (8, 9)):
+        stages = ranks * per_rank
+        if (SCHEDULES[name].placement == "single") != (per_rank == 1):
+            continue
+        if not runs(SCHEDULES[name], microbatches, ranks=ranks, stages=stages):
+            continue
+        for order in pipeline_order(name, ranks, stages, microbatches):
+            works = [work for slot in order for work in slot if work.kind == "F"]
+            for stage in {work.stage for work in works}:
+                numbers = [work.microbatch for work in works if work.stage == stage]
+                assert numbers == list(range(microbatches))
+        compared += 1
+    assert compared > 1
