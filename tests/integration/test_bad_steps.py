@@ -67,7 +67,7 @@ def rolled_back(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_going_back_is_resuming_further_on_in_the_data(tmp_path: Path, rolled_back: Path):
+def test_roll_back_is_resuming_further_on_in_the_data(tmp_path: Path, rolled_back: Path):
     roll_back_by_hand(tmp_path)
     assert_same(rolled_back, tmp_path)
     first, second = events(rolled_back)
@@ -79,7 +79,7 @@ def test_going_back_is_resuming_further_on_in_the_data(tmp_path: Path, rolled_ba
     assert not (tmp_path / "events.jsonl").exists()
 
 
-def test_the_time_of_a_load_is_no_step_s(rolled_back: Path):
+def test_time_of_a_load_is_in_no_step(rolled_back: Path):
     lines = [json.loads(line) for line in (rolled_back / "metrics.jsonl").open()]
     assert len(lines) == STEPS, "stopped at max_seconds"
     for line, before in zip(lines, [0, *(line["tokens"] for line in lines)], strict=False):
@@ -92,9 +92,9 @@ def test_the_time_of_a_load_is_no_step_s(rolled_back: Path):
     "kill_in, num_events",
     # In step 7, after a save that has the place in the data and the norms that the second fault is
     # judged by; or in step 6, made again, before that save: the run meets the first fault anew.
-    tiered([(9, 2)], slow=[(8, 3)]),
+    tiered([], slow=[(9, 2), (8, 3)]),
 )
-def test_a_run_killed_after_it_went_back_goes_on_as_the_undisturbed_one(
+def test_run_killed_after_a_roll_back_resumes_as_if_undisturbed(
     tmp_path: Path, rolled_back: Path, kill_in: int, num_events: int
 ):
     job = job_of(tmp_path, "roll_back")
@@ -117,7 +117,7 @@ def test_a_run_killed_after_it_went_back_goes_on_as_the_undisturbed_one(
         full=[{"parallelism": {"expert_parallel_degree": 2}}],
     ),
 )
-def test_so_it_is_in_other_layouts_and_with_saves_in_the_background(
+def test_roll_back_in_other_layouts_and_with_saves_in_the_background(
     tmp_path: Path, tables: dict[str, Any]
 ):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -146,7 +146,7 @@ def test_skipping_leaves_out_one_update(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_stopping_keeps_the_state_before_the_spike(tmp_path: Path):
+def test_stop_keeps_the_state_before_the_spike(tmp_path: Path):
     job = job_of(tmp_path, "stop")
     with pytest.raises(RankError) as failure:
         run_on_ranks(train_with_faults, 2, job, {6: "spike"})
@@ -159,28 +159,3 @@ def test_stopping_keeps_the_state_before_the_spike(tmp_path: Path):
     healthy = tmp_path / "healthy"
     run_on_ranks(train_without_curves, 2, job_of(healthy, "stop"))
     assert_same(tmp_path, healthy)
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_back_too_often_stops(tmp_path: Path):
-    faults = dict.fromkeys(range(6, 20, 2), "spike")
-    with pytest.raises(RankError) as failure:
-        run_on_ranks(train_with_faults, 1, job_of(tmp_path, "roll_back"), faults)
-    assert "gone back to the checkpoint of step 4 3 times already" in str(failure.value)
-    assert [event["decision"] for event in events(tmp_path)] == ["roll_back"] * 3 + ["stop"]
-    assert [event["step"] for event in events(tmp_path)] == [6, 6, 6, 6]
-    latest = max(int(path.name[5:]) for path in (tmp_path / "checkpoint").iterdir())
-    assert latest == 4, "a state that the next start would take for good"
-
-
-@pytest.mark.slow
-def test_a_run_without_a_checkpoint_to_go_back_to_stops(tmp_path: Path):
-    job = job_of(tmp_path, "roll_back", checkpoint={"interval": 100})
-    with pytest.raises(RankError) as failure:
-        run_on_ranks(train_with_faults, 1, job, {3: "nan"})
-    message = str(failure.value)
-    assert "has no checkpoint to go back to yet" in message and "checkpoint/step-2 (" in message
-    # There is one now.
-    run_on_ranks(train_with_faults, 1, job, {3: "nan"})
-    assert [event["decision"] for event in events(tmp_path)] == ["stop", "roll_back"]
-    assert [line[0] for line in figures(tmp_path)] == list(range(1, STEPS + 1))

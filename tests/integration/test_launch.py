@@ -78,24 +78,6 @@ def test_help_needs_no_run() -> None:
     assert shown.returncode == 0 and "--training.steps int" in shown.stdout
 
 
-@pytest.mark.slow
-def test_two_nodes_meet(tmp_path: Path) -> None:
-    endpoint = _free_endpoint()
-    nodes = [
-        subprocess.Popen(
-            command(tmp_path, parallelism__expert_parallel_degree=2),
-            env=environment(NNODES=2, NODE_RANK=node, RDZV_ENDPOINT=endpoint, LOG_RANK="0,1"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for node in range(2)
-    ]
-    words = [node.communicate(timeout=TIMEOUT_S)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], words
-    assert (tmp_path / "config.toml").exists()
-
-
 def test_slurm_starts_run_train_once_per_node(tmp_path: Path) -> None:
     """On stand-ins for Slurm's commands: srun runs its command once for each of two nodes."""
     programs = {

@@ -1,7 +1,7 @@
-"""Call a function on many arguments, each call in a process of its own, a few at a time.
+"""Call a function on many arguments, each call in a fresh process, a few at a time.
 
-Processes are forked from a server that has imported what they need once: nothing of one call is
-left for the next (process groups, DTensor's caches, random states), and none imports torch itself.
+Processes are forked from a server that has imported torch and the trainer once: no call leaves
+anything to the next (process groups, DTensor's caches, random states), and none imports torch.
 """
 
 import gc
@@ -17,9 +17,9 @@ from signal import Signals
 from typing import Any
 
 TIMEOUT_S = 300.0
-"""The longest that processes are waited for; tests and the collectives in them end by it too."""
+"""The longest wait for processes; the limit of tests and of the collectives in them, too."""
 # FSDP2 and the first optimizer bring in torch._dynamo.
-_PRELOAD = ["torch", "torch._dynamo"]
+_PRELOAD = ["torch", "torch._dynamo", __name__]
 _JOIN_S = 5.0
 
 
@@ -29,7 +29,7 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one call ended."""
+    """The end of one call."""
 
     index: int
     value: Any = None
@@ -40,11 +40,11 @@ class Outcome:
 def in_fresh_processes(
     fn: Callable[..., Any], tasks: Sequence[tuple], *, num_workers: int
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (index, fn(*tasks[index])) as the calls end; raises WorkerError.
+    """Yield (index, fn(*tasks[index])) as the calls end. Raises WorkerError.
 
     `fn` must be a module's top-level function; arguments and results travel by pickle.
     """
-    for outcome in outcomes(fn, tasks, num_workers=num_workers, preload=[fn.__module__]):
+    for outcome in outcomes(fn, tasks, num_workers=num_workers, preload=fn.__module__):
         if outcome.error is not None:
             raise WorkerError(f"{fn.__name__} {outcome.index}:\n{outcome.error}")
         yield outcome.index, outcome.value
@@ -55,32 +55,31 @@ def outcomes(
     tasks: Sequence[tuple],
     *,
     num_workers: int,
-    preload: Sequence[str],
+    preload: str,
     timeout_s: float | None = None,
 ) -> Generator[Outcome, None, None]:
-    """The calls' ends in the order they come; no process outlives the iteration.
+    """Yield the ends of all calls in the order they come. No process outlives the iteration.
 
-    `preload` names modules that the server imports besides torch, if none runs yet. Raises
-    WorkerError when calls have not ended after `timeout_s`.
+    Args:
+        preload: a module that the server imports besides torch, if no server runs yet.
+
+    Raises:
+        WorkerError: calls have not ended after `timeout_s`.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOAD, *preload, __name__])
+    context.set_forkserver_preload([*_PRELOAD, preload])
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     running: dict[Any, tuple[int, BaseProcess]] = {}
-    waiting = iter(enumerate(tasks))
+    waiting = list(enumerate(tasks))[::-1]
     try:
-        while True:
-            while len(running) < num_workers and (task := next(waiting, None)) is not None:
-                index, arguments = task
-                ours, theirs = context.Pipe(duplex=False)
-                process: BaseProcess = context.Process(
-                    target=_call, args=(theirs, fn, arguments), daemon=True
-                )
+        while waiting or running:
+            while waiting and len(running) < num_workers:
+                index, arguments = waiting.pop()
+                result, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_call, args=(sender, fn, arguments), daemon=True)
                 process.start()
-                theirs.close()
-                running[ours] = index, process
-            if not running:
-                return
+                sender.close()
+                running[result] = index, process
             ready = wait(list(running), None if deadline is None else deadline - time.monotonic())
             if not ready:
                 late = sorted(index for index, _ in running.values())
@@ -104,7 +103,7 @@ def _outcome(index: int, process: BaseProcess, pipe: Connection) -> Outcome:
             how = f"was killed by {Signals(-code).name}" if code and code < 0 else "ended"
             error = f"the process {how} without a result (exit code {code})"
     process.join(_JOIN_S)
-    if process.is_alive():  # Its result is here; what hangs is how it ends.
+    if process.is_alive():  # Its result is here; its end hangs.
         process.kill()
         process.join()
     return Outcome(index, value, error)

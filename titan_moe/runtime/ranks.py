@@ -11,12 +11,8 @@ from typing import Any
 
 from titan_moe.runtime.process_pool import TIMEOUT_S, WorkerError, outcomes
 
-# What every rank would import anyway.
-_PRELOAD = ["titan_moe.trainer", __name__]
-# What a rank says whose peer has gone: never the cause.
+# A rank whose peer has gone raises one of these: never the cause.
 _CONSEQUENCE = re.compile(r"Connection (closed|reset|refused)|Broken pipe|Timed out waiting")
-
-_LATE = "ranks"
 
 
 class RankError(RuntimeError):
@@ -37,7 +33,11 @@ def run_on_ranks(
         store = str(Path(folder) / "store")
         tasks = [(store, rank, world_size, timeout_s, fn, args) for rank in range(world_size)]
         ends = outcomes(
-            _on_rank, tasks, num_workers=world_size, preload=_PRELOAD, timeout_s=timeout_s
+            _on_rank,
+            tasks,
+            num_workers=world_size,
+            preload="titan_moe.trainer",
+            timeout_s=timeout_s,
         )
         results: dict[int, Any] = {}
         errors: dict[str, str] = {}
@@ -51,25 +51,19 @@ def run_on_ranks(
                     if not _CONSEQUENCE.search(end.error):
                         break
             except WorkerError as late:
-                errors[_LATE] = str(late)
+                waited = "\n".join(errors.values())  # Their stacks show where they waited.
+                errors = {"ranks": f"{late}\n{waited}"}
     if errors:
-        raise RankError(_told(errors))
+        raise RankError(_message(errors))
     return [results[rank] for rank in range(world_size)]
 
 
-def _told(errors: dict[str, str]) -> str:
-    """The cause, then what other ranks say of it: in full where they only waited too long."""
+def _message(errors: dict[str, str]) -> str:
+    """Returns the cause in full, and the last line of each other rank's error."""
     causes = [who for who, error in errors.items() if not _CONSEQUENCE.search(error)]
     cause = (causes or list(errors))[0]
-    blocks = [_block(cause, errors[cause])]
-    for who, said in errors.items():
-        if who != cause:
-            blocks.append(_block(who, said if cause == _LATE else said.splitlines()[-1]))
-    return "\n".join(blocks)
-
-
-def _block(who: str, said: str) -> str:
-    return f"{who}:\n{said.rstrip()}" if "\n" in said else f"{who}: {said}"
+    others = [f"{who}: {errors[who].splitlines()[-1]}" for who in errors if who != cause]
+    return "\n".join([f"{cause}:\n{errors[cause].rstrip()}", *others])
 
 
 def _on_rank(

@@ -3,7 +3,6 @@
 import errno
 import json
 import multiprocessing
-import os
 from pathlib import Path
 
 import pytest
@@ -78,14 +77,13 @@ def test_polling_reader_sees_whole_files(tmp_path):
 
 
 def test_json_line_is_one_write(tmp_path):
-    """Also a long one, which a buffer would cut."""
     sink = JsonLines(tmp_path / "metrics.jsonl", resume_step=0)
     calls, file = [], sink._file
     counting = {"write": lambda _, x: calls.append(len(x)) or file.write(x)}
     sink._file = type("Counting", (), counting | {"close": lambda _: file.close()})()
     sink.write(1, {f"moe/layers.{number}/cv": 1.0 for number in range(5000)})
     sink.close()
-    assert calls == [os.path.getsize(tmp_path / "metrics.jsonl")] and calls[0] > 100_000
+    assert calls == [(tmp_path / "metrics.jsonl").stat().st_size] and calls[0] > 100_000
 
 
 def test_parse_json_refuses_deep_nesting():

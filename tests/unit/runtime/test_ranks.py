@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titan_moe.runtime.process_pool import WorkerError, in_fresh_processes
-from titan_moe.runtime.ranks import RankError, _told, run_on_ranks
+from titan_moe.runtime.ranks import RankError, _message, run_on_ranks
 
 
 def rank_times(factor: int) -> int:
@@ -53,7 +53,7 @@ def test_rank_error_names_the_cause_first(bad_rank: int, how: str, says: str) ->
 
 def test_rank_error_shows_consequences_in_one_line() -> None:
     broken = "Traceback\nRuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer"
-    told = _told({"rank 0": broken, "rank 1": "Traceback\nValueError: the cause"}).splitlines()
+    told = _message({"rank 0": broken, "rank 1": "Traceback\nValueError: the cause"}).splitlines()
     assert told[:3] == ["rank 1:", "Traceback", "ValueError: the cause"]
     assert told[3:] == [f"rank 0: {broken.splitlines()[1]}"]
 
@@ -69,7 +69,7 @@ def test_run_on_ranks_times_out_with_stacks() -> None:
     with pytest.raises(RankError) as failure:
         run_on_ranks(hang, 2, 1, timeout_s=10)
     # Rank 0 says where it waited; rank 1 says nothing.
-    assert str(failure.value).startswith("ranks: [1] had not ended after 10 s\nrank 0:\n")
+    assert str(failure.value).startswith("ranks:\n[1] had not ended after 10 s\n")
     assert "dist.barrier()" in str(failure.value)
     assert time.monotonic() - start < 60
 
