@@ -31,7 +31,7 @@ from titan_moe.profiling.regions import region
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step measured, the same on every rank."""
+    """The numbers of a step, the same on every rank."""
 
     loss: float
     """Mean cross-entropy over the step's target tokens, in nats."""
@@ -43,9 +43,9 @@ class StepResult:
     rows_dropped: int = 0
     """(token, expert) choices that did not fit into a bounded buffer, over all MoE layers."""
     metrics: dict[str, float] | None = None
-    """What only a log reads, by its name there; None if the step is not logged. See
-    `metrics.step_metrics`; "data" is the sum of the CRC32 of the global batch's sequences: which
-    data the step saw, in any order."""
+    """Metrics for the log, by their names there; None if the step is not logged. See
+    `metrics.step_metrics`; "data" is the sum of the CRC32 of the global batch's sequences, in any
+    order: the step's data."""
     stop: bool = False
     """A rank asks to stop after this step."""
     spike: bool = False
@@ -59,21 +59,21 @@ class StepResult:
 
     @property
     def accepted(self) -> bool:
-        """Whether the numbers allow the update."""
+        """True if the numbers allow the update."""
         return self.finite and not self.spike
 
 
 class Observer(Protocol):
-    """Who looks on while a step is made; changes nothing."""
+    """Watches a step, and changes nothing."""
 
     def reads(self, batch: Batch, local: Microbatch) -> None:
-        """Before the forward of a batch, of which this rank has the part `local`."""
+        """Runs before the forward of a batch; this rank reads `local` of it."""
 
     def accumulated(self) -> None:
-        """After all sums of gradients over ranks, before clipping."""
+        """Runs after all sums of gradients over ranks, before clipping."""
 
     def updated(self, result: StepResult) -> None:
-        """After the update."""
+        """Runs after the update."""
 
 
 class TrainStep:
@@ -91,8 +91,9 @@ class TrainStep:
     ) -> None:
         """
         Args:
-            stop: whether this rank asks to stop after a step; called once in each.
-            is_spike: whether a step of this gradient norm is to update nothing; alike on all ranks.
+            stop: returns whether this rank asks to stop after the step; called once a step.
+            is_spike: returns whether a step of this gradient norm must not update; alike on all
+                ranks.
         """
         dims = sharded.meshes.dims
         self._sharded = sharded
@@ -131,9 +132,9 @@ class TrainStep:
     ) -> StepResult:
         """Train on one step's microbatches.
 
-        Besides the gradients' own sums, a step is one all-reduce and one wait for the device. What
-        only a log wants to know joins that all-reduce if the step is `logged`, and every
-        parameter's norm if asked for.
+        Besides the gradients' sums, a step is one all-reduce and one wait for the device. Metrics
+        for the log join that all-reduce if the step is `logged`, and every parameter's norm if
+        `parameter_norms`.
 
         If the result is not finite or is a spike, nothing is updated, and the gradients stay for a
         search for the reason; `discard` clears them. Nor is anything updated where rows were
@@ -167,7 +168,7 @@ class TrainStep:
         self._optimizer.zero_grad()
 
     def _accumulate(self, batches: list[Batch], observer: Observer | None) -> Tensor:
-        """All gradients, whole but for the divisor; returns this rank's share of the loss sum."""
+        """Sum all gradients, which still lack the divisor; returns this rank's loss sum."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for number, batch in enumerate(batches, 1):
             local = local_batch(batch, self._sharded, self._device)
@@ -186,7 +187,7 @@ class TrainStep:
     def _reduce(
         self, loss_sum: Tensor, batches: list[Batch], logged: bool, parameter_norms: bool
     ) -> StepResult:
-        """What the update needs to know, and in the same all-reduce what a log wants."""
+        """Sum over all ranks, in one all-reduce, the numbers of the update and of the log."""
         squares = grad_norm.sum_of_squares(self._counted, self._ranks_per_stage)
         num_targets = sum(num_local_targets(batch, self._sharded) for batch in batches)
         terms = {
@@ -243,7 +244,7 @@ class TrainStep:
         return replace(result, metrics={**values, "data": int(numbers["data"])})
 
     def _number(self, number: int) -> Tensor:
-        """On the device, without waiting for it, as torch.tensor would."""
+        """Returns a number on the device; torch.tensor would wait for the device."""
         return torch.full((), number, dtype=torch.float64, device=self._device)
 
     def _max_of_grads(self) -> float:
@@ -256,8 +257,8 @@ class TrainStep:
 def validation_loss(
     batches: Iterable[Batch], sharded: ShardedModel, device: torch.device
 ) -> tuple[float, int]:
-    """Mean cross-entropy over the target tokens of all ranks' batches, and how many choices of an
-    expert did not fit into the buffers between ranks; collective."""
+    """Returns the mean cross-entropy over the target tokens of all ranks' batches, and the number
+    of (token, expert) choices that did not fit into the buffers between ranks. Collective."""
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     sharded.train(False)
     for batch in batches:
@@ -271,25 +272,21 @@ def validation_loss(
 
 
 def overflow_line(parallelism: Parallelism, rows_dropped: int) -> str:
-    """What to tell a user whose bounded buffers do not suffice."""
-    factor = parallelism.expert_parallel_capacity_factor
-    if parallelism.expert_parallel_comm_backend == "symmetric":
-        return (
-            f"{rows_dropped} choices of an expert by a token did not fit into the buffers between "
-            f"ranks with parallelism.expert_parallel_capacity_factor={factor}: choose a larger "
-            f"one, or leave it out for buffers of all rows that can come"
-        )
+    """Returns the line for a user whose bounded buffers do not suffice."""
+    remedy = "choose a larger one, or leave it out"
+    if parallelism.expert_parallel_comm_backend != "symmetric":
+        remedy += ", or set parallelism.expert_parallel_overflow=drop"
     return (
         f"{rows_dropped} choices of an expert by a token did not fit into the buffers between "
-        f"ranks with parallelism.expert_parallel_capacity_factor={factor}: choose a larger one, "
-        f"leave it out for exact sizes, or set parallelism.expert_parallel_overflow=drop"
+        f"ranks with parallelism.expert_parallel_capacity_factor="
+        f"{parallelism.expert_parallel_capacity_factor}: {remedy}"
     )
 
 
 def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Microbatch:
-    """What this rank reads of whole sequences: its part of each, and all documents.
+    """Returns this rank's positions of whole sequences, and the documents of all positions.
 
-    Whole sequences are copied, as they lie in page-locked memory, and cut on the device.
+    Whole sequences are copied, since they lie in page-locked memory, and cut on the device.
     """
     whole = replace(
         batch,
@@ -315,10 +312,10 @@ def local_batch(batch: Batch, sharded: ShardedModel, device: torch.device) -> Mi
 
 
 def look_ahead(batch: Batch, depths: int) -> tuple[Tensor, Tensor]:
-    """For each position the tokens and the labels 1, 2, ..., `depths` positions on, [B, K, S] each.
+    """Returns the tokens and the labels 1, 2, ..., `depths` positions later, [B, K, S] each.
 
-    There is no label beyond the sequence, nor beyond the token's own document; the token there is
-    0, or another document's, and what follows from it has no label.
+    Beyond the sequence or the token's document there is no label, and the token, 0 or one of
+    another document, has no effect.
     """
     tokens, labels = [], []
     for depth in range(1, depths + 1):
@@ -331,7 +328,7 @@ def look_ahead(batch: Batch, depths: int) -> tuple[Tensor, Tensor]:
 
 
 def num_local_targets(batch: Batch, sharded: ShardedModel) -> int:
-    """Target tokens among them; 0 where another rank reads the same tokens and counts them."""
+    """Returns the number of target tokens; 0 if another rank counts the same tokens."""
     if not sharded.counts_targets:
         return 0
     positions_S = sharded.positions(batch.labels_BS.shape[1])
@@ -339,7 +336,7 @@ def num_local_targets(batch: Batch, sharded: ShardedModel) -> int:
 
 
 def local_fingerprints(batch: Batch, sharded: ShardedModel) -> int:
-    """The sum of the sequences' fingerprints; 0 where another rank reads the same ones."""
+    """Returns the sum of the sequences' fingerprints; 0 if another rank adds the same ones."""
     dims, rank = sharded.meshes.dims, sharded.meshes.rank
     if any(dims.coordinate(rank, axis) for axis in ("tp", "cp", "pp")):
         return 0

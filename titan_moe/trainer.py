@@ -1,4 +1,4 @@
-"""The loop: what a run is, readable as prose."""
+"""The training loop of one rank, in the order in which it runs."""
 
 import logging
 import math
@@ -78,7 +78,7 @@ class Trainer:
         if job.job.print_config:
             self._say(f"configuration:\n{as_toml(job)}")
         self.run_job = job
-        """Of the whole run; `job` is that of its present stage."""
+        """The whole run's configuration; `job` is the present stage's."""
         if job.stages:
             job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)
         self.stop_watch = StopWatch(job.training.max_seconds, process, os.environ)
@@ -87,10 +87,10 @@ class Trainer:
         self._prepare_updates()
         self.progress = Progress()
         self.losses: tuple[float, float | None] = (math.nan, None)
-        """Of the last step, and of the validation after it."""
+        """The last step's loss, and the loss of the validation after it."""
 
     def _lay_out(self, job: JobConfig, groups: ProcessGroups | None = None) -> None:
-        """The model in the layout of a job; without weights after a layout of these `groups`."""
+        """Build the model in a job's layout; `groups` of an earlier layout mean: no weights yet."""
         self.job = job
         self.sharded = sharded = build_sharded_model(
             job,
@@ -108,7 +108,7 @@ class Trainer:
             describe_layout(job, sharded)
 
     def _prepare_updates(self) -> None:
-        """What updates that model, and what saves both."""
+        """Build optimizer, train step, replica check and checkpointer for the model."""
         job, sharded, group = self.job, self.sharded, self.meshes.group
         self.optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), group)
         self.train_step = TrainStep(
@@ -196,8 +196,7 @@ class Trainer:
         set_timeouts(seconds, self.meshes.all_groups())
 
     def _resume(self, step: int | None = None) -> None:
-        """From the checkpoint that the configuration says, or in all but the data from that of
-        `step`."""
+        """Load the configuration's checkpoint, or that of `step` without its data position."""
         state = self.checkpointer.load(step)
         if state is None:
             return
@@ -209,7 +208,7 @@ class Trainer:
             self._say(f"going on after step {self.progress.step}")
 
     def _step(self, step: int) -> bool:
-        """Returns whether all ranks are to stop."""
+        """Make a step, validate, log and save; returns whether all ranks must stop."""
         phases, training = self.log.phases, self.job.training
         before = self._state()
         with phases("data", step), region("data"):
@@ -299,18 +298,18 @@ class Trainer:
         return due and self.data.validation is not None
 
     def _validate(self) -> float:
-        """The held-out loss. Raises RunError where buffers between ranks do not suffice."""
+        """Returns the held-out loss. Raises RunError if buffers between ranks do not suffice."""
         assert self.data.validation is not None
         loss, dropped = validation_loss(self.data.validation, self.sharded, self.process.device)
         if dropped and self.sharded.stops_on_overflow:
-            step = self.progress.step  # Its update is done: what it made is kept.
+            step = self.progress.step  # Its update is done, and is saved.
             kept = self._keep(step + 1, self._state())
             line = overflow_line(self.job.parallelism, dropped)
             raise RunError(f"validation after step {step}: {line}; {kept}")
         return loss
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors; the learning rate follows from the step."""
+        """Returns a checkpoint's state besides tensors; the learning rate follows from the step."""
         return {
             "step": self.progress.step,
             "tokens": self.progress.tokens,
@@ -319,15 +318,15 @@ class Trainer:
         }
 
     def reshard(self, job: JobConfig) -> None:
-        """Go on in the layout of `job`, between two steps of `train`; collective. Sequence length
-        and batch may change too: the data then goes on as `data.step_reader.continue_state` says.
+        """Change to the layout of `job` between two steps of `train`. Collective. Sequence length
+        and batch may change too: `data.step_reader.continue_state` then moves the data position.
 
-        Nothing goes through the disk. What follows has the bits of a run that was saved, stopped
-        and resumed in that layout. Parameters move first and are freed, then the optimizer's state:
-        beside what a run holds there is at most one more of either.
+        Nothing goes through the disk. The later steps have the bits of a run that was saved,
+        stopped and resumed in that layout. Parameters move first and are freed, then the
+        optimizer's state: memory holds at most one more copy of either.
 
-        Raises ConfigError, with the run as it was, where `job` cannot run in this world or differs
-        from the run's own in more than that.
+        Raises ConfigError, and leaves the run as it was, if `job` cannot run in this world or
+        differs from the run in more than layout, sequence length and batch.
         """
         world_size, step = self.process.world_size, self.progress.step
         num_gpus = count_gpus(os.environ)
@@ -350,7 +349,7 @@ class Trainer:
         self._say(f"going on after step {step} in this layout; its ranks were sent {sent} bytes")
 
     def _move_to(self, job: JobConfig) -> int:
-        """Model, optimizer and all that works on them, in another layout; returns bytes sent."""
+        """Move parameters and optimizer state to another layout; returns the bytes sent."""
         last_step = self.checkpointer.finish()
         weights = model_tensors(self.sharded.parts)
         states = optimizer_tensors(self.sharded.parts, self.optimizer)
@@ -362,7 +361,7 @@ class Trainer:
         return moved.total + moved_too.total
 
     def _say_goodbye(self) -> None:
-        """How it went, where everything is, and what to do next."""
+        """Log the losses, the files of the run, and commands to run next."""
         for line in closing_lines(
             self.job.training,
             self.job.checkpoint,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launching import EMPTY, command, environment, run_train
+from tests.support.launching import EMPTY, command, environment
 from tests.support.listeners import descendants, listening
 from tests.support.paths import REPO
 from tests.support.tiers import tiered
@@ -20,26 +20,6 @@ from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.process_pool import TIMEOUT_S
 
 _ENDLESS = 100_000
-
-
-@pytest.mark.slow
-def test_saved_config_repeats_a_run_of_two_ranks(tmp_path: Path) -> None:
-    overrides = {"parallelism__expert_parallel_degree": 2, "training__gc_debug": "true"}
-    first = run_train(tmp_path / "a", {"NGPU": 2}, **overrides)
-    assert first.returncode == 0, first.stderr
-    assert first.stdout.count("without effect here: training.gc_debug (docs/") == 1
-    assert first.stdout.startswith("starting 2 rank(s) with torchrun, log ") and not first.stderr
-    saved = tmp_path / "a" / "config.toml"
-    again = subprocess.run(
-        [REPO / "run_train.sh", "--job.dump_folder", tmp_path / "b"],
-        env=environment(NGPU=2, CONFIG_FILE=saved),
-        capture_output=True,
-        text=True,
-    )
-    assert again.returncode == 0, again.stderr
-    assert (tmp_path / "b" / "config.toml").read_text() == saved.read_text().replace(
-        str(tmp_path / "a"), str(tmp_path / "b")
-    )
 
 
 @pytest.mark.slow
@@ -69,13 +49,6 @@ def test_signal_before_python_can_answer_it_ends_nothing(tmp_path: Path) -> None
     stub.chmod(0o755)
     variables = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert subprocess.run([REPO / "run_train.sh"], env=variables).returncode == 7
-
-
-def test_help_needs_no_run() -> None:
-    shown = subprocess.run(
-        [REPO / "run_train.sh", "--help"], env=environment(), capture_output=True, text=True
-    )
-    assert shown.returncode == 0 and "--training.steps int" in shown.stdout
 
 
 def test_slurm_starts_run_train_once_per_node(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Process group, device, seeds, garbage, log."""
 
-import gc
 import logging
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from titan_moe.runtime.device import backend_for, peak_flops_of, pick_device
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import Launch
 from titan_moe.runtime.log import logger, start_logging
-from titan_moe.runtime.process import GarbageCollector, _store, process_group, seed_everything
+from titan_moe.runtime.process import _store, process_group, seed_everything
 
 _ALONE = """
 import datetime, os, torch, torch.distributed as dist
@@ -135,24 +134,6 @@ def test_seed_everything_repeats_all_generators() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     seed_everything(Debug(deterministic=True, deterministic_warn_only=True))
     assert torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-@pytest.fixture
-def plain_gc() -> Iterator[None]:
-    yield
-    gc.unfreeze()
-    gc.enable()
-
-
-@pytest.mark.usefixtures("plain_gc")
-def test_garbage_collector_collects_every_freq_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    collector = GarbageCollector(3)
-    assert not gc.isenabled()
-    steps: list[int] = []
-    for step in range(1, 8):
-        monkeypatch.setattr(gc, "collect", lambda generation, step=step: steps.append(step))
-        collector.step(step)
-    assert steps == [3, 6]
 
 
 @pytest.fixture
