@@ -39,11 +39,11 @@ from titan_moe.profiling.profiler import profiler
 from titan_moe.profiling.regions import region
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import count_gpus
-from titan_moe.runtime.lean_start import leave_compiler_out
 from titan_moe.runtime.process import (
     GarbageCollector,
     Process,
     collect_everything,
+    leave_compiler_out,
     seed_everything,
     set_timeouts,
 )

@@ -1,4 +1,4 @@
-"""The device that a rank computes on, and what it could do at best."""
+"""The device that a rank computes on, and its peak performance."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.launch import Launch
 
 # Dense bf16 FLOP/s from NVIDIA's data sheets. The first entry whose words all occur in a device's
-# name counts: the exceptions of a family stand above it.
+# name counts: a family's exceptions stand above it.
 _PEAK_FLOPS = (
     (("A100",), 312e12),
     (("H100", "NVL"), 835e12),
@@ -25,7 +25,7 @@ _DRIVER = Path("/sys/module/nvidia/version")
 
 
 def pick_device(launch: Launch, num_gpus: int = 0) -> torch.device:
-    """This rank's GPU where CUDA is available, else the CPU.
+    """Returns this rank's GPU if CUDA is available, else the CPU.
 
     Args:
         num_gpus: GPUs found on this machine without CUDA (`launch.count_gpus`).
@@ -56,12 +56,12 @@ def _unusable(num_gpus: int) -> str:
 
 
 def backend_for(device: torch.device) -> str:
-    """Backends of torch.distributed; with a GPU, gloo too, for objects and checkpoint plans."""
+    """Returns torch.distributed's backends; with a GPU also gloo, for objects and checkpoints."""
     return "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
 
 
 def describe_device(device: torch.device) -> dict[str, str]:
-    """The device's name, and what decides which kernels torch takes on it."""
+    """Returns the device's name, and the capability that decides which kernels torch takes."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return {"device": torch.cuda.get_device_name(device), "capability": f"{major}.{minor}"}
@@ -69,19 +69,19 @@ def describe_device(device: torch.device) -> dict[str, str]:
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Bytes of a GPU's memory; None for a CPU."""
+    """Returns the bytes of a GPU's memory; None for a CPU."""
     if device.type != "cuda":
         return None
     return torch.cuda.get_device_properties(device).total_memory
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of the device; None where unknown, and always for a CPU."""
+    """Returns the dense bf16 FLOP/s of a GPU; None if unknown, or for a CPU."""
     return peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_flops_of(name: str) -> float | None:
-    """As `peak_flops`, by the name that CUDA gives a device."""
+    """Returns the dense bf16 FLOP/s of a GPU with this CUDA name; None if unknown."""
     for words, flops in _PEAK_FLOPS:
         if all(word in name for word in words):
             return flops

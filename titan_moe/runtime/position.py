@@ -1,8 +1,8 @@
-"""Where this rank is in its run: step, phase, layer and region, with the times of its moves.
+"""This rank's position in its run: step, phase, layer and region, with the times of its moves.
 
-A flight recorder keeps when each collective was called. Looked up here by that time, the call gets
-the words of our code ("layer 2's dispatch"), and the collective itself pays nothing for them.
-Halves of an overlapped pair of a pipeline's microbatches take turns, and share one position.
+torch's flight recorder keeps the time of each collective. A hang report looks the position up by
+that time ("layer 2's dispatch"), so that the collective itself pays nothing. Overlapped halves of a
+pipeline's microbatches take turns, and share one position.
 """
 
 import time
@@ -27,20 +27,20 @@ _REGIONS = {
 
 
 class Move(NamedTuple):
-    """What a rank was doing from an instant on."""
+    """A rank's activity from an instant on."""
 
     time_ns: int
     """Since the epoch."""
     step: int
     phase: str
-    """Of `metrics.run_log.Phases`; "start" before the first, "" between two."""
+    """A phase of `metrics.run_log.Phases`; "start" before the first, "" between two."""
     layer: str
     """Such as "layer 2" or "layer 2's backward"; "" outside the layers."""
     region: str
-    """Of `profiling.regions.REGIONS`; "" outside all of them."""
+    """One of `profiling.regions.REGIONS`; "" outside all of them."""
 
     def words(self) -> str:
-        """Such as "in layer 2's dispatch"."""
+        """Returns the activity in words: "in layer 2's dispatch"."""
         if self.phase not in ("step", "validation"):
             return _PHASES.get(self.phase, "between two phases of a step")
         if self.region in _REGIONS:
@@ -65,7 +65,7 @@ class Position:
         return self._region
 
     def enter_phase(self, phase: str, step: int | None = None) -> None:
-        """A phase has no layer and no region yet. `step`: the one that begins with it."""
+        """Begin a phase, without layer and region; and a step, if `step` is given."""
         self._step = self._step if step is None else step
         self._phase, self._layer, self._region = phase, "", ""
         self._note()
@@ -79,8 +79,8 @@ class Position:
         self._note()
 
     def moves(self) -> list[Move]:
-        """The last ones, oldest first; also while another thread moves on."""
-        # A deque's own copy runs no Python code, so that no other thread can change it meanwhile.
+        """Returns the last moves, oldest first. Another thread may move on meanwhile."""
+        # A deque's copy runs no Python code, so that no other thread can change it meanwhile.
         return list(self._moves.copy())
 
     def last(self) -> Move:
@@ -92,20 +92,18 @@ class Position:
 
 
 POSITION = Position()
-"""Of this process: one rank is one process."""
+"""The position of this process, which is one rank."""
 
 
 def at(moves: list[Move], time_ns: int) -> Move | None:
-    """The move that an instant belongs to; None before the first."""
+    """Returns the move during which an instant lies; None before the first."""
     index = bisect_right(moves, time_ns, key=lambda move: move.time_ns)
     return moves[index - 1] if index else None
 
 
 class Inside:
-    """`with Inside("dispatch"):` the region while its block runs.
-
-    After an exception the position stays where that was raised.
-    """
+    """`with Inside("dispatch"):` sets the region while the block runs. An exception leaves the
+    position at the place of its origin."""
 
     __slots__ = ("_name", "_outer")
 

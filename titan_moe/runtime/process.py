@@ -1,12 +1,13 @@
-"""One rank: its place, its device, its process group, its random state, its garbage."""
+"""One rank: its process group, timeouts, random state, and what it imports and collects."""
 
 import gc
 import os
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,15 @@ from titan_moe.runtime.launch import Launch, attempt_number, count_gpus, cpu_thr
 from titan_moe.runtime.stopping import attempt_folder
 
 BACKEND_GRACE_S = 30
-"""A backend ends a collective this much after its limit: the report of the hang comes first."""
+"""A backend ends a collective so many seconds after its limit: the report of a hang comes first."""
+# torch keeps its compiler out of these functions by a wrapper that imports the compiler at the
+# first call: 0.5 s and 100 MB of a run on one rank. (FSDP imports it in any case.)
+_IMPORT_COMPILER: tuple[Callable[..., Any], ...] = (
+    torch.optim.Optimizer.add_param_group,
+    torch.optim.Optimizer.zero_grad,
+    torch.optim.Optimizer.state_dict,
+    torch.optim.Optimizer.load_state_dict,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +40,7 @@ class Process(Launch):
 
     @property
     def is_main(self) -> bool:
-        """The rank that writes what is written once."""
+        """True for the rank that writes the run's files."""
         return self.rank == 0
 
 
@@ -40,15 +49,14 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
     """Join the other ranks, and leave them when the block ends without an exception.
 
     After an exception nothing is torn down: peers may be blocked in a collective, and NCCL's
-    destructors would wait for them; the process is about to end. Raises RunError when the ranks
-    cannot meet.
+    destructors would wait for them. Raises RunError if the ranks cannot meet.
     """
     device = pick_device(launch, count_gpus(environment))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in environment:
         torch.set_num_threads(cpu_threads(launch.local_world_size))
-    # Read when the first group is made. A size of the environment's goes first.
+    # torch reads it when it makes the first group. The environment's size goes first.
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
     timeout = backend_timeout(comm.init_timeout_seconds)
@@ -74,14 +82,14 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
 
 
 def backend_timeout(seconds: int) -> timedelta:
-    """What a backend is told where collectives may wait for `seconds`."""
+    """Returns a backend's timeout for collectives that may wait for `seconds`."""
     return timedelta(seconds=seconds + BACKEND_GRACE_S)
 
 
 def _store(launch: Launch, timeout: timedelta, environment: Mapping[str, str]) -> dist.Store:
-    """Where the ranks meet: on one machine in a file of the attempt, which listens on no port, and
-    else in torchrun's store. That one outlives an attempt of its: without names of its own for
-    each, a rank could meet the address of one that has died."""
+    """Returns the store in which the ranks meet: on one machine a file, which listens on no port,
+    else torchrun's store. The latter outlives an attempt to run: a prefix for each keeps a rank
+    from the address of a rank that has died."""
     if launch.world_size == 1 and "MASTER_ADDR" not in environment:
         return dist.HashStore()
     folder = attempt_folder(environment)
@@ -96,8 +104,8 @@ def _store(launch: Launch, timeout: timedelta, environment: Mapping[str, str]) -
 def set_timeouts(seconds: int, groups: Iterable[dist.ProcessGroup | None]) -> None:
     """Set the longest wait for a collective of `groups`; None is the group of all ranks.
 
-    Called on all ranks once the first step has ended, with its allocations and lazy communicators:
-    a rank that is still in it must not be held to the shorter wait.
+    Must run on all ranks once the first step has ended, with its allocations and lazy
+    communicators: a shorter wait must not meet a rank that is still in it.
     """
     dist.barrier()
     if torch.cuda.is_available():
@@ -109,32 +117,44 @@ def set_timeouts(seconds: int, groups: Iterable[dist.ProcessGroup | None]) -> No
 def seed_everything(debug: Debug) -> None:
     """Seed the generators of Python, NumPy and torch, alike on every rank.
 
-    Initial weights and data order do not depend on this state: they draw from generators of their
-    own. With `debug.deterministic` torch raises (or warns) where it has no deterministic kernel.
+    Initial weights and data order do not depend on this state: they have their own generators.
+    With `debug.deterministic` torch raises (or warns) if it has no deterministic kernel.
     """
     random.seed(debug.seed)
     np.random.seed(debug.seed % 2**32)
     torch.manual_seed(debug.seed)
     if not debug.deterministic:
         return
-    # cuBLAS reads it when its first handle is made.
+    # cuBLAS reads it when it makes its first handle.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
 
 
-class GarbageCollector:
-    """Takes over from Python's automatic collection, to collect in the same step on all ranks.
+def leave_compiler_out() -> None:
+    """Keep torch's compiler from being imported, in a process that compiles nothing.
 
-    Python collects when its own counters say so, on each rank in another step, and every other rank
-    then waits in the next collective.
+    The wrappers ask this attribute of their function first (torch/_compile.py, 2.11 to 2.13). A
+    later torch may import its compiler again; nothing else changes.
+    """
+    for wrapper in _IMPORT_COMPILER:
+        function = getattr(wrapper, "__wrapped__", None)
+        if function is not None:
+            function.__dynamo_disable = function
+
+
+class GarbageCollector:
+    """Collects garbage in the same step on all ranks.
+
+    Python's automatic collection runs in another step on each rank, and every other rank then waits
+    in the next collective.
     """
 
     def __init__(self, freq: int) -> None:
         """Collect every `freq` steps."""
         self._freq = freq
         gc.disable()
-        # What start-up made lives as long as the run: no collection needs to visit it again.
+        # Objects from start-up live as long as the run: no collection needs to visit them.
         gc.freeze()
 
     def step(self, step: int) -> None:
@@ -144,7 +164,7 @@ class GarbageCollector:
 
 
 def collect_everything() -> None:
-    """Free what has gone out of use in cycles, also of what a GarbageCollector leaves alone."""
+    """Free all unused cycles, also among the objects that a GarbageCollector skips."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Which code is running: its folder, its commit, and a hash of its files."""
+"""The running code: its folder, its commit, and a hash of its files."""
 
 import hashlib
 import subprocess
@@ -10,22 +10,20 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parents[1]
 """The folder that titan_moe is imported from."""
 CHECKOUT = PACKAGE.parent
-"""The checkout that it lies in, if it lies in one."""
+"""The folder above, a checkout unless the package is installed."""
 
 
 @cache
 def running_code() -> dict[str, str | bool]:
-    """The code of this process, as it is when this is first called.
-
-    "folder" and "sha256", and of a git checkout also "commit" and whether files are "changed".
-    """
+    """Returns "folder" and "sha256" of this process's code, at the first call; in a git checkout
+    also "commit" and whether files are "changed"."""
     found: dict[str, str | bool] = {"folder": str(PACKAGE), "sha256": package_hash(PACKAGE)}
     return found | (code_revision(CHECKOUT) or {})
 
 
 def code_revision(checkout: Path) -> dict[str, str | bool] | None:
-    """The commit of a git checkout, and whether tracked files differ from it; None if the folder is
-    none (an installed package may lie inside another repository), and where there is no git."""
+    """Returns the commit of a git checkout, and whether tracked files differ from it; None if the
+    folder is no checkout (an installed package may lie inside one), or without git."""
     if not (checkout / ".git").exists():
         return None
     try:
@@ -37,7 +35,7 @@ def code_revision(checkout: Path) -> dict[str, str | bool] | None:
 
 
 def package_hash(package: Path) -> str:
-    """A hash of the names and contents of all *.py files below a folder."""
+    """Returns a hash of the names and contents of all *.py files below a folder."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package).as_posix()}\0".encode() + path.read_bytes())
@@ -45,8 +43,8 @@ def package_hash(package: Path) -> str:
 
 
 def code_in_words(code: Mapping[str, Any]) -> str:
-    """What `running_code` found: "FOLDER at COMMIT, changed (sha256 ...)"; what is not recorded is
-    left out."""
+    """Returns `running_code` as "FOLDER at COMMIT, changed (sha256 ...)"; leaves out what is not
+    recorded."""
     words = str(code.get("folder", "a folder that is not recorded"))
     if commit := code.get("commit"):
         words += f" at {commit[:7]}" + (", changed" if code.get("changed") else "")
@@ -54,7 +52,7 @@ def code_in_words(code: Mapping[str, Any]) -> str:
 
 
 def checkout_around(folder: Path) -> Path | None:
-    """The checkout of titan_moe that a folder lies in."""
+    """Returns the checkout of titan_moe that a folder lies in."""
     for each in (folder, *folder.parents):
         if (each / "run_train.sh").is_file() and (each / "titan_moe" / "__init__.py").is_file():
             return each
@@ -62,8 +60,8 @@ def checkout_around(folder: Path) -> Path | None:
 
 
 def wanted_checkout(environment: Mapping[str, str]) -> Path | None:
-    """The checkout whose code this process is to run: that of the run_train.sh that started it
-    (TITAN_MOE_CHECKOUT), else the one around the working folder; None: any."""
+    """Returns the checkout whose code this process must run: that of the run_train.sh that started
+    it (TITAN_MOE_CHECKOUT), else the one around the working folder; None: any."""
     named = environment.get("TITAN_MOE_CHECKOUT")
     found = Path(named) if named else checkout_around(Path.cwd())
     return None if found is None else found.resolve()

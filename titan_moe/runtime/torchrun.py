@@ -226,11 +226,7 @@ def _say(line: str) -> None:
 
 
 def _torchrun(ranks: int, nodes: Nodes, records: Path, environment: Mapping[str, str]) -> list[str]:
-    program = Path(sys.executable).with_name("torchrun")
-    torchrun = [str(program)]
-    if not program.is_file():
-        torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    torchrun += ["--nproc-per-node", str(ranks)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     if nodes.max_restarts:
         torchrun += ["--max-restarts", str(nodes.max_restarts)]
     if nodes.number == 1:

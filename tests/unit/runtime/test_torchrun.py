@@ -38,7 +38,7 @@ def start(
     """Run a Python script in torchrun's place; its arguments are those for torchrun."""
     plain = torchrun._torchrun
     monkeypatch.setattr(
-        torchrun, "_torchrun", lambda *all: [sys.executable, "-c", script, *plain(*all)[1:]]
+        torchrun, "_torchrun", lambda *all: [sys.executable, "-c", script, *plain(*all)[3:]]
     )
     environment = {**os.environ, "SLURM_JOB_ID": "77"}
     environment.pop("OMP_NUM_THREADS", None)
