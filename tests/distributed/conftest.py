@@ -1,4 +1,4 @@
-"""The gate of each family, made once per test session."""
+"""The gate of each family and kind, made once per test session."""
 
 from functools import cache
 
@@ -9,5 +9,6 @@ from tests.support.gates import Gates, gate_of
 
 @pytest.fixture(scope="session")
 def gates(tmp_path_factory) -> Gates:
-    """Family -> its gate."""
-    return cache(lambda family: gate_of(family, tmp_path_factory.mktemp(family)))
+    return cache(
+        lambda family, kind="AdamW": gate_of(family, tmp_path_factory.mktemp(family), kind)
+    )

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.support.ordered import EXPLICIT, explicit, explicit_spec, strided
+from tests.support.ordered import EXPLICIT, explicit, strided
 from tests.support.shardings import all_shardings
 from titan_moe.checkpoint.checksum import checksums
 from titan_moe.checkpoint.read_tensors import read_tensors
@@ -28,9 +27,7 @@ from titan_moe.distributed.dtensor import (
     mesh_axes,
     sharding_of,
 )
-from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.distributed.sharding import Sharding, coordinates
-from titan_moe.distributed.summary import layout_summary
 from titan_moe.runtime.ranks import run_on_ranks
 
 needs_explicit = pytest.mark.skipif(not EXPLICIT, reason="this torch has no shard_order")
@@ -153,68 +150,6 @@ def test_an_explicit_order_is_honoured(tmp_path: Path) -> None:
         assert found == dict.fromkeys(("sharding", "slices", "saved", "loaded"), True)
 
 
-def _by_torch() -> list[str]:
-    """Where torch's own redistribution to an explicit order puts parts elsewhere than we read."""
-    from torch.distributed.tensor._redistribute import redistribute_local_tensor
-
-    wrong, mesh = [], _mesh((2, 2))
-    for shape in ((8, 4), (5, 3)):
-        whole = _whole(shape)
-        meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
-        copies = DTensorSpec(mesh, (Replicate(), Replicate()), tensor_meta=meta)
-        for sharding in all_shardings("xy", 2):
-            if not sharding.partial:
-                spec = explicit_spec(sharding, mesh, meta)
-                made = redistribute_local_tensor(
-                    whole.clone(), copies, spec, use_graph_based_transform=True
-                )
-                tensor = DTensor(made, spec, requires_grad=False)
-                if not torch.equal(made, whole[local_slices(tensor)]):
-                    wrong.append(f"{sharding} of {shape}")
-    return wrong
-
-
-@needs_explicit
-def test_torch_puts_parts_where_an_explicit_order_says() -> None:
-    assert run_on_ranks(_by_torch, 4) == [[]] * 4
-
-
-def _in_the_summary() -> list[str]:
-    mesh, whole = _mesh((2, 2)), _whole((8, 4))
-    named = {
-        "a": strided(whole, Sharding.parse("S(0)[y,x]"), mesh),
-        "b": strided(whole, Sharding.parse("S(1)[x]"), mesh),
-        "layers.1.moe.experts.w1": strided(whole, Sharding.parse("S(0)[x]S(1)[y]"), mesh),
-        "c": whole,
-    }
-    parameters = {name: nn.Parameter(tensor) for name, tensor in named.items()}
-    meshes = ParallelDims(4, tp=2).build_mesh("cpu")
-    return [
-        row.strip() for row in layout_summary(parameters, meshes).splitlines() if " M in" in row
-    ]
-
-
-def test_the_summary_says_how_parameters_lie() -> None:
-    assert run_on_ranks(_in_the_summary, 4)[0] == [
-        "0.000 M in    1 tensors  dense: S(0)[y,x] on x=2, y=2",
-        "0.000 M in    1 tensors  dense: S(1)[x] on x=2, y=2",
-        "0.000 M in    1 tensors  routed experts: S(0)[x]S(1)[y] on x=2, y=2",
-        "0.000 M in    1 tensors  dense: whole on every rank",
-    ]
-
-
-def _strided_and_uneven() -> str:
-    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("fsdp", "tp"))
-    meta = TensorMeta(torch.Size((7, 2)), (2, 1), torch.float64)
-    placements = Sharding.parse("S(0)[tp,fsdp]").placements(mesh_axes(mesh))
-    spec = DTensorSpec(mesh, placements, tensor_meta=meta)
-    try:
-        local_slices(DTensor(torch.zeros(1, 2), spec, requires_grad=False))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("sizes", [(3, 2), (4, 2), (2, 2, 2), (2, 3, 2), (3, 2, 2)])
 def test_strided_shards_that_are_not_refused_lie_where_torch_says(sizes: tuple[int, ...]) -> None:
     axes = dict(zip("xyz", sizes, strict=False))
@@ -236,11 +171,3 @@ def test_strided_shards_that_are_not_refused_lie_where_torch_says(sizes: tuple[i
             assert length == box.stop - box.start
             assert length == 0 or begin == box.start, (str(sharding), size, rank)
     assert refused
-
-
-def test_a_strided_shard_that_does_not_divide_is_refused() -> None:
-    says = (
-        "S(0)[tp,fsdp] of [7, 2] on a mesh of {'fsdp': 3, 'tp': 2}: 2 does not divide 7, as it "
-        "must for a strided shard"
-    )
-    assert run_on_ranks(_strided_and_uneven, 6) == [says] * 6

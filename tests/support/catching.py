@@ -1,4 +1,4 @@
-"""All planted bugs, and what the gradient gate says of a layout that trains with one."""
+"""All planted bugs, and the gradient gate's result for a layout that trains with one."""
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -6,10 +6,7 @@ from fnmatch import fnmatchcase
 import pytest
 
 from tests.support.gates import Gates
-from tests.support.planted_bugs import BUGS as COMMON_BUGS
-from tests.support.planted_dispatch_bugs import DISPATCH_BUGS
-from tests.support.planted_family_bugs import FAMILY_BUGS
-from tests.support.planting import Bug, plant
+from tests.support.planting import Bug, plant, planted_bugs
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.verify.gradients import gate as gate_module
 from titan_moe.verify.gradients import worker
@@ -18,11 +15,11 @@ from titan_moe.verify.gradients.gate import Gate, Result
 from titan_moe.verify.gradients.worker import RankReport, Task, verify_on_rank
 from titan_moe.verify.layouts.layouts import parse
 
-BUGS = COMMON_BUGS | FAMILY_BUGS | DISPATCH_BUGS
+BUGS = planted_bugs()
 
 
 def with_bug(bug: Bug, task: Task) -> RankReport:
-    """The gate's rank, wrong in one line; tells all differences."""
+    """The gate's rank, wrong in one line; reports all differences."""
     plant(bug)
     worker._MOST_SHOWN = 10**6
     return verify_on_rank(task)
@@ -31,7 +28,7 @@ def with_bug(bug: Bug, task: Task) -> RankReport:
 def judge(
     gate: Gate, bug: Bug, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Result, list[TensorDifference]]:
-    """What the gate says of a layout trained with a bug, and all that it found."""
+    """The gate's result for a layout trained with a bug, and all differences."""
     found: list[TensorDifference] = []
 
     def run_with_bug(fn: object, world_size: int, task: Task) -> list[RankReport]:
@@ -44,7 +41,7 @@ def judge(
 
 
 def caught(gates: Gates, bug: Bug, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = gates(bug.family)
+    gate = gates(bug.family, bug.optimizer)
     result, found = judge(gate, bug, layout, monkeypatch)
     said = "\n".join([*result.lines, result.traceback])
     assert result.status == "failed" and result.num_wrong, said

@@ -1,7 +1,10 @@
-"""Gates of the families, and the sample of layouts that the suite looks at."""
+"""Gates of the families, and samples of layouts."""
 
-from collections.abc import Callable
+import random
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -10,14 +13,40 @@ from titan_moe.config.parse import load_job
 from titan_moe.models.registry import FAMILIES
 from titan_moe.verify.gradients.gate import Gate
 from titan_moe.verify.layouts.covering import cover_options, cover_pairs
-from titan_moe.verify.layouts.layouts import legal_layouts
+from titan_moe.verify.layouts.layouts import (
+    OPTIONS,
+    Tables,
+    legal_layouts,
+    with_options,
+    with_tables,
+)
 
-Gates = Callable[[str], Gate]
+KINDS: Mapping[str, Tables] = {
+    "AdamW": {},
+    "Muon": {"optimizer": {"name": "Muon"}},
+    "narrow": {"optimizer": {"name": "Muon", "state_dtype": "bfloat16"}},
+    "overlap": {"parallelism": {"expert_parallel_overlap": True}},
+    "two depths": {"model": {"num_mtp_layers": 2}},
+    "one product of gate and up": {},
+}
+"""Keys of a gate besides its family's."""
 
 
-def gate_of(family: str, folder: Path) -> Gate:
+class Gates(Protocol):
+    """Makes each gate once."""
+
+    def __call__(self, family: str, kind: str = "AdamW") -> Gate: ...
+
+
+def gate_of(family: str, folder: Path, kind: str = "AdamW") -> Gate:
     torch.set_num_threads(1)
-    return Gate(load_job(["--job.config_file", str(DEBUG_CONFIGS / f"gate_{family}.toml")]), folder)
+    job = load_job(["--job.config_file", str(DEBUG_CONFIGS / f"gate_{family}.toml")])
+    gate = Gate(with_tables(job, KINDS[kind]), folder)
+    if kind == "one product of gate and up":
+        moe = gate.config.moe
+        assert moe is not None
+        gate.config = replace(gate.config, moe=replace(moe, joint_gate_up=True))
+    return gate
 
 
 def cover(worlds: list[int], count: int, seed: int) -> list[str]:
@@ -26,9 +55,15 @@ def cover(worlds: list[int], count: int, seed: int) -> list[str]:
     return [str(layout) for layout in cover_options(cover_pairs(layouts, count, seed))]
 
 
+def drawn(seed: int) -> str:
+    """A layout of 3 to 8 ranks with options, all drawn at random; a gate may refuse it."""
+    chance = random.Random(seed)
+    legal = legal_layouts(chance.choice([3, 4, 6, 8]), powers_of_two=False)
+    options = {option: chance.choice(values) for option, values in OPTIONS.items()}
+    return str(with_options(chance.choice(legal), **options))
+
+
 SAMPLE = cover([2, 4, 8], 30, seed=22)
 SMALL = cover([4], 10, seed=0)
-"""Of the default tier: as few ranks and layouts as every pair of axes needs."""
-
-
+"""The default tier's layouts: as few ranks and layouts as every pair of axes needs."""
 OTHERS = [family for family in FAMILIES if family != "deepseek_v3"]

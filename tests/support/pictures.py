@@ -1,4 +1,4 @@
-"""Whether a picture shows anything."""
+"""Asserts on pictures."""
 
 from pathlib import Path
 

@@ -4,36 +4,44 @@ The function is compiled anew inside the ranks of a run, wherever it was importe
 """
 
 import inspect
+import sys
 from functools import reduce
 from importlib import import_module
+from pathlib import Path
 from textwrap import dedent
 from types import FunctionType
 from typing import NamedTuple, Protocol
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 
 class Bug(NamedTuple):
-    """One line of production code, written wrongly."""
+    """One line of production code, written wrongly; planted_bugs.toml explains the fields."""
 
     where: str
-    """module:function or module:class.method"""
     right: str
-    """Stands in one line of it, once."""
     wrong: str
-    caught_on: str
-    """A layout on which the gate must see it: one of the sample's, with fewer axes and ranks."""
-    named: tuple[str, ...]
-    """Patterns of what the gate must say: the tensor, and what its ratio gives away."""
-    spared: tuple[str, ...]
-    """Patterns of "quantity name": what must be right after the first step all the same."""
+    caught_on: str = ""
+    named: tuple[str, ...] = ()
+    spared: tuple[str, ...] = ()
     harmless_on: str = ""
-    """A layout without the axis or option, which must pass with the bug. Empty: every layout has
-    the mistake, and only a reference that shares no such code can show it."""
     family: str = "deepseek_v3"
-    """Whose gate model has what goes wrong."""
+    optimizer: str = "AdamW"
+    quick: bool = False
+    localized: tuple[str, ...] = ()
+    whole_phase: bool = False
+    """All of the phase must be wrong, because the mistake is in no module of the model."""
+    copies: bool = False
+    """The ranks' copies of one tensor must differ."""
+    missing: bool = False
+    """The gradient must be missing."""
 
 
 class Line(Protocol):
-    """Where a mistake is, and how the line reads without and with it: as in Bug."""
+    """The function of a mistake, and how the line reads without and with it: as in Bug."""
 
     @property
     def where(self) -> str: ...
@@ -41,6 +49,12 @@ class Line(Protocol):
     def right(self) -> str: ...
     @property
     def wrong(self) -> str: ...
+
+
+def planted_bugs() -> dict[str, Bug]:
+    """Reads planted_bugs.toml, by name."""
+    text = Path(__file__).with_name("planted_bugs.toml").read_text(encoding="utf-8")
+    return {entry.pop("name"): Bug(**entry) for entry in tomllib.loads(text)["bug"]}
 
 
 def right_source(bug: Line) -> tuple[FunctionType, str]:

@@ -1,4 +1,4 @@
-"""What the commands that compare two trainings have in common."""
+"""Arguments of the commands that compare two trainings."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the two runs, and what they share."""
+    """Adds the arguments of two runs."""
     parser.add_argument("--baseline", default="", metavar="RUN", help="default: the working tree")
     parser.add_argument("--candidate", default="", metavar="RUN", help="default: the working tree")
     parser.add_argument("--steps", type=positive, help="default: the configuration's")

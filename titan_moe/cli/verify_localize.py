@@ -1,4 +1,4 @@
-"""Where do two runs begin to differ? Names the first module, tensor, expert and tokens.
+"""Find where two runs begin to differ: the first module, tensor, expert and tokens.
 
     titan-moe verify localize --config FILE --baseline revision=main         # my change
     titan-moe verify localize --config FILE --candidate layout=tp=2,ep=2     # another layout

@@ -77,3 +77,8 @@ def test_an_illegal_layout_ends_before_anything_is_started(
     assert verify(tmp_path, *OWN, "--layouts", "dp_shard=2", "ep=16,dp_shard=16") == 2
     said = capsys.readouterr()
     assert "must divide num_experts" in said.err and "pass" not in said.out and not ranks
+
+
+@pytest.mark.parametrize("layout", ["tp", "tp=x", "warp=9", "ep=3"])
+def test_mistyped_layout_is_a_usage_error(tmp_path: Path, layout: str):
+    assert verify(tmp_path, *OWN, "--layouts", layout) == 2

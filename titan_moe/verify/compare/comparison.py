@@ -103,7 +103,7 @@ class Comparison:
 
 
 def _band_lines(band: "Band", check: "BandCheck") -> list[str]:
-    """How far out the candidate is anywhere, and what the band cannot see."""
+    """Lines on the candidate's largest distance, and on differences that the band cannot see."""
     step, quantity = check.furthest
     widths = [f"{q} by {_half_width(band, q):.1e}" for q in _MAIN if q in band.quantities]
     return [

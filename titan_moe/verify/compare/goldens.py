@@ -67,7 +67,7 @@ def golden_key(device: torch.device) -> str:
 
 
 def is_golden(path: Path) -> bool:
-    """Whether a path names a golden: a .json file, or a folder of keyed ones."""
+    """Says whether a path names a golden: a .json file, or a folder of keyed ones."""
     return path.suffix == ".json" or (path.is_dir() and any(path.glob("torch-*.json")))
 
 

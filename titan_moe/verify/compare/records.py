@@ -1,4 +1,4 @@
-"""What a run left behind, as comparisons and reports read it."""
+"""Files of a run, as comparisons and reports read them."""
 
 import math
 import sys
@@ -30,7 +30,7 @@ _BUSIEST = "/max_over_mean"
 
 @dataclass(frozen=True)
 class Curve:
-    """What one training measured at its logged steps."""
+    """Measurements of one training at its logged steps."""
 
     name: str
     steps: Sequence[int]

@@ -48,7 +48,7 @@ class RunSpec:
     """A finished run by its path, or a training to be run."""
 
     text: str = ""
-    """As the user wrote it."""
+    """The user's text."""
     path: Path | None = None
     revision: str = ""
     """A git revision; empty: the working tree."""
@@ -151,7 +151,7 @@ def parse_run_spec(text: str, common: RunSpec, *, default_ranks: int = 1) -> Run
 
 
 def split_words(text: str) -> list[str]:
-    """As a shell does; ConfigError for a quote without its end."""
+    """Splits as a shell does. Raises ConfigError for a quote without its end."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -194,8 +194,7 @@ def _finished(text: str, path: Path, overrides: list[str]) -> RunSpec:
 
 
 def _laid_out(spec: RunSpec, text: str, *, ranks: int | None) -> RunSpec:
-    """What the layout does not name of dp_shard is the rest of the ranks, or what ep and etp ask
-    for."""
+    """Lays a spec out. A missing dp_shard takes the rest of the ranks, or what ep and etp need."""
     words = [word.partition("=") for word in text.split(",")]
     sizes = {key: int(value) for key, _, value in words if value.isdecimal() and int(value)}
     if "dp_shard" not in sizes:

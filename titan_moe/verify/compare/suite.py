@@ -43,7 +43,7 @@ class Entry(Section):
     """One comparison; runs are written as for titan-moe verify losses."""
 
     name: str
-    """What it is called in the summary, and its folder."""
+    """Its name in the summary, and of its folder."""
     expect: Literal["identical", "inside", "different"] = "inside"
     """The gate: identical bits; those or inside the noise band; or a difference that must be
     seen, so that the suite can fail."""
@@ -114,7 +114,7 @@ def load_suite(path: Path, config: Path | None = None) -> Suite:
 
 
 def plan_of(entry: Entry) -> Plan:
-    """What an entry asks for; raises ConfigError."""
+    """Makes an entry's plan; raises ConfigError."""
     common = RunSpec(
         config=None if entry.config is None else existing(entry.config, "config = "),
         ranks=entry.ranks,

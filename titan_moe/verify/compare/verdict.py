@@ -16,7 +16,7 @@ _COMPARED = ("loss", "grad_norm")
 _ENOUGH = 12
 """Control runs. The bound of 7 is several times that of 24, of 12 half as much more."""
 _TOO_WIDE = 0.5
-"""Of the loss, from the band's lower to its upper edge, as a logarithm."""
+"""The widest useful band of the loss, from edge to edge, as a logarithm."""
 _CONTROL_TABLES = ("job", "metrics", "parallelism", "checkpoint", "profiling", "comm")
 _CONTROL_KEYS = (
     *("training.local_batch_size", "debug.permute_rows", "debug.routing_record"),
@@ -263,7 +263,7 @@ def _other_keys(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[
 
 
 def _is_blind(band: Band, first: FirstDifference) -> bool:
-    """Whether this band says nothing about the difference."""
+    """Says whether this band says nothing about the difference."""
     low, high = band.edges(band.quantities[0])
     return first.quantity not in band.quantities or bool(np.log(high / low).max() > _TOO_WIDE)
 

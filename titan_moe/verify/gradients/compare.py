@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Tolerance(NamedTuple):
-    """What counts as equal."""
+    """The largest difference that counts as equal."""
 
     bound: float
     """Largest relative error of a rank's part of a tensor."""
@@ -34,7 +34,7 @@ TOLERANCES = {"float64": Tolerance(1e-9, 1e-6), "float32": Tolerance(1e-5, 1.0)}
 
 
 class TensorDifference(NamedTuple):
-    """How far one rank's part of one tensor is from the reference's, after one step."""
+    """The difference of one rank's part of one tensor from the reference's, after one step."""
 
     step: int
     rank: int

@@ -44,7 +44,7 @@ class Result:
     lines: list[str] = field(default_factory=list)
     """Why it did not pass: each names step, rank, tensor and ratio of norms."""
     traceback: str = ""
-    """Of the first rank that died, if one did."""
+    """The traceback of the first rank that died, if one did."""
 
     @property
     def passed(self) -> bool:
@@ -103,7 +103,7 @@ class Gate:
         job, config = self._setting(layout, dtype)
         path, fixture = self._fixture(layout)
         problems: list[str] = []
-        unfit = easy(fixture, job, config) + _easy_layout(fixture, job, layout)
+        unfit = easy(fixture, job) + _easy_layout(fixture, job, layout)
         if not unfit:
             task = Task(job, config, layout, path, TOLERANCES[dtype])
             try:
@@ -140,7 +140,7 @@ class Gate:
 
 
 def _serves(key: str, value: Any, own: Any) -> bool:
-    """Whether a mistake would show with the configuration's value as well as with the proof's."""
+    """Says whether a mistake would show with the configuration's value too."""
     if key == "max_norm":
         return value <= own
     return value == own or (isinstance(own, float) and value > 0)

@@ -42,12 +42,12 @@ class Step:
     mtp_loss: float | None
     num_targets: int
     gradients: dict[str, Tensor]
-    """Of the mean loss, before clipping."""
+    """Gradients of the mean loss, before clipping."""
     parameters: dict[str, Tensor]
     exp_avg: dict[str, Tensor]
     exp_avg_sq: dict[str, Tensor]
     momentum_buffer: dict[str, Tensor]
-    """Of the matrices that Muon updates; those have no other moments."""
+    """Momentum of the matrices that Muon updates; they have no other moments."""
     counts: dict[str, Tensor]
     expert_bias: dict[str, Tensor]
     previous_load: dict[str, Tensor]
@@ -186,7 +186,7 @@ class Reference:
     def _logits(
         self, tokens_1S: Tensor, documents_1S: Tensor, positions_1S: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Of the decoder [1, S, V], and of each depth of multi-token prediction [K, S, V]."""
+        """Logits of the decoder [1, S, V], and of each depth of prediction [K, S, V]."""
         depths = range(1, self.config.num_mtp_layers + 1)
         tokens = [*tokens_1S[0].tolist(), *(0 for _ in depths)]
         length = tokens_1S.shape[1]
@@ -261,7 +261,7 @@ class Reference:
         self.momentum_buffer[name].copy_(self._kept(m))
 
     def _kept(self, moment: Tensor) -> Tensor:
-        """As a state of this type can hold it."""
+        """Rounds a moment to the type of the optimizer's state."""
         narrow = self.optimizer.state_dtype == "bfloat16"
         return moment.bfloat16().to(moment.dtype) if narrow else moment
 
@@ -274,7 +274,7 @@ def _matrices(weight: Tensor) -> list[Tensor]:
 
 
 def orthogonal(matrix: Tensor, num_steps: int) -> Tensor:
-    """What Muon's Newton-Schulz steps make of a matrix, by its singular values: each step maps s to
+    """Muon's Newton-Schulz steps on a matrix, by its singular values: each step maps s to
     3.4445 s - 4.7750 s^3 + 2.0315 s^5, after a division of all by the Frobenius norm."""
     u, singular, vt = torch.linalg.svd(matrix, full_matrices=False)
     singular = singular / max(singular.square().sum().sqrt().item(), 1e-7)
@@ -336,7 +336,7 @@ def balance_loss(
 
 @contextmanager
 def captured_scores(routers: Mapping[str, Router]) -> Iterator[dict[str, Scores]]:
-    """What each router returns in a forward, by the name of its layer."""
+    """Yields each router's result of a forward, by the name of its layer."""
     taken: dict[str, Scores] = {}
 
     def keep(name: str) -> Callable[..., None]:

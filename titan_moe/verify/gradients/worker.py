@@ -1,4 +1,4 @@
-"""What one rank does in the gate: train its part of the model, and compare all that it holds."""
+"""One rank of the gate: trains its part of the model, and compares all that it holds."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -38,7 +38,7 @@ _MOST_SHOWN = 40
 
 
 class Task(NamedTuple):
-    """What every rank of one layout gets."""
+    """The task of every rank of one layout."""
 
     job: JobConfig
     config: ModelConfig
@@ -50,7 +50,7 @@ class Task(NamedTuple):
 
 @dataclass
 class RankReport:
-    """What one rank found."""
+    """The differences on one rank."""
 
     worst: TensorDifference
     wrong: list[TensorDifference] = field(default_factory=list)
@@ -58,7 +58,7 @@ class RankReport:
     num_wrong: int = 0
     num_compared: int = 0
     problems: list[str] = field(default_factory=list)
-    """What cannot be measured: a parameter that should not be here, other first weights."""
+    """Problems that no error measures: a foreign parameter, other first weights."""
     tails: int = 0
     paddings: int = 0
     """Rows that were poisoned."""
@@ -195,7 +195,7 @@ class Snapshot(NamedTuple):
     """A rank's own parts after a step, as plain tensors."""
 
     gradients: dict[str, Tensor]
-    """As the optimizer was given them: clipped."""
+    """Clipped gradients, as the optimizer gets them."""
     max_norm: float
     parameters: dict[str, Tensor]
     exp_avg: dict[str, Tensor]

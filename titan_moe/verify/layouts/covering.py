@@ -1,4 +1,4 @@
-"""Which layouts to prove, and with which options: small sets that still meet every combination."""
+"""Small sets of layouts and options that still meet every combination."""
 
 import random
 from collections import Counter
@@ -67,7 +67,7 @@ def _combines(layout: Layout) -> bool:
 
 
 def _familiar(layout: Layout, option: str, met: Counter) -> tuple[int, int]:
-    """How often a layout's axes have met its value of an option: the rarest, then all."""
+    """Counts how often a layout's axes have met its value of an option: the rarest, then all."""
     value = str(getattr(layout, option))
     counts = [met[option, value, axis] for axis in layout.axes]
     return (min(counts, default=met[option, value, ""]), sum(counts) + met[option, value, ""])

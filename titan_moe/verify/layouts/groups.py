@@ -47,8 +47,8 @@ def groups(layout: Layout, rank: int) -> set[Group]:
 
 
 def _node_groups(layout: Layout, rank: int) -> list[tuple[int, ...]]:
-    """Where two ranks of an ep group share a node: these two, and the ranks that have the same
-    place on the other nodes."""
+    """Groups of a dispatcher with two ranks of an ep group on a node: these two, and the ranks that
+    have the same place on the other nodes."""
     if layout.dispatch != "nodes" or layout.ep == 2 or layout.ep % 2:
         return []
     ranks = members(layout, rank, "ep")

@@ -33,7 +33,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "dispatch": ("standard", "deduplicated", "nodes", "bounded", "symmetric"),
     "accumulation": ("reduce_each", "keep_gathered"),
 }
-"""What a layout may vary besides its degrees; `recompute=2` is every second layer,
+"""Options of a layout besides its degrees; `recompute=2` is every second layer,
 `dispatch=nodes` the deduplicating one with two ranks of an ep group on a node."""
 SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SCHEDULES)
 SEQ_LEN = 48
@@ -89,7 +89,7 @@ class Layout:
         return tuple(axis for axis in AXES if self.size(axis) > 1)
 
     def has(self, option: str) -> bool:
-        """Whether an option makes a difference here."""
+        """Says whether an option makes a difference in this layout."""
         if option == "schedule":
             return self.pp > 1
         if option == "dispatch":
@@ -99,7 +99,7 @@ class Layout:
         return self.cp > 1 or option not in ("cp_method", "cp_balancer")
 
     def __str__(self) -> str:
-        """What `parse` reads back: axes above 1 and the options that matter."""
+        """The text that `parse` reads back: axes above 1 and the options that matter."""
         degrees = [f"{axis}={self.size(axis)}" for axis in self.axes] or ["dp_shard=1"]
         options = [f"{option}={getattr(self, option)}" for option in OPTIONS if self.has(option)]
         return ",".join([*degrees, *options])

@@ -1,4 +1,4 @@
-"""Which part of which parameter each rank holds, from the layout's numbers alone.
+"""The part of each parameter that each rank holds, from the layout's numbers alone.
 
 A second description of what titan_moe.distributed does with DTensors, to test it against:
 no mesh, no placement, no torch.
@@ -14,9 +14,9 @@ from titan_moe.models.decoder import TENSOR_PLAN
 from titan_moe.verify.layouts.layouts import DENSE_AXES, V_SCHEDULES, Layout
 
 Box = tuple[slice, ...]
-"""Where a part lies in the whole tensor."""
+"""The place of a part in the whole tensor."""
 HIDDEN_DIM = {"w1": 1, "w3": 1, "w2": 2, "b1": 1, "b3": 1, "b2": 1}
-"""What etp cuts of a stack: the hidden dim, and of b2 [E, D] the model's."""
+"""The dim of a stack that etp cuts: the hidden dim; for b2 [E, D] the model's."""
 SPARSE_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
 _CUT_BY_TP = {
     "colwise": {"weight": 0, "bias": 0},
@@ -50,7 +50,7 @@ class Shards:
     stages: Sequence[Sequence[str]] = ()
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Where a rank stands along an axis of either view; pp outermost, tp or etp innermost."""
+        """A rank's coordinate along an axis of either view; pp outermost, tp or etp innermost."""
         layout = self.layout
         sizes = {each: layout.size(each) for each in (*DENSE_AXES, "ep", "etp")}
         sizes["edp"] = layout.edp
@@ -59,11 +59,11 @@ class Shards:
         return rank // inner % sizes[axis]
 
     def holds(self, rank: int, name: str) -> bool:
-        """Whether a module or parameter of this name is on the rank's pipeline stages."""
+        """Says whether a module or parameter of this name is on the rank's pipeline stages."""
         return not self.stages or any(self.on_stage(stage, name) for stage in self.stages_of(rank))
 
     def on_stage(self, stage: int, name: str) -> bool:
-        """Whether it is on this stage; multi-token prediction goes with the output layer."""
+        """Says whether it is on this stage; multi-token prediction goes with the output layer."""
         if name.startswith("mtp."):
             name = "output"
         return any(name == each or name.startswith(f"{each}.") for each in self.stages[stage])

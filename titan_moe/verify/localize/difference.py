@@ -10,7 +10,7 @@ from titan_moe.verify.localize.capture.records import PHASES, Place
 from titan_moe.verify.localize.capture_reader import Array, Capture, CapturedTensor, Ints
 
 BOUNDS = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
-"""What rounding may do to a value of each compute type, where no control run says more: relative
+"""The bound of rounding for each compute type, where no control run says more: relative
 to the token's, the expert's or the tensor's norm."""
 _CALIBRATED = {"float16": 2e-3, "bfloat16": 1e-2}
 """The same where a control run computed in a wider type, which shows all that rounding does."""
@@ -42,15 +42,15 @@ class PlaceDifference(NamedTuple):
     """Over those keys: ||candidate - baseline||, estimated."""
     keys_are: str
     whole: bool
-    """Whether that is all keys of the place."""
+    """True if these are all keys of the place."""
     ranks: tuple[int, int] | None = None
-    """Of the candidate, two that hold other values of what is one."""
+    """Two ranks of the candidate that hold different copies of one value."""
     missing: bool = False
     """The candidate has nothing here, which is taken for zeros."""
 
     @property
     def ratio(self) -> float:
-        """Of the candidate's norm to the baseline's."""
+        """The candidate's norm over the baseline's."""
         ours, theirs = self.norms[1], self.norms[0]
         return 1.0 if ours == theirs else ours / theirs if theirs else np.inf
 
@@ -63,7 +63,7 @@ class PlaceDifference(NamedTuple):
 def differences(
     baseline: Capture, candidate: Capture, controls: Sequence[Capture] = ()
 ) -> list[PlaceDifference]:
-    """Of every place that both have, in causal order."""
+    """Compares every place that both have, in causal order."""
     dtype = max(
         (str(each.facts["compute_dtype"]) for each in (baseline, candidate)),
         key=lambda name: BOUNDS[name],
@@ -106,7 +106,7 @@ def _size_of_parameter(captured: Capture, update: CapturedTensor) -> float:
 
 
 def _recomputed(candidate: Capture, dtype: str) -> list[PlaceDifference]:
-    """What the candidate computed again, against its own forward."""
+    """Compares the candidate's recomputation with its own forward."""
     places = [place for place in candidate.places if place.phase == "recompute"]
     twins = [candidate.places[place._replace(phase="forward")] for place in places]
     return [
@@ -149,7 +149,7 @@ def _compare(
 
 
 def _apart(whole: CapturedTensor, weak: float, bound: float) -> PlaceDifference | None:
-    """Where ranks hold other values of what is one; None if they agree."""
+    """The difference between ranks' copies of one value; None if they agree."""
     copies = whole.copies
     if not len(copies.keys):
         return None
@@ -180,7 +180,7 @@ def _far(a: Array, b: Array) -> Array:
 
 
 def _errors(far: Array, a_norms: Array, b_norms: Array, weak: float) -> Array:
-    """Of each key: the distance over the larger norm; NaN is infinitely far."""
+    """The distance of each key over the larger norm; NaN is infinitely far."""
     norms = np.maximum(a_norms, b_norms)
     usual = np.sqrt(np.square(norms).mean()) if len(norms) else 0.0
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -33,7 +33,7 @@ class Finding:
 
     difference: PlaceDifference
     tokens: str = ""
-    """Which rows and positions."""
+    """Rows and positions."""
     experts: str = ""
     fingerprint: str = ""
     """The reduction that the ratio of norms points to."""
@@ -42,7 +42,7 @@ class Finding:
     of_phase: tuple[int, int] = (0, 0)
     """Places of the phase that differ, and all of them."""
     equal: Sequence[str] = ()
-    """What came before and is equal."""
+    """Phases that came before and are equal."""
     later: Sequence[PlaceDifference] = field(default_factory=list)
     """The next places that differ."""
 

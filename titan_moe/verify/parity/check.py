@@ -1,4 +1,4 @@
-"""Whether our models compute what those of `transformers` compute, on tiny random weights.
+"""Compares our models with those of `transformers`, on tiny random weights.
 
 One case: a model of theirs is drawn and saved, its folder is read into our plain decoder, and on
 random tokens the logits, the gradient of every weight and the losses of three AdamW steps are
@@ -6,29 +6,31 @@ compared, in float32 or float64. In float32 the trained model is exported too, a
 loads of that compared again. Differences are norms relative to theirs, tensor by tensor.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.pieces import whole
 from titan_moe.checkpoint.hf.sources import HFSource, fill
+from titan_moe.checkpoint.hf.transfer import save_hf
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
+from titan_moe.moe.router import Router
 from titan_moe.ops.attention import choose_core
 from titan_moe.verify.gradients.compare import worst
 from titan_moe.verify.parity.cases import ParityCase
-from titan_moe.verify.parity.export import exported_logits
-from titan_moe.verify.parity.margins import watch_margins
 from titan_moe.verify.parity.oracle import Oracle, computing_in
-from titan_moe.verify.parity.weights import from_theirs
 
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 NUM_STEPS = 3
@@ -37,19 +39,20 @@ SMALLEST_MARGIN = 1e-5
 """Scores nearer to each other than this may be ranked differently by two right computations."""
 _IGNORED = -100
 _LEARNING_RATE = 1e-3
+_WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True)
 class ParityResult:
-    """Of one case, seed and type."""
+    """Differences in one case, with one seed, in one type."""
 
     logits: float
     gradients: dict[str, float]
-    """By our name; of a tied weight, the sum."""
+    """By our name; the sum for a tied weight."""
     losses: float
-    """The worst of the steps'."""
+    """The largest difference of the steps."""
     exported: float | None
-    """Of the logits after the steps, and those of the export; in float32 alone."""
+    """The difference of the logits after the steps and those of the export; float32 only."""
     margin: float
     """The smallest distance between a chosen expert's score and a rejected one's."""
 
@@ -101,7 +104,7 @@ def _compare(case: ParityCase, seed: int, dtype: torch.dtype) -> ParityResult:
         theirs = _their_side(oracle, found, rows)
     assert all(parameter.dtype == dtype for parameter in model.parameters())
     margins: list[float] = []
-    watch_margins(model, margins)
+    _watch_margins(model, margins)
     ours = _our_side(model, found.config, rows)
     assert theirs.gradients.keys() == ours.gradients.keys()
     return ParityResult(
@@ -122,7 +125,7 @@ def _ours(oracle: Oracle) -> tuple[HFModel, Decoder]:
             # Theirs saves no multi-token prediction: written as published, beside the rest.
             oracle.model.config.save_pretrained(folder)
             tensors = {n: t.detach().contiguous() for n, t in oracle.tensors().items()}
-            save_file(tensors, Path(folder, "model.safetensors"))
+            save_file(tensors, Path(folder, _WEIGHTS))
         found = model_of(Path(folder))
         model = Decoder(found.config, choose_core(mask_documents=True, device_type="cpu"))
         load_folder(model, found, Path(folder))
@@ -130,7 +133,7 @@ def _ours(oracle: Oracle) -> tuple[HFModel, Decoder]:
 
 
 def load_folder(model: Decoder, found: HFModel, folder: Path) -> None:
-    """As production imports, in one process; every parameter must come from somewhere."""
+    """Imports a folder in one process, as production does; no parameter may be left out."""
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     buffers = {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
     with HFFolder(folder) as opened:
@@ -169,10 +172,21 @@ def _their_side(oracle: Oracle, found: HFModel, rows: _Rows) -> _Side:
         total.backward()
         if step == 0:
             side.logits = [each.detach() for each in logits]
-            gradients = {n: t.grad for n, t in oracle.tensors().items() if t.grad is not None}
-            side.gradients = from_theirs(gradients, found)
+            side.gradients = _their_gradients(oracle, found)
         optimizer.step()
     return side
+
+
+def _their_gradients(oracle: Oracle, found: HFModel) -> dict[str, Tensor]:
+    """Their gradients by our names: written as a folder, buffers beside them, and imported."""
+    holder = Decoder(found.config)
+    tensors = {n: t if t.grad is None else t.grad for n, t in oracle.tensors().items()}
+    with TemporaryDirectory() as folder:
+        oracle.model.config.save_pretrained(folder)
+        save_file({n: t.detach().contiguous() for n, t in tensors.items()}, Path(folder, _WEIGHTS))
+        load_folder(holder, found, Path(folder))
+    copies = {name for group in tied_weights(found.config) for name in group[1:]}
+    return {name: p.detach() for name, p in holder.named_parameters() if name not in copies}
 
 
 def _our_side(model: Decoder, config: ModelConfig, rows: _Rows) -> _Side:
@@ -196,7 +210,7 @@ def _our_side(model: Decoder, config: ModelConfig, rows: _Rows) -> _Side:
 
 @torch.no_grad()
 def _our_logits(model: Decoder, rows: _Rows) -> list[Tensor]:
-    """Of the decoder and of each depth of multi-token prediction."""
+    """Logits of the decoder and of each depth of multi-token prediction."""
     hidden = model.hidden(rows.tokens_BS, *_one_document(rows), rows.ahead_tokens_BKS)
     return [model.output(x_BSD) for x_BSD in hidden]
 
@@ -205,7 +219,7 @@ def _our_logits(model: Decoder, rows: _Rows) -> list[Tensor]:
 def _export_distance(model: Decoder, found: HFModel, rows: _Rows) -> float:
     model.eval()
     ours = model(rows.tokens_BS, *_one_document(rows))
-    return distance(ours, exported_logits(model, found, rows.tokens_BS))
+    return distance(ours, _exported_logits(model, found, rows.tokens_BS))
 
 
 def _one_document(rows: _Rows) -> tuple[Tensor, Tensor]:
@@ -258,3 +272,70 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     norm = theirs.double().norm().item()
     difference = (ours.double() - theirs.double()).norm().item()
     return worst([difference / norm if norm else difference])
+
+
+# --- the export, and ties of the routing ----------------------------------------------------------
+
+
+def _exported_logits(decoder: Decoder, model: HFModel, tokens_BS: Tensor) -> Tensor:
+    """Logits [B, S, V] of the model that transformers loads from a float32 export."""
+    tensors: dict[str, Tensor] = dict(decoder.named_parameters())
+    tensors |= {name: b for name, b in decoder.named_buffers() if name.endswith("expert_bias")}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    with TemporaryDirectory() as folder:
+        target = Path(folder, "exported")
+        with _alone():
+            save_hf(target, model, tensors, shapes, dtype=torch.float32, job_record={})
+        theirs = AutoModelForCausalLM.from_pretrained(
+            target,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+        )
+    with torch.no_grad():
+        return theirs.eval()(tokens_BS, use_cache=False).logits
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A world of one process, which saving needs."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _watch_margins(model: Decoder, margins: list[float]) -> None:
+    """Append each routing decision's margin: the distance between the last score chosen and the
+    first one rejected, of experts and of their groups, smallest over tokens."""
+    for moe in model.moe_layers().values():
+        moe.routing_fn = _watched(moe.router, margins)
+
+
+def _watched(router: Router, margins: list[float]) -> Callable[[Tensor], Tensor]:
+    select, config = router.select_experts, router.config
+
+    def watched(scores_TE: Tensor) -> Tensor:
+        biased_TE = scores_TE.detach() + router.expert_bias
+        if config.num_groups > 1:
+            biased_TGE = biased_TE.unflatten(-1, (config.num_groups, -1))
+            groups_TG = biased_TGE.topk(config.group_score_top, dim=-1).values.sum(-1)
+            margins.append(_margin(groups_TG, config.top_groups))
+            least_T1 = groups_TG.topk(config.top_groups, dim=-1).values[:, -1:]
+            out_TG1 = (groups_TG < least_T1)[..., None]
+            biased_TE = biased_TGE.masked_fill(out_TG1, float("-inf")).flatten(1)
+        margins.append(_margin(biased_TE, config.top_k))
+        return select(scores_TE)
+
+    return watched
+
+
+def _margin(scores_TE: Tensor, top: int) -> float:
+    if top == scores_TE.shape[1]:
+        return float("inf")
+    best = torch.topk(scores_TE, top + 1, dim=-1).values
+    return (best[:, top - 1] - best[:, top]).min().item()

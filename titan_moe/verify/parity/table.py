@@ -30,7 +30,7 @@ def compare_all(name: str, num_seeds: int) -> Found:
 
 
 def exceeds_a_bound(found: Found) -> bool:
-    """Whether any difference is larger than its type allows, or a case was compared in nothing."""
+    """Says whether a difference is larger than its type allows, or a case compared nothing."""
     return any(
         not worst(each.worst for each in differences) <= BOUNDS[dtype]
         for by_type in found.values()

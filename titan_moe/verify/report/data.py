@@ -29,7 +29,7 @@ class Common(NamedTuple):
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far the candidate's quantity went at its worst step."""
+    """The distance of the candidate's quantity at its worst step."""
 
     quantity: str
     step: int

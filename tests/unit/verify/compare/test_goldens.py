@@ -1,6 +1,5 @@
 """Golden files: written with a reason, found by torch and capability, and read as they were."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,9 +86,3 @@ def test_what_is_no_golden_is_refused(tmp_path: Path, text: str):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ConfigError):
         find_golden(tmp_path / "x.json", CPU)
-
-
-def test_a_control_run_is_a_line(tmp_path: Path):
-    lines = save(tmp_path / "g").read_text().splitlines()
-    assert sum('"grad_norm":' in line for line in lines) == 1 + len(controls())
-    assert json.loads("\n".join(lines))["format"] == 1

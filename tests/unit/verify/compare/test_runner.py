@@ -13,7 +13,6 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.device import describe_device
 from titan_moe.runtime.revision import package_hash
 from titan_moe.verify.compare import launch as launching_module
-from titan_moe.verify.compare import runner as runner_module
 from titan_moe.verify.compare.bisect import bisect
 from titan_moe.verify.compare.code_trees import CodeTree
 from titan_moe.verify.compare.comparison import Verdict
@@ -315,8 +314,3 @@ def test_a_golden_wants_a_reason_before_anything_runs(launcher, tmp_path: Path):
     with pytest.raises(ConfigError, match="needs --reason"):
         update_golden(plan(), launcher, tmp_path / "g", "", silent)
     assert not calls(launcher)
-
-
-def test_default_ranks_are_this_machine_s(monkeypatch):
-    monkeypatch.setenv("NGPU", "5")
-    assert runner_module.default_ranks() == 5

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from titan_moe.verify.gradients.compare import (
-    TOLERANCES,
     Pair,
     TensorDifference,
     differences,
     fingerprint,
 )
+from titan_moe.verify.gradients.worker import scalars
 
 AXES = {"pp": 1, "tp": 2, "ep": 4}
 
@@ -72,6 +72,17 @@ def test_a_line_names_step_rank_tensor_and_ratio():
     assert "over tp" in line
 
 
-def test_the_bounds_are_those_of_the_contract():
-    assert TOLERANCES["float64"].bound == 1e-9
-    assert TOLERANCES["float32"].bound == 1e-5
+@pytest.mark.parametrize(
+    ("ours", "theirs", "error"),
+    [
+        (3.0, 3.0, 0.0),
+        (3.0 * (1 + 1e-8), 3.0, 1e-8),
+        (None, None, 0.0),
+        (0.5, None, float("inf")),
+        (None, 0.5, 1.0),
+        (128, 128, 0.0),
+    ],
+)
+def test_scalars_are_compared_in_float64(ours, theirs, error):
+    (found,) = differences(0, 0, "loss", [scalars(ours, theirs)], floor=1e-6)
+    assert found.error == pytest.approx(error, rel=1e-6)

@@ -2,8 +2,6 @@
 
 import platform
 from dataclasses import replace
-from datetime import datetime
-from html.parser import HTMLParser
 
 import torch
 
@@ -65,12 +63,6 @@ def test_failures_and_other_code_are_tried_again(tmp_path):
     assert len(anew.asked) == 3
 
 
-def test_the_fingerprint_follows_the_configuration():
-    job = JobConfig()
-    other = job.model_copy(update={"debug": job.debug.model_copy(update={"seed": 1})})
-    assert code_fingerprint(job) == code_fingerprint(job) != code_fingerprint(other)
-
-
 def test_summary_and_page(tmp_path):
     results = run(FakeGate({str(TASKS[1][0])}), tmp_path)
     results[2] = replace(results[2], worst=1e-11, worst_tensor="gradient norm.weight")
@@ -80,16 +72,7 @@ def test_summary_and_page(tmp_path):
     html = gate_page("Layouts", results, facts)
     assert "2 of 3 layouts pass." in html and "gradient &lt;w&gt;" in html
     assert f"torch {torch.__version__}, on {platform.node()}" in html
-    assert f"{datetime.now():%Y-%m-%d}" in html
     assert code_in_words(running_code()) in html
     assert "http" not in html and "src=" not in html
 
-    class Rows(HTMLParser):
-        rows = 0
-
-        def handle_starttag(self, tag, attrs):
-            self.rows += tag == "tbody"
-
-    rows = Rows()
-    rows.feed(html)
-    assert rows.rows == 3
+    assert html.count("<tbody") == 3

@@ -1,4 +1,4 @@
-"""Which layouts exist, how they are written, and how options rotate over them."""
+"""Layouts: all of a world, their text, and options that rotate over them."""
 
 from itertools import combinations
 

@@ -17,7 +17,7 @@ layouts = st.sampled_from(WORLDS).flatmap(lambda world: st.sampled_from(_BY_WORL
 
 
 def coverage(shards: Shards, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """How many ranks hold each element."""
+    """Counts the ranks that hold each element."""
     held = np.zeros(shape, dtype=int)
     for rank in range(shards.layout.world_size):
         if shards.holds(rank, name):

@@ -1,20 +1,19 @@
 """Pages of ordinary runs, of a job, and the command."""
 
 import json
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+from setuptools.config.pyprojecttoml import read_configuration
 
 from tests.support.commands import run_command
+from tests.support.paths import REPO
 from tests.support.pictures import assert_drawn
 from tests.support.report_cases import Page, facts, run
-from titan_moe.verify.compare.records import Curve, RunRecord, read_run
+from titan_moe.verify.compare.records import read_run
 from titan_moe.verify.compare.suite import SuiteRow, suite_page
-from titan_moe.verify.report.data import moved_share, relative_difference, thinned
 from titan_moe.verify.report.render import PALETTE
 from titan_moe.verify.report.runs import runs_page, runs_png
 from titan_moe.verify.report.sections import distinct_names
@@ -33,7 +32,7 @@ def write(folder: Path, steps: int, *, planned: int = 30, tail: str = "") -> Pat
     return folder
 
 
-def test_one_run_from_its_metrics_alone(tmp_path: Path):
+def test_runs_page_of_metrics_alone(tmp_path: Path):
     # Its last line is being written.
     record = read_run(write(tmp_path / "a <run>", 5, tail='{"step": 6, "lo'))
     busiest = record.curve.scalars["moe/layers.2/max_over_mean"]
@@ -49,7 +48,7 @@ def test_one_run_from_its_metrics_alone(tmp_path: Path):
     assert set(page.text) == {"", "curves", "load", "layouts", "configuration", "environment"}
 
 
-def test_decisions_about_bad_steps_are_shown(tmp_path: Path):
+def test_runs_page_lists_bad_steps(tmp_path: Path):
     folder = write(tmp_path / "a", 5)
     event = {"step": 4, "time": "2026-01-02T03:04:05+00:00", "decision": "skip", "line": "<spike>"}
     (folder / "events.jsonl").write_text(json.dumps(event) + '\n{"step": 5}\n{"st')
@@ -62,7 +61,7 @@ def test_decisions_about_bad_steps_are_shown(tmp_path: Path):
     ]
 
 
-def test_several_runs_side_by_side(tmp_path: Path):
+def test_runs_page_of_several_runs(tmp_path: Path):
     runs = [
         run("a", facts=facts(world_size=1), config={"x": {"y": 1}}),
         run("b", seed=1, facts=facts(world_size=4, tp=2, ep=2), config={"x": {"y": 2}}),
@@ -80,14 +79,7 @@ def test_several_runs_side_by_side(tmp_path: Path):
     assert_drawn(tmp_path / "runs.png")
 
 
-def test_no_finite_loss_and_a_name_of_an_underscore(tmp_path: Path):
-    curve = Curve("_", [1, 2], {"loss": np.array([math.nan, math.inf])})
-    page = Page(runs_page("Nothing", [RunRecord("_hidden", curve)]))
-    assert "no finite value" in page.text["curves"] and "_hidden" in page.text["curves"]
-    runs_png([RunRecord("_hidden", curve)], tmp_path / "runs.png")
-
-
-def test_charts_have_the_page_s_colours_and_titles():
+def test_charts_have_page_colours_and_titles():
     html = runs_page("Colours", [run("a"), run("b")])
     drawn = "".join(re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL))
     left = set(re.findall(r"#[0-9a-f]{6}", drawn)) - {"#000000"}
@@ -99,7 +91,7 @@ def test_charts_have_the_page_s_colours_and_titles():
     assert len(names) == len(set(names))
 
 
-def test_the_command_writes_both_and_refuses_in_one_line(tmp_path: Path):
+def test_report_run_writes_page_and_picture(tmp_path: Path):
     first, second = write(tmp_path / "x/run", 4), write(tmp_path / "y/run", 3)
     done = run_command("report", "run", first, second / "metrics.jsonl")
     assert done.returncode == 0, done.stderr
@@ -114,7 +106,7 @@ def test_the_command_writes_both_and_refuses_in_one_line(tmp_path: Path):
     assert "empty: neither metrics.jsonl nor TensorBoard events" in lines[1]
 
 
-def test_runs_of_one_name_are_told_apart():
+def test_distinct_names_of_runs_with_one_name():
     record = run("run")
     runs = [replace(record, folder=Path(f"/{place}/run")) for place in "aab"]
     assert [one.name for one in distinct_names(runs)] == ["a/run", "a/run (2)", "b/run"]
@@ -122,7 +114,7 @@ def test_runs_of_one_name_are_told_apart():
 
 
 @pytest.mark.parametrize("ok", [True, False])
-def test_a_job_s_page(ok: bool):
+def test_suite_page(ok: bool):
     rows = [
         SuiteRow("fine", "identical bits", "identical bits", True, "", 61.0, "fine/report.html"),
         SuiteRow("<x>", "inside", "different", ok, "first at step 3\nby loss", 4.5),
@@ -137,36 +129,7 @@ def test_a_job_s_page(ok: bool):
     assert ("NOT as expected" in page.text[""]) is not ok
 
 
-def test_thinning_keeps_the_peaks():
-    values = np.zeros(100_000)
-    values[[7, 50_000]], values[60_000] = [9, -9], math.nan
-    steps, kept = thinned(range(100_000), values)
-    assert len(steps) < 2000 and kept[steps == 7] == 9 and kept[steps == 50_000] == -9
-    assert np.isnan(kept[steps == 60_000]).all() and (np.diff(steps) > 0).all()
-
-
-def test_differences_of_what_is_no_number():
-    first, second = np.array([2.0, 0, 0, np.nan, 1]), np.array([1.0, 0, 1, np.nan, np.inf])
-    found = relative_difference(first, second)
-    assert found[:3].tolist() == [0.5, 0, math.inf]
-    assert np.isnan(found[3]) and found[4] == math.inf
-    assert moved_share(np.array([[3.0, 1], [0, 0]]), np.array([[1.0, 3], [0, 0]])).tolist() == [
-        0.5,
-        0,
-    ]
-
-
-def test_validation_loss_is_drawn_and_numbers_are_short(tmp_path: Path):
-    losses = [(1, 5.708818912506104, None), (2, 5.353753089904785, 4.833796501159668)]
-    lines = [{"step": s, "loss": loss, "validation_loss": held} for s, loss, held in losses]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    html = runs_page("One run", [read_run(tmp_path)])
-    page = Page(html)
-    assert 'aria-label="validation_loss"' in html.partition("More curves")[0]
-    assert "loss 5.3538" in page.text[""]
-
-
-def test_a_suite_overlays_the_candidates_of_one_baseline():
+def test_suite_page_overlays_candidates():
     first, *others = [replace(run(name), folder=Path(name)) for name in "abc"]
     rows = [
         SuiteRow(f"{one.name} against a", "inside", "inside", True, "", 1.0, runs=(first, one))
@@ -178,3 +141,11 @@ def test_a_suite_overlays_the_candidates_of_one_baseline():
     assert charts == 2, "loss and gradient norm"
     for name in ("baseline: unknown layout", "b against a", "c against a"):
         assert html.count(f"{name}</text>") == charts
+
+
+def test_every_template_is_package_data():
+    folder = REPO / "titan_moe" / "verify" / "report"
+    data = read_configuration(REPO / "pyproject.toml", expand=False)["tool"]["setuptools"]
+    patterns = data["package-data"]["titan_moe.verify.report"]
+    packed = {path for pattern in patterns for path in folder.glob(pattern)}
+    assert packed == {path for path in folder.rglob("*") if path.suffix in (".html", ".css")}

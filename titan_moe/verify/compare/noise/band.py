@@ -1,5 +1,5 @@
-"""How far curves of one training lie apart by rounding alone, and whether another curve lies
-further.
+"""The distance between curves of one training that rounding alone makes, and a test whether another
+curve lies further out.
 
 In float32 and bfloat16 two correct layouts train different bits, and small differences grow. So the
 band is not a chosen tolerance: it is measured from control runs, trainings that differ only in the
@@ -58,25 +58,22 @@ CLEARLY = 10.0
 """Times the limit: a candidate that is further out at an early look is different. Were the limit of
 a look used as it is, three looks would give three times the false alarms."""
 FALSE_ALARMS = 1e-4
-"""Of one comparison; of 300, three in a hundred suites have one."""
+"""The rate of one comparison; of suites with 300, three in a hundred have one."""
 _FARTHEST = 100.0
-"""Of a logarithm: a band that is wider than this is drawn as if it were this wide."""
+"""The widest drawn band, as a logarithm."""
 _SCALARS = ("loss", "grad_norm")
 
 
 @dataclass(frozen=True)
 class BandCheck:
-    """Whether a candidate's curve lies inside the band."""
+    """The result for one candidate."""
 
     name: str
     inside: bool
     statistic: float
-    """How far out it is, of what control runs may be: the largest distance over its bound."""
+    """The candidate's largest distance over its bound."""
     limit: float
     """The largest statistic that is still inside: 1, or more where a control run's own is."""
-    controls_as_far: int
-    """Control runs whose own statistic is as large. Without any assumption,
-    p = (this + 1) / (N + 1)."""
     first_outside: int | None
     """The first step at which it is outside, and below the quantity that is furthest out there and
     the number of steps, this one the last, that were taken together."""
@@ -91,34 +88,25 @@ class BandCheck:
 
     @property
     def clear(self) -> bool:
-        """Whether it is so far outside that few control runs are enough to say so."""
+        """Says whether it is so far outside that few control runs are enough."""
         return not self.statistic <= CLEARLY * self.limit
 
     def as_json(self) -> dict[str, Any]:
-        """Under the keys of comparison.json."""
-        found = asdict(self)
-        return found | {"repeats_as_far": found.pop("controls_as_far")}
+        return asdict(self)
 
 
 class Band:
-    """What the control runs of one training measured together.
+    """The noise of one training, measured from its control runs.
 
     Args:
         controls: at least FEWEST_CONTROLS curves over the same steps.
         false_alarms: the share of correct curves that may fall outside, if the logarithm of the
             statistic is normal; in any case at most 1 / (number of controls + 1) do.
-        quantities: those to compare; left out, all that every control has.
 
     Raises ConfigError for curves that are too few, not finite, or of different steps.
     """
 
-    def __init__(
-        self,
-        controls: Sequence[Curve],
-        *,
-        false_alarms: float = FALSE_ALARMS,
-        quantities: Sequence[str] | None = None,
-    ) -> None:
+    def __init__(self, controls: Sequence[Curve], *, false_alarms: float = FALSE_ALARMS) -> None:
         if len(controls) < FEWEST_CONTROLS:
             raise ConfigError(
                 [f"{len(controls)} control runs: a band needs {FEWEST_CONTROLS} or more"]
@@ -126,8 +114,8 @@ class Band:
         self.steps = list(controls[0].steps)
         self.controls = list(controls)
         self.false_alarms = false_alarms
-        common = [q for q in quantities_of(controls[0]) if all(_has(one, q) for one in controls)]
-        self.quantities = tuple(q for q in common if quantities is None or q in quantities)
+        known = quantities_of(controls[0])
+        self.quantities = tuple(q for q in known if all(_has(one, q) for one in controls))
         """"loss", "grad_norm", "norm of NAME", "load of LAYER", in this order."""
         if not self.quantities:
             raise ConfigError(
@@ -184,7 +172,6 @@ class Band:
             inside=first is None,
             statistic=statistic,
             limit=self.limit,
-            controls_as_far=sum(own >= statistic for own in self.statistics),
             first_outside=None if first is None else self.steps[first[0]],
             quantity=None if first is None else first[3],
             mean_over=None if first is None else first[1],
@@ -194,7 +181,7 @@ class Band:
         )
 
     def reaches(self, curve: Curve) -> dict[str, Array]:
-        """How far out the quantities that a curve has are at each step alone, [S] each: above 1 is
+        """The distance of each quantity of a curve at each step alone, [S] each: above 1 is
         outside. Raises ConfigError for other steps."""
         self._check_steps(curve)
         found: dict[str, Array] = {}
@@ -205,8 +192,8 @@ class Band:
         return {q: reach_S for q, reach_S in found.items() if _has(curve, q)}
 
     def values(self, curve: Curve, quantity: str) -> Array:
-        """What is compared at each step, [S]: the scalar, or for an expert load the share of rows
-        that went to other experts than in the controls' mean."""
+        """The compared values at each step, [S]: the scalar, or for a load the share of rows that
+        went to other experts than in the controls' mean."""
         row, part = self._find(quantity)
         if isinstance(part, Loads):
             return part.moved(self._compared(curve, "load"))[row]
@@ -220,7 +207,7 @@ class Band:
         return np.exp(part.fit.location[row])
 
     def edges(self, quantity: str) -> tuple[Array, Array]:
-        """Of the band at each step: the lowest and the highest values inside, [S] each."""
+        """The lowest and the highest values inside the band at each step, [S] each."""
         row, part = self._find(quantity)
         limit = self.limit * self.bounds[_kind(quantity)]
         if isinstance(part, Loads):
@@ -230,8 +217,7 @@ class Band:
         return np.exp(part.fit.location[row] - reach), np.exp(part.fit.location[row] + reach)
 
     def as_json(self) -> dict[str, Any]:
-        """What the band was measured from and what it allows, but for parameters' norms."""
-        edges = {q: self.edges(q) for q in self.quantities if not q.startswith(NORM_OF)}
+        """The control runs' statistics, and the bounds that follow from them."""
         return {
             "repeats": [control.name for control in self.controls],
             "statistics": self.statistics,
@@ -243,8 +229,6 @@ class Band:
             },
             "quantities": list(self.quantities),
             "steps": self.steps,
-            "low": {q: low.tolist() for q, (low, _) in edges.items()},
-            "high": {q: high.tolist() for q, (_, high) in edges.items()},
         }
 
     def _names(self, kind: str) -> list[str]:
@@ -292,7 +276,7 @@ class Band:
 
 
 def quantities_of(curve: Curve) -> list[str]:
-    """What a band can compare of a curve."""
+    """The quantities of a curve that a band can compare."""
     norms = [q for q in curve.scalars if q.startswith(NORM_OF)]
     loads = [LOAD_OF + layer for layer in curve.loads]
     return [*(q for q in _SCALARS if q in curve.scalars), *norms, *loads]
@@ -332,7 +316,7 @@ def _stacks(names: Sequence[str]) -> tuple[Index, NDArray[np.bool_]]:
 
 
 def prediction_bound(statistics: Sequence[float], rate: float) -> float:
-    """What another draw of a log-normal statistic exceeds with probability `rate`."""
+    """The value that another draw of a log-normal statistic exceeds with probability `rate`."""
     logs = np.log(statistics)
     number = len(logs)
     reach = student_t(rate, number - 1) * logs.std(ddof=1) * math.sqrt(1 + 1 / number)

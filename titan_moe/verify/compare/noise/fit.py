@@ -16,9 +16,9 @@ up in more ways than the controls do: no spread of their logarithms is less than
 NORM_RESOLUTION = 8 * RESOLUTION
 """One parameter's gradient may be a small difference of large sums."""
 NORM_FLOOR = 1e-4
-"""Of the total norm: what a parameter's norm has less is noise."""
+"""Share of the total norm below which a parameter's norm is noise."""
 EXPERT_FLOOR = 0.25
-"""Of the root mean square over a stack's experts: an expert without rows has a norm of 0."""
+"""Share of the root mean square over a stack's experts: one without rows has a norm of 0."""
 _AHEAD, _BEHIND = 16, 2
 """Steps whose spread a step has at least: what later steps show may happen at any time, for it
 takes one token that goes to another expert."""
@@ -28,7 +28,7 @@ Index = NDArray[np.intp]
 
 
 class Fit(NamedTuple):
-    """Where control runs lie at each step, and how far the means of their differences lie apart."""
+    """Location and spread of control runs at each step, and of the means of their differences."""
 
     location: Array
     """[Q, S], of loads [L, E, S]."""
@@ -130,7 +130,7 @@ class Loads:
         return _until(broken_LS, _load_distances(known_LES, self.fit))
 
     def _fit(self, shares_NLES: Array, kept: Index) -> Fit:
-        """Of the control runs that are kept; layer by layer, for all of them at once are large."""
+        """Fits the control runs that are kept; layer by layer, because all at once are large."""
         number, num_layers = len(kept), shares_NLES.shape[1]
         location_LES = np.stack([shares_NLES[kept, each].mean(0) for each in range(num_layers)])
 

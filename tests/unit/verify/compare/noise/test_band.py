@@ -1,6 +1,5 @@
 """The statistics of the noise band, on curves whose noise is known."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,7 +51,7 @@ def curves(noise: np.ndarray) -> list[Curve]:
 
 
 def share_outside(noise: Noise, controls: int, shift: float = 0.0, bands: int = 25) -> float:
-    """Of 20 curves for each of several bands."""
+    """The share of 20 curves for each of several bands."""
     rng = np.random.default_rng(controls)
     outside = 0
     for _ in range(bands):
@@ -68,20 +67,6 @@ def test_correct_curves_are_outside_as_seldom_as_stated(noise: Noise, controls: 
     outside, of heavy-tailed noise, which is not log-normal in its maximum, up to 14."""
     share = share_outside(noise, controls, bands=10)
     assert share <= (0.02 if noise is heavy else 0.005)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("noise", [white, drifting, flipping])
-def test_the_rate_is_as_small_as_the_evidence_needs(noise: Noise):
-    assert share_outside(noise, 32, bands=250) <= 5e-4
-
-
-def test_without_the_controls_own_limit_there_would_be_more():
-    """The rule is what keeps the rate: with a textbook's 3 spreads most curves are outside."""
-    rng = np.random.default_rng(0)
-    band = Band(curves(white(rng, 12)))
-    band.limit = 3.0 / band.bounds["loss"]
-    assert np.mean([not band.check(curve).inside for curve in curves(white(rng, 40))]) > 0.5
 
 
 @pytest.mark.parametrize(("shift", "least"), [(1e-3, 0.05), (2e-3, 0.7), (3e-3, 0.99)])
@@ -107,16 +92,8 @@ def test_the_first_step_outside_and_its_quantity_are_named():
     noise[0, 1, 10:] += 0.05
     found = band.check(curves(noise)[0])
     assert found.first_outside == 11 and found.quantity == "grad_norm"
-    assert found.mean_over == 1 and found.controls_as_far == 0
+    assert found.mean_over == 1
     assert band.check(curves(drifting(rng, 1))[0]).inside
-
-
-def test_the_band_widens_with_the_noise():
-    band = Band(curves(flipping(np.random.default_rng(6), 12)))
-    low, high = band.edges("grad_norm")
-    width = np.log(high / low)
-    assert width[-1] > 3 * width[0]
-    assert (low < band.location("grad_norm")).all() and (band.location("grad_norm") < high).all()
 
 
 def test_what_is_not_finite_is_outside_from_there_on():
@@ -241,13 +218,3 @@ def test_a_candidate_is_compared_in_what_it_has():
         band.check(replace(full, scalars={"lr": known["loss"]}, loads={}))
     with pytest.raises(ConfigError, match="layers have not all 8 experts"):
         band.check(replace(full, loads={"layers.1": full.loads["layers.1"][:, :4]}))
-    narrow = Band(load_curves(rng, 8), quantities=["loss"])
-    assert narrow.quantities == ("loss",) and narrow.check(full).missing == []
-
-
-def test_what_is_written_is_json():
-    rng = np.random.default_rng(9)
-    band, (outside,) = Band(curves(drifting(rng, 8))), curves(drifting(rng, 1) + 0.1)
-    text = json.dumps([band.as_json(), band.check(outside).as_json()])
-    assert set(json.loads(text)[0]["low"]) == {"loss", "grad_norm"}
-    assert json.loads(text)[0]["false_alarms"] == {"if_log_normal": 1e-4, "at_most": 1 / 9}
