@@ -12,14 +12,14 @@ import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from titan_moe.config.checks.base import flavor
 from titan_moe.config.checks.data import check_vocabulary
-from titan_moe.config.checks.experts import check_trains_on_gpus
-from titan_moe.config.checks.job import check, notes
-from titan_moe.config.checks.run import flavor
+from titan_moe.config.checks.job import check
+from titan_moe.config.checks.notes import fit_to_cpu, notes
 from titan_moe.config.checks.run_folder import check_run_folder
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Parallelism
-from titan_moe.config.parse import load_job, read_job, resolve
+from titan_moe.config.parse import read_job, resolve
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import HFModel, as_record, export_problems, model_of_job
 from titan_moe.runtime.errors import CRASHED, RunError, disk_remedy, is_outside, report
@@ -59,7 +59,7 @@ def prepare(
     argv: list[str], world_size: int, environment: Mapping[str, str]
 ) -> tuple[JobConfig, ModelConfig]:
     """Returns the resolved configuration and the model's dimensions. Raises ConfigError."""
-    return prepare_job(load_job(argv), world_size, environment)
+    return prepare_job(read_for_device(argv, environment)[0], world_size, environment)
 
 
 def prepare_job(
@@ -71,9 +71,7 @@ def prepare_job(
         # Initial weights are the same in every layout: any number of ranks can write them.
         job = job.model_copy(update={"parallelism": Parallelism(), "stages": []})
     model = model_of_job(job.model)
-    num_gpus = count_gpus(environment)
-    problems = check(job, model, world_size, num_gpus=num_gpus)
-    problems += check_trains_on_gpus(job, num_gpus)
+    problems = check(job, model, world_size)
     if job.checkpoint.last_save_in_hf:
         problems += export_problems(HFModel(job.model.name, model), job.moe.bias_update_speed)
     if problems:
@@ -84,18 +82,13 @@ def prepare_job(
 def read_for_device(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, list[str]]:
     """Read a configuration; returns it with one line for each key that does not do what it says.
 
-    Sets training.mixed_precision_param to float32 on a CPU without bfloat16 units, unless a file
-    or an argument sets the key; a line says so.
+    On a machine without GPUs, switches off what only they have.
     """
     job, lines = read_job(argv)
-    key, training = "mixed_precision_param", job.training
-    if key in training.model_fields_set or training.dtype != "float32":
+    if count_gpus(environment):
         return job, lines
-    if count_gpus(environment) or has_bfloat16_units():
-        return job, lines
-    line = f"training.{key}: float32, since this CPU has no bfloat16 units and no key asks for them"
-    training = training.model_copy(update={key: "float32"})
-    return job.model_copy(update={"training": training}), [*lines, line]
+    job, more = fit_to_cpu(job, bfloat16_units=has_bfloat16_units())
+    return job, lines + more
 
 
 def check_all(
@@ -130,7 +123,7 @@ def _read(
     has no effect."""
     job, lines = read_for_device(argv, environment)
     job, model = prepare_job(job, world_size, environment)
-    lines += notes(job, model, world_size, num_gpus=count_gpus(environment))
+    lines += notes(job, model, world_size)
     return job, model, lines
 
 

@@ -38,7 +38,6 @@ from titan_moe.optim.schedules import lr_factor, set_lr, warn_of_raised_rate
 from titan_moe.profiling.profiler import profiler
 from titan_moe.profiling.regions import region
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.launch import count_gpus
 from titan_moe.runtime.process import (
     GarbageCollector,
     Process,
@@ -329,8 +328,7 @@ class Trainer:
         differs from the run in more than layout, sequence length and batch.
         """
         world_size, step = self.process.world_size, self.progress.step
-        num_gpus = count_gpus(os.environ)
-        if problems := check_reshard(self.job, job, self._config, world_size, num_gpus=num_gpus):
+        if problems := check_reshard(self.job, job, self._config, world_size):
             raise ConfigError(problems)
         job = resolve(job, world_size)
         self._set_timeouts(job.comm.init_timeout_seconds)

@@ -63,7 +63,7 @@ class Case:
 
     def refusals(self) -> list[str]:
         """The lines of the configuration's own checks."""
-        return check(self.job, self.config, self.world_size, num_gpus=_GPUS_OF_A_NODE)
+        return check(self.job, self.config, self.world_size)
 
     def resolved(self) -> JobConfig:
         """Raises ConfigError with those lines."""

@@ -18,6 +18,7 @@ from titan_moe.models.registry import FAMILIES
 # below.
 _LAYERS = {
     "config": 0,
+    "config.checks": 4,
     "runtime": 0,
     "ops": 0,
     "profiling.regions": 0,
@@ -55,7 +56,7 @@ _LAYERS = {
 _SIBLINGS = [{"models", "distributed"}, {"data", "optim", "checkpoint", "metrics"}]
 # Below the trainer a module takes the tables that it reads, not the sum of them.
 _WHOLE_JOB = {"titan_moe.config.job_config", "titan_moe.config.job_config.JobConfig"}
-_TORCH_FREE = ("config", "distributed.memory")
+_TORCH_FREE = ("config", "config.checks", "distributed.memory")
 _LONGEST_FILE = 400
 # Fields and docstrings alone: every key of the TOML files is found in one place.
 _MAY_BE_LONG = "titan_moe/config/job_config.py"

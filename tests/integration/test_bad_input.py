@@ -44,7 +44,7 @@ Case = Callable[[Path], Bad]
 
 
 def unknown_key(folder: Path) -> Bad:
-    words = ["training.stepz = 3", "did you mean training.steps?"]
+    words = ['training.stepz = "3"', "did you mean training.steps?"]
     return Bad(_CONFIG, words, {"training__stepz": 3})
 
 
@@ -85,7 +85,7 @@ def sequence_that_does_not_divide(folder: Path) -> Bad:
 
 
 def heads_too_few_for_ulysses(folder: Path) -> Bad:
-    words = ["num_heads 4 / tp 2 = 2", "choose 1 or 2", "allgather or ring"]
+    words = ["num_heads=4 / tp 2", "choose 1 or 2", "allgather or ring"]
     overrides = {
         "parallelism__context_parallel_degree": 4,
         "parallelism__tensor_parallel_degree": 2,
@@ -116,7 +116,7 @@ def recompute_with_a_split_backward(folder: Path) -> Bad:
 
 def stages_that_miss_a_layer(folder: Path) -> Bad:
     parts = '[["tok_embeddings","layers.0","layers.1"],["layers.2","norm","output"]]'
-    words = ["module_fqns_per_model_part names 'layers.3' 0 times: add it"]
+    words = ["module_fqns_per_model_part must name", "mend layers.3"]
     overrides = {
         "parallelism__pipeline_parallel_degree": 2,
         "parallelism__module_fqns_per_model_part": parts,

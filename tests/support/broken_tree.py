@@ -142,7 +142,7 @@ class _Failures:
 def _serve(outcome: Path, told: Path) -> None:
     """One run for each line of stdin; a line of stdout when it has ended."""
     import numpy  # noqa: F401
-    import pydantic_settings  # noqa: F401
+    import pydantic  # noqa: F401
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.distributed.tensor

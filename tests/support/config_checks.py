@@ -1,49 +1,45 @@
-"""A model's shape for the checks of a configuration, and what they say."""
+"""A small model for the checks of a configuration, and what they say about a command line."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
-from titan_moe.config.checks.job import check, notes
+from titan_moe.config.checks.job import check
+from titan_moe.config.checks.notes import notes
+from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
+from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.registry import model_config
+from titan_moe.moe.config import MoEConfig
+
+MODEL = replace(
+    model_config("deepseek_v3", "debugmodel"),
+    vocab_size=272,
+    dim=64,
+    num_layers=4,
+    attention=GQAConfig(num_heads=16, num_kv_heads=8, head_dim=4),
+    hidden_dim=512,
+    moe=MoEConfig(num_experts=8, top_k=2, hidden_dim=256, num_shared_experts=1),
+)
+DENSE = replace(MODEL, moe=None)
+_SHORT = {
+    **{"pp": "pipeline_parallel_degree", "cp": "context_parallel_degree"},
+    **{"tp": "tensor_parallel_degree", "ep": "expert_parallel_degree"},
+}
 
 
-@dataclass(frozen=True)
-class Heads:
-    num_heads: int = 16
-    num_kv_heads: int = 8
+def job_of(arguments: str) -> JobConfig:
+    """Loads a command line in which `pp 2` is --parallelism.pipeline_parallel_degree 2.
+
+    --p.key is --parallelism.key.
+    """
+    words = [f"--p.{_SHORT[word]}" if word in _SHORT else word for word in arguments.split()]
+    return load_job([word.replace("--p.", "--parallelism.") for word in words])
 
 
-@dataclass(frozen=True)
-class Experts:
-    num_experts: int = 8
-    top_k: int = 2
-    hidden_dim: int = 256
-    num_shared_experts: int = 1
-    projection_bias: bool = False
+def problems(arguments: str, ranks: int = 1, model: ModelConfig = MODEL) -> list[str]:
+    return check(job_of(arguments), model, ranks)
 
 
-@dataclass(frozen=True)
-class Shape:
-    vocab_size: int = 272
-    max_seq_len: int = 4096
-    num_layers: int = 4
-    dim: int = 64
-    attention: Heads = Heads()
-    hidden_dim: int = 512
-    num_dense_layers: int = 1
-    moe: Experts | None = Experts()
-    num_mtp_layers: int = 0
-
-    def is_moe_layer(self, layer: int) -> bool:
-        return self.moe is not None and layer >= self.num_dense_layers
-
-
-def problems(arguments: str, ranks: int = 1, gpus: int = 0, moe: bool = True) -> list[str]:
-    model = Shape(moe=Experts() if moe else None)
-    return check(load_job(arguments.split()), model, ranks, num_gpus=gpus)
-
-
-def noted(arguments: str, ranks: int = 1, gpus: int = 0, moe: bool = True) -> list[str]:
-    """The notes about a configuration in which nothing is wrong."""
-    assert problems(arguments, ranks, gpus, moe) == []
-    model = Shape(moe=Experts() if moe else None)
-    return notes(load_job(arguments.split()), model, ranks, num_gpus=gpus)
+def noted(arguments: str, ranks: int = 1, model: ModelConfig = MODEL) -> list[str]:
+    """Returns the notes about a configuration in which nothing is wrong."""
+    assert problems(arguments, ranks, model) == []
+    return notes(job_of(arguments), model, ranks)

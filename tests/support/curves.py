@@ -72,7 +72,7 @@ def train_each(trainings: Sequence[Training], *, parameter_norms: bool) -> list[
     same number of ranks."""
     (world_size,) = {each.world_size for each in trainings}
     for each in trainings:
-        if lines := check(each.job, each.config, world_size, num_gpus=0):
+        if lines := check(each.job, each.config, world_size):
             raise ConfigError([f"{each.name}: {line}" for line in lines])
     found = run_on_ranks(
         _train_on_rank, world_size, trainings, parameter_norms, timeout_s=_TIMEOUT_S

@@ -143,7 +143,7 @@ def run(
     """
     job = make_job(family, layout, folder, steps=steps, optimizer=optimizer)
     config = at_depth(model_config(family, "gate"), depth)
-    problems = check(job, config, layout.world_size, num_gpus=0)
+    problems = check(job, config, layout.world_size)
     assert not problems, f"{layout}: {problems}"
     ranks = run_on_ranks(train_watched, layout.world_size, job, config, layout, save_last, plant)
     return Run(layout, folder, ranks)

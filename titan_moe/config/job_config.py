@@ -6,9 +6,10 @@ that its users can bring their files; torchtitan.py says what becomes of its oth
 """
 
 from os.path import expanduser
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -20,6 +21,15 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+
+def _not_zero(value: int) -> int:
+    if value == -1 or value > 0:
+        return value
+    raise ValueError("must be -1 or at least 1")
+
+
+_Unlimited = Annotated[int, AfterValidator(_not_zero)]
 
 
 class Section(BaseModel):
@@ -262,7 +272,7 @@ class Training(Section):
     """Packed documents do not attend to each other, and no target crosses from one to the next."""
     local_batch_size: PositiveInt = 8
     """Sequences of one microbatch on one data rank; with a pipeline, of one run of its schedule."""
-    global_batch_size: int = -1
+    global_batch_size: _Unlimited = -1
     """Sequences of one optimizer step over all data ranks; -1: local_batch_size times the data
     ranks."""
     seq_len: PositiveInt = 2048
@@ -315,7 +325,7 @@ class Parallelism(Section):
     data_parallel_replicate_degree: PositiveInt = 1
     """Replicas of the sharded model (HSDP); plain data parallel when it is the only degree above
     1."""
-    data_parallel_shard_degree: int = -1
+    data_parallel_shard_degree: _Unlimited = -1
     """Ranks that shard parameters (FSDP2); -1: the rest."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after the forward; 'default' does, but for the output layer, and not
@@ -494,7 +504,7 @@ class ActivationCheckpoint(Section):
 
     mode: Literal["none", "full", "selective"] = "selective"
     """'full': every layer; 'selective': what selective_ac_option says."""
-    selective_ac_option: str = "2"
+    selective_ac_option: str = Field("2", pattern="^([1-9][0-9]*|op)$")
     """N: recompute every N-th layer, whole; 'op': recompute every layer but for its matrix
     products, attention and collectives, whose results are kept."""
     keep_exchanged_rows: bool = False
@@ -613,7 +623,7 @@ class Validation(Section):
     """Tokens of one sequence; left out: training.seq_len."""
     freq: PositiveInt = 10
     """Steps from one validation to the next; the last step always validates."""
-    steps: int = -1
+    steps: _Unlimited = -1
     """Batches of local_batch_size sequences in one validation, over all ranks; -1: all data."""
 
 

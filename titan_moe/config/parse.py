@@ -1,35 +1,28 @@
 """From a TOML file and a command line to one frozen JobConfig, and back to TOML.
 
-Both sources are validated apart, so that a TOML string where a number belongs is an error although
-every command-line value arrives as text, and so that each mistake can say where it stands.
+Both are read as dotted keys with values. They are validated apart, so that a TOML string where a
+number belongs is an error although every value of a command line arrives as text, and so that each
+mistake can say where it stands.
 """
 
-import argparse
 import json
-import re
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import tomli_w
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
+from pydantic.fields import FieldInfo
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, JobConfig, Section
 from titan_moe.config.named import find_config, what_is_there
-from titan_moe.config.translate import (
-    KEYS,
-    Translation,
-    converters_of,
-    put,
-    translate,
-    unknown_key,
-    value_remedy,
-)
+from titan_moe.config.torchtitan import translate
 from titan_moe.runtime.files import write_whole
 
 if sys.version_info >= (3, 11):
@@ -37,88 +30,48 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_USAGE = "[CONFIG_FILE=PATH] ./run_train.sh [--TABLE.KEY VALUE ...]"
 _CONFIG_FILE = "job.config_file"
+_FILE_FLAGS = ("config", _CONFIG_FILE)
 _COMMAND_LINE = "command line"
 _LONGEST_SHOWN = 120  # Characters of a value in a message.
-_DEEPEST = 32  # Tables and lists in one another: ours end at 4.
-
-
-class _CliSettings(JobConfig, BaseSettings):  # type: ignore[misc]
-    """JobConfig as pydantic-settings wants it, to make an argument parser of."""
-
-
-class _Parser(argparse.ArgumentParser):
-    table: str | None = None
-    """The only table whose keys --help prints."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError([f"{_COMMAND_LINE}: {message}"])
-
-    def format_help(self) -> str:
-        text = super().format_help()
-        if self.table is None:
-            return text
-        groups = dict(re.findall(r"^(\S+) options:(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL))
-        below = f"{self.table}."
-        found = [name for name in groups if name == self.table or name.startswith(below)]
-        if not found:
-            self.error(f"--help {self.table}: no such table: choose from {', '.join(groups)}")
-        return "".join(f"{name} options:{groups[name]}" for name in found)
 
 
 def load_job(argv: list[str]) -> JobConfig:
-    """Read `--job.config_file PATH`, put the `--table.key value` overrides on top, and validate.
+    """Reads `--config FILE`, puts the `--table.key value` overrides on top, and validates.
 
-    Instead of a path stands a name of `config.named` too.
-
-    Without a file every key has its default. `--help` prints all keys, or those of the
-    table named behind it, and exits. Raises ConfigError with everything that is wrong in file and
-    command line together.
+    FILE is a path or a name that `config.named` knows; without one every key has its default.
+    `--help` prints all keys, or those of the table named behind it, and exits. Raises ConfigError
+    with everything that is wrong in file and command line together.
     """
     return read_job(argv)[0]
 
 
 def read_job(argv: list[str]) -> tuple[JobConfig, list[str]]:
-    """As `load_job`, with one line for whatever is not done as the file asks for it."""
-    problems: list[str] = []
+    """Does what `load_job` does, and returns a note for each key that is read in another way."""
+    if {"-h", "--help"} & set(argv):
+        print(help_of_keys(table_of_help(argv)))
+        raise SystemExit(0)
+    path, given, problems = _read_command_line(argv)
     from_file: dict[str, Any] = {}
-    from_cli: dict[str, Any] = {}
-    path, argv = _split_config_file(argv)
-    try:
-        from_file = {} if path is None else _read_toml(Path(path))
-    except ConfigError as error:
-        problems += error.lines
-    try:
-        from_cli, unknown = _read_command_line(argv)
-        foreign, lines = _unknown_arguments(unknown)
-        from_cli, problems = _merged(foreign, from_cli), problems + lines
-    except ConfigError as error:
-        problems += error.lines
-    both = _merged(_without_paths(from_file, from_cli), from_cli)
-    converters = converters_of(both)
-    problems += _problems(translate(from_file, converters), source=str(path), strict=True)
-    problems += _problems(translate(from_cli, converters), source=_COMMAND_LINE)
+    notes: list[str] = []
+    if path is not None:
+        try:
+            from_file, notes = _checked(_flat(_read_toml(Path(path))), path, problems, strict=True)
+        except ConfigError as error:
+            problems += error.lines
+    from_cli, more = _checked(given, _COMMAND_LINE, problems)
     if problems:
         raise ConfigError(problems)
-    translation = translate(both, converters)
-    return JobConfig.model_validate(translation.tables), translation.summary()
-
-
-def _without_paths(from_file: dict[str, Any], from_cli: dict[str, Any]) -> dict[str, Any]:
-    """`from_file` without the path of its data where the command line names data without one."""
-    kept = dict(from_file)
-    for table in ("training", "validation"):
-        named, below = from_cli.get(table), from_file.get(table)
-        if not (isinstance(named, dict) and isinstance(below, dict)):
-            continue
-        if named.get("dataset") in DATASETS_WITHOUT_PATH:
-            kept[table] = {key: below[key] for key in below if key != "dataset_path"}
-    return kept
+    if from_cli.get("training.dataset") in DATASETS_WITHOUT_PATH:  # In place of the file's data.
+        for key in ("training.dataset_path", "training.blend"):
+            from_file.pop(key, None)
+    if from_cli.get("validation.dataset") in DATASETS_WITHOUT_PATH:
+        from_file.pop("validation.dataset_path", None)
+    return JobConfig.model_validate(nested(from_file | from_cli)), list(dict.fromkeys(notes + more))
 
 
 def resolve(job: JobConfig, world_size: int) -> JobConfig:
-    """Pin global_batch_size, of which the data order is a function. `job` has passed
+    """Pins global_batch_size, of which the data order is a function. `job` has passed
     `checks.job.check`."""
     if job.training.global_batch_size != -1:
         return job
@@ -131,196 +84,179 @@ def resolve(job: JobConfig, world_size: int) -> JobConfig:
 
 
 def save_job(job: JobConfig, path: Path) -> None:
-    """Write `job` as TOML; loading that file gives an equal config."""
+    """Writes `job` as TOML; loading that file gives an equal config."""
     write_whole(path, as_toml(job))
 
 
 def as_toml(job: JobConfig) -> str:
-    """`job` as TOML text. None becomes an absent key."""
+    """Returns `job` as TOML text. None becomes an absent key."""
     tables = job.model_dump(exclude_none=True)
     if not job.stages:
         del tables["stages"]  # TOML refuses [[stages]] beside an empty list.
     return tomli_w.dumps(tables)
 
 
-def known_keys(section: type[Section] = JobConfig, prefix: str = "") -> dict[str, Any]:
-    """Every dotted key below `section` and the annotation of its values."""
-    keys: dict[str, Any] = {}
+def known_keys(section: type[Section] = JobConfig, prefix: str = "") -> dict[str, FieldInfo]:
+    """Returns every dotted key below `section` and its field."""
+    keys: dict[str, FieldInfo] = {}
     for name, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
             keys |= known_keys(kind, f"{prefix}{name}.")
         else:
-            keys[prefix + name] = kind
+            keys[prefix + name] = field
     return keys
 
 
+def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns dotted keys as tables in tables."""
+    tables: dict[str, Any] = {}
+    for key, value in keys.items():
+        *path, name = key.split(".")
+        table = tables
+        for each in path:
+            table = table.setdefault(each, {})
+        table[name] = value
+    return tables
+
+
 def table_of_help(argv: list[str]) -> str | None:
-    """The word behind --help."""
+    """Returns the word behind --help."""
     words = (word for flag, word in pairwise(argv) if flag in ("-h", "--help") and word[0:1] != "-")
     return next(words, None)
 
 
-def _split_config_file(argv: list[str]) -> tuple[str | None, list[str]]:
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument(f"--{_CONFIG_FILE}", "--config", dest="path", metavar="PATH")
-    known, rest = parser.parse_known_args(argv)
-    return known.path and find_config(known.path), rest
+def help_of_keys(table: str | None) -> str:
+    """Returns the help of all keys, or of those in `table` and below."""
+    groups: dict[str, list[str]] = {}
+    for key, field in known_keys().items():
+        default = json.dumps(field.get_default(call_default_factory=True), default=str)
+        choices = "{" + ",".join(map(str, _choices(field))) + "}" if _choices(field) else "VALUE"
+        says = f"{' '.join((field.description or '').split())} (default: {default})"
+        indent = 8 * " "
+        wrapped = textwrap.fill(says, 98, initial_indent=indent, subsequent_indent=indent)
+        groups.setdefault(key.rpartition(".")[0], []).append(f"  --{key} {choices}\n{wrapped}")
+    chosen = [name for name in groups if table in (None, name) or name.startswith(f"{table}.")]
+    if not chosen:
+        names = ", ".join(filter(None, groups))
+        raise ConfigError([f"--help {table}: no such table: choose from {names}"])
+    return "\n\n".join("\n".join([f"{name} options:", *groups[name]]) for name in chosen)
+
+
+def _choices(field: FieldInfo) -> tuple[Any, ...]:
+    """Returns the values that a key may have, if they are named one by one."""
+    return next((get_args(each) for each in _kinds(field) if get_origin(each) is Literal), ())
+
+
+def _kinds(field: FieldInfo) -> tuple[Any, ...]:
+    kind = field.annotation
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-        if _depth(values) <= _DEEPEST:
-            return values
-        problem = f"nests tables or lists more than {_DEEPEST} deep"
-    except RecursionError:
-        problem = f"nests tables or lists more than {_DEEPEST} deep"
+        return values
     except FileNotFoundError as error:
         problem = f"cannot be read: {error.strerror}{what_is_there(str(path))}"
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
     except UnicodeDecodeError:
         problem = "is not UTF-8 text"
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         problem = f"is not valid TOML: {error}"
     raise ConfigError([f"{_CONFIG_FILE} = {path}: {problem}"])
 
 
-def _depth(values: dict[str, Any]) -> int:
-    """How many tables and lists stand in one another, counted up to one more than _DEEPEST."""
-    level: list[Any] = [values]
-    for depth in range(_DEEPEST + 1):
-        if not level:
-            return depth
-        inside = [each.values() if isinstance(each, dict) else each for each in level]
-        level = [value for each in inside for value in each if isinstance(value, (dict, list))]
-    return _DEEPEST + 1
+def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns dotted keys and values, without tables that have no keys."""
+    keys: dict[str, Any] = {}
+    for name, value in tables.items():
+        inside = isinstance(value, dict)
+        keys |= _flat(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
+    return keys
 
 
-def _read_command_line(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The overrides as nested tables of text, and the arguments that are no key of ours."""
-    parser = _Parser(usage=_USAGE, allow_abbrev=False)
-    parser.table = table_of_help(argv)
-    parser.add_argument(
-        f"--{_CONFIG_FILE}",
-        "--config",
-        dest=_CONFIG_FILE,
-        metavar="PATH",
-        help="TOML file to start from.",
-    )
-    source: CliSettingsSource[_Parser] = CliSettingsSource(
-        _CliSettings,
-        root_parser=parser,
-        add_argument_method=_add_argument,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-        cli_parse_none_str="null",
-        cli_use_class_docs_for_groups=True,
-    )
-    namespace, unknown = parser.parse_known_args(argv)
-    del namespace.__dict__[_CONFIG_FILE]
-    try:
-        values: dict[str, Any] = source(parsed_args=namespace)()
-    except SettingsError as error:
-        raise ConfigError([f"{_COMMAND_LINE}: {error}"]) from None
-    for key, kind in known_keys().items():
-        if choices := _choices(kind):
-            _name_choice(values, key.split("."), choices)
-    return values, unknown
-
-
-def _add_argument(parser: argparse.ArgumentParser, *names: str, **options: Any) -> None:
-    if options.get("metavar") == "bool":
-        options |= {"nargs": "?", "const": "true"}
-    parser.add_argument(*names, **options)
-
-
-def _choices(kind: Any) -> tuple[Any, ...]:
-    """The values that a key may have, if they are named one by one; it may also be left out."""
-    alternatives = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    return next((get_args(each) for each in alternatives if get_origin(each) is Literal), ())
-
-
-def _name_choice(values: dict[str, Any], path: list[str], choices: tuple[Any, ...]) -> None:
-    """Replace text by the choice it names: pydantic takes no "8" for Literal[8]."""
-    *tables, key = path
-    for table in tables:
-        values = values.get(table, {})
-    if isinstance(values, dict) and key in values:
-        values[key] = {str(choice): choice for choice in choices}.get(values[key], values[key])
-
-
-def _unknown_arguments(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Tables of those that torchtitan has, and a line for each other argument."""
-    foreign: dict[str, Any] = {}
-    lines: list[str] = []
-    while arguments:
-        argument, *arguments = arguments
-        if not argument.startswith("--"):
-            lines.append(f"{_COMMAND_LINE}: {argument!r} belongs to no --table.key")
+def _read_command_line(argv: list[str]) -> tuple[str | None, dict[str, Any], list[str]]:
+    """Returns the path of a file, the overrides by their dotted keys, and what is wrong."""
+    path, given, problems, known = None, {}, [], known_keys()
+    while argv:
+        word, *argv = argv
+        if not word.startswith("--"):
+            problems.append(f"{_COMMAND_LINE}: {word!r} belongs to no --table.key")
             continue
-        key, equals, value = argument[2:].partition("=")
-        if not equals and arguments and not arguments[0].startswith("--"):
-            value, *arguments = arguments
-        if key in KEYS:
-            put(foreign, key, _json_or_text(value))
+        key, equals, text = word[2:].partition("=")
+        field = known.get(key)
+        if not equals and argv and not argv[0].startswith("--"):
+            text, *argv = argv
+        elif not equals and (field.annotation is bool if field else key not in _FILE_FLAGS):
+            text = "true"
+        elif not equals:
+            problems.append(f"{_COMMAND_LINE}: --{key}: expected one argument")
+            continue
+        if key in _FILE_FLAGS:
+            path = find_config(text)
         else:
-            lines.append(unknown_key(key, value, known_keys(), source=_COMMAND_LINE))
-    return foreign, lines
+            given[key] = text if field is None else _value(field, text)
+    return path, given, problems
 
 
-def _json_or_text(text: str) -> Any:
-    """The value of a command line's text; a flag without one is true."""
+def _value(field: FieldInfo, text: str) -> Any:
+    """Returns the text of a command line as a value; pydantic converts numbers and booleans."""
+    if text == "null":
+        return None
+    if choices := _choices(field):
+        return {str(choice): choice for choice in choices}.get(text, text)
+    if not any(get_origin(kind) is list for kind in _kinds(field)):
+        return text
+    if not text.startswith("["):
+        return [word.strip() for word in text.split(",")] if text else []
     try:
-        return json.loads(text.lower() or "true")
+        return json.loads(text)
     except ValueError:
         return text
 
 
-def _problems(translation: Translation, *, source: str, strict: bool = False) -> list[str]:
+def _checked(
+    keys: dict[str, Any], source: str, problems: list[str], *, strict: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the keys of one source that are read, and notes; adds its mistakes to `problems`."""
+    kept, notes, refused = translate(keys)
+    known = known_keys()
+    lines = [_line(key, keys[key], source, remedy) for key, remedy in refused.items()]
+    for key in [key for key in kept if key not in known]:
+        lines.append(_line(key, kept.pop(key), source, _unknown(key, known)))
     try:
-        JobConfig.model_validate(translation.tables, strict=strict)
+        JobConfig.model_validate(nested(kept), strict=strict)
     except ValidationError as error:
-        return [line for problem in error.errors() for line in _lines(problem, source)]
-    return []
+        for each in error.errors():
+            key, message = ".".join(map(str, each["loc"])), each["msg"]
+            if each["type"] == "missing":
+                lines.append(f"{key} ({source}): is required")
+                continue
+            if each["type"] == "extra_forbidden":
+                message = _unknown(key, known)
+            message = message.replace("Input should be", "must be").removeprefix("Value error, ")
+            lines.append(_line(key, each["input"], source, message))
+    problems += lines
+    return kept, notes
 
 
-def _lines(problem: Mapping[str, Any], source: str) -> list[str]:
-    key = ".".join(str(part) for part in problem["loc"])
-    value, message = problem["input"], problem["msg"]
-    if problem["type"] == "extra_forbidden":
-        leaves = dict(_leaves(key, value)) or {key: value}
-        return [
-            unknown_key(leaf, _shown(given), known_keys(), source=source)
-            for leaf, given in leaves.items()
-        ]
-    if problem["type"] == "model_type":
-        message = f"must be a table: [{key}]"
-    elif problem["type"] == "missing":
-        return [f"{key} ({source}): is required"]
-    message = message.replace("Input should be", "must be")
-    if remedy := value_remedy(key, value):
-        message = remedy
-    return [f"{key} = {_shown(value)} ({source}): {message}"]
-
-
-def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        return [(key, value)]
-    return [leaf for name, inner in value.items() for leaf in _leaves(f"{key}.{name}", inner)]
-
-
-def _shown(value: Any) -> str:
+def _line(key: str, value: Any, source: str, message: str) -> str:
     text = json.dumps(value, default=str)
     half = _LONGEST_SHOWN // 2
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:half]} … {text[-half:]}"
+    shown = text if len(text) <= _LONGEST_SHOWN else f"{text[:half]} … {text[-half:]}"
+    return f"{key} = {shown} ({source}): {message}"
 
 
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        inner = merged.get(key)
-        nested = isinstance(value, dict) and isinstance(inner, dict)
-        merged[key] = _merged(inner, value) if nested else value  # type: ignore[arg-type]
-    return merged
+def _unknown(key: str, known: Iterable[str]) -> str:
+    """Returns what to say about a key that does not exist; names the nearest one."""
+    if any(each.startswith(f"{key}.") for each in known):
+        return f"must be a table: [{key}]"
+    leaf = get_close_matches(_leaf(key), {_leaf(each) for each in known}, 1)
+    near = get_close_matches(key, [each for each in known if _leaf(each) in leaf], 1, 0)
+    return f"no such key; did you mean {near[0]}?" if near else "no such key; see --help"
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]

@@ -1,13 +1,16 @@
 """Pipeline schedules as data, and how a model's layers become stages. Arithmetic only, no torch.
 
-The schedules are those of torch.distributed.pipelining; `pipeline_order` knows what each rank does
-when. Torch's own errors come from inside a running process, so the rules stand here as well.
+The schedules are those of torch.distributed.pipelining. Torch's own errors come from inside a
+running process, so the rules stand here as well. Sources: 1F1B and Interleaved1F1B arXiv
+2104.04473, GPipe 1811.06965, LoopedBFS 2211.05953, InterleavedZeroBubble (ZB-1P) and ZBVZeroBubble
+2401.10241, DualPipeV 2412.19437.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from itertools import count as count_from
 from typing import Literal
 
 from titan_moe.config.job_config import Parallelism
@@ -24,18 +27,23 @@ class Schedule:
     """The gradients of weights come later than those of inputs, through autograd.grad."""
     microbatches: Literal["any", "stages", "rounds"]
     """'stages': at least as many as stages; 'rounds': a multiple of max(1, microbatches // P)."""
+    idle: int
+    """A rank waits this long for each other rank; unit: a forward of one stage, which takes as long
+    as each half of its backward."""
 
 
 SCHEDULES: Mapping[str, Schedule] = {
     schedule.name: schedule
     for schedule in (
-        Schedule("1F1B", "single", splits_backward=False, microbatches="stages"),
-        Schedule("Interleaved1F1B", "loop", splits_backward=False, microbatches="rounds"),
-        Schedule("GPipe", "single", splits_backward=False, microbatches="any"),
-        Schedule("LoopedBFS", "loop", splits_backward=False, microbatches="any"),
-        Schedule("InterleavedZeroBubble", "loop", splits_backward=True, microbatches="rounds"),
-        Schedule("ZBVZeroBubble", "v", splits_backward=True, microbatches="any"),
-        Schedule("DualPipeV", "v", splits_backward=True, microbatches="stages"),
+        Schedule("1F1B", "single", splits_backward=False, microbatches="stages", idle=3),
+        Schedule("Interleaved1F1B", "loop", splits_backward=False, microbatches="rounds", idle=3),
+        Schedule("GPipe", "single", splits_backward=False, microbatches="any", idle=3),
+        Schedule("LoopedBFS", "loop", splits_backward=False, microbatches="any", idle=3),
+        Schedule(
+            "InterleavedZeroBubble", "loop", splits_backward=True, microbatches="rounds", idle=1
+        ),
+        Schedule("ZBVZeroBubble", "v", splits_backward=True, microbatches="any", idle=1),
+        Schedule("DualPipeV", "v", splits_backward=True, microbatches="stages", idle=2),
     )
 }
 
@@ -74,6 +82,41 @@ def stages_of_rank(schedule: Schedule, rank: int, num_ranks: int, stages: int) -
 def num_microbatches(parallelism: Parallelism, local_batch_size: int) -> int:
     """Microbatches of one run of the schedule."""
     return local_batch_size // parallelism.pipeline_parallel_microbatch_size
+
+
+def bubble_fraction(schedule: Schedule, ranks: int, stages: int, microbatches: int) -> float:
+    """Returns the share of the ranks' time in which they wait, for stages that cost the same.
+
+    Communication counts as nothing. ZBVZeroBubble waits longer with fewer than 2P microbatches.
+    """
+    idle = schedule.idle * (ranks - 1)
+    return idle / (3 * (stages // ranks) * microbatches + idle)
+
+
+def in_flight(
+    schedule: Schedule, rank: int, ranks: int, stages: int, microbatches: int
+) -> tuple[int, int]:
+    """Returns how many microbatches are between forward and backward on a rank at most.
+
+    Exact for torch's orders, but for ZBVZeroBubble with fewer than 2P microbatches an upper bound.
+
+    Returns:
+        The sum over the rank's stages, and the number on the last stage of the pipeline, if this
+        rank holds it.
+    """
+    per_rank = stages // ranks
+    in_round = microbatches // max(1, microbatches // ranks)
+    most, last = {
+        "1F1B": (ranks - rank, 1),
+        "GPipe": (microbatches, microbatches),
+        "LoopedBFS": (per_rank * microbatches, microbatches),
+        "Interleaved1F1B": ((per_rank - 1) * in_round + 2 * (ranks - 1 - rank) + 1, 1),
+        "InterleavedZeroBubble": ((per_rank - 1) * in_round + ranks, ranks),
+        "ZBVZeroBubble": (2 * ranks, 1),
+        "DualPipeV": (2 * ranks + 1, 1),
+    }[schedule.name]
+    holds_last = stages - 1 in stages_of_rank(schedule, rank, ranks, stages)
+    return min(most, per_rank * microbatches), min(last, microbatches) * holds_last
 
 
 # --- splitting ------------------------------------------------------------------------------------
@@ -158,142 +201,83 @@ def _even_cuts(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def problems(parallelism: Parallelism, *, num_layers: int, local_batch_size: int) -> list[str]:
-    """One line for each rule that a pipeline of this configuration breaks."""
+    """Returns one line for each rule that a pipeline of this configuration breaks."""
     if parallelism.pipeline_parallel_degree == 1:
         return []
-    found = _stage_problems(parallelism, num_layers)
-    return found or [
+    return list(_stage_problems(parallelism, num_layers)) or [
         *_module_problems(parallelism, num_layers),
         *_microbatch_problems(parallelism, num_stages(parallelism, num_layers), local_batch_size),
     ]
 
 
-def _stage_problems(parallelism: Parallelism, num_layers: int) -> list[str]:
+def _stage_problems(parallelism: Parallelism, num_layers: int) -> Iterator[str]:
     schedule, ranks = schedule_of(parallelism), parallelism.pipeline_parallel_degree
-    stages = num_stages(parallelism, num_layers)
-    wanted = _wanted_stages(schedule, ranks)
-    exact = schedule.placement != "loop"
-    fits = stages == ranks * _default_per_rank(schedule) if exact else stages % ranks == 0
+    stages, per_rank = num_stages(parallelism, num_layers), _default_per_rank(schedule)
+    loop, size = schedule.placement == "loop", parallelism.pipeline_parallel_layers_per_stage
+    fits = stages % ranks == 0 if loop else stages == ranks * per_rank
+    if fits and 0 < stages <= num_layers:
+        return
     if parallelism.module_fqns_per_model_part is not None:
-        if fits and stages:
-            return []
-        return [
-            f"parallelism.module_fqns_per_model_part lists {stages} stages: {schedule.name} on "
-            f"pipeline_parallel_degree={ranks} ranks wants {wanted}"
-        ]
-    size = parallelism.pipeline_parallel_layers_per_stage
-    if stages > num_layers and size is None:
-        return [
-            f"parallelism.pipeline_parallel_degree={ranks} with {schedule.name} makes {stages} "
-            f"stages of {num_layers} layers, each of at least one: choose "
-            f"{_fewer_stages(schedule, ranks, num_layers)}"
-        ]
-    if fits and stages <= num_layers:
-        return []
-    return [
-        f"parallelism.pipeline_parallel_layers_per_stage={size} makes {stages} stages of "
-        f"{num_layers} layers: {schedule.name} on pipeline_parallel_degree={ranks} ranks wants "
-        f"{wanted}, each of at least one layer: choose "
-        f"{_stage_sizes(parallelism, num_layers)}"
-    ]
+        key, remedy = "module_fqns_per_model_part", "choose as many lists"
+    elif size is not None:
+        key, remedy = (
+            f"pipeline_parallel_layers_per_stage={size}",
+            "choose another, or leave it out",
+        )
+    else:
+        key, most = f"pipeline_parallel_degree={ranks}", num_layers // per_rank
+        remedy = f"choose a degree of at most {most}"
+    wanted = f"a multiple of {ranks}" if loop else ranks * per_rank
+    yield (
+        f"parallelism.{key} with {schedule.name} makes {stages} stages of {num_layers} layers, and "
+        f"{ranks} ranks want {wanted}, each of at least one layer: {remedy}"
+    )
 
 
-def _wanted_stages(schedule: Schedule, ranks: int) -> str:
-    if schedule.placement == "loop":
-        return f"a multiple of {ranks}"
-    return str(ranks * _default_per_rank(schedule))
-
-
-def _fewer_stages(schedule: Schedule, ranks: int, num_layers: int) -> str:
-    most = num_layers // _default_per_rank(schedule)
-    choices = [f"a degree of at most {most}"] if most > 1 else ["another model"]
-    if schedule.placement == "loop" and ranks <= num_layers:
-        choices.append(f"pipeline_parallel_layers_per_stage={num_layers // ranks}")
-    if schedule.placement != "single" and ranks <= num_layers:
-        choices.append("pipeline_parallel_schedule=1F1B or GPipe, which have one stage a rank")
-    return ", or ".join(choices)
-
-
-def _stage_sizes(parallelism: Parallelism, num_layers: int) -> str:
-    schedule, ranks = schedule_of(parallelism), parallelism.pipeline_parallel_degree
-    layers = _layers_to_split(parallelism, num_layers)
-    sizes = {math.ceil(layers / size): size for size in range(layers, 0, -1)}
-    exact = ranks * _default_per_rank(schedule)
-    legal = [
-        f"{size} ({stages} stages)"
-        for stages, size in sizes.items()
-        if (stages % ranks == 0 if schedule.placement == "loop" else stages == exact)
-        and stages <= num_layers
-    ]
-    return " or ".join(legal or ["none: leave it out"])
-
-
-def _module_problems(parallelism: Parallelism, num_layers: int) -> list[str]:
-    """Each module exactly once, in the model's order, a layer in every stage."""
+def _module_problems(parallelism: Parallelism, num_layers: int) -> Iterator[str]:
+    """Yields a line unless each module is listed once, in order, with a layer in every stage."""
     parts, key = parallelism.module_fqns_per_model_part, "parallelism.module_fqns_per_model_part"
+    listed, wanted = [name for part in parts or [] for name in part], module_names(num_layers)
     if parts is None:
-        return []
-    listed, wanted = [name for part in parts for name in part], module_names(num_layers)
-    order = "tok_embeddings, layers.0, layers.1, ..., norm, output"
-    found = [
-        f"{key} names {name!r}, which is no part of this model: choose from {order}, up to layers."
-        f"{num_layers - 1}" + _stays(name)
-        for name in dict.fromkeys(listed)
-        if name not in wanted
-    ]
-    for name in wanted:
-        if (times := listed.count(name)) != 1:
-            remedy = "add it" if times == 0 else "once is enough"
-            found.append(f"{key} names {name!r} {times} times: {remedy}")
-    if not found and listed != wanted:
-        first = next(a for a, b in zip(listed, wanted, strict=True) if a != b)
-        found = [f"{key} has {first!r} out of the model's order: keep {order}"]
-    found += [
-        f"{key}: stage {stage} ({', '.join(part) or 'empty'}) has no layer: give it one"
-        for stage, part in enumerate(parts)
-        if not any(name.startswith("layers.") for name in part)
-    ]
-    return found
+        return
+    if listed != wanted:
+        wrong = [name for name in dict.fromkeys(wanted + listed) if listed.count(name) != 1]
+        wrong += [name for name in dict.fromkeys(listed) if name not in wanted]
+        yield (
+            f"{key} must name tok_embeddings, layers.0 to layers.{num_layers - 1}, norm and output "
+            f"once each, in this order: mend {', '.join(dict.fromkeys(wrong)) or 'the order'}"
+        )
+    elif not all(any(name.startswith("layers.") for name in part) for part in parts):
+        yield f"{key} has a stage without a layer: give it one"
 
 
-def _stays(name: str) -> str:
-    if name == "rope":
-        return "; every stage has the rotations anyway"
-    return "; it stays with the output layer" if name.split(".")[0] == "mtp" else ""
-
-
-def _microbatch_problems(parallelism: Parallelism, stages: int, local_batch_size: int) -> list[str]:
+def _microbatch_problems(
+    parallelism: Parallelism, stages: int, local_batch_size: int
+) -> Iterator[str]:
     schedule, ranks = schedule_of(parallelism), parallelism.pipeline_parallel_degree
     size = parallelism.pipeline_parallel_microbatch_size
-    if local_batch_size % size:
-        return [
+    count, rest = divmod(local_batch_size, size)
+    if rest:
+        yield (
             f"training.local_batch_size={local_batch_size} must be a multiple of "
-            f"parallelism.pipeline_parallel_microbatch_size={size}: choose "
-            f"{(local_batch_size // size + 1) * size}"
-        ]
-    count = local_batch_size // size
-    if runs(schedule, count, ranks=ranks, stages=stages):
-        return []
-    legal = [
-        n for n in range(1, count + 2 * stages) if runs(schedule, n, ranks=ranks, stages=stages)
-    ]
-    below = [n for n in legal if n < count][-1:]
-    above = [n for n in legal if n > count][:1]
-    choices = " or ".join(str(n * size) for n in below + above)
-    rule = (
-        f"at least as many microbatches as its {stages} stages"
-        if schedule.microbatches == "stages"
-        else f"a multiple of {count // ranks} microbatches, its rounds over {ranks} ranks"
-    )
-    return [
-        f"training.local_batch_size={local_batch_size} makes {count} microbatches of "
-        f"pipeline_parallel_microbatch_size={size}: pipeline_parallel_schedule={schedule.name} "
-        f"wants {rule}: choose local_batch_size {choices}"
-    ]
+            f"parallelism.pipeline_parallel_microbatch_size={size}: choose {(count + 1) * size}"
+        )
+    elif not runs(schedule, count, ranks=ranks, stages=stages):
+        more = (n for n in count_from(count) if runs(schedule, n, ranks=ranks, stages=stages))
+        rule = (
+            f"at least as many microbatches as its {stages} stages"
+            if schedule.microbatches == "stages"
+            else f"a multiple of {count // ranks} microbatches, its rounds over {ranks} ranks"
+        )
+        yield (
+            f"training.local_batch_size={local_batch_size} makes {count} microbatches of "
+            f"pipeline_parallel_microbatch_size={size}: {schedule.name} wants {rule}: choose "
+            f"local_batch_size {next(more) * size}"
+        )
 
 
 def runs(schedule: Schedule, microbatches: int, *, ranks: int, stages: int) -> bool:
-    """Whether torch accepts this many microbatches."""
+    """Returns whether torch accepts this many microbatches."""
     if schedule.microbatches == "stages":
         return microbatches >= stages
     if schedule.microbatches == "rounds":

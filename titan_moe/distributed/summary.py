@@ -7,8 +7,12 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from titan_moe.config.job_config import Parallelism
-from titan_moe.config.pipeline import num_microbatches, schedule_of, stages_of_rank
-from titan_moe.config.pipeline_order import bubble_fraction
+from titan_moe.config.pipeline import (
+    bubble_fraction,
+    num_microbatches,
+    schedule_of,
+    stages_of_rank,
+)
 from titan_moe.distributed.dtensor import sharding_of
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.distributed.parallel_dims import DENSE_AXES, DERIVED_AXES, SPARSE_AXES
@@ -52,8 +56,7 @@ def pipeline_summary(
     schedule, ranks = schedule_of(parallelism), parallelism.pipeline_parallel_degree
     microbatches = num_microbatches(parallelism, rows)
     costs = [sum(weights[name] for name in names) for names in stages]
-    even = bubble_fraction(schedule.name, ranks, len(stages), microbatches)
-    bubble = bubble_fraction(schedule.name, ranks, len(stages), microbatches, costs)
+    bubble = bubble_fraction(schedule, ranks, len(stages), microbatches)
     holder = {
         stage: rank
         for rank in range(ranks)
@@ -61,7 +64,7 @@ def pipeline_summary(
     }
     lines = [
         f"pipeline: {schedule.name}, {microbatches} microbatches, predicted bubble {bubble:.1%} of "
-        f"the time ({even:.1%} if all stages cost the same)"
+        f"the time if all stages cost the same"
     ]
     for stage, (names, cost) in enumerate(zip(stages, costs, strict=True)):
         shown = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from titan_moe.config import pipeline
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Parallelism, Training
-from titan_moe.config.pipeline_order import pipeline_order
 from titan_moe.models.config import (
     AttentionConfig,
     GQAConfig,
@@ -204,15 +203,15 @@ def shares_of_ranks(
     layers = [sum(name.startswith("layers.") for name in stage) for stage in stages]
     layers[-1] += config.num_mtp_layers
     stages[-1] += [name for name in sizes if name == "mtp"]
-    schedule, last = pipeline.schedule_of(parallelism), len(stages) - 1
+    schedule = pipeline.schedule_of(parallelism)
     count = pipeline.num_microbatches(parallelism, rows)
-    for rank, order in enumerate(pipeline_order(schedule.name, ranks, len(stages), count)):
+    for rank in range(ranks):
         own = pipeline.stages_of_rank(schedule, rank, ranks, len(stages))
-        live, passed, losses, outputs = Counter[int](), 0, 0, 0
-        for work in (work for slot in order for work in slot):
-            live[work.stage] += {"F": 1, "I": 0, "B": -1, "W": -1}[work.kind]
-            passed = max(passed, sum(layers[stage] * live[stage] for stage in own))
-            losses, outputs = max(losses, live[last]), max(outputs, live.total())
+        outputs, losses = pipeline.in_flight(schedule, rank, ranks, len(stages), count)
+        passed, left = 0, outputs
+        for number in sorted((layers[stage] for stage in own), reverse=True):
+            passed += number * min(count, left)
+            left -= min(count, left)
         parts = {name: sizes[name] for stage in own for name in stages[stage]}
         # Torch has a buffer for the input, and for the output's gradient, of every microbatch.
         streams = outputs + 2 * count * len(own)

@@ -157,7 +157,7 @@ def smallest_task(
     tables = {"training": training, "parallelism": parallelism}
     small = whole.model_copy(update=tables | {"stages": []})
     config = replace(config, num_layers=layers)
-    if problems := check(small, config, world_size, num_gpus=0):
+    if problems := check(small, config, world_size):
         raise ConfigError(problems)
     return Task(small, config, world_size, microbatches, reduced)
 

@@ -78,7 +78,7 @@ def rank_step(job: JobConfig, world_size: int, *, rank: int = 0, layers: int | N
     config = model_of_job(job.model)
     if layers:
         config = replace(config, num_layers=min(layers, config.num_layers))
-    problems = check(job, config, world_size, num_gpus=_GPUS_OF_A_NODE)
+    problems = check(job, config, world_size)
     if not 0 <= rank < world_size:
         problems.append(f"--rank {rank}: there are {world_size} ranks: choose one below")
     if problems:

@@ -1,6 +1,7 @@
-"""Splits, rules and orders of pipelines, compared with torch's own schedules."""
+"""Splits, rules and arithmetic of pipelines, compared with torch's own schedules."""
 
 import random
+from collections import Counter
 from itertools import combinations, pairwise
 from unittest.mock import patch
 
@@ -11,6 +12,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from titan_moe.config.job_config import Parallelism
 from titan_moe.config.pipeline import (
     SCHEDULES,
+    bubble_fraction,
+    in_flight,
     model_parts,
     module_names,
     num_stages,
@@ -19,11 +22,13 @@ from titan_moe.config.pipeline import (
     split_parts,
     stages_of_rank,
 )
-from titan_moe.config.pipeline_order import Work, bubble_fraction, pipeline_order
+
+# Kind (F: forward; B: backward; I: of inputs; W: of weights), stage, microbatch.
+Work = tuple[str, int, int]
 
 
 class FakeStage:
-    """What a schedule's constructor asks of a stage."""
+    """Has what a schedule's constructor asks of a stage."""
 
     def __init__(self, index: int, rank: int, ranks: int, stages: int) -> None:
         self.stage_index, self.group_rank = index, rank
@@ -45,39 +50,20 @@ def torch_schedule(name: str, ranks: int, stages: int, microbatches: int, rank: 
 LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
-def torch_order(name: str, ranks: int, stages: int, microbatches: int) -> list[list[tuple]]:
-    if SCHEDULES[name].placement == "single":
-        return [performed(name, rank, ranks, microbatches) for rank in range(ranks)]
-    order = torch_schedule(name, ranks, stages, microbatches).pipeline_order
-
-    def slots(action):
-        if action is None:
-            return []
-        works = action.sub_actions or (action,)
+def torch_order(name: str, rank: int, ranks: int, stages: int, microbatches: int) -> list[Work]:
+    """Returns what a rank of torch's schedule does."""
+    schedule = torch_schedule(name, ranks, stages, microbatches, rank)
+    if SCHEDULES[name].placement != "single":
+        actions = [each for each in schedule.pipeline_order[rank] if each is not None]
+        works = [work for each in actions for work in each.sub_actions or (each,)]
         return [
-            tuple(
-                Work(LETTERS[w.computation_type.name], w.stage_index, w.microbatch_index)
-                for w in works
-            )
+            (LETTERS[w.computation_type.name], w.stage_index, w.microbatch_index) for w in works
         ]
-
-    return [[slot for action in order[rank] for slot in slots(action)] for rank in range(ranks)]
-
-
-def performed(name: str, rank: int, ranks: int, microbatches: int) -> list[tuple]:
-    """What a single-stage schedule really does; its pipeline_order is for show, and 1F1B's wrong:
-    in torch 2.13 the last rank's forwards are counted from 1."""
-    schedule = torch_schedule(name, ranks, ranks, microbatches, rank)
-    done: list[tuple] = []
-
-    def forward(mb: int, *args: object, **kwargs: object) -> None:
-        done.append((Work("F", rank, mb),))
-
-    def backward(mb: int, **kwargs: object) -> None:
-        done.append((Work("B", rank, mb),))
-
+    # Its pipeline_order is for show, and 1F1B's wrong: the last rank's forwards count from 1.
+    done: list[Work] = []
     stage = schedule._stage
-    stage.forward_one_chunk, stage.backward_one_chunk = forward, backward
+    stage.forward_one_chunk = lambda mb, *args, **kwargs: done.append(("F", rank, mb))
+    stage.backward_one_chunk = lambda mb, **kwargs: done.append(("B", rank, mb))
     for ops in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
         setattr(stage, ops, lambda mb: [])
     stage.perform_reduce_grad = lambda factor: None
@@ -91,31 +77,43 @@ def stage_counts(name: str, ranks: int) -> list[int]:
     return [ranks * count for count in per_rank]
 
 
-CASES = [
-    (name, ranks, stages, microbatches)
-    for name in SCHEDULES
-    for ranks in (2, 3, 4, 8)
-    for stages in stage_counts(name, ranks)
-    for microbatches in (*range(1, 14), 16, 24)
-]
+def cases(name: str) -> list[tuple[int, int, int]]:
+    return [
+        (ranks, stages, microbatches)
+        for ranks in (2, 3, 4, 8)
+        for stages in stage_counts(name, ranks)
+        for microbatches in (*range(1, 14), 16, 24)
+    ]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_order_is_torchs(name: str):
-    compared = 0
-    for _, ranks, stages, microbatches in (case for case in CASES if case[0] == name):
-        if runs(SCHEDULES[name], microbatches, ranks=ranks, stages=stages):
-            ours = pipeline_order(name, ranks, stages, microbatches)
-            theirs = torch_order(name, ranks, stages, microbatches)
-            assert ours == theirs, (ranks, stages, microbatches)
-            compared += 1
+def test_microbatches_in_flight_are_those_of_torchs_order(name: str):
+    compared, schedule = 0, SCHEDULES[name]
+    for ranks, stages, microbatches in cases(name):
+        if not runs(schedule, microbatches, ranks=ranks, stages=stages):
+            continue
+        compared += 1
+        for rank in range(ranks):
+            live, most, last = Counter[int](), 0, 0
+            order = torch_order(name, rank, ranks, stages, microbatches)
+            for kind, stage, _ in order:
+                live[stage] += {"F": 1, "I": 0, "B": -1, "W": -1}[kind]
+                most, last = max(most, live.total()), max(last, live[stages - 1])
+            found = in_flight(schedule, rank, ranks, stages, microbatches)
+            assert found >= (most, last) and found[1] == last, (ranks, stages, microbatches)
+            exact = name != "ZBVZeroBubble" or microbatches >= 2 * ranks
+            assert found[0] == most or not exact, (ranks, stages, microbatches)
+            # Routing traces tell a stage's microbatches apart by their order.
+            for stage in live:
+                numbers = [mb for kind, at, mb in order if (kind, at) == ("F", stage)]
+                assert numbers == list(range(microbatches))
     assert compared > 20
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_rule_of_microbatches_is_torchs(name: str):
+def test_rule_of_microbatches_is_torchs(name: str):
     refused = 0
-    for _, ranks, stages, microbatches in (case for case in CASES if case[0] == name):
+    for ranks, stages, microbatches in cases(name):
         legal = runs(SCHEDULES[name], microbatches, ranks=ranks, stages=stages)
         try:
             torch_schedule(name, ranks, stages, microbatches)
@@ -127,72 +125,20 @@ def test_the_rule_of_microbatches_is_torchs(name: str):
     assert (refused > 0) == (SCHEDULES[name].microbatches != "any")
 
 
-def slow_bubble(orders: list[list[tuple]], stages: int, weights: list[float]) -> float:
-    """By relaxation: start times grow until no dependency is broken. Shares nothing with ours."""
-    cost = {"F": 1, "I": 1, "W": 1, "B": 2}
-    steps = [(rank, slot) for rank, order in enumerate(orders) for slot in order]
-    end: dict[tuple, float] = {}
-    for _ in range(len(steps) + 1):
-        before = dict(end)
-        for rank, order in enumerate(orders):
-            clock = 0.0
-            for slot in order:
-                inner = []
-                for kind, stage, mb in slot:
-                    waits = 0.0
-                    if kind == "F" and stage > 0:
-                        waits = end.get(("F", stage - 1, mb), 0.0)
-                    elif kind in "IB" and stage + 1 < stages:
-                        waits = max(end.get((k, stage + 1, mb), 0.0) for k in "IB")
-                    elif kind in "IB":
-                        waits = end.get(("F", stage, mb), 0.0)
-                    clock = max(clock, waits) + cost[kind] * weights[stage]
-                    inner.append((kind, stage, mb))
-                end.update(dict.fromkeys(inner, clock))
-            end["rank", rank] = clock
-        if end == before:
-            break
-    else:
-        raise AssertionError("a cycle")
-    work = sum(cost[w.kind] * weights[w.stage] for _, slot in steps for w in slot)
-    return 1 - work / (len(orders) * max(end["rank", rank] for rank in range(len(orders))))
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_bubble_is_that_of_torchs_order(name: str):
-    generator = random.Random(0)
-    for _, ranks, stages, microbatches in (case for case in CASES if case[0] == name):
-        legal = runs(SCHEDULES[name], microbatches, ranks=ranks, stages=stages)
-        if not legal or ranks == 8 or microbatches > 9:
-            continue
-        for weights in ([1.0] * stages, [generator.choice([1.0, 2.0, 3.5]) for _ in range(stages)]):
-            ours = bubble_fraction(name, ranks, stages, microbatches, weights)
-            theirs = slow_bubble(torch_order(name, ranks, stages, microbatches), stages, weights)
-            assert ours == pytest.approx(theirs, abs=1e-12), (ranks, stages, microbatches, weights)
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_known_bubbles(ranks: int):
-    for microbatches in (ranks, 2 * ranks, 4 * ranks):
-        plain = (ranks - 1) / (microbatches + ranks - 1)
-        for name in ("1F1B", "GPipe"):
-            assert bubble_fraction(name, ranks, ranks, microbatches) == pytest.approx(plain)
-        for per_rank in (2, 3):
-            looped = (ranks - 1) / (per_rank * microbatches + ranks - 1)
-            for name in ("LoopedBFS", "Interleaved1F1B"):
-                fraction = bubble_fraction(name, ranks, per_rank * ranks, microbatches)
-                assert fraction == pytest.approx(looped), name
-        # arXiv 2401.10241, section 6: none once the pipeline is full, in that ratio of costs.
-        zero = bubble_fraction("ZBVZeroBubble", ranks, 2 * ranks, 4 * ranks)
-        assert zero == pytest.approx((ranks - 1) / (24 * ranks + ranks - 1))
+@pytest.mark.parametrize("microbatches", [8, 16])
+def test_bubbles_are_those_of_the_papers(ranks: int, microbatches: int):
+    def bubble(name: str, stages: int) -> float:
+        return bubble_fraction(SCHEDULES[name], ranks, stages, microbatches)
 
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_more_microbatches_wait_less(name: str):
-    stages = stage_counts(name, 4)[-1]
-    fractions = [bubble_fraction(name, 4, stages, count) for count in (12, 24, 48, 96)]
-    assert all(more < fewer for fewer, more in pairwise(fractions))
-    assert 0 <= fractions[-1] < 0.05
+    plain = (ranks - 1) / (microbatches + ranks - 1)
+    assert bubble("1F1B", ranks) == bubble("GPipe", ranks) == pytest.approx(plain)
+    looped = (ranks - 1) / (2 * microbatches + ranks - 1)
+    for name in ("LoopedBFS", "Interleaved1F1B"):
+        assert bubble(name, 2 * ranks) == pytest.approx(looped)
+    zero = (ranks - 1) / (6 * microbatches + ranks - 1)
+    assert bubble("ZBVZeroBubble", 2 * ranks) == pytest.approx(zero)
+    assert zero < bubble("DualPipeV", 2 * ranks) < looped
 
 
 # --- splitting ------------------------------------------------------------------------------------
@@ -242,8 +188,7 @@ def test_the_first_and_last_stage_may_be_lighter():
     assert layers_per_stage(first_less=2, last_less=2) == [1, 3, 3, 1]
     assert layers_per_stage(last_less=4)[-1] == 1
     heavy_output = weighed([1.0] * 8, last=3.0)
-    parts = split_parts(heavy_output, 2)
-    assert parts[0] == ["tok_embeddings", *[f"layers.{i}" for i in range(5)]]
+    assert split_parts(heavy_output, 2)[0] == ["tok_embeddings", *[f"layers.{i}" for i in range(5)]]
     assert split_parts(heavy_output, 2, last_less=0)[0] == module_names(8)[:5]
 
 
@@ -295,102 +240,51 @@ def test_named_modules_are_kept_as_they_are():
 # --- rules ----------------------------------------------------------------------------------------
 
 HALVES = [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "layers.3", "norm", "output"]]
+START, END = HALVES
+
+
+def parts(*stages: list[str]) -> Parallelism:
+    return parallelism(2, module_fqns_per_model_part=list(stages))
+
+
+# Configuration, layers, rows, and words of the one line.
 BAD = [
-    (parallelism(8), 4, 8, ["degree=8", "8 stages of 4 layers", "at most 4"]),
-    (parallelism(4, "ZBVZeroBubble"), 4, 8, ["8 stages of 4 layers", "at most 2", "1F1B"]),
-    (parallelism(4, "LoopedBFS"), 4, 8, ["8 stages", "layers_per_stage=1"]),
-    (
-        parallelism(2, layers_per_stage=1),
-        4,
-        8,
-        ["=1 makes 4 stages of 4", "wants 2", "choose 2 (2 s"],
-    ),
-    (parallelism(2, "DualPipeV", layers_per_stage=2), 4, 8, ["wants 4", "choose 1 (4 stages)"]),
-    (
-        parallelism(2, "Interleaved1F1B", layers_per_stage=3),
-        8,
-        8,
-        ["3 stages", "multiple of 2", "4 (2 stages) or 2 (4 stages) or 1 (8 stages)"],
-    ),
-    (parallelism(4), 4, 3, ["local_batch_size=3", "3 microbatches", "4 stages", "batch_size 4"]),
-    (parallelism(2, "DualPipeV"), 4, 3, ["at least", "4 stages", "choose local_batch_size 4"]),
-    (parallelism(2, microbatch_size=4), 4, 6, ["multiple of", "=4", "choose 8"]),
-    (parallelism(2, microbatch_size=4), 4, 4, ["1 microbatches", "choose local_batch_size 8"]),
-    (
-        parallelism(2, "Interleaved1F1B"),
-        4,
-        7,
-        ["7 microbatches", "multiple of 3", "2 ranks", "choose local_batch_size 6 or 8"],
-    ),
-    (parallelism(4, module_fqns_per_model_part=HALVES), 4, 8, ["lists 2 stages", "wants 4"]),
-    (parallelism(2, "GPipe", module_fqns_per_model_part=[]), 4, 8, ["lists 0 stages", "wants 2"]),
-    (
-        parallelism(2, module_fqns_per_model_part=[HALVES[0], ["layers.3", "norm", "output"]]),
-        4,
-        8,
-        ["'layers.2' 0 times", "add it"],
-    ),
-    (
-        parallelism(2, module_fqns_per_model_part=[[*HALVES[0], "layers.2"], HALVES[1]]),
-        4,
-        8,
-        ["'layers.2' 2 times", "once"],
-    ),
-    (
-        parallelism(2, module_fqns_per_model_part=[["rope", *HALVES[0]], HALVES[1]]),
-        4,
-        8,
-        ["'rope'", "no part", "layers.3", "every stage has the rotations"],
-    ),
-    (
-        parallelism(2, module_fqns_per_model_part=[[*HALVES[0], "layers.7"], HALVES[1]]),
-        4,
-        8,
-        ["'layers.7'", "no part"],
-    ),
-    (
-        parallelism(
-            2,
-            module_fqns_per_model_part=[["tok_embeddings", "layers.1", "layers.0"], HALVES[1]],
-        ),
-        4,
-        8,
-        ["'layers.1' out of the model's order"],
-    ),
-    (
-        parallelism(
-            2,
-            module_fqns_per_model_part=[
-                ["tok_embeddings"],
-                ["layers.0", "layers.1", *HALVES[1]],
-            ],
-        ),
-        4,
-        8,
-        ["stage 0 (tok_embeddings) has no layer"],
-    ),
+    (parallelism(8), 4, 8, "degree=8 with 1F1B makes 8 stages of 4 layers"),
+    (parallelism(4, "ZBVZeroBubble"), 4, 8, "8 stages of 4 layers, and 4 ranks want 8, each of at"),
+    (parallelism(4, "LoopedBFS"), 4, 8, "choose a degree of at most 2"),
+    (parallelism(2, layers_per_stage=1), 4, 8, "stage=1 with 1F1B makes 4 stages of 4 layers"),
+    (parallelism(2, "DualPipeV", layers_per_stage=2), 4, 8, "2 ranks want 4, each of at least one"),
+    (parallelism(2, "Interleaved1F1B", layers_per_stage=3), 8, 8, "ranks want a multiple of 2"),
+    (parallelism(4), 4, 3, "makes 3 microbatches of pipeline_parallel_microbatch_size=1: 1F1B wan"),
+    (parallelism(2, "DualPipeV"), 4, 3, "as its 4 stages: choose local_batch_size 4"),
+    (parallelism(2, microbatch_size=4), 4, 6, "must be a multiple of parallelism.pipeline_paralle"),
+    (parallelism(2, microbatch_size=4), 4, 4, "1 microbatches of pipeline_parallel_microbatch_siz"),
+    (parallelism(2, "Interleaved1F1B"), 4, 7, "wants a multiple of 3 microbatches, its rounds ove"),
+    (parallelism(4, module_fqns_per_model_part=HALVES), 4, 8, "makes 2 stages of 4 layers, and 4"),
+    (parts(), 4, 8, "makes 0 stages of 4 layers, and 2 ranks want 2"),
+    (parts(START, END[1:]), 4, 8, "once each, in this order: mend layers.2"),
+    (parts([*START, "layers.2"], END), 4, 8, "once each, in this order: mend layers.2"),
+    (parts(["rope", *START], END), 4, 8, "once each, in this order: mend rope"),
+    (parts([START[0], START[2], START[1]], END), 4, 8, "once each, in this order: mend the order"),
+    (parts(START[:1], [*START[1:], *END]), 4, 8, "has a stage without a layer: give it one"),
 ]
 
 
-@pytest.mark.parametrize("section, num_layers, rows, words", BAD)
-def test_a_mistake_gets_one_line(section, num_layers: int, rows: int, words: list[str]):
+@pytest.mark.parametrize(("section", "num_layers", "rows", "words"), BAD)
+def test_illegal_pipeline_is_one_line(section: Parallelism, num_layers: int, rows: int, words: str):
     (line,) = problems(section, num_layers=num_layers, local_batch_size=rows)
-    assert "\n" not in line
-    assert line.startswith(("parallelism.", "training."))
-    for word in words:
-        assert word in line
+    assert line.startswith(("parallelism.", "training.")) and words in line
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_what_is_offered_is_legal(name: str):
-    """Following a line's advice on the number of rows leads to a configuration that runs."""
+def test_offered_number_of_rows_is_legal(name: str):
     for ranks in (2, 4):
         section = parallelism(ranks, name)
         for rows in range(1, 20):
             for line in problems(section, num_layers=24, local_batch_size=rows):
-                for choice in line.split("choose local_batch_size ")[1].split(" or "):
-                    assert problems(section, num_layers=24, local_batch_size=int(choice)) == []
+                choice = int(line.split("choose local_batch_size ")[1])
+                assert problems(section, num_layers=24, local_batch_size=choice) == []
 
 
-def test_without_a_pipeline_there_is_nothing_to_say():
+def test_model_without_a_pipeline_has_no_problems():
     assert problems(parallelism(1, layers_per_stage=3), num_layers=1, local_batch_size=1) == []

@@ -1,7 +1,5 @@
 import pytest
 
-from tests.support.config_checks import Shape, noted, problems
-from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import as_toml, load_job, resolve, save_job
 from titan_moe.config.stages import (
@@ -129,72 +127,3 @@ def test_a_value_that_no_stage_can_have(stages, line):
     with pytest.raises(ConfigError) as error:
         load_job(["--stages", stages])
     assert error.value.lines == [line]
-
-
-@pytest.mark.parametrize(
-    ("stages", "line"),
-    [
-        (
-            '[{"from_step":9,"seq_len":32},{"from_step":9,"seq_len":64}]',
-            "stages[1].from_step=9 must be more than stages[0].from_step=9: name the stages in the "
-            "order of their steps",
-        ),
-        (
-            '[{"from_step":5,"seq_len":5000}]',
-            "stages[0] (from_step=5): training.seq_len=5000 exceeds max_seq_len=4096 of "
-            "deepseek_v3 debugmodel: choose at most 4096",
-        ),
-        (
-            '[{"from_step":5,"seq_len":32},{"from_step":9,"global_batch_size":18}]',
-            "stages[1] (from_step=9): training.global_batch_size=18 must be a multiple of "
-            "local_batch_size 8 x 4 data ranks = 32: choose 32",
-        ),
-        (  # The batch is that of the first stage, which nothing names.
-            '[{"from_step":5,"local_batch_size":3}]',
-            "stages[0] (from_step=5): training.global_batch_size=32 must be a multiple of "
-            "local_batch_size 3 x 4 data ranks = 12: choose 24",
-        ),
-        (
-            '[{"from_step":5,"parallelism":{"context_parallel_degree":8}}]',
-            "stages[0] (from_step=5): parallelism: cp 8 = 8 must divide the 4 ranks of this run: "
-            "start it with a multiple, such as NGPU=8 (--ranks 8)",
-        ),
-        (
-            '[{"from_step":5,"seq_len":30,"parallelism":{"context_parallel_degree":4}}]',
-            "stages[0] (from_step=5): training.seq_len=30 must be a multiple of 8, since "
-            "context_parallel_degree=4 cuts it in 2 x cp: choose 24 or 32",
-        ),
-    ],
-)
-def test_a_stage_that_cannot_run(stages, line):
-    job = load_job(["--training.steps", "100", "--training.seq_len", "64", "--stages", stages])
-    assert check(job, Shape(), 4, num_gpus=0) == [line]
-
-
-def test_what_is_wrong_with_the_job_is_not_said_again_of_its_stages():
-    stages = '[{"from_step":5,"global_batch_size":64}]'
-    (line,) = problems(f"--training.seq_len 5000 --stages {stages}")
-    assert line.startswith("training.seq_len=5000 exceeds")
-
-
-def test_a_routing_record_is_of_one_sequence_length(tmp_path):
-    stages = '[{"from_step":5,"seq_len":64}]'
-    (line,) = problems(f"--debug.routing_record {tmp_path}/new --stages {stages}")
-    assert line.endswith("leave it out, or train without stages that change them")
-
-
-@pytest.mark.parametrize(
-    ("stages", "line"),
-    [
-        (
-            '[{"from_step":101,"seq_len":32}]',
-            "stages[0].from_step=101 has no effect: it is beyond training.steps=100",
-        ),
-        (
-            '[{"from_step":5,"seq_len":32},{"from_step":9,"seq_len":32}]',
-            "stages[1] (from_step=9) changes nothing of what was before it",
-        ),
-    ],
-)
-def test_a_stage_without_effect_is_a_note(stages, line):
-    assert noted(f"--training.steps 100 --training.seq_len 64 --stages {stages}") == [line]

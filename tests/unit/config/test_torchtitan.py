@@ -1,26 +1,69 @@
-"""Every key that a torchtitan 0.2 file may hold is read, does without, or is refused."""
+"""Files of torchtitan 0.2.2 are read: every key is one of ours, without effect, or refused."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import tomli_w
 
-from tests.support.torchtitan_keys import DEFAULTS, SWITCHED_ON
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import known_keys, load_job, read_job
-from titan_moe.config.torchtitan import TABLES, VALUE_REMEDIES, VALUES
-from titan_moe.config.translate import KEYS, put, unknown_key
+from titan_moe.config.torchtitan import DELETED, IGNORED, REFUSED
+from titan_moe.train import prepare_job
+
+# All keys of the released package.
+_KEYS = """
+job: config_file dump_folder description print_config save_config_file custom_config_module
+profiling: enable_profiling save_traces_folder profile_freq profiler_active profiler_warmup
+profiling: enable_memory_snapshot save_memory_snapshot_folder
+metrics: log_freq enable_tensorboard disable_color_printing save_tb_folder save_for_all_ranks
+metrics: enable_wandb
+model: name flavor hf_assets_path tokenizer_path converters print_after_conversion
+optimizer: name lr beta1 beta2 eps weight_decay implementation early_step_in_backward
+lr_scheduler: warmup_steps total_steps decay_ratio decay_type min_lr_factor
+training: dataset dataset_path local_batch_size global_batch_size seq_len max_norm steps
+training: enable_cpu_offload dtype mixed_precision_param mixed_precision_reduce gc_freq gc_debug
+training.dataloader: num_workers persistent_workers pin_memory prefetch_factor
+parallelism: data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward
+parallelism: tensor_parallel_degree disable_loss_parallel enable_async_tensor_parallel
+parallelism: pipeline_parallel_degree module_fqns_per_model_part pipeline_parallel_layers_per_stage
+parallelism: pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers
+parallelism: pipeline_parallel_schedule pipeline_parallel_schedule_csv context_parallel_degree
+parallelism: pipeline_parallel_microbatch_size pipeline_parallel_expert_parallel_overlap
+parallelism: context_parallel_load_balancer context_parallel_rotate_method expert_parallel_degree
+parallelism: expert_tensor_parallel_degree expert_parallel_comm_backend
+checkpoint: enable enable_ft_dataloader_checkpoints folder interval initial_load_path load_only
+checkpoint: initial_load_model_only initial_load_in_hf initial_load_in_hf_quantized async_mode
+checkpoint: last_save_model_only last_save_in_hf export_dtype keep_latest_k load_step
+checkpoint: exclude_from_loading enable_first_step_checkpoint create_seed_checkpoint
+activation_checkpoint: mode selective_ac_option per_op_sac_force_recompute_mm_shapes_by_fqns debug
+activation_checkpoint: early_stop memory_budget visualize_memory_budget_pareto preserve_rng_state
+activation_checkpoint: determinism_check
+compile: enable components backend
+quantize.linear.float8: enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp
+quantize.linear.float8: recipe_name filter_fqns emulate
+quantize.linear.mx: mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns
+quantize.grouped_mm.float8: fqns
+quantize.grouped_mm.mx: recipe_name fqns
+comm: init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder mode
+comm: save_traces_file_prefix
+memory_estimation: enable disable_fake_mode
+fault_tolerance: enable process_group process_group_timeout_ms replica_id group_size
+fault_tolerance: min_replica_size semi_sync_method
+experimental: custom_import custom_args_module
+validation: enable dataset dataset_path local_batch_size seq_len freq steps
+validation.dataloader: num_workers persistent_workers pin_memory prefetch_factor
+debug: seed deterministic deterministic_warn_only moe_force_load_balance
+"""
+_THEIRS = {
+    f"{table}.{name}"
+    for table, _, names in (line.partition(": ") for line in _KEYS.splitlines())
+    for name in names.split()
+}
 
 
-def _file(folder: Path, keys: dict[str, Any]) -> list[str]:
-    tables: dict[str, Any] = {}
-    for key, value in keys.items():
-        put(tables, key, value)
-    path = folder / "job.toml"
-    path.write_text(tomli_w.dumps(tables))
-    return ["--job.config_file", str(path)]
+def _file(folder: Path, text: str) -> list[str]:
+    (folder / "job.toml").write_text(text)
+    return ["--config", str(folder / "job.toml")]
 
 
 def _refusal(argv: list[str]) -> str:
@@ -30,129 +73,106 @@ def _refusal(argv: list[str]) -> str:
     return line
 
 
-def _value(job: JobConfig, key: str) -> Any:
-    value: Any = job
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+def test_every_key_of_torchtitan_is_ours_ignored_or_refused() -> None:
+    ours, ignored, refused = set(known_keys()) | set(DELETED), set(IGNORED), set(REFUSED)
+    assert ours >= _THEIRS - ignored - refused and ignored | refused <= _THEIRS
+    assert not ours & (ignored | refused) and not ignored & refused
 
 
-def test_the_table_is_torchtitans() -> None:
-    assert {key: row.default for key, row in KEYS.items()} == DEFAULTS
+@pytest.mark.parametrize("value", ["true", '"x"', "3"])
+@pytest.mark.parametrize("key", [*IGNORED][1::5])
+def test_ignored_key_is_a_note(tmp_path: Path, key: str, value: str) -> None:
+    for argv in (_file(tmp_path, f"{key} = {value}"), [f"--{key}", value.strip('"')]):
+        job, (note,) = read_job(argv)
+        assert job == JobConfig() and note.startswith(f"{key}=") and note.endswith(IGNORED[key])
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_a_key_is_ours_or_says_what_becomes_of_it(key: str) -> None:
-    row = KEYS[key]
-    assert (row.fate == "same") == (key in known_keys())
-    assert row.fate == "same" or row.note
+@pytest.mark.parametrize("key", REFUSED)
+def test_refused_key_has_a_remedy(tmp_path: Path, key: str) -> None:
+    for argv in (_file(tmp_path, f"{key} = true"), [f"--{key}"]):
+        line = _refusal(argv)
+        assert line.startswith(f"{key} = ") and line.endswith(REFUSED[key])
+    for argv in (_file(tmp_path, f"{key} = false"), [f"--{key}=false"]):
+        assert read_job(argv) == (JobConfig(), [])
 
 
-def test_a_file_of_defaults_asks_for_nothing(tmp_path: Path) -> None:
-    keys = {key: value for key, value in DEFAULTS.items() if value is not None}
-    job, notes = read_job(_file(tmp_path, keys))
-    assert notes == []
-    for key, value in keys.items():
-        if KEYS[key].fate == "same":
-            assert _value(job, key) == value, key
-
-
-@pytest.mark.parametrize("key", sorted(set(KEYS) - set(known_keys())))
-def test_a_key_that_asks_for_something(tmp_path: Path, key: str) -> None:
-    table = key.rpartition(".")[0]
-    switched_on = {"model.converters": [table]} if table == "quantize.linear.float8" else {}
-    argv = _file(tmp_path, {key: SWITCHED_ON[key]} | switched_on)
-    if KEYS[key].fate == "refused":
-        assert KEYS[key].note in _refusal(argv)
-        return
-    job, notes = read_job(argv)
-    told = (
-        []
-        if table == "quantize.linear.mx"
-        else [f"without effect here: {key} (docs/coming-from-torchtitan.md)"]
-    )
-    assert notes == told
-    assert job == load_job([*_file(tmp_path, switched_on)])
-
-
-@pytest.mark.parametrize("key", VALUES)
-def test_a_value_with_another_name(tmp_path: Path, key: str) -> None:
-    for theirs, ours in VALUES[key].items():
-        listed = isinstance(KEYS[key].default, list)
-        wanted = [ours] if listed else ours
-        note = f"{key} {theirs!r} is read as {ours!r} (docs/coming-from-torchtitan.md)"
-        for argv in (_file(tmp_path, {key: [theirs] if listed else theirs}), [f"--{key}", theirs]):
-            job, notes = read_job(argv)
-            assert _value(job, key) == wanted and notes == [note]
-
-
-@pytest.mark.parametrize("key", VALUE_REMEDIES)
-def test_a_value_that_is_refused_has_a_remedy(tmp_path: Path, key: str) -> None:
-    for value, remedy in VALUE_REMEDIES[key].items():
-        for argv in (_file(tmp_path, {key: [value]}), [f"--{key}", value]):
-            line = _refusal(argv)
-            assert line.startswith(key) and f'"{value}"' in line and line.endswith(remedy)
-
-
-@pytest.mark.parametrize("name", ["interleaved1f1b", "INTERLEAVED1F1B", "Interleaved1F1B"])
-def test_schedules_in_any_case(tmp_path: Path, name: str) -> None:
-    job, notes = read_job(_file(tmp_path, {"parallelism.pipeline_parallel_schedule": name}))
-    assert job.parallelism.pipeline_parallel_schedule == "Interleaved1F1B" and notes == []
-
-
-def test_a_list_as_one_text(tmp_path: Path) -> None:
-    job = load_job(_file(tmp_path, {"quantize.linear.float8.filter_fqns": "output, router.gate"}))
-    assert job.quantize.linear.float8.filter_fqns == ["output", "router.gate"]
-
-
-def test_a_table_matters_where_its_converter_is_named(tmp_path: Path) -> None:
-    argv = _file(tmp_path, {"quantize.linear.float8.enable_fsdp_float8_all_gather": True})
-    assert read_job(argv)[1] == []
-    assert "gathered in the compute type" in _refusal([*argv, "--model.converters", "float8"])
-
-
-def test_what_has_no_effect_is_one_line() -> None:
-    argv = ["--training.gc_debug", "--parallelism.disable_loss_parallel=True"]
-    argv += ["--model.print_after_conversion", "false"]
-    argv += ["--parallelism.context_parallel_load_balancer", "ptrr"]
-    _, notes = read_job(argv)
-    assert notes == [
-        "without effect here: training.gc_debug, parallelism.disable_loss_parallel; "
-        "parallelism.context_parallel_load_balancer 'ptrr' is read as 'headtail' "
-        "(docs/coming-from-torchtitan.md)"
-    ]
-
-
-def test_tables_without_keys(tmp_path: Path) -> None:
-    tables = [*TABLES, "quantize", "quantize.linear"]
-    (tmp_path / "job.toml").write_text("\n".join(f"[{table}]" for table in tables))
-    argv = ["--job.config_file", str(tmp_path / "job.toml")]
-    assert read_job(argv) == (JobConfig(), [])
-
-
-@pytest.mark.parametrize("argv", [["--experimental", "3"], ["--quantize.linear.mx", "3"]])
-def test_a_table_that_is_none(argv: list[str]) -> None:
-    assert "no such key" in _refusal(argv)
+def test_deleted_key_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DELETED, "debug.old", "use debug.new")
+    for argv in (_file(tmp_path, "[debug]\nold = 3"), ["--debug.old", "3"]):
+        assert read_job(argv) == (JobConfig(), ["debug.old is no longer a key: use debug.new"])
 
 
 @pytest.mark.parametrize(
-    ("misspelt", "right"),
+    ("key", "value", "ours"),
     [
-        ("training.stepz", "training.steps"),
-        ("trainig.steps", "training.steps"),
-        ("training.lr", "optimizer.lr"),
-        ("parallelism.expert_paralel_degree", "parallelism.expert_parallel_degree"),
-        ("expert_parallel_degree", "parallelism.expert_parallel_degree"),
-        ("model.warmup_step", "lr_scheduler.warmup_steps"),
-        ("validation.seqlen", "validation.seq_len"),
-        ("training.prefetch_factor", "training.dataloader.prefetch_factor"),
+        ("model.converters", ["float8"], ["quantize.linear.float8"]),
+        ("parallelism.context_parallel_rotate_method", "alltoall", "ring"),
+        ("parallelism.expert_parallel_comm_backend", "deepep", "deduplicated"),
+        ("activation_checkpoint.mode", "memory_budget", "full"),
+        ("parallelism.pipeline_parallel_schedule", "interleaved1f1b", "Interleaved1F1B"),
+        ("parallelism.pipeline_parallel_schedule", "GPIPE", "GPipe"),
     ],
 )
-def test_the_nearest_key_is_named(misspelt: str, right: str) -> None:
-    line = unknown_key(misspelt, "3", known_keys(), source="command line")
-    assert line.endswith(f"did you mean {right}?")
+def test_value_with_another_name_is_read_as_ours(
+    tmp_path: Path, key: str, value: str | list[str], ours: object
+) -> None:
+    text = value if isinstance(value, str) else ",".join(value)
+    table, name = key.split(".")
+    for argv in (_file(tmp_path, f"{key} = {value!r}"), [f"--{key}", text]):
+        job, notes = read_job(argv)
+        assert getattr(getattr(job, table), name) == ours
+        assert [note.startswith(f"{key}={value} is read as") for note in notes] == (
+            [] if "schedule" in key else [True]
+        )
 
 
-def test_a_key_like_no_other_names_none() -> None:
-    line = unknown_key("zzz.qqq", "3", known_keys(), source="command line")
-    assert "did you mean" not in line and "--help" in line
+def test_tables_without_keys_are_read(tmp_path: Path) -> None:
+    tables = {key.rpartition(".")[0] for key in _THEIRS} | {"quantize", "quantize.linear"}
+    text = "\n".join(f"[{table}]" for table in sorted(tables))
+    assert read_job(_file(tmp_path, text)) == (JobConfig(), [])
+
+
+_COMMON = """
+job = {{dump_folder = "./outputs", description = "a training", print_config = false}}
+metrics = {{log_freq = 1, enable_tensorboard = false, save_tb_folder = "tb"}}
+optimizer = {{name = "AdamW", lr = 8e-4, eps = 1e-8}}
+lr_scheduler = {{warmup_steps = 2, decay_ratio = 0.8, decay_type = "linear", min_lr_factor = 0.0}}
+checkpoint = {{enable = false, last_save_model_only = false, async_mode = "disabled"}}
+compile = {{enable = false, components = ["model", "loss"]}}
+validation = {{enable = false, dataset = "c4_validation", freq = 5, steps = 10}}
+model = {{name = "{name}", flavor = "{flavor}", hf_assets_path = "./tests/assets/tokenizer"}}
+training = {{local_batch_size = {rows}, seq_len = {length}, steps = 10, dataset = "c4_test"}}
+activation_checkpoint = {{mode = "{mode}", selective_ac_option = "op"}}
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = false
+filter_fqns = ["output", "router.gate"]
+[quantize.grouped_mm]
+float8 = {{fqns = ["experts"]}}
+mx = {{fqns = ["experts"]}}
+[parallelism]
+data_parallel_shard_degree = -1
+pipeline_parallel_schedule = "Interleaved1F1B"
+"""
+_SCOUT = "tensor_parallel_degree = 8\nexpert_tensor_parallel_degree = 8"
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "ranks", "rows", "length", "mode", "layout"),
+    [
+        ("deepseek_v3", "debugmodel", 1, 8, 2048, "selective", ""),
+        ("deepseek_v3", "16B", 8, 4, 4096, "selective", "expert_parallel_degree = 8"),
+        ("deepseek_v3", "671B", 512, 4, 4096, "selective", ""),
+        ("qwen3", "debugmodel_moe", 1, 8, 4096, "selective", ""),
+        ("llama4", "17bx16e", 64, 8, 8192, "full", _SCOUT),
+        ("llama4", "17bx128e", 256, 8, 8192, "full", f"{_SCOUT}\npipeline_parallel_degree = 4"),
+        ("gpt_oss", "debugmodel", 1, 8, 2048, "none", ""),
+    ],
+)
+def test_file_of_torchtitans_models_is_accepted(
+    tmp_path: Path, name: str, flavor: str, ranks: int, rows: int, length: int, mode: str,
+    layout: str,
+) -> None:  # fmt: skip
+    text = _COMMON.format(name=name, flavor=flavor, rows=rows, length=length, mode=mode)
+    job, notes = read_job(_file(tmp_path, text + layout))
+    assert notes == []
+    assert prepare_job(job, ranks, {})[0].training.global_batch_size > 0

@@ -1,107 +1,169 @@
-"""What the checks look at: a configuration, a model's dimensions and a number of ranks."""
+"""How a run goes: optimizer, precision, profiles, checkpoints, and what it does about bad steps."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator
+from pathlib import Path
 
-from titan_moe.config.job_config import JobConfig
-
-
-class Attention(Protocol):
-    """The heads of a model."""
-
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
+from titan_moe.config.checks.base import Rule, Run
+from titan_moe.config.job_config import OPTIMIZER_KEYS
 
 
-class Experts(Protocol):
-    """The routed and shared experts of a model."""
-
-    @property
-    def num_experts(self) -> int: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def hidden_dim(self) -> int: ...
-    @property
-    def num_shared_experts(self) -> int: ...
-    @property
-    def projection_bias(self) -> bool: ...
+def _optimizer(run: Run) -> Iterator[str]:
+    optimizer = run.job.optimizer
+    if optimizer.state_dtype != "bfloat16":
+        return
+    for key in ("beta1", "beta2", "muon_momentum"):
+        # Half a unit in the last place is up to 1/256: a smaller change is rounded away.
+        if key in OPTIMIZER_KEYS[optimizer.name] and getattr(optimizer, key) > 0.99:
+            yield (
+                f"optimizer.{key}={getattr(optimizer, key)} changes a moment by less than "
+                "optimizer.state_dtype=bfloat16 can tell: choose 0.99 or less, or float32"
+            )
 
 
-class ModelShape(Protocol):
-    """What the rules read of a model's dimensions."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_seq_len(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def dim(self) -> int: ...
-    @property
-    def attention(self) -> Attention: ...
-    @property
-    def hidden_dim(self) -> int: ...
-    @property
-    def moe(self) -> Experts | None: ...
-    @property
-    def num_mtp_layers(self) -> int: ...
-    def is_moe_layer(self, layer: int) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Run:
-    """One configuration on one machine."""
-
-    job: JobConfig
-    model: ModelShape
-    world_size: int
-    num_gpus: int
-
-    @property
-    def flavor(self) -> str:
-        return flavor(self.job)
-
-    @property
-    def shard(self) -> int | None:
-        """The size of dp_shard; None where the degrees do not fit the ranks."""
-        return self.job.parallelism.shard_degree(self.world_size)
-
-    @property
-    def data_ranks(self) -> int | None:
-        """Ranks that read different sequences."""
-        return self.shard and self.job.parallelism.data_parallel_replicate_degree * self.shard
+def _precision(run: Run) -> Iterator[str]:
+    job, training, float8 = run.job, run.job.training, run.job.quantize.linear.float8
+    if (training.dtype, training.mixed_precision_param) == ("bfloat16", "float32"):
+        yield (
+            "training.mixed_precision_param=float32 cannot restore parameters stored with "
+            "training.dtype=bfloat16: choose training.dtype=float32"
+        )
+    named = set(job.model.converters)
+    if float8.emulate and "quantize.grouped_mm.float8" in named:
+        yield (
+            "model.converters=quantize.grouped_mm.float8: torchao does not emulate it: leave it "
+            "out, or quantize.linear.float8.emulate=true"
+        )
+    wide = training.dtype == "float64" or training.mixed_precision_param != "bfloat16"
+    if wide and named and (not float8.emulate or "quantize.grouped_mm.mx" in named):
+        yield (
+            f"training.mixed_precision_param={training.mixed_precision_param} with "
+            f"training.dtype={training.dtype}: float8 products go with bfloat16: choose "
+            "mixed_precision_param=bfloat16 and dtype=float32"
+        )
+    if "quantize.linear.float8" not in named or float8.emulate:
+        return
+    # The weights' gradients sum over a microbatch's tokens.
+    degrees, piped = job.parallelism, job.parallelism.pipeline_parallel_degree > 1
+    rows = degrees.pipeline_parallel_microbatch_size if piped else training.local_batch_size
+    slices = degrees.context_parallel_degree * degrees.tensor_parallel_degree
+    if (tokens := rows * training.seq_len // slices) % 16:
+        yield (
+            f"training.seq_len={training.seq_len}: {rows} sequences / cp x tp {slices} are "
+            f"{tokens} tokens, and quantize.linear.float8 wants a multiple of 16: choose a "
+            f"multiple of {16 * slices}"
+        )
 
 
-class Note(str):
-    """A rule's line about a key that has no effect in this run: logged, and no mistake."""
+def _profiling(run: Run) -> Iterator[str]:
+    profiling = run.job.profiling
+    needed = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < needed:
+        yield (
+            f"profiling.profile_freq={profiling.profile_freq} must be at least profiler_warmup + "
+            f"profiler_active: choose {needed} or more"
+        )
 
 
-Check = Callable[[Run], list[str]]
-"""Gives one line for each mistake that it finds, or a Note."""
+def _capture(run: Run) -> Iterator[str]:
+    if run.job.debug.capture_step and run.job.compile.enable:
+        yield (
+            f"debug.capture_step={run.job.debug.capture_step} looks into layers that "
+            "compile.enable=true fuses: choose one"
+        )
 
 
-def flavor(job: JobConfig) -> str:
-    """How messages name the model."""
-    return f"{job.model.name} {job.model.flavor}"
+def _checkpoint(run: Run) -> Iterator[str]:
+    checkpoint, seconds = run.job.checkpoint, run.job.training.max_seconds
+    needing = {
+        "create_seed_checkpoint=true": checkpoint.create_seed_checkpoint,
+        f"initial_load_path={checkpoint.initial_load_path}": checkpoint.initial_load_path,
+        f"load_step={checkpoint.load_step}": checkpoint.load_step != -1,
+        "initial_load_in_hf=true": checkpoint.initial_load_in_hf,
+        "last_save_in_hf=true": checkpoint.last_save_in_hf,
+    }
+    for setting, is_set in needing.items():
+        if is_set and not checkpoint.enable:
+            yield f"checkpoint.{setting} is not read without checkpoint.enable=true: set it"
+    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
+        yield (
+            "checkpoint.initial_load_model_only=false: Hugging Face folders hold the model only, "
+            "set it to true beside checkpoint.initial_load_in_hf=true"
+        )
+    if checkpoint.initial_load_in_hf and not (
+        checkpoint.initial_load_path or run.job.model.hf_assets_path
+    ):
+        yield (
+            "checkpoint.initial_load_in_hf=true needs a folder: set checkpoint.initial_load_path "
+            "or model.hf_assets_path"
+        )
+    if checkpoint.last_save_in_hf and checkpoint.load_only:
+        yield "checkpoint.last_save_in_hf=true: load_only=true saves nothing: choose one"
+    if seconds and not checkpoint.keeps_state:
+        yield (
+            f"training.max_seconds={seconds} stops a run with its state saved: set "
+            "checkpoint.enable=true and checkpoint.load_only=false"
+        )
 
 
-def divisors(number: int) -> str:
-    """All of them, as words."""
-    return either([n for n in range(1, number + 1) if number % n == 0])
+def _roll_back(run: Run) -> Iterator[str]:
+    job, debug = run.job, run.job.debug
+    keys = [
+        key for key in ("on_nonfinite", "on_spike") if getattr(job.training, key) == "roll_back"
+    ]
+    setting = " and ".join(f"training.{key}=roll_back" for key in keys)
+    if not keys:
+        return
+    if not job.checkpoint.enable or job.checkpoint.load_only:
+        yield (
+            f"{setting} goes back to the run's last checkpoint: set checkpoint.enable=true and "
+            "checkpoint.load_only=false"
+        )
+    # A loaded checkpoint must be whole, of the same stage, and of the data that a trace describes.
+    conflicts = {
+        "checkpoint.exclude_from_loading": job.checkpoint.exclude_from_loading,
+        "stages": job.stages,
+        "debug.routing_record": debug.routing_record,
+        "debug.routing_replay": debug.routing_replay,
+    }
+    for key, value in conflicts.items():
+        if value:
+            yield f"{setting} does not go with {key}: leave one out, or choose stop or skip"
 
 
-def neighbours(number: int, step: int, limit: int) -> str:
-    """The multiples of `step` just below and above `number`, none above `limit` >= step."""
-    below = min(number, limit) // step * step
-    return either([n for n in (below, below + step) if step <= n <= limit])
+def _routing_traces(run: Run) -> Iterator[str]:
+    debug = run.job.debug
+    record, replay = debug.routing_record, debug.routing_replay
+    if record is not None and _has_other_files(Path(record)):
+        yield f"debug.routing_record={record} holds other files: choose a new folder"
+    if replay is None:
+        return
+    if not (Path(replay) / "record.json").is_file():
+        yield (
+            f"debug.routing_replay={replay} has no record.json: name the folder of a "
+            f"debug.routing_record"
+        )
+    if record is not None and Path(record).resolve() == Path(replay).resolve():
+        yield f"debug.routing_record={record} is what is replayed: choose another folder"
+    if debug.moe_force_load_balance:
+        yield (
+            "debug.moe_force_load_balance=true and debug.routing_replay both say where tokens go: "
+            "choose one"
+        )
 
 
-def either(choices: list[int]) -> str:
-    """1, 2 or 4."""
-    *others, last = (str(choice) for choice in choices)
-    return f"{', '.join(others)} or {last}" if others else last
+def _has_other_files(folder: Path) -> bool:
+    """Returns whether something is there that is no routing record."""
+    if not folder.is_dir():
+        return folder.exists()
+    return any(folder.iterdir()) and not (folder / "record.json").is_file()
+
+
+RULES: list[Rule] = [
+    _optimizer,
+    _precision,
+    _profiling,
+    _capture,
+    _checkpoint,
+    _roll_back,
+    _routing_traces,
+]

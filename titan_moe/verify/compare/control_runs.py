@@ -29,7 +29,7 @@ def control_specs(
     own = layout_of(job, spec.world_size)
     others = [parse(text) for text in layouts] or _neighbours(own, on_cpu=num_gpus == 0)
     specs = [spec.with_layout(layout) for layout in others]
-    specs = [other for other in specs if _is_legal(other, job, num_gpus)]
+    specs = [other for other in specs if _is_legal(other, job)]
     variations = [each for other in specs for each in (spec, other)] or [spec]
     return [
         (each, (*batch_words(each, job), ("debug.permute_rows", str(seed))))
@@ -81,11 +81,11 @@ def _neighbours(own: Layout, *, on_cpu: bool) -> list[Layout]:
     return [each for each in found if each != own and inner % (each.ep * each.etp) == 0]
 
 
-def _is_legal(spec: RunSpec, job: JobConfig, num_gpus: int) -> bool:
+def _is_legal(spec: RunSpec, job: JobConfig) -> bool:
     try:
         words = [*spec.file(), *spec.arguments(*batch_words(spec, job))]
         laid_out = load_job(words)
     except ConfigError:
         return False
     model = model_of_job(laid_out.model)
-    return not check(laid_out, model, spec.world_size, num_gpus=num_gpus)
+    return not check(laid_out, model, spec.world_size)

@@ -91,7 +91,7 @@ class Gate:
     def refusal(self, layout: Layout) -> str:
         """Why the configuration's checks refuse a layout; nothing if they do not."""
         job, config = self._setting(layout, "float64")
-        return "; ".join(check(job, config, layout.world_size, num_gpus=0))
+        return "; ".join(check(job, config, layout.world_size))
 
     def verify(self, layout: Layout, *, dtype: str = "float64") -> Result:
         """Train in this layout and compare."""

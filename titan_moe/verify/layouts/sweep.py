@@ -147,7 +147,7 @@ class _LaidOut:
     def __init__(self, model: LayoutModel, layout: Layout, meshes: Meshes) -> None:
         self.layout, self.rank = layout, meshes.rank
         job, config = model.job, resolve_model(model.config, model.job)
-        self.refusals = check(job, config, layout.world_size, num_gpus=0)
+        self.refusals = check(job, config, layout.world_size)
         laid_out = lay_out(job, config, meshes, CPU)
         self.held: dict[str, nn.Parameter] = {
             name: p for part in laid_out.parts for name, p in part.named_parameters()

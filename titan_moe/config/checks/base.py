@@ -1,0 +1,57 @@
+"""The configuration that rules look at, and helpers for their sentences."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from titan_moe.config.job_config import JobConfig
+from titan_moe.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Run:
+    """One configuration on a number of ranks."""
+
+    job: JobConfig
+    model: ModelConfig
+    world_size: int
+
+    @property
+    def flavor(self) -> str:
+        return flavor(self.job)
+
+    @property
+    def shard(self) -> int | None:
+        """The size of dp_shard; None where the degrees do not fit the ranks."""
+        return self.job.parallelism.shard_degree(self.world_size)
+
+    @property
+    def data_ranks(self) -> int | None:
+        """The number of ranks that read different sequences."""
+        return self.shard and self.job.parallelism.data_parallel_replicate_degree * self.shard
+
+
+Rule = Callable[[Run], Iterable[str]]
+"""Yields one line for each mistake that it finds: key, value, remedy."""
+
+
+def flat(job: JobConfig) -> dict[str, Any]:
+    """Returns the values of all keys by their dotted names, without stages."""
+    tables = job.model_dump(exclude={"stages"}).items()
+    return {f"{table}.{key}": value for table, keys in tables for key, value in keys.items()}
+
+
+def flavor(job: JobConfig) -> str:
+    """Returns the name of the model in messages."""
+    return f"{job.model.name} {job.model.flavor}"
+
+
+def divisors(number: int) -> str:
+    """Returns all divisors, such as "1, 2 or 4"."""
+    return either([n for n in range(1, number + 1) if number % n == 0])
+
+
+def either(choices: list[int]) -> str:
+    """Joins numbers: "1, 2 or 4"."""
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last

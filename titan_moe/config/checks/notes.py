@@ -1,0 +1,171 @@
+"""Keys that are set and have no effect in a run, or on this machine: one line each, no mistake.
+
+A cluster's file thereby starts on a laptop. Keys that name data or weights are errors instead,
+since their user believes that they are read.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from typing import Any
+
+from titan_moe.config.checks.base import Run, flat
+from titan_moe.config.job_config import (
+    DATASETS_WITHOUT_PATH,
+    OPTIMIZER_KEYS,
+    JobConfig,
+    Optimizer,
+    Section,
+)
+from titan_moe.config.stages import stage_jobs
+from titan_moe.models.config import ModelConfig
+
+_WITHOUT_COLUMNS = (*DATASETS_WITHOUT_PATH, "text", "tokens")
+_GPU_ONLY = {
+    "training.enable_cpu_offload": "parameters are in host memory",
+    "profiling.enable_memory_snapshot": "a snapshot is of CUDA's allocator",
+    "comm.init_communicators_eagerly": "communicators are NCCL's",
+    "comm.split_communicators": "communicators are NCCL's",
+    "parallelism.enable_async_tensor_parallel": "CPUs do not read each other's memory",
+}
+
+
+def notes(job: JobConfig, model: ModelConfig, world_size: int) -> list[str]:
+    """Returns one line for each key that has no effect in any stage of this run."""
+    plain = flat(JobConfig())
+    first, *others = [
+        [
+            f"{key}={_shown(value)} has no effect: {reason}"
+            for patterns, idle, reason in _reasons(Run(stage, model, world_size))
+            for key, value in flat(stage).items()
+            if idle
+            and value != plain.get(key)
+            and any(fnmatch(key, pattern) for pattern in patterns.split())
+        ]
+        for _, stage in stage_jobs(job)
+    ]
+    return [line for line in first if all(line in other for other in others)]
+
+
+def _reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
+    """Yields patterns of keys, whether they have no effect in `run`, and why."""
+    job, degrees, training = run.job, run.job.parallelism, run.job.training
+    yield from _expert_reasons(run)
+    yield (
+        "parallelism.enable_async_tensor_parallel",
+        degrees.tensor_parallel_degree == 1
+        or not job.compile.compiles_layers
+        or job.compile.backend != "inductor",
+        "it needs tensor_parallel_degree above 1, compile.enable=true and backend=inductor",
+    )
+    yield (
+        "parallelism.fsdp_accumulation",
+        degrees.pipeline_parallel_degree > 1,
+        "a pipeline's schedule gathers and reduces once a run",
+    )
+    yield (
+        "parallelism.pipeline_parallel_layers_per_stage parallelism.pipeline_parallel_*_less_*",
+        degrees.module_fqns_per_model_part is not None,
+        "module_fqns_per_model_part lists the stages",
+    )
+    yield (
+        "training.mtp_loss_weight",
+        not run.model.num_mtp_layers,
+        f"{run.flavor} has no multi-token prediction without model.num_mtp_layers",
+    )
+    yield "training.on_spike", training.spike_factor is None, "training.spike_factor is not set"
+    yield "training.text_column", training.dataset in _WITHOUT_COLUMNS, "the data has no columns"
+    yield (
+        "validation.text_column",
+        job.validation.dataset is None or job.validation.dataset in _WITHOUT_COLUMNS,
+        "validation.dataset names no data with columns",
+    )
+    yield "checkpoint.load_only", not job.checkpoint.enable, "checkpoint.enable is false"
+    yield (
+        "debug.capture_step",
+        job.debug.capture_step > training.steps,
+        f"it is beyond training.steps={training.steps}",
+    )
+    read = {"name", "lr", "weight_decay", *OPTIMIZER_KEYS[job.optimizer.name]}
+    unread = [f"optimizer.{key}" for key in Optimizer.model_fields if key not in read]
+    yield " ".join(unread), True, f"optimizer.name={job.optimizer.name} does not read it"
+
+
+def _expert_reasons(run: Run) -> Iterator[tuple[str, bool, str]]:
+    degrees = run.job.parallelism
+    factor, has_experts = degrees.expert_parallel_capacity_factor, run.model.moe is not None
+    travels = degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree > 1
+    yield (
+        "moe.* parallelism.expert_* debug.moe_force_load_balance debug.routing_re*",
+        not has_experts,
+        f"{run.flavor} has no experts",
+    )
+    yield (
+        "parallelism.expert_parallel_capacity_factor parallelism.expert_parallel_overlap",
+        has_experts and not travels,
+        "expert_parallel_degree is 1",
+    )
+    yield (
+        "parallelism.expert_parallel_overflow",
+        has_experts and factor is None,
+        "expert_parallel_capacity_factor is not set",
+    )
+    yield (
+        "parallelism.expert_parallel_ranks_per_node",
+        has_experts and (degrees.expert_parallel_comm_backend == "standard" or factor is not None),
+        "expert_parallel_comm_backend=deduplicated alone reads it",
+    )
+
+
+def fit_to_cpu(job: JobConfig, *, bfloat16_units: bool) -> tuple[JobConfig, list[str]]:
+    """Switches off what a machine without GPUs lacks.
+
+    Returns:
+        The configuration that runs here, and one line for each key that was changed.
+    """
+    reasons = dict(_GPU_ONLY)
+    layouts = [job.parallelism, *(stage.parallelism for stage in job.stages)]
+    if any(each.expert_parallel_comm_backend == "symmetric" for each in layouts):
+        reasons["parallelism.expert_parallel_comm_backend"] = "CPUs have no NVSHMEM"
+    if job.model.converters and not job.quantize.linear.float8.emulate:
+        reasons["model.converters"] = (
+            "it has no float8 units; quantize.linear.float8.emulate=true rounds as they do"
+        )
+    if job.compile.backend == "inductor" and shutil.which("g++") is None:
+        reasons["compile.enable"] = "the C++ compiler g++ was not found"
+    lines = []
+    for key, reason in reasons.items():
+        job, values = _reset(job, key)
+        lines += [f"{key}={_shown(each)} has no effect on a CPU: {reason}" for each in values]
+    key, training = "mixed_precision_param", job.training
+    if bfloat16_units or training.dtype != "float32" or key in training.model_fields_set:
+        return job, lines
+    lines.append(f"training.{key}: float32, since this CPU has no bfloat16 units")
+    training = training.model_copy(update={key: "float32"})
+    return job.model_copy(update={"training": training}), lines
+
+
+def _reset(job: JobConfig, key: str) -> tuple[JobConfig, list[Any]]:
+    """Sets a key to its default in the job and its stages; returns the values that it had."""
+    table, name = key.split(".")
+    default = getattr(getattr(JobConfig(), table), name)
+    found: list[Any] = []
+
+    def reset(section: Section) -> Section:
+        value = getattr(section, name)
+        if value == default:
+            return section
+        found.append(value)
+        return section.model_copy(update={name: default})
+
+    changes: dict[str, Any] = {table: reset(getattr(job, table))}
+    if table == "parallelism":
+        changes["stages"] = [
+            stage.model_copy(update={table: reset(stage.parallelism)}) for stage in job.stages
+        ]
+    return job.model_copy(update=changes), found[:1]
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
