@@ -20,7 +20,6 @@ from titan_moe.verify.layouts.layouts import apply_layout, depth, legal_layouts,
 CONFIGS = Path(__file__).parents[2] / "configs"
 _SAMPLES, _SEED = {(2, 4, 8): 30, (2, 4): 12}, 22
 """Sizes of worlds, and how many layouts of them; the first is the gate's sample."""
-_GPUS_OF_A_NODE = 8
 _GPU_BYTES = 79 * GIB
 """Of an H100, as `titan-moe memory` has it."""
 _STAGES = 4

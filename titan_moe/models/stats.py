@@ -4,7 +4,6 @@ share in a pipeline. No torch.
 Pipelines split by FLOPs, MFU counts them, the memory estimate adds up sizes.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from functools import singledispatch
 from typing import NamedTuple

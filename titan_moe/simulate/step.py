@@ -20,7 +20,6 @@ from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.fake_rank import FakeRank, fake_world, microbatches_to_run
 
-_GPUS_OF_A_NODE = 8
 Task = tuple[JobConfig, ModelConfig, int, int]
 """The resolved job, its model, the world's size and the rank to be."""
 
