@@ -5,14 +5,13 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
 from tests.support.commands import run_command
 from tests.support.markdown import fences
 from titan_moe.cli.command import Answer
-from titan_moe.cli.main import COMMANDS
+from titan_moe.cli.main import COMMANDS, load_command
 from titan_moe.config.parse import known_keys
 
 _SHELLS = ("bash", "sh")
@@ -97,14 +96,14 @@ def _titan_moe(arguments: list[str]) -> Iterator[str]:
     rest = arguments[len(name.split()) :]
     if {"-h", "--help"} & set(rest):
         return
-    module = import_module(f"titan_moe.cli.{name.replace(' ', '_')}")
     overrides: list[str] = []
 
     def run(options: argparse.Namespace) -> Answer:
         overrides.extend(options.overrides)
         return Answer()
 
-    with patch.object(module, "COMMAND", replace(module.COMMAND, run=run)):
+    command = replace(load_command(name), run=run)
+    with patch("titan_moe.cli.main.load_command", lambda _: command):
         done = run_command(*name.split(), *(_filled_in(word) for word in rest))
     if done.returncode:
         yield done.stderr.strip()

@@ -1,6 +1,7 @@
 """What all commands share: their common options, --json, errors as lines, exit codes, signals."""
 
 import argparse
+import inspect
 import json
 import os
 import signal
@@ -10,11 +11,14 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import CRASHED, RunError, print_errors
-from titan_moe.runtime.launch import end_on_signals, ignores_hangups, run_as_command
+from titan_moe.runtime.launch import end_on_signals, ignores_hangups
+
+if TYPE_CHECKING:
+    from titan_moe.config.job_config import JobConfig
 
 _USAGE, _INTERRUPTED = 2, 130
 
@@ -60,16 +64,17 @@ class Command:
     failed: int = 1
     """The exit code of a run that failed; another one where 1 is a verdict."""
 
-    def __post_init__(self) -> None:
-        if self.run.__module__ == "__main__":  # python -m titan_moe.cli.memory
-            run_as_command(Path(sys.argv[0]).stem.replace("_", " "))
+    @property
+    def help(self) -> str:
+        """The docstring of `run`, or else of its module."""
+        return inspect.getdoc(self.run) or sys.modules[self.run.__module__].__doc__ or ""
 
-    def main(self, name: str, description: str, argv: list[str]) -> int:
-        """Parse, run, print, and return the exit code; of torchrun's ranks, the first prints."""
+    def main(self, name: str, argv: list[str]) -> int:
+        """Parses, runs, prints, and returns the exit code. Of torchrun's ranks the first prints."""
         self._handle_signals()
         is_first = os.environ.get("RANK", "0") == "0"
         try:
-            options = self._parse(name, description, argv)
+            options = self._parse(name, argv)
             with redirect_stdout(sys.stderr) if options.json else nullcontext():
                 answer = self.run(options)
         except Exception as error:
@@ -98,10 +103,10 @@ class Command:
                 print("".join(f"{line}\n" for line in more), end="", file=sys.stderr)
         return _USAGE if is_mistake else self.failed
 
-    def _parse(self, name: str, description: str, argv: list[str]) -> argparse.Namespace:
+    def _parse(self, name: str, argv: list[str]) -> argparse.Namespace:
         parser = Parser(
             prog=f"titan-moe {name}",
-            description=description,
+            description=self.help,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
             add_help=not self.help_of_keys,
@@ -133,77 +138,59 @@ class Command:
 
 
 def job_arguments(options: argparse.Namespace) -> list[str]:
-    """The command line of a configuration: its file and its overrides."""
+    """Returns the command line of a configuration: its file and its overrides."""
     file = [] if options.config is None else ["--job.config_file", options.config]
     return [*file, *options.overrides]
+
+
+def job_of(options: argparse.Namespace) -> "JobConfig":
+    """Loads the configuration of a command line."""
+    from titan_moe.config.parse import load_job
+
+    return load_job(job_arguments(options))
 
 
 def add_ranks(
     parser: argparse.ArgumentParser, *, default: int | list[int] | None, says: str
 ) -> None:
-    """--ranks: one number, or several where the default is a list."""
+    """Adds --ranks: one number, or several where the default is a list."""
     several = isinstance(default, list)
     parser.add_argument(
         "--ranks", type=positive, nargs="+" if several else None, default=default, help=says
     )
 
 
-def add_nodes(parser: argparse.ArgumentParser) -> None:
-    """--nodes, and how this one of them meets the others."""
-    parser.add_argument("--nodes", type=positive, default=1, help="machines; default: 1")
-    parser.add_argument("--node-rank", type=int, default=0, help="this machine's number")
-    parser.add_argument("--endpoint", default="", help="HOST:PORT where machines meet")
-
-
-def check_meeting(options: argparse.Namespace) -> None:
-    """ConfigError for machines that cannot meet."""
-    if options.nodes > 1 and not options.endpoint:
-        raise ConfigError(
-            [
-                f"{options.nodes} nodes need --endpoint HOST:PORT (RDZV_ENDPOINT of run_train.sh), "
-                "an address of the node with number 0"
-            ]
-        )
-
-
 def add_seed(parser: argparse.ArgumentParser, *, default: int, says: str) -> None:
-    """--seed: of whatever the command draws."""
+    """Adds --seed."""
     parser.add_argument("--seed", type=int, default=default, help=f"{says}; default: {default}")
 
 
 def add_out(
     parser: argparse.ArgumentParser, *, default: str | None, says: str, required: bool = False
 ) -> None:
-    """--out: the folder, or file, that the results go to."""
+    """Adds --out, the folder or file that the results go to."""
     path = None if default is None else Path(default)
     parser.add_argument(
         "--out", type=Path, default=path, metavar="PATH", help=says, required=required
     )
 
 
-def add_one_world(parser: argparse.ArgumentParser, *, layers: str, out: str) -> None:
-    """--ranks, --layers and --out of what looks at one world; `layers` and `out` explain theirs."""
-    add_ranks(parser, default=8, says="of the world; default: 8")
-    parser.add_argument("--layers", type=positive, help=layers)
-    add_out(parser, default=None, says=out)
-
-
 def positive(text: str) -> int:
-    """An argument that counts something."""
+    """Reads an argument that counts something."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be a positive number")
     return int(text)
 
 
 def not_negative(text: str) -> int:
-    """An argument that counts something of which there may be none."""
+    """Reads an argument that counts something of which there may be none."""
     if text.isdecimal():
         return int(text)
     raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
 
 
 def make_folder(path: Path) -> Path:
-    """A folder for results; ConfigError where a file lies."""
+    """Makes a folder for results; raises ConfigError where a file lies."""
     if path.exists() and not path.is_dir():
         raise ConfigError([f"--out {path}: is a file; name a folder"])
     path.mkdir(parents=True, exist_ok=True)
@@ -211,6 +198,6 @@ def make_folder(path: Path) -> Path:
 
 
 def write_json(path: Path | None, data: Any) -> None:
-    """Results as a file, if one was asked for."""
+    """Writes results to a file, if one was asked for."""
     if path is not None:
         path.write_text(json.dumps(data, indent=1) + os.linesep, encoding="utf-8")

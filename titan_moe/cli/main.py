@@ -31,16 +31,26 @@ COMMANDS = {
     "simulate step": "communication and memory of one rank of a world of any size",
     "simulate collectives": "whether all ranks of a group issue the same collectives",
 }
-"""A command, and what it does in a line; its module has its words joined by "_"."""
+"""A command, and what it does in a line."""
+_GROUPS = ("config", "hf", "report", "simulate")
+"""First words whose commands are in one module; others have one, of their words joined by "_"."""
+
+
+def load_command(name: str) -> Command:
+    """Imports the module of a command."""
+    group, _, verb = name.partition(" ")
+    if group in _GROUPS:
+        command: Command = import_module(f"titan_moe.cli.{group}").COMMANDS[verb]
+    else:
+        command = import_module(f"titan_moe.cli.{name.replace(' ', '_')}").COMMAND
+    return command
 
 
 def main(argv: list[str]) -> int:
-    """Run a command; returns its exit code."""
+    """Runs a command; returns its exit code."""
     name = next((" ".join(argv[:n]) for n in (2, 1) if " ".join(argv[:n]) in COMMANDS), None)
     if name is not None:
-        module = import_module(f"titan_moe.cli.{name.replace(' ', '_')}")
-        command: Command = module.COMMAND
-        return command.main(name, module.__doc__ or "", argv[len(name.split()) :])
+        return load_command(name).main(name, argv[len(name.split()) :])
     if argv == ["--version"]:
         from titan_moe.runtime.revision import code_in_words, running_code
 

@@ -13,7 +13,7 @@ Exit codes: 0 it fits; 1 it does not fit; 2 a configuration that cannot run.
 import argparse
 from dataclasses import asdict
 
-from titan_moe.cli.command import Answer, Command, add_ranks, job_arguments
+from titan_moe.cli.command import Answer, Command, add_ranks, job_of
 from titan_moe.config.errors import ConfigError
 
 
@@ -24,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    from titan_moe.config.parse import load_job
     from titan_moe.config.stages import stage_jobs
     from titan_moe.distributed.memory import (
         GIB,
@@ -36,7 +35,7 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.models.hf import model_of_job
     from titan_moe.models.stats import total
 
-    job = load_job(job_arguments(options))
+    job = job_of(options)
     config = model_of_job(job.model)
     size = total(config)
     active = size.active(config)

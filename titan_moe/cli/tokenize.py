@@ -15,7 +15,7 @@ import argparse
 import os
 from pathlib import Path
 
-from titan_moe.cli.command import Answer, Command, add_out, add_seed, job_arguments, positive
+from titan_moe.cli.command import Answer, Command, add_out, add_seed, job_of, positive
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError
 
@@ -45,14 +45,13 @@ def run(options: argparse.Namespace) -> Answer:
 def _tokenize(options: argparse.Namespace) -> Answer:
     from tqdm import tqdm
 
-    from titan_moe.config.parse import load_job
     from titan_moe.data.bad_documents import counted
     from titan_moe.data.documents import Corpus
     from titan_moe.data.sources import open_source
     from titan_moe.data.tokenize import tokenize_corpus
     from titan_moe.data.tokenizer import load_tokenizer
 
-    job = load_job(job_arguments(options))
+    job = job_of(options)
     if job.training.blend:
         raise ConfigError(["training.blend: tokenize one dataset at a time, training.dataset"])
     tokenizer = load_tokenizer(job.model.tokenizer_path)

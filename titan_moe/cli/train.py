@@ -29,11 +29,10 @@ from pathlib import Path
 from titan_moe.cli.command import (
     Answer,
     Command,
-    add_nodes,
     add_ranks,
-    check_meeting,
     job_arguments,
     not_negative,
+    positive,
 )
 from titan_moe.config.errors import ConfigError
 
@@ -41,14 +40,15 @@ from titan_moe.config.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ranks(parser, default=None, says="of the run; default: the GPUs of all machines, else 2")
     parser.add_argument("--one-process", action="store_true", help="without torchrun")
-    add_nodes(parser)
+    parser.add_argument("--nodes", type=positive, default=1, help="machines; default: 1")
+    parser.add_argument("--node-rank", type=int, default=0, help="this machine's number")
+    parser.add_argument("--endpoint", default="", help="HOST:PORT where machines meet")
     parser.add_argument(
         "--max-restarts", type=not_negative, default=0, help="after failures; default: 0"
     )
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Train, and end the process."""
     from titan_moe.config.parse import table_of_help
     from titan_moe.runtime.launch import end_with_parent, has_lost_launcher
     from titan_moe.runtime.stopping import attempt_folder
@@ -84,7 +84,13 @@ def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
     from titan_moe.train import check_all
 
     nodes = Nodes(options.nodes, options.node_rank, options.endpoint, options.max_restarts)
-    check_meeting(options)
+    if nodes.number > 1 and not options.endpoint:
+        raise ConfigError(
+            [
+                f"{options.nodes} nodes need --endpoint HOST:PORT (RDZV_ENDPOINT of run_train.sh), "
+                "an address of the node with number 0"
+            ]
+        )
     ranks = options.ranks or nodes.number * default_ranks(os.environ)
     if sys.stdout.isatty():
         print(f"checking {options.config or 'the configuration'} and its data", flush=True)

@@ -27,7 +27,7 @@ from titan_moe.cli.command import (
     add_out,
     add_ranks,
     add_seed,
-    job_arguments,
+    job_of,
     make_folder,
     positive,
     write_json,
@@ -59,13 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     from tqdm import tqdm
 
-    from titan_moe.config.parse import load_job
     from titan_moe.runtime.revision import running_code
     from titan_moe.verify.gradients.gate import Gate
     from titan_moe.verify.gradients.sweep import gate_page, summary, sweep
 
     # The layouts are those of the arguments, and so is none that a stage has.
-    job = load_job(job_arguments(options)).model_copy(update={"stages": []})
+    job = job_of(options).model_copy(update={"stages": []})
     out = make_folder(options.out)
     with tempfile.TemporaryDirectory() as folder:
         gate = Gate(job, Path(folder))

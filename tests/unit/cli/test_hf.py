@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tests.support.commands import run_command
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
 from titan_moe.checkpoint.hf.transfer import export_checkpoint
-from titan_moe.cli.hf_processes import in_processes
+from titan_moe.cli.hf import in_processes
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.process_pool import in_fresh_processes
 

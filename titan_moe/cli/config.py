@@ -1,26 +1,30 @@
-"""Start a TOML file from one that comes with titan_moe: of a model family, for a number of GPUs.
-
-    titan-moe config init qwen3 --ranks 8 --flavor 30B-A3B --out mine.toml
-
-Prints the file, or writes it to --out, with a first line by which editors find the schema.
-
-Exit codes: 0; 1 the file cannot be written; 2 no such configuration, or --out is there already.
-"""
+"""config init and config schema: start a TOML file, and let editors check it."""
 
 import argparse
+import json
 
 from titan_moe.cli.command import Answer, Command, add_out, add_ranks
 from titan_moe.config.errors import ConfigError
 
+SCHEMA = "configs/schema.json"
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+
+def _init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("family", help="of models, a folder of configs/")
     add_ranks(parser, default=8, says="GPUs of the run; default: 8")
     parser.add_argument("--flavor", help="of the model, where there are several for these GPUs")
     add_out(parser, default=None, says="the file to write, which must not exist yet")
 
 
-def run(options: argparse.Namespace) -> Answer:
+def init(options: argparse.Namespace) -> Answer:
+    """Start a TOML file from one that comes with titan_moe: of a model family, for some GPUs.
+
+        titan-moe config init qwen3 --ranks 8 --flavor 30B-A3B --out mine.toml
+
+    Prints the file, or writes it to --out, with a first line by which editors find the schema.
+
+    Exit codes: 0; 1 the file cannot be written; 2 no such configuration, or --out is there already.
+    """
     from titan_moe.config.named import CONFIGS
 
     sized = sorted(CONFIGS.glob("*/*_*gpu.toml"))
@@ -45,4 +49,23 @@ def run(options: argparse.Namespace) -> Answer:
     return Answer({"toml": text}, [str(options.out)])
 
 
-COMMAND = Command(run, add_arguments)
+def _schema_arguments(parser: argparse.ArgumentParser) -> None:
+    add_out(parser, default=SCHEMA, says=f"the file to write; default: {SCHEMA}")
+
+
+def schema(options: argparse.Namespace) -> Answer:
+    """Write the JSON schema by which editors complete and check the TOML files.
+
+        titan-moe config schema          to configs/schema.json
+
+    Exit codes: 0; 1 the file cannot be written.
+    """
+    from titan_moe.config.job_config import JobConfig
+
+    found = JobConfig.model_json_schema()
+    if not options.json:
+        options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return Answer(found, [str(options.out)])
+
+
+COMMANDS = {"init": Command(init, _init_arguments), "schema": Command(schema, _schema_arguments)}

@@ -1,0 +1,108 @@
+"""hf import and hf export: from Hugging Face folders to checkpoints and back."""
+
+import argparse
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+from titan_moe.cli.command import Answer, Command, add_out
+
+_TIMEOUT = timedelta(hours=1)  # Ranks wait for the one with the slowest disk.
+
+
+def _import_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="HF_FOLDER", type=Path)
+    add_out(parser, default=None, says="the checkpoint to write; it must not exist", required=True)
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float64"),
+        default="float32",
+        help="as the training.dtype that is to load it; float32 (the default) holds bfloat16 "
+        "and float16 exactly",
+    )
+
+
+def import_(options: argparse.Namespace) -> Answer:
+    """Make a checkpoint of a Hugging Face folder, for checkpoint.initial_load_path.
+
+        titan-moe hf import HF_FOLDER --out OUT --dtype float32
+        torchrun --nproc-per-node 4 -m titan_moe hf import HF_FOLDER --out OUT
+
+    Safetensors only; float8 and MXFP4 are de-quantised. The tensors are streamed: memory stays
+    within some chunks of 256 MB whatever the model. OUT/hf keeps config.json and the tokenizer's
+    files. Training reads Hugging Face folders directly too (checkpoint.initial_load_in_hf); a
+    checkpoint has checksums, and starts faster where weights were quantised.
+
+    Exit codes: 0; 1 the folder cannot be read or written; 2 a folder that is not supported.
+    """
+    from titan_moe.checkpoint.hf.transfer import import_folder
+
+    return _converted(import_folder, options)
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="CHECKPOINT", type=Path, help="a step-N folder")
+    add_out(parser, default=None, says="the folder to write; it must not exist", required=True)
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default: that of the weights that were imported, else bfloat16",
+    )
+
+
+def export(options: argparse.Namespace) -> Answer:
+    """Write a checkpoint's model as a Hugging Face folder, for transformers and inference servers.
+
+        titan-moe hf export outputs/checkpoint/step-1000 --out HF_FOLDER --dtype bfloat16
+        torchrun --nproc-per-node 4 -m titan_moe hf export CHECKPOINT --out HF_FOLDER
+
+    config.json and the tokenizer's files come along, from the weights that training started from or
+    from model.hf_assets_path or model.tokenizer_path. Checksums of what is read are compared.
+    HF_FOLDER must not exist; it appears when all of it is on disk.
+
+    Exit codes: 0; 1 the checkpoint cannot be read, or the folder not be written; 2 a wrong
+    argument.
+    """
+    from titan_moe.checkpoint.hf.transfer import export_checkpoint
+
+    return _converted(export_checkpoint, options)
+
+
+def _converted(convert: Callable[..., str], options: argparse.Namespace) -> Answer:
+    import torch
+
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    line = in_processes(lambda: convert(options.source, options.out, dtype))
+    return Answer({"folder": str(options.out), "summary": line}, [line])
+
+
+def in_processes(action: Callable[[], str]) -> str:
+    """Runs a conversion over torchrun's processes, or this one; returns what it returns."""
+    import torch
+    import torch.distributed as dist
+
+    from titan_moe.runtime.launch import Launch, cpu_threads
+    from titan_moe.runtime.log import start_logging
+
+    launch = Launch.from_environment(os.environ)
+    start_logging(launch.rank, {0}, color=False)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cpu_threads(launch.local_world_size))
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore() if launch.world_size == 1 else None,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=_TIMEOUT,
+    )
+    try:
+        return action()
+    finally:
+        dist.destroy_process_group()
+
+
+COMMANDS = {
+    "import": Command(import_, _import_arguments, ends_at_once=True),
+    "export": Command(export, _export_arguments, ends_at_once=True),
+}

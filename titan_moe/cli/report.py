@@ -1,0 +1,99 @@
+"""report run, report profile and report hang: pages and tables about runs."""
+
+import argparse
+from pathlib import Path
+
+from titan_moe.cli.command import Answer, Command, add_out, make_folder, write_json
+from titan_moe.config.errors import ConfigError
+
+
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="its folder")
+    parser.add_argument("--title", help="default: the runs' names")
+    add_out(parser, default=None, says="a folder; default: the first run's")
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Curves, expert load, layouts and configurations of one or several runs, as a page.
+
+        titan-moe report run outputs
+        titan-moe report run outputs/a outputs/b --out outputs/report
+
+    A run is its folder, its metrics.jsonl or a folder of TensorBoard events; it may still be going
+    on. Writes report.html, which loads nothing, and report.png into --out, or else into the first
+    run's folder.
+
+    Exit codes: 0; 1 the report cannot be written; 2 something is no run.
+    """
+    from titan_moe.runtime.files import replacing, write_whole
+    from titan_moe.verify.compare.records import read_run
+    from titan_moe.verify.report.runs import runs_page, runs_png
+    from titan_moe.verify.report.sections import distinct_names
+
+    found, wrong = [], []
+    for path in options.runs:
+        try:
+            found.append(read_run(path))
+        except ConfigError as error:
+            wrong += error.lines if path.exists() else [f"{path}: no such folder"]
+    if wrong:
+        raise ConfigError(wrong)
+    runs, first = distinct_names(found), options.runs[0]
+    out = make_folder(options.out or (first if first.is_dir() else first.parent))
+    page, picture = out / "report.html", out / "report.png"
+    write_whole(page, runs_page(options.title or ", ".join(each.name for each in runs), runs))
+    with replacing(picture) as aside:
+        runs_png(runs, aside)
+    return Answer([str(page), str(picture)], [str(page), str(picture)])
+
+
+def _profile_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", metavar="TRACE", type=Path)
+    add_out(parser, default=None, says="a folder; default: the trace's")
+
+
+def profile(options: argparse.Namespace) -> Answer:
+    """Show where a profiled step goes: regions, communication that nothing hides, the slowest rank.
+
+        titan-moe report profile outputs/RUN/profile_traces/step-10
+
+    TRACE is a step's folder with the traces of all ranks (--profiling.enable_profiling writes
+    them), or one file. Prints a table; writes summary.json into --out, or else beside the traces.
+
+    Exit codes: 0; 1 the files cannot be written; 2 the traces cannot be read.
+    """
+    from titan_moe.profiling.trace import read_profiles, summary, table
+
+    trace = options.trace
+    facts = summary(read_profiles(trace))
+    out = make_folder(options.out or (trace if trace.is_dir() else trace.parent))
+    write_json(out / "summary.json", facts)
+    return Answer(facts, [table(facts), "", str(out / "summary.json")])
+
+
+def _hang_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", type=Path)
+
+
+def hang(options: argparse.Namespace) -> Answer:
+    """Say who waited where when a run hung, and who never came.
+
+        titan-moe report hang outputs/RUN
+
+    FOLDER is a run's folder or a report in it (comm_traces/hang-*.json); of several the newest is
+    read. Prints the findings, and for each rank its position, its last collectives and its Python
+    stacks.
+
+    Exit codes: 0; 2 there is no report.
+    """
+    from titan_moe.debug.hang.reports import describe, read_report
+
+    path, found = read_report(options.folder)
+    return Answer(found, [str(path), *describe(found)])
+
+
+COMMANDS = {
+    "run": Command(run, _run_arguments),
+    "profile": Command(profile, _profile_arguments),
+    "hang": Command(hang, _hang_arguments),
+}
