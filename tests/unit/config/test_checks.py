@@ -59,7 +59,7 @@ RULES = [
     (_BOTH, 1, "are for the same products: choose one"),
     (f"{_GROUPED} --quantize.linear.float8.emulate", 1, "torchao does not emulate it: leave it"),
     (f"{_LINEAR} --training.seq_len 40", 1, "1 sequences / cp x tp 1 are 40 tokens, and quantize."),
-    (f"{_LINEAR} --training.mixed_precision_param float32", 1, "float8 products of a GPU go with"),
+    (f"{_LINEAR} --training.mixed_precision_param float32", 1, "float8 products go with"),
     ("--training.global_batch_size 20 --training.local_batch_size 4", 4, "data ranks = 16: choose"),
     ("--training.seq_len 8192", 1, "exceeds max_seq_len=4096 of deepseek_v3 debugmodel: choose at"),
     ("--validation.seq_len 8192", 1, "validation.seq_len=8192 exceeds max_seq_len=4096"),

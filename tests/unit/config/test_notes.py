@@ -31,7 +31,7 @@ _PARTS = (
             "parallelism.expert_parallel_ranks_per_node=2 has no effect: expert_parallel_comm_back",
         ),
         ("--p.enable_async_tensor_parallel", MODEL, "parallelism.enable_async_tensor_parallel=tru"),
-        ("pp 2 --p.fsdp_accumulation reduce_each", MODEL, "parallelism.fsdp_accumulation=reduce_o"),
+        ("pp 2 --p.fsdp_accumulation reduce_each", MODEL, "parallelism.fsdp_accumulation=reduce_"),
         (
             f"pp 2 {_PARTS} --p.pipeline_parallel_layers_per_stage 2",
             MODEL,
