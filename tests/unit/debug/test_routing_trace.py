@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from titan_moe.config.pipeline_order import pipeline_order
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.pipeline import SCHEDULES, runs
-from titan_moe.config.pipeline_order import pipeline_order
 from titan_moe.debug.routing_trace import (
     Dims,
     Record,
