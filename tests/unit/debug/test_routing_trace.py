@@ -1,16 +1,13 @@
 """Routing records: any ranks read what others wrote, and a layer follows its tokens."""
 
 import logging
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from titan_moe.config.pipeline_order import pipeline_order
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.pipeline import SCHEDULES, runs
 from titan_moe.debug.routing_trace import (
     Dims,
     Record,
@@ -183,23 +180,3 @@ def test_layer_follows_microbatches_one_after_the_other() -> None:
     flips = sum(len(mine - set(e)) for mine, e in zip(own, ahead, strict=True))
     assert layer.take_flips() == flips > 0
     assert moe.router.tokens_per_expert.tolist() == [3, 2, 3, 2]
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_forwards_of_every_stage_ascend(name: str) -> None:
-    """Traces tell a stage's microbatches apart by their order. These orders are torch's: see
-    test_pipeline.py."""
-    compared = 0
-    for ranks, per_rank, microbatches in product((2, 4), (1, 2), (8, 9)):
-        stages = ranks * per_rank
-        if (SCHEDULES[name].placement == "single") != (per_rank == 1):
-            continue
-        if not runs(SCHEDULES[name], microbatches, ranks=ranks, stages=stages):
-            continue
-        for order in pipeline_order(name, ranks, stages, microbatches):
-            works = [work for slot in order for work in slot if work.kind == "F"]
-            for stage in {work.stage for work in works}:
-                numbers = [work.microbatch for work in works if work.stage == stage]
-                assert numbers == list(range(microbatches))
-        compared += 1
-    assert compared > 1
