@@ -43,109 +43,50 @@ class Bad:
 Case = Callable[[Path], Bad]
 
 
-def unknown_key(folder: Path) -> Bad:
-    words = ['training.stepz = "3"', "did you mean training.steps?"]
-    return Bad(_CONFIG, words, {"training__stepz": 3})
+# Overrides, ranks, and words of the one line.
+_PARTS = '[["tok_embeddings","layers.0","layers.1"],["layers.2","norm","output"]]'
+_WRONG: dict[str, tuple[dict[str, Any], int, list[str]]] = {
+    "unknown key": ({"training__stepz": 3}, 1, ["training.stepz", "did you mean training.steps?"]),
+    "torchtitan's": ({"comm__mode": "fake_backend"}, 1, ["comm.mode", "nothing would be trained"]),
+    "wrong type": ({"training__steps": "many"}, 1, ['training.steps = "many"', "valid integer"]),
+    "flavor": ({"model__flavor": "debugmodle"}, 1, ["did you mean 'debugmodel'?"]),
+    "experts": ({"parallelism__expert_parallel_degree": 3}, 3, ["=3 must divide num_experts="]),
+    "ranks": (
+        {"parallelism__data_parallel_shard_degree": 8},
+        2,
+        ["dp_shard 8 = 8 ranks, but this"],
+    ),
+    "heads": (
+        {"parallelism__tensor_parallel_degree": 3, "training__seq_len": 33},
+        3,
+        ["tensor_parallel_degree=3 must divide num_heads=4", "choose 1, 2 or 4"],
+    ),
+    "length": ({"parallelism__context_parallel_degree": 3}, 3, ["multiple of 6", "30 or 36"]),
+    "layers": ({"parallelism__pipeline_parallel_degree": 8}, 8, ["8 stages of 4 layers", "most 4"]),
+    "modules": (
+        {
+            "parallelism__pipeline_parallel_degree": 2,
+            "parallelism__module_fqns_per_model_part": _PARTS,
+        },
+        2,
+        ["module_fqns_per_model_part must name", "mend layers.3"],
+    ),
+    "key of a stage": (
+        {"stages": '[{"from_step": 2, "parallelism": {"tensor_degree": 2}}]'},
+        1,
+        ["stages.0.parallelism.tensor_degree = 2", "did you mean parallelism.tensor_parallel_"],
+    ),
+    "batch of a stage": (
+        {"stages": '[{"from_step": 2, "global_batch_size": 5}]', "training__steps": 4},
+        1,
+        ["stages[0] (from_step=2): training.global_batch_size=5 must be a multiple of"],
+    ),
+}
 
 
-def key_of_torchtitan(folder: Path) -> Bad:
-    words = ['comm.mode = "fake_backend"', "nothing would be trained"]
-    return Bad(_CONFIG, words, {"comm__mode": "fake_backend"})
-
-
-def wrong_type(folder: Path) -> Bad:
-    words = ['training.steps = "many"', "valid integer"]
-    return Bad(_CONFIG, words, {"training__steps": "many"})
-
-
-def no_such_flavor(folder: Path) -> Bad:
-    words = ["model.flavor='debugmodle'", "did you mean 'debugmodel'?"]
-    return Bad(_CONFIG, words, {"model__flavor": "debugmodle"})
-
-
-def degree_that_does_not_divide(folder: Path) -> Bad:
-    words = ["parallelism.expert_parallel_degree=3 must divide num_experts="]
-    return Bad(_CONFIG, words, {"parallelism__expert_parallel_degree": 3}, {"NGPU": 3})
-
-
-def eight_ranks_started_with_two(folder: Path) -> Bad:
-    words = ["dp_shard 8 = 8 ranks, but this run has 2", "NGPU=8"]
-    return Bad(_CONFIG, words, {"parallelism__data_parallel_shard_degree": 8}, {"NGPU": 2})
-
-
-def heads_that_do_not_divide(folder: Path) -> Bad:
-    words = ["tensor_parallel_degree=3 must divide num_heads=4", "choose 1, 2 or 4"]
-    overrides = {"parallelism__tensor_parallel_degree": 3, "training__seq_len": 33}
-    return Bad(_CONFIG, words, overrides, {"NGPU": 3})
-
-
-def sequence_that_does_not_divide(folder: Path) -> Bad:
-    words = ["training.seq_len=32 must be a multiple of 6", "choose 30 or 36"]
-    return Bad(_CONFIG, words, {"parallelism__context_parallel_degree": 3}, {"NGPU": 3})
-
-
-def heads_too_few_for_ulysses(folder: Path) -> Bad:
-    words = ["num_heads=4 / tp 2", "choose 1 or 2", "allgather or ring"]
-    overrides = {
-        "parallelism__context_parallel_degree": 4,
-        "parallelism__tensor_parallel_degree": 2,
-        "parallelism__context_parallel_rotate_method": "ulysses",
-    }
-    return Bad(_CONFIG, words, overrides, {"NGPU": 8})
-
-
-def more_stages_than_layers(folder: Path) -> Bad:
-    words = ["pipeline_parallel_degree=8 with 1F1B makes 8 stages of 4 layers", "at most 4"]
-    return Bad(_CONFIG, words, {"parallelism__pipeline_parallel_degree": 8}, {"NGPU": 8})
-
-
-def too_few_microbatches(folder: Path) -> Bad:
-    words = ["2 microbatches", "1F1B wants at least as many", "choose local_batch_size 4"]
-    return Bad(_CONFIG, words, {"parallelism__pipeline_parallel_degree": 4}, {"NGPU": 4})
-
-
-def recompute_with_a_split_backward(folder: Path) -> Bad:
-    words = ["activation_checkpoint.mode=full", "ZBVZeroBubble", "mode=none", "Interleaved1F1B"]
-    overrides = {
-        "parallelism__pipeline_parallel_degree": 2,
-        "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble",
-        "activation_checkpoint__mode": "full",
-    }
-    return Bad(_CONFIG, words, overrides, {"NGPU": 2})
-
-
-def stages_that_miss_a_layer(folder: Path) -> Bad:
-    parts = '[["tok_embeddings","layers.0","layers.1"],["layers.2","norm","output"]]'
-    words = ["module_fqns_per_model_part must name", "mend layers.3"]
-    overrides = {
-        "parallelism__pipeline_parallel_degree": 2,
-        "parallelism__module_fqns_per_model_part": parts,
-    }
-    return Bad(_CONFIG, words, overrides, {"NGPU": 2})
-
-
-def stage_of_an_unknown_degree(folder: Path) -> Bad:
-    words = ["stages.0.parallelism.tensor_degree = 2", "did you mean parallelism.tensor_parallel_"]
-    stages = '[{"from_step": 2, "parallelism": {"tensor_degree": 2}}]'
-    return Bad(_CONFIG, words, {"stages": stages})
-
-
-def stages_in_another_order(folder: Path) -> Bad:
-    words = ["stages[1].from_step=2 must be more than stages[0].from_step=3"]
-    stages = '[{"from_step": 3, "seq_len": 16}, {"from_step": 2, "seq_len": 8}]'
-    return Bad(_CONFIG, words, {"stages": stages, "training__steps": 4})
-
-
-def stage_for_more_ranks(folder: Path) -> Bad:
-    words = ["stages[0] (from_step=2): parallelism: cp 2 = 2 must divide the 1 ranks", "NGPU=2"]
-    stages = '[{"from_step": 2, "parallelism": {"context_parallel_degree": 2}}]'
-    return Bad(_CONFIG, words, {"stages": stages, "training__steps": 4})
-
-
-def stage_whose_batch_does_not_divide(folder: Path) -> Bad:
-    words = ["stages[0] (from_step=2): training.global_batch_size=5 must be a multiple of"]
-    stages = '[{"from_step": 2, "global_batch_size": 5}]'
-    return Bad(_CONFIG, words, {"stages": stages, "training__steps": 4})
+def wrong_configuration(name: str) -> Case:
+    overrides, ranks, words = _WRONG[name]
+    return lambda folder: Bad(_CONFIG, words, overrides, {"NGPU": ranks})
 
 
 def no_rank_to_log(folder: Path) -> Bad:
@@ -255,28 +196,7 @@ def port_in_use(folder: Path) -> Bad:
     return Bad(_RUN, [endpoint, "in use"], variables=variables, held=server)
 
 
-CONFIGURATIONS: list[Case] = [
-    unknown_key,
-    key_of_torchtitan,
-    wrong_type,
-    no_such_flavor,
-    degree_that_does_not_divide,
-    eight_ranks_started_with_two,
-    heads_that_do_not_divide,
-    sequence_that_does_not_divide,
-    heads_too_few_for_ulysses,
-    more_stages_than_layers,
-    too_few_microbatches,
-    recompute_with_a_split_backward,
-    stages_that_miss_a_layer,
-    stage_of_an_unknown_degree,
-    stages_in_another_order,
-    stage_for_more_ranks,
-    stage_whose_batch_does_not_divide,
-    missing_data,
-    empty_data,
-    tokenizer_larger_than_vocabulary,
-]
+UNKNOWN, RANKS = wrong_configuration("unknown key"), wrong_configuration("ranks")
 # What only a launcher or a run can notice.
 RUNS: list[Case] = [
     unreadable_data,
@@ -293,12 +213,15 @@ RUNS: list[Case] = [
     unwritable_folder,
     port_in_use,
 ]
-LAUNCHED = [unknown_key, eight_ranks_started_with_two, missing_data, unwritable_folder]
+LAUNCHED = [UNKNOWN, RANKS, missing_data, unwritable_folder]
 
 
-@pytest.mark.parametrize("case", CONFIGURATIONS)
-def test_a_bad_configuration_is_one_line(tmp_path: Path, case: Case) -> None:
-    """As run_train.sh checks it before any rank starts, in this process."""
+@pytest.mark.parametrize(
+    "case",
+    [*map(wrong_configuration, _WRONG), missing_data, empty_data, tokenizer_larger_than_vocabulary],
+)
+def test_bad_configuration_is_one_line(tmp_path: Path, case: Case) -> None:
+    """Runs the check of run_train.sh before any rank starts, in this process."""
     bad = case(tmp_path)
     before = _digests(tmp_path, without=set())
     _, *arguments = command(tmp_path, **bad.overrides)
@@ -308,7 +231,7 @@ def test_a_bad_configuration_is_one_line(tmp_path: Path, case: Case) -> None:
     assert before == _digests(tmp_path, without=set())
 
 
-@pytest.mark.parametrize("case", split([*CONFIGURATIONS, *RUNS], LAUNCHED))
+@pytest.mark.parametrize("case", split([UNKNOWN, RANKS, missing_data, *RUNS], LAUNCHED))
 def test_bad_input_is_one_line(tmp_path: Path, case: Case) -> None:
     bad = case(tmp_path)
     before = _digests(tmp_path, without=bad.changes)
@@ -326,8 +249,7 @@ def test_bad_input_is_one_line(tmp_path: Path, case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [folder_in_use, folder_of_another_model])
-def test_ranks_look_at_the_folder_themselves(tmp_path: Path, case: Case) -> None:
-    """Those of a torchrun that a user starts by hand."""
+def test_ranks_without_a_launcher_check_the_folder(tmp_path: Path, case: Case) -> None:
     bad = case(tmp_path)
     _, *arguments = command(tmp_path, **bad.overrides)
     ended = subprocess.run(

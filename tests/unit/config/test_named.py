@@ -51,7 +51,3 @@ def test_a_name_that_is_none_is_one_line(text: str, says: str) -> None:
     assert (
         line.startswith(f"job.config_file = {text}: cannot be read: No such file") and says in line
     )
-
-
-def test_the_package_brings_the_checkout_s_configurations() -> None:
-    assert named.CONFIGS.resolve() == REPO / "configs"

@@ -1,7 +1,7 @@
 import pytest
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.parse import as_toml, load_job, resolve, save_job
+from titan_moe.config.parse import load_job, resolve, save_job
 from titan_moe.config.stages import (
     changes,
     job_of_step,
@@ -88,12 +88,6 @@ def test_a_saved_job_has_its_stages_and_no_key_that_they_leave_alone(job, tmp_pa
     (stage, _), (again, _) = job.stages, saved.stages
     assert again.parallelism.model_fields_set == stage.parallelism.model_fields_set
     assert len(stage.parallelism.model_fields_set) == 3
-
-
-def test_a_saved_job_without_stages_takes_some_at_its_end(tmp_path):
-    path = tmp_path / "saved.toml"
-    path.write_text(as_toml(load_job([])) + "\n[[stages]]\nfrom_step = 2\nseq_len = 16\n")
-    assert load_job(["--config", str(path)]).stages[0].seq_len == 16
 
 
 def test_stages_of_the_command_line_replace_those_of_the_file(job, tmp_path):
