@@ -19,7 +19,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import as_toml, resolve
 from titan_moe.config.stages import changes, job_of_step, same_layout, stage_jobs
 from titan_moe.data.batch import Batch
-from titan_moe.data.step_reader import merge_states
+from titan_moe.data.reader import merge_states
 from titan_moe.data.tokenizer import loss_unit
 from titan_moe.debug.hang.layers import mark_layers
 from titan_moe.debug.nan_locator import describe_nonfinite
@@ -247,7 +247,7 @@ class Trainer:
             tokens=self.progress.tokens,
             step_tokens=step_tokens,
             validation_loss=validation_loss,
-            bad_documents=self.data.count_bad_documents(step) if logged else 0,
+            documents_without_text=self.data.count_without_text(step) if logged else 0,
         )
         with phases("checkpoint"):
             self.replicas(step)
@@ -318,7 +318,7 @@ class Trainer:
 
     def reshard(self, job: JobConfig) -> None:
         """Change to the layout of `job` between two steps of `train`. Collective. Sequence length
-        and batch may change too: `data.step_reader.continue_state` then moves the data position.
+        and batch may change too: `data.reader.continue_state` then moves the data position.
 
         Nothing goes through the disk. The later steps have the bits of a run that was saved,
         stopped and resumed in that layout. Parameters move first and are freed, then the

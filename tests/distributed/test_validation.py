@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_document_is_tokenized_by_one_rank_and_read_by_those_that_need_it(folder: Path) -> None:
+def test_each_document_is_tokenized_by_one_rank(folder: Path) -> None:
     """Two data ranks of two ranks each, which read the same sequences."""
     ((alone, everything),) = run_on_ranks(read, 1, folder, 1)
     assert len(everything) == _NUM_DOCUMENTS
@@ -70,7 +70,7 @@ def test_a_document_is_tokenized_by_one_rank_and_read_by_those_that_need_it(fold
     assert together[: len(sequences)] == sequences
 
 
-def test_what_one_rank_cannot_read_ends_all_ranks_alike(folder: Path) -> None:
+def test_document_that_one_rank_cannot_read_ends_all_ranks(folder: Path) -> None:
     assert run_on_ranks(read_in_vain, 2, folder) == ["json/50 cannot be read"] * 2
 
 

@@ -19,7 +19,7 @@ def damage(folder: Path, random_: random.Random) -> str:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     while True:
         path = random_.choice(files)
-        done = random_.choice(_DAMAGES + _OF_SUFFIX.get(path.suffix, ()))(path, files, random_)
+        done = random_.choice(_DAMAGES)(path, files, random_)
         if done is not None:
             return f"{path.relative_to(folder)}: {done}"
 
@@ -157,24 +157,6 @@ _DAMAGES = (
     *(_cut, _flip, _flip, _scribble, _append, _remove, _rename, _exchange, _copy_over, _folder),
     *(_link, _hostile_pickle, _other_json, _other_json, _other_json),
 )
-
-
-def _repeat_value(path: Path, files: list[Path], random_: random.Random) -> str:
-    """A Parquet file of some KB that unpacks to 2 to 130 GB."""
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    size, rows = random_.choice([1 << 20, 65 << 20]), 2000
-    texts = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([size * "a"]))
-    path.unlink()
-    pyarrow.parquet.write_table(
-        pa.table({"text": texts}), path, compression="zstd", store_schema=False
-    )
-    return f"{rows} times the same text of {size:,} bytes"
-
-
-_OF_SUFFIX = {".parquet": 3 * (_repeat_value,)}
-"""What is done to files of a kind alone. All others' trials stay what their seeds made them."""
 
 
 def copy_linked(source: Path, target: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 from titan_moe.config.job_config import Training
 from titan_moe.data.build import build_loader
 from titan_moe.data.loader import Loader
-from titan_moe.data.reader_process import ReaderProcess
+from titan_moe.data.reader import ReaderProcess
 from titan_moe.data.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -1,41 +1,18 @@
-"""The slow, plain-Python versions that the package is compared with, and small corpora."""
+"""Small corpora, and slow versions in plain Python of what the package does with documents."""
 
-import base64
 import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
+import zlib
 
-from tests.support.paths import REPO
-from titan_moe.data.bad_documents import BadDocuments
-from titan_moe.data.documents import Document
+from titan_moe.data.order import Document, mix
 from titan_moe.data.packing import IGNORE_INDEX
-
-_READ = r"""
-import re, sys
-import pyarrow.compute, pyarrow.parquet
-from titan_moe.config.errors import ConfigError
-from titan_moe.data.file_corpus import FileCorpus
-from titan_moe.data.hf_datasets import import_quietly
-
-import_quietly()
-peak = lambda: int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1])
-before = peak()
-try:
-    FileCorpus(sys.argv[1], sys.argv[2], key="training.")
-except ConfigError as error:
-    print(error)
-print(peak() - before)
-"""
 
 
 class ListCorpus:
     """A corpus of given texts."""
 
     def __init__(self, texts, fingerprint="list"):
-        self.texts, self.fingerprint, self.left_out = texts, fingerprint, BadDocuments()
+        self.texts, self.fingerprint = texts, fingerprint
 
     def checksum(self):
         return ""
@@ -64,6 +41,11 @@ def slow_rows(documents, *, seq_len, mask):
     return rows
 
 
+def is_held_out(text):
+    """True for the documents of a stream that training leaves to validation."""
+    return mix(zlib.crc32(text.encode())) % 64 == 0
+
+
 def random_texts(count, *, seed=0, longest=200):
     """Texts of uneven lengths, some empty, some not ASCII."""
     draw = random.Random(seed)
@@ -76,23 +58,9 @@ def write_jsonl(path, texts):
     return str(path)
 
 
-def write_bpe(path, merges=(b"re", b"tu", b"retu")):
-    tokens = [bytes([byte]) for byte in range(256)] + list(merges)
-    lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
-    path.write_bytes(b"\n".join(lines) + b"\n")
-    return str(path)
-
-
-def read_apart(dataset: str, path: Path) -> tuple[str, int]:
-    """What a process says that reads a data set, and the KiB of memory that it took at most."""
-    environment = os.environ | {"HF_HOME": str(path.parent / "hf"), "PYTHONPATH": str(REPO)}
-    environment.pop("HF_DATASETS_CACHE", None)
-    done = subprocess.run(
-        [sys.executable, "-c", _READ, dataset, str(path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    said, kilobytes = done.stdout.splitlines()
-    return said, int(kilobytes)
+def write_hub(folder, texts, num_files=5):
+    """A local copy of a hub dataset in several files of unequal lengths."""
+    for file in range(num_files):
+        first, last = (len(texts) * n**2 // num_files**2 for n in (file, file + 1))
+        write_jsonl(folder / f"part-{file:02d}.json", texts[first:last])
+    return str(folder)

@@ -99,7 +99,7 @@ def _stopped(rank: int) -> None:
 
 
 def _loader(rank: int) -> None:
-    from titan_moe.data.step_reader import StepReader
+    from titan_moe.data.reader import StepReader
 
     if rank == 1:
         _in_step_3(StepReader, "read_step", _sleep)

@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     if options.config is None and options.overrides and options.overrides[0][:1] != "-":
         return _audit(options.overrides)
-    from titan_moe.config.stages import stage_jobs, stage_lines
-    from titan_moe.data.sample import sample_data
+    from titan_moe.config.stages import stage_lines
+    from titan_moe.data.build import sample_data
     from titan_moe.data.tokenizer import load_tokenizer
     from titan_moe.models.hf import model_of_job
     from titan_moe.models.stats import total
@@ -56,14 +56,12 @@ def run(options: argparse.Namespace) -> Answer:
     job, notes = check_all(job_arguments(options), ranks, nodes, os.environ)
     found = {"ranks_per_node": ranks // nodes, "dump_folder": job.job.dump_folder}
     line = "nothing is wrong: {ranks_per_node} rank(s) on each machine, output in {dump_folder}"
-    largest = max(stage.training.global_batch_size for _, stage in stage_jobs(job))
     samples = sample_data(
         job.training,
         job.validation,
         load_tokenizer(job.model.tokenizer_path),
         seed=job.debug.seed,
         global_batch_size=job.training.global_batch_size,
-        largest_batch_size=largest,
     )
     model = model_of_job(job.model)
     parameters, active = sum(total(model)), round(total(model).active(model))

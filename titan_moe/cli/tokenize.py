@@ -1,33 +1,32 @@
-"""Write a memory-mapped, pre-tokenised copy of a dataset.
+"""Write a tokenised copy of a dataset, or check the checksums of one.
 
     titan-moe tokenize --out data/tokens --training.dataset json --training.dataset_path 'x/*.jsonl'
     titan-moe tokenize --verify data/tokens
 
-Of the configuration it takes training.dataset, training.dataset_path, training.text_column,
-training.max_bad_documents and model.tokenizer_path.
-Train on the copy with training.dataset="tokens" and training.dataset_path="data/tokens". Killed
-half-way, the same command goes on where it stopped.
+It reads training.dataset, training.dataset_path, training.text_column and model.tokenizer_path of
+the configuration. Train on the copy with training.dataset="tokens" and
+training.dataset_path="data/tokens". Run the same command again after a kill.
 
 Exit codes: 0; 1 it failed, or a checksum is wrong; 2 a wrong argument; 130 interrupted.
 """
 
 import argparse
 import os
+from dataclasses import asdict
 from pathlib import Path
 
-from titan_moe.cli.command import Answer, Command, add_out, add_seed, job_of, positive
+from titan_moe.cli.command import Answer, Command, add_out, job_of, positive
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import RunError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--workers", type=positive, default=os.cpu_count(), help="tokenizing threads"
+        "--workers", type=positive, default=os.cpu_count(), help="tokenizing processes"
     )
     parser.add_argument(
         "--verify", type=Path, metavar="FOLDER", help="check a folder's checksums instead"
     )
-    add_seed(parser, default=0, says="of the synthetic dataset")
     add_out(parser, default=None, says="the folder to write; it must not exist yet")
 
 
@@ -43,54 +42,26 @@ def run(options: argparse.Namespace) -> Answer:
 
 
 def _tokenize(options: argparse.Namespace) -> Answer:
-    from tqdm import tqdm
-
-    from titan_moe.data.bad_documents import counted
-    from titan_moe.data.documents import Corpus
-    from titan_moe.data.sources import open_source
-    from titan_moe.data.tokenize import tokenize_corpus
+    from titan_moe.data.corpus import FileCorpus
+    from titan_moe.data.sources import open_source, training_sources
+    from titan_moe.data.stream import HubStream
     from titan_moe.data.tokenizer import load_tokenizer
+    from titan_moe.data.tokens import write_tokens
 
     job = job_of(options)
     if job.training.blend:
         raise ConfigError(["training.blend: tokenize one dataset at a time, training.dataset"])
-    tokenizer = load_tokenizer(job.model.tokenizer_path)
-    source = open_source(
-        job.training.dataset,
-        job.training.dataset_path,
-        text_column=job.training.text_column,
-        key="training.",
-        tokenizer=tokenizer.fingerprint,
-        seed=options.seed,
-        max_bad_documents=job.training.max_bad_documents,
-    )
-    size = len(source) if isinstance(source, Corpus) else None
-    with tqdm(total=size, unit=" documents", unit_scale=True, delay=0.5) as bar:
-        tokens = 0
-
-        def progress(num_documents: int, num_tokens: int) -> None:
-            nonlocal tokens
-            tokens += num_tokens
-            bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
-            bar.update(num_documents)
-
-        written, bad = tokenize_corpus(
-            source,
-            tokenizer,
-            options.out,
-            progress=progress,
-            workers=options.workers,
-            max_bad_documents=job.training.max_bad_documents,
+    (source,) = training_sources(job.training)
+    path = job.model.tokenizer_path
+    corpus = open_source(source, load_tokenizer(path).fingerprint, seed=0)
+    if not isinstance(corpus, FileCorpus | HubStream):
+        raise ConfigError(
+            [f"{source.name} is not to be tokenized: choose json, parquet, text or a hub dataset"]
         )
-    found = {
-        "folder": str(options.out),
-        "documents": written.documents,
-        "tokens": written.tokens,
-        "shards": len(written.shards),
-        "bad_documents": bad.number,
-    }
-    line = "{folder}: {documents:,} documents, {tokens:,} tokens, {shards} shard(s)"
-    return Answer(found, [line.format(**found), *([counted(bad)] if bad.number else [])])
+    written = write_tokens(corpus, path, options.out, workers=options.workers)
+    found = {"folder": str(options.out), **asdict(written)}
+    line = "{folder}: {documents:,} documents ({without_text:,} without a text), {tokens:,} tokens"
+    return Answer(found, [line.format(**found)])
 
 
 def _verify(folder: Path) -> Answer:

@@ -121,7 +121,7 @@ class Model(Section):
     from it unless tokenizer_path says otherwise, and exports take along what is beside its
     weights."""
     tokenizer_path: str = "bytes"
-    """'bytes', a tiktoken BPE file (Llama-3 layout), or a folder that holds a tokenizer.json; left
+    """'bytes', or a folder that holds a tokenizer.json and a tokenizer_config.json; left
     out: hf_assets_path if that is set."""
     converters: list[
         Literal["quantize.linear.float8", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx"]
@@ -261,10 +261,6 @@ class Training(Section):
     blend: list[Dataset] = Field([])
     """Several datasets with weights, as [[training.blend]] tables; replaces dataset and
     dataset_path."""
-    max_bad_documents: float = Field(0.01, ge=0, le=1)
-    """Share of a dataset's documents that may have no text that can be read: none at all, something
-    else in its place, another encoding than UTF-8, NUL characters. They count as empty documents
-    and are reported; more of them stop the run."""
     repeat_dataset: bool = False
     """Start the dataset again when a sequence of the batch has used up its documents, instead of
     stopping with an error."""
@@ -431,7 +427,7 @@ class TrainingStage(Section):
     global_batch_size: PositiveInt | None = None
     """As training.global_batch_size; left out, it stays as it is, whatever the layout. With another
     one, new sequences begin after the last document that was begun, and the rest of the old ones is
-    not read; the log says how much that is."""
+    not read."""
     parallelism: Parallelism = Field(default_factory=Parallelism)
     """The keys of the table parallelism that change; the others stay as they are."""
 

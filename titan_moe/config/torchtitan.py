@@ -62,7 +62,9 @@ IGNORED: dict[str, str] = {
 }
 """Key of torchtitan -> why the numbers are the same without it."""
 
-DELETED: dict[str, str] = {}
+DELETED: dict[str, str] = {
+    "training.max_bad_documents": "documents without a text are counted and stop no run",
+}
 """Key that this program had once -> what to use instead, or why it is not needed."""
 
 REFUSED: dict[str, str] = {

@@ -1,8 +1,8 @@
-"""What the loader hands to the trainer."""
+"""The microbatch that the loader hands to the trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -15,17 +15,7 @@ from titan_moe.data.packing import IGNORE_INDEX, PackedSequence
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["IGNORE_INDEX", "Batch", "PackedBatch", "stack_sequences", "to_tensors"]
-
-
-@dataclass(frozen=True)
-class PackedBatch:
-    """A `Batch` as NumPy arrays: what a process without torch makes."""
-
-    tokens_BS: np.ndarray
-    labels_BS: np.ndarray
-    documents_BS: np.ndarray
-    samples: list[list[str]]
+__all__ = ["IGNORE_INDEX", "Batch", "fingerprints", "stack_sequences"]
 
 
 @dataclass(frozen=True)
@@ -50,30 +40,21 @@ def fingerprints(batch: Batch) -> list[int]:
     return [reduce(lambda crc, x_S: crc32(x_S.numpy(), crc), sequence, 0) for sequence in sequences]
 
 
-def stack_sequences(sequences: Sequence[PackedSequence]) -> PackedBatch:
-    """Stack the sequences of one microbatch."""
-    return PackedBatch(
-        tokens_BS=np.stack([each.tokens_S for each in sequences]),
-        labels_BS=np.stack([each.labels_S for each in sequences]),
-        documents_BS=np.stack([each.documents_S for each in sequences]),
-        samples=[each.samples for each in sequences],
-    )
+def stack_sequences(sequences: Sequence[PackedSequence], *, pin: bool = False) -> Batch:
+    """Stack the sequences of one microbatch.
 
-
-def to_tensors(packed: PackedBatch, *, pin: bool = False) -> Batch:
-    """`packed` as tensors; `pin`: in page-locked memory, from which CUDA copies without waiting.
-
-    torch gives such memory out again once the tensor is gone and copies from it have ended.
+    pin: in page-locked memory, from which CUDA copies without waiting. torch gives such memory out
+    again once the tensor is gone and copies from it have ended.
     """
     import torch  # Here, so that the checks before a run need not wait for torch.
 
-    def tensor(x_BS: np.ndarray) -> torch.Tensor:
-        x = torch.from_numpy(x_BS)
+    def stack(arrays: Iterable[np.ndarray]) -> torch.Tensor:
+        x = torch.from_numpy(np.stack(list(arrays)))
         return x.pin_memory() if pin else x
 
     return Batch(
-        tokens_BS=tensor(packed.tokens_BS),
-        labels_BS=tensor(packed.labels_BS),
-        documents_BS=tensor(packed.documents_BS),
-        samples=packed.samples,
+        tokens_BS=stack(sequence.tokens_S for sequence in sequences),
+        labels_BS=stack(sequence.labels_S for sequence in sequences),
+        documents_BS=stack(sequence.documents_S for sequence in sequences),
+        samples=[sequence.samples for sequence in sequences],
     )

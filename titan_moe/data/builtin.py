@@ -7,8 +7,7 @@ import sysconfig
 from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.data.bad_documents import BadDocuments
-from titan_moe.data.documents import Document, mix
+from titan_moe.data.order import Document, mix
 
 # Not the library itself: installed packages, caches, and tests (mostly tables of input and output).
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -22,13 +21,11 @@ class StdlibCorpus:
         folder = folder or Path(sysconfig.get_path("stdlib"))
         digest = hashlib.blake2b(digest_size=8)
         self._documents: list[Document] = []
-        self.left_out = BadDocuments()
         for path in _python_files(folder):
             content = path.read_bytes()
             try:
                 text = content.decode()
             except UnicodeDecodeError:  # A few files are in other encodings.
-                self.left_out += BadDocuments(1, f"{path} is not UTF-8")
                 continue
             name = path.relative_to(folder).as_posix()
             self._documents.append(Document(f"stdlib/{name}", text))
@@ -76,8 +73,6 @@ class SyntheticCorpus:
     Document `i` is a function of (seed, i) alone. There is structure at three ranges: the spelling
     of words, the chain from word to word, and a document's key word, which opens all its sentences.
     """
-
-    left_out = BadDocuments()
 
     def __init__(self, seed: int, *, num_documents: int = 1_000_000) -> None:
         self.fingerprint = f"synthetic:1:seed={seed}:documents={num_documents}"

@@ -1,37 +1,23 @@
-"""The loader of one data rank: its part of each global batch, read ahead in the background."""
+"""The loader of one data rank reads its share of each global batch ahead, in the background."""
 
 from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from titan_moe.data.batch import Batch, PackedBatch, to_tensors
-from titan_moe.data.step_reader import Identity
+from titan_moe.data.batch import Batch, stack_sequences
+from titan_moe.data.reader import Reader
 
 if TYPE_CHECKING:
     import torch
 
 
-class Reader(Protocol):
-    """A `StepReader`, in this process or in another."""
-
-    identity: Identity
-
-    def read_step(self) -> tuple[list[PackedBatch], dict[str, Any]]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Loader:
     """Yields the microbatches of one data rank, step by step.
 
-    One background thread reads up to `prefetch_factor` steps ahead of the caller. The state is that
-    of the last step handed out; what was read ahead is read again after a resume.
+    One background thread reads up to `prefetch_factor` steps ahead of the caller. The state belongs
+    to the last step handed out; steps that were read ahead are read again after a resume.
     """
 
     def __init__(
@@ -99,5 +85,6 @@ class Loader:
             torch.cuda.set_device(self._pin_for)
 
     def _read_step(self) -> tuple[list[Batch], dict[str, Any]]:
-        packed, state = self._reader.read_step()
-        return [to_tensors(each, pin=self._pin_for is not None) for each in packed], state
+        microbatches, state = self._reader.read_step()
+        pin = self._pin_for is not None
+        return [stack_sequences(sequences, pin=pin) for sequences in microbatches], state

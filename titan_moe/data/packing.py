@@ -13,11 +13,10 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document's token ids, EOS included, its name, and why it has no text (empty: it has)."""
+    """One document's name and token ids, EOS included."""
 
     name: str
     ids: np.ndarray
-    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,6 @@ class Packer:
     def offset(self) -> int:
         """Tokens of the current document that are used up."""
         return self._offset
-
-    @property
-    def unread(self) -> int:
-        """Tokens of the current document that are not used up."""
-        return 0 if self._document is None else len(self._document.ids) - self._offset
 
     def resume(self, document: Encoded | None, offset: int) -> None:
         """Go on `offset` tokens into `document`; None: with the next one."""

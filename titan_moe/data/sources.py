@@ -1,108 +1,89 @@
-"""From `dataset` and `dataset_path` to a corpus or a stream."""
+"""The sources that the configuration names, checked before a run and opened in it."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import DATASETS_WITHOUT_PATH
+from titan_moe.config.job_config import DATASETS_WITHOUT_PATH, Training, Validation
 from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
-from titan_moe.data.documents import Corpus, Stream
-from titan_moe.data.file_corpus import SUFFIXES, FileCorpus, find_files
-from titan_moe.data.hub import HubStream
+from titan_moe.data.corpus import FORMATS, FileCorpus, Source, find_files
+from titan_moe.data.order import Corpus
+from titan_moe.data.stream import HubStream
 from titan_moe.data.tokens import TokenCorpus
 
 # 2,000 documents of C4 that lie, as JSON lines, in torchtitan's repository and not in this one.
-_C4_TEST, _C4_TEST_FOLDER = "c4_test", "tests/assets/c4_test"
+_C4_TEST_FOLDER = "tests/assets/c4_test"
 
 
-def is_stream(dataset: str) -> bool:
-    """Whether `dataset` is read from beginning to end (a hub dataset) and its length not known."""
-    return dataset not in (*DATASETS_WITHOUT_PATH, "tokens", _C4_TEST, *SUFFIXES)
+def check_source(source: Source, tokenizer: str | None) -> None:
+    """Raise ConfigError for mistakes that show without reading the data: a wrong path, ids of
+    another tokenizer than that of the fingerprint `tokenizer` (None: do not compare)."""
+    if source.dataset in DATASETS_WITHOUT_PATH:
+        if source.dataset_path is not None:
+            line = f"{source.path_name} has no use with {source.name}: leave it out"
+            raise ConfigError([line])
+    elif source.dataset == "tokens":
+        _open_tokens(source, tokenizer)
+    elif source.dataset in FORMATS:
+        find_files(source)
+    elif source.path is not None and not source.path.exists():
+        raise ConfigError([f"{source.path_name} does not exist: name a copy, or leave it out"])
 
 
-def open_source(
-    dataset: str,
-    dataset_path: str | None,
-    *,
-    text_column: str,
-    key: str,
-    tokenizer: str,
-    seed: int,
-    max_bad_documents: float = 1.0,
-) -> Corpus | Stream:
-    """Open one source.
+def open_source(source: Source, tokenizer: str, seed: int) -> Corpus | HubStream:
+    """Open a source. tokenizer: the tokenizer's fingerprint.
 
-    text_column: where there are columns.
-    max_bad_documents: share of its documents that may have no text (training.max_bad_documents).
-    key: what the user writes before `dataset`, such as "training." or "--", for messages.
-    tokenizer: the tokenizer's fingerprint.
-    ConfigError when it is missing, empty, unreadable or made for another tokenizer.
+    Raises ConfigError if it is missing, empty, unreadable or made for another tokenizer.
     """
-    check_source(dataset, dataset_path, key=key, tokenizer=tokenizer)
-    dataset, dataset_path = _as_files(dataset, dataset_path)
-    if dataset == "stdlib":
+    check_source(source, tokenizer)
+    if source.dataset == "stdlib":
         return StdlibCorpus()
-    if dataset == "synthetic":
+    if source.dataset == "synthetic":
         return SyntheticCorpus(seed)
-    if dataset == "tokens":
-        return _open_tokens(dataset_path, key=key, tokenizer=tokenizer)
-    if dataset in SUFFIXES:
-        return FileCorpus(
-            dataset,
-            dataset_path,
-            text_column=text_column,
-            key=key,
-            max_bad_documents=max_bad_documents,
+    if source.dataset == "tokens":
+        return _open_tokens(source, tokenizer)
+    return FileCorpus(source) if source.dataset in FORMATS else HubStream(source)
+
+
+def _open_tokens(source: Source, tokenizer: str | None) -> TokenCorpus:
+    key = f"{source.key}dataset_path"
+    if source.path is None:
+        raise ConfigError([f"{source.name} needs {key}: a folder made by titan-moe tokenize"])
+    return TokenCorpus(source.path, tokenizer=tokenizer, key=key)
+
+
+def training_sources(training: Training) -> list[Source]:
+    """The sources of the training data, in the order of the blend."""
+    if not training.blend:
+        path, column = training.dataset_path, training.text_column
+        return [_source("training.", training.dataset, path, column)]
+    return [
+        _source(
+            f"training.blend[{number}].",
+            part.dataset,
+            part.dataset_path,
+            part.text_column or training.text_column,
+            part.weight,
         )
-    return HubStream(dataset, dataset_path, text_column=text_column, key=key)
+        for number, part in enumerate(training.blend)
+    ]
 
 
-def check_source(
-    dataset: str, dataset_path: str | None, *, key: str, tokenizer: str | None
-) -> None:
-    """ConfigError for what shows without reading the data: a wrong path, another tokenizer's ids.
-
-    `tokenizer` None: it could not be loaded, do not compare.
-    """
-    if dataset == _C4_TEST and not Path(dataset_path or _C4_TEST_FOLDER).expanduser().exists():
-        raise ConfigError(
-            [
-                f"{key}dataset='c4_test' is {_C4_TEST_FOLDER} of torchtitan's repository, and "
-                f"{dataset_path or _C4_TEST_FOLDER} does not exist: set {key}dataset_path to a "
-                f"copy, or choose {key}dataset=stdlib"
-            ]
-        )
-    dataset, dataset_path = _as_files(dataset, dataset_path)
-    if dataset in DATASETS_WITHOUT_PATH:
-        if dataset_path is not None:
-            raise ConfigError(
-                [
-                    f"{key}dataset_path={dataset_path!r} has no use with {key}dataset="
-                    f"{dataset!r}: leave it out, or choose json, parquet, text or tokens"
-                ]
-            )
-    elif dataset == "tokens":
-        _open_tokens(dataset_path, key=key, tokenizer=tokenizer)
-    elif dataset in SUFFIXES:
-        find_files(dataset, dataset_path, key=key)
-    elif dataset_path is not None and not Path(dataset_path).expanduser().exists():
-        raise ConfigError(
-            [f"{key}dataset_path={dataset_path!r} does not exist: name a copy, or leave it out"]
-        )
+def _source(key: str, dataset: str, path: str | None, column: str, weight: float = 1.0) -> Source:
+    """A source with the name that stands for local files replaced by format and path."""
+    if dataset == "c4_test":
+        dataset, path = "json", path or _C4_TEST_FOLDER
+    return Source(key, dataset, path, column, weight)
 
 
-def _as_files(dataset: str, dataset_path: str | None) -> tuple[str, str | None]:
-    """A name that stands for files, as their format and path."""
-    if dataset == _C4_TEST:
-        return "json", dataset_path or _C4_TEST_FOLDER
-    return dataset, dataset_path
+def validation_sources(validation: Validation, training: Training) -> list[Source]:
+    """The sources of the validation set: those of training unless it names another."""
+    if validation.dataset is None:
+        return training_sources(training)
+    column = validation.text_column or training.text_column
+    return [_source("validation.", validation.dataset, validation.dataset_path, column)]
 
 
-def _open_tokens(dataset_path: str | None, *, key: str, tokenizer: str | None) -> TokenCorpus:
-    if dataset_path is None:
-        raise ConfigError(
-            [f"{key}dataset='tokens' needs {key}dataset_path: a folder made by titan-moe tokenize"]
-        )
-    folder = Path(dataset_path).expanduser()
-    return TokenCorpus(folder, tokenizer=tokenizer, key=f"{key}dataset_path")
+def shared_places(validation: Validation, training: Training) -> set[tuple[str, str]]:
+    """Places of the sources that training and validation divide between them."""
+    trained_on = {source.place for source in training_sources(training)}
+    return trained_on & {source.place for source in validation_sources(validation, training)}

@@ -1,113 +1,63 @@
-"""Pre-tokenised corpora: a folder of flat, memory-mapped arrays with a manifest.
+"""Tokenised corpora: a folder of one flat array of token ids, documents' offsets and a manifest.
 
-`shard-00000.tokens` holds the ids of its documents one after the other (little-endian uint16 or
-uint32, without EOS), `shard-00000.ends` where each document ends (little-endian int64). A folder
-without `manifest.json`, which is written last, is not a corpus.
+`tokens.bin` holds the ids of the documents one after the other (little-endian uint32, without EOS),
+`offsets.bin` the first token of each document and the end of the last (little-endian int64). The
+folder takes its name when it is complete. Until then all work happens in `<out>.partial`.
 """
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import json
-import mmap
 import os
+import shutil
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.data.bad_documents import BadDocuments
-from titan_moe.data.content import sampled_checksum
-from titan_moe.data.documents import Document
+from titan_moe.data.corpus import FileCorpus, first_cause, import_datasets, sampled_checksum
+from titan_moe.data.order import Document
+from titan_moe.data.stream import HubStream
+from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.files import parse_json
-from titan_moe.runtime.records import Count, first_problem
+from titan_moe.runtime.files import replacing, write_whole
+from titan_moe.runtime.records import Count
 
-MANIFEST = "manifest.json"
-FORMAT = "titan_moe tokens 1"
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Size and SHA-256 checksums of one shard's two files."""
-
-    documents: Count
-    tokens: Count
-    tokens_sha256: str
-    ends_sha256: str
+_MANIFEST = "manifest.json"
+_TOKENS, _OFFSETS = "tokens.bin", "offsets.bin"
+_TYPES: dict[str, np.dtype[Any]] = {_TOKENS: np.dtype("<u4"), _OFFSETS: np.dtype("<i8")}
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the folder holds, and what it was made from."""
+    """The contents of a folder of tokens, and what they were made from."""
 
-    format: str
+    format: Literal["titan_moe tokens 2"]
     source: str
     """Fingerprint of the corpus that was tokenised."""
     tokenizer: str
     """Fingerprint of the tokenizer."""
-    vocab_size: Count
-    dtype: Literal["uint16", "uint32"]
-    shards: list[Shard]
-
-    @property
-    def documents(self) -> int:
-        return sum(shard.documents for shard in self.shards)
-
-    @property
-    def tokens(self) -> int:
-        return sum(shard.tokens for shard in self.shards)
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the whole manifest, and with its checksums of every token."""
-        content = json.dumps(asdict(self), sort_keys=True).encode()
-        return f"tokens:{hashlib.blake2b(content, digest_size=8).hexdigest()}"
-
-
-def shard_paths(folder: Path, number: int) -> tuple[Path, Path]:
-    """The files of a shard's tokens and of its documents' ends."""
-    return folder / f"shard-{number:05d}.tokens", folder / f"shard-{number:05d}.ends"
-
-
-def read_manifest(folder: Path, *, key: str) -> Manifest:
-    """Read the manifest; ConfigError naming `key` when the folder is not a whole corpus."""
-    problem = (
-        f"make it with titan-moe tokenize --out {folder} --model.tokenizer_path TOKENIZER "
-        "--training.dataset DATASET"
-    )
-    try:
-        text = (folder / MANIFEST).read_bytes()
-        table = parse_json(text)
-        if table.get("format") != FORMAT:
-            raise ValueError(f"its format is {table.get('format')!r}, not {FORMAT!r}")
-        return TypeAdapter(Manifest).validate_json(text, strict=True)
-    except ValidationError as error:
-        problem = f"{MANIFEST} is not one of ours ({first_problem(error)}); {problem}"
-    except OSError as error:
-        problem = f"no {MANIFEST} can be read there ({error.strerror}); {problem}"
-    except (ValueError, AttributeError) as error:
-        problem = f"{MANIFEST} is not one of ours ({error}); {problem}"
-    raise ConfigError([f"{key}={str(folder)!r}: {problem}"])
+    documents: Count
+    tokens: Count
+    without_text: Count
+    """Documents of the corpus that had no text and are empty here."""
+    sha256: dict[str, str]
+    """By file."""
 
 
 class TokenCorpus:
-    """The documents of a pre-tokenised folder; nothing is read before it is asked for."""
+    """The documents of a tokenised folder; nothing is read before it is asked for."""
 
-    left_out = BadDocuments()
-
-    def __init__(
-        self, folder: Path, *, tokenizer: str | None, key: str = "training.dataset_path"
-    ) -> None:
-        """`tokenizer`: fingerprint of the one that made the ids (None: any). ConfigError if not."""
+    def __init__(self, folder: Path, *, tokenizer: str | None, key: str) -> None:
+        """`tokenizer`: fingerprint of the one that must have made the ids; None: any. Raises
+        ConfigError naming `key` if the folder is not complete or of another tokenizer."""
         self._folder = folder
-        self._manifest = read_manifest(folder, key=key)
-        self.fingerprint = self._manifest.fingerprint
+        self._manifest = _read_manifest(folder, key=key)
         if tokenizer not in (None, self._manifest.tokenizer):
             raise ConfigError(
                 [
@@ -115,107 +65,164 @@ class TokenCorpus:
                     f"but model.tokenizer_path is {tokenizer}: use that one, or tokenize it again"
                 ]
             )
-        width = np.dtype(self._manifest.dtype).itemsize
-        for number, shard in enumerate(self._manifest.shards):
-            sizes = (shard.tokens * width, shard.documents * 8)
-            for path, size in zip(shard_paths(folder, number), sizes, strict=True):
-                found = path.stat().st_size if path.is_file() else 0
-                if found != size:
-                    raise ConfigError(
-                        [f"{key}={str(folder)!r}: {_wrong_size(path.name, found, size)}"]
-                    )
+        sizes = {_TOKENS: 4 * self._manifest.tokens, _OFFSETS: 8 * (self._manifest.documents + 1)}
+        for name, size in sizes.items():
+            path = folder / name
+            found = path.stat().st_size if path.is_file() else 0
+            if found != size:
+                raise ConfigError(
+                    [
+                        f"{key}={str(folder)!r}: {name} has {found:,} bytes, not the {size:,} of "
+                        "the manifest: copy the folder again, or make it anew"
+                    ]
+                )
+        self._files = {name: (folder / name).open("rb", buffering=0) for name in sizes}
+        content = json.dumps(asdict(self._manifest), sort_keys=True).encode()
+        self.fingerprint = f"tokens:{hashlib.blake2b(content, digest_size=8).hexdigest()}"
 
     def checksum(self) -> str:
-        shards = range(len(self._manifest.shards))
-        return sampled_checksum(
-            [path for shard in shards for path in shard_paths(self._folder, shard)]
-        )
+        return sampled_checksum([self._folder / _TOKENS, self._folder / _OFFSETS])
 
     def __len__(self) -> int:
         return self._manifest.documents
 
     def __getitem__(self, index: int) -> Document:
-        number = bisect.bisect_right(self._first_documents, index) - 1
-        if number not in self._open_shards:
-            self._open_shards[number] = self._open_shard(number)
-        tokens, ends = self._open_shards[number]
-        local = index - self._first_documents[number]
-        start, end = [0, *ends.read(max(local - 1, 0), local + 1).tolist()][-2:]
-        return Document(f"{self._folder.name}/{index}", tokens.read(start, end))
+        start, end = self._read(_OFFSETS, index, index + 2)
+        ids = self._read(_TOKENS, int(start), int(end))
+        return Document(f"{self._folder.name}/{index}", ids)
 
-    @cached_property
-    def _first_documents(self) -> list[int]:
-        firsts, total = [], 0
-        for shard in self._manifest.shards:
-            firsts.append(total)
-            total += shard.documents
-        return firsts
-
-    @cached_property
-    def _open_shards(self) -> dict[int, tuple[_Mapped, _Mapped]]:
-        return {}
-
-    def _open_shard(self, number: int) -> tuple[_Mapped, _Mapped]:
-        tokens_path, ends_path = shard_paths(self._folder, number)
-        shard = self._manifest.shards[number]
-        dtype = np.dtype(self._manifest.dtype).newbyteorder("<")
-        return (
-            _Mapped(tokens_path, dtype, shard.tokens),
-            _Mapped(ends_path, np.dtype("<i8"), shard.documents),
-        )
+    def _read(self, name: str, start: int, end: int) -> np.ndarray:
+        """Numbers [start, end) of a file. RunError if the file was cut short since it was opened:
+        mapped memory would read as zeros there, or end the process."""
+        width = _TYPES[name].itemsize
+        content = os.pread(self._files[name].fileno(), (end - start) * width, start * width)
+        if len(content) != (end - start) * width:
+            path = self._folder / name
+            raise RunError(f"{path} was cut short: copy the folder again, or make it anew")
+        return np.frombuffer(content, _TYPES[name])
 
 
-class _Mapped:
-    """A file of numbers, as memory. Behind the end of a file that was cut short this memory reads
-    as zeros up to the end of its page, and as SIGBUS after that."""
-
-    def __init__(self, path: Path, dtype: np.dtype, length: int) -> None:
-        self._path = path
-        self._size = length * dtype.itemsize
-        # An empty file cannot be mapped, and a shard of empty documents has one.
-        self._map: mmap.mmap | None = None
-        if length:
-            with path.open("rb") as file:
-                self._check(os.fstat(file.fileno()).st_size)
-                self._map = mmap.mmap(file.fileno(), self._size, access=mmap.ACCESS_READ)
-        self._numbers = np.frombuffer(self._map or b"", dtype)
-
-    def read(self, start: int, end: int) -> np.ndarray:
-        """A copy of numbers [start, end). RunError where the file was cut short since."""
-        if self._map is None:
-            return self._numbers
-        self._check(self._map.size())
-        numbers = self._numbers[start:end].copy()
-        self._check(self._map.size())  # It may have been cut just now.
-        return numbers
-
-    def _check(self, found: int) -> None:
-        if found != self._size:
-            raise RunError(_wrong_size(str(self._path), found, self._size))
-
-
-def _wrong_size(file: str, found: int, size: int) -> str:
-    return (
-        f"{file} has {found:,} bytes, not the {size:,} of the manifest: copy the folder again, or "
-        "make it anew"
+def _read_manifest(folder: Path, *, key: str) -> Manifest:
+    try:
+        return TypeAdapter(Manifest).validate_json((folder / _MANIFEST).read_bytes(), strict=True)
+    except OSError as error:
+        problem = f"no {_MANIFEST} can be read there ({error.strerror})"
+    except ValidationError:
+        problem = f"{_MANIFEST} is not one that titan-moe tokenize writes"
+    raise ConfigError(
+        [
+            f"{key}={str(folder)!r}: {problem}; make it with titan-moe tokenize --out {folder} "
+            "--model.tokenizer_path TOKENIZER --training.dataset DATASET"
+        ]
     )
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """Names of the files whose checksum is not the manifest's (reads everything)."""
-    damaged = []
-    for number, shard in enumerate(read_manifest(folder, key="--verify").shards):
-        checksums = (shard.tokens_sha256, shard.ends_sha256)
-        for path, checksum in zip(shard_paths(folder, number), checksums, strict=True):
-            if not path.is_file() or file_sha256(path) != checksum:
-                damaged.append(path.name)
-    return damaged
+    """Names of the files with another checksum than the manifest's. Reads everything."""
+    found = _read_manifest(folder, key="--verify").sha256
+    return [name for name, sha256 in found.items() if _file_sha256(folder / name) != sha256]
 
 
-def file_sha256(path: Path) -> str:
-    """Checksum of a file, read in pieces."""
+def _file_sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
+    if path.is_file():
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
     return digest.hexdigest()
+
+
+def write_tokens(
+    source: FileCorpus | HubStream, tokenizer_path: str, out: Path, *, workers: int = 1
+) -> Manifest:
+    """Write all documents of `source`, in their order, into the new folder `out`.
+
+    `datasets` tokenizes in `workers` processes. The results of those that had finished before a
+    kill are used by the next call with as many workers. Raises RunError if `out` exists or if the
+    source cannot be read or has no document.
+    """
+    if out.exists():
+        raise RunError(f"--out {str(out)!r} exists already: nothing is overwritten, choose another")
+    tokenizer = load_tokenizer(tokenizer_path)
+    work = out.with_name(f"{out.name}.partial")
+    how = {"tokenizer_path": tokenizer_path, "fingerprint": tokenizer.fingerprint}
+    try:
+        encoded = _encoded(source, how, cache=work / "arrow", workers=workers)
+    except Exception as error:  # A disk, a network, a text, no document: each raises its own.
+        raise RunError(
+            f"tokenizing {source.fingerprint} failed: {first_cause(error)}; mend it and run again"
+        ) from error
+    without_text, total = 0, 0
+    with (
+        replacing(work / _TOKENS) as tokens_path,
+        replacing(work / _OFFSETS) as offsets_path,
+        tokens_path.open("wb") as tokens_file,
+        offsets_path.open("wb") as offsets_file,
+    ):
+        offsets_file.write(bytes(8))
+        for batch in encoded.iter(1000):
+            without_text += batch["ids"].count(None)
+            ids = [content or b"" for content in batch["ids"]]
+            ends = total + np.cumsum([len(content) // 4 for content in ids])
+            tokens_file.write(b"".join(ids))
+            offsets_file.write(ends.astype(_TYPES[_OFFSETS]).tobytes())
+            total = int(ends[-1])
+    manifest = Manifest(
+        format="titan_moe tokens 2",
+        source=source.fingerprint,
+        tokenizer=tokenizer.fingerprint,
+        documents=len(encoded),
+        tokens=total,
+        without_text=without_text,
+        sha256={name: _file_sha256(work / name) for name in (_TOKENS, _OFFSETS)},
+    )
+    write_whole(work / _MANIFEST, json.dumps(asdict(manifest), indent=1))
+    shutil.rmtree(work / "arrow")
+    handle = os.open(work, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+    work.rename(out)
+    return manifest
+
+
+def _encoded(
+    source: FileCorpus | HubStream, how: dict[str, str], *, cache: Path, workers: int
+) -> Any:
+    """A `datasets.Dataset` with each document's ids as bytes, null for one without a text.
+
+    how: the arguments of `_encode`.
+    """
+    datasets = import_datasets()
+    datasets.enable_progress_bars()
+    # Another source or tokenizer does not find the files of this one.
+    content = repr((source.fingerprint, source.checksum(), how["fingerprint"]))
+    key = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+    cache.mkdir(parents=True, exist_ok=True)
+    num_proc = workers if workers > 1 else None
+    table = source.rows(num_proc)
+    return table.map(
+        _encode,
+        batched=True,
+        input_columns=[source.column],
+        remove_columns=table.column_names,
+        features=datasets.Features({"ids": datasets.Value("large_binary")}),
+        fn_kwargs=how,
+        num_proc=num_proc,
+        cache_file_name=str(cache / f"{key}.arrow"),
+        new_fingerprint=key,
+        desc="tokenizing",
+    )
+
+
+def _encode(texts: list[str | None], tokenizer_path: str, fingerprint: str) -> dict[str, Any]:
+    """Runs in the workers. `fingerprint` keeps a tokenizer of another content out of the cache."""
+    encode = _load_once(tokenizer_path, fingerprint).encode
+    found = [
+        None if text is None else encode(text).astype(_TYPES[_TOKENS]).tobytes() for text in texts
+    ]
+    return {"ids": found}
+
+
+@lru_cache(maxsize=1)
+def _load_once(tokenizer_path: str, fingerprint: str) -> Tokenizer:
+    return load_tokenizer(tokenizer_path)

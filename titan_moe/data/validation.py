@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 
-from titan_moe.data.bad_documents import BadDocuments, counted, refusal
-from titan_moe.data.batch import Batch, stack_sequences, to_tensors
-from titan_moe.data.documents import OutOfDocumentsError
+from titan_moe.config.job_config import Training, Validation
+from titan_moe.data.batch import Batch, stack_sequences
+from titan_moe.data.order import OutOfDocumentsError
 from titan_moe.data.packing import Encoded, PackedSequence, Packer, ignored_sequence
 from titan_moe.data.sequences import Blend, BlendSource, encode_document
 from titan_moe.data.tokenizer import Tokenizer
-from titan_moe.runtime.errors import RunError
 
-logger = logging.getLogger(__name__)
+Encode = Callable[[int], list[Encoded]]
+Gather = Callable[[Encode], list[list[Encoded]]]
+"""Calls a function with the number of each rank on that rank, and returns all ranks' results."""
+
+
+def alone(encode: Encode) -> list[list[Encoded]]:
+    """A `Gather` of one process."""
+    return [encode(0)]
 
 
 class ValidationLoader:
     """Packs the documents into sequences, dealt to the data ranks batch by batch.
 
     The sequences do not depend on the number of data ranks; ignored ones fill up the last batch, so
-    that every rank has as many. Each document is tokenized once, by one of the ranks that
-    `gather` joins, and sent to all. A rank keeps its own sequences, at 20 bytes a token.
+    that every rank has as many. Each document is tokenized once, by one of the ranks that `gather`
+    joins, and sent to all. A rank keeps the sequences of its batches, at 20 bytes a token.
     """
 
     def __init__(
@@ -31,65 +36,49 @@ class ValidationLoader:
         parts: Sequence[BlendSource],
         tokenizer: Tokenizer,
         *,
-        seq_len: int,
-        mask_documents: bool,
-        local_batch_size: int,
-        max_bad_documents: float,
-        steps: int,
+        validation: Validation,
+        training: Training,
         rank: int,
         num_ranks: int,
+        gather: Gather,
     ) -> None:
-        """`steps`: at most so many batches of sequences, whatever the number of ranks; -1: all."""
         self.parts = parts
         self._tokenizer = tokenizer
-        self._local_batch_size = local_batch_size
+        self._local_batch_size = validation.local_batch_size
         self._rank = rank
         self._num_ranks = num_ranks
+        self._gather = gather
         self._blend = Blend([part.weight for part in parts])
-        self.gather = lambda encode, *turn: [list(encode(*turn, 0))]
-        """Calls `encode(*turn, rank)` on each rank; returns all ranks' documents."""
         self._documents = [self._read_part(part) for part in range(len(parts))]
-        self._read = [0] * len(parts)
-        self._bad = [BadDocuments()] * len(parts)
-        self._max_bad_documents = max_bad_documents
         self._unread = list(range(len(parts)))
         packer = Packer(
             self._next_document,
-            seq_len=seq_len,
-            mask_documents=mask_documents,
+            seq_len=validation.seq_len or training.seq_len,
+            mask_documents=training.mask_documents,
             padding_id=tokenizer.eos_id,
         )
-        most = steps * local_batch_size if steps >= 0 else None
+        # Whatever the number of ranks; -1: all.
+        steps = validation.steps
+        most = steps * self._local_batch_size if steps >= 0 else None
         self._sequences = islice(iter(packer.next_sequence, None), most)
         self._filler: PackedSequence | None = None
         self._batches: list[Batch] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         if self._batches is None:
-            self._batches = self._read_batches()
+            self._batches = list(self._read_batches())
         return iter(self._batches)
 
-    def _read_batches(self) -> list[Batch]:
-        batches: list[Batch] = []
+    def _read_batches(self) -> Iterator[Batch]:
         while True:
-            own, found = self._next_sequences()
+            sequences, found = self._next_sequences()
             if not found:
-                self._report_bad_documents()
-                return batches
-            batches.append(to_tensors(stack_sequences(own)))
-
-    def _report_bad_documents(self) -> None:
-        """Raises RunError where there are too many."""
-        for part, bad, seen in zip(self.parts, self._bad, self._read, strict=True):
-            order, most = part.order, self._max_bad_documents
-            if line := refusal(order.name, bad, seen=seen, size=seen, most=most):
-                raise RunError(f"validation: {line}")
-            if bad.number:
-                logger.warning("validation: %s: %s", order.name, counted(bad))
+                return
+            yield stack_sequences(sequences)
 
     def _next_sequences(self) -> tuple[list[PackedSequence], bool]:
-        """This rank's sequences of the next batch, and whether any rank's hold a document."""
-        own: list[PackedSequence] = []
+        """This rank's sequences of the next batch, and True if any rank's hold a document."""
+        sequences: list[PackedSequence] = []
         found = False
         first = self._rank * self._local_batch_size
         for number in range(self._num_ranks * self._local_batch_size):
@@ -98,17 +87,14 @@ class ValidationLoader:
             self._filler = self._filler or packed  # The last one may be mostly padding.
             if found and first <= number < first + self._local_batch_size:
                 assert self._filler is not None
-                own.append(packed or ignored_sequence(self._filler))
-        return own, found
+                sequences.append(packed or ignored_sequence(self._filler))
+        return sequences, found
 
     def _next_document(self) -> Encoded | None:
         while self._unread:
             part = self._blend.next_part(self._unread)
             if encoded := next(self._documents[part], None):
-                self._read[part] += 1
                 self._blend.tokens[part] += len(encoded.ids)
-                if encoded.problem:
-                    self._bad[part] += BadDocuments(1, f"{encoded.name} {encoded.problem}")
                 return encoded
             self._unread.remove(part)
         return None
@@ -117,15 +103,21 @@ class ValidationLoader:
         """All documents of a part, in turns: each rank encodes a range of up to 32."""
         first, most = 0, 1
         while True:
-            ranges = self.gather(self._encode, part, first, most)
+            ranges = self._gather(self._encoder(part, first, most))
             yield from chain(*ranges)
             if len(ranges[-1]) < most:
                 return
             first, most = first + len(ranges) * most, min(2 * most, 32)
 
-    def _encode(self, part: int, first: int, most: int, rank: int) -> Iterator[Encoded]:
-        """Up to `most` documents, from position `first` + `rank` * `most` on."""
+    def _encoder(self, part: int, first: int, most: int) -> Encode:
+        """A function that encodes up to `most` documents of rank r, from `first` + r * `most`."""
         order = self.parts[part].order
-        with suppress(OutOfDocumentsError):
-            for position in range(first + rank * most, first + (rank + 1) * most):
-                yield encode_document(order.document(position), self._tokenizer)
+
+        def encode(rank: int) -> list[Encoded]:
+            encoded = []
+            with suppress(OutOfDocumentsError):
+                for position in range(first + rank * most, first + (rank + 1) * most):
+                    encoded.append(encode_document(order.document(position), self._tokenizer))
+            return encoded
+
+        return encode

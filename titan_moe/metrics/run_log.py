@@ -19,7 +19,7 @@ import torch
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import save_job
 from titan_moe.config.stages import job_of_step, stage_jobs, tokens_per_step
-from titan_moe.data.step_reader import Identity
+from titan_moe.data.sequences import Identity
 from titan_moe.distributed.memory import GIB
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, parallel_dims
 from titan_moe.distributed.parallelize import ShardedModel
@@ -190,14 +190,14 @@ class RunLog:
         tokens: int,
         step_tokens: int,
         validation_loss: float | None,
-        bad_documents: int = 0,
+        documents_without_text: int = 0,
     ) -> None:
         """Take a finished step; log it if it is one to log or has a validation loss.
 
         Args:
             rates: learning rate of each parameter group.
             tokens: tokens of the whole run so far; step_tokens: those of this step.
-            bad_documents: of the whole run so far; logged where there are any.
+            documents_without_text: of the whole run so far; logged if there are any.
         """
         self._tokens_since += step_tokens
         if self._console is not None:
@@ -219,8 +219,8 @@ class RunLog:
             **phases,
             **memory_metrics(self._process.device),
         }
-        if bad_documents:
-            values["data/bad_documents"] = bad_documents
+        if documents_without_text:
+            values["data/documents_without_text"] = documents_without_text
         if result.rows_dropped and result.counts_LE is not None:
             values["dispatch/dropped"] = result.rows_dropped / result.counts_LE.sum().item()
         if result.counts_LE is not None and self._sinks:

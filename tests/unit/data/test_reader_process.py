@@ -1,4 +1,4 @@
-"""A reader in a process of its own reads what one in this process reads, and never outlives it."""
+"""A reader in a child process reads the same as one in this process, and never outlives it."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig, Training
 from titan_moe.data.build import build_reader
 from titan_moe.data.loader import Loader
-from titan_moe.data.reader_process import ReaderProcess
+from titan_moe.data.reader import ReaderProcess
 from titan_moe.data.tokenizer import load_tokenizer
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.errors import RunError
@@ -48,7 +48,7 @@ def same(found, expected):
     )
 
 
-def test_it_reads_what_a_reader_in_this_process_reads(tmp_path):
+def test_reader_process_gives_the_batches_of_a_reader_in_this_process(tmp_path):
     write_jsonl(tmp_path / "a.json", random_texts(80))
     write_jsonl(tmp_path / "b.json", random_texts(90, seed=1))
     section = training(dataset="c4", dataset_path=str(tmp_path), repeat_dataset=True)
@@ -67,7 +67,7 @@ def test_it_reads_what_a_reader_in_this_process_reads(tmp_path):
         loader.close()
 
 
-def test_mistakes_are_the_lines_that_they_are_in_this_process(tmp_path):
+def test_mistakes_in_the_reader_process_are_one_line(tmp_path):
     path = write_jsonl(tmp_path / "a.json", ["x" * 500] * 9)
     section = training(dataset="json", dataset_path=path)
     with pytest.raises(ConfigError) as caught:
@@ -85,7 +85,7 @@ def test_mistakes_are_the_lines_that_they_are_in_this_process(tmp_path):
     loader.close()
 
 
-def test_its_death_is_one_line():
+def test_death_of_the_reader_process_is_one_line():
     reader = ReaderProcess(training(), "bytes", **PLACE)
     loader = Loader(reader, prefetch_factor=2)
     loader.next_step()
@@ -100,7 +100,7 @@ def test_its_death_is_one_line():
     loader.close()
 
 
-def test_closing_ends_it_at_once(tmp_path):
+def test_close_ends_the_reader_process_at_once(tmp_path):
     """Also while it reads what never comes."""
     path = tmp_path / "a.json"
     write_jsonl(path, ["x"])
@@ -117,7 +117,7 @@ def test_closing_ends_it_at_once(tmp_path):
 _RANK = """
 import signal, sys, time
 from titan_moe.config.job_config import JobConfig, Training
-from titan_moe.data.reader_process import ReaderProcess
+from titan_moe.data.reader import ReaderProcess
 signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background job ignores it.
 section = Training(dataset="synthetic", seq_len=64, local_batch_size=2)
 reader = ReaderProcess(section, "bytes", seed=0, rank=0, num_ranks=1, global_batch_size=4)
@@ -128,7 +128,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_it_ends_with_its_rank_however_that_ends(number):
+def test_reader_process_ends_with_its_rank(number):
     rank = subprocess.Popen([sys.executable, "-c", _RANK], stdout=subprocess.PIPE, text=True)
     assert rank.stdout is not None
     pid, torch_there = rank.stdout.readline().split()
@@ -155,7 +155,7 @@ def is_running(pid):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:5"])
-def test_a_run_reads_in_another_process_beside_a_gpu_alone(device, monkeypatch):
+def test_run_reads_in_another_process_beside_a_gpu_alone(device, monkeypatch):
     pinned_for = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: pinned_for.append(str(device)))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
@@ -175,15 +175,3 @@ def test_a_run_reads_in_another_process_beside_a_gpu_alone(device, monkeypatch):
     assert len(data.loader.next_step()) == 4
     data.loader.close()
     expected.close()
-
-
-def test_pinned_memory_is_asked_for_on_the_device_of_the_rank(monkeypatch):
-    """Without a GPU: what torch is asked for, and by which thread."""
-    asked = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append(str(device)))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: asked.append(x.shape) or x)
-    reader = build_reader(training(), load_tokenizer("bytes"), **PLACE)
-    loader = Loader(reader, prefetch_factor=1, pin_for=torch.device("cuda", 5))
-    loader.next_step()
-    loader.close()
-    assert asked[0] == "cuda:5" and len(asked) % 3 == 1 and asked[1] == (2, 64)

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.documents import random_texts, write_jsonl
+from tests.support.documents import is_held_out, random_texts, write_hub, write_jsonl
 from titan_moe.config.job_config import Dataset, Training, Validation
 from titan_moe.data.build import build_loader
-from titan_moe.data.documents import is_held_out, mix
-from titan_moe.data.file_corpus import FileCorpus
-from titan_moe.data.packing import IGNORE_INDEX, Packer
-from titan_moe.data.step_reader import Unread, continue_state, merge_states
-from titan_moe.data.stream_order import StreamOrder
+from titan_moe.data.corpus import FileCorpus, Source
+from titan_moe.data.order import CorpusOrder, Split, mix
+from titan_moe.data.packing import IGNORE_INDEX
+from titan_moe.data.reader import continue_state, merge_states
+from titan_moe.data.stream import StreamOrder
 from titan_moe.data.tokenizer import load_tokenizer
-from titan_moe.runtime.errors import RunError
 
 # What follows is compared with the order of a run that holds documents out.
 HELD_OUT = Validation(enable=True)
@@ -107,18 +106,16 @@ def position(loaders):
 
 
 def staged_run(plan, parts):
-    """All global batches, and what was left unread at each change."""
-    batches, unread, loaders = [], [], []
+    """All global batches."""
+    batches, loaders = [], []
     for stage in plan:
         before, loaders = loaders, build(stage, parts)
         if before:
-            state = position(before)
-            state, left = continue_state(state, before[0].identity, loaders[0].identity)
-            unread.append(left)
+            state = continue_state(position(before), before[0].identity, loaders[0].identity)
             for loader in loaders:
                 loader.load_state_dict(state)
         batches += take(loaders, stage.steps)
-    return batches, unread
+    return batches
 
 
 # --- the slow loader ------------------------------------------------------------------------------
@@ -173,27 +170,20 @@ class SlowStream:
 
 
 def slow_run(plan, documents, weights):
-    batches, unread, streams = [], [], []
+    batches, streams = [], []
     first = [0] * len(weights)
     for stage in plan:
         if len(streams) != stage.batch:
-            if streams:
-                after, skipped = [], 0
-                for part, begin in enumerate(first):
-                    opened = {place for stream in streams for place in stream.opened[part]}
-                    after.append(max(opened, default=begin - 1) + 1)
-                    skipped += len(set(range(begin, after[-1])) - opened)
-                tokens = sum(len(stream.tokens) - stream.cursor for stream in streams)
-                unread.append(Unread(tokens, skipped))
-                first = after
+            first = [
+                max((p for stream in streams for p in stream.opened[part]), default=begin - 1) + 1
+                for part, begin in enumerate(first)
+            ]
             streams = [
                 SlowStream(index, stage.batch, first, documents, weights)
                 for index in range(stage.batch)
             ]
-        elif batches:
-            unread.append(Unread(0, 0))
         batches += [[stream.take(stage.seq_len) for stream in streams] for _ in range(stage.steps)]
-    return batches, unread
+    return batches
 
 
 def slow_documents(files, name):
@@ -201,14 +191,11 @@ def slow_documents(files, name):
     lines = Path(files[name]).read_text().splitlines()
     texts = [json.loads(line)["text"] for line in lines]
     if name == "c4":
-        kept = [n for n in range(len(texts)) if not is_held_out(n)]
-        order = [(f"c4/{n}", texts[n]) for n in kept]
-        return lambda place: encoded(*order[place % len(order)])
-    from titan_moe.data.document_order import CorpusOrder, Split
-
-    corpus = FileCorpus("json", files[name], key="training.")
+        kept = [text for text in texts if not is_held_out(text)]
+        return lambda place: encoded(f"c4/0/{place}", kept[place % len(kept)])
+    corpus = FileCorpus(Source("training.", "json", files[name]))
     order = CorpusOrder("json", corpus, split=Split.TRAIN, seed=SEED, repeat=True)
-    return lambda place: encoded(*order.document(place)[:2])
+    return lambda place: encoded(*order.document(place))
 
 
 def encoded(name, text):
@@ -219,70 +206,39 @@ def encoded(name, text):
 @pytest.mark.parametrize("names", [("json",), ("c4",), ("json", "c4")])
 def test_stages_read_what_a_slow_loader_reads(files, names, plan):
     parts = blend(files, *names)
-    found = staged_run(PLANS[plan], parts)
     documents = [slow_documents(files, name) for name in names]
     expected = slow_run(PLANS[plan], documents, [part.weight for part in parts])
-    assert found[1] == expected[1]
-    assert found[0] == expected[0]
-    if plan in ("longer", "shorter"):
-        assert found[1] == [Unread(0, 0)]
-    else:
-        assert all(left.tokens > 0 for left in found[1])
+    assert staged_run(PLANS[plan], parts) == expected
 
 
-def test_a_stage_goes_on_with_its_own_position(files):
+@pytest.mark.parametrize("batches", [(8, 4, 8), (8, 6, 2), (2, 8, 4)])
+def test_stages_over_several_files_read_the_same_on_other_ranks_and_nothing_twice(
+    tmp_path, batches
+):
+    texts = [f"<{number}>" * 12 for number in range(600)]
+    parts = [Dataset(dataset="c4", dataset_path=write_hub(tmp_path / "hub", texts, num_files=12))]
+    plan = [Stage(batch, 64, 6) for batch in batches]
+    found = staged_run(plan, parts)
+    assert found == staged_run([Stage(batch, 64, 6, ranks=batch) for batch in batches], parts)
+    stages = [
+        {name for step in found[first : first + 6] for *_, names in step for name in names}
+        for first in (0, 6, 12)
+    ]
+    assert len(set.union(*stages)) == sum(map(len, stages))
+
+
+def test_stage_resumes_at_its_position(files):
     """A checkpoint inside a stage, or written by its first step before anything was read."""
     before, after = PLANS["more sequences"]
     parts = blend(files, "json", "c4")
     first, reference, resumed = build(before, parts), build(after, parts), build(after, parts)
     take(first, before.steps)
-    moved, _ = continue_state(position(first), first[0].identity, reference[0].identity)
+    moved = continue_state(position(first), first[0].identity, reference[0].identity)
     for loader in reference:
         loader.load_state_dict(moved)
     for steps in (0, 3):
         take(reference, steps)
-        state, left = continue_state(position(reference), first[0].identity, resumed[0].identity)
-        assert left == Unread(0, 0)
+        state = continue_state(position(reference), first[0].identity, resumed[0].identity)
         for loader in resumed:
             loader.load_state_dict(state)
         assert take(resumed, 2) == take(reference, 2)
-
-
-def test_a_position_of_no_stage_is_refused(files):
-    parts = blend(files, "json")
-    first, other, ours = (build(Stage(4, seq_len, 1), parts)[0] for seq_len in (16, 32, 64))
-    state = position([first])
-    with pytest.raises(RunError, match="seq_len=16, this run has seq_len=32"):
-        continue_state(state, other.identity, ours.identity)
-    (more,) = build(Stage(8, 64, 1), blend(files, "c4"))
-    with pytest.raises(RunError, match="fingerprint="):
-        continue_state(state, more.identity, more.identity)
-
-
-def test_a_position_that_lacks_a_rank_is_refused(files):
-    first, _ = build(Stage(4, 32, 1, ranks=2), blend(files, "json"))
-    (more,) = build(Stage(8, 32, 1), blend(files, "json"))
-    with pytest.raises(RunError, match="holds 2 sequences, but not sequence 2 of global_batch_si"):
-        continue_state(first.state_dict(), first.identity, more.identity)
-
-
-def test_a_position_of_an_earlier_version_begins_at_the_first_document(files):
-    stage, parts = Stage(4, 32, 3), blend(files, "json", "c4")
-    first, second = build(stage, parts), build(stage, parts)
-    take(first, 3)
-    state = position(first)
-    del state["first"]
-    for row in state["rows"].values():
-        del row["unread"]
-    second[0].load_state_dict(state)
-    assert take(second, 2) == take(first, 2)
-
-
-def test_a_dropped_cursor_is_caught(files, monkeypatch):
-    """A planted mistake: the rest of the open document is skipped where a stage begins."""
-    resume = Packer.resume
-    monkeypatch.setattr(Packer, "resume", lambda packer, *_: resume(packer, None, 0))
-    found, _ = staged_run(PLANS["longer"], blend(files, "json"))
-    expected, _ = slow_run(PLANS["longer"], [slow_documents(files, "json")], [1.0])
-    steps = PLANS["longer"][0].steps
-    assert found[:steps] == expected[:steps] and found[steps] != expected[steps]

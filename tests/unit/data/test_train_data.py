@@ -1,6 +1,5 @@
 """Where a run goes on in its data, and what it says of them."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.documents import write_jsonl
 from titan_moe import train_data
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.stages import job_of_step
@@ -68,26 +68,34 @@ def test_an_error_names_the_step_of_the_run_and_the_batch_of_the_data() -> None:
     data.close()
 
 
-def test_the_end_of_a_run_tells_of_documents_without_a_text(
+def test_documents_without_a_text_are_counted_and_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also of those that were not twice as many as when they were last said."""
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in (0, 1, 2, "words")))
+    """Also across a resume in a stage of another batch."""
+    path = write_jsonl(tmp_path / "a.jsonl", [None, "a", "b", "c"])
     job = job_of(
-        dataset="json", dataset_path=str(texts), max_bad_documents=1.0, repeat_dataset=True
+        ({"from_step": 3, "global_batch_size": 4, "local_batch_size": 4},),
+        dataset="json",
+        dataset_path=path,
+        repeat_dataset=True,
+        seq_len=4,
     )
     monkeypatch.setattr(train_data.dist, "all_reduce", lambda number: None)
-    monkeypatch.setattr(
-        train_data.dist, "all_gather_object", lambda found, mine: found.__setitem__(0, mine)
-    )
-    data = data_of(job)
-    data.open(job, DIMS)
-    data.next_step(1)
-    found = data.count_bad_documents(1)
+    data, later = data_of(job), data_of(job)
+    data.open(job_of_step(job, 1), DIMS)
+    counts = []
+    for step in (1, 2):
+        data.next_step(step)
+        counts.append(data.count_without_text(step))
+    later.open(job_of_step(job, 3), DIMS)
+    later.load_state(data.loader.state_dict())
+    assert later.count_without_text(2) == counts[1] > 0
+    later.next_step(3)
+    assert later.count_without_text(3) > counts[1]
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("have no text by step" in line for line in lines) == 2  # One of each run.
     data.close()
-    *_, last = (record.getMessage() for record in caplog.records)
-    assert found and f", in all: {found} documents have no text that can be read" in last
+    later.close()
 
 
 def _fail() -> None:

@@ -9,15 +9,17 @@ from titan_moe.config.job_config import Dataset, Training, Validation
 from titan_moe.data.build import build_loader, build_validation
 from titan_moe.data.packing import IGNORE_INDEX
 from titan_moe.data.tokenizer import load_tokenizer
+from titan_moe.data.validation import alone
 from titan_moe.runtime.errors import RunError
 
 TOKENIZER = load_tokenizer("bytes")
 
 
-def build(training, num_ranks=1, **keys):
+def build(training, num_ranks=1, gather=alone, **keys):
     validation = Validation(**({"enable": True, "local_batch_size": 2} | keys))
+    place = {"seed": 0, "num_ranks": num_ranks, "gather": gather}
     return [
-        build_validation(validation, training, TOKENIZER, seed=0, rank=rank, num_ranks=num_ranks)
+        build_validation(validation, training, TOKENIZER, rank=rank, **place)
         for rank in range(num_ranks)
     ]
 
@@ -38,7 +40,7 @@ def training(tmp_path):
     return Training(dataset="json", dataset_path=path, seq_len=64, local_batch_size=2)
 
 
-def test_every_measurement_and_every_number_of_ranks_sees_the_same_rows(training):
+def test_every_number_of_ranks_validates_the_same_rows(training):
     (one,) = build(training)
     first = rows_in_order([one])
     assert len(first) >= 10
@@ -49,7 +51,7 @@ def test_every_measurement_and_every_number_of_ranks_sees_the_same_rows(training
 
 
 @pytest.mark.parametrize("mask", [True, False])
-def test_ranges_of_any_number_of_processes_give_the_documents_in_order(tmp_path, mask):
+def test_documents_divided_among_processes_keep_their_order(tmp_path, mask):
     """The rows of a plain packing, though processes encode ranges of documents by turns."""
     texts = random_texts(150)
     path = write_jsonl(tmp_path / "v.jsonl", texts)
@@ -63,8 +65,8 @@ def test_ranges_of_any_number_of_processes_give_the_documents_in_order(tmp_path,
     )
     section = Training(seq_len=64, local_batch_size=2, mask_documents=mask)
     for num_processes in (1, 2, 3, 64):
-        (loader,) = build(section, dataset="json", dataset_path=path)
-        encoded = by_processes(loader, num_processes)
+        gather, encoded = by_processes(num_processes)
+        (loader,) = build(section, dataset="json", dataset_path=path, gather=gather)
         found = rows_in_order([loader])
         assert found[: len(rows)] == [tuple(row[:3]) for row in rows]
         assert len(found) == len(rows) + 1  # And the rest, padded.
@@ -72,21 +74,20 @@ def test_ranges_of_any_number_of_processes_give_the_documents_in_order(tmp_path,
         assert sorted(itertools.chain(*encoded)) == sorted(f"json/{n}" for n in range(150))
 
 
-def by_processes(loader, number):
-    """Divide the tokenizing; returns the names that each process encodes."""
+def by_processes(number):
+    """A `Gather` of several processes, and the names that each of them encodes."""
     encoded = [[] for _ in range(number)]
 
-    def gather(encode, *turn):
-        ranges = [list(encode(*turn, rank)) for rank in range(number)]
+    def gather(encode):
+        ranges = [encode(rank) for rank in range(number)]
         for names, documents in zip(encoded, ranges, strict=True):
             names += [document.name for document in documents]
         return ranges
 
-    loader.gather = gather
-    return encoded
+    return gather, encoded
 
 
-def test_steps_limits_the_rows_whatever_the_number_of_ranks(training):
+def test_steps_limit_the_rows_of_all_ranks_together(training):
     everything = rows_in_order(build(training))
     for num_ranks, batches in ((1, 4), (2, 2), (3, 2), (4, 1)):
         ranks = build(training, num_ranks, steps=4)
@@ -122,7 +123,7 @@ def trained_documents(training, validation, number):
 
 
 @pytest.mark.parametrize("own_data", [False, True])
-def test_all_documents_are_trained_on_where_none_validates(training, tmp_path, own_data):
+def test_without_held_out_documents_all_are_trained_on(training, tmp_path, own_data):
     section = training.model_copy(update={"repeat_dataset": True})
     path = write_jsonl(tmp_path / "v.jsonl", ["x" * 30] * 5)
     own = {"dataset": "json", "dataset_path": path}
@@ -130,18 +131,7 @@ def test_all_documents_are_trained_on_where_none_validates(training, tmp_path, o
     assert len(trained_documents(section, validation, 640)) == 640
 
 
-def test_the_made_up_language_has_one_order_in_all_runs():
-    """Recorded runs of it stay comparable."""
-    place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 4}
-    training = Training(dataset="synthetic", seq_len=64, local_batch_size=2)
-    readers = [
-        build_loader(training, TOKENIZER, validation=Validation(enable=enable), **place)
-        for enable in (False, True)
-    ]
-    assert readers[0].identity == readers[1].identity
-
-
-def test_a_position_is_refused_where_documents_were_held_out_and_now_are_not(training):
+def test_position_of_a_run_that_held_documents_out_is_refused_without_validation(training):
     place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 4}
     with_validation = Validation(enable=True)
     state = build_loader(training, TOKENIZER, validation=with_validation, **place).state_dict()
@@ -150,12 +140,7 @@ def test_a_position_is_refused_where_documents_were_held_out_and_now_are_not(tra
         build_loader(training, TOKENIZER, **place).load_state_dict(state)
 
 
-def test_another_spelling_of_the_training_path_means_its_held_out_part(training, tmp_path):
-    again = {"dataset": "json", "dataset_path": f"{tmp_path}/./a.jsonl"}
-    assert rows_in_order(build(training, **again)) == rows_in_order(build(training))
-
-
-def test_a_dataset_of_its_own_is_taken_whole(training, tmp_path):
+def test_validation_dataset_is_taken_whole(training, tmp_path):
     path = write_jsonl(tmp_path / "v.jsonl", ["x" * 30] * 5)
     (loader,) = build(training, dataset="json", dataset_path=path, seq_len=32)
     assert [row for batch in loader for row in batch.samples if row] == [
@@ -165,12 +150,13 @@ def test_a_dataset_of_its_own_is_taken_whole(training, tmp_path):
     assert next(iter(loader)).tokens_BS.shape == (2, 32)
 
 
-def test_training_data_named_again_means_its_held_out_part(training):
-    again = {"dataset": training.dataset, "dataset_path": training.dataset_path}
-    assert rows_in_order(build(training, **again)) == rows_in_order(build(training))
+def test_training_data_named_again_means_its_held_out_part(training, tmp_path):
+    for path in (training.dataset_path, f"{tmp_path}/./a.jsonl"):
+        again = build(training, dataset=training.dataset, dataset_path=path)
+        assert rows_in_order(again) == rows_in_order(build(training))
 
 
-def test_the_parts_of_a_blend_are_all_validated(tmp_path):
+def test_every_source_of_a_blend_is_validated(tmp_path):
     small = write_jsonl(tmp_path / "s.jsonl", ["s" * 40] * 64)
     large = write_jsonl(tmp_path / "l.jsonl", ["l" * 40] * 640)
     training = Training(
@@ -182,20 +168,18 @@ def test_the_parts_of_a_blend_are_all_validated(tmp_path):
     )
     tokens = [token for row in rows_in_order(build(training)) for token in row[0]]
     assert (tokens.count(ord("s")), tokens.count(ord("l"))) == (40, 400)
-    (divided,) = build(training)
-    by_processes(divided, 3)
+    (divided,) = build(training, gather=by_processes(3)[0])
     assert rows_in_order([divided]) == rows_in_order(build(training))
 
 
-def test_a_stream_needs_steps(tmp_path):
+def test_validation_of_a_stream_needs_steps(tmp_path):
     write_jsonl(tmp_path / "hub" / "a.json", random_texts(1000))
     training = Training(dataset="c4", dataset_path=str(tmp_path / "hub"), seq_len=64)
     with pytest.raises(ConfigError, match=r"validation.steps=-1 would read all of the stream 'c4'"):
         build(training)
     first = rows_in_order(build(training, steps=2))
     assert len(first) == 4 and rows_in_order(build(training, 2, steps=2)) == first
-    (divided,) = build(training, steps=2)
-    by_processes(divided, 3)
+    (divided,) = build(training, steps=2, gather=by_processes(3)[0])
     assert rows_in_order([divided]) == first
 
 

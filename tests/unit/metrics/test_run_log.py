@@ -6,7 +6,7 @@ import torch
 
 from titan_moe.config.job_config import Job, JobConfig, Training
 from titan_moe.config.parse import as_toml
-from titan_moe.data.step_reader import Identity
+from titan_moe.data.reader import Identity
 from titan_moe.metrics.run_log import Phases, Throughput, describe_run, memory_metrics
 from titan_moe.runtime.process import Process
 
@@ -53,7 +53,7 @@ def test_resident_memory_follows_an_allocation():
 
 def test_describe_run_keeps_an_earlier_configuration(tmp_path):
     """And is not where the same one does."""
-    process, data = Process(device=torch.device("cpu")), Identity("", 0, 8, 64)
+    process, data = Process(device=torch.device("cpu")), Identity("", 0, 8, 64, "")
     jobs = [
         JobConfig(job=Job(dump_folder=str(tmp_path)), training=Training(steps=steps))
         for steps in (10, 10, 20, 30)

@@ -1,0 +1,336 @@
+"""Corpora: the built-in ones, local files that `datasets` reads, and changed files."""
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from tests.support.documents import random_texts, write_hub, write_jsonl
+from tests.support.paths import REPO
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.job_config import Training, Validation
+from titan_moe.data import corpus as corpus_module
+from titan_moe.data.build import build_loader, build_reader, check_data
+from titan_moe.data.builtin import StdlibCorpus, SyntheticCorpus
+from titan_moe.data.corpus import FileCorpus, Source, sampled_checksum
+from titan_moe.data.sources import open_source, training_sources
+from titan_moe.data.tokenizer import load_tokenizer
+from titan_moe.data.tokens import write_tokens
+from titan_moe.runtime.errors import RunError
+
+TOKENIZER = load_tokenizer("bytes")
+TEXTS = ["one\ntwo", "", "drei é", "four"]
+
+
+def texts_of(corpus):
+    return [corpus[index].content for index in range(len(corpus))]
+
+
+def corpus_of(dataset, path, column="text"):
+    return FileCorpus(Source("training.", dataset, str(path), column))
+
+
+def test_stdlib_of_this_machine():
+    corpus = StdlibCorpus()
+    assert len(corpus) > 300
+    names = [corpus[index].name for index in range(len(corpus))]
+    assert "stdlib/json/decoder.py" in names
+    assert not any("/test/" in name or "site-packages" in name for name in names)
+    assert json.JSONDecodeError.__doc__ in corpus[names.index("stdlib/json/decoder.py")].content
+    assert corpus.fingerprint == StdlibCorpus().fingerprint
+
+
+def test_stdlib_skips_tests_and_files_that_are_not_utf8(tmp_path):
+    for name, content in [
+        ("b.py", "b = 'é'\n".encode()),
+        ("a/latin.py", b"# \xe9\n"),
+        ("a/z.py", b"z\n"),
+        ("a/test/t.py", b"t\n"),
+    ]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    corpus = StdlibCorpus(tmp_path)
+    assert texts_of(corpus) == ["z\n", "b = 'é'\n"]
+    (tmp_path / "b.py").write_text("b = 'è'\n")  # As long as before.
+    assert StdlibCorpus(tmp_path).fingerprint != corpus.fingerprint
+
+
+def test_synthetic_text_is_pinned():
+    corpus = SyntheticCorpus(seed=0)
+    text = "".join(corpus[index].content for index in (0, 1, 999_999))
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "016177c78ec900b8"
+    assert corpus[5].content != SyntheticCorpus(seed=1)[5].content
+
+
+def test_files_folders_globs_and_compression(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("local files need no network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    folder = tmp_path / "in"
+    content = Path(write_jsonl(folder / "a.jsonl", TEXTS)).read_bytes()
+    (folder / "sub").mkdir()
+    (folder / "sub" / "b.json.gz").write_bytes(gzip.compress(content))
+    (folder / "c.jsonl.zst").write_bytes(zstandard.compress(content))
+    (folder / "empty.json").touch()
+    (folder / "readme.md").write_text("not data")
+    assert texts_of(corpus_of("json", folder / "a.jsonl")) == TEXTS
+    whole, globbed = corpus_of("json", folder), corpus_of("json", folder / "**" / "*.gz")
+    assert texts_of(whole) == TEXTS * 3 and texts_of(globbed) == TEXTS
+    assert globbed.fingerprint != whole.fingerprint
+    folder.rename(tmp_path / "moved")  # The same files elsewhere are the same corpus.
+    assert corpus_of("json", tmp_path / "moved").fingerprint == whole.fingerprint
+
+
+def test_documents_without_a_text_keep_their_place(tmp_path):
+    rows = b'{"text": "a"}\n\n{"text": null}\n{"url": "u"}\n{"text": "\xff"}\n{"text": ""}\n'
+    (tmp_path / "a.json").write_bytes(rows)
+    assert texts_of(corpus_of("json", tmp_path)) == ["a", None, None, None, ""]
+    # `datasets` would put the texts beside a number in quotes.
+    (tmp_path / "a.json").write_text('{"text": "a"}\n{"text": 3}\n')
+    with pytest.raises(ConfigError, match=r"cannot be read as json: .* from string to number"):
+        corpus_of("json", tmp_path)
+
+
+def test_columns_of_json_and_parquet_and_paragraphs_of_text(tmp_path):
+    rows = [{"text": "a title", "body": text} for text in TEXTS]
+    (tmp_path / "a.json").write_text("\n".join(map(json.dumps, rows)))
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for dataset in ("json", "parquet"):
+        body = corpus_of(dataset, tmp_path, "body")
+        assert texts_of(body) == TEXTS
+        assert body.fingerprint == corpus_of(dataset, tmp_path).fingerprint + ":column=body"
+    (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n\nfour")
+    paragraphs = texts_of(corpus_of("text", tmp_path, "body"))
+    assert [text.strip() for text in paragraphs] == ["one\ntwo", "three", "four"]
+
+
+def test_conversion_that_was_cut_short_is_refused(tmp_path):
+    path, caches = tmp_path / "a.txt", Path(os.environ["HF_DATASETS_CACHE"])
+    path.write_text("\n\n".join(f"{tmp_path} {number}" for number in range(3000)))
+    before = set(caches.glob("text/**/*.arrow"))
+    assert len(corpus_of("text", path)) == 3000
+    (cache,) = set(caches.glob("text/**/*.arrow")) - before
+    with pa.ipc.open_stream(cache.read_bytes()) as reader:
+        table = reader.read_all()
+    with pa.ipc.new_stream(cache, table.schema) as writer:
+        writer.write_table(table.slice(0, 1000))
+    with pytest.raises(ConfigError, match=rf"{cache.parent}.* is damaged: remove its folder"):
+        corpus_of("text", path)
+
+
+_CONVERT = """
+import sys
+from datasets.builder import ArrowBasedBuilder
+from titan_moe.data.corpus import FileCorpus, Source
+convert = ArrowBasedBuilder._prepare_split
+def count(*args, **keys):
+    print("converts")
+    return convert(*args, **keys)
+ArrowBasedBuilder._prepare_split = count
+print(len(FileCorpus(Source("", "json", sys.argv[1]))))
+"""
+
+
+@pytest.mark.slow
+def test_one_of_several_processes_converts(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["some words " * 100] * 20_000)
+    environment = os.environ | {"PYTHONPATH": str(REPO), "HF_DATASETS_CACHE": str(tmp_path / "hf")}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _CONVERT, path],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    said = "".join(rank.communicate()[0] for rank in ranks).split()
+    assert sorted(said) == ["20000", "20000", "20000", "converts"]
+
+
+def test_c4_test_is_a_folder_of_torchtitans_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    missing = r"training.dataset_path='tests/assets/c4_test' does not exist"
+    assert check_data(Training(dataset="c4_test"), Validation(), "bytes")[0].startswith(missing)
+    write_jsonl(tmp_path / "tests" / "assets" / "c4_test" / "data.json", TEXTS)
+    for path in (None, "tests/assets/c4_test/data.json"):
+        (source,) = training_sources(Training(dataset="c4_test", dataset_path=path))
+        assert texts_of(open_source(source, "bytes", 0)) == TEXTS
+        assert not source.is_stream
+
+
+# --- Mistakes: each is one line that names key, value and remedy ----------------------------------
+
+
+def build(**keys):
+    place = {"seed": 0, "rank": 0, "num_ranks": 1, "global_batch_size": 8}
+    return build_loader(Training(**keys), TOKENIZER, **place)
+
+
+# Wrong without a look into the data: found by check_data too.
+PATHS = [
+    ({"dataset": "json"}, "training.dataset='json' needs training.dataset_path"),
+    ({"dataset": "tokens"}, "training.dataset='tokens' needs training.dataset_path"),
+    ({"dataset": "json", "dataset_path": "{}/none"}, "none' does not exist"),
+    ({"dataset": "text", "dataset_path": "{}"}, "holds no file that ends in .txt or .txt.gz or"),
+    ({"dataset": "json", "dataset_path": "{}/empty.json"}, "empty.json' is empty"),
+    ({"dataset": "tokens", "dataset_path": "{}"}, "no manifest.json .* titan-moe tokenize --out"),
+    ({"dataset": "c4", "dataset_path": "{}/none"}, "none' does not exist"),
+    ({"dataset": "stdlib", "dataset_path": "{}"}, "has no use with training.dataset='stdlib'"),
+    (
+        {"blend": [{"dataset": "stdlib"}, {"dataset": "json", "dataset_path": "{}/none"}]},
+        r"training.blend\[1\].dataset_path='.*none' does not exist",
+    ),
+]
+_COLUMN = {"dataset": "json", "dataset_path": "{}/column.json"}
+CONTENTS = [
+    ({"dataset": "json", "dataset_path": "{}/broken.json"}, "broken.json' cannot be read as json"),
+    ({"dataset": "parquet", "dataset_path": "{}/broken.json"}, "cannot be read as parquet"),
+    (_COLUMN, "text_column='text': .* has no such column, but url, size: set "),
+    (
+        _COLUMN | {"text_column": "size"},
+        "training.text_column='size': that column of .*column.json' holds int64, not text",
+    ),
+    (
+        {"text_column": "url", "blend": [{"dataset": "stdlib"}, _COLUMN | {"text_column": "uri"}]},
+        r"training.blend\[1\].text_column='uri': .* has no such column, but url, size",
+    ),
+    (
+        {"blend": [{"dataset": "stdlib"}, {"dataset": "json", "dataset_path": "{}/few.json"}]},
+        r"training.blend\[1\].dataset='json' has 5 documents to train on, fewer than the 8 "
+        "sequences of training.global_batch_size.*training.repeat_dataset=true",
+    ),
+    ({"dataset": "stdlb"}, "training.dataset='stdlb' cannot be opened"),
+]
+
+
+def fill(keys, folder):
+    if isinstance(keys, dict):
+        return {key: fill(value, folder) for key, value in keys.items()}
+    if isinstance(keys, list):
+        return [fill(value, folder) for value in keys]
+    return keys.replace("{}", str(folder))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "empty.json").touch()
+    (tmp_path / "broken.json").write_text('{"text": "a"}\n{"text": ')
+    (tmp_path / "column.json").write_text('{"url": "a", "size": 3}\n')
+    write_jsonl(tmp_path / "few.json", ["text"] * 5)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("keys", "line"), PATHS + CONTENTS)
+def test_mistake_in_the_data_is_one_line(folder, keys, line):
+    filled = fill(keys, folder)
+    with pytest.raises(ConfigError, match=line) as error:
+        build(**filled)
+    assert len(error.value.lines) == 1 and "\n" not in error.value.lines[0]
+    if (keys, line) in PATHS:
+        assert check_data(Training(**filled), Validation(), "bytes") == error.value.lines
+
+
+def test_check_lists_every_mistake_at_once(folder):
+    lines = check_data(
+        Training(dataset="json", dataset_path="/none"),
+        Validation(enable=True, dataset="tokens", dataset_path=str(folder)),
+        "/no/tokenizer",
+    )
+    assert [line.split("=")[0] for line in lines] == [
+        "model.tokenizer_path",
+        "training.dataset_path",
+        "validation.dataset_path",
+    ]
+    (endless,) = check_data(Training(dataset="c4"), Validation(enable=True), "bytes")
+    assert endless.startswith("validation.steps=-1")
+    assert check_data(Training(), Validation(enable=True), "bytes") == []
+
+
+def test_few_documents_suffice_when_repeated(folder):
+    path = str(folder / "few.json")
+    loader = build(dataset="json", dataset_path=path, repeat_dataset=True, seq_len=16)
+    assert len(loader.next_step()) == 1
+    loader.close()
+
+
+def test_start_on_the_default_data_imports_neither_torch_nor_datasets():
+    program = (
+        "import sys; from titan_moe.config.job_config import Training, Validation; "
+        "from titan_moe.data.build import build_reader, check_data; "
+        "from titan_moe.data.tokenizer import load_tokenizer; "
+        "assert check_data(Training(), Validation(), 'bytes') == []; "
+        "build_reader(Training(), load_tokenizer('bytes'), seed=0, rank=0, num_ranks=1, "
+        "global_batch_size=8).read_step(); "
+        "assert not {'torch', 'datasets', 'pandas', 'pyarrow', 'tokenizers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# --- Files that change in place, behind the same names and sizes ----------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[1], [5000], [100, 0, 3, 4000], [90_000, 5, 300_000]])
+def test_checksum_shows_changes(tmp_path, monkeypatch, sizes):
+    """64 KiB in blocks of 2 KiB stand for 64 MiB in blocks of 128 KiB."""
+    monkeypatch.setattr(corpus_module, "SAMPLED", 64 << 10)
+    monkeypatch.setattr(corpus_module, "_BLOCK", 2 << 10)
+    files, draw = [tmp_path / f"{number}.bin" for number in range(len(sizes))], random.Random(0)
+    for path, size in zip(files, sizes, strict=True):
+        path.write_bytes(draw.randbytes(size))
+    before = sampled_checksum(files)
+    large = sum(sizes) > 64 << 10
+    for path, size in zip(files, sizes, strict=True):
+        content = path.read_bytes()
+        places = {0, size - 1, *(draw.randrange(size) for _ in range(20))} if size else set()
+        for place in places:
+            # Of a large set, any change of bytes in a row that are more than 1/16 of it shows.
+            length = sum(sizes) // 16 if large and 0 < place < size - 1 else 1
+            if place + length <= size:
+                changed = bytes(255 - byte for byte in content[place : place + length])
+                path.write_bytes(content[:place] + changed + content[place + length :])
+                assert sampled_checksum(files) != before
+        path.write_bytes(content)
+    assert sampled_checksum(files) == before
+
+
+@pytest.mark.parametrize("kind", ["tokens", "json", "stream", "blend"])
+def test_resume_over_changed_files_is_refused(tmp_path, kind):
+    path = Path(write_jsonl(tmp_path / "data" / "a.json", random_texts(200)))
+    keys = {"dataset": "json", "dataset_path": str(path)}
+    if kind == "tokens":
+        write_tokens(corpus_of("json", path), "bytes", tmp_path / "tokens")
+        keys = {"dataset": "tokens", "dataset_path": str(tmp_path / "tokens")}
+        path = tmp_path / "tokens" / "tokens.bin"
+    elif kind == "stream":
+        keys = {"dataset": "c4", "dataset_path": write_hub(tmp_path / "hub", random_texts(200))}
+        path = tmp_path / "hub" / "part-04.json"
+    elif kind == "blend":
+        keys = {"blend": [{"dataset": "synthetic"}, keys]}
+    training = Training(seq_len=64, local_batch_size=2, repeat_dataset=True, **keys)
+    place = {"seed": 3, "rank": 0, "num_ranks": 1, "global_batch_size": 4}
+    reader = build_reader(training, TOKENIZER, **place)
+    reader.read_step()
+    state = json.loads(json.dumps(reader.state_dict()))
+    build_reader(training, TOKENIZER, **place).load_state_dict(state)
+    content = path.read_bytes()
+    changed = content.index(b"a", len(content) // 2)  # A letter of a text, or of an id.
+    path.write_bytes(content[:changed] + b"b" + content[changed + 1 :])
+    other = build_reader(training, TOKENIZER, **place)
+    assert other.identity.fingerprint == reader.identity.fingerprint
+    with pytest.raises(RunError, match=r"files have changed .*exclude_from_loading") as caught:
+        other.load_state_dict(state)
+    line = str(caught.value)
+    assert reader.identity.checksum in line and other.identity.checksum in line
+    assert reader.identity.checksum.startswith("-+") == (kind == "blend")

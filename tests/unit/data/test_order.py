@@ -1,0 +1,75 @@
+import collections
+import itertools
+import zlib
+
+import pytest
+
+from tests.support.documents import ListCorpus
+from titan_moe.data.order import Assignment, CorpusOrder, Permutation, Split, mix
+
+
+def test_mix_is_splitmix64():
+    # The first two outputs of splitmix64 from state 0, as published with it.
+    assert mix(0) == 0xE220A8397B1DCDAF
+    assert mix(0x9E3779B97F4A7C15) == 0x6E789E6AA1B965F4
+    assert sum(mix(zlib.crc32(b"%d" % n)) % 64 == 0 for n in range(64_000)) == pytest.approx(
+        1000, rel=0.1
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 100, 1000, 4097])
+def test_permutation_hits_every_index_once(size):
+    permutation = Permutation(size, 7)
+    assert sorted(permutation[index] for index in range(size)) == list(range(size))
+
+
+def test_permutations_differ_by_key_and_shuffle_well():
+    size = 1000
+    first = [Permutation(size, 0, 0)[index] for index in range(size)]
+    assert first != [Permutation(size, 0, 1)[index] for index in range(size)]
+    assert first != [Permutation(size, 1, 0)[index] for index in range(size)]
+    distance = sum(abs(a - b) for a, b in zip(first, range(size), strict=True)) / size
+    assert distance == pytest.approx(size / 3, rel=0.1)
+    assert sum(a + 1 == b for a, b in itertools.pairwise(first)) < 8
+    orders = collections.Counter(
+        tuple(Permutation(3, key)[index] for index in range(3)) for key in range(6000)
+    )
+    assert len(orders) == 6 and min(orders.values()) > 700
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 6, 8, 12])
+@pytest.mark.parametrize("partitions", [1, 2, 5, 6, 8])
+def test_assignment_gives_every_document_once(batch, partitions):
+    assignment = Assignment(batch, partitions)
+    places = [assignment.place(sequence, n) for sequence in range(batch) for n in range(40)]
+    assert len(set(places)) == len(places)
+    assert {partition for partition, _ in places} == set(range(partitions))
+    for partition in range(partitions):
+        offsets = sorted(offset for number, offset in places if number == partition)
+        assert offsets == list(range(len(offsets)))
+
+
+@pytest.mark.parametrize("size", [2, 5, 64, 200])
+def test_training_never_sees_held_out_documents(size):
+    corpus = ListCorpus([str(number) for number in range(size)])
+
+    def read(split, seed):
+        order = CorpusOrder("list", corpus, split=split, seed=seed, repeat=False)
+        return [order.document(position).content for position in range(order.size)]
+
+    held_out = read(Split.HELD_OUT, None)
+    assert len(held_out) == max(1, size // 64)
+    for seed in (0, 1):
+        assert sorted(read(Split.TRAIN, seed) + held_out) == sorted(corpus.texts)
+
+
+def test_each_epoch_has_another_order():
+    corpus = ListCorpus([str(number) for number in range(100)])
+    order = CorpusOrder("list", corpus, split=Split.TRAIN, seed=0, repeat=True)
+    epochs = [
+        [order.document(epoch * order.size + index).content for index in range(order.size)]
+        for epoch in range(3)
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert order.document(5).content == epochs[0][5]  # After a jump back.

@@ -1,0 +1,237 @@
+"""Streams of several files: who reads which document, in which order, and resumes."""
+
+import gzip
+import itertools
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.support.documents import is_held_out, random_texts, write_hub, write_jsonl
+from titan_moe.config.errors import ConfigError
+from titan_moe.data.corpus import Source
+from titan_moe.data.order import Assignment, Document, OutOfDocumentsError, Split
+from titan_moe.data.stream import HubStream, StreamOrder
+from titan_moe.runtime.errors import RunError
+
+LENGTHS = {
+    "equal": [30] * 8,
+    "unequal": [50, 3, 1, 17, 40, 1, 25, 9],
+    "few": [40, 70, 20],
+    "one": [130],
+    "many": [7] * 50,
+}
+
+
+class ListStream:
+    """A stream of given files; counts the documents read of each."""
+
+    fingerprint = "list"
+
+    def __init__(self, files, counts=None, first=0):
+        self.files, self.num_files = files, len(files)
+        self.counts = Counter() if counts is None else counts
+        self.place, self.first = 0, first
+
+    def shard(self, index, count):
+        begin, end = (n * len(self.files) // count for n in (index, index + 1))
+        return ListStream(self.files[begin:end], self.counts, begin)
+
+    def read(self, mark=None):
+        self.place = mark or 0
+        documents = [(n, text) for n, file in enumerate(self.files) for text in file]
+        for number, text in documents[self.place :]:
+            self.place += 1
+            self.counts[self.first + number] += 1
+            yield Document("list", text)
+
+    def mark(self):
+        return self.place
+
+
+def texts_of_files(lengths):
+    return [[f"{file}.{number}" for number in range(n)] for file, n in enumerate(lengths)]
+
+
+def order(files, *, sequences, batch, split=Split.ALL, repeat=False):
+    return StreamOrder(
+        "list",
+        ListStream(files) if isinstance(files, list) else files,
+        split=split,
+        sequences=sequences,
+        global_batch_size=batch,
+        repeat=repeat,
+    )
+
+
+def slow_sequences(files, batch, num_documents):
+    """The first training documents of every sequence, by dealing each partition's out in turn."""
+    count = max(n for n in range(1, 65) if batch % n == 0 and n <= len(files))
+    found = [[] for _ in range(batch)]
+    for partition in range(count):
+        begin, end = (n * len(files) // count for n in (partition, partition + 1))
+        texts = [text for file in files[begin:end] for text in file if not is_held_out(text)]
+        takers = [b for b in range(batch) if b * count // batch == partition]
+        documents = itertools.cycle(texts)
+        for taker in itertools.islice(itertools.cycle(takers), num_documents * len(takers)):
+            found[taker].append(next(documents))
+    return found
+
+
+def read(source, sequence, numbers, *, batch):
+    """Documents of a sequence that begins at position 0, by number."""
+    places = [Assignment(batch, source.num_partitions).place(sequence, n) for n in numbers]
+    return [source.document(position, partition).content for partition, position in places]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("batch", "ranks"), [(8, 4), (12, 3), (4, 1), (7, 7), (1, 1)])
+def test_every_rank_reads_the_documents_of_a_slow_reader(lengths, batch, ranks):
+    files = texts_of_files(LENGTHS[lengths])
+    expected = slow_sequences(files, batch, 60)
+    for rank in range(ranks):
+        own = range(rank * batch // ranks, (rank + 1) * batch // ranks)
+        source = order(files, sequences=own, batch=batch, repeat=True, split=Split.TRAIN)
+        # The last sequence far ahead of the first one.
+        for sequence in reversed(own):
+            assert read(source, sequence, range(60), batch=batch) == expected[sequence]
+
+
+def test_each_rank_reads_its_share_of_the_files():
+    opened = []
+    for rank in range(4):
+        own = range(rank * 4, rank * 4 + 4)
+        stream = ListStream(texts_of_files([40] * 16))
+        source = order(stream, sequences=own, batch=16)
+        for sequence in own:
+            read(source, sequence, range(40), batch=16)
+        assert sum(stream.counts.values()) == 160
+        opened += stream.counts
+    assert sorted(opened) == list(range(16))
+
+
+def test_partition_ends_with_its_files():
+    source = order(texts_of_files([2, 5, 0, 3]), sequences=range(2), batch=2)
+    assert len(read(source, 0, range(7), batch=2)) == 7
+    assert len(read(source, 1, range(3), batch=2)) == 3
+    for _ in range(2):
+        with pytest.raises(OutOfDocumentsError):
+            read(source, 1, [3], batch=2)
+    empty = order(texts_of_files([0, 0]), sequences=range(1), batch=2, repeat=True)
+    with pytest.raises(OutOfDocumentsError):
+        read(empty, 0, [0], batch=2)
+
+
+def test_training_never_sees_held_out_documents_of_a_stream():
+    files = texts_of_files([700, 40, 600])
+    training = order(files, sequences=range(2), batch=2, split=Split.TRAIN)
+    validation = order(files, sequences=range(1), batch=1, split=Split.HELD_OUT)
+    held_out = read_all(validation, 0, batch=1)
+    trained = [text for b in range(2) for text in read_all(training, b, batch=2)]
+    assert sorted(trained + held_out) == sorted(itertools.chain(*files)) and 2 < len(held_out) < 60
+
+
+def read_all(source, sequence, *, batch):
+    found = []
+    with pytest.raises(OutOfDocumentsError):
+        for number in itertools.count():
+            found += read(source, sequence, [number], batch=batch)
+    return found
+
+
+def test_resume_reads_on_from_the_last_cursor(monkeypatch):
+    monkeypatch.setattr(StreamOrder, "CURSOR_EVERY", 8)
+    files = texts_of_files([100] * 4)
+    source = order(files, sequences=range(4), batch=4)
+    read(source, 2, range(75), batch=4)
+    mark = json.loads(json.dumps(source.mark({2: 75})))
+    assert mark[0] is None and mark[2][0] == 72
+    stream = ListStream(files)
+    later = order(stream, sequences=[2], batch=4)
+    later.seek(mark, [0] * 4)
+    assert read(later, 2, range(75, 78), batch=4) == [f"2.{number}" for number in range(75, 78)]
+    assert stream.counts == {2: 6}
+
+
+# --- Streams that `datasets` reads ----------------------------------------------------------------
+
+
+def hub(path, column="text"):
+    return HubStream(Source("training.", "c4", str(path), column))
+
+
+def texts_of(stream, mark=None):
+    return [document.content for document in stream.read(mark)]
+
+
+def test_hub_stream_is_the_slow_reader_and_goes_on_from_its_mark(tmp_path):
+    texts = random_texts(3000)
+    write_hub(tmp_path, texts)
+    stream = hub(tmp_path)
+    assert texts_of(stream) == texts and stream.num_files == 5
+    reading = stream.read()
+    for _ in range(1700):
+        next(reading)
+    mark = json.loads(json.dumps(stream.mark()))
+    fresh = hub(tmp_path)
+    assert texts_of(fresh, mark) == texts[1700:]
+    assert texts_of(fresh) == texts
+    source = order(fresh, sequences=range(10), batch=10, split=Split.TRAIN, repeat=True)
+    assert source.fingerprint == "hub:c4:files=5" and source.num_partitions == 5
+    paths = sorted(tmp_path.iterdir())
+    files = [[json.loads(x)["text"] for x in p.read_text().splitlines()] for p in paths]
+    expected = slow_sequences(files, 10, 300)
+    for sequence in (0, 1, 9):
+        assert read(source, sequence, range(300), batch=10) == expected[sequence]
+    assert source.document(300 * 2, 1).name == "c4/1/600"
+
+
+def test_hub_stream_reads_the_named_column(tmp_path):
+    (tmp_path / "a.json").write_text('{"text": 1, "body": "x"}\n{"text": 2, "body": null}\n')
+    assert texts_of(hub(tmp_path, "body")) == ["x", None]
+    assert texts_of(hub(tmp_path)) == [None, None]  # Numbers are no text.
+    assert hub(tmp_path, "body").fingerprint == "hub:c4:column=body"
+    with pytest.raises(RunError, match="no such column, but text, body: set training"):
+        texts_of(hub(tmp_path, "url"))
+
+
+def test_hub_stream_refuses_a_file_that_was_cut_while_it_read(tmp_path):
+    """`datasets` reads 10 MiB at a time and takes the end of the file for the end of its data."""
+    path = Path(write_jsonl(tmp_path / "a.jsonl", ["x" * 2000] * 8000))
+    size = len(path.read_bytes().splitlines(keepends=True)[0])
+    reading = hub(tmp_path).read()
+    next(reading)
+    os.truncate(path, 7000 * size)
+    with pytest.raises(RunError, match=f"{path} has changed since the run began"):
+        list(reading)
+
+
+def test_hub_stream_refuses_a_broken_copy(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n')[:-9])
+    with pytest.raises(ConfigError, match=r"^training\.dataset_path='.*' cannot be opened: "):
+        hub(tmp_path)
+
+
+def test_fingerprint_of_a_hub_dataset_holds_its_revision(tmp_path, monkeypatch):
+    """The hub is a stub: a local copy's builder that has a commit for its hash."""
+    import datasets
+
+    write_jsonl(tmp_path / "hub" / "a.json", ["one", "two"])
+    local, asked = datasets.load_dataset_builder, []
+
+    def load_dataset_builder(repository, configuration, revision):
+        asked.append((repository, configuration, revision))
+        builder = local(str(tmp_path / "hub"))
+        builder.hash = revision or "c0ffee"
+        return builder
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    names = ["owner/name:part", "c4@badf00d"]
+    streams = [HubStream(Source("training.", name)) for name in names]
+    assert [stream.fingerprint for stream in streams] == [
+        "hub:owner/name:part:revision=c0ffee",
+        "hub:c4@badf00d:revision=badf00d",
+    ]
+    assert asked == [("owner/name", "part", None), ("allenai/c4", "en", "badf00d")]

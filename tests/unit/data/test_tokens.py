@@ -1,0 +1,125 @@
+"""A tokenised copy holds every document, is complete or invisible, and shows damage."""
+
+import os
+import subprocess
+import time
+
+import pytest
+
+from tests.support.commands import TITAN_MOE, run_command
+from tests.support.disk_order import watched_disk
+from tests.support.documents import random_texts, write_hub, write_jsonl
+from titan_moe.config.errors import ConfigError
+from titan_moe.data import tokens
+from titan_moe.data.corpus import FileCorpus, Source
+from titan_moe.data.stream import HubStream
+from titan_moe.data.tokenizer import load_tokenizer
+from titan_moe.data.tokens import TokenCorpus, damaged_files, write_tokens
+from titan_moe.runtime.errors import RunError
+
+TOKENIZER = load_tokenizer("bytes")
+TEXTS = [*random_texts(1500), None]
+
+
+def opened(folder, tokenizer="bytes"):
+    return TokenCorpus(folder, tokenizer=tokenizer, key="training.dataset_path")
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def corpus_of(folder, texts=TEXTS):
+    path = write_jsonl(folder / "documents.jsonl", texts)
+    return FileCorpus(Source("training.", "json", path))
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("json", 1), ("json", 3), ("hub", 2)])
+def test_copy_holds_every_document(tmp_path, kind, workers):
+    if kind == "json":
+        source = corpus_of(tmp_path)
+    else:
+        folder = write_hub(tmp_path / "hub", TEXTS)
+        source = HubStream(Source("training.", "c4", folder))
+    out = tmp_path / "copies" / "out"
+    manifest = write_tokens(source, "bytes", out, workers=workers)
+    corpus = opened(out)
+    assert len(corpus) == manifest.documents == len(TEXTS) and manifest.without_text == 1
+    texts = [TOKENIZER.decode(corpus[index].content) for index in range(len(TEXTS))]
+    assert texts == [text or "" for text in TEXTS]
+    assert manifest.tokens == sum(len(text.encode()) for text in texts)
+    assert damaged_files(out) == []
+    assert sorted(contents(out)) == ["manifest.json", "offsets.bin", "tokens.bin"]
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    with pytest.raises(RunError, match="exists already"):
+        write_tokens(source, "bytes", out)
+
+
+def test_copy_is_on_disk_before_it_gets_its_name(tmp_path):
+    with watched_disk() as disk:
+        write_tokens(corpus_of(tmp_path), "bytes", tmp_path / "out")
+    assert disk.renamed[-1] == "out" and disk.lost == []
+
+
+def test_command_survives_sigkill(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["some words " * 100] * 10_000)
+    data = ["--training.dataset", "json", "--training.dataset_path", path]
+    command = [*TITAN_MOE, "tokenize", *data, "--workers", "1", "--out"]
+    out, partial = tmp_path / "out", tmp_path / "out.partial" / "arrow"
+    process = subprocess.Popen([*command, str(out)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not partial.exists() and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    process.kill()
+    process.wait()
+    assert partial.exists() and not out.exists()
+    for folder in (out, tmp_path / "whole"):
+        subprocess.run([*command, str(folder)], check=True, capture_output=True)
+    assert contents(out) == contents(tmp_path / "whole")
+    assert not partial.parent.exists()
+
+
+def test_remains_of_another_source_are_not_used(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens, "write_whole", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            write_tokens(corpus_of(tmp_path, ["one", "two"]), "bytes", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    write_tokens(corpus_of(tmp_path, ["tre", "due"]), "bytes", tmp_path / "out")
+    assert TOKENIZER.decode(opened(tmp_path / "out")[0].content) == "tre"
+
+
+def test_damage_is_found(tmp_path):
+    out = tmp_path / "out"
+    write_tokens(corpus_of(tmp_path), "bytes", out)
+    path = out / "tokens.bin"
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    run = run_command("tokenize", "--verify", out)
+    assert run.returncode == 1 and "wrong checksum of tokens.bin" in run.stderr
+    path.write_bytes(content[:-2])
+    with pytest.raises(ConfigError, match=r"tokens.bin has [\d,]+ bytes, not the [\d,]+ of"):
+        opened(out)
+    with pytest.raises(ConfigError, match=r"made with tokenizer bytes, but .* is other"):
+        opened(out, "other")
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin"])
+def test_file_cut_short_while_a_run_reads_is_refused(tmp_path, name):
+    write_tokens(corpus_of(tmp_path, TEXTS[:-1]), "bytes", tmp_path / "out")
+    corpus = opened(tmp_path / "out")
+    path = tmp_path / "out" / name
+    os.truncate(path, path.stat().st_size - 8)
+    with pytest.raises(RunError, match=f"{path} was cut short"):
+        for index in range(len(corpus)):
+            corpus[index]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format": "other"}', "{}", None])
+def test_foreign_manifest_is_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"manifest.json .*titan-moe tokenize --out") as error:
+        opened(tmp_path)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,184 @@
+"""The documents of one source in the order of training or of validation.
+
+A source is one partition or several (a stream's files, divided). A document order numbers the
+documents of each partition by position: 0, 1, 2, ... through all epochs. The document at a position
+depends on (source, seed, number of partitions) alone. `Assignment` says which positions a sequence
+of the global batch takes. All of it is integer arithmetic: the same order on every platform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+# One document in this many is held out for validation.
+HELD_OUT_EVERY = 64
+
+_MASK = (1 << 64) - 1
+
+
+class Document(NamedTuple):
+    """A document: its text, its token ids (without EOS) if the corpus is tokenised, or None where
+    the source has neither. A document of None keeps its place and is read as an empty one."""
+
+    name: str
+    content: str | np.ndarray | None
+
+
+@runtime_checkable
+class Corpus(Protocol):
+    """Documents that can be read in any order."""
+
+    fingerprint: str
+    """Names the documents and their order: with the same fingerprint both are the same."""
+
+    def checksum(self) -> str:
+        """Sampled checksum of the corpus's files; empty if the fingerprint covers the content."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Document: ...
+
+
+class OutOfDocumentsError(Exception):
+    """A source has no document at the position asked for."""
+
+
+def mix(*words: int) -> int:
+    """Hash integers to 64 well-mixed bits (the finaliser of splitmix64, Steele et al. 2014)."""
+    state = 0
+    for word in words:
+        state = (state ^ word) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state
+
+
+class Permutation:
+    """A seeded bijection of range(size) that needs no table.
+
+    A Feistel network permutes the next larger power of four; values that land outside are sent
+    through it again until they land inside ("cycle walking", Black and Rogaway 2002). A billion
+    documents are shuffled in no memory, and any position is found without the others.
+    """
+
+    _ROUNDS = 4
+
+    def __init__(self, size: int, *key: int) -> None:
+        self.size = size
+        self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._half_mask = (1 << self._half_bits) - 1
+        self._round_keys = [mix(*key, number) for number in range(self._ROUNDS)]
+
+    def __getitem__(self, index: int) -> int:
+        """The place of `index`, in range(size), after the permutation."""
+        assert 0 <= index < self.size
+        value = index
+        while True:
+            high, low = value >> self._half_bits, value & self._half_mask
+            for key in self._round_keys:
+                high, low = low, high ^ (mix(key ^ low) & self._half_mask)
+            value = high << self._half_bits | low
+            if value < self.size:
+                return value
+
+
+class Split(Enum):
+    """The documents of a source to read: all but the held-out ones, only those, or every one."""
+
+    TRAIN = "train"
+    HELD_OUT = "held_out"
+    ALL = "all"
+
+
+class Assignment(NamedTuple):
+    """Divides the documents of P partitions among the sequences of a global batch of G.
+
+    With P up to G, sequence b takes from partition floor(b P / G), and the sequences of a partition
+    take its documents in turn. With P above G, sequence b takes in turn from every partition k with
+    floor(k G / P) = b. With one partition, sequence b takes b, b + G, b + 2G, ....
+    """
+
+    global_batch_size: int
+    num_partitions: int
+
+    def partitions(self, sequence: int) -> range:
+        """The partitions that `sequence` takes from, in turn."""
+        return _share(sequence, self.global_batch_size, self.num_partitions)
+
+    def sequences(self, partition: int) -> range:
+        """The sequences that take from `partition`, in turn."""
+        return _share(partition, self.num_partitions, self.global_batch_size)
+
+    def place(self, sequence: int, number: int) -> tuple[int, int]:
+        """The partition of document `number` of `sequence`, and its offset there from the position
+        at which the sequences began."""
+        partitions = self.partitions(sequence)
+        turn, which = divmod(number, len(partitions))
+        partition = partitions[which]
+        sequences = self.sequences(partition)
+        return partition, sequence - sequences.start + turn * len(sequences)
+
+
+def _share(index: int, count: int, of: int) -> range:
+    """The numbers j below `of` that belong to `index` of `count`: several that no other index has,
+    or a single one, shared with the neighbours."""
+    if count >= of:
+        return range(index * of // count, index * of // count + 1)
+    return range(-(-index * of // count), -(-(index + 1) * of // count))
+
+
+class CorpusOrder:
+    """A corpus in one partition; each epoch has its own seeded order (`seed` None: as stored)."""
+
+    num_partitions = 1
+
+    def __init__(
+        self, name: str, corpus: Corpus, *, split: Split, seed: int | None, repeat: bool
+    ) -> None:
+        self.name = name
+        self.fingerprint = corpus.fingerprint
+        self._corpus = corpus
+        self._seed = seed
+        self._repeat = repeat
+        # The split is one fixed permutation of the corpus, cut in two; it knows no seed, so that no
+        # run ever trains on another run's held-out documents.
+        self._split = Permutation(len(corpus)) if split is not Split.ALL and len(corpus) else None
+        # One document in 64, but at least one of two.
+        held_out = max(1, len(corpus) // HELD_OUT_EVERY) if len(corpus) > 1 else 0
+        self._first = held_out if split is Split.TRAIN else 0
+        self._size = held_out if split is Split.HELD_OUT else len(corpus) - self._first
+        self._epoch = -1
+        self._order: Permutation | None = None
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def checksum(self) -> str:
+        return self._corpus.checksum()
+
+    def document(self, position: int, partition: int = 0) -> Document:
+        epoch, index = divmod(position, self._size)
+        if epoch > 0 and not self._repeat:
+            raise OutOfDocumentsError
+        if self._seed is not None:
+            index = self._epoch_order(epoch)[index]
+        index += self._first
+        return self._corpus[index if self._split is None else self._split[index]]
+
+    def mark(self, oldest: Mapping[int, int]) -> None:
+        return None
+
+    def seek(self, mark: Any, first: Sequence[int]) -> None:
+        pass
+
+    def _epoch_order(self, epoch: int) -> Permutation:
+        if self._order is None or epoch != self._epoch:
+            assert self._seed is not None
+            self._epoch, self._order = epoch, Permutation(self._size, self._seed, epoch)
+        return self._order

@@ -1,0 +1,265 @@
+"""Hugging Face hub datasets, streamed by `datasets`, in the order of training or of validation."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from titan_moe.config.errors import ConfigError
+from titan_moe.data.corpus import (
+    FORMATS,
+    Source,
+    column_mark,
+    files_below,
+    first_cause,
+    import_datasets,
+    sampled_checksum,
+    wrong_column,
+)
+from titan_moe.data.order import (
+    HELD_OUT_EVERY,
+    Assignment,
+    CorpusOrder,
+    Document,
+    OutOfDocumentsError,
+    Split,
+    mix,
+)
+from titan_moe.runtime.errors import RunError
+
+# Short names for hub datasets: repository, configuration, split.
+_ALIASES = {
+    "c4": ("allenai/c4", "en", "train"),
+    "c4_validation": ("allenai/c4", "en", "validation"),
+}
+# A rank that reads all partitions has a file of each open, with some 10 MB of it in memory.
+_MOST_PARTITIONS = 64
+
+
+class HubStream:
+    """A hub dataset, or a local copy of one, read file by file without keeping it."""
+
+    def __init__(self, source: Source) -> None:
+        """Open `c4`, `owner/name` or `owner/name:configuration`, with `@revision` if
+        it is not the latest. ConfigError if not found."""
+        name, _, revision = source.dataset.partition("@")
+        repository, _, configuration = name.partition(":")
+        repository, configuration, split = _ALIASES.get(name, (repository, configuration, "train"))
+        place = source.path
+        self.column, self._source = source.text_column, source
+        self.fingerprint = f"hub:{source.dataset}{column_mark(self.column)}"
+        load = import_datasets().load_dataset_builder
+        try:
+            if place is not None:
+                builder = load(str(place))
+            else:
+                builder = load(repository, configuration or None, revision=revision or None)
+                # The commit that the names in the builder lead to, whatever is pushed later.
+                self.fingerprint += f":revision={builder.hash}"
+            if builder.name == "json":  # As for local files.
+                vars(builder.config).update(on_mixed_types=None)
+            self._rows = builder.as_streaming_dataset(split=split)
+            self._builder, self._split = builder, split
+        except Exception as error:  # Network, permission, format: each raises its own.
+            raise ConfigError(
+                [
+                    f"{source.path_name if place else source.name} cannot be opened: "
+                    f"{first_cause(error)}; name a whole local copy with {source.key}dataset_path, "
+                    "or use stdlib, synthetic, json, parquet, text or tokens"
+                ]
+            ) from None
+        self._files = [place] if place and place.is_file() else []
+        self._files += files_below(place, *FORMATS) if place and place.is_dir() else []
+        self._sizes = [path.stat().st_size for path in self._files]
+        self.num_files: int = self._rows.num_shards
+        self._beginning = self._rows.state_dict()
+
+    def checksum(self) -> str:
+        """Sampled checksum of a local copy; empty for remote data."""
+        return sampled_checksum(self._files) if self._files else ""
+
+    def rows(self, num_proc: int | None) -> Any:
+        """The whole data as a `datasets.Dataset`, downloaded to its cache."""
+        self._builder.download_and_prepare(num_proc=num_proc)
+        return self._builder.as_dataset(self._split)
+
+    def shard(self, index: int, count: int) -> HubStream:
+        """Part `index` of `count` of the files, with a place of its own."""
+        one = copy.copy(self)
+        one._rows = self._rows.shard(num_shards=count, index=index)
+        one._beginning = one._rows.state_dict()
+        return one
+
+    def read(self, mark: Any = None) -> Iterator[Document]:
+        """Start at the beginning, or at the place where `mark` was taken. RunError if the files
+        lack the column, or a local file has another size than when the run began."""
+        # The beginning is loaded too: a state, once loaded, is the start of every later iteration.
+        self._rows.load_state_dict(mark or self._beginning)
+        for row in self._rows:
+            if self.column not in row:
+                kinds = {name: type(value).__name__ for name, value in row.items()}
+                raise RunError(wrong_column(self._source, kinds))
+            text = row[self.column]
+            yield Document(self._source.dataset, text if isinstance(text, str) else None)
+        # JSON lines that were cut between two of them just end. A removed file was read to its end.
+        for path, size in zip(self._files, self._sizes, strict=True):
+            if path.exists() and path.stat().st_size != size:
+                raise RunError(f"{path} has changed since the run began: put the old file back")
+
+    def mark(self) -> Any:
+        """JSON-able position of the latest `read`, after the last document that it yielded."""
+        return self._rows.state_dict()
+
+
+class _Cursor(NamedTuple):
+    """A place in a partition: before the document at `position`. `stream` is the stream's mark."""
+
+    position: int
+    stream: Any
+
+
+class StreamOrder:
+    """A stream of F files in P partitions, of which a data rank reads those of its sequences.
+
+    A partition is F/P files in a row, and with `repeat` it begins again at its first file, at its
+    own pace. P follows from the global batch at which a run begins, and stays when a training stage
+    changes that. Where there are fewer partitions than data ranks, ranks share one, and each of
+    them reads all of it.
+    """
+
+    size: int | None = None
+    CURSOR_EVERY = 512  # Positions; a resume reads at most these, and a mark costs about 20 us.
+
+    def __init__(
+        self,
+        name: str,
+        stream: HubStream,
+        *,
+        split: Split,
+        sequences: Collection[int],
+        global_batch_size: int,
+        repeat: bool,
+    ) -> None:
+        """sequences: those of the global batch that this rank reads."""
+        self.name = name
+        self.fingerprint = f"{stream.fingerprint}:files={stream.num_files}"
+        self._stream = stream
+        self._split = split
+        self._repeat = repeat
+        self._sequences = sequences
+        self._global_batch_size = global_batch_size
+        # A divisor of the batch, so that all partitions are read equally fast.
+        most = min(stream.num_files, global_batch_size, _MOST_PARTITIONS)
+        count = next(count for count in range(most, 0, -1) if global_batch_size % count == 0)
+        self.seek(None, [0] * count)
+
+    def checksum(self) -> str:
+        return self._stream.checksum()
+
+    def document(self, position: int, partition: int = 0) -> Document:
+        """The document at `position`. A sequence's positions must rise. OutOfDocumentsError beyond
+        the last document."""
+        return self._partitions[partition].document(position)
+
+    def mark(self, oldest: Mapping[int, int]) -> Any:
+        """JSON-able places to read on from: for each partition of `oldest`, one at or before the
+        position given there; None for a partition that this rank does not read."""
+        return [
+            list(self._partitions[number].mark(oldest[number])) if number in oldest else None
+            for number in range(self.num_partitions)
+        ]
+
+    def seek(self, mark: Any, first: Sequence[int]) -> None:
+        """Go to places that `mark` returned on this rank or on others. In each of the len(first)
+        partitions the sequences begin at position `first`, at or after its place."""
+        self.num_partitions = len(first)
+        assignment = Assignment(self._global_batch_size, len(first))
+        wanted: dict[int, list[int]] = {}
+        for sequence in self._sequences:
+            for number in assignment.partitions(sequence):
+                wanted.setdefault(number, []).append(sequence)
+        self._partitions = {
+            number: _Partition(
+                self._stream.shard(number, len(first)),
+                number,
+                accepts=self._accepts,
+                repeat=self._repeat,
+                start=_Cursor(*mark[number]) if mark else _Cursor(0, None),
+                first=first[number],
+                takers=assignment.sequences(number),
+                wanted=sequences,
+            )
+            for number, sequences in wanted.items()
+        }
+
+    def _accepts(self, document: Document) -> bool:
+        """False for documents of the other half of the split. One document in 64 is held out by its
+        text, the same in every partition and run."""
+        text = document.content if isinstance(document.content, str) else ""
+        held_out = mix(zlib.crc32(text.encode(errors="replace"))) % HELD_OUT_EVERY == 0
+        return self._split is Split.ALL or held_out == (self._split is Split.HELD_OUT)
+
+
+class _Partition:
+    """Reads one partition and keeps the documents of this rank's sequences."""
+
+    def __init__(
+        self,
+        stream: HubStream,
+        number: int,
+        *,
+        accepts: Callable[[Document], bool],
+        repeat: bool,
+        start: _Cursor,
+        first: int,
+        takers: range,
+        wanted: Sequence[int],
+    ) -> None:
+        """Reads on from `start`. Of the documents from position `first` on, the sequences `takers`
+        take one each in turn; `wanted` are this rank's."""
+        self._stream, self._number = stream, number
+        self._accepts, self._repeat = accepts, repeat
+        self._first, self._takers = first, takers
+        self._waiting: dict[int, deque[tuple[int, Document]]] = {taker: deque() for taker in wanted}
+        self._marks = deque([start])
+        self._position = start.position
+        self._documents = stream.read(start.stream)
+
+    def document(self, position: int) -> Document:
+        waiting = self._waiting[self._taker(position)]
+        while True:
+            while waiting:
+                found, document = waiting.popleft()
+                if found == position:
+                    return document
+            assert position >= self._position, "positions must rise"
+            self._read_one()
+
+    def mark(self, oldest: int) -> _Cursor:
+        """The last cursor at or before `oldest`. Forgets the cursors before it."""
+        while len(self._marks) > 1 and self._marks[1].position <= oldest:
+            self._marks.popleft()
+        return self._marks[0]
+
+    def _taker(self, position: int) -> int:
+        return self._takers[(position - self._first) % len(self._takers)]
+
+    def _read_one(self) -> None:
+        document = next(self._documents, None)
+        if document is None:
+            if not self._repeat or self._position == 0:
+                raise OutOfDocumentsError
+            self._documents = self._stream.read()
+        elif self._accepts(document):
+            if (taker := self._taker(self._position)) in self._waiting:
+                name = f"{document.name}/{self._number}/{self._position}"
+                self._waiting[taker].append((self._position, Document(name, document.content)))
+            self._position += 1
+            if self._position % StreamOrder.CURSOR_EVERY == 0:
+                self._marks.append(_Cursor(self._position, self._stream.mark()))
+
+
+DocumentOrder = CorpusOrder | StreamOrder
