@@ -54,8 +54,6 @@ def _part(command: list[str], variables: list[str]) -> str:
     if not ranks:
         return "launcher"
     line = " ".join(command)
-    if "checkpoint.writer:serve" in line:
-        return f"writer {ranks[0]}"
     if "data.reader:serve" in line:
         return f"reader {ranks[0]}"
     return f"rank {ranks[0]}" if "titan_moe" in command else "other"

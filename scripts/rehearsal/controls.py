@@ -156,9 +156,9 @@ CONTROLS = [
     Control(
         "checksums of two devices",
         "refused",
-        "checksum.py:_sum_on_device",
+        "checksums.py:_sum_block",
         _wrapped(
-            "titan_moe.checkpoint.checksum:_bits",
+            "titan_moe.checkpoint.checksums:_bits",
             _changed(lambda bits: bits + torch.ones(bits.shape, dtype=bits.dtype)),
         ),
         rehearse=lambda control: Rehearsal(rehearse_checkpoint()),

@@ -1,10 +1,8 @@
 """Several ranks: a save in the background is there when all have written, and fails on all."""
 
-import os
-import resource
-import signal
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,11 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.support.checkpointers import plain_checkpointer
+from tests.support.tiers import tiered
 from tests.support.trainings import make_job, train_here
 from titan_moe.checkpoint.audit import audit
-from titan_moe.checkpoint.background import BackgroundSaves
+from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.digests import read_digests
-from titan_moe.checkpoint.storage import saved_steps
+from titan_moe.checkpoint.folder import saved_steps
+from titan_moe.checkpoint.tensors import FolderWriter
 from titan_moe.config.job_config import Optimizer
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.runtime.errors import RunError
@@ -44,26 +44,22 @@ def _names(folder):
     return names
 
 
-def _one_writer_stands_still(folder):
+def _one_writer_is_slow(folder):
     model, checkpointer = _run(folder)
     checkpointer.maybe_save(1, {"step": 1})
-    checkpointer._background.wait()
-    writer = checkpointer._background._child.pid
-    slow = dist.get_rank() == dist.get_world_size() - 1
-    if slow:
-        os.kill(writer, signal.SIGSTOP)
-    seen = []
+    checkpointer.finish()
+    write = FolderWriter.write_data
+    if dist.get_rank() == dist.get_world_size() - 1:
+        FolderWriter.write_data = lambda *args: time.sleep(2) or write(*args)
     checkpointer.maybe_save(2, {"step": 2})
     with torch.no_grad():
         model.weight.add_(1)  # Training goes on.
     for _ in range(20):
         checkpointer.maybe_save(3, {})
-        time.sleep(0.02)
-    seen.append(_names(folder))
-    if slow:
-        os.kill(writer, signal.SIGCONT)
+    seen = [_names(folder)]
     checkpointer.finish()
     seen.append(_names(folder))
+    FolderWriter.write_data = write
     with torch.no_grad():
         model.weight.sub_(1)
     _, waiting = _run(folder / "waiting", "disabled")
@@ -72,59 +68,67 @@ def _one_writer_stands_still(folder):
     return seen, files, checkpointer.last_step
 
 
-def test_the_slowest_writer_completes_the_same_files(tmp_path):
-    for seen, (ours, theirs), last_step in run_on_ranks(_one_writer_stands_still, 4, tmp_path):
+def test_slowest_writer_completes_the_files_of_a_save_that_waits(tmp_path):
+    for seen, (ours, theirs), last_step in run_on_ranks(_one_writer_is_slow, 4, tmp_path):
         assert seen[0] == [".step-2.writing", "step-1"]
         assert seen[1] == ["step-1", "step-2"] and last_step == 2
         assert ours == theirs
-    # A tensor that several hold is written once, and not by one rank alone.
+    # A tensor that several ranks hold is written once, and not by one rank alone.
     assert len([name for name in ours if name.endswith(".distcp")]) > 1
     assert audit(tmp_path / "checkpoint/step-2").problems == []
 
 
-def _fails_on_rank_one(folder):
-    model, checkpointer = _run(folder)
+def _fails_on_rank_one(folder, mode):
+    model, checkpointer = _run(folder, mode)
     checkpointer.maybe_save(1, {"step": 1})
-    checkpointer._background.wait()
+    checkpointer.finish()
+    write = FolderWriter.write_data
     if dist.get_rank() == 1:
-        resource.prlimit(checkpointer._background._child.pid, resource.RLIMIT_FSIZE, (500, 500))
-    checkpointer.maybe_save(2, {"step": 2})
-    line = None
+
+        def fill_disk(*args):
+            write(*args)
+            raise OSError(28, "No space left on device")
+
+        FolderWriter.write_data = fill_disk
+    lines = []
     try:
+        checkpointer.maybe_save(2, {"step": 2})
         checkpointer.finish()
     except RunError as error:
-        line = str(error)
-    names = _names(folder)
+        lines.append(str(error))
     model.load[0] = dist.get_rank()  # Replicas that differ.
-    checkpointer.maybe_save(3, {})
-    checkpointer.maybe_save(4, {"step": 4})
     try:
-        checkpointer.finish()
+        checkpointer.maybe_save(4, {"step": 4})
     except RunError as error:
-        return line, names, str(error), _names(folder)
+        lines.append(str(error))
+    return lines, _names(folder)
 
 
-def test_a_failing_writer_fails_all_ranks_and_spoils_nothing(tmp_path):
-    results = run_on_ranks(_fails_on_rank_one, 2, tmp_path)
+@pytest.mark.parametrize("mode", tiered(["async"], slow=["disabled"]))
+def test_failing_writer_fails_all_ranks_and_spoils_nothing(tmp_path, mode):
+    results = run_on_ranks(_fails_on_rank_one, 2, tmp_path, mode)
     assert results[0] == results[1]
-    line, names, unlike, names_then = results[0]
+    (line, unlike), names = results[0]
     assert line == (
-        f"cannot save checkpoint {tmp_path}/checkpoint/step-2: File too large; free some space and "
-        "start the same command again"
+        f"cannot save checkpoint {tmp_path}/checkpoint/step-2: No space left on device; free some "
+        "space and start the same command again"
     )
     assert unlike == "ranks hold different values of what should be replicas: model.load " + (
         "(rank 0 unlike rank 1)"
     )
-    assert names == names_then == ["step-1"]
+    assert names == ["step-1"]
 
 
 def _train_with_long_saves(folder):
-    BackgroundSaves.seconds = property(lambda self: 1000.0)
+    def note_long_time(self, save):
+        self.longest_save = 1000.0
+
+    Checkpointer._note_time = note_long_time
     checkpoint = {"interval": 2, "async_mode": "async"}
     return train_here(make_job(folder, training={"max_seconds": 900}, checkpoint=checkpoint))
 
 
-def test_a_run_allows_for_the_whole_of_a_save_in_the_background(tmp_path):
+def test_run_with_max_seconds_allows_for_a_whole_background_save(tmp_path):
     """From the first save on, too little of the run's time is left for another one."""
     assert run_on_ranks(_train_with_long_saves, 2, tmp_path) == [True, True]
     assert max(saved_steps(tmp_path / "checkpoint")) <= 4

@@ -34,7 +34,7 @@ def test_hang_report_names_waiting_ranks(tmp_path: Path, plant: str, says: str) 
 @pytest.mark.slow
 def test_save_past_its_limit_names_the_key(tmp_path: Path) -> None:
     lines = hang(tmp_path, "writer")
-    assert "rank 1 is saving a checkpoint (titan_moe/checkpoint/tensor_files.py:" in lines[0]
+    assert "rank 1 is saving a checkpoint (titan_moe/checkpoint/checkpointer.py:" in lines[0]
     assert lines[-1] == "if the disk is only slow, raise checkpoint.save_timeout_seconds"
 
 

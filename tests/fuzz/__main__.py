@@ -11,7 +11,7 @@ if nothing had been damaged), or refuse it in lines that a user can use. All els
 traceback or the name of a Python exception, a hang, more than 2 GiB of memory, a changed folder, a
 program in the data that was run.
 
-In a trial of "kills", processes of a run get SIGKILL: ranks, writers of checkpoints, launchers. In
+In a trial of "kills", processes of a run get SIGKILL: ranks, launchers. In
 those of "full", "read_only" and "removed" it is the run's file system that fails, a real one, which
 takes root. All processes must end, no incomplete checkpoint may count as one, a run that fails must
 say so in lines that a user can use, and the same command must then make the undisturbed run of it:

@@ -108,7 +108,7 @@ class Job:
         return [each for each in found if each is not None and self._has(each)]
 
     def kill(self, victim: str, number: int) -> bool:
-        """SIGKILL to the "launcher", to "torchrun", to a "rank", to the "writer" beside a rank, or
+        """SIGKILL to the "launcher", to "torchrun", to a "rank", or
         to all of the "job"; returns whether there was one."""
         if victim == "job":
             killed = 0
@@ -137,14 +137,11 @@ class Job:
             children = [each for each in alive if each.parent == self.pid]
             above = {each.pid for each in children if "torchrun" in each.command}
         ranks = sorted(each.pid for each in alive if each.parent in above)
-        helpers = [each for each in alive if each.parent in ranks]
-        writers = [each.pid for each in helpers if "checkpoint.writer" in each.command]
         launchers = [each.pid for each in alive if each.pid == self.pid]
         return {
             "launcher": launchers,
             "torchrun": sorted(above) if self._by_command else [],
             "rank": ranks,
-            "writer": sorted(writers),
         }
 
     def _has(self, process: Found) -> bool:

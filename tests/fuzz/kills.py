@@ -11,7 +11,7 @@ from tests.fuzz.runs import INTERVAL, STEPS, Run, Undisturbed, draw_run
 
 _COMMANDED = 0.06
 _TWICE = 0.25
-_VICTIMS = ("rank",) * 6 + ("writer", "writer", "job", "job")
+_VICTIMS = ("rank",) * 8 + ("job", "job")
 _OF_A_COMMAND = (*_VICTIMS, *("launcher", "torchrun") * 3)
 _SAVING = (
     ".step-{step}.writing",
@@ -45,7 +45,7 @@ class Kill(NamedTuple):
 
     victim: str
     number: int
-    """Of the rank, or of the writer's."""
+    """The number of the rank."""
     instant: Instant
 
 
@@ -94,8 +94,6 @@ class Kills:
             Kill(random_.choice(victims), random_.randrange(4), draw_instant(random_))
             for _ in range(1 + (random_.random() < _TWICE))
         ]
-        if any(kill.victim == "writer" for kill in kills) and run.mode == "disabled":
-            run = run._replace(mode="async")
         self._undisturbed.of(run)
         what = "; ".join(f"{kill.victim} {kill.number} at {kill.instant}" for kill in kills)
         outcome = run_apart(

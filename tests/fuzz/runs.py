@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from tests.fuzz.jobs import TINY, Job
 from titan_moe.checkpoint.digests import damaged_files, read_digests
-from titan_moe.checkpoint.storage import MANIFEST, saved_steps, step_folder
+from titan_moe.checkpoint.folder import saved_steps, step_folder
+from titan_moe.checkpoint.manifest import MANIFEST
 from titan_moe.metrics.jsonl import read_json_lines
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {

@@ -75,10 +75,10 @@ def test_damaged_folders():
 # A checkpoint gets its name before its files are written.
 _NAMED_EARLY = """
 import sys
-from titan_moe.checkpoint import storage
-begin = storage.begin
-storage.begin = lambda target: begin(target).rename(target)
-storage.commit = lambda aside, target: None
+from titan_moe.checkpoint import folder
+begin = folder.begin
+folder.begin = lambda target: begin(target).rename(target)
+folder.commit = lambda aside, target: None
 from tests.fuzz.__main__ import main
 sys.exit(main())
 """

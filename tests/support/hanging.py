@@ -106,24 +106,24 @@ def _loader(rank: int) -> None:
 
 
 def _writer(rank: int) -> None:
-    from titan_moe.checkpoint import tensor_files
+    from titan_moe.checkpoint.tensors import FolderWriter
 
     if rank == 1:
-        tensor_files._write_files = _sleep  # type: ignore[assignment]
+        FolderWriter.write_data = _sleep  # type: ignore[method-assign]
 
 
 def _slow_writer(rank: int) -> None:
     """A save takes twice as long as a collective of training may."""
-    from titan_moe.checkpoint import tensor_files
+    from titan_moe.checkpoint.tensors import FolderWriter
 
-    write = tensor_files._write_files
+    write = FolderWriter.write_data
 
     def write_slowly(*args):
         time.sleep(2 * LIMIT_S)
         return write(*args)
 
     if rank == 1:
-        tensor_files._write_files = write_slowly
+        FolderWriter.write_data = write_slowly  # type: ignore[method-assign]
 
 
 def _other_branch(rank: int) -> None:

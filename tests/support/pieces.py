@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from titan_moe.checkpoint.manifest import read_manifest
-from titan_moe.checkpoint.safe_reader import METADATA, SafeReader
+from titan_moe.checkpoint.tensors import METADATA
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.trainer import Trainer
 from titan_moe.verify.layouts.shards import Box, Shards
@@ -111,7 +112,7 @@ def differences(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -
 def waste(folder: Path) -> list[str]:
     """Why a checkpoint is larger or holds less than its tensors; nothing if neither is so."""
     manifest = read_manifest(folder)
-    metadata = SafeReader(folder).read_metadata()
+    metadata = FileSystemReader(folder).read_metadata()
     lines = []
     stored = metadata.state_dict_metadata
     if stored.keys() != manifest.tensors.keys():

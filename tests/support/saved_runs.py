@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from titan_moe.checkpoint import writer
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.runtime.errors import RunError
@@ -51,37 +50,6 @@ class Run:
     @property
     def moment(self):
         return self.optimizer.state[self.model.w_EFD]["exp_avg"].clone()
-
-
-class WriterHere:
-    """The process that writes checkpoints, in this one: it has answered as soon as it is asked."""
-
-    def __init__(self, function, *, handles):
-        self._plan, self._answer = None, None
-
-    def send(self, request):
-        if self._plan is None:
-            self._plan = request
-            return
-        try:
-            if isinstance(request, writer.Finish):
-                self.finish(request)
-            else:
-                writer.write_own(self._plan, writer.memory_of(self._plan), request)
-        except Exception as error:
-            self._answer = error
-
-    def finish(self, request):
-        writer.finish(self._plan.finish, request)
-
-    def answered(self, seconds):
-        return True
-
-    def receive(self):
-        return self._answer
-
-    def close(self):
-        pass
 
 
 def step_folder(folder, step):

@@ -62,41 +62,24 @@ def _plant_kill(where: str, rank: int) -> None:
     import torch.distributed as dist
 
     from titan_moe import train_step
-    from titan_moe.checkpoint import background, checkpointer, storage
+    from titan_moe.checkpoint import folder as folders
+    from titan_moe.checkpoint.tensors import FolderWriter
 
     if dist.get_rank() != rank:
         return
-
-    def die(*args, **kwargs):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if where == "in a step":
-        calls = iter(range(100))
-        update = train_step.update_routers
-        train_step.update_routers = lambda *args: die() if next(calls) == 12 else update(*args)
-        return
-    if where == "writing in the background":
-        saves = iter(range(100))
-        begin = background.BackgroundSaves.begin
-
-        def begin_and_die(*args):
-            begin(*args)
-            if next(saves) == 2:
-                die()
-
-        background.BackgroundSaves.begin = begin_and_die
-        return
-    module, name = {
-        "writing tensors": (checkpointer, "write_tensors"),
-        "before the rename": (storage, "commit"),
+    owner, name, number = {
+        "in a step": (train_step, "update_routers", 12),
+        "writing tensors": (FolderWriter, "write_data", 2),
+        "before the rename": (folders, "commit", 2),
     }[where]
-    saves = iter(range(100))
-    original = getattr(module, name)
+    calls, original = iter(range(100)), getattr(owner, name)
 
-    def die_at_the_third(*args, **kwargs):
-        return die() if next(saves) == 2 else original(*args, **kwargs)
+    def die_at_the_call(*args, **kwargs):
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
 
-    setattr(module, name, die_at_the_third)
+    setattr(owner, name, die_at_the_call)
 
 
 def figures(folder: Path) -> list[tuple]:

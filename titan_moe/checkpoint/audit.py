@@ -5,14 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_moe.checkpoint.box_sums import as_digits
-from titan_moe.checkpoint.checksum import box_sum
+from titan_moe.checkpoint.checksums import as_digits, box_sum
 from titan_moe.checkpoint.digests import DIGESTS, damaged_files, files, read_digests
+from titan_moe.checkpoint.folder import saved_steps, step_folder
 from titan_moe.checkpoint.hf.folder import HFFolder, is_hf_folder
 from titan_moe.checkpoint.hf.sources import progress_bar
 from titan_moe.checkpoint.manifest import MANIFEST, compare_checksums, read_manifest
-from titan_moe.checkpoint.safe_reader import METADATA, SafeReader
-from titan_moe.checkpoint.storage import saved_steps, step_folder
+from titan_moe.checkpoint.tensors import METADATA, StoredTensors
 from titan_moe.config.errors import ConfigError
 from titan_moe.debug.routing_trace import Record, is_record
 from titan_moe.runtime.errors import RunError
@@ -66,18 +65,17 @@ def _reader_of(folder: Path) -> ReadAll:
 
 
 def _read_checkpoint(folder: Path, problems: list[str]) -> str:
-    digested = _read_files(folder, problems)
     manifest = read_manifest(folder)
-    reader = SafeReader(folder)
-    named = {name for name, _ in reader.chunks("")}
-    if extra := sorted(named - manifest.tensors.keys()):
-        raise RunError(f"its manifest does not name {', '.join(extra)}")
+    digested = _read_files(folder, problems)
+    if problems:
+        return digested
+    stored = StoredTensors(folder)
     sums: dict[str, int] = defaultdict(int)
-    for name, box in reader.chunks(""):
-        values = reader.read_chunk(name, box)
-        shape = manifest.tensors[name].shape
-        sums[name] += box_sum(values, [part.start for part in box], shape)
+    for chunk in stored.chunks(""):
+        sums[chunk.name] += box_sum(stored.read(chunk), chunk)
     found = {name: as_digits(total) for name, total in sums.items()}
+    if extra := sorted(found.keys() - manifest.tensors.keys()):
+        raise RunError(f"its manifest does not name {', '.join(extra)}")
     if missing := sorted(manifest.checksums.keys() - found.keys()):
         problems.append(f"it lacks {', '.join(missing)}")
     if not found:

@@ -5,41 +5,50 @@
     train_state.json        step, data position, random states (not if model only)
     manifest.json           what the above holds, with a checksum per tensor, and who wrote it
     SHA256SUMS              a digest of every file
+
+Every save takes one path: checksums, DCP's writer (tensors.py), and rank 0's end of it. With
+checkpoint.async_mode DCP copies the tensors and does the rest in a thread of each rank.
 """
 
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager
 from torch.optim import Optimizer
 
-from titan_moe.checkpoint import storage
-from titan_moe.checkpoint.background import BackgroundSaves
-from titan_moe.checkpoint.box_sums import unlike_copies
-from titan_moe.checkpoint.checksum import checksums
-from titan_moe.checkpoint.digests import DIGESTS
+from titan_moe.checkpoint import folder as folders
+from titan_moe.checkpoint.checksums import checksums, unlike_copies
 from titan_moe.checkpoint.find import find_checkpoint
 from titan_moe.checkpoint.hf.transfer import load_hf, save_hf
 from titan_moe.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    TensorSpec,
     audit,
     code_version,
     compare_checksums,
     gather_specs,
 )
-from titan_moe.checkpoint.read_tensors import read_tensors
-from titan_moe.checkpoint.replicas import tied_names
-from titan_moe.checkpoint.safe_reader import SafeReader
-from titan_moe.checkpoint.shared_folder import check_complete, write_digests
-from titan_moe.checkpoint.tensor_files import own_files, write_tensors
-from titan_moe.checkpoint.tensors import MODEL, OPTIMIZER, model_tensors, optimizer_tensors
+from titan_moe.checkpoint.saves import Save, commit, make_stager
+from titan_moe.checkpoint.tensors import (
+    MODEL,
+    OPTIMIZER,
+    FolderWriter,
+    SavePlanner,
+    held_chunks,
+    local_tensors,
+    model_tensors,
+    optimizer_tensors,
+    read_tensors,
+)
 from titan_moe.checkpoint.train_state import (
     DATA,
     RNG,
@@ -50,11 +59,11 @@ from titan_moe.checkpoint.train_state import (
     read_train_state,
     restore_random_state,
 )
-from titan_moe.checkpoint.writer import Finish
 from titan_moe.config.job_config import Checkpoint
-from titan_moe.distributed.agreement import on_every_rank, on_rank_zero, set_longest_wait
+from titan_moe.distributed.agreement import control_group, lowest, on_rank_zero
 from titan_moe.models.hf import HFModel, as_record
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.process import set_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +87,6 @@ class Checkpointer:
         model: family and dimensions, kept in the manifest; needed for Hugging Face folders.
     """
 
-    background_saves: type[BackgroundSaves] = BackgroundSaves
-
     def __init__(
         self,
         config: Checkpoint,
@@ -93,7 +100,6 @@ class Checkpointer:
         model: HFModel | None = None,
     ) -> None:
         self._config = config
-        set_longest_wait(config.save_timeout_seconds)
         self._folder = dump_folder / config.folder
         self._modules = modules
         self._optimizer = optimizer
@@ -101,7 +107,14 @@ class Checkpointer:
         self._job_record = job_record
         self._merge_data = merge_data
         self._model = model
-        self._background: BackgroundSaves | None = None
+        self._group = control_group()
+        set_timeout(config.save_timeout_seconds, self._group)
+        if config.async_mode != "disabled":
+            # Ranks use the other group between steps, while a thread uses this one.
+            self._group = control_group("writes checkpoints")
+            set_timeout(config.save_timeout_seconds, self._group)
+        self._stager: DefaultStager | None = None
+        self._save: Save | None = None
         self.last_step: int | None = None
         """Step of the checkpoint last loaded or saved in the run's own folder, on every rank."""
         self.loaded_job: dict[str, Any] = {}
@@ -123,40 +136,28 @@ class Checkpointer:
         config = self._config
         if not config.enable or config.load_only:
             return False
-        in_background = config.async_mode != "disabled" and not last
-        if in_background:
-            self._hear_of_background()
+        if self._save is not None:
+            self._note_time(self._save)
+            if lowest(self._save.future.done()):
+                self.finish()
         if not (last or self._is_due(step)):
             return False
-        if in_background:
-            self._save_in_background(step, state)
-        else:
-            self.save(step, state, last=last)
+        self.save(step, state, last=last, wait=last or config.async_mode == "disabled")
         if last and config.last_save_in_hf:
             self.export(step)
         return True
 
     def pending(self, step: int) -> bool:
         """Whether a save is under way, or due after `step`."""
-        under_way = self._background is not None and self._background.busy
-        return under_way or self._is_due(step)
+        return self._save is not None or self._is_due(step)
 
     def _is_due(self, step: int) -> bool:
         first = self._config.enable_first_step_checkpoint and step == 1
         return first or step % self._config.interval == 0
 
-    def finish(self) -> int | None:
-        """Wait for the save in the background, if there is one; returns `last_step`. Raises
-        RunError on all ranks when it has failed. Collective."""
-        if self._background is not None:
-            try:
-                self._note(self._background, self._background.wait())
-            finally:
-                self._background.close()
-                self._background = None
-        return self.last_step
-
-    def save(self, step: int, state: dict[str, Any], *, last: bool = False) -> None:
+    def save(
+        self, step: int, state: dict[str, Any], *, last: bool = False, wait: bool = True
+    ) -> None:
         """Write the checkpoint of `step`, in place of an older one, then remove outdated ones; one
         in the background is finished first.
 
@@ -164,121 +165,111 @@ class Checkpointer:
         is the same on all ranks. Random states are added here. A seed checkpoint, and the last one
         if so configured, hold the model only.
 
+        Args:
+            wait: for all of it; else only until the tensors are copied.
+
         Raises RunError when it cannot be written; earlier checkpoints are then as they were. Raises
         RunError before anything is written when replicas of a tensor, or copies of one, differ.
         """
-        self.finish()
-        started = time.perf_counter()
+        if self._save is not None:
+            waited = -time.perf_counter()
+            self.finish()
+            waited += time.perf_counter()
+            self._say("step %d waited %.1f s for the save before it", step, waited)
+        began = time.perf_counter()
         model_only = self._config.create_seed_checkpoint or (
             last and self._config.last_save_model_only
         )
-        target = storage.step_folder(self._folder, step)
-        doing = f"cannot save checkpoint {target}"
+        target = folders.step_folder(self._folder, step)
         tensors = self._tensors(with_optimizer=not model_only)
-        specs = gather_specs(tensors)
-        sums = checksums(tensors, {name: spec.shape for name, spec in specs.items()})
-        if problems := unlike_copies(self._copies(), sums):
-            raise RunError("; ".join(problems))
-        rank_states = [] if model_only else gather_rank_states(state)
-
-        def describe() -> None:
-            check_complete(aside)
-            if not model_only:
-                train_state = merge_rank_states(rank_states, self._merge_data)
-                storage.write_json(aside / TRAIN_STATE, train_state)
-            manifest = self._manifest(step, model_only, specs) | {"checksums": sums}
-            storage.write_json(aside / MANIFEST, manifest)
-
-        aside = on_rank_zero(lambda: storage.begin(target), doing=doing)
-        try:
-            write_tensors(tensors, aside, doing=doing)
-            on_rank_zero(describe, doing=doing)
-            write_digests(aside, own_files(aside), doing=doing)
-            on_rank_zero(lambda: storage.commit(aside, target), doing=doing)
-        except Exception:
-            if dist.get_rank() == 0:
-                storage.abandon(aside)
-            raise
-        count = self._config.keep_latest_k
-        on_rank_zero(
-            lambda: storage.keep_latest(self._folder, count=count, newest=step),
-            doing=f"after saving {target}",
+        keep = self._config.keep_latest_k
+        aside, contents = self._begin(step, target, tensors, None if model_only else state)
+        writer = FolderWriter(
+            aside,
+            lambda digests: commit(aside, target, contents, digests, keep),
+            # A thread beside training leaves the GPU alone.
+            copy_ahead=10_000_000 if wait else 0,
         )
-        self.last_step = step
-        took = time.perf_counter() - started
-        self.longest_save = max(self.longest_save, took)
-        if dist.get_rank() == 0:
-            logger.info("saved %s in %.1f s", target, took)
+        parts, planner = local_tensors(tensors), SavePlanner(held_chunks(tensors))
+        how: dict[str, Any] = {
+            "storage_writer": writer,
+            "planner": planner,
+            "process_group": self._group,
+        }
+        if wait:
+            future: Future[Any] = Future()
+            try:
+                future.set_result(dcp.save(parts, **how))
+            except CheckpointException as error:
+                future.set_exception(error)
+            self._end(Save(step, target, aside, began, future))
+        else:
+            if self._stager is None:
+                self._stager = make_stager(self._config.async_mode)
+            future = dcp.async_save(parts, async_stager=self._stager, **how)
+            assert isinstance(future, Future), "tensors are copied when async_save returns"
+            self._save = Save(step, target, aside, began, future)
+            took = time.perf_counter() - began
+            self._say("saving %s in the background; the step waited %.2f s", target, took)
 
-    def _save_in_background(self, step: int, state: dict[str, Any]) -> None:
-        """Copy the state of `step`, and let it be written."""
-        started = time.perf_counter()
-        background = self._background
-        assert background is not None
-        if background.busy:
-            self._note(background, background.wait())
-            if dist.get_rank() == 0:
-                waited = time.perf_counter() - started
-                logger.info("step %d waited %.1f s for the save before it", step, waited)
-        target = storage.step_folder(self._folder, step)
-        rank_states, described = gather_rank_states(state), {}
+    def finish(self) -> int | None:
+        """Wait for the save in the background, if there is one; returns `last_step`. Raises
+        RunError on all ranks when it has failed. Collective."""
+        if self._save is not None:
+            save, self._save = self._save, None
+            self._end(save)
+        return self.last_step
+
+    def _begin(
+        self, step: int, target: Path, tensors: Mapping[str, Tensor], state: dict[str, Any] | None
+    ) -> tuple[Path, dict[str, Any]]:
+        """The folder that `target` is written into, and on rank 0 its JSON files by name."""
+        specs, sums = gather_specs(tensors), checksums(tensors)
+        if problems := unlike_copies(self._model.config, sums) if self._model else []:
+            raise RunError("; ".join(problems))
+        rank_states = [] if state is None else gather_rank_states(state)
+        contents: dict[str, Any] = {}
 
         def begin() -> Path:
-            described["manifest"] = self._manifest(step, False, background.specs)
-            described["train_state"] = merge_rank_states(rank_states, self._merge_data)
-            return storage.begin(target)
+            if state is not None:
+                contents[TRAIN_STATE] = merge_rank_states(rank_states, self._merge_data)
+            manifest = Manifest(
+                step=step,
+                model_only=state is None,
+                num_experts=self._num_experts,
+                tensors=specs,
+                checksums=sums,
+                job=self._job_record,
+                code=code_version(),
+                family=self._model.family if self._model else "",
+                model=as_record(self._model.config) if self._model else {},
+            )
+            contents[MANIFEST] = manifest.model_dump(mode="json")
+            return folders.begin(target)
 
         aside = on_rank_zero(begin, doing=f"cannot save checkpoint {target}")
-        what = Finish(
-            aside=aside,
-            target=target,
-            manifest=described.get("manifest", {}),
-            train_state=described.get("train_state", {}),
-            step=step,
-            keep_latest_k=self._config.keep_latest_k,
-        )
-        background.begin(self._tensors(with_optimizer=True), what)
+        return aside, contents
+
+    def _end(self, save: Save) -> None:
+        """Wait until a save has ended on every rank; collective."""
+        save.wait(self._config.save_timeout_seconds)
+        self.last_step = save.step
+        self._note_time(save)
+        self._say("saved %s in %.1f s", save.target, save.seconds)
+
+    def _note_time(self, save: Save) -> None:
+        self.longest_save = max(self.longest_save, save.seconds)
+
+    def _say(self, line: str, *values: object) -> None:
         if dist.get_rank() == 0:
-            waited = time.perf_counter() - started
-            logger.info("saving %s in the background; the step waited %.2f s", target, waited)
-
-    def _hear_of_background(self) -> None:
-        if self._background is not None:
-            self._note(self._background, self._background.poll())
-            return
-        # After the first step: the process starts, and memory is found, before the first save.
-        tensors = self._tensors(with_optimizer=True)
-        self._background = self.background_saves(tensors, self._copies(), self._config)
-
-    def _note(self, background: BackgroundSaves, saved: int | None) -> None:
-        self.longest_save = max(self.longest_save, background.seconds)
-        if saved is not None:
-            self.last_step = saved
-
-    def _manifest(
-        self, step: int, model_only: bool, specs: Mapping[str, TensorSpec]
-    ) -> dict[str, Any]:
-        """Without checksums."""
-        manifest = Manifest(
-            step=step,
-            model_only=model_only,
-            num_experts=self._num_experts,
-            tensors=dict(specs),
-            checksums={},
-            job=self._job_record,
-            code=code_version(),
-            family=self._model.family if self._model else "",
-            model=as_record(self._model.config) if self._model else {},
-            digests=DIGESTS,
-        )
-        return manifest.model_dump(mode="json")
+            logger.info(line, *values)
 
     def export(self, step: int) -> None:
         """Write the model as a Hugging Face folder beside the checkpoint of `step`; collective.
         Raises RunError when it cannot be written; nothing is left then."""
         tensors, shapes = self._model_tensors()
         save_hf(
-            storage.hf_folder(self._folder, step),
+            folders.hf_folder(self._folder, step),
             self._hf_model(),
             tensors,
             shapes,
@@ -291,10 +282,10 @@ class Checkpointer:
         finished run, makes the one that a kill or a failure has left out. Collective."""
         if not (self._config.enable and self._config.last_save_in_hf):
             return
-        target = storage.hf_folder(self._folder, last_step)
+        target = folders.hf_folder(self._folder, last_step)
         doing = f"cannot export to {target}"
         if not finished:
-            on_rank_zero(lambda: storage.refuse_existing(target), doing=doing)
+            on_rank_zero(lambda: folders.refuse_existing(target), doing=doing)
         elif not on_rank_zero(target.exists, doing=doing):
             self.export(last_step)
 
@@ -332,7 +323,7 @@ class Checkpointer:
                 on_rank_zero(lambda: self._set_aside_later(manifest.step), doing=doing)
         if model_only:
             return None
-        return self._load_train_state(source, manifest.step, excluded)
+        return self._load_train_state(source, excluded)
 
     def _tensors(self, *, with_optimizer: bool) -> dict[str, Tensor]:
         tensors = model_tensors(self._modules)
@@ -357,11 +348,8 @@ class Checkpointer:
         }
         return tensors, {name: spec.shape for name, spec in gather_specs(tensors).items()}
 
-    def _copies(self) -> list[list[str]]:
-        return tied_names(self._model.config) if self._model else []
-
     def _set_aside_later(self, step: int) -> None:
-        for kept in storage.set_aside_later(self._folder, step):
+        for kept in folders.set_aside_later(self._folder, step):
             logger.warning("a later step is left behind, kept as %s", kept)
 
     def _load_tensors(self, source: Path, manifest: Manifest, parts: list[str]) -> None:
@@ -373,22 +361,21 @@ class Checkpointer:
         specs = gather_specs(tensors)
         if problems := audit(manifest, specs, parts, self._num_experts):
             raise RunError(f"checkpoint {source} does not fit the model: {'; '.join(problems)}")
-        doing = f"cannot load checkpoint {source}"
-        reader = on_every_rank(lambda: SafeReader(source), doing=doing)
-        read_tensors(tensors, reader, doing=doing)
-        found = checksums(tensors, {name: spec.shape for name, spec in specs.items()})
-        if damaged := compare_checksums(manifest, found):
+        read_tensors(tensors, source)
+        sums = checksums(tensors)
+        if damaged := compare_checksums(manifest, sums):
             raise RunError(
                 f"checkpoint {source} is damaged: wrong checksum of {', '.join(damaged)}; "
                 "an earlier one can be chosen with checkpoint.load_step"
             )
         # A model that does not tie these weights has parameters of the same names.
-        if MODEL in parts and (problems := unlike_copies(self._copies(), found)):
+        tied = self._model.config if self._model and MODEL in parts else None
+        if tied and (problems := unlike_copies(tied, sums)):
             raise RunError(f"checkpoint {source} does not fit the model: {'; '.join(problems)}")
 
-    def _load_train_state(self, source: Path, step: int, without: frozenset[str]) -> dict[str, Any]:
+    def _load_train_state(self, source: Path, without: frozenset[str]) -> dict[str, Any]:
         doing = f"cannot load checkpoint {source}"
-        saved = on_rank_zero(lambda: read_train_state(source, step), doing=doing)
+        saved = on_rank_zero(lambda: read_train_state(source), doing=doing)
         state: dict[str, Any] = {}
         if "train_state" not in without:
             state |= saved["common"]

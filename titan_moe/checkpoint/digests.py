@@ -10,6 +10,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import torch.distributed as dist
+
+from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.runtime.errors import RunError
 
 DIGESTS = "SHA256SUMS"
@@ -18,15 +21,14 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](\S.*)")
 _BLOCK = 1 << 22
 
 Advance = Callable[[int], object]
-"""Told of bytes that were read."""
+"""Takes the number of bytes that were read."""
 
 
 def write_listing(folder: Path, known: Mapping[str, str]) -> None:
-    """Write SHA256SUMS, the last thing that is written there; reads the files whose digests are not
-    known."""
-    found = {**known, **digests_of(folder, set(files(folder)) - known.keys())}
+    """Write SHA256SUMS; reads the files of the folder whose digests are not known."""
+    digests = {**known, **digests_of(folder, set(files(folder)) - known.keys())}
     with (folder / DIGESTS).open("w", encoding="utf-8") as file:
-        file.writelines(f"{found[name]}  {name}\n" for name in sorted(found))
+        file.writelines(f"{digests[name]}  {name}\n" for name in sorted(digests))
         file.flush()
         os.fsync(file.fileno())
 
@@ -73,14 +75,31 @@ def read_checked(path: Path) -> bytes:
 def damaged_files(
     folder: Path, digests: Mapping[str, str], advance: Advance = lambda number: None
 ) -> list[str]:
-    """What is wrong with a folder's files, a line each; reads all of them."""
-    found, present = [], set(files(folder))
+    """One error line per file that is missing, damaged or not listed; reads all of them."""
+    lines, present = [], set(files(folder))
     for name in sorted(digests.keys() | present):
         if name not in present:
-            found.append(f"{name} is missing")
+            lines.append(f"{name} is missing")
         elif name not in digests or digest(folder / name, advance) != digests[name]:
-            found.append(f"{name} is damaged: {_why(digests, name)}")
-    return found
+            lines.append(f"{name} is damaged: {_why(digests, name)}")
+    return lines
+
+
+def check_listed(folder: Path, *, doing: str) -> None:
+    """Raises RunError where a file that a folder's SHA256SUMS lists is not what it says; reads each
+    on one rank. Collective."""
+    digests = on_rank_zero(lambda: read_digests(folder), doing=doing) or {}
+    mine = dict(sorted(digests.items())[dist.get_rank() :: dist.get_world_size()])
+
+    def check() -> None:
+        for name, wanted in mine.items():
+            if not (folder / name).is_file() or digest(folder / name) != wanted:
+                raise RunError(
+                    f"{folder / name} is not what {DIGESTS} beside it says: copy the folder again, "
+                    f"or, if you changed the file, remove {DIGESTS}"
+                )
+
+    on_every_rank(check, doing=doing)
 
 
 def digest(path: Path, advance: Advance = lambda number: None) -> str:

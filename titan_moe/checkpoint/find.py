@@ -1,10 +1,10 @@
-"""Which checkpoint a run goes on from."""
+"""The choice of the checkpoint that a run goes on from."""
 
 import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_moe.checkpoint import storage
+from titan_moe.checkpoint.folder import bring_back, saved_steps, step_folder
 from titan_moe.checkpoint.manifest import Manifest, read_manifest
 from titan_moe.config.job_config import Checkpoint
 from titan_moe.distributed.agreement import on_rank_zero
@@ -19,13 +19,13 @@ class Found(NamedTuple):
     path: Path
     manifest: Manifest
     model_only: bool
-    """Whether only its model is wanted."""
+    """Only its model is wanted."""
     excluded: frozenset[str]
     """Its parts that are not wanted."""
 
     @property
     def remark(self) -> str:
-        """What is not loaded, for the log."""
+        """Names what is not loaded, for the log."""
         if self.model_only:
             return " (model only)"
         return f" (without {', '.join(sorted(self.excluded))})" if self.excluded else ""
@@ -42,8 +42,8 @@ def find_checkpoint(config: Checkpoint, folder: Path, step: int | None = None) -
     if not config.enable:
         return None
     if not config.load_only:
-        storage.bring_back(folder)
-    steps = storage.saved_steps(folder)
+        bring_back(folder)
+    steps = saved_steps(folder)
     if step is not None:
         config = config.model_copy(update={"load_step": step})
     begun = _begun(config, folder, steps) if step is None else None
@@ -56,7 +56,7 @@ def find_checkpoint(config: Checkpoint, folder: Path, step: int | None = None) -
             + (f"steps {', '.join(map(str, steps))}" if steps else "no checkpoint")
         )
     if steps:
-        own = storage.step_folder(folder, config.load_step if config.load_step >= 0 else steps[-1])
+        own = step_folder(folder, config.load_step if config.load_step >= 0 else steps[-1])
         manifest = read_manifest(own)
         if manifest.model_only and manifest.step > 0:
             raise RunError(
@@ -85,7 +85,7 @@ def _begun(config: Checkpoint, folder: Path, steps: list[int]) -> int | None:
     }
     for step in reversed(steps if any(settings.values()) else []):
         try:
-            saved_by = read_manifest(storage.step_folder(folder, step)).job.get("checkpoint", {})
+            saved_by = read_manifest(step_folder(folder, step)).job.get("checkpoint", {})
         except RunError:  # Loading says it, where that is the one to load.
             continue
         if all(saved_by.get(key) == getattr(config, key) for key in settings):

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from titan_moe.checkpoint.digests import read_checked
-from titan_moe.checkpoint.storage import MANIFEST
+from titan_moe.checkpoint.digests import DIGESTS, read_checked, read_digests
+from titan_moe.distributed.agreement import from_every_rank
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.records import first_problem
 from titan_moe.runtime.revision import running_code
 
+MANIFEST = "manifest.json"
 _LONGEST_LIST = 4
 
 
@@ -34,7 +34,7 @@ class TensorSpec(_Record):
 
 
 class Code(_Record):
-    """Which code wrote a checkpoint."""
+    """The versions of the code that wrote a checkpoint."""
 
     titan_moe: str
     revision: str
@@ -42,29 +42,25 @@ class Code(_Record):
 
 
 class Manifest(_Record):
-    """What a checkpoint holds, and who wrote it.
-
-    `checksums` (see checksum.py) has an entry for every entry of `tensors`; `job` is the resolved
-    configuration.
-    """
+    """What a checkpoint holds, and who wrote it."""
 
     step: int
     model_only: bool
     num_experts: int
     tensors: dict[str, TensorSpec]
     checksums: dict[str, str]
+    """A checksum (see checksums.py) for every entry of `tensors`."""
     job: dict[str, Any]
+    """The resolved configuration."""
     code: Code
     family: str = ""
     model: dict[str, Any] = {}
-    """The model's dimensions (models.hf.as_record); empty in checkpoints before they were kept."""
-    digests: str = ""
-    """The file with all files' digests; empty in checkpoints before there was one."""
+    """The model's dimensions (models.hf.as_record); empty for a model without a family."""
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder. Raises RunError when there is none or it makes no
-    sense."""
+    """The manifest of a checkpoint folder. Raises RunError when there is none, it makes no sense,
+    or a file of the folder is missing."""
     if not folder.is_dir():
         raise RunError(f"checkpoint {folder} does not exist")
     try:
@@ -80,20 +76,17 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except ValidationError as error:
         raise RunError(f"{folder / MANIFEST} is damaged: {first_problem(error)}") from None
-    if manifest.tensors.keys() != manifest.checksums.keys():
-        raise RunError(f"{folder / MANIFEST} is damaged: tensors and checksums name different ones")
-    if manifest.digests and not (folder / manifest.digests).is_file():
-        raise RunError(f"checkpoint {folder} is incomplete: {manifest.digests} is missing")
+    for name in (DIGESTS, *(read_digests(folder) or ())):
+        if not (folder / name).is_file():
+            raise RunError(f"checkpoint {folder} is incomplete: {name} is missing")
     return manifest
 
 
 def gather_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     """Specs of the tensors that any rank holds, the same on every rank; collective."""
     mine = {name: (tuple(t.shape), _dtype_name(t.dtype)) for name, t in tensors.items()}
-    gathered: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
     merged: dict[str, tuple[tuple[int, ...], str]] = {}
-    for specs in gathered:
+    for specs in from_every_rank(lambda: mine, doing="cannot compare tensors"):
         for name, spec in specs.items():
             assert merged.setdefault(name, spec) == spec, f"ranks disagree about {name}"
     return {name: TensorSpec(shape=merged[name][0], dtype=merged[name][1]) for name in merged}
@@ -116,19 +109,19 @@ def audit(
         if stored[name] != wanted[name]
     ]
     return [
-        f"{kind} {_shortened(found)}"
-        for kind, found in (
+        f"{kind} {_shortened(names)}"
+        for kind, names in (
             ("it lacks", sorted(wanted.keys() - stored.keys())),
             ("it has, and the model has not,", sorted(stored.keys() - wanted.keys())),
             ("other shape or dtype:", unlike),
         )
-        if found
+        if names
     ]
 
 
-def compare_checksums(manifest: Manifest, found: Mapping[str, str]) -> list[str]:
+def compare_checksums(manifest: Manifest, checksums: Mapping[str, str]) -> list[str]:
     """Names of tensors whose loaded values are not those that were saved."""
-    return sorted(name for name, value in found.items() if manifest.checksums[name] != value)
+    return sorted(name for name, value in checksums.items() if manifest.checksums[name] != value)
 
 
 def code_version() -> Code:

@@ -1,23 +1,82 @@
-"""The tensors of a checkpoint, by name: `model.<fqn>` and `optimizer.<fqn>.<key>`; their memory."""
+"""A checkpoint's tensors: their names, the boxes that ranks hold, and torch.distributed.checkpoint.
 
-from collections.abc import Sequence
-from typing import Any
+Names are `model.<fqn>` and `optimizer.<fqn>.<key>`. DCP plans, writes and reads; the classes here
+tell it which box of a tensor a rank holds, and hash each file while it is written.
+"""
 
-import numpy as np
-from numpy.typing import NDArray
+import hashlib
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from torch.optim import Optimizer
+from torch.utils.serialization import config
 
-from titan_moe.distributed.dtensor import detached
+from titan_moe.checkpoint.digests import read_checked
+from titan_moe.distributed.agreement import control_group, for_all_ranks, on_rank_zero
+from titan_moe.distributed.boxes import Box, sizes
+from titan_moe.distributed.dtensor import detached, local_part, local_slices
+from titan_moe.runtime.errors import RunError, is_outside, reason
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
+METADATA = ".metadata"
+_FILE_BYTES = 10**9
+
+Finish = Callable[[dict[str, str]], None]
+"""Takes the SHA-256 of every file that the ranks wrote, by name."""
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor of the checkpoint."""
+
+    name: str
+    box: Box
+    shape: tuple[int, ...]
+    """The whole tensor's."""
+    dtype: torch.dtype
+
+    @property
+    def key(self) -> MetadataIndex:
+        return MetadataIndex(self.name, [each.start for each in self.box])
+
+    @property
+    def place(self) -> ChunkStorageMetadata:
+        offsets = torch.Size([each.start for each in self.box])
+        return ChunkStorageMetadata(offsets, torch.Size(sizes(self.box)))
 
 
 def model_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Parameters and persistent buffers, detached, sharing memory with the modules.
 
-    Several modules are parts of one model (stages of a pipeline) and name no tensor twice.
+    Several modules are stages of one pipeline and name no tensor twice.
     """
     return {MODEL + fqn: detached(tensor) for fqn, tensor in _named_tensors(modules).items()}
 
@@ -25,8 +84,8 @@ def model_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 def optimizer_tensors(modules: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:
     """The optimizer's state, sharing memory with it, named after the model's parameters.
 
-    The optimizer has all of its state before its first step, so that the names do not depend on the
-    run's history and a fresh one can be loaded into. Parameter groups are not here: they follow
+    The optimizer has all of its state before its first step, so the names do not depend on the
+    run's history and a fresh one can be loaded into. Parameter groups are left out: they follow
     from the configuration and the step.
 
     Raises:
@@ -45,15 +104,6 @@ def optimizer_tensors(modules: Sequence[nn.Module], optimizer: Optimizer) -> dic
     return result
 
 
-def as_array(tensor: Tensor) -> NDArray[Any]:
-    """The memory of a CPU tensor of integers, without a copy.
-
-    `Tensor.numpy()` would forbid its storage to be resized from then on, and a change of layout
-    gives memory back by that (distributed/transfer.py).
-    """
-    return np.from_dlpack(tensor)  # type: ignore[arg-type]
-
-
 def _named_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     # state_dict() rather than named_parameters(): FSDP2 hooks it to put back sharded parameters,
     # which a forward without a backward (validation) may have left gathered.
@@ -63,3 +113,254 @@ def _named_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
         for fqn, value in module.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor)
     }
+
+
+def local_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The local parts, sharing memory: what DCP copies, writes and fills."""
+    return {name: local_part(tensor).detach() for name, tensor in tensors.items()}
+
+
+def held_chunks(tensors: Mapping[str, Tensor]) -> list[Chunk]:
+    """The boxes that this rank holds. An empty part has none: DCP tells chunks of a tensor apart by
+    where they begin."""
+    return [
+        Chunk(name, box, tuple(tensor.shape), tensor.dtype)
+        for name, tensor in tensors.items()
+        if 0 not in sizes(box := local_slices(tensor)) or not tensor.numel()
+    ]
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans the write of one rank's chunks. DCP writes a chunk that several ranks hold once.
+
+    Args:
+        chunks: this rank's.
+        make: makes the values of a chunk when it is written; None: they are the state dict's.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Chunk], make: Callable[[Chunk], Tensor] | None = None
+    ) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._chunks = {chunk.key: chunk for chunk in chunks}
+        self._make = make
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for index, chunk in self._chunks.items():
+            properties, shape = TensorProperties(dtype=chunk.dtype), torch.Size(chunk.shape)
+            data = TensorWriteData(chunk.place, properties, shape)
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        if self._make is not None:
+            return self._make(self._chunks[index])
+        return self.state_dict[index.fqn]
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans what a rank reads to fill its chunks, at most one of each tensor, from any layout."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._chunks = chunks
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for chunk in self._chunks:
+            stored = self.metadata.state_dict_metadata.get(chunk.name)
+            if not isinstance(stored, TensorStorageMetadata):
+                raise RunError(f"{METADATA} does not describe {chunk.name}")
+            items += create_read_items_for_chunk_list(chunk.name, stored, [chunk.place])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn]
+
+
+class FolderWriter(FileSystemWriter):
+    """Writes the tensor files of a folder, each with its digest taken on the way.
+
+    Args:
+        finish: runs on rank 0 once all files of all ranks are on disk, before any rank's save ends.
+        copy_ahead: bytes copied from a GPU ahead of the write.
+    """
+
+    def __init__(self, folder: Path, finish: Finish, *, copy_ahead: int = 10_000_000) -> None:
+        super().__init__(folder, per_thread_copy_ahead=copy_ahead)
+        self.fs = self._files = _HashingFiles()
+        self._finish = finish
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[Any]:
+        # The archive's own CRC, at the price of another pass, would say less than the checksums.
+        results: list[WriteResult] = []
+        try:
+            with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+                for part in _parts(plan):
+                    results += super().write_data(part, planner).value()
+        except RuntimeError as error:
+            # torch.save ends its archive after a failed write too, and so hides the first error.
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        written: Future[Any] = Future()
+        written.set_result(_Written(results, self._files.digests))
+        return written
+
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+        super().finish(metadata, [each.results for each in results])
+        for each in results:
+            self._files.digests |= each.digests
+        self._finish(self._files.digests)
+
+    def storage_meta(self) -> StorageMeta:
+        """Returns nothing of the temporary folder: it has another name later."""
+        return StorageMeta()
+
+
+def _parts(plan: SavePlan) -> Iterator[SavePlan]:
+    """Splits a plan into files of about `_FILE_BYTES`: DCP keeps all tensors of a file in memory
+    until it is closed."""
+    files: list[list[WriteItem]] = [[]]
+    size = 0
+    for item in plan.items:
+        if size > _FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(item)
+        size += item.tensor_storage_size() or 0
+    for number, items in enumerate(files):
+        place = plan.storage_data
+        if number:
+            place = replace(place, prefix=f"{place.prefix}{number}_")
+        yield replace(plan, items=items, storage_data=place)
+
+
+class _Written(NamedTuple):
+    """What one rank has written."""
+
+    results: list[WriteResult]
+    digests: dict[str, str]
+
+
+class _HashingFiles(FileSystem):
+    """Opens files that hash what is written to them."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        assert mode == "wb"
+        with _HashingFile(io.FileIO(path, mode)) as file:
+            yield file
+        self.digests[Path(path).name] = file.digest.hexdigest()
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+
+class _HashingFile(io.BufferedWriter):
+    def __init__(self, raw: io.RawIOBase) -> None:
+        super().__init__(raw)
+        self.digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return super().write(data)
+
+    def fileno(self) -> int:
+        """Flushes first: DCP asks for the number to wait for the disk, and flushes only some."""
+        self.flush()
+        return super().fileno()
+
+
+@contextmanager
+def one_line(doing: str, otherwise: str = "") -> Iterator[None]:
+    """Raises one line of the lowest failing rank instead of DCP's traceback of every rank.
+
+    Args:
+        doing: as on_every_rank's.
+        otherwise: what to say first where neither a disk, memory nor the network has failed; empty
+            for a RuntimeError then.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        cause = error.failures[min(error.failures)][0]
+        if otherwise and not (isinstance(cause, RunError) or is_outside(cause)):
+            raise RunError(f"{otherwise}: {reason(cause)[:300]}") from cause
+        raise for_all_ranks(cause, doing) from cause
+
+
+def write_chunks(
+    folder: Path, chunks: Sequence[Chunk], make: Callable[[Chunk], Tensor], *, doing: str
+) -> None:
+    """Write the files of all ranks' chunks, each made only when it is written; collective."""
+    writer, planner = FolderWriter(folder, lambda digests: None), SavePlanner(chunks, make)
+    with one_line(doing):
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=control_group())
+
+
+def read_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Read into tensors of any layout, in place; collective.
+
+    Raises RunError on all ranks when a file cannot be read or is damaged.
+    """
+    planner, reader = LoadPlanner(held_chunks(tensors)), FileSystemReader(folder)
+    parts, doing = local_tensors(tensors), f"cannot load checkpoint {folder}"
+    on_rank_zero(lambda: bool(read_checked(folder / METADATA)), doing=doing)  # It is a pickle.
+    with one_line(doing, f"checkpoint {folder} is damaged"):
+        dcp.load(parts, storage_reader=reader, planner=planner, process_group=control_group())
+
+
+class StoredTensors:
+    """A checkpoint's tensors, read box by box by one process.
+
+    Raises RunError when the files cannot be read or are damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._reader = folder, FileSystemReader(folder)
+        with self._one_error():
+            read_checked(folder / METADATA)  # Before it is unpickled.
+            self._metadata = self._reader.read_metadata()
+            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    def chunks(self, prefix: str) -> list[Chunk]:
+        """The stored boxes of tensors whose names begin so, in the order of the files."""
+        chunks = []
+        for name, entry in self._metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            for stored in entry.chunks if name.startswith(prefix) else []:
+                ends = zip(stored.offsets, stored.sizes, strict=True)
+                box = tuple(slice(at, at + size) for at, size in ends)
+                chunks.append(Chunk(name, box, tuple(entry.size), entry.properties.dtype))
+        return sorted(chunks, key=self._position)
+
+    def _position(self, chunk: Chunk) -> tuple[str, int]:
+        stored = self._reader.storage_data[chunk.key]
+        return stored.relative_path, stored.offset
+
+    def read(self, chunk: Chunk) -> Tensor:
+        """The values of any box."""
+        values = torch.empty(sizes(chunk.box), dtype=chunk.dtype)
+        planner = LoadPlanner([chunk])
+        planner.set_up_planner({chunk.name: values}, self._metadata)
+        with self._one_error():
+            self._reader.read_data(planner.create_local_plan(), planner)
+        return values
+
+    @contextmanager
+    def _one_error(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            name = Path(error.filename).name
+            raise RunError(f"checkpoint {self._folder} is incomplete: {name} is missing") from None
+        except (OSError, RunError):
+            raise
+        except Exception as error:  # Unpickling garbage raises nearly anything.
+            raise RunError(f"checkpoint {self._folder} is damaged: {reason(error)}") from error

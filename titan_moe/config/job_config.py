@@ -463,7 +463,7 @@ class Checkpoint(Section):
     true)."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """'disabled': a step waits until its checkpoint is on disk; 'async': only until its tensors are
-    copied, and a process beside each rank writes them; 'async_with_pinned_mem': the same, with
+    copied, and a thread of each rank writes them; 'async_with_pinned_mem': the same, with
     page-locked buffers, which a GPU copies to faster. Both want memory for a second state on the
     host. The last save is always waited for."""
     keep_latest_k: NonNegativeInt = 10

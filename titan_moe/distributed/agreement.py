@@ -16,16 +16,27 @@ from titan_moe.runtime.errors import RunError, disk_remedy, is_outside
 from titan_moe.runtime.process import backend_timeout
 
 T = TypeVar("T")
-_waiting: WeakKeyDictionary[Any, dict[int, ProcessGroup]] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[Any, dict[str, ProcessGroup]] = WeakKeyDictionary()
 
 _LONGEST_REASON = 300
-_limit_s = 30 * 60
+_LONGEST_WAIT_S = 30 * 60
 
 
-def set_longest_wait(seconds: int) -> None:
-    """Set how long a rank waits for another's files from now on; alike on all ranks."""
-    global _limit_s
-    _limit_s = seconds
+def control_group(use: str = "waits for files") -> ProcessGroup:
+    """The gloo group of all ranks for one use, made at its first call; collective.
+
+    Ranks wait here for one another's files: half an hour, or what `process.set_timeout` says,
+    however long the groups that train wait (comm.train_timeout_seconds). It ends with the world:
+    Python's end may abort where a thread of a group is left.
+    """
+    world = dist.group.WORLD
+    groups = _groups.setdefault(world, {})
+    if use not in groups:
+        # None, the world's own, where that has no gloo: in a fake world.
+        backend = "gloo" if "gloo" in dist.get_backend_config(world) else None
+        timeout = backend_timeout(_LONGEST_WAIT_S)
+        groups[use] = dist.new_group(None, timeout, backend, group_desc=use)
+    return groups[use]
 
 
 def on_every_rank(action: Callable[[], T], *, doing: str) -> T:
@@ -47,7 +58,7 @@ def from_every_rank(action: Callable[[], T], *, doing: str) -> list[T]:
     """
     result, error, cause = _attempt(action, doing)
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (result, error), group=_waiting_group(dist.group.WORLD))
+    dist.all_gather_object(found, (result, error), group=control_group())
     for _, first in found:
         if first is not None:
             raise first from cause
@@ -61,7 +72,7 @@ def on_rank_zero(action: Callable[[], T], *, doing: str) -> T:
     """
     attempt = _attempt(action, doing) if dist.get_rank() == 0 else (None, None, None)
     outcome: list[Any] = [*attempt[:2]]
-    dist.broadcast_object_list(outcome, src=0, group=_waiting_group(dist.group.WORLD))
+    dist.broadcast_object_list(outcome, src=0, group=control_group())
     result, error = outcome
     if error is not None:
         raise error from attempt[2]
@@ -71,20 +82,8 @@ def on_rank_zero(action: Callable[[], T], *, doing: str) -> T:
 def lowest(value: int) -> int:
     """The lowest of all ranks' values; collective, between their hosts."""
     found = torch.tensor(value)
-    dist.all_reduce(found, dist.ReduceOp.MIN, group=_waiting_group(dist.group.WORLD))
+    dist.all_reduce(found, dist.ReduceOp.MIN, group=control_group())
     return int(found)
-
-
-def _waiting_group(world: ProcessGroup | None) -> ProcessGroup:
-    """All ranks, who wait here for one another's files: `_limit_s`, however long the groups that
-    train wait (comm.train_timeout_seconds). It ends with the world: Python's end may abort where a
-    thread of a group is left."""
-    groups, timeout = _waiting.setdefault(world, {}), backend_timeout(_limit_s)
-    if _limit_s not in groups:
-        # None, the world's own, where that has no gloo: in a fake world.
-        backend = "gloo" if "gloo" in dist.get_backend_config(world) else None
-        groups[_limit_s] = dist.new_group(None, timeout, backend, group_desc="waits for files")
-    return groups[_limit_s]
 
 
 def _attempt(
@@ -93,12 +92,17 @@ def _attempt(
     """Returns the action's result, or the error for all ranks and the one that was raised."""
     try:
         return action(), None, None
-    except ConfigError as error:
-        return None, RunError("; ".join(error.lines)), error
     except Exception as error:
-        kind = RunError if isinstance(error, RunError) or is_outside(error) else RuntimeError
-        line = str(error) if isinstance(error, RunError) else f"{doing}: {_reason(error)}"
-        return None, kind(line), error
+        return None, for_all_ranks(error, doing), error
+
+
+def for_all_ranks(error: BaseException, doing: str) -> Exception:
+    """The error that all ranks raise for that of one rank, as `on_every_rank` says."""
+    if isinstance(error, ConfigError):
+        return RunError("; ".join(error.lines))
+    kind = RunError if isinstance(error, RunError) or is_outside(error) else RuntimeError
+    line = str(error) if isinstance(error, RunError) else f"{doing}: {_reason(error)}"
+    return kind(line)
 
 
 def _reason(error: BaseException) -> str:

@@ -111,7 +111,12 @@ def set_timeouts(seconds: int, groups: Iterable[dist.ProcessGroup | None]) -> No
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     for group in groups:
-        _set_pg_timeout(backend_timeout(seconds), group)
+        set_timeout(seconds, group)
+
+
+def set_timeout(seconds: int, group: dist.ProcessGroup | None) -> None:
+    """Set the longest wait for a collective of one group from now on."""
+    _set_pg_timeout(backend_timeout(seconds), group)
 
 
 def seed_everything(debug: Debug) -> None:

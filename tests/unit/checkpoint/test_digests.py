@@ -6,182 +6,127 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
+from tests.support.saved_runs import Run, step_folder
 from titan_moe.checkpoint.audit import audit
-from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.digests import DIGESTS, write_listing
 from titan_moe.cli.main import main
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import Checkpoint
 from titan_moe.debug.routing_trace import Dims, RecordWriter, Tokens, name_rows, start_record
 from titan_moe.runtime.errors import RunError
 
 _READ_WHOLE = ["manifest.json", "train_state.json", ".metadata"]
 
 
-def _run(folder):
-    model = nn.Linear(8, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    checkpointer = Checkpointer(
-        Checkpoint(enable=True),
-        folder,
-        modules=[model],
-        optimizer=optimizer,
-        num_experts=0,
-        job_record={"training": {"steps": 3}},
-        merge_data=lambda states: states[0],
-    )
-    return model, checkpointer
-
-
 @pytest.fixture
-def saved(tmp_path):
-    _, checkpointer = _run(tmp_path)
-    checkpointer.save(7, {"step": 7, "tokens": 0, "data": {"cursor": 1234}})
-    return tmp_path / "checkpoint" / "step-7"
+def step(saved):
+    return step_folder(saved, 2)
 
 
-def _flip(path, at, bit):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1 << bit
-    path.write_bytes(data)
+def _load(step):
+    run = Run(step.parents[1], seed=1)
+    run.checkpointer.load(2)
+    return run
 
 
-def test_sha256sum_reads_it(saved):
-    lines = (saved / DIGESTS).read_text().splitlines()
+def _flips(path, seed):
+    """Writes the file with one bit flipped, 20 times, and its own bytes in the end."""
+    original, draw = path.read_bytes(), random.Random(seed)
+    for _ in range(20):
+        data = bytearray(original)
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        yield
+    path.write_bytes(original)
+
+
+def test_digests_list_every_file_as_sha256sum_does(step):
+    lines = (step / DIGESTS).read_text().splitlines()
     listed = sorted(line.split("  ")[1] for line in lines)
-    present = sorted(path.name for path in saved.iterdir() if path.name != DIGESTS)
+    present = sorted(path.name for path in step.iterdir() if path.name != DIGESTS)
     assert listed == present and "__0_0.distcp" in listed
-    assert audit(saved).problems == []
+    assert audit(step).problems == []
 
 
 @pytest.mark.parametrize(
     ("name", "old", "new"),
-    [("train_state.json", "1234", "1235"), ("manifest.json", '"step": 7', '"step": 6')],
+    [("train_state.json", '"0": 20', '"0": 21'), ("manifest.json", '"step": 2', '"step": 1')],
 )
-def test_a_changed_digit_is_refused(saved, name, old, new):
-    """Of the data's cursor, and of the step."""
-    text = (saved / name).read_text()
+def test_load_refuses_a_changed_digit_of_data_cursor_or_step(step, name, old, new):
+    text = (step / name).read_text()
     assert text.count(old) == 1
-    (saved / name).write_text(text.replace(old, new))
+    (step / name).write_text(text.replace(old, new))
     with pytest.raises(RunError, match=rf"{name} is damaged: it is not what SHA256SUMS"):
-        _run(saved.parents[1])[1].load()
+        _load(step)
 
 
 @pytest.mark.parametrize("name", _READ_WHOLE)
-def test_no_flipped_bit_of_what_is_read_whole_is_loaded(saved, name):
-    path, draw = saved / name, random.Random(16)
-    original = path.read_bytes()
-    for _ in range(25):
-        _flip(path, draw.randrange(len(original)), draw.randrange(8))
+def test_load_and_audit_refuse_every_flipped_bit_of_files_read_whole(step, name):
+    for _ in _flips(step / name, 16):
         with pytest.raises(RunError, match="is damaged"):
-            _run(saved.parents[1])[1].load()
-        assert audit(saved).problems
-        path.write_bytes(original)
+            _load(step)
+        assert audit(step).problems
 
 
-def test_a_flipped_bit_of_a_tensor_file_is_found_or_makes_no_difference(saved):
-    path, draw = saved / "__0_0.distcp", random.Random(17)
-    original = path.read_bytes()
-    wanted, checkpointer = _run(saved.parents[1])
-    checkpointer.load()
-    for _ in range(25):
-        _flip(path, draw.randrange(len(original)), draw.randrange(8))
-        assert audit(saved).problems
-        model, checkpointer = _run(saved.parents[1])
+def test_flipped_bit_of_a_tensor_file_is_found_or_makes_no_difference(step):
+    wanted = _load(step).weight
+    for _ in _flips(step / "__0_0.distcp", 17):
+        assert audit(step).problems
         try:
-            checkpointer.load()
+            assert torch.equal(_load(step).weight, wanted)
         except RunError:
             continue
-        finally:
-            path.write_bytes(original)
-        assert torch.equal(model.weight, wanted.weight)
-
-
-def test_a_flipped_bit_of_the_digests_is_found(saved):
-    path, draw = saved / DIGESTS, random.Random(18)
-    original = path.read_bytes()
-    for _ in range(25):
-        _flip(path, draw.randrange(len(original)), draw.randrange(8))
-        assert audit(saved).problems
-        path.write_bytes(original)
 
 
 @pytest.mark.parametrize("name", [*_READ_WHOLE, DIGESTS, "__0_0.distcp"])
-def test_truncated_lengthened_or_missing(saved, name):
-    path = saved / name
+def test_audit_finds_truncated_lengthened_and_missing_files(step, name):
+    path = step / name
     original = path.read_bytes()
     for content in (original[: len(original) // 2], original + b"\n\n", None):
         if content is None:
             path.unlink()
         else:
             path.write_bytes(content)
-        assert audit(saved).problems, content
+        assert audit(step).problems, content
         path.write_bytes(original)
-    assert audit(saved).problems == []
+    assert audit(step).problems == []
 
 
-def test_a_line_that_was_lost(saved):
-    path = saved / DIGESTS
+def test_unlisted_files_and_missing_digests_are_refused(step):
+    path = step / DIGESTS
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if "train_state" not in line))
     with pytest.raises(RunError, match=r"SHA256SUMS does not list it"):
-        _run(saved.parents[1])[1].load()
+        _load(step)
     path.write_text("".join(line for line in lines if "distcp" not in line))
-    line = f"{saved}: __0_0.distcp is damaged: SHA256SUMS does not list it"
-    assert audit(saved).problems == [line]
-
-
-def test_checkpoints_of_earlier_versions_have_no_digests(saved):
-    (saved / DIGESTS).unlink()
+    line = f"{step}: __0_0.distcp is damaged: SHA256SUMS does not list it"
+    assert audit(step).problems == [line]
+    path.unlink()
     with pytest.raises(RunError, match=r"incomplete: SHA256SUMS is missing"):
-        _run(saved.parents[1])[1].load()
-    manifest = saved / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(f'"digests": "{DIGESTS}"', '"digests": ""'))
-    assert _run(saved.parents[1])[1].load()["step"] == 7
-    assert audit(saved).whole == [f"{saved}: checkpoint of step 7, no {DIGESTS}, 8 tensors"]
+        _load(step)
 
 
-def test_a_tensor_that_the_manifest_does_not_name(saved):
-    path = saved / "manifest.json"
-    manifest = json.loads(path.read_text())
-    for part in ("tensors", "checksums"):
-        del manifest[part]["model.bias"]
-    path.write_text(json.dumps(manifest))
-    write_listing(saved, {})
-    assert audit(saved).problems == [f"{saved}: its manifest does not name model.bias"]
-
-
-def test_a_tensor_that_is_not_what_was_saved(saved):
-    """Though every file is what its digest says."""
-    path = saved / "manifest.json"
+def test_audit_compares_tensors_with_their_checksums(step):
+    path = step / "manifest.json"
     manifest = json.loads(path.read_text())
     sums = manifest["checksums"]
-    sums["model.bias"] = sums["model.weight"]
+    sums["model.linear.bias"] = sums["model.linear.weight"]
     path.write_text(json.dumps(manifest))
-    write_listing(saved, {})
-    assert audit(saved).problems == [f"{saved}: wrong checksum of model.bias"]
+    write_listing(step, {})
+    assert audit(step).problems == [f"{step}: wrong checksum of model.linear.bias"]
 
 
-def test_the_command(saved, capsys):
-    assert main(["check", str(saved.parent)]) == 0
+def test_check_command_exits_with_one_on_damage(step, tmp_path, capsys):
+    assert main(["check", str(step.parent)]) == 0
     assert "whole: " in capsys.readouterr().out
-    _flip(saved / "train_state.json", 5, 1)
-    assert main(["check", str(saved)]) == 1
+    (step / "train_state.json").write_text("{}")
+    assert main(["check", str(step)]) == 1
     assert "damaged: " in capsys.readouterr().out
-    assert main(["check", str(saved.parents[1])]) == 2
-
-
-def test_another_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no checkpoint, Hugging Face folder or routing record"):
         audit(tmp_path)
 
 
-def test_a_routing_record_without_a_whole_step_is_not_whole(tmp_path, capsys):
+def test_audit_of_a_routing_record_wants_a_whole_step(tmp_path, capsys):
     start_record(tmp_path, Dims(["layers.0"], 4, 1), after=0)
     assert audit(tmp_path).problems == [f"{tmp_path}: it holds no whole step"]
     tokens = Tokens(name_rows([11]), np.array([0, 1]))

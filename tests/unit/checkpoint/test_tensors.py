@@ -30,16 +30,6 @@ def test_model_tensors_are_parameters_and_persistent_buffers():
     assert not model.linear.bias.any()
 
 
-def test_wrappers_do_not_change_names():
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    plain, wrapped = _Toy(), _Toy()
-    wrapped.linear = checkpoint_wrapper(wrapped.linear)
-    assert set(model_tensors([wrapped])) == set(model_tensors([plain]))
-    adam = build_optimizer(Optimizer(), wrapped.named_parameters())
-    assert "optimizer.linear.weight.exp_avg" in optimizer_tensors([wrapped], adam)
-
-
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
 def test_state_before_the_first_step_is_torchs_own_in_zeros(name, implementation):

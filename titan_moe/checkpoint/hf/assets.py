@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from titan_moe.checkpoint import storage
+from titan_moe.checkpoint.folder import write_json
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import CONFIG, HFModel, family_of, read_settings
 
@@ -72,7 +72,7 @@ def write_assets(model: HFModel, folders: Iterable[Path], dtype: torch.dtype, ta
         extra = {}
     # Left out, transformers would take its own for the family's first model.
     tokens = {key: original.get(key) for key in _TOKENS}
-    storage.write_json(target / CONFIG, extra | tokens | settings, indent=2)
+    write_json(target / CONFIG, extra | tokens | settings, indent=2)
 
 
 def original_dtype(folders: Iterable[Path]) -> torch.dtype:

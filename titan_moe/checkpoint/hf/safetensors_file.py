@@ -14,11 +14,11 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from titan_moe.checkpoint.hf.pieces import Box, lengths, runs
-from titan_moe.checkpoint.tensors import as_array
 from titan_moe.runtime.errors import RunError, reason
 from titan_moe.runtime.files import parse_json
 
@@ -168,4 +168,4 @@ def write_all(descriptor: int, data: memoryview, at: int) -> None:
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    return as_array(tensor.reshape(-1).view(torch.uint8)).data
+    return np.from_dlpack(tensor.reshape(-1).view(torch.uint8)).data

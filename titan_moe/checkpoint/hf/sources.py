@@ -16,14 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from titan_moe.checkpoint.box_sums import as_digits
-from titan_moe.checkpoint.checksum import box_sum
+from titan_moe.checkpoint.checksums import as_digits, box_sum
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, PREVIOUS_LOAD, Shapes, find
 from titan_moe.checkpoint.hf.pieces import Box, cut, key, lengths, relative, whole
 from titan_moe.checkpoint.manifest import Manifest, compare_checksums
-from titan_moe.checkpoint.safe_reader import SafeReader
-from titan_moe.checkpoint.tensors import MODEL
+from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.models.hf import HFModel
 from titan_moe.runtime.errors import RunError
@@ -105,13 +103,13 @@ class CheckpointSource:
     """
 
     def __init__(self, folder: Path, manifest: Manifest, *, checksums: bool) -> None:
-        self._reader = SafeReader(folder)
+        self._reader = StoredTensors(folder)
         self._folder, self._manifest = folder, manifest
         # Gate and up projections take turns in some tensors of theirs: both to one rank.
         together: dict[tuple, list[tuple[str, Box]]] = defaultdict(list)
-        for name, box in self._reader.chunks(MODEL):
-            pair = name.replace(".w3", ".w1").replace(".b3", ".b1")
-            together[pair, key(box)].append((name, box))
+        for chunk in self._reader.chunks(MODEL):
+            pair = chunk.name.replace(".w3", ".w1").replace(".b3", ".b1")
+            together[pair, key(chunk.box)].append((chunk.name, chunk.box))
         shares = [(group, len(group) * prod(lengths(group[0][1]))) for group in together.values()]
         self._boxes: dict[str, list[Box]] = defaultdict(list)
         for name, box in (one for group in _share(shares) for one in group):
@@ -124,10 +122,11 @@ class CheckpointSource:
 
     def read(self, name: str, box: Box) -> Iterator[tuple[Box, Tensor]]:
         """One of those chunks, whole."""
-        values = self._reader.read_chunk(MODEL + name, box)
+        spec = self._manifest.tensors[MODEL + name]
+        chunk = Chunk(MODEL + name, box, spec.shape, getattr(torch, spec.dtype))
+        values = self._reader.read(chunk)
         if self._sums is not None:
-            shape = self._manifest.tensors[MODEL + name].shape
-            self._sums[name, key(box)] = box_sum(values, [part.start for part in box], shape)
+            self._sums[name, key(box)] = box_sum(values, chunk)
         yield box, values
 
     def verify(self) -> None:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.checkpoint import storage
-from titan_moe.checkpoint.checksum import box_sum
-from titan_moe.checkpoint.digests import DIGESTS
+from titan_moe.checkpoint.checksums import box_sum
+from titan_moe.checkpoint.digests import check_listed
+from titan_moe.checkpoint.folder import new_folder, write_json
 from titan_moe.checkpoint.hf.assets import (
     HF,
     asset_folders,
@@ -35,7 +35,6 @@ from titan_moe.checkpoint.hf.sources import (
     ModelSource,
     Source,
     fill,
-    one_ahead,
     progress_bar,
     total_checksums,
 )
@@ -48,10 +47,7 @@ from titan_moe.checkpoint.manifest import (
     code_version,
     read_manifest,
 )
-from titan_moe.checkpoint.safe_reader import SafeReader
-from titan_moe.checkpoint.shared_folder import check_listed, new_folder
-from titan_moe.checkpoint.tensor_files import Chunk, write_chunks
-from titan_moe.checkpoint.tensors import MODEL
+from titan_moe.checkpoint.tensors import MODEL, Chunk, write_chunks
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.distributed.dtensor import local_slices
 from titan_moe.models.config import ModelConfig
@@ -84,10 +80,9 @@ def import_folder(folder: Path, out: Path, dtype: torch.dtype) -> str:
             sums = _write_chunks(source, shapes, aside, out, dtype)
 
             def describe() -> None:
-                SafeReader(aside)
                 copy_assets(folder, aside / HF)
                 manifest = _manifest(model, shapes, dtype, sums)
-                storage.write_json(aside / MANIFEST, manifest.model_dump(mode="json"))
+                write_json(aside / MANIFEST, manifest.model_dump(mode="json"))
 
             on_rank_zero(describe, doing=doing)
     return _speed_line(f"imported {out}", opened.num_bytes, started)
@@ -106,13 +101,13 @@ def _write_chunks(
     total = sum(prod(lengths(chunk.box)) * chunk.dtype.itemsize for chunk in mine)
     with progress_bar("import", total) as bar:
 
-        def make(chunk: Chunk) -> tuple[Chunk, Tensor]:
+        def make(chunk: Chunk) -> Tensor:
             values = read_chunk(source, chunk)
-            sums[chunk.name] += box_sum(values, [part.start for part in chunk.box], chunk.shape)
+            sums[chunk.name] += box_sum(values, chunk)
             bar.update(values.numel() * values.element_size())
-            return chunk, values
+            return values
 
-        write_chunks(aside, lambda: one_ahead(make, mine), doing=f"cannot write {out}")
+        write_chunks(aside, mine, make, doing=f"cannot write {out}")
     return total_checksums(sums)
 
 
@@ -144,7 +139,6 @@ def _manifest(model: HFModel, shapes: Shapes, dtype: torch.dtype, sums: dict[str
         code=code_version(),
         family=model.family,
         model=as_record(model.config),
-        digests=DIGESTS,
     )
 
 

@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_moe.checkpoint.folder import new_folder, write_json
 from titan_moe.checkpoint.hf.folder import INDEX, SINGLE
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, has_place, listed, write_as
 from titan_moe.checkpoint.hf.pieces import Box, Piece, Stored, cut, lengths, relative, runs
 from titan_moe.checkpoint.hf.pieces import key as key_of
 from titan_moe.checkpoint.hf.safetensors_file import as_bytes, make_header, write_all
 from titan_moe.checkpoint.hf.sources import LARGEST, Source, one_ahead, progress_bar
-from titan_moe.checkpoint.shared_folder import new_folder
-from titan_moe.checkpoint.storage import write_json
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.models.hf import HFModel
 from titan_moe.runtime.errors import RunError

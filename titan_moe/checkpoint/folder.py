@@ -9,16 +9,17 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from titan_moe.checkpoint.digests import read_checked
-from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.files import parse_json, set_aside
+import torch.distributed as dist
 
-METADATA = ".metadata"
-MANIFEST = "manifest.json"
-TRAIN_STATE = "train_state.json"
+from titan_moe.checkpoint.digests import digests_of, files, read_checked, write_listing
+from titan_moe.distributed.agreement import from_every_rank, on_rank_zero
+from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import set_aside
 
 _STEP = re.compile(r"step-(\d+)")
 _ASIDE = re.compile(r"\.step-\d+\.(writing|deleting)")
@@ -26,12 +27,12 @@ _REPLACED = re.compile(r"\.(step-\d+)\.replaced")
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Path of the checkpoint of a step."""
     return folder / f"step-{step}"
 
 
 def hf_folder(folder: Path, step: int) -> Path:
-    """Where the Hugging Face form of a step's model lies."""
+    """Path of the Hugging Face export of a step's model."""
     return folder / f"step-{step}-hf"
 
 
@@ -50,7 +51,7 @@ def begin(target: Path) -> Path:
     for path in target.parent.iterdir():
         if _ASIDE.fullmatch(path.name):
             shutil.rmtree(path)
-    aside = aside_of(target, "writing")
+    aside = _aside_of(target, "writing")
     aside.mkdir()
     return aside
 
@@ -58,7 +59,7 @@ def begin(target: Path) -> Path:
 def commit(aside: Path, target: Path) -> None:
     """Make a fully written folder visible under its name, replacing an older one of that name."""
     fsync(aside)
-    replaced = aside_of(target, "replaced")
+    replaced = _aside_of(target, "replaced")
     if replaces := target.exists():
         # No rename replaces a filled folder. Killed between the two, `bring_back` undoes the first.
         target.rename(replaced)
@@ -89,18 +90,16 @@ def abandon(aside: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def refuse_existing(target: Path) -> None:
-    """Raises RunError when there is anything of that name."""
-    if target.exists():
-        raise RunError(f"{target} exists: name another folder, or remove it")
-
-
 def keep_latest(folder: Path, *, count: int, newest: int) -> None:
     """Remove all but the `count` latest checkpoints, or none where that is 0; `newest` and a seed
-    checkpoint always stay."""
+    checkpoint always stay. If killed midway, what remains of one is invisible."""
     for step in saved_steps(folder)[:-count] if count else []:
         if step not in (0, newest):
-            remove(step_folder(folder, step))
+            target = step_folder(folder, step)
+            aside = _aside_of(target, "deleting")
+            target.rename(aside)
+            fsync(folder)
+            shutil.rmtree(aside)
 
 
 def set_aside_later(folder: Path, step: int) -> list[Path]:
@@ -117,14 +116,6 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
     return moved
 
 
-def remove(target: Path) -> None:
-    """Remove a checkpoint; if killed midway, what remains is invisible."""
-    aside = aside_of(target, "deleting")
-    target.rename(aside)
-    fsync(target.parent)
-    shutil.rmtree(aside)
-
-
 def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
     """Write JSON and wait until it is on disk."""
     with path.open("w", encoding="utf-8") as file:
@@ -134,16 +125,44 @@ def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises RunError when the file is missing or holds anything else."""
+    """Read a JSON object whose digest is listed. Raises RunError when the file is missing or
+    damaged."""
     try:
-        value = parse_json(read_checked(path))
+        return json.loads(read_checked(path))
     except FileNotFoundError:
         raise RunError(f"checkpoint {path.parent} is incomplete: {path.name} is missing") from None
     except ValueError as error:
         raise RunError(f"{path} is damaged: {error}") from None
-    if not isinstance(value, dict):
-        raise RunError(f"{path} is damaged: it holds no JSON object")
-    return value
+
+
+@contextmanager
+def new_folder(target: Path, needed: int, *, doing: str) -> Iterator[Path]:
+    """A folder to write into, which gets its name `target` when all in it is on disk; collective.
+
+    Args:
+        needed: bytes that will be written.
+        doing: as on_rank_zero's.
+
+    Raises RunError when there is anything of that name, or the disk has less free. Nothing is left
+    when anything raises.
+    """
+    aside = on_rank_zero(lambda: _begin_new(target, needed), doing=doing)
+    try:
+        yield aside
+        own = files(aside)[dist.get_rank() :: dist.get_world_size()]
+        everyone = from_every_rank(lambda: digests_of(aside, own), doing=doing)
+        digests = {name: digest for mine in everyone for name, digest in mine.items()}
+        on_rank_zero(lambda: _commit_new(aside, target, digests), doing=doing)
+    except BaseException:
+        if dist.get_rank() == 0:
+            abandon(aside)
+        raise
+
+
+def refuse_existing(target: Path) -> None:
+    """Raises RunError when there is anything of that name."""
+    if target.exists():
+        raise RunError(f"{target} exists: name another folder, or remove it")
 
 
 def fsync(path: Path) -> None:
@@ -155,6 +174,25 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def aside_of(target: Path, why: str) -> Path:
-    """The hidden sibling that a folder is written in, or deleted from."""
+def _aside_of(target: Path, why: str) -> Path:
     return target.with_name(f".{target.name}.{why}")
+
+
+def _begin_new(target: Path, needed: int) -> Path:
+    refuse_existing(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise RunError(f"{target} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
+    aside = _aside_of(target, "writing")
+    shutil.rmtree(aside, ignore_errors=True)  # A killed process has left it.
+    aside.mkdir()
+    return aside
+
+
+def _commit_new(aside: Path, target: Path, digests: dict[str, str]) -> None:
+    write_listing(aside, digests)
+    for path in aside.rglob("*"):
+        fsync(path)
+    refuse_existing(target)
+    commit(aside, target)

@@ -1,0 +1,164 @@
+"""Checksums of tensors that do not depend on the layout, and the comparison of replicas.
+
+The checksum of a tensor is the sum over its elements of bits(i) * weight(i), modulo 2^64. i is the
+element's index in the flattened *global* tensor; weight(i) is odd and scrambled. The sum can be
+taken box by box, in any order. An odd weight cannot cancel a flipped bit, and unequal weights
+notice elements that changed places.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from titan_moe.checkpoint.tensors import MODEL, Chunk, held_chunks, model_tensors, optimizer_tensors
+from titan_moe.distributed.agreement import from_every_rank
+from titan_moe.distributed.boxes import sizes
+from titan_moe.distributed.dtensor import local_part
+from titan_moe.models.config import ModelConfig, tied_weights
+from titan_moe.runtime.errors import RunError
+
+# Elements summed together: on a CPU the int64 temporaries stay in the cache, on a GPU kernels are
+# long, at the price of about 24 bytes an element.
+_BLOCK = {"cpu": 2**16, "cuda": 2**24}
+# 2^64 divided by the golden ratio, signed: consecutive indices spread over all 64 bits.
+_SCRAMBLE = 0x9E3779B97F4A7C15 - 2**64
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NAMED = 8
+"""Tensors that a message names."""
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Checksums of all ranks' tensors as 16 hex digits, by name; collective.
+
+    `tensors` are this rank's: DTensors of any mesh, or plain tensors, which count as replicas.
+
+    Raises RunError on all ranks when replicas of a tensor differ, naming tensors and ranks.
+    """
+    chunks = held_chunks(tensors)
+    sums = [_sum(local_part(tensors[each.name]).detach(), each) for each in chunks]
+    # One copy from the device for all tensors.
+    values = torch.stack(sums).tolist() if sums else []
+    mine = [(each.name, str(each.box), value) for each, value in zip(chunks, values, strict=True)]
+    everyone = from_every_rank(lambda: mine, doing="cannot compare checksums")
+    holders: dict[tuple[str, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    totals: dict[str, int] = defaultdict(int)
+    for rank, entries in enumerate(everyone):
+        for name, box, value in entries:
+            if (name, box) not in holders:
+                totals[name] += value
+            holders[name, box][value].append(rank)
+    if differ := {place: by for place, by in holders.items() if len(by) > 1}:
+        raise RunError(_differences(differ))
+    return {name: as_digits(totals[name]) for name in sorted(totals)}
+
+
+def box_sum(values: Tensor, chunk: Chunk) -> int:
+    """Returns what the values of a chunk add to the sum of its tensor."""
+    return int(_sum(values, chunk))
+
+
+def as_digits(total: int) -> str:
+    """Returns the checksum of a tensor whose boxes add up to `total`."""
+    return f"{total % 2**64:016x}"
+
+
+def unlike_copies(config: ModelConfig, sums: Mapping[str, str]) -> list[str]:
+    """Returns one error line per tied weight whose copies have different checksums."""
+    lines = []
+    for first, *copies in tied_weights(config):
+        differ = [name for name in copies if sums[MODEL + name] != sums[MODEL + first]]
+        if differ:
+            lines.append(f"{first} and its copies {', '.join(differ)} are not the same")
+    return lines
+
+
+class ReplicaCheck:
+    """Compares, every `freq` steps, the replicas of parameters, router biases and optimizer state,
+    and the copies of tied weights.
+
+    Replicas are updated by the same kernels from the same sums, so they stay equal to the bit. A
+    difference shows a processor or a memory that errs without a word, or a bug. A layout that
+    shards everything has nothing to compare.
+    """
+
+    def __init__(
+        self, parts: Sequence[nn.Module], config: ModelConfig, optimizer: Optimizer, freq: int
+    ) -> None:
+        """`parts` are this rank's modules of the model."""
+        self._parts = parts
+        self._config = config
+        self._optimizer = optimizer
+        self._freq = freq
+
+    def __call__(self, step: int) -> None:
+        """Compare if it is time; collective. Raises RunError naming tensors and ranks that
+        differ."""
+        if not self._freq or step % self._freq:
+            return
+        tensors = model_tensors(self._parts) | optimizer_tensors(self._parts, self._optimizer)
+        try:
+            problems = unlike_copies(self._config, checksums(tensors))
+        except RunError as error:
+            raise RunError(f"after step {step} {error}") from None
+        if problems:
+            raise RunError(f"after step {step} {'; '.join(problems)}")
+
+
+def _differences(differ: Mapping[tuple[str, str], Mapping[int, Sequence[int]]]) -> str:
+    places = defaultdict(list)
+    for (name, _), by_value in differ.items():
+        # The rarer value is more likely the wrong one: it comes first.
+        groups = sorted(by_value.values(), key=len)
+        places[name].append(" unlike ".join(map(_ranks, groups)))
+    lines = [f"{name} ({'; '.join(of)})" for name, of in list(places.items())[:_NAMED]]
+    if len(places) > _NAMED:
+        lines[-1] += f" and {len(places) - _NAMED} more"
+    return f"ranks hold different values of what should be replicas: {', '.join(lines)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _sum(values: Tensor, chunk: Chunk) -> Tensor:
+    """Returns the sum of bits * weight over a chunk, as a 0-dim int64 tensor on the values' device:
+    nothing waits for it."""
+    assert tuple(values.shape) == sizes(chunk.box), f"{tuple(values.shape)} values of {chunk}"
+    strides = [prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
+    return _sum_blocks(values, [each.start for each in chunk.box], strides)
+
+
+def _sum_blocks(values: Tensor, origin: Sequence[int], strides: Sequence[int]) -> Tensor:
+    block = _BLOCK[values.device.type]
+    if values.numel() <= block:
+        return _sum_block(values, origin, strides)
+    dim = next(dim for dim, size in enumerate(values.shape) if size > 1)
+    step = max(1, block // (values.numel() // values.shape[dim]))
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for start, part in zip(range(0, values.shape[dim], step), values.split(step, dim), strict=True):
+        shifted = [at + start * (d == dim) for d, at in enumerate(origin)]
+        total += _sum_blocks(part, shifted, strides)
+    return total
+
+
+def _sum_block(values: Tensor, origin: Sequence[int], strides: Sequence[int]) -> Tensor:
+    weight = torch.ones((), dtype=torch.int64, device=values.device)
+    for dim, (size, at, stride) in enumerate(zip(values.shape, origin, strides, strict=True)):
+        index = torch.arange(at, at + size, device=values.device) * stride
+        weight = weight + index.view(-1, *[1] * (values.ndim - 1 - dim))
+    weight = weight * _SCRAMBLE
+    weight ^= weight >> 32
+    weight |= 1
+    return weight.mul_(_bits(values)).sum()
+
+
+def _bits(values: Tensor) -> Tensor:
+    bits = values.view(_INTEGERS[values.element_size()])
+    if values.element_size() == 8:
+        # A round float64 has bits at the top only, which a product modulo 2^64 mostly drops.
+        return bits ^ ((bits >> 32) & 0xFFFFFFFF)
+    return bits

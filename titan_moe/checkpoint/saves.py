@@ -1,0 +1,99 @@
+"""The end of a save, in the step or in the background, and the memory that the latter copies to."""
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from titan_moe.checkpoint import folder as folders
+from titan_moe.checkpoint.digests import write_listing
+from titan_moe.checkpoint.tensors import one_line
+from titan_moe.distributed.agreement import on_every_rank
+from titan_moe.runtime.errors import RunError
+
+
+class Save(NamedTuple):
+    """A save that DCP has begun."""
+
+    step: int
+    target: Path
+    aside: Path
+    """The folder that becomes `target`."""
+    began: float
+    """On the clock of time.perf_counter."""
+    future: Future[Any]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since it began."""
+        return time.perf_counter() - self.began
+
+    def wait(self, limit: int) -> None:
+        """Wait until it has ended on every rank, `limit` seconds at most; collective. Raises
+        RunError on all ranks when it has failed on one."""
+        doing = f"cannot save checkpoint {self.target}"
+
+        def wait() -> None:
+            try:
+                with one_line(doing):
+                    self.future.result(limit)
+            except TimeoutError:
+                raise RunError(
+                    f"{doing}: it is not on disk after checkpoint.save_timeout_seconds={limit}: "
+                    "raise it if the disk is only slow"
+                ) from None
+
+        try:
+            on_every_rank(wait, doing=doing)
+        except Exception:
+            # A thread that still writes could make it visible while it is removed.
+            if dist.get_rank() == 0 and self.future.done():
+                folders.abandon(self.aside)
+            raise
+
+
+def commit(
+    aside: Path,
+    target: Path,
+    contents: Mapping[str, Any],
+    digests: Mapping[str, str],
+    keep_latest_k: int,
+) -> None:
+    """Rank 0's end of a save: make a folder visible in which all ranks' files are on disk.
+
+    Args:
+        contents: JSON files to add, by name.
+        digests: of the ranks' files, by name.
+
+    Raises RunError when one of them is not there, and OSError.
+    """
+    for name in digests:
+        if not (aside / name).is_file():
+            raise RunError(
+                f"checkpoint {aside} is incomplete: {name} is missing: it was removed, or "
+                "job.dump_folder is not one folder for all nodes"
+            )
+    for name, content in contents.items():
+        folders.write_json(aside / name, content)
+    write_listing(aside, digests)
+    folders.commit(aside, target)
+    step = int(target.name.removeprefix("step-"))
+    folders.keep_latest(target.parent, count=keep_latest_k, newest=step)
+
+
+def make_stager(async_mode: str) -> DefaultStager:
+    """The memory that tensors are copied to, kept from one save to the next."""
+    on_gpu = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=on_gpu and async_mode == "async_with_pinned_mem",
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=on_gpu,
+        )
+    )
