@@ -149,7 +149,7 @@ def _run(
     # Importing torch makes a million objects that stay; looking for garbage among them again and
     # again takes half a second. The trainer collects in its own time.
     gc.disable()
-    from titan_moe.debug.hang.watch import watch_for_hangs
+    from titan_moe.debug.hang import watch_for_hangs
     from titan_moe.distributed.agreement import on_rank_zero
     from titan_moe.runtime.process import process_group
     from titan_moe.trainer import train

@@ -21,7 +21,7 @@ from titan_moe.config.stages import changes, job_of_step, same_layout, stage_job
 from titan_moe.data.batch import Batch
 from titan_moe.data.reader import merge_states
 from titan_moe.data.tokenizer import loss_unit
-from titan_moe.debug.hang.layers import mark_layers
+from titan_moe.debug.hang import mark_layers
 from titan_moe.debug.nan_locator import describe_nonfinite
 from titan_moe.debug.routing_trace import RoutingTrace
 from titan_moe.debug.worst_sequences import worst_sequences

@@ -33,7 +33,7 @@ LAST = "mtp.layers.0"
 
 
 class Steps(NamedTuple):
-    """What a training measured."""
+    """Measurements of a training."""
 
     losses: list[float]
     counts_SLE: list[list[list[int]]]

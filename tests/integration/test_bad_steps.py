@@ -146,12 +146,20 @@ def test_skipping_leaves_out_one_update(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_stop_keeps_the_state_before_the_spike(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        ("spike", "a spike: gradient norm "),
+        ("nan", "first seen in the output of layers.1.moe.experts on rank 1, which read"),
+        ("gradient", "first seen in the gradient of output.weight; the step read the documents"),
+    ],
+)
+def test_run_stops_with_the_state_before_the_bad_step(tmp_path: Path, fault: str, seen: str):
     job = job_of(tmp_path, "stop")
     with pytest.raises(RankError) as failure:
-        run_on_ranks(train_with_faults, 2, job, {6: "spike"})
+        run_on_ranks(train_with_faults, 2, job, {6: fault})
     message = str(failure.value)
-    assert "step 6: a spike: gradient norm " in message and "checkpoint/step-5 (" in message
+    assert "step 6: " in message and seen in message and "checkpoint/step-5 (" in message
     assert (tmp_path / "checkpoint/step-5/manifest.json").exists(), "between two saves"
     assert [event["decision"] for event in events(tmp_path)] == ["stop"]
     # Going on from there without the fault is the run that never had it.

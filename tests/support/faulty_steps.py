@@ -22,7 +22,7 @@ def train_with_faults(
     """Train on this rank; batches of the data are counted from 1. Spikes are judged by 4 norms.
 
     Args:
-        faults: "spike" or "nan" by batch, on the last rank.
+        faults: "spike", "nan" (an output) or "gradient" (infinite) by batch, on the last rank.
         kill_in: the last rank dies by SIGKILL in the step of so many batches read by this process.
         load_s: what clocks of steps and phases say that going back to a checkpoint takes.
     """
@@ -47,6 +47,7 @@ def train_with_faults(
         return batches
 
     experts, loss = Experts.forward, Output.forward
+    factors = {"spike": 1000.0, "gradient": float("inf")}
 
     def forward(self, rows):
         y_RD = experts(self, rows)
@@ -54,8 +55,9 @@ def train_with_faults(
 
     def loss_with_spike(self, *args):
         value = loss(self, *args)
-        if fault == "spike" and torch.is_grad_enabled():
-            value.register_hook(lambda grad: grad * 1000)
+        if fault in factors and torch.is_grad_enabled():
+            factor = factors[fault]
+            value.register_hook(lambda grad: grad * factor)
         return value
 
     Loader.next_step, Experts.forward, Output.forward = counted, forward, loss_with_spike

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.trainings import make_job
-from titan_moe.debug.hang.analysis import analyse
-from titan_moe.debug.hang.reports import read_report
+from titan_moe.debug.hang_report import analyse, read_report
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 LIMIT_S = 3
@@ -31,13 +30,13 @@ def train_watched(folder: Path, plant: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from titan_moe.debug.hang import watch
+    from titan_moe.debug import hang as hangs
     from titan_moe.models.hf import model_of_job
     from titan_moe.runtime.process import Process
     from titan_moe.trainer import train
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    watch._ANSWER_S = LIMIT_S
+    hangs._ANSWER_S = LIMIT_S
     saves = {"slow writer": 20 * LIMIT_S, "writer": LIMIT_S}
     checkpoint: dict[str, Any] = {"enable": False}
     if plant in saves:
@@ -53,7 +52,7 @@ def train_watched(folder: Path, plant: str) -> None:
     PLANTS[plant](rank)
     process = Process(rank=rank, world_size=world_size, device=torch.device("cpu"))
     reports, save_limit = folder / "comm_traces", job.checkpoint.save_timeout_seconds
-    with watch.watch_for_hangs(process, job.comm, save_limit, reports, None):
+    with hangs.watch_for_hangs(process, job.comm, save_limit, reports, None):
         train(job, model_of_job(job.model), process)
 
 
@@ -151,7 +150,7 @@ def call(number: int, place: str = "in the step", **changes: Any) -> dict[str, A
 
 
 def record(rank: int, groups: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
-    """What a rank tells of itself."""
+    """The record that a rank makes of itself."""
     return {
         "rank": rank,
         "host": "node",

@@ -86,7 +86,7 @@ def hang(options: argparse.Namespace) -> Answer:
 
     Exit codes: 0; 2 there is no report.
     """
-    from titan_moe.debug.hang.reports import describe, read_report
+    from titan_moe.debug.hang_report import describe, read_report
 
     path, found = read_report(options.folder)
     return Answer(found, [str(path), *describe(found)])

@@ -1,4 +1,4 @@
-"""Where a loss or a gradient that is not a number was born."""
+"""The first parameter, output or gradient of a bad step that is not finite."""
 
 from collections.abc import Callable, Mapping
 from itertools import chain, count
@@ -21,7 +21,7 @@ class Found(NamedTuple):
     """The first place of a search on one rank; `order` compares places across ranks."""
 
     order: tuple[int, int]
-    """Where in the whole model its part begins, and the place within that."""
+    """Index of the first parameter of its part in the whole model, and its place in the part."""
     place: str
 
 
@@ -52,7 +52,7 @@ def describe_nonfinite(sharded: ShardedModel, batches: list[Batch], device: torc
 
 
 def _earliest(search: Callable[[], Found | None]) -> tuple[Found, int] | None:
-    """What the ranks' searches find first, and the first rank that finds it there."""
+    """Returns the first place that any rank finds, and the first rank that finds it."""
     results: list[Found | None] = [None] * dist.get_world_size()
     dist.all_gather_object(results, search())
     hits = [(found, rank) for rank, found in enumerate(results) if found is not None]

@@ -76,7 +76,7 @@ class Throughput:
     flops_per_token: float
     num_devices: int
     peak_tflops: float | None
-    """Of one device, in the type it computes in; None where unknown."""
+    """Peak of one device in the type it computes in; None where unknown."""
 
     def metrics(self, num_tokens: int, seconds: float) -> dict[str, float]:
         """Rates over num_tokens of the whole job in `seconds` of wall time; "mfu" is a fraction."""
@@ -275,7 +275,7 @@ def describe_run(job: JobConfig, process: Process, data: Identity) -> None:
 
 
 def run_facts(job: JobConfig, process: Process, data: Identity) -> dict[str, Any]:
-    """What a run's figures depend on besides its configuration: for run.json. Layout and data are
+    """Returns what a run's figures depend on besides its configuration. Layout and data are
     those of the first stage, "stages" has what differs in the others.
 
     Args:

@@ -31,7 +31,7 @@ class DeviceMetric:
     sums: Sequence[Tensor]
     """Scalars of this rank's layers; ranks without such a layer have none."""
     per: Sequence[Tensor] | None = None
-    """What the sum is divided by; nothing is logged where that is 0. None: target tokens."""
+    """Scalars whose sum divides; nothing is logged where it is 0. None: target tokens."""
     logged: bool = True
     """False where no rank has such a layer."""
 
@@ -60,7 +60,7 @@ class DeviceMetrics:
         return terms
 
     def values(self, sums: Mapping[str, float], *, num_targets: int) -> dict[str, float]:
-        """What a log writes, from the sums of `terms` over the world."""
+        """Returns the values to log, from the sums of `terms` over the world."""
         values = {}
         for metric in self._metrics:
             divisor = max(num_targets, 1) if metric.per is None else sums[_divisor(metric)]

@@ -18,7 +18,7 @@ from titan_moe.runtime.position import Inside
 
 T = TypeVar("T")
 PREFIX = "region::"
-"""Of a region's name in a trace."""
+"""Prefix of a region's name in a trace."""
 REGIONS = (
     "data",
     "embedding",
@@ -72,8 +72,8 @@ def watched_by(watcher: _Watcher) -> Iterator[None]:
 
 
 class NodeMakers(Generic[T]):
-    """What the forward was doing when it made a node of autograd, by sequence numbers: a backward
-    runs nodes without a word of who made them."""
+    """Notes of what the forward did as it made each node of autograd, by sequence numbers. A
+    backward runs nodes without a word of who made them."""
 
     def __init__(self) -> None:
         self._begins: list[int] = []
@@ -87,7 +87,7 @@ class NodeMakers(Generic[T]):
             self._made.append(doing)
 
     def last(self) -> T | None:
-        """What was noted last."""
+        """Returns the last note."""
         return self._made[-1] if self._made else None
 
     def of(self, node: torch.autograd.graph.Node) -> T | None:

@@ -1,5 +1,4 @@
-"""Where the time of a profiled step goes: the torch.profiler traces of its ranks, by region and
-phase.
+"""The time of a profiled step by region and phase, from the torch.profiler traces of its ranks.
 
 Forward: an instant belongs to the innermost region around it (profiling/regions.py). Backward: to
 the region that made the autograd node which runs, by the trace's links from forward operations
@@ -74,7 +73,7 @@ class RankProfile:
     """From the first recorded step's begin to the last one's end."""
     times: dict[RegionPhase, float] = field(default_factory=lambda: defaultdict(float))
     calls: Counter[str] = field(default_factory=Counter)
-    """How often each region began in a forward pass."""
+    """Number of times that each region began in a forward pass."""
     communication: float = 0.0
     """Time in which a collective runs."""
     exposed: float = 0.0

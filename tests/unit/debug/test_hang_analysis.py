@@ -8,8 +8,7 @@ import pytest
 from tests.support.commands import run_command
 from tests.support.hanging import call, group, record
 from titan_moe.config.errors import ConfigError
-from titan_moe.debug.hang.analysis import analyse
-from titan_moe.debug.hang.reports import read_report, write_report
+from titan_moe.debug.hang_report import analyse, read_report, write_report
 
 _LOADER = {
     "place": "in the loader",
@@ -25,7 +24,7 @@ def _exchange(ranks: list[int], *, waits: bool) -> dict:
     return group("ep", ranks, calls)
 
 
-def test_the_rank_in_the_loader_is_named() -> None:
+def test_analyse_names_the_rank_in_the_loader() -> None:
     ranks = [4, 5, 6, 7]
     records = [record(rank, [_exchange(ranks, waits=True)]) for rank in (4, 5, 7)]
     records.append(record(6, [_exchange(ranks, waits=False)], **_LOADER))
@@ -40,14 +39,14 @@ def test_the_rank_in_the_loader_is_named() -> None:
     ]
 
 
-def test_ranks_that_all_save_are_told_the_key() -> None:
+def test_analyse_names_the_key_of_saves() -> None:
     saving = {"phase": "checkpoint", "place": "saving a checkpoint"}
     key = "if the disk is only slow, raise checkpoint.save_timeout_seconds"
     assert analyse([record(rank, [], **saving) for rank in range(2)], 2)[-1] == key
     assert analyse([record(0, [], **saving), record(1, [], phase="data", **_LOADER)], 2)[-1] != key
 
 
-def test_of_64_ranks_the_one_that_all_wait_for_comes_first() -> None:
+def test_analyse_begins_with_the_rank_that_64_wait_for() -> None:
     """Rank 37 is stopped; its group waits for it, and all others for that group."""
     records = []
     for rank in range(64):
@@ -83,7 +82,7 @@ def test_of_64_ranks_the_one_that_all_wait_for_comes_first() -> None:
         ({"place": "in the loss"}, "where rank 1 called all_reduce in the loss of step 12"),
     ],
 )
-def test_calls_that_are_not_alike(theirs: dict, says: str) -> None:
+def test_analyse_names_the_first_call_that_differs(theirs: dict, says: str) -> None:
     last = {"ended": False}
     ours = group("world", [0, 1], [call(4), call(5, **last), call(6, **last)])
     other = group("world", [0, 1], [call(4), call(5, **last, **theirs), call(6, "in the loss")])
@@ -92,7 +91,7 @@ def test_calls_that_are_not_alike(theirs: dict, says: str) -> None:
     assert line.endswith("(call 5 of all ranks)")
 
 
-def test_exchanges_may_differ_in_sizes_and_stages_in_layers() -> None:
+def test_analyse_allows_other_sizes_of_exchanges_and_other_stages() -> None:
     sizes = {"operation": "all_to_all", "sizes": [[[8]], [[4]]]}
     mine = [
         group("ep", [0, 1], [call(1, operation="all_to_all")]),
@@ -106,7 +105,7 @@ def test_exchanges_may_differ_in_sizes_and_stages_in_layers() -> None:
     assert len(lines) == 1 and lines[0].startswith("step 12: ranks 0-1 are in the step")
 
 
-def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
+def test_analyse_names_ranks_that_wait_for_each_other() -> None:
     waits = [call(1, "in layer 3's attention", ended=False)]
     first = record(0, [group("tp", [0, 1], waits), group("ep", [0, 1], [])])
     second = record(1, [group("tp", [0, 1], []), group("ep", [0, 1], waits)])
@@ -116,7 +115,7 @@ def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
     assert "rank 1 waits in layer 3's attention (all_reduce, ep group 0-1, 1 of 2" in lines[2]
 
 
-def test_a_rank_waits_in_the_oldest_call_that_has_not_ended() -> None:
+def test_analyse_takes_the_oldest_open_call() -> None:
     first = call(1, "in layer 3's dispatch", ended=False, seconds_ago=99.0)
     later = call(1, "in layer 4", ended=False, seconds_ago=98.0)
     waits = record(0, [group("fsdp", [0, 1], [later]), group("ep", [0, 1], [first])])
@@ -124,7 +123,7 @@ def test_a_rank_waits_in_the_oldest_call_that_has_not_ended() -> None:
     assert "rank 0 waits in layer 3's dispatch (all_reduce, ep group 0-1, 1 of 2" in lines[0]
 
 
-def test_a_call_that_all_made_alike_is_the_backend_s() -> None:
+def test_analyse_blames_the_backend_for_a_common_call() -> None:
     waits = [call(1, "in the loss", ended=False)]
     records = [record(rank, [group("world", [0, 1], waits)]) for rank in range(2)]
     (line,) = analyse(records, 2)
@@ -132,14 +131,14 @@ def test_a_call_that_all_made_alike_is_the_backend_s() -> None:
     assert line.endswith("; all have called it alike: the backend does not end it")
 
 
-def test_an_error_of_a_collective_is_told_where_it_was_called() -> None:
+def test_analyse_places_the_error_of_a_collective() -> None:
     ended = group("world", [0, 1], [call(3), call(4, "in the loss")])
     (line,) = analyse([record(0, [ended], error="Connection closed by peer")], 2)
     assert "rank 0 waits in the loss (all_reduce, all ranks, 1 of 2 there)" in line
     assert "Connection closed by peer; rank 1 does not answer" in line
 
 
-def test_the_command_reads_the_newest_report_below_a_folder(tmp_path: Path) -> None:
+def test_report_hang_reads_the_newest_report(tmp_path: Path) -> None:
     folder = tmp_path / "comm_traces"
     records = [
         record(0, [_exchange([0, 1], waits=True)]),
@@ -151,7 +150,7 @@ def test_the_command_reads_the_newest_report_below_a_folder(tmp_path: Path) -> N
     lines = shown.stdout.splitlines()
     assert lines[0] == str(path) and "; rank 1 is in the loader" in lines[1]
     assert "  waits  ep 0-1 call 2: all_to_all in layer 2's dispatch, step 12" in lines
-    (folder / "hang-30000101-000000.json").write_text(json.dumps({"version": 1, "records": 3}))
+    (folder / "hang-30000101-000000.json").write_text(json.dumps({"records": 3}))
     for wrong in (folder, tmp_path / "nothing"):
         refused = run_command("report", "hang", str(wrong))
         (line,) = refused.stderr.splitlines()
@@ -162,9 +161,9 @@ def test_the_command_reads_the_newest_report_below_a_folder(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "records", ["3", "[3]", "[[]]", '[{"rank": 0}]', '[{"rank": 0, "groups": 3, "ranks": "a"}]']
 )
-def test_what_is_no_report_is_one_line(tmp_path: Path, records: str) -> None:
+def test_read_report_refuses_other_files(tmp_path: Path, records: str) -> None:
     path = tmp_path / "hang-1.json"
-    for text in (records, f'{{"version": 1, "world_size": 2, "records": {records}}}'):
+    for text in (records, f'{{"world_size": 2, "records": {records}}}'):
         path.write_text(text)
         with pytest.raises(ConfigError, match=r"hang-1\.json: no report of a hang: "):
             read_report(path)

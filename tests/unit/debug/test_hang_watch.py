@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from titan_moe.config.job_config import Comm
-from titan_moe.debug.hang import watch
+from titan_moe.debug import hang
 from titan_moe.runtime.process import BACKEND_GRACE_S
 
 _LIMIT_S = 100
@@ -45,9 +45,9 @@ def test_hang_watch_waits_too_long(
         collectives: those under way, with the seconds that each has waited and may wait.
     """
     last = SimpleNamespace(time_ns=time.time_ns() - int(quiet_s * 1e9), phase=phase)
-    monkeypatch.setattr(watch, "POSITION", SimpleNamespace(last=lambda: last))
-    monkeypatch.setattr(watch, "seconds_waited", lambda now: iter(collectives))
-    monkeypatch.setattr(watch, "default_store", dist.HashStore)
+    monkeypatch.setattr(hang, "POSITION", SimpleNamespace(last=lambda: last))
+    monkeypatch.setattr(hang, "seconds_waited", lambda now: iter(collectives))
+    monkeypatch.setattr(hang, "_default_store", dist.HashStore)
     comm = Comm(init_timeout_seconds=_LIMIT_S, train_timeout_seconds=_LIMIT_S)
     process = SimpleNamespace(rank=0, world_size=2)
-    assert watch.HangWatch(process, comm, _SAVE_S, Path(), None)._waits_too_long() == hangs
+    assert hang.HangWatch(process, comm, _SAVE_S, Path(), None)._waits_too_long() == hangs

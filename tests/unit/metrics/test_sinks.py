@@ -30,15 +30,6 @@ def test_metrics_jsonl_is_always_written(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_tensorboard_holds_scalars(tmp_path):
-    log_one_step(Metrics(enable_tensorboard=True, save_tb_folder="events"), tmp_path)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "events"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(4, 2.5)]
-
-
 def stand_in(monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(sinks, "find_spec", lambda name: module)

@@ -93,7 +93,7 @@ def _is(name: str, ways: tuple[str, ...]) -> bool:
 
 
 def _watch_logits(module: Output, watcher: Watcher) -> RemovableHandle:
-    """Those of the decoder, and below them those of each depth of multi-token prediction; and the
+    """Record the logits of the decoder, those of each depth of multi-token prediction, and the
     gradients that the loss makes of them. Both come in chunks, of which none is there later."""
     logits, gradients = [], []
 

@@ -1,4 +1,4 @@
-"""What an MoE layer does between its modules: choosing, weighing, dispatch, experts, combine."""
+"""Hooks of the work between an MoE layer's modules: choice, weights, dispatch, experts, combine."""
 
 import math
 from collections.abc import Callable
@@ -20,8 +20,9 @@ from titan_moe.verify.localize.capture.watcher import Watcher, on_gradient, reco
 
 
 def choice_margins(scores_TE: Tensor, router: Router) -> Tensor:
-    """How far each token's scores are from another choice, [T]: the lead of the last expert that is
-    chosen over the first that is not, or of the last group over the next where that is less."""
+    """Returns the distance of each token's scores from another choice, [T]: the lead of the last
+    expert that is chosen over the first that is not, or of the last group over the next where that
+    is less."""
     config, biased_TE = router.config, scores_TE.double() + router.expert_bias
     margin_T = biased_TE.new_full((len(biased_TE),), torch.inf)
     if config.num_groups > 1 and config.top_groups < config.num_groups:
@@ -39,7 +40,7 @@ def choice_margins(scores_TE: Tensor, router: Router) -> Tensor:
 
 
 class MoEHooks:
-    """Of one layer: the experts that each token chose, their weights, and the rows of each expert.
+    """Record the experts that each token of a layer chose, their weights, and each expert's rows.
 
     Rows have forgotten their tokens where experts see them, so they are summed by expert.
     """

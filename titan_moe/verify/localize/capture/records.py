@@ -1,4 +1,4 @@
-"""What one rank has seen of a step: sketches by place, and the file that they are written to."""
+"""Sketches of a step by place, as one rank has seen it, and the file that holds them."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -11,14 +11,14 @@ from titan_moe.runtime.files import replacing
 
 
 class Place(NamedTuple):
-    """Where in a step a tensor stands."""
+    """The place of a tensor in a step."""
 
     phase: str
     """One of PHASES."""
     module: str
     """Its name in the model."""
     tensor: str
-    """Which of its tensors; of a gradient, what it is the gradient of."""
+    """Name of one of its tensors; for a gradient, the tensor that it belongs to."""
 
 
 PHASES = (
@@ -44,12 +44,12 @@ subtracts); the parameters that it ends with."""
 
 
 class Kind(NamedTuple):
-    """How the values of a place are keyed, and put together from ranks' parts."""
+    """The keys of a place's values, and the way to put ranks' parts together."""
 
     keys: str
     """"tokens": (row, position); "experts": (expert, 0); "tensor": (0, 0); "numbers": (i, 0)."""
     exact: bool = True
-    """Whether the sums of squares add up: not those of parts of a sum."""
+    """The sums of squares add up: not so for parts of a sum."""
 
 
 TOKENS = Kind("tokens")

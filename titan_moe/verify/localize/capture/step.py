@@ -238,7 +238,7 @@ def _number_of(box: tuple[slice, ...]) -> int:
 
 
 def _stage(part: Decoder, stages: list[list[str]]) -> int:
-    """Which stage of the pipeline a part is."""
+    """Returns the stage of the pipeline that a part is."""
     own = {name.split(".")[0] for name, _ in part.named_parameters()}
     own |= {f"layers.{number}" for number in part.layers}
     return next(index for index, names in enumerate(stages) if set(names) <= own)

@@ -1,4 +1,4 @@
-"""Which tokens of the global batch a tensor's rows are, in any layout."""
+"""The tokens of the global batch that a tensor's rows belong to, in any layout."""
 
 from typing import NamedTuple
 

@@ -53,7 +53,7 @@ class Watcher:
 
     @property
     def phase(self) -> str | None:
-        """Which forward this is; None for one to be passed over."""
+        """The kind of this forward; None for one to be passed over."""
         if not recomputing():
             return "forward"
         return None if self._interleaved else "recompute"
@@ -93,7 +93,7 @@ class Watcher:
 
 
 def recomputing() -> bool:
-    """Whether a backward runs, and so a forward in it is a recomputation."""
+    """Tells whether a backward runs, so that a forward in it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -1,16 +1,23 @@
-"""Who waits where, and who never came: lines of words from the records of a hang's ranks.
+"""Who waits where, and who never came: lines of text from the records of a hang's ranks.
 
-A pure function of what records.py makes. The calls of a process group are numbered alike on its
-ranks, so that one call is the same number everywhere: a member whose last number is smaller has not
-come; members that differ in the operation, in its sizes or in the place of the same number went
-different ways.
+The calls of a process group are numbered alike on its ranks, so that one call is the same number
+everywhere: a member whose last number is smaller has not come; members that differ in the
+operation, in its sizes or in the place of the same number went different ways.
 """
 
+import json
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from titan_moe.config.errors import ConfigError
+from titan_moe.runtime.errors import reason
+from titan_moe.runtime.files import parse_json
+
+_CALLS_SHOWN = 4
 _MOST_LINES = 8
 _PACKAGE = "titan_moe/"
 # Operations to which every member must bring as much; in an exchange each brings its own.
@@ -49,7 +56,7 @@ class _Wait:
 
 
 def analyse(records: Sequence[Mapping[str, Any]], world_size: int) -> list[str]:
-    """The lines, the cause first. `records`: of the ranks that answered, in any order."""
+    """Returns the lines, the cause first. `records`: of ranks that answered, in any order."""
     by_rank = {record["rank"]: record for record in records}
     silent = [rank for rank in range(world_size) if rank not in by_rank]
     groups = _groups(by_rank)
@@ -81,7 +88,7 @@ def analyse(records: Sequence[Mapping[str, Any]], world_size: int) -> list[str]:
 
 
 def numbers(ranks: Iterable[int]) -> str:
-    """Such as "0-3, 7"."""
+    """Returns ranks as text such as "0-3, 7"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -109,7 +116,7 @@ def _groups(by_rank: Mapping[int, Mapping[str, Any]]) -> list[_Group]:
 def _waits(
     by_rank: Mapping[int, Mapping[str, Any]], groups: Sequence[_Group], silent: Sequence[int]
 ) -> list[_Wait]:
-    """Every call that some rank waits in, the oldest first."""
+    """Returns every call that some rank waits in, the oldest first."""
     waiting: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     ages: dict[tuple[int, int], float] = {}
     for rank, record in sorted(by_rank.items()):
@@ -133,7 +140,8 @@ def _waits(
 def _waits_in(
     rank: int, record: Mapping[str, Any], groups: Sequence[_Group]
 ) -> tuple[int, Mapping[str, Any]] | None:
-    """The group's index and the call: the oldest that has not ended, or after an error the last."""
+    """Returns the group's index and the call: the oldest that has not ended, or after an error the
+    last."""
     calls = [
         (index, call)
         for index, group in enumerate(groups)
@@ -147,7 +155,7 @@ def _waits_in(
 
 
 def _first_difference(groups: Sequence[_Group]) -> str | None:
-    """The earliest call that members of a group did not make alike."""
+    """Describes the earliest call that members of a group did not make alike."""
     found = []
     for group in groups:
         kept = sorted({number for calls in group.calls.values() for number in calls})
@@ -165,7 +173,7 @@ def _first_difference(groups: Sequence[_Group]) -> str | None:
 
 
 def _ways(group: _Group, calls: Mapping[int, Mapping[str, Any]]) -> dict[str, list[int]]:
-    """How a call was made, in words, and by which ranks; several if it was not made alike."""
+    """Returns the ways in which a call was made, as text, and the ranks of each."""
     operations = {call["operation"] for call in calls.values()}
     alike = all(any(word in each for word in _ALIKE) for each in operations)
     sized = alike and len({_size(call) for call in calls.values()}) > 1
@@ -188,7 +196,7 @@ def _place(call: Mapping[str, Any]) -> str:
 
 
 def _wait_words(wait: _Wait, by_rank: Mapping[int, Mapping[str, Any]]) -> str:
-    """Such as "ranks 4-5, 7 wait in layer 2's dispatch (ep group 4-7, 3 of 4 there)"."""
+    """Returns, say, "ranks 4-5, 7 wait in layer 2's dispatch (ep group 4-7, 3 of 4 there)"."""
     calls = [wait.group.calls[rank][wait.number] for rank in wait.waiting]
     size = len(wait.group.ranks)
     there = size - len(wait.absent) - len(wait.silent)
@@ -200,7 +208,7 @@ def _wait_words(wait: _Wait, by_rank: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _absent_words(wait: _Wait, outside: Mapping[int, Mapping[str, Any]]) -> str:
-    """Such as "; rank 6 is in the loader (titan_moe/data/loader.py:52 in next_step)"."""
+    """Returns, say, "; rank 6 is in the loader (titan_moe/data/loader.py:52 in next_step)"."""
     lines = _places({rank: outside[rank] for rank in wait.absent if rank in outside})
     if chained := [rank for rank in wait.absent if rank not in outside]:
         lines.append(f"{_ranks(chained)} waits elsewhere")
@@ -216,7 +224,7 @@ def _chain_words(wait: _Wait) -> str:
 
 
 def _places(outside: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Where ranks are that wait in no collective; those at the same place in one line."""
+    """Describes ranks that wait in no collective, a line for each place."""
     places: defaultdict[str, list[int]] = defaultdict(list)
     for rank, record in outside.items():
         places[_where(record)].append(rank)
@@ -227,7 +235,8 @@ def _places(outside: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 
 def _where(record: Mapping[str, Any]) -> str:
-    """The position; the innermost line of our own in the main thread's stack, and what it runs."""
+    """Describes a position: the innermost line of this package on the main stack, and what it
+    runs."""
     stack = record["stack"] or ["no Python frame"]
     own = [frame for frame in stack if frame.startswith(_PACKAGE)] or stack[-1:]
     within = "" if own[-1] == stack[-1] else f", within it {stack[-1].rpartition('/')[2]}"
@@ -237,3 +246,54 @@ def _where(record: Mapping[str, Any]) -> str:
 def _silence(ranks: Sequence[int]) -> str:
     verb = "does" if len(ranks) == 1 else "do"
     return f"{verb} not answer (stopped, killed, or Python is held)"
+
+
+def write_report(folder: Path, world_size: int, records: Sequence[Mapping[str, Any]]) -> Path:
+    """Write a report whole, or not at all; returns its path. Raises OSError."""
+    path = folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    hang = {"world_size": world_size, "records": records}
+    partial.write_text(json.dumps(hang), encoding="utf-8")
+    partial.rename(path)
+    return path
+
+
+def read_report(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Returns the report in a file, or the newest one in or below a folder. Raises ConfigError."""
+    found = [path] if path.is_file() else sorted(path.rglob("hang-*.json"), key=lambda p: p.name)
+    if not found:
+        raise ConfigError([f"{path}: no report of a hang (hang-*.json) is there or below"])
+    try:
+        hang = parse_json(found[-1].read_bytes())
+        analyse(hang["records"], hang["world_size"])
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
+        raise ConfigError([f"{found[-1]}: no report of a hang: {reason(error)}"]) from None
+    return found[-1], hang
+
+
+def describe(hang: Mapping[str, Any]) -> list[str]:
+    """Returns the findings, then each rank's position, last calls and stack; equal ranks once."""
+    lines = analyse(hang["records"], hang["world_size"])
+    alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    for record in hang["records"]:
+        alike[tuple(_of_a_rank(record))].append(record["rank"])
+    for words, ranks in sorted(alike.items(), key=lambda each: each[1]):
+        lines += ["", f"rank {numbers(ranks)}: {words[0]}", *words[1:]]
+    return lines
+
+
+def _of_a_rank(record: Mapping[str, Any]) -> list[str]:
+    lines = [f"step {record['step']}, {record['place']}"]
+    if record["error"]:
+        lines.append(f"  {record['error']}")
+    for group in record["groups"]:
+        for call in group["calls"][-_CALLS_SHOWN:]:
+            state = "ended" if call["ended"] else "waits"
+            words = f"{call['operation']} {call['place']}, step {call['step']}"
+            members = numbers(group["ranks"])
+            lines.append(f"  {state}  {group['axes']} {members} call {call['number']}: {words}")
+    lines += [f"    {frame}" for frame in record["stack"]]
+    for thread, stack in record["threads"].items():
+        lines += [f"  thread {thread.rpartition(' (')[0]}", *(f"    {frame}" for frame in stack)]
+    return lines
