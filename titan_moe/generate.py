@@ -10,7 +10,7 @@ from torch import Tensor
 from titan_moe.config.errors import ConfigError
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.models.decoder import Decoder
-from titan_moe.ops.cached_attention import CachedCore
+from titan_moe.ops.attention import CachedCore
 from titan_moe.runtime.launch import run_as_command
 
 

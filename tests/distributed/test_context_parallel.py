@@ -21,7 +21,7 @@ from tests.support.tiers import split, tiered
 from titan_moe.distributed.context_parallel import apply as context_parallel
 from titan_moe.distributed.context_parallel import blocks as block_attention
 from titan_moe.distributed.context_parallel import ring as ring_attention
-from titan_moe.ops.attention import AttentionCore, CausalSdpa, DocumentSdpa, VarlenCore
+from titan_moe.ops.attention import AttentionCore, CausalSdpa, DocumentSdpa
 from titan_moe.runtime.ranks import run_on_ranks
 
 BOUND = 1e-12
@@ -44,7 +44,6 @@ class Case(NamedTuple):
     local: Local | None = None
     sinks: bool = False
     seq_len: int = SEQ_LEN
-    varlen: bool = False
     """What Ulysses runs is a GPU's core, with the reference in its kernel's place."""
 
 
@@ -91,7 +90,7 @@ def _run(core, case: Case, tensors: list[Tensor]) -> list[Tensor]:  # type: igno
 
 
 def _core(case: Case) -> AttentionCore:
-    plain = VarlenCore(mask_documents=case.mask_documents) if case.varlen else _plain(case)
+    plain = _plain(case)
     return context_parallel.context_parallel_core(
         plain,
         group=dist.group.WORLD,
@@ -147,7 +146,6 @@ def test_windows_chunks_and_sinks_equal_one_process(cp_size: int) -> None:
         )
         if (balanced + masked + local + sinks) % 2 == cp_size // 4
     ]
-    cases += [case._replace(varlen=True) for case in cases if case.method == "ulysses"]
     _check(largest_errors, cp_size, cases)
 
 

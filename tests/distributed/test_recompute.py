@@ -17,7 +17,7 @@ from titan_moe.moe.balance import attach_loss
 from titan_moe.runtime.ranks import run_on_ranks
 
 ROWS, SEQ_LEN, LAYERS = 4, 32, 3
-PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten._grouped_mm"}
+PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "titan_moe.grouped_mm"}
 # The CPU's attention takes a row of 32 tokens in two blocks of queries, each in two products.
 ATTENTION, ATTENTION_CALLS = "aten.bmm", 4
 ALL_TO_ALL = "_c10d_functional.all_to_all_single"

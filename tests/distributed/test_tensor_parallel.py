@@ -19,7 +19,7 @@ def logits_and_labels(scale: float):
     return logits, labels
 
 
-def cut_cross_entropy(scale: float, by_kernels: bool, planted: bool = False):
+def cut_cross_entropy(scale: float, planted: bool = False):
     """This rank's share of the loss, and the gradient of its block of the vocabulary."""
     from titan_moe.distributed.tensor_parallel import VocabParallelCrossEntropy
 
@@ -29,8 +29,7 @@ def cut_cross_entropy(scale: float, by_kernels: bool, planted: bool = False):
     if planted:
         dist.all_reduce = lambda *args, **kwargs: None
     whole = VocabParallelCrossEntropy(dist.group.WORLD)
-    # As on a GPU, with the references in the kernels' place.
-    loss, grad = (whole.by_kernels if by_kernels else whole)(own, labels.flatten())
+    loss, grad = whole(own, labels.flatten())
     return loss.item(), grad.view(ROWS, SEQ_LEN, -1)
 
 
@@ -43,24 +42,20 @@ def whole_cross_entropy(scale: float):
     return loss.item(), logits.grad
 
 
-@pytest.mark.parametrize("by_kernels", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 1e3])
 @pytest.mark.parametrize("world_size", tiered([2, 3], slow=[4], full=[8]))
-def test_a_loss_cut_by_vocabulary_is_the_whole_loss(
-    world_size: int, scale: float, by_kernels: bool
-):
+def test_a_loss_cut_by_vocabulary_is_the_whole_loss(world_size: int, scale: float):
     loss, grad = whole_cross_entropy(scale)
-    found = run_on_ranks(cut_cross_entropy, world_size, scale, by_kernels)
+    found = run_on_ranks(cut_cross_entropy, world_size, scale)
     shares, grads = zip(*found, strict=True)
     assert sum(shares) == pytest.approx(loss, rel=1e-13)
     torch.testing.assert_close(torch.cat(grads, -1), grad, rtol=1e-12, atol=1e-15)
     assert len(set(shares)) > 1, "each rank has a share of its own"
 
 
-@pytest.mark.parametrize("by_kernels", [False, True])
-def test_a_loss_without_its_reductions_is_seen(by_kernels: bool):
+def test_a_loss_without_its_reductions_is_seen():
     _, grad = whole_cross_entropy(1.0)
-    _, grads = zip(*run_on_ranks(cut_cross_entropy, 2, 1.0, by_kernels, True), strict=True)
+    _, grads = zip(*run_on_ranks(cut_cross_entropy, 2, 1.0, True), strict=True)
     assert not torch.allclose(torch.cat(grads, -1), grad, rtol=1e-3)
 
 

@@ -34,7 +34,7 @@ _EXCHANGES = {torch.ops._c10d_functional.all_to_all_single.default}
 _KEPT = _EXCHANGES | {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
-    torch.ops.aten._grouped_mm.default,
+    torch.ops.titan_moe.grouped_mm.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
 

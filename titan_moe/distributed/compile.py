@@ -61,10 +61,6 @@ def apply_compile(
         return
     import torch._dynamo
 
-    # Register what grouped products and moves of rows are in a graph.
-    import titan_moe.ops.grouped_mm_opaque
-    import titan_moe.ops.rows_opaque  # noqa: F401
-
     torch._dynamo.config.recompile_limit = max(
         torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT
     )

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 # Beside those that torch's partitioner calls compute-intensive.
-_KEPT = ("aten._grouped_mm", "aten._scaled_grouped_mm", "aten.baddbmm", "aten._scaled_dot_product")
+_KEPT = ("aten._scaled_grouped_mm", "aten.baddbmm", "aten._scaled_dot_product")
 
 
 class KeepResults(CustomPartitionerFn):

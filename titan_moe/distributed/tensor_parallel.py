@@ -37,12 +37,7 @@ from titan_moe.distributed.grad_norm import local_grads
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
-from titan_moe.ops.cross_entropy import (
-    IGNORE_INDEX,
-    at_least_float32,
-    gradient_in_place,
-    statistics,
-)
+from titan_moe.ops.cross_entropy import IGNORE_INDEX, gradient_in_place, statistics
 from titan_moe.ops.float8 import Float8Linear
 from titan_moe.profiling.regions import region
 
@@ -223,32 +218,7 @@ class VocabParallelCrossEntropy:
         self._group = group
 
     def __call__(self, logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-        """As `ops.cross_entropy.cross_entropy`."""
-        if logits_TV.is_cuda:
-            return self.by_kernels(logits_TV, labels_T)
-        group, width = self._group, logits_TV.shape[1]
-        rank = dist.get_rank(group)
-        largest_T = logits_TV.amax(-1).to(at_least_float32(logits_TV))
-        dist.all_reduce(largest_T, dist.ReduceOp.MAX, group=group)
-        shifted_TV = logits_TV.to(largest_T.dtype).sub_(largest_T[:, None])
-        column_T = labels_T - rank * width
-        elsewhere_T = (column_T < 0) | (column_T >= width)
-        column_T1 = column_T.masked_fill(elsewhere_T, 0)[:, None]
-        target_T = shifted_TV.gather(1, column_T1)[:, 0].masked_fill(elsewhere_T, 0)
-        exp_TV = shifted_TV.exp_()
-        sum_T, target_T = sums = torch.stack([exp_TV.sum(-1), target_T])
-        dist.all_reduce(sums, group=group)
-        ignored_T = labels_T == IGNORE_INDEX
-        loss_T = (sum_T.log() - target_T).masked_fill(ignored_T, 0)
-        counted_T = (~ignored_T).to(sum_T.dtype)
-        grad_TV = exp_TV.mul_((counted_T / sum_T)[:, None])
-        # One column a token: nothing is added twice.
-        grad_TV.scatter_add_(1, column_T1, -counted_T.masked_fill(elsewhere_T, 0)[:, None])
-        return loss_T.tensor_split(group.size())[rank].sum(), grad_TV
-
-    def by_kernels(self, logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-        """The same in two kernels: largest logits and sums are each rank's own before they travel,
-        and the gradient takes the logits' place."""
+        """As `ops.cross_entropy.cross_entropy`; the gradient takes the logits' place."""
         group, width = self._group, logits_TV.shape[1]
         rank = dist.get_rank(group)
         own = statistics(logits_TV, labels_T, rank * width)

@@ -16,7 +16,6 @@ from titan_moe.models.config import (
     PositionTemperature,
     RopeConfig,
 )
-from titan_moe.models.output import RMSNorm
 from titan_moe.models.rope import Rotation, rotate, softmax_factor
 from titan_moe.ops.attention import AttentionCore, choose_core
 from titan_moe.ops.varlen_attention import takes
@@ -87,8 +86,8 @@ class GQA(Attention):
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         if config.qk_norm == "learned":
-            self.q_norm = RMSNorm(config.head_dim, eps=norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, eps=norm_eps)
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=norm_eps)
         self.sinks = Sinks(config.num_heads) if config.sinks else None
         self.place = _placement(config, rope, norm_eps, rotary)
 
@@ -138,10 +137,10 @@ class MLA(Attention):
             self.wq = nn.Linear(dim, config.num_heads * qk_dim, bias=False)
         else:
             self.wq_a = nn.Linear(dim, config.q_rank, bias=config.bias)
-            self.q_norm = RMSNorm(config.q_rank, eps=config.norm_eps)
+            self.q_norm = nn.RMSNorm(config.q_rank, eps=config.norm_eps)
             self.wq_b = nn.Linear(config.q_rank, config.num_heads * qk_dim, bias=False)
         self.wkv_a = nn.Linear(dim, config.kv_rank + config.rope_dim, bias=config.bias)
-        self.kv_norm = RMSNorm(config.kv_rank, eps=config.norm_eps)
+        self.kv_norm = nn.RMSNorm(config.kv_rank, eps=config.norm_eps)
         kv_dim = config.num_heads * (config.nope_dim + config.v_dim)
         self.wkv_b = nn.Linear(config.kv_rank, kv_dim, bias=False)
         self.wo = nn.Linear(config.num_heads * config.v_dim, dim, bias=config.bias)
@@ -211,5 +210,5 @@ def plain_core(
         mask_documents=mask_documents,
         device_type=device_type,
         local_or_sinks=config.local_or_sinks,
-        takes_varlen=takes(heads.qk_dim, heads.v_dim, dtype),
+        takes_varlen=takes(heads.qk_dim, heads.v_dim, dtype) and not heads.sinks,
     )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from titan_moe.models.attention import build_attention
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.mtp import MultiTokenPrediction
-from titan_moe.models.output import Embedding, Output, RMSNorm
+from titan_moe.models.output import Embedding, Output
 from titan_moe.models.rope import Rope, Rotation
 from titan_moe.moe.layer import MoE
 from titan_moe.ops.attention import AttentionCore, CausalSdpa
@@ -84,8 +84,8 @@ class Block(nn.Module):
         super().__init__()
         self.local = config.local_in(layer)
         self.attention = build_attention(config.attention, config, layer, core)
-        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.moe: MoE | None = None
         self.feed_forward: FeedForward | None = None
         if config.is_moe_layer(layer):
@@ -133,7 +133,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {str(layer): make_block(layer) for layer in range(config.num_layers)}
         )
-        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = Output(config.dim, config.vocab_size)
         self.mtp: MultiTokenPrediction | None = None
         if config.num_mtp_layers:

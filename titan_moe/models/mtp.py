@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.output import Embedding, RMSNorm
+from titan_moe.models.output import Embedding
 from titan_moe.models.rope import Rotation
 from titan_moe.ops.local_attention import LocalAttention
 
@@ -28,11 +28,11 @@ class MTPLayer(nn.Module):
     def __init__(self, config: ModelConfig, block: nn.Module) -> None:
         super().__init__()
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
-        self.embedding_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.hidden_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.embedding_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.projection = nn.Linear(2 * config.dim, config.dim, bias=False)
         self.block = block
-        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
     def forward(
         self, tokens_BS: Tensor, hidden_BSD: Tensor, rotation: Rotation, mask: Any

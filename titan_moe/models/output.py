@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from titan_moe.models.config import LOSS_CHUNKS
 from titan_moe.ops.cross_entropy import CrossEntropy, cross_entropy
 from titan_moe.ops.linear_cross_entropy import Watch, linear_cross_entropy
-from titan_moe.ops.rms_norm import rms_norm
 from titan_moe.profiling.regions import region
 
 
@@ -22,17 +21,6 @@ class Embedding(nn.Embedding):
     def forward(self, tokens_BS: Tensor) -> Tensor:
         with region("embedding"):
             return super().forward(tokens_BS)
-
-
-class RMSNorm(nn.RMSNorm):
-    """torch's module, computed by `ops.rms_norm`."""
-
-    def __init__(self, dim: int, *, eps: float) -> None:
-        super().__init__(dim, eps=eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.eps is not None
-        return rms_norm(x, self.weight, self.eps)
 
 
 class Output(nn.Linear):

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_moe.ops.cpu.blockwise import MAX_SEQ_LEN, attend_in_blocks
+from titan_moe.ops.blockwise_attention import MAX_SEQ_LEN, attend_in_blocks
 from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.ops.varlen_attention import (
     DocumentBounds,
@@ -271,7 +271,7 @@ class CausalSdpa:
     """Documents packed into a row see each other. Fast where neither windows nor sinks are."""
 
     def __init__(self) -> None:
-        self._masks = MasksByLength(partial(_explicit, mask_documents=False))
+        self._masks = MasksByLength(partial(explicit_mask, mask_documents=False))
 
     def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Tensor | None:  # type: ignore[no-untyped-def]
         return None if local is None else self._masks(documents_BS, local)
@@ -289,27 +289,12 @@ class DocumentSdpa:
     """Causal within each document by an explicit mask [B, 1, S, S]: the CPU's way."""
 
     def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Tensor:  # type: ignore[no-untyped-def]
-        return _explicit(documents_BS, local, mask_documents=True)
+        return explicit_mask(documents_BS, local, mask_documents=True)
 
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor, scale: float, sinks_H=None
     ) -> Tensor:
         return _attend(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
-
-
-class AllPairs:
-    """By an explicit mask and torch's own kernel over all pairs: the oracle of the others."""
-
-    def __init__(self, *, mask_documents: bool) -> None:
-        self._mask_documents = mask_documents
-
-    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Tensor:  # type: ignore[no-untyped-def]
-        return _explicit(documents_BS, local, mask_documents=self._mask_documents)
-
-    def __call__(  # type: ignore[no-untyped-def]
-        self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor, scale: float, sinks_H=None
-    ) -> Tensor:
-        return sdpa(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
 
 
 def _attend(  # type: ignore[no-untyped-def]
@@ -321,9 +306,10 @@ def _attend(  # type: ignore[no-untyped-def]
     return sdpa(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H, is_causal=mask is None)
 
 
-def _explicit(
+def explicit_mask(
     documents_BS: Tensor, local: LocalAttention | None, *, mask_documents: bool
 ) -> Tensor:
+    """The keys that each query sees, [B, 1, S, S] bool."""
     first_BS = first_seen_in_rows(documents_BS, local, mask_documents=mask_documents)
     positions_S = torch.arange(first_BS.shape[1], device=first_BS.device)
     return is_seen(positions_S, positions_S, first_BS)[:, None]
@@ -346,9 +332,10 @@ class VarlenCore:
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: Pieces, scale: float, sinks_H=None
     ) -> Tensor:
+        assert sinks_H is None, "torch's kernel has no sinks"
         rows = q_BHSC.shape[0], q_BHSC.shape[2]
         q_THC, k_THC, v_THC = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSC, k_BHSC, v_BHSC))
-        o_THC = varlen_attention(q_THC, k_THC, v_THC, mask, scale, sinks_H)
+        o_THC = varlen_attention(q_THC, k_THC, v_THC, mask, scale)
         return o_THC.unflatten(0, rows).transpose(1, 2)
 
 
@@ -388,10 +375,37 @@ def choose_core(
 
     Args:
         local_or_sinks: whether any layer has a window, a chunk or sinks.
-        takes_varlen: whether heads and type are such that `varlen_attention` has a kernel for them.
+        takes_varlen: whether `varlen_attention` has a kernel for the heads and their type; it has
+            none for sinks.
     """
     if device_type == "cuda" and (mask_documents or local_or_sinks):
         if takes_varlen:
             return VarlenCore(mask_documents=mask_documents)
         return FlexCore(mask_documents=mask_documents, compiled=True)
     return DocumentSdpa() if mask_documents else CausalSdpa()
+
+
+class CachedCore:
+    """The `AttentionCore` of one layer while a text is generated. Has no gradient.
+
+    Each call appends its keys and values to those of the calls before, and attends to all.
+    """
+
+    def __init__(self, local: LocalAttention | None) -> None:
+        self._local = local
+        self._past: tuple[Tensor, Tensor] | None = None
+
+    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> None:  # type: ignore[no-untyped-def]
+        """Each layer makes its own: how many tokens came before is known there."""
+
+    def __call__(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC: Tensor, v_BHSC: Tensor, mask: None, scale: float, sinks_H=None
+    ) -> Tensor:
+        if self._past is not None:
+            pairs = zip(self._past, (k_BHSC, v_BHSC), strict=True)
+            k_BHSC, v_BHSC = (torch.cat(pair, 2) for pair in pairs)
+        self._past = k_BHSC, v_BHSC
+        keys_S = torch.arange(k_BHSC.shape[2], device=k_BHSC.device)
+        queries_S = keys_S[-q_BHSC.shape[2] :]
+        seen = is_seen(queries_S, keys_S, first_seen(queries_S, self._local)[None])
+        return sdpa(q_BHSC, k_BHSC, v_BHSC, seen[:, None], scale, sinks_H)

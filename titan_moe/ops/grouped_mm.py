@@ -14,6 +14,7 @@ _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _STRIDE_BYTES = 16
 
 
+@torch.library.custom_op("titan_moe::grouped_mm", mutates_args=())
 def grouped_mm(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     """y_RF = x_RD @ w_EFD[e].T for the rows of each expert e; differentiable in x and w.
 
@@ -24,21 +25,80 @@ def grouped_mm(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
 
     torch's grouped GEMM serves bfloat16, float16 and float32 where rows of D and of F elements are
     multiples of 16 bytes; anything else (float64, odd sizes) runs as a loop over the experts.
+    Compiled graphs do not look into it: torch 2.13 traces its GEMM in bfloat16 alone, and a loop
+    asks for sizes that a graph does not know.
 
     Args:
         x_RD: rows, contiguous.
         w_EFD: one [F, D] matrix per expert, contiguous.
         offsets_E: int32, ascending: where each expert's rows end.
     """
-    if torch.compiler.is_compiling() and not _is_traceable(w_EFD):
-        return torch.ops.titan_moe.grouped_mm(x_RD, w_EFD, offsets_E)
     if has_grouped_gemm(w_EFD):
-        y_RF = F.grouped_mm(x_RD, w_EFD.transpose(-2, -1), offs=offsets_E)
-        if y_RF.requires_grad:
-            # torch refuses an expanded gradient, such as that of a plain sum.
-            y_RF.register_hook(torch.Tensor.contiguous)
-        return y_RF
+        return F.grouped_mm(x_RD, w_EFD.transpose(-2, -1), offs=offsets_E)
     return grouped_mm_loop(x_RD, w_EFD, offsets_E)
+
+
+@grouped_mm.register_fake
+def _(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
+    return x_RD.new_empty(x_RD.shape[0], w_EFD.shape[1])
+
+
+@torch.library.custom_op("titan_moe::grouped_mm_grad_rows", mutates_args=())
+def grouped_mm_grad_rows(grad_RF: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
+    """The gradient of x, from a contiguous gradient of `grouped_mm`'s result."""
+    if has_grouped_gemm(w_EFD):
+        return F.grouped_mm(grad_RF, w_EFD, offs=offsets_E)
+    grad_RD, start = grad_RF.new_empty(len(grad_RF), w_EFD.shape[2]), 0
+    for expert, end in enumerate(offsets_E.tolist()):  # Host sync on a GPU.
+        torch.mm(grad_RF[start:end], w_EFD[expert], out=grad_RD[start:end])
+        start = end
+    return grad_RD
+
+
+@grouped_mm_grad_rows.register_fake
+def _(grad_RF: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
+    return grad_RF.new_empty(grad_RF.shape[0], w_EFD.shape[2])
+
+
+@torch.library.custom_op("titan_moe::grouped_mm_grad_weights", mutates_args=())
+def grouped_mm_grad_weights(
+    grad_RF: Tensor, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor
+) -> Tensor:
+    """The gradient of w, from a contiguous one; of w only type and shape are read."""
+    if has_grouped_gemm(w_EFD):
+        return F.grouped_mm(grad_RF.t(), x_RD, offs=offsets_E)
+    grad_EFD, start = torch.empty_like(w_EFD), 0
+    for expert, end in enumerate(offsets_E.tolist()):  # Host sync on a GPU.
+        torch.mm(grad_RF[start:end].t(), x_RD[start:end], out=grad_EFD[expert])
+        start = end
+    return grad_EFD
+
+
+@grouped_mm_grad_weights.register_fake
+def _(grad_RF: Tensor, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
+    return torch.empty_like(w_EFD)
+
+
+def grouped_mm_backward(
+    grad_RF: Tensor, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of w, from that of y = grouped_mm(x_RD, w_EFD, offsets_E)."""
+    grad_RF = grad_RF.contiguous()  # torch refuses an expanded one, such as that of a plain sum.
+    grad_RD = grouped_mm_grad_rows(grad_RF, w_EFD, offsets_E)
+    return grad_RD, grouped_mm_grad_weights(grad_RF, x_RD, w_EFD, offsets_E)
+
+
+def _keep_arguments(
+    ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor
+) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad_RF: Tensor):  # type: ignore[no-untyped-def]
+    return *grouped_mm_backward(grad_RF, *ctx.saved_tensors), None
+
+
+grouped_mm.register_autograd(_backward, setup_context=_keep_arguments)
 
 
 def has_grouped_gemm(w_EFD: Tensor) -> bool:
@@ -59,11 +119,6 @@ def slow_on_gpu(dtype: torch.dtype, capability: tuple[int, int]) -> str:
     return ""
 
 
-def _is_traceable(w_EFD: Tensor) -> bool:
-    # torch 2.13 refuses other types in a graph, and loops ask for sizes: grouped_mm_opaque.py.
-    return w_EFD.dtype == torch.bfloat16 and has_grouped_gemm(w_EFD)
-
-
 def grouped_mm_loop(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     """As grouped_mm, one product per expert: for all that torch's grouped GEMM refuses."""
     ends = offsets_E.tolist()  # Host sync on a GPU.
@@ -72,47 +127,6 @@ def grouped_mm_loop(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     *groups, tail_RD = x_RD.split(sizes)
     parts = [x_rD @ w_FD.T for x_rD, w_FD in zip(groups, w_EFD.unbind(0), strict=True)]
     return torch.cat([*parts, x_RD.new_zeros(len(tail_RD), w_EFD.shape[1])])
-
-
-def grouped_mm_backward(
-    grad_RF: Tensor, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Of y_RF = grouped_mm(x_RD, w_EFD, offsets_E): the gradients of x and of w, from that of y.
-
-    As there, rows past the last offset belong to no expert: they are not read, and what the
-    gradient of x holds there is undefined.
-    """
-    grad_RF = grad_RF.contiguous()  # torch refuses an expanded one, such as that of a plain sum.
-    grad_RD = grouped_mm_grad_rows(grad_RF, w_EFD, offsets_E)
-    return grad_RD, grouped_mm_grad_weights(grad_RF, x_RD, w_EFD, offsets_E)
-
-
-def grouped_mm_grad_rows(grad_RF: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
-    """The first half of `grouped_mm_backward`, of a contiguous gradient."""
-    if torch.compiler.is_compiling():
-        return torch.ops.titan_moe.grouped_mm_grad_rows(grad_RF, w_EFD, offsets_E)
-    if has_grouped_gemm(w_EFD):
-        return F.grouped_mm(grad_RF, w_EFD, offs=offsets_E)
-    grad_RD, start = grad_RF.new_empty(len(grad_RF), w_EFD.shape[2]), 0
-    for expert, end in enumerate(offsets_E.tolist()):  # Host sync on a GPU.
-        torch.mm(grad_RF[start:end], w_EFD[expert], out=grad_RD[start:end])
-        start = end
-    return grad_RD
-
-
-def grouped_mm_grad_weights(
-    grad_RF: Tensor, x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor
-) -> Tensor:
-    """The second half, of a contiguous gradient; of w only type and shape are read."""
-    if torch.compiler.is_compiling():
-        return torch.ops.titan_moe.grouped_mm_grad_weights(grad_RF, x_RD, w_EFD, offsets_E)
-    if has_grouped_gemm(w_EFD):
-        return F.grouped_mm(grad_RF.t(), x_RD, offs=offsets_E)
-    grad_EFD, start = torch.empty_like(w_EFD), 0
-    for expert, end in enumerate(offsets_E.tolist()):  # Host sync on a GPU.
-        torch.mm(grad_RF[start:end].t(), x_RD[start:end], out=grad_EFD[expert])
-        start = end
-    return grad_EFD
 
 
 def add_bias(

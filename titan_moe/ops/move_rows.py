@@ -61,27 +61,44 @@ class _CombineRows(torch.autograd.Function):
         return copy_rows(grad_TD, ctx.source_R), None
 
 
+# Compiled graphs do not look into these: on a GPU they are Triton kernels, on a CPU they look at
+# their indices. A kernel is imported where it runs: a CPU run has no Triton.
+
+
+@torch.library.custom_op("titan_moe::copy_rows", mutates_args=(), device_types="cpu")
 def copy_rows(x_TD: Tensor, source_R: Tensor) -> Tensor:
     """As `gather_rows`, without a gradient."""
-    if torch.compiler.is_compiling():
-        return torch.ops.titan_moe.copy_rows(x_TD, source_R)
-    if x_TD.is_cuda:
-        # Imported here: a CPU run has no Triton and no use for it.
-        from titan_moe.ops.move_rows_triton import copy_rows as copy_rows_triton
-
-        return copy_rows_triton(x_TD, source_R)
     return copy_rows_reference(x_TD, source_R)
 
 
+@copy_rows.register_kernel("cuda")
+def _(x_TD: Tensor, source_R: Tensor) -> Tensor:
+    from titan_moe.ops import move_rows_triton
+
+    return move_rows_triton.copy_rows(x_TD, source_R)
+
+
+@copy_rows.register_fake
+def _(x_TD: Tensor, source_R: Tensor) -> Tensor:
+    return x_TD.new_empty(source_R.shape[0], x_TD.shape[1])
+
+
+@torch.library.custom_op("titan_moe::add_rows", mutates_args=(), device_types="cpu")
 def add_rows(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
     """As `combine_rows`, without a gradient."""
-    if torch.compiler.is_compiling():
-        return torch.ops.titan_moe.add_rows(y_RD, rows_TK)
-    if y_RD.is_cuda:
-        from titan_moe.ops.move_rows_triton import add_rows as add_rows_triton
-
-        return add_rows_triton(y_RD, rows_TK)
     return add_rows_reference(y_RD, rows_TK)
+
+
+@add_rows.register_kernel("cuda")
+def _(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
+    from titan_moe.ops import move_rows_triton
+
+    return move_rows_triton.add_rows(y_RD, rows_TK)
+
+
+@add_rows.register_fake
+def _(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
+    return y_RD.new_empty(rows_TK.shape[0], y_RD.shape[1])
 
 
 def copy_rows_reference(x_TD: Tensor, source_R: Tensor) -> Tensor:

@@ -58,16 +58,40 @@ def permute_indices(
         row_alignment: each expert's rows are padded to a multiple of this.
         max_rows: rows of the padded buffer, at least the padded rows: see max_padded_rows.
     """
-    sizes = {"num_rows": num_rows, "row_alignment": row_alignment, "max_rows": max_rows}
-    if torch.compiler.is_compiling():
-        permuted = torch.ops.titan_moe.permute_indices(counts_PE, *sizes.values())
-        return PermuteIndices(*permuted)
-    if counts_PE.is_cuda:
-        # Imported here: a CPU run has no Triton and no use for it.
-        from titan_moe.ops import permute_indices_triton
+    return PermuteIndices(*_permute_indices(counts_PE, num_rows, row_alignment, max_rows))
 
-        return PermuteIndices(*permute_indices_triton.permute_indices(counts_PE, **sizes))
-    return PermuteIndices(*permute_indices_reference(counts_PE, **sizes))
+
+@torch.library.custom_op("titan_moe::permute_indices", mutates_args=(), device_types="cpu")
+def _permute_indices(
+    counts_PE: Tensor, num_rows: int, row_alignment: int, max_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return permute_indices_reference(
+        counts_PE, num_rows=num_rows, row_alignment=row_alignment, max_rows=max_rows
+    )
+
+
+@_permute_indices.register_kernel("cuda")
+def _(
+    counts_PE: Tensor, num_rows: int, row_alignment: int, max_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from titan_moe.ops import permute_indices_triton
+
+    return permute_indices_triton.permute_indices(
+        counts_PE, num_rows=num_rows, row_alignment=row_alignment, max_rows=max_rows
+    )
+
+
+@_permute_indices.register_fake
+def _(
+    counts_PE: Tensor, num_rows: int, row_alignment: int, max_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_experts = counts_PE.shape[1]
+    return (
+        counts_PE.new_empty(max_rows, dtype=torch.int64),
+        counts_PE.new_empty(num_rows, dtype=torch.int64),
+        counts_PE.new_empty(num_experts, dtype=torch.int32),
+        counts_PE.new_empty(num_experts, dtype=torch.int64),
+    )
 
 
 def permute_indices_reference(
@@ -113,16 +137,25 @@ class SortedRows(NamedTuple):
     """Rows as copies of flat (token, k) slots, one each."""
 
 
+@torch.library.custom_op("titan_moe::count_experts", mutates_args=(), device_types="cpu")
 def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:
     """How many of the T*K rows each expert gets: counts_E, int64, without a wait for the device.
 
     Apart from the sort, which takes longer: counts can be exchanged meanwhile.
     """
-    if _runs_triton(experts_TK):
-        from titan_moe.ops import place_rows_triton
-
-        return place_rows_triton.count_experts(experts_TK, num_experts)
     return count_experts_reference(experts_TK, num_experts)
+
+
+@count_experts.register_kernel("cuda")
+def _(experts_TK: Tensor, num_experts: int) -> Tensor:
+    from titan_moe.ops import place_rows_triton
+
+    return place_rows_triton.count_experts(experts_TK, num_experts)
+
+
+@count_experts.register_fake
+def _(experts_TK: Tensor, num_experts: int) -> Tensor:
+    return experts_TK.new_empty(num_experts)
 
 
 def count_experts_reference(experts_TK: Tensor, num_experts: int) -> Tensor:
@@ -134,26 +167,32 @@ def count_experts_reference(experts_TK: Tensor, num_experts: int) -> Tensor:
 
 def sort_by_expert(experts_TK: Tensor, num_experts: int) -> SortedRows:
     """Order the T*K rows by expert, stably."""
-    if _runs_triton(experts_TK):
-        from titan_moe.ops import place_rows_triton
+    token_N, slot_N, rows_TK = _sort_by_expert(experts_TK, num_experts)
+    return SortedRows(RowMap(token_N, rows_TK), RowMap(slot_N, rows_TK.view(-1, 1)))
 
-        return _sorted_rows(*place_rows_triton.sort_by_expert(experts_TK, num_experts))
-    return _sorted_rows(*sort_by_expert_reference(experts_TK, num_experts))
+
+@torch.library.custom_op("titan_moe::sort_by_expert", mutates_args=(), device_types="cpu")
+def _sort_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    return sort_by_expert_reference(experts_TK, num_experts)
+
+
+@_sort_by_expert.register_kernel("cuda")
+def _(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    from titan_moe.ops import place_rows_triton
+
+    return place_rows_triton.sort_by_expert(experts_TK, num_experts)
+
+
+@_sort_by_expert.register_fake
+def _(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows = experts_TK.numel()
+    return experts_TK.new_empty(rows), experts_TK.new_empty(rows), torch.empty_like(experts_TK)
 
 
 def sort_by_expert_reference(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """The token and the slot of each row, and rows_TK, in plain torch."""
     slot_N = experts_TK.flatten().sort(stable=True).indices
     return slot_N // experts_TK.shape[1], slot_N, invert(slot_N).view_as(experts_TK)
-
-
-def _runs_triton(x: Tensor) -> bool:
-    """A graph sorts by the compiler's own means."""
-    return x.is_cuda and not torch.compiler.is_compiling()
-
-
-def _sorted_rows(token_N: Tensor, slot_N: Tensor, rows_TK: Tensor) -> SortedRows:
-    return SortedRows(RowMap(token_N, rows_TK), RowMap(slot_N, rows_TK.view(-1, 1)))
 
 
 def invert(order_N: Tensor) -> Tensor:
@@ -189,13 +228,22 @@ def reached_ranks(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
     return reached_TP.scatter_(1, experts_TK // num_local, True)
 
 
+@torch.library.custom_op("titan_moe::count_copies", mutates_args=(), device_types="cpu")
 def count_copies(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
     """How many tokens have an expert on each rank of `num_local` experts: counts_P, int64."""
-    if _runs_triton(experts_TK):
-        from titan_moe.ops import place_rows_triton
-
-        return place_rows_triton.count_copies(experts_TK, num_local, num_ranks)
     return count_copies_reference(experts_TK, num_local, num_ranks)
+
+
+@count_copies.register_kernel("cuda")
+def _(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
+    from titan_moe.ops import place_rows_triton
+
+    return place_rows_triton.count_copies(experts_TK, num_local, num_ranks)
+
+
+@count_copies.register_fake
+def _(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
+    return experts_TK.new_empty(num_ranks)
 
 
 def count_copies_reference(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
@@ -219,14 +267,37 @@ def place_copies(experts_TK: Tensor, order_TK: Tensor, num_local: int, num_ranks
     Args:
         order_TK: each choice's place in the order of experts.
     """
-    if _runs_triton(experts_TK):
-        from titan_moe.ops import place_rows_triton
-
-        places = place_rows_triton.place_copies(experts_TK, order_TK, num_local, num_ranks)
-    else:
-        places = place_copies_reference(experts_TK, order_TK, num_local, num_ranks)
-    source_R, rows_TK, row_N = places
+    source_R, rows_TK, row_N = _place_copies(experts_TK, order_TK, num_local, num_ranks)
     return Copies(RowMap(source_R, rows_TK), row_N)
+
+
+@torch.library.custom_op("titan_moe::place_copies", mutates_args=(), device_types="cpu")
+def _place_copies(
+    experts_TK: Tensor, order_TK: Tensor, num_local: int, num_ranks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return place_copies_reference(experts_TK, order_TK, num_local, num_ranks)
+
+
+@_place_copies.register_kernel("cuda")
+def _(
+    experts_TK: Tensor, order_TK: Tensor, num_local: int, num_ranks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    from titan_moe.ops import place_rows_triton
+
+    return place_rows_triton.place_copies(experts_TK, order_TK, num_local, num_ranks)
+
+
+@_place_copies.register_fake
+def _(
+    experts_TK: Tensor, order_TK: Tensor, num_local: int, num_ranks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens, top_k = experts_TK.shape
+    most = min(top_k, num_ranks)
+    return (
+        experts_TK.new_empty(num_tokens * most),
+        experts_TK.new_empty(num_tokens, most),
+        experts_TK.new_empty(num_tokens * top_k, dtype=torch.int32),
+    )
 
 
 def place_copies_reference(

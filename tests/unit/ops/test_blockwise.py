@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_moe.ops.attention import CausalSdpa, DocumentSdpa
-from titan_moe.ops.cpu.blockwise import attend_in_blocks
+from titan_moe.ops.blockwise_attention import attend_in_blocks
 
 SCALE = 0.3
 

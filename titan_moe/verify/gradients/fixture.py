@@ -16,7 +16,8 @@ from titan_moe.distributed.parallelize import first_names
 from titan_moe.distributed.policies import resolve_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder, initial_std
-from titan_moe.ops.attention import AllPairs
+from titan_moe.ops.attention import explicit_mask, sdpa
+from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.verify.gradients.reference import (
     IGNORED,
     Reference,
@@ -184,6 +185,20 @@ def norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def at_depth(config: ModelConfig, num_layers: int) -> ModelConfig:
     """The flavor with another number of layers."""
     return replace(config, num_layers=num_layers)
+
+
+class AllPairs:
+    """An attention core by an explicit mask and torch's own kernel over all pairs: the oracle."""
+
+    def __init__(self, *, mask_documents: bool) -> None:
+        self._mask_documents = mask_documents
+
+    def mask(
+        self, documents_BS: Tensor, local: LocalAttention | None = None, bounds: object = None
+    ) -> Tensor:
+        return explicit_mask(documents_BS, local, mask_documents=self._mask_documents)
+
+    __call__ = staticmethod(sdpa)
 
 
 def _plain_model(job: JobConfig, config: ModelConfig) -> Decoder:
