@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -40,13 +39,8 @@ def join_sequences(moe_layers: list[MoE], meshes: Meshes) -> None:
     group = meshes.group("sequence")
     if group.size() == 1:
         return
-
-    def whole_sequences(counts_BE: Tensor) -> Tensor:
-        dist.all_reduce(counts_BE, group=group)
-        return counts_BE
-
     for moe in moe_layers:
-        moe.whole_sequences = whole_sequences
+        moe.sequence_group = group
 
 
 class DispatchOptions(NamedTuple):
@@ -59,7 +53,7 @@ class DispatchOptions(NamedTuple):
     ranks_per_node: int | None = None
     """Of "deduplicated"; None: all ranks are on one node."""
     num_parts: int = 1
-    """`MoE.num_parts`."""
+    """`Dispatcher.num_parts`."""
 
 
 def choose_dispatcher(
@@ -92,7 +86,7 @@ def apply_expert_parallel(
     for moe in moe_layers:
         _cut_experts(moe.experts, meshes)
         moe.dispatcher = make_dispatcher(moe.config, meshes, options)
-        moe.num_parts = options.num_parts
+        moe.dispatcher.num_parts = options.num_parts
 
 
 def make_dispatcher(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:

@@ -141,8 +141,7 @@ class Meshes:
 
     def _options(self, names: Names) -> GroupOptions:
         tokens = isinstance(names, str) and names in _TOKEN_AXES
-        own = self.groups.backend_options.get(names) if isinstance(names, str) else None
-        return GroupOptions(Traffic.TOKENS if tokens else Traffic.PARAMETERS, self.timeout, own)
+        return GroupOptions(Traffic.TOKENS if tokens else Traffic.PARAMETERS, self.timeout)
 
     def _description(self, names: Names) -> str:
         """The axes of a group, all that share it."""
@@ -196,8 +195,6 @@ def build_mesh(
     groups = ProcessGroups() if groups is None else groups
     if groups.split and len(ranks) != dist.get_world_size():
         raise ValueError("groups are split from the world's: all ranks of it must be in the job")
-    for axis in groups.backend_options:
-        primary_axes(axis)  # Raises for an unknown name.
     root = root_mesh(device_type, numbers)
     meshes = Meshes(dims, ranks.index(own), ranks, root, groups, timeout)
     for axis in _EVERY_RUN:

@@ -6,9 +6,8 @@ from math import prod
 
 from titan_moe.distributed.sharding import Sharding
 from titan_moe.distributed.sharding_moves import (
+    COSTS,
     LOCAL_OPS,
-    OPS,
-    Costs,
     Move,
     Moves,
     State,
@@ -22,24 +21,17 @@ class Search:
         axes: dict[str, int],
         shape: tuple[int, ...],
         itemsize: int,
-        costs: Costs,
         moves: Moves,
     ) -> None:
         self._axes, self._shape, self._itemsize = axes, shape, itemsize
-        self._costs, self._moves = costs, moves
+        self._moves = moves
         self._held: dict[tuple[tuple[str, ...], ...], int] = {}
-        least = {op: costs.least(op) for op in OPS}
-        self._reduce = least["all_reduce"]
-        self._scatter = least["reduce_scatter"]
-        self._gather = least["all_gather"]
-        self._move = least["all_to_all"]
-        self._reorder = min(least["all_gather"], least["all_to_all"], least["permute"])
 
     def run(
         self, source: State, target: State, peak_bytes: int | None
-    ) -> tuple[list[tuple[State, Move]], float]:
+    ) -> tuple[list[tuple[State, Move]], int]:
         """The moves from source to target, each with the state before it, and their cost."""
-        best = {source: (0.0, 0, 0)}
+        best = {source: (0, 0, 0)}
         came_from: dict[State, tuple[State, Move]] = {}
         queue = [(*self.bound(source, target), 0, source)]
         done = set()
@@ -57,12 +49,7 @@ class Search:
                 num_bytes = self.received(state, move)
                 if peak_bytes is not None and self.peak(state, move) > peak_bytes:
                     continue
-                degrees = [self._axes[axis] for axis in move.axes]
-                label = (
-                    cost + self._costs.cost(move.op, move.axes, degrees, num_bytes),
-                    num_moves + 1,
-                    received + num_bytes,
-                )
+                label = (cost + COSTS[move.op], num_moves + 1, received + num_bytes)
                 if move.after not in best or label < best[move.after]:
                     best[move.after] = label
                     came_from[move.after] = (state, move)
@@ -75,7 +62,7 @@ class Search:
             f"{limit} by {', '.join(sorted(self._moves.ops))}"
         )
 
-    def bound(self, state: State, target: State) -> tuple[float, int]:
+    def bound(self, state: State, target: State) -> tuple[int, int]:
         """No more than the cost of any way on, and than its number of moves.
 
         A free axis that is to cut or to be summed over takes a local move. Of a sum that has to be
@@ -93,7 +80,7 @@ class Search:
 
     def _rearranging(
         self, state: State, target: State, now: dict[str, int], to: dict[str, int]
-    ) -> tuple[float, int]:
+    ) -> tuple[int, int]:
         """For the axes that cut already.
 
         What must be copied takes an all-gather. Else an all-to-all takes axes out of one dim and
@@ -101,26 +88,28 @@ class Search:
         Else an order that no slice completes takes a collective.
         """
         if not now.keys() <= to.keys():
-            return self._gather, 1
+            return COSTS["all_gather"], 1
         if moving := [(dim, to[axis]) for axis, dim in now.items() if to[axis] != dim]:
             number = max(len(set(dims)) for dims in zip(*moving, strict=True))
-            return min(self._gather, number * self._move), 1
+            return min(COSTS["all_gather"], number * COSTS["all_to_all"]), 1
         if any(cut != aim[: len(cut)] for cut, aim in zip(state.cuts, target.cuts, strict=True)):
-            return self._reorder, 1
-        return 0.0, 0
+            return COSTS["permute"], 1
+        return 0, 0
 
     def _reducing(
-        self, summed: list[str], rearranging: float, now: dict[str, int], to: dict[str, int]
-    ) -> float:
+        self, summed: list[str], rearranging: int, now: dict[str, int], to: dict[str, int]
+    ) -> int:
         """For the axes of a sum too, which has to be taken: by an all-reduce, or by reduce-scatters
         alone. Then each dim that axes come to takes a reduce-scatter or an all-to-all of its own,
         or there is an all-gather; as there is where the sum is to be copied."""
         gathered = any(axis not in to for axis in summed)
         dims = {to[axis] for axis in summed if axis in to}
         dims |= {to[axis] for axis, dim in now.items() if to.get(axis, dim) != dim}
-        further = (len(dims) - 1) * min(self._scatter, self._move)
-        others = self._gather if gathered else min(self._gather, further)
-        return min(self._reduce + rearranging, self._scatter + max(rearranging, others))
+        further = (len(dims) - 1) * min(COSTS["reduce_scatter"], COSTS["all_to_all"])
+        others = COSTS["all_gather"] if gathered else min(COSTS["all_gather"], further)
+        return min(
+            COSTS["all_reduce"] + rearranging, COSTS["reduce_scatter"] + max(rearranging, others)
+        )
 
     def _held_bytes(self, state: State) -> int:
         if state.cuts not in self._held:

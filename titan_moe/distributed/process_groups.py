@@ -6,7 +6,7 @@ group costs start-up time and NCCL memory. Only ranks of a group take part in ma
 per rank does not grow with the world.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
@@ -32,8 +32,6 @@ class GroupOptions:
     traffic: Traffic
     timeout: timedelta | None = None
     """Longest wait for a collective; None: the backend's own, not that of the world."""
-    backend: Any = None
-    """Options of the backend that the user made for this axis; None: those of `of_backend`."""
 
     @property
     def high_priority_stream(self) -> bool:
@@ -42,9 +40,7 @@ class GroupOptions:
         return self.traffic is Traffic.TOKENS
 
     def of_backend(self) -> Any:
-        """The user's options, else NCCL's; None for other backends, which take none."""
-        if self.backend is not None:
-            return self.backend
+        """NCCL's options; None for other backends, which take none."""
         if "nccl" not in dist.get_backend_config():
             return None
         options = dist.ProcessGroupNCCL.Options()
@@ -67,9 +63,6 @@ class ProcessGroups:
     device: torch.device | None = None
     """Makes each group's NCCL communicator with the group, on this device; None: NCCL makes it in
     the group's first collective."""
-    backend_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the backend by axis, such as a ProcessGroupNCCL.Options for "ep". Axes share a
-    group only if they have the same options object."""
     split: bool = False
     """Splits NCCL's communicators from the world's, which needs a world with a `device_id`. All
     ranks of the world then make groups together."""
@@ -113,8 +106,7 @@ class ProcessGroups:
 
     def known(self, ranks: tuple[int, ...], options: GroupOptions) -> ProcessGroup | None:
         """As `get`, if the group exists; makes none."""
-        is_plain = options.traffic is Traffic.PARAMETERS and options.backend is None
-        if len(ranks) == dist.get_world_size() and is_plain:
+        if len(ranks) == dist.get_world_size() and options.traffic is Traffic.PARAMETERS:
             return dist.group.WORLD
         return self._groups.get(_key(ranks, options))
 

@@ -29,7 +29,7 @@ from titan_moe.distributed.boxes import Box, exchange_boxes, inside, sizes
 from titan_moe.distributed.dtensor import check_divides, mesh_axes, mesh_rank, sharding_of
 from titan_moe.distributed.plan_search import Search
 from titan_moe.distributed.sharding import Axes, Sharding, group_of
-from titan_moe.distributed.sharding_moves import Costs, Moves, State, UnitCosts
+from titan_moe.distributed.sharding_moves import Moves, State
 
 ALL = Moves()
 
@@ -59,7 +59,7 @@ class Plan:
     source: Sharding
     target: Sharding
     steps: tuple[Step, ...]
-    cost: float
+    cost: int
     axes: Mapping[str, int] = field(compare=False)
     shape: tuple[int, ...] = field(compare=False)
 
@@ -78,7 +78,6 @@ def plan(
     axes: Axes,
     shape: Sequence[int],
     dtype: torch.dtype,
-    costs: Costs | None = None,
     moves: Moves = ALL,
     peak_bytes: int | None = None,
 ) -> Plan:
@@ -90,7 +89,6 @@ def plan(
     Args:
         axes: the mesh's axes, outermost first, and their sizes.
         shape: of the whole tensor.
-        costs: `UnitCosts()` if left out.
         peak_bytes: the most that a rank may hold during any step, its part before and its part
             after together.
 
@@ -104,7 +102,6 @@ def plan(
         tuple(axes.items()),
         tuple(shape),
         dtype.itemsize,
-        costs or UnitCosts(),
         moves,
         peak_bytes,
     )
@@ -117,7 +114,6 @@ def _plan(
     axes: tuple[tuple[str, int], ...],
     shape: tuple[int, ...],
     itemsize: int,
-    costs: Costs,
     moves: Moves,
     peak_bytes: int | None,
 ) -> Plan:
@@ -127,7 +123,7 @@ def _plan(
     # What an axis of one rank does changes nothing.
     real = {axis: size for axis, size in axes if size > 1}
     first, last = (State.of(_over(each, real), len(shape)) for each in (source, target))
-    search = Search(real, shape, itemsize, costs, moves)
+    search = Search(real, shape, itemsize, moves)
     path, cost = search.run(first, last, peak_bytes)
     steps = []
     for state, move in path:
@@ -296,7 +292,7 @@ class _Run(NamedTuple):
 def plan_redistribution(tensor: DTensor, target: Sharding | str, **options: Any) -> Plan:
     """The plan that `redistribute` carries out; print it, or read the bytes of its `steps`.
 
-    `options` are `costs`, `moves` and `peak_bytes` of `plan`. By default a collective runs over
+    `options` are `moves` and `peak_bytes` of `plan`. By default a collective runs over
     several axes at once, unless the world was initialised with a `device_id`: NCCL then splits the
     groups of joined axes off with the help of all ranks.
 

@@ -11,10 +11,10 @@
 | permute | parts → the same parts on other ranks | the axes of a dim, in another order |
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import combinations, permutations, product
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple
 
 from titan_moe.distributed.sharding import Sharding
 
@@ -33,59 +33,11 @@ class Moves:
     """Whether one collective may run over several axes."""
 
 
-class Costs(Protocol):
-    """What a collective costs, in any unit; local moves cost nothing. Equal ones hash alike."""
-
-    def __hash__(self) -> int: ...
-
-    def cost(self, op: str, axes: Sequence[str], sizes: Sequence[int], num_bytes: int) -> float:
-        """`num_bytes`: what a rank receives. The axes are those that take part."""
-
-    def least(self, op: str) -> float:
-        """No more than any `cost` of this op."""
-
-
-@dataclass(frozen=True)
-class UnitCosts:
-    """One number for each op, whatever the tensor's size; as torch 2.13's planner ranks them."""
-
-    _COSTS: ClassVar[Mapping[str, int]] = {
-        "all_reduce": 4, "all_gather": 2, "reduce_scatter": 2, "all_to_all": 1, "permute": 1,
-    }  # fmt: skip
-
-    def cost(self, op: str, axes: Sequence[str], sizes: Sequence[int], num_bytes: int) -> float:
-        return self._COSTS.get(op, 0)
-
-    def least(self, op: str) -> float:
-        return self._COSTS.get(op, 0)
-
-
-class Link(NamedTuple):
-    """What connects neighbours along an axis."""
-
-    bytes_per_second: float
-    latency_s: float
-
-
-@dataclass(frozen=True)
-class LinkCosts:
-    """Seconds: a collective over several axes runs at the pace of the slowest of their links.
-
-    More shardings look promising by these than by `UnitCosts`: a search over four axes takes a few
-    tenths of a second, one over five takes seconds.
-    """
-
-    links: Mapping[str, Link] = field(hash=False)
-
-    def cost(self, op: str, axes: Sequence[str], sizes: Sequence[int], num_bytes: int) -> float:
-        if op in LOCAL_OPS:
-            return 0.0
-        links = [self.links[axis] for axis in axes]
-        rate = min(link.bytes_per_second for link in links)
-        return max(link.latency_s for link in links) + num_bytes / rate
-
-    def least(self, op: str) -> float:
-        return 0.0 if op in LOCAL_OPS else min(link.latency_s for link in self.links.values())
+COSTS: Mapping[str, int] = {
+    "slice": 0, "to_partial": 0,
+    "all_reduce": 4, "all_gather": 2, "reduce_scatter": 2, "all_to_all": 1, "permute": 1,
+}  # fmt: skip
+"""The cost of each op, whatever the tensor's size; as torch 2.13's planner ranks them."""
 
 
 class State(NamedTuple):

@@ -5,7 +5,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from titan_moe.distributed.collectives import AsyncRows
 from titan_moe.moe import balance
@@ -76,11 +78,10 @@ class RoutingMemo:
 class MoE(nn.Module):
     """Routed experts, plus a shared expert that sees every token.
 
-    Six attributes are strategies, set once when the model is built: `dispatcher` by expert
-    parallelism, and `num_parts`, in how many parts it sends the tokens; `whole_sequences`, which
-    sums counts_BE over the ranks that hold parts of the same sequences; `routing_fn`, scores_TE ->
-    experts_TK, by routing traces; `gating_weights`, by compile; and `routing_memo`, shared with the
-    activation checkpoint around this layer.
+    Three attributes are strategies, set once when the model is built: `dispatcher` by expert
+    parallelism; `routing_fn`, scores_TE -> experts_TK, by routing traces; and `gating_weights` by
+    compile. `routing_memo` is shared with the activation checkpoint around this layer;
+    `sequence_group` are the ranks that hold parts of the same sequences, None: this one alone.
 
     `counts_traffic` says whether this step's traffic is measured, which only a log reads.
 
@@ -98,8 +99,7 @@ class MoE(nn.Module):
         self.experts = Experts(dim, config)
         self.shared_experts = shared_experts
         self.dispatcher: Dispatcher = LocalDispatcher(config.row_alignment)
-        self.num_parts = 1
-        self.whole_sequences: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
+        self.sequence_group: ProcessGroup | None = None
         self.routing_fn: Callable[[Tensor], Tensor] = self.router.select_experts
         self.gating_weights: Callable[[Tensor, Tensor], Tensor] = self.router.gating_weights
         self.routing_memo = RoutingMemo()
@@ -165,7 +165,8 @@ class MoE(nn.Module):
 
     def _parts(self, x_T: Tensor) -> tuple[Tensor, ...]:
         """Tensors of the tokens, [T, ...], by part; a token or more in each."""
-        return (x_T,) if self.num_parts == 1 else x_T.tensor_split(self.num_parts)
+        parts = self.dispatcher.num_parts
+        return (x_T,) if parts == 1 else x_T.tensor_split(parts)
 
     def route(self, scores_BSE: Tensor) -> RoutingDecision:
         """Select experts, count them (in training), and plan the dispatch."""
@@ -189,7 +190,8 @@ class MoE(nn.Module):
             if self.config.sequence_aux_loss_weight:
                 experts_BN = experts_TK.view(len(scores_BSE), -1)
                 chosen_BE = balance.counts_per_row(experts_BN, self.config.num_experts)
-                chosen_BE = self.whole_sequences(chosen_BE)
+                if self.sequence_group is not None:
+                    dist.all_reduce(chosen_BE, group=self.sequence_group)
         return RoutingDecision(experts_TK, chosen_BE, plans)
 
     def _balance_loss(

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from titan_moe.ops.local_attention import LocalAttention
 
@@ -83,6 +82,9 @@ def varlen_attention(
 ) -> Tensor:
     """o_THC; differentiable once. Keys and values may have fewer heads than queries, and values
     fewer channels."""
+    # Imported here: it imports Dynamo, which takes seconds.
+    from torch.nn.attention.varlen import varlen_attn
+
     v_dim, qk_dim = v_THC.shape[-1], q_THC.shape[-1]
     if v_dim < qk_dim:  # The kernel knows one head dim.
         v_THC = F.pad(v_THC, (0, qk_dim - v_dim))

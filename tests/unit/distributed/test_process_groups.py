@@ -129,31 +129,6 @@ def test_communicators_are_made_with_their_groups_if_asked(monkeypatch, device):
     assert made == [([0, 1], device, "tp+etp"), ([0], None, "pp")]
 
 
-def ask_with_backend_options() -> None:
-    with pytest.raises(ValueError, match="no mesh axis experts"):
-        ParallelDims(4, ep=2).build_mesh(
-            "cpu", groups=ProcessGroups(backend_options={"experts": object()})
-        )
-    own = dist.ProcessGroupGloo._Options()
-    own._timeout = timedelta(seconds=41)
-    groups = ProcessGroups(backend_options={"ep": own})
-    # Without options of its own, ep would be the world's ranks and share etp's and tp's group.
-    meshes = ParallelDims(4, tp=4, ep=2, etp=2).build_mesh("cpu", groups=groups)
-    assert meshes.group("ep") is not meshes.group("etp")
-    shared = ParallelDims(4, tp=2, ep=2).build_mesh("cpu", groups=ProcessGroups())
-    assert shared.group("ep") is shared.group("tp")
-    alone = ParallelDims(4, tp=2, ep=2).build_mesh("cpu", groups=groups)
-    assert alone.group("ep") is not alone.group("tp")
-    assert groups.known(alone.members("ep"), alone._options("ep")) is alone.group("ep")
-    total = torch.ones(1)
-    dist.all_reduce(total, group=alone.group("ep"))
-    assert total.item() == 2.0
-
-
-def test_an_axis_with_backend_options_has_a_group_of_its_own():
-    run_on_ranks(ask_with_backend_options, 4)
-
-
 def splits_of_rank(rank: int, ranks_per_node: int) -> list[list[list[int]]]:
     """The split_ranks of each split_group call while a model is laid out, in a fake world."""
     calls: list[list[list[int]]] = []

@@ -9,7 +9,6 @@ from torch.nn.attention import flex_attention
 from tests.support.varlen import slow_varlen_attn
 from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig, RopeConfig
 from titan_moe.models.decoder import Decoder, initial_std
-from titan_moe.ops import varlen_attention
 from titan_moe.ops.attention import (
     CausalSdpa,
     DocumentSdpa,
@@ -91,7 +90,7 @@ def test_cores_match_the_loop(
     if kind == "varlen":
         if sinks:
             pytest.skip("torch's kernel has no sinks")
-        monkeypatch.setattr(varlen_attention, "varlen_attn", slow_varlen_attn)
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", slow_varlen_attn)
         core = VarlenCore(mask_documents=masked)
     documents = DOCUMENTS_BS if masked else torch.zeros_like(DOCUMENTS_BS)
     q, k, v, *rest = inputs

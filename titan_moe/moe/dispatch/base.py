@@ -32,6 +32,9 @@ class Dispatcher(Protocol):
 
     waits_for_host: bool = True
     """Whether the host must know sizes that routing decides: no compiled graph does."""
+    num_parts: int = 1
+    """Parts of the tokens that travel apart, so that one does while the experts compute another;
+    set once."""
 
     def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
         """Rows that this rank's tokens send to other ranks, one way, and the fewest that would do:
