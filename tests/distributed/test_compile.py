@@ -122,12 +122,6 @@ def test_nothing_is_compiled_after_the_second_step(ep: int):
         assert ep == 1 or len(sizes) > 2, "the number of rows did not vary"
 
 
-@pytest.mark.slow
-def test_a_fixed_number_of_rows_would_be_seen():
-    for graphs, _, _ in run_on_ranks(train, 2, job_of(2, "aot_eager"), True):
-        assert graphs[1] < graphs[-1]
-
-
 @pytest.mark.full
 def test_generated_kernels_train_alike():
     ((graphs, losses, _),) = run_on_ranks(train, 1, job_of(1, "inductor", "float32"), False)

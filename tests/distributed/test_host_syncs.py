@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.dispatch_arithmetic import CONFIG, LAYERS, TOP_K, Border
 from tests.support.tiers import split, tiered
 from titan_moe.config.parse import load_job
 from titan_moe.ops import move_rows
@@ -18,6 +17,8 @@ from titan_moe.verify.gradients.fixture import make_rows
 from titan_moe.verify.gradients.worker import own_batches
 from titan_moe.verify.layouts.layouts import SEQ_LEN, apply_layout, num_rows, parse, with_tables
 
+TOP_K, LAYERS = 4, 3
+CONFIG = "configs/debug/gate_qwen3.toml"
 # What the size of the result depends on, or a Python number: CUDA would wait for either. A tensor's
 # truth, item() and int() are the first.
 _WAITS = {
@@ -44,6 +45,21 @@ def waits(name: str, args: tuple, kwargs: dict) -> bool:
         chosen = [i for i in args[1] if i is not None]
         return any(index.dtype in (torch.bool, torch.uint8) for index in chosen)
     return name in _WAITS
+
+
+class Border(torch.autograd.Function):
+    """Tells a counter which phase begins here, in the forward and in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, counter, before, after):
+        ctx.counter, ctx.after = counter, after
+        counter.phase = before
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.counter.phase = ctx.after
+        return grad, None, None, None
 
 
 class Waits:

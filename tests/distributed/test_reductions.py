@@ -39,8 +39,3 @@ def test_it_is_a_sum_in_the_order_of_ranks(dtype: torch.dtype):
         assert torch.equal(out, expected)
         # Two parts of three leave the rank; an all-reduce would send four.
         assert sent == {"all_to_all": (1, 2 * SIZE * dtype.itemsize)}
-
-
-def test_another_order_has_other_bits():
-    found = run_on_ranks(reduced, 3, torch.float32, True)
-    assert not all(torch.equal(out, expected) for out, expected, _ in found)

@@ -51,13 +51,6 @@ def test_the_two_ends_of_a_pipeline_get_the_same_bits():
         assert torch.equal(part["after other"], part["before other"])
 
 
-def test_both_ends_on_one_rank():
-    (found,) = run_on_ranks(on_rank, 1, [["first", "copy", "other"]], (0, 0))
-    assert torch.equal(found["after first"], found["before first"])
-    assert torch.equal(found["after copy"], found["before first"])
-    assert torch.equal(found["after other"], found["before other"])
-
-
 def job_of(folder: Path):
     return make_job(
         folder,
@@ -134,23 +127,3 @@ def test_copies_that_drifted_are_not_saved(tmp_path: Path):
         failed.value
     )
     assert not (tmp_path / "checkpoint" / "step-4").exists()
-
-
-def train_as_if_untied(job) -> None:
-    from titan_moe.checkpoint import checkpointer
-
-    checkpointer.unlike_copies = lambda *_: []
-    train_untied(job)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_a_model_without_the_tie_is_not_loaded(tmp_path: Path):
-    job = job_of(tmp_path)
-    run_on_ranks(train_as_if_untied, 4, job)
-    folder = tmp_path / "checkpoint" / "step-4"
-    assert folder.exists()
-    initial = job.checkpoint.model_copy(update={"initial_load_path": str(folder)})
-    other = job.job.model_copy(update={"dump_folder": str(tmp_path / "other")})
-    job = job.model_copy(update={"checkpoint": initial, "job": other})
-    with pytest.raises(RankError, match=r"not fit the model: .* are not the same"):
-        run_on_ranks(train_here, 4, job)

@@ -150,8 +150,3 @@ def _num_kinds(family: str) -> int:
     """Layers of one kind are compiled once."""
     config = model_config(family, "gate")
     return len({(config.is_moe_layer(layer), config.local_in(layer)) for layer in range(2)})
-
-
-@pytest.mark.slow
-def test_a_wait_for_the_device_in_a_dispatcher_breaks_the_graph():
-    assert train("deepseek_v3", 2, planted=True).breaks

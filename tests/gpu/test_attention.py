@@ -1,7 +1,5 @@
 """Flex and flash attention on CUDA, forward and backward, against explicit masks."""
 
-from itertools import product
-
 import pytest
 import torch
 from torch import Tensor
@@ -102,16 +100,6 @@ def test_flash_never_waits_for_the_device():
         out.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_a_window_of_another_size_is_not_compiled_anew():
-    """Sizes are in the masks' tensors, not in their code."""
-    core = FlexCore(mask_documents=True, compiled=True)
-    for sinks in (True, False):
-        _results(core, "all", sinks=sinks)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for local, sinks in product(LOCALS, (True, False)):
-            _results(core, local, sinks=sinks)
 
 
 @pytest.mark.parametrize("local", ["all", "window", "narrow window"])

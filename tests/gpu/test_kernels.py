@@ -7,7 +7,6 @@ from tests.support import cross_entropy_cases, gated_cases, move_rows_cases, pla
 from tests.support.grouped_mm_cases import SIZES, check_against_the_slow_loop
 from tests.support.permute_cases import ALIGNMENTS, cases, check
 from titan_moe.ops.cross_entropy import cross_entropy
-from titan_moe.ops.gated import gated_rows, gated_rows_backward
 from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
 from titan_moe.ops.move_rows import (
     add_rows,
@@ -31,20 +30,6 @@ def test_permute_indices_equals_the_slow_loop(row_alignment):
         check(counts, unused, row_alignment, device="cuda")
 
 
-def test_permute_indices_equals_the_reference_at_full_size():
-    counts_PE = torch.randint(0, 400, (64, 32), generator=torch.Generator().manual_seed(0))
-    num_rows = int(counts_PE.sum())
-    sizes = {
-        "num_rows": num_rows,
-        "row_alignment": 128,
-        "max_rows": max_padded_rows(num_rows, 32, 128),
-    }
-    expected = permute_indices(counts_PE, **sizes)
-    actual = permute_indices(counts_PE.cuda(), **sizes)
-    for name in ("source_R", "position_R", "offsets_E", "counts_E"):
-        assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
-
-
 def test_permute_indices_never_waits_for_the_device():
     counts_PE = torch.tensor([[3, 0, 5], [1, 2, 0]], device="cuda")
     sizes = {"num_rows": 11, "row_alignment": 16, "max_rows": max_padded_rows(11, 3, 16)}
@@ -54,12 +39,6 @@ def test_permute_indices_never_waits_for_the_device():
         permute_indices(counts_PE, **sizes)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_permute_indices_is_one_launch():
-    counts_PE = torch.tensor([[3, 0, 5], [1, 2, 0]], device="cuda")
-    sizes = {"num_rows": 11, "row_alignment": 16, "max_rows": max_padded_rows(11, 3, 16)}
-    assert len(kernels_of(lambda: permute_indices(counts_PE, **sizes))) == 1
 
 
 def kernels_of(piece) -> list[str]:
@@ -124,14 +103,6 @@ def test_choices_are_sorted_and_copied_in_two_launches_each_without_a_wait():
 @pytest.mark.parametrize("dtype", gated_cases.TOLERANCES, ids=str)
 def test_gated_rows_equal_autograd(dtype):
     assert gated_cases.check(dtype, "cuda") == len(list(gated_cases.cases(dtype)))
-
-
-def test_gated_rows_are_one_launch_each_way():
-    gate_up = (torch.randn(4096, 1536, dtype=torch.bfloat16, device="cuda"),)
-    weights_R1, grad_RF = torch.randn(4096, 1).to(gate_up[0]), torch.randn(4096, 768).to(gate_up[0])
-    forward = lambda: gated_rows(gate_up, weights_R1, "swiglu")  # noqa: E731
-    backward = lambda: gated_rows_backward(grad_RF, gate_up, weights_R1, "swiglu")  # noqa: E731
-    assert len(kernels_of(forward)) == len(kernels_of(backward)) == 1
 
 
 @pytest.mark.parametrize("case", SIZES)

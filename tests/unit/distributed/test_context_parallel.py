@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from titan_moe.distributed.context_parallel.apply import (
-    cut_row,
-    join_row,
     local_positions,
     seen_ranks,
 )
@@ -27,51 +25,11 @@ LOCALS = [
 LAYOUTS = [(cp_size, balanced) for cp_size in (1, 2, 3, 8) for balanced in (True, False)]
 
 
-def test_positions_of_two_balanced_and_consecutive_ranks() -> None:
-    assert local_positions(8, 2, 0, balanced=True).tolist() == [0, 1, 6, 7]
-    assert local_positions(8, 2, 1, balanced=True).tolist() == [2, 3, 4, 5]
-    assert local_positions(8, 2, 1, balanced=False).tolist() == [4, 5, 6, 7]
-
-
 @pytest.mark.parametrize(("cp_size", "balanced"), LAYOUTS)
 def test_every_position_is_held_once_and_positions_ascend(cp_size: int, balanced: bool) -> None:
     parts = [local_positions(48, cp_size, rank, balanced=balanced) for rank in range(cp_size)]
     assert sorted(torch.cat(parts).tolist()) == list(range(48))
     assert all(len(part) == 48 // cp_size and (part.diff() > 0).all() for part in parts)
-
-
-@pytest.mark.parametrize(("cp_size", "balanced"), LAYOUTS)
-def test_rows_are_cut_and_joined_by_these_positions(cp_size: int, balanced: bool) -> None:
-    row = torch.arange(2 * 3 * 48 * 5).view(2, 3, 48, 5)
-    parts = cut_row(row, cp_size, balanced=balanced)
-    for rank, part in enumerate(parts):
-        at_S = local_positions(48, cp_size, rank, balanced=balanced)
-        assert torch.equal(part, row[:, :, at_S])
-    assert torch.equal(join_row(parts, balanced=balanced), row)
-
-
-def _pairs(seq_len: int, cp_size: int, *, balanced: bool, documents_BS: torch.Tensor) -> list[int]:
-    """How many (query, key) pairs each rank's blocks hold, masked out or not."""
-    attention = ExplicitBlocks(mask_documents=True)
-    positions = [local_positions(seq_len, cp_size, r, balanced=balanced) for r in range(cp_size)]
-    return [
-        sum(
-            len(queries_S[block.queries]) * len(keys_S[block.keys])
-            for keys_S in positions
-            for block in attention.blocks(documents_BS, queries_S, keys_S)
-        )
-        for queries_S in positions
-    ]
-
-
-@pytest.mark.parametrize("cp_size", [2, 4, 8])
-def test_ranks_do_the_same_work_when_balanced(cp_size: int) -> None:
-    documents_BS = torch.zeros(1, 64, dtype=torch.int64)
-    chunk = 64 // (2 * cp_size)
-    balanced = _pairs(64, cp_size, balanced=True, documents_BS=documents_BS)
-    assert balanced == [(2 * cp_size + 1) * chunk**2] * cp_size
-    consecutive = _pairs(64, cp_size, balanced=False, documents_BS=documents_BS)
-    assert consecutive == [(4 * rank + 3) * chunk**2 for rank in range(cp_size)]
 
 
 def _visible(documents_BS: torch.Tensor, local: Local | None) -> torch.Tensor:
@@ -105,21 +63,6 @@ def test_blocks_hold_every_visible_pair_once(
             found[:, queries_S[queries, None], keys_S[keys]] += visible
     expected = _visible(documents_BS if mask_documents else torch.zeros(2, 24), local)
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("balanced", [True, False])
-def test_a_narrow_window_leaves_few_pairs_and_a_sight_of_the_neighbours(balanced: bool) -> None:
-    documents_BS = torch.zeros(1, 64, dtype=torch.int64)
-    local = Local("window", 2)
-    positions = [local_positions(64, 4, rank, balanced=balanced) for rank in range(4)]
-    attention = ExplicitBlocks(mask_documents=False)
-    for queries_S, keys_S in product(positions, positions):
-        blocks = attention.blocks(documents_BS, queries_S, keys_S, local)
-        if keys_S is queries_S:
-            continue
-        # At each border that the ranks share, the one key before it and the first query after it.
-        pairs = [(len(queries_S[b.queries]), len(keys_S[b.keys])) for b in blocks]
-        assert pairs in ([], [(1, 1)], [(1, 1), (1, 1)])
 
 
 @pytest.mark.parametrize("local", LOCALS)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import REPO
-from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
 from titan_moe.distributed.memory import (
     GIB,
@@ -109,21 +108,6 @@ def test_rows_that_were_exchanged_are_kept_beside_a_layers_input(backend, ep: in
     assert kept[0] - kept[1] == pytest.approx(2 * 21 * rows * 10 * 2)
 
 
-def test_the_option_of_another_mode_is_not_read():
-    section = ActivationCheckpoint(mode="full", selective_ac_option="op")
-    training = Training(local_batch_size=3, seq_len=7)
-    assert memory(_DENSE, training, Parallelism(), section, 4) == _estimate("full")
-
-
-def test_offload_moves_what_is_stored():
-    on_gpu, offloaded = _estimate(), _estimate(enable_cpu_offload=True)
-    assert (offloaded.stored, offloaded.host) == (0, on_gpu.stored)
-
-
-def test_bfloat16_parameters_halve_what_is_stored():
-    assert _estimate(dtype="bfloat16").stored == _estimate().stored / 2
-
-
 @pytest.mark.parametrize(("schedule", "in_flight"), [("1F1B", 1), ("GPipe", 3)])
 def test_the_heavier_rank_of_a_pipeline_by_hand(schedule, in_flight: int):
     training = Training(local_batch_size=3, seq_len=7)
@@ -138,28 +122,6 @@ def test_the_heavier_rank_of_a_pipeline_by_hand(schedule, in_flight: int):
     # Inputs of layers, outputs, and torch's buffers for each of three microbatches of one row.
     assert found.kept == (in_flight + in_flight + 2 * 3) * 7 * 10 * 2
     assert found.logits == 7 * 100 * 2 + in_flight * (7 * 10 * 2 + _OUTPUT * (4 + 2))
-
-
-def test_an_earlier_rank_keeps_more_microbatches():
-    training = Training(local_batch_size=8, seq_len=700)
-    parallelism = Parallelism(pipeline_parallel_degree=2)
-    plain, every = ActivationCheckpoint(mode="none"), ActivationCheckpoint(mode="full")
-    model, values = replace(_DENSE, vocab_size=1), 4 * 10 + (3 * 2 + 3 * 1) * 5 + 4 * 30
-    # 1F1B: two microbatches are under way on the first of two ranks.
-    kept = [memory(model, training, parallelism, each, 2).kept for each in (plain, every)]
-    assert kept[0] - kept[1] == 2 * 700 * (values - 10) * 2
-
-
-def test_a_pipeline_of_more_stages_than_layers_is_refused():
-    degrees = Parallelism(pipeline_parallel_degree=3)
-    with pytest.raises(ConfigError, match="3 stages of 2 layers"):
-        memory(_DENSE, Training(), degrees, ActivationCheckpoint(), 3)
-
-
-def test_a_small_sum_is_in_mebibytes():
-    found = _estimate()
-    assert found.unit == "MiB" and str(found).endswith(f"= {found.total / 2**20:.1f}")
-    assert replace(found, kept=GIB).unit == "GiB"
 
 
 _FOUR_MICROBATCHES = {"global_batch_size": 4 * 4 * 3}

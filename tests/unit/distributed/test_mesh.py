@@ -1,7 +1,6 @@
 """Meshes by name, in fake worlds and on gloo ranks."""
 
 from collections.abc import Iterator
-from itertools import product
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from titan_moe.distributed.parallel_dims import (
     SPARSE_AXES,
     ParallelDims,
 )
-from titan_moe.distributed.redistribution import execute, plan
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.simulate.fake_rank import fake_world
 
@@ -51,20 +49,6 @@ def test_every_axis_is_a_slice_of_the_world(ranks: list[int]) -> None:
 def rank_13() -> Iterator[Meshes]:
     with fake_world(13, 32):
         yield ParallelDims(32, **MIXED).build_mesh("cpu")
-
-
-def test_slices_join_axes_that_need_not_adjoin(rank_13: Meshes) -> None:
-    meshes = rank_13
-    for names in product(NAMES, repeat=2):
-        try:
-            mesh = meshes[names]
-        except ValueError:
-            continue
-        assert mesh.mesh.flatten().tolist() == ranks_along(meshes, names), names
-        assert mesh.mesh_dim_names == names and mesh is meshes[names]
-        assert mesh._get_root_mesh() is meshes.root
-    assert meshes["dp_replicate", "fsdp", "tp"].shape == (2, 4, 2)
-    assert meshes["dp_replicate", "etp"].mesh.tolist() == [[4, 5], [12, 13]]
 
 
 @pytest.mark.parametrize(
@@ -161,33 +145,3 @@ def sum_over_a_part(dims: ParallelDims) -> list[float]:
 def test_a_job_is_a_part_of_a_larger_world() -> None:
     _, _, third, fourth = run_on_ranks(sum_over_a_part, 4, ParallelDims(2, tp=2))
     assert (third, fourth) == ([5.0, 2.0], [5.0, 3.0])
-
-
-VIEWS = [
-    ({"tp": 2}, ("dp_replicate", "fsdp", "tp"), "S(0)[fsdp]S(1)[tp]", "S(1)[tp,fsdp]"),
-    ({"tp": 2}, ("fsdp", "tp"), "S(0)[fsdp,tp]", "R"),
-    ({"pp": 2, "tp": 2}, ("fsdp", "tp"), "S(0)[tp]", "R"),
-    ({"ep": 2}, ("edp", "ep", "etp"), "S(0)[edp,ep]", "S(1)[ep]"),
-    ({"ep": 2}, ("edp",), "S(0)[edp]", "S(1)[edp]"),
-    ({"dp_replicate": 2, "ep": 2}, ("dp_replicate", "edp", "ep"), "P[dp_replicate]", "S(0)[ep]"),
-]
-
-
-def move_on(degrees: dict[str, int], names: tuple[str, ...], source: str, target: str) -> None:
-    view = ParallelDims(4, **degrees).build_mesh("cpu").view(names)
-    whole = torch.arange(32.0).view(4, 8)
-    steps = plan(source, target, axes=view.axes, shape=whole.shape, dtype=whole.dtype)
-    local = whole[steps.source.box(view.rank, whole.shape, view.axes)]
-    if steps.source.partial:
-        local = local * view.rank / 2
-        assert view.axes["dp_replicate"] == 2
-        whole = whole * sum(r for r in range(4) if r % 2 == view.rank % 2) / 2
-    moved = execute(steps, local.clone(), view)
-    assert torch.equal(moved, whole[steps.target.box(view.rank, whole.shape, view.axes)])
-
-
-@pytest.mark.parametrize(("degrees", "names", "source", "target"), VIEWS)
-def test_plans_run_on_a_view(
-    degrees: dict[str, int], names: tuple[str, ...], source: str, target: str
-) -> None:
-    run_on_ranks(move_on, 4, degrees, names, source, target)

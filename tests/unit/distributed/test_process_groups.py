@@ -1,8 +1,5 @@
 """Groups of worlds from 8 to 4096 ranks, in a fake world."""
 
-from datetime import timedelta
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,50 +64,6 @@ def test_one_group_per_list_of_ranks_and_class_of_traffic(world_size: int, degre
     assert len(calls) == expected
 
 
-def own_timeouts(seconds: float) -> list[float]:
-    meshes = ParallelDims(2, tp=2).build_mesh("cpu", timeout=timedelta(seconds=seconds))
-    groups = [meshes.group(axis) for axis in ("tp", "fsdp")]
-    return [group._get_backend(torch.device("cpu")).options._timeout.seconds for group in groups]
-
-
-def test_groups_wait_as_long_as_the_configuration_says():
-    assert run_on_ranks(own_timeouts, 2, 77) == [[77, 77]] * 2
-
-
-def ask_with_options() -> tuple[int, int]:
-    groups, both, minute = ProcessGroups(), (0, 1), timedelta(seconds=60)
-    tokens = groups.get(both, GroupOptions(Traffic.TOKENS), "ep")
-    assert tokens is groups.get(both, GroupOptions(Traffic.TOKENS), "etp")
-    assert tokens is not groups.get(both, GroupOptions(Traffic.TOKENS, minute))
-    assert groups.get(both, GroupOptions(Traffic.PARAMETERS, minute)) is dist.group.WORLD
-    alone = groups.get((dist.get_rank(),), GroupOptions(Traffic.TOKENS))
-    assert alone is groups.get((dist.get_rank(),), GroupOptions(Traffic.PARAMETERS, minute))
-    return groups.num_groups, len(groups.all())
-
-
-def test_a_group_of_other_options_is_another_group():
-    assert run_on_ranks(ask_with_options, 2) == [(2, 3)] * 2
-
-
-class NcclOptions:
-    """As ProcessGroupNCCL.Options, which a build for CPUs has not."""
-
-    is_high_priority_stream = False
-    _timeout = None
-
-
-@pytest.mark.parametrize(("traffic", "first"), [("TOKENS", True), ("PARAMETERS", False)])
-def test_tokens_go_ahead_of_parameters_with_nccl(monkeypatch, traffic: str, first: bool):
-    nccl = SimpleNamespace(Options=NcclOptions)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl,cpu:gloo")
-    options = GroupOptions(Traffic[traffic], timedelta(seconds=9)).of_backend()
-    assert options.is_high_priority_stream is first
-    assert options._timeout == timedelta(seconds=9)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
-    assert GroupOptions(Traffic[traffic]).of_backend() is None
-
-
 @pytest.mark.parametrize("device", [None, torch.device("cuda", 1)])
 def test_communicators_are_made_with_their_groups_if_asked(monkeypatch, device):
     made = []
@@ -157,8 +110,3 @@ def test_all_ranks_split_the_world_alike():
     assert len(first) == 7 and all(other == first for other in others)
     for partition in first:
         assert sorted(rank for ranks in partition for rank in ranks) == list(range(16))
-
-
-def test_a_part_of_the_world_cannot_split_it():
-    with fake_world(0, 4), pytest.raises(ValueError, match="all ranks of it must be in the job"):
-        ParallelDims(2).build_mesh("cpu", ranks=range(2), groups=ProcessGroups(split=True))

@@ -5,7 +5,6 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.shardings import all_shardings
 from titan_moe.distributed.boxes import sizes
@@ -84,16 +83,6 @@ def test_placements_hold_the_order_and_torch_reads_them_alike() -> None:
             box = sharding.box(rank, (24, 12), AXES)
             assert [each.start for each in box] == list(offset), (str(sharding), rank)
             assert sizes(box) == tuple(shape)
-
-
-def test_an_order_against_the_mesh_is_a_strided_shard() -> None:
-    axes = {"edp": 2, "ep": 4}
-    assert Sharding.parse("S(0)[ep,edp]").placements(axes) == (
-        _StridedShard(0, split_factor=4),
-        Shard(0),
-    )
-    with pytest.raises(ValueError, match="no order of"):
-        Sharding.of((_StridedShard(0, split_factor=3), Shard(0)), axes)
 
 
 @pytest.mark.parametrize("placement", [Partial("avg"), Partial("max"), _NormPartial(2)])

@@ -5,7 +5,7 @@ import torch
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.distributed import symmetric_memory
-from titan_moe.distributed.symmetric_memory import SCHEMA, Channel, Emulation
+from titan_moe.distributed.symmetric_memory import SCHEMA, Channel
 from titan_moe.moe.config import rows_of_buffers
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 
@@ -65,35 +65,6 @@ def test_rows_arrive_in_the_order_of_ranks_and_come_home() -> None:
 def test_what_a_gpu_would_not_notice_is_an_error(bug: str, said: str) -> None:
     with pytest.raises(RankError, match=said):
         run_on_ranks(exchange_twice, 2, bug)
-
-
-class Alone:
-    group_name = "a"
-    size = staticmethod(lambda: 1)
-
-
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ({"input": torch.zeros(2, 3)}, "unequal rows"),
-        ({"input": torch.zeros(2, 8), "out": torch.zeros(2, 8)}, "odd size"),
-        ({"in_splits": torch.zeros(1, dtype=torch.int32)}, "int64"),
-        ({"in_splits": torch.zeros(2, dtype=torch.int64)}, "one number for each"),
-        ({"out_splits_offsets": torch.zeros(1, 2, dtype=torch.int64)}, "splits, then"),
-        ({"out": torch.zeros(16, 4).t()}, "gaps"),
-        ({"group_name": "b"}, "another group"),
-    ],
-)
-def test_arguments_that_torch_takes_for_granted(change: dict, said: str) -> None:
-    arguments = {
-        "input": torch.zeros(4, 16),
-        "out": torch.zeros(4, 16),
-        "in_splits": torch.zeros(1, dtype=torch.int64),
-        "out_splits_offsets": torch.zeros(2, 1, dtype=torch.int64),
-        "group_name": "a",
-    }
-    with pytest.raises(AssertionError, match=said):
-        Emulation(Alone())(**(arguments | change))
 
 
 def test_a_gpu_without_the_means_is_told_what_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,29 +70,6 @@ def test_replicas_share_the_sending() -> None:
     assert sent.max() - sent.min() <= half_of_a_tensor
 
 
-def test_a_layout_that_stays_sends_nothing() -> None:
-    held = ranks_of("S(0)[x]S(1)[y]", {"x": 2, "y": 3}, 3, (5, 7))
-    plan = plan_transfer(held, held)
-    assert plan.calls == 0 and not plan.bytes.any() and plan.copied.sum() == 3 * 5 * 7 * 4
-
-
-def test_small_tensors_travel_together() -> None:
-    axes = {"x": 4}
-    held, wanted = (ranks_of(text, axes, 50, (8, 8)) for text in ("S(0)[x]", "S(1)[x]"))
-    assert plan_transfer(held, wanted).calls == 1
-    of_one = 3 * 2 * 2 * 4  # bytes that a rank sends of one tensor
-    assert plan_transfer(held, wanted, max_bytes=10 * of_one).calls == 5
-
-
-def test_a_plan_is_the_same_whoever_makes_it() -> None:
-    held, wanted = draw(random.Random(1), 6, 30)
-    again = [dict(reversed(list(each.items()))) for each in held]
-    one, other = plan_transfer(held, wanted), plan_transfer(again, wanted)
-    assert [[str(each) for each in bucket] for bucket in one.buckets] == [
-        [str(each) for each in bucket] for bucket in other.buckets
-    ]
-
-
 F = torch.float32
 
 

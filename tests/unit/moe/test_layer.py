@@ -90,12 +90,6 @@ def test_layer_matches_the_loop_forward_and_backward(row_alignment: int, kind: s
     assert not ours["experts.w1"][2].any()
 
 
-def test_one_token():
-    layer = _layer(CONFIG)
-    x_BSD = torch.randn(1, 1, DIM, dtype=torch.float64)
-    torch.testing.assert_close(layer(x_BSD), slow_moe(layer, x_BSD))
-
-
 class _PoisonedTail(LocalDispatcher):
     """Rows that belong to no expert hold NaN, on the way in and on the way back."""
 
@@ -130,13 +124,6 @@ def test_tokens_are_counted_in_training_only():
     layer.train()
     layer(x_BSD)
     assert layer.router.tokens_per_expert.sum() == 2 * 7 * CONFIG.top_k
-
-
-def test_a_repeat_gives_the_same_bits():
-    layer = _layer(CONFIG, torch.float32)
-    x_BSD = torch.randn(4, 64, DIM, requires_grad=True)
-    first, second = (_grads(layer, x_BSD, layer(x_BSD)) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_auxiliary_losses_are_those_written_out_with_ordinary_autograd():
@@ -184,20 +171,6 @@ def test_a_choice_made_elsewhere_is_weighed_by_the_layers_own_scores() -> None:
     torch.testing.assert_close(layer(x_BSD), y_BSD)
     y_BSD.sum().backward()
     torch.testing.assert_close(grad, layer.router.gate.weight.grad)
-
-
-class _ThreeRowsForTwo(LocalDispatcher):
-    def traffic(self, experts_TK, counts_E):
-        return torch.tensor([3, 2])
-
-
-@pytest.mark.parametrize("counted", [True, False])
-def test_traffic_is_measured_where_it_is_logged(counted: bool):
-    layer = _layer(CONFIG)
-    layer.dispatcher = _ThreeRowsForTwo(1)
-    layer.counts_traffic = counted
-    layer(torch.randn(1, 4, DIM, dtype=torch.float64))
-    assert layer.rows_sent.tolist() == ([3, 2] if counted else [0, 0])
 
 
 def test_a_recomputation_replays_the_decisions_of_its_own_forward_pass():

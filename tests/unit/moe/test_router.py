@@ -5,12 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from titan_moe.models.rope import Rotation, rotate
 from titan_moe.moe.config import MoEConfig
-from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
-from titan_moe.ops.local_attention import LocalAttention, mean_seen
-from titan_moe.ops.varlen_attention import DocumentBounds, pieces_of_rows
 
 CONFIG = MoEConfig(num_experts=8, top_k=3, hidden_dim=4)
 
@@ -30,20 +26,6 @@ def test_scores_are_float32_at_least_and_shares_sum_to_one(score: str):
     torch.testing.assert_close(scores.shares_TE.sum(-1), torch.ones(5))
     expected = getattr(torch, score)(scores.logits_TE, *([-1] if score == "softmax" else []))
     assert torch.equal(scores.scores_TE, expected)
-
-
-def test_an_unknown_word_is_no_other_computation():
-    with pytest.raises(KeyError, match="third"):
-        Router(16, replace(CONFIG, score="third"))
-    with pytest.raises(KeyError, match="third"):
-        MoE(16, replace(CONFIG, weights_scale="third"), None)
-    with pytest.raises(AssertionError, match="third"):
-        rotate(torch.zeros(1, 2, 1, 4), Rotation(*torch.zeros(3, 1, 2, 2)), "third")
-    far = LocalAttention("third", 4, 0)
-    with pytest.raises(AssertionError, match="third"):
-        mean_seen(far, 8)
-    with pytest.raises(AssertionError, match="third"):
-        pieces_of_rows(torch.zeros(1, 8, dtype=torch.int64), far, DocumentBounds(1, 8))
 
 
 def test_bias_enters_the_choice_but_not_the_weights():
@@ -78,13 +60,6 @@ def test_weights_are_normalised_scaled_and_differentiable():
     weights_TK = router.gating_weights(scores_TE, experts_TK)
     torch.testing.assert_close(weights_TK.sum(-1), torch.full((6,), 2.5, dtype=torch.float64))
     assert torch.autograd.gradcheck(lambda s: router.gating_weights(s, experts_TK), scores_TE)
-
-
-def test_forced_balance_gives_every_expert_the_same_number_of_tokens():
-    router = _router(replace(CONFIG, force_load_balance=True))
-    experts_TK = router.select_experts(torch.rand(16, 8))
-    assert experts_TK.flatten().bincount().tolist() == [6] * 8
-    assert all(len(set(experts)) == 3 for experts in experts_TK.tolist())
 
 
 def test_bfloat16_units_multiply_where_both_operands_are_bfloat16() -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from titan_moe.ops.attention import first_seen, first_seen_in_rows, is_seen, sdpa
+from titan_moe.ops.attention import first_seen_in_rows, is_seen, sdpa
 
 
 class LocalAttention(NamedTuple):
@@ -15,13 +15,6 @@ class LocalAttention(NamedTuple):
 
 
 SIZES = [1, 2, 5, 12, 13, 100]
-
-
-def test_first_seen_of_a_few_positions() -> None:
-    positions_S = torch.tensor([0, 3, 4, 7, 8])
-    assert first_seen(positions_S, None).tolist() == [0] * 5
-    assert first_seen(positions_S, LocalAttention("window", 4)).tolist() == [0, 0, 1, 4, 5]
-    assert first_seen(positions_S, LocalAttention("chunk", 4)).tolist() == [0, 0, 4, 4, 8]
 
 
 @pytest.mark.parametrize("mask_documents", [True, False])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.grouped_mm_cases import SIZES, TOLERANCE, check_against_the_slow_loop
-from titan_moe.ops.grouped_mm import grouped_mm, has_grouped_gemm, slow_on_gpu
+from titan_moe.ops.grouped_mm import grouped_mm, slow_on_gpu
 
 
 @pytest.mark.parametrize("case", SIZES)
@@ -33,18 +33,3 @@ def test_takes_an_expanded_gradient(dtype):
 )
 def test_what_a_gpu_multiplies_expert_after_expert(dtype, capability, reason):
     assert slow_on_gpu(dtype, capability) == reason
-
-
-@pytest.mark.parametrize(
-    ("dtype", "shape", "expected"),
-    [
-        (torch.bfloat16, (2, 8, 16), True),
-        (torch.bfloat16, (2, 4, 16), False),
-        (torch.float32, (2, 4, 16), True),
-        (torch.float32, (2, 4, 15), False),
-        (torch.float64, (2, 8, 16), False),
-    ],
-    ids=str,
-)
-def test_has_grouped_gemm(dtype, shape, expected):
-    assert has_grouped_gemm(torch.empty(shape, dtype=dtype)) is expected

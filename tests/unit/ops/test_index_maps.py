@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
-from titan_moe.ops.permute_indices import copy_to_ranks, invert, starts
+from titan_moe.ops.permute_indices import copy_to_ranks
 
 
 def _maps(num_tokens: int, top_k: int, padding: int) -> RowMap:
@@ -54,11 +54,6 @@ def test_values_in_padding_rows_never_reach_tokens():
     assert x_TD.grad.isfinite().all()
 
 
-def test_invert():
-    order = torch.randperm(50)
-    assert torch.equal(order[invert(order)], torch.arange(50))
-
-
 def _reached(num_rows: int, degree: int, most: int, seed: int) -> torch.Tensor:
     """Each row reaches 1 to `most` ranks; none the last rank."""
     drawn = torch.Generator().manual_seed(seed)
@@ -90,35 +85,3 @@ def test_copies_and_sums_match_loops_forward_and_backward(num_rows: int, degree:
     if num_rows:
         assert torch.autograd.gradcheck(lambda x: gather_rows(x, copies), x_MD)
         assert torch.autograd.gradcheck(lambda y: combine_rows(y, copies), y_RD)
-
-
-def test_padding_is_zeros_and_never_read():
-    copies = _copies(_reached(6, 4, 2, seed=1), 2)
-    source_R = torch.cat([torch.tensor([-1]), copies.source_R, torch.tensor([-1, -1])])
-    rows_TK = copies.rows_TK.where(copies.rows_TK < 0, copies.rows_TK + 1)
-    padded = RowMap(source_R, rows_TK)
-    x_RD = gather_rows(torch.randn(6, 3), padded)
-    assert not x_RD[source_R < 0].any() and x_RD[source_R >= 0].all()
-    y_RD = torch.full((len(source_R), 3), torch.nan)
-    y_RD[source_R >= 0] = 1.0
-    y_RD.requires_grad_()
-    sums_MD = combine_rows(y_RD, padded)
-    assert torch.equal(sums_MD[:, 0], torch.bincount(copies.source_R).float())
-    sums_MD.sum().backward()
-    assert torch.equal(y_RD.grad[:, 0], (source_R >= 0).float())
-
-
-def test_rows_that_a_token_lacks():
-    maps = RowMap(torch.tensor([1, 1, 0, -1]), torch.tensor([[2, -1], [0, 1], [-1, -1]]))
-    x_TD = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
-    y_RD = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-    x_RD = gather_rows(x_TD, maps)
-    assert torch.equal(x_RD[:3], x_TD[[1, 1, 0]]) and not x_RD[3].any()
-    y_TD = combine_rows(y_RD, maps)
-    assert torch.equal(y_TD, torch.stack([y_RD[2], y_RD[0] + y_RD[1], torch.zeros(2)]))
-    assert torch.autograd.gradcheck(lambda x: gather_rows(x, maps), x_TD)
-    assert torch.autograd.gradcheck(lambda y: combine_rows(y, maps), y_RD)
-
-
-def test_starts():
-    assert starts(torch.tensor([3, 0, 2])).tolist() == [0, 3, 3]

@@ -5,7 +5,7 @@ import torch
 
 from titan_moe.ops.attention import CausalSdpa, FlexCore, VarlenCore, choose_core
 from titan_moe.ops.local_attention import LocalAttention
-from titan_moe.ops.varlen_attention import DocumentBounds, bounds_of, pieces_of_rows, takes
+from titan_moe.ops.varlen_attention import DocumentBounds, bounds_of, pieces_of_rows
 
 DOCUMENTS_BS = torch.tensor([[0] * 6 + [1] + [2] * 6, [0] * 13, [7] * 2 + [3] * 11]).int()
 SIZES = [1, 2, 5, 12, 13, 100]
@@ -46,17 +46,6 @@ def test_pieces_begin_where_documents_and_chunks_do(kind: str | None, spare: int
         assert filled == slow_starts(local)
         assert pieces.starts_N1[-1] == DOCUMENTS_BS.numel()
         assert pieces.window == (size if kind == "window" else None)
-
-
-def test_what_the_kernel_takes() -> None:
-    assert takes(128, 128, torch.bfloat16) and takes(192, 128, torch.float16)
-    refused = [
-        (128, 128, torch.float32),
-        (264, 264, torch.bfloat16),
-        (12, 12, torch.bfloat16),
-        (64, 128, torch.bfloat16),
-    ]
-    assert not any(takes(*case) for case in refused)
 
 
 def test_documents_on_a_gpu_go_to_flash_where_it_takes_them() -> None:

@@ -33,12 +33,6 @@ def test_every_optimizer_of_the_configuration_is_built_and_every_key_read():
     assert read | {"name", "lr", "weight_decay"} == set(Optimizer.model_fields)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_optimizer_takes_the_keys_that_it_is_said_to_read(name: str):
-    optimizer = build_optimizer(Optimizer(name=name), parameters().items())
-    assert all("peak_lr" in group for group in optimizer.param_groups)
-
-
 def test_norms_and_biases_do_not_decay_and_frozen_parameters_stay_out():
     named = parameters()
     names = {id(param): name for name, param in named.items()}
@@ -72,11 +66,6 @@ def test_one_step_by_hand(name, weight, implementation):
     torch.testing.assert_close(named["norm.weight"].data, torch.full((3,), 0.9))
     assert optimizer.defaults["fused"] is (implementation == "fused")
     assert optimizer.defaults["foreach"] is (implementation == "foreach")
-
-
-def test_a_group_without_parameters_is_left_out():
-    optimizer = build_optimizer(Optimizer(), [("w", nn.Parameter(torch.ones(2, 2)))])
-    assert [group["name"] for group in optimizer.param_groups] == ["decay"]
 
 
 def step_on_two_meshes(implementation):

@@ -1,13 +1,9 @@
 """Matrices put together on one rank each, worked on there, and sent back."""
 
-from math import prod
-
 import pytest
 import torch
 from torch import nn
 
-from titan_moe.distributed.boxes import overlap, sizes
-from titan_moe.distributed.sharding import Sharding, group_of
 from titan_moe.optim import muon
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 
@@ -138,32 +134,6 @@ def over_two_axes(number):
 def test_two_axes_take_one_exchange_each_way():
     for asked, right, sent in run_on_ranks(over_two_axes, 4, 4):
         assert (asked, right, sent) == ([("fsdp", "tp")], True, [0.75, 0.75])
-
-
-def test_fewer_matrices_than_ranks():
-    found = run_on_ranks(over_two_axes, 4, 1)
-    assert all(right for _, right, _ in found)
-    # The first rank gathers the only matrix, and gives it back.
-    assert [sent for _, _, sent in found] == [[0.0, 3.0], *[[1.0, 0.0]] * 3]
-
-
-def test_at_eight_by_eight_a_rank_sends_what_it_holds_and_no_more(monkeypatch):
-    """63/64 of it; one axis after the other, it was 7/8 twice."""
-    axes, sharding, number = {"fsdp": 8, "tp": 8}, Sharding.parse("S(0)[tp,fsdp]"), 64
-    members = group_of(0, ["fsdp", "tp"], axes)
-    boxes = [sharding.box(member, (128, 8), axes) for member in members]
-    sent = []
-
-    def count(local, before, after, *, place, group):
-        elements = [prod(sizes(overlap(before[place], box))) for box in after]
-        sent.append((sum(elements) - elements[place]) / local.numel())
-        return local.new_empty(sizes(after[place]))
-
-    monkeypatch.setattr(muon, "exchange_boxes", count)
-    for place in members:
-        cut = muon.Cut(None, place, boxes)
-        muon.redistribute_matrices(lambda x_NAB: x_NAB, torch.empty(number, 2, 8), cut)
-    assert sent == [63 / 64] * 2 * 64
 
 
 def test_without_a_joined_group_two_axes_are_refused():

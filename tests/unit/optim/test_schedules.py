@@ -33,26 +33,6 @@ def test_decay_shapes_down_to_the_least_factor(decay_type, expected):
     assert factors([20, 21, 99], **keys) == [0.2, 0.2, 0.2]
 
 
-def test_without_a_ratio_everything_after_the_warmup_decays():
-    assert factors([5, 6, 20], warmup_steps=5) == pytest.approx([1, 14 / 15, 0])
-
-
-def test_a_decay_that_meets_the_warmup_is_cut_short():
-    assert factors([15, 16, 20], warmup_steps=15, decay_ratio=0.9) == pytest.approx([1, 0.8, 0])
-
-
-def test_a_ratio_of_zero_never_decays():
-    assert factors([1, 20, 30], warmup_steps=0, decay_ratio=0.0) == [1, 1, 1]
-
-
-def test_total_steps_outlast_the_run():
-    assert factors([10, 20], warmup_steps=0, total_steps=40) == pytest.approx([0.75, 0.5])
-
-
-def test_a_warmup_longer_than_the_run():
-    assert factors([10, 20], warmup_steps=40) == [0.25, 0.5]
-
-
 def test_set_lr_scales_each_group_by_its_own_peak():
     groups = [
         {"params": [torch.nn.Parameter(torch.zeros(1))], "peak_lr": peak} for peak in (0.5, 4.0)
