@@ -43,7 +43,6 @@ _OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "model": {"converters": ["quantize.linear.float8", "quantize.grouped_mm.float8"]},
         "quantize": {"grouped_mm": {"float8": {"fqns": ["experts"]}}},
     },
-    "router on bfloat16 units": {"moe": {"router_product": "bfloat16"}},
 }
 _OPTIONS_LAYOUT = "dp_shard=4,tp=2,ep=4"
 

@@ -148,10 +148,6 @@ class Moe(Section):
     32); above 1 an expert without rows gets a block too. Left out: 1, but for bfloat16 8 on a GPU,
     and 128 on a CPU, where every new number of rows costs time and memory for a kernel of its
     own."""
-    router_product: Literal["float32", "bfloat16"] = "float32"
-    """What multiplies tokens by the router's weights where both are bfloat16: float32 units, or
-    bfloat16 ones, which are many times faster on a GPU. Products are exact and sums float32 either
-    way, but in another order, which decides near ties otherwise."""
     bias_update_speed: NonNegativeFloat | None = None
     """Step of the aux-loss-free routing bias per optimizer step (arXiv 2408.15664); 0 switches
     it off."""

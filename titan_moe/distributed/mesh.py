@@ -49,8 +49,6 @@ class Meshes:
 
     dims: ParallelDims
     rank: int
-    """This rank's place in the job; its number in the world is `ranks[rank]`."""
-    ranks: Sequence[int] = field(repr=False)
     root: DeviceMesh
     groups: ProcessGroups = field(repr=False)
     timeout: timedelta | None = None
@@ -96,9 +94,7 @@ class Meshes:
 
     def members(self, names: Names) -> tuple[int, ...]:
         """The world's ranks that differ from this one along these axes only, itself included."""
-        places = self.dims.group_of(self.rank, names)
-        is_whole = self.ranks == range(self.dims.world_size)
-        return places if is_whole else tuple(self.ranks[place] for place in places)
+        return self.dims.group_of(self.rank, names)
 
     def all_groups(self) -> list[ProcessGroup]:
         """Every group of this rank, the world's included."""
@@ -177,26 +173,13 @@ def build_mesh(
     device_type: str,
     timeout: timedelta | None = None,
     groups: ProcessGroups | None = None,
-    ranks: Sequence[int] | None = None,
 ) -> Meshes:
     """As `ParallelDims.build_mesh` says."""
-    if ranks is None:
-        ranks = range(dims.world_size)
-        if dist.get_world_size() != len(ranks):
-            raise ValueError(
-                f"a layout of {len(ranks)} ranks in a world of {dist.get_world_size()}: say with "
-                f"ranks= which they are"
-            )
-    numbers = torch.tensor(ranks)
-    if len(ranks) != dims.world_size or not bool((numbers.diff() > 0).all()):
-        raise ValueError(f"a layout of {dims.world_size} ranks needs as many, ascending: {ranks}")
-    if (own := dist.get_rank()) not in ranks:
-        raise ValueError(f"rank {own} is none of the job's: {ranks[0]} to {ranks[-1]}")
+    if dist.get_world_size() != dims.world_size:
+        raise ValueError(f"{dims.world_size} ranks in a world of {dist.get_world_size()}")
     groups = ProcessGroups() if groups is None else groups
-    if groups.split and len(ranks) != dist.get_world_size():
-        raise ValueError("groups are split from the world's: all ranks of it must be in the job")
-    root = root_mesh(device_type, numbers)
-    meshes = Meshes(dims, ranks.index(own), ranks, root, groups, timeout)
+    root = root_mesh(device_type, torch.arange(dims.world_size))
+    meshes = Meshes(dims, dist.get_rank(), root, groups, timeout)
     for axis in _EVERY_RUN:
         meshes.group(axis)
     meshes["fsdp"]  # Torch then knows that it joins two axes.

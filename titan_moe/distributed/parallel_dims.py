@@ -145,19 +145,17 @@ class ParallelDims:
         *,
         timeout: "timedelta | None" = None,
         groups: "ProcessGroups | None" = None,
-        ranks: Sequence[int] | None = None,
     ) -> "Meshes":
         """Returns the root mesh and its two views. Collective over all ranks.
 
         Args:
             timeout: longest wait for a collective; left out, the backend's own.
             groups: those of another layout of the same world, used again.
-            ranks: which of a larger world's ranks the job has, ascending; left out, all.
         """
         # Degrees are also read where no torch is wanted.
         from titan_moe.distributed.mesh import build_mesh
 
-        return build_mesh(self, device_type, timeout, groups, ranks)
+        return build_mesh(self, device_type, timeout, groups)
 
 
 def parallel_dims(parallelism: Parallelism, world_size: int) -> ParallelDims:

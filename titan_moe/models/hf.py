@@ -28,7 +28,6 @@ _OF_TRAINING = {
     "num_mtp_layers",
     "mtp_loss_weight",
     "moe.row_alignment",
-    "moe.router_product",
     "moe.bias_update_speed",
     "moe.sequence_aux_loss_weight",
     "moe.global_aux_loss_weight",

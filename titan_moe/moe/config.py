@@ -26,8 +26,6 @@ class MoEConfig:
     """A group's score is the sum of its this many best scores: 1 in DeepSeek-V2, 2 in V3."""
     router_bias: bool = False
     """The router's logits have a bias (gpt-oss)."""
-    router_product: Literal["float32", "bfloat16"] = "float32"
-    """The units that multiply the router's bfloat16 operands; sums are float32 (`split_linear`)."""
     projection_bias: bool = False
     """The experts' three projections have biases (gpt-oss)."""
     activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"

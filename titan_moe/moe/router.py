@@ -10,7 +10,6 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from titan_moe.moe.balance import updated_bias
 from titan_moe.moe.config import MoEConfig
-from titan_moe.ops.split_linear import split_linear
 
 
 class Scores(NamedTuple):
@@ -77,10 +76,6 @@ class Router(nn.Module):
     def _logits(self, x_TD: Tensor) -> Tensor:
         dtype, weight_ED = torch.promote_types(x_TD.dtype, torch.float32), self.gate.weight
         bias_E = None if self.gate.bias is None else self.gate.bias.to(dtype)
-        narrow = x_TD.dtype is weight_ED.dtype is torch.bfloat16
-        if narrow and self.config.router_product == "bfloat16":
-            logits_TE = split_linear(x_TD, weight_ED)
-            return logits_TE if bias_E is None else logits_TE + bias_E
         return F.linear(x_TD.to(dtype), weight_ED.to(dtype), bias_E)
 
     def select_experts(self, scores_TE: Tensor) -> Tensor:

@@ -89,7 +89,6 @@ def test_sizes_by_arithmetic_are_those_of_the_model(name: str, flavor: str):
     [
         ("attention", {"qk_norm": "rms"}),
         ("rope", {"pairing": "thirds"}),
-        ("moe", {"router_product": "float16"}),
         ("moe", {"activation": "gelu"}),
         ("moe", {"weights_scale": "both"}),
     ],

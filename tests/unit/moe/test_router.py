@@ -60,13 +60,3 @@ def test_weights_are_normalised_scaled_and_differentiable():
     weights_TK = router.gating_weights(scores_TE, experts_TK)
     torch.testing.assert_close(weights_TK.sum(-1), torch.full((6,), 2.5, dtype=torch.float64))
     assert torch.autograd.gradcheck(lambda s: router.gating_weights(s, experts_TK), scores_TE)
-
-
-def test_bfloat16_units_multiply_where_both_operands_are_bfloat16() -> None:
-    plain, split = (_router(replace(CONFIG, router_product=p)) for p in ("float32", "bfloat16"))
-    x_TD = torch.randn(50, 16)
-    assert torch.equal(plain(x_TD).logits_TE, split(x_TD).logits_TE)
-    assert not split(x_TD).logits_TE.grad_fn.name().startswith("_SplitLinear")
-    logits_TE = split.bfloat16()(x_TD.bfloat16()).logits_TE
-    assert logits_TE.grad_fn.name().startswith("_SplitLinear")
-    torch.testing.assert_close(logits_TE, plain.bfloat16()(x_TD.bfloat16()).logits_TE)
