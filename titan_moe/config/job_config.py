@@ -592,9 +592,6 @@ class Comm(Section):
     init_communicators_eagerly: bool = False
     """Make each NCCL communicator with its process group, not in the group's first collective.
     Ranks that cannot reach each other then fail before the first step."""
-    split_communicators: bool = False
-    """Split NCCL communicators from the world's (ncclCommSplit) instead of initialising each anew.
-    Has no effect on a CPU. It has not been run on GPUs yet."""
 
 
 class Validation(Section):

@@ -202,20 +202,11 @@ def nodes_of(meshes: Meshes, ranks_per_node: int) -> Nodes | None:
     dims, size = meshes.dims, _ranks_on_node(meshes.dims, ranks_per_node)
     if size is None:
         return None
-    place, options = (
-        dims.coordinate(meshes.rank, "ep"),
-        GroupOptions(Traffic.TOKENS, meshes.timeout),
-    )
-
-    def group(own: slice, all_parts: list[slice], description: str) -> ProcessGroup:
-        partition = [ranks[part] for ranks in dims.partition("ep") for part in all_parts]
-        return meshes.groups.get(meshes.members("ep")[own], options, description, partition)
-
-    across = [slice(i, None, size) for i in range(size)]
-    within = [slice(i, i + size) for i in range(0, dims.ep, size)]
+    ranks, place = meshes.members("ep"), dims.coordinate(meshes.rank, "ep")
+    options, first = GroupOptions(Traffic.TOKENS, meshes.timeout), place // size * size
     return Nodes(
-        across=group(across[place % size], across, "ep across nodes"),
-        within=group(within[place // size], within, "ep within a node"),
+        across=meshes.groups.get(ranks[place % size :: size], options, "ep across nodes"),
+        within=meshes.groups.get(ranks[first : first + size], options, "ep within a node"),
     )
 
 

@@ -119,10 +119,7 @@ class Meshes:
         return self._made[key]
 
     def _make_group(self, names: Names) -> ProcessGroup:
-        partition = self.dims.partition(names) if self.groups.split else ()
-        return self.groups.get(
-            self.members(names), self._options(names), self._description(names), partition
-        )
+        return self.groups.get(self.members(names), self._options(names), self._description(names))
 
     def _shortest(self, names: Names) -> Names:
         """One axis instead of several, where it is the same ranks."""

@@ -170,11 +170,8 @@ def build_sharded_model(
 
 
 def _new_groups(job: JobConfig, device: torch.device) -> ProcessGroups:
-    on_gpu = device.type == "cuda"
-    return ProcessGroups(
-        device if job.comm.init_communicators_eagerly and on_gpu else None,
-        split=job.comm.split_communicators and on_gpu,
-    )
+    eager = job.comm.init_communicators_eagerly and device.type == "cuda"
+    return ProcessGroups(device if eager else None)
 
 
 def _counts_targets(meshes: Meshes) -> bool:

@@ -6,7 +6,6 @@ group costs start-up time and NCCL memory. Only ranks of a group take part in ma
 per rank does not grow with the world.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
@@ -63,44 +62,27 @@ class ProcessGroups:
     device: torch.device | None = None
     """Makes each group's NCCL communicator with the group, on this device; None: NCCL makes it in
     the group's first collective."""
-    split: bool = False
-    """Splits NCCL's communicators from the world's, which needs a world with a `device_id`. All
-    ranks of the world then make groups together."""
     _groups: dict[_Key, ProcessGroup] = field(default_factory=dict, init=False, repr=False)
 
     def get(
-        self,
-        ranks: tuple[int, ...],
-        options: GroupOptions,
-        description: str = "",
-        partition: Sequence[Sequence[int]] = (),
+        self, ranks: tuple[int, ...], options: GroupOptions, description: str = ""
     ) -> ProcessGroup:
         """Returns the group of `ranks`, this one among them; all groups of one rank are the same.
 
         Args:
             description: what a flight recorder shows; that of the first call counts.
-            partition: the groups of all ranks of the world along the same axes; read by `split`.
         """
         known = self.known(ranks, options)
         if known is not None:
             return known
-        if self.split:
-            group = dist.split_group(
-                split_ranks=[list(each) for each in partition],
-                timeout=options.timeout,
-                pg_options=options.of_backend(),
-                group_desc=description or None,
-            )
-            assert group is not None, f"no group of {partition} has this rank"
-        else:
-            group = dist.new_group(
-                list(ranks),
-                timeout=options.timeout,
-                pg_options=options.of_backend(),
-                use_local_synchronization=True,
-                group_desc=description or None,
-                device_id=self.device if len(ranks) > 1 else None,
-            )
+        group = dist.new_group(
+            list(ranks),
+            timeout=options.timeout,
+            pg_options=options.of_backend(),
+            use_local_synchronization=True,
+            group_desc=description or None,
+            device_id=self.device if len(ranks) > 1 else None,
+        )
         self._groups[_key(ranks, options)] = group
         return group
 

@@ -61,16 +61,14 @@ def process_group(launch: Launch, comm: Comm, environment: Mapping[str, str]) ->
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
     timeout = backend_timeout(comm.init_timeout_seconds)
     try:
-        # A device_id makes NCCL split the world's communicator for every group, which groups made
-        # by their members alone (use_local_synchronization) cannot do.
-        splits = comm.split_communicators and device.type == "cuda"
+        # No device_id: it makes NCCL split the world's communicator for every group, which groups
+        # made by their members alone (use_local_synchronization) cannot do.
         dist.init_process_group(
             backend_for(device),
             timeout=timeout,
             store=_store(launch, timeout, environment),
             rank=launch.rank,
             world_size=launch.world_size,
-            device_id=device if splits else None,
         )
         if comm.init_communicators_eagerly and device.type == "cuda":
             dist.barrier(device_ids=[device.index])

@@ -4,19 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.tiny import tiny
-from titan_moe.config.parse import load_job, resolve
 from titan_moe.distributed.parallel_dims import (
     DENSE_AXES,
     SPARSE_AXES,
     ParallelDims,
-    parallel_dims,
 )
-from titan_moe.distributed.parallelize import lay_out
-from titan_moe.distributed.policies import resolve_model
 from titan_moe.distributed.process_groups import GroupOptions, ProcessGroups, Traffic
 from titan_moe.runtime.ranks import run_on_ranks
-from titan_moe.simulate.fake_rank import fake_world
 
 LAYOUTS = [
     {"dp_replicate": 1, "ep": 8},
@@ -80,33 +74,3 @@ def test_communicators_are_made_with_their_groups_if_asked(monkeypatch, device):
     groups.get((0,), GroupOptions(Traffic.TOKENS), "pp")
     # A group of one rank has no connections.
     assert made == [([0, 1], device, "tp+etp"), ([0], None, "pp")]
-
-
-def splits_of_rank(rank: int, ranks_per_node: int) -> list[list[list[int]]]:
-    """The split_ranks of each split_group call while a model is laid out, in a fake world."""
-    calls: list[list[list[int]]] = []
-
-    def split_group(split_ranks, timeout, pg_options, group_desc):
-        calls.append(split_ranks)
-        (own,) = (each for each in split_ranks if rank in each)
-        return dist.new_group(own, use_local_synchronization=True, group_desc=group_desc)
-
-    keys = ["--config", "configs/deepseek_v3/debugmodel.toml", "--training.seq_len", "64"]
-    keys += ["--parallelism.pipeline_parallel_degree", "2"]
-    keys += ["--parallelism.expert_parallel_degree", "4"]
-    keys += ["--parallelism.expert_parallel_comm_backend", "deduplicated"]
-    job = resolve(load_job(keys), 16)
-    with fake_world(rank, 16), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "split_group", split_group, raising=True)
-        meshes = parallel_dims(job.parallelism, 16).build_mesh(
-            "cpu", groups=ProcessGroups(split=True)
-        )
-        lay_out(job, resolve_model(tiny(job), job), meshes, torch.device("cpu"), ranks_per_node)
-    return calls
-
-
-def test_all_ranks_split_the_world_alike():
-    first, *others = [splits_of_rank(rank, ranks_per_node=2) for rank in range(0, 16, 3)]
-    assert len(first) == 7 and all(other == first for other in others)
-    for partition in first:
-        assert sorted(rank for ranks in partition for rank in ranks) == list(range(16))

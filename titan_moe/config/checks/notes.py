@@ -26,7 +26,6 @@ _GPU_ONLY = {
     "training.enable_cpu_offload": "parameters are in host memory",
     "profiling.enable_memory_snapshot": "a snapshot is of CUDA's allocator",
     "comm.init_communicators_eagerly": "communicators are NCCL's",
-    "comm.split_communicators": "communicators are NCCL's",
     "parallelism.enable_async_tensor_parallel": "CPUs do not read each other's memory",
 }
 
