@@ -134,11 +134,6 @@ class ParallelDims:
             members = [each + first + i * stride for each in members for i in range(size)]
         return tuple(members)
 
-    def partition(self, names: Names) -> list[tuple[int, ...]]:
-        """The groups of all ranks along these axes, by their first rank."""
-        firsts = (rank for rank in range(self.world_size) if self.coordinate(rank, names) == 0)
-        return [self.group_of(rank, names) for rank in firsts]
-
     def build_mesh(
         self,
         device_type: str,
