@@ -191,10 +191,10 @@ def _watch_saves(trainer: Trainer, watched: Watched, layout: Layout, save_last: 
     """Keep what the ranks of a layout hold whenever it is saved."""
     save, shards = trainer.checkpointer.save, Shards(layout, tensor_dims())
 
-    def save_and_keep(step: int, state: dict[str, Any], *, last: bool = False) -> None:
+    def save_and_keep(step: int, state: dict[str, Any], *, last: bool = False, **how: Any) -> None:
         if save_last or not last:
             watched.saved[step] = pieces(trainer, shards)
-            save(step, state, last=last)
+            save(step, state, last=last, **how)
 
     trainer.checkpointer.save = save_and_keep
     watched.odd_slices += odd_slices(trainer, shards)

@@ -197,7 +197,7 @@ class Checkpointer:
             "process_group": self._group,
         }
         if wait:
-            future: Future[Any] = Future()
+            future = Future[Any]()
             try:
                 future.set_result(dcp.save(parts, **how))
             except CheckpointException as error:
@@ -206,9 +206,9 @@ class Checkpointer:
         else:
             if self._stager is None:
                 self._stager = make_stager(self._config.async_mode)
-            future = dcp.async_save(parts, async_stager=self._stager, **how)
-            assert isinstance(future, Future), "tensors are copied when async_save returns"
-            self._save = Save(step, target, aside, began, future)
+            begun = dcp.async_save(parts, async_stager=self._stager, **how)
+            assert isinstance(begun, Future), "tensors are copied when async_save returns"
+            self._save = Save(step, target, aside, began, begun)
             took = time.perf_counter() - began
             self._say("saving %s in the background; the step waited %.2f s", target, took)
 

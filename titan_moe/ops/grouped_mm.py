@@ -14,7 +14,6 @@ _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _STRIDE_BYTES = 16
 
 
-@torch.library.custom_op("titan_moe::grouped_mm", mutates_args=())
 def grouped_mm(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     """y_RF = x_RD @ w_EFD[e].T for the rows of each expert e; differentiable in x and w.
 
@@ -33,12 +32,17 @@ def grouped_mm(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
         w_EFD: one [F, D] matrix per expert, contiguous.
         offsets_E: int32, ascending: where each expert's rows end.
     """
+    return _grouped_mm(x_RD, w_EFD, offsets_E)
+
+
+@torch.library.custom_op("titan_moe::grouped_mm", mutates_args=())
+def _grouped_mm(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     if has_grouped_gemm(w_EFD):
         return F.grouped_mm(x_RD, w_EFD.transpose(-2, -1), offs=offsets_E)
     return grouped_mm_loop(x_RD, w_EFD, offsets_E)
 
 
-@grouped_mm.register_fake
+@_grouped_mm.register_fake
 def _(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     return x_RD.new_empty(x_RD.shape[0], w_EFD.shape[1])
 
@@ -98,7 +102,7 @@ def _backward(ctx, grad_RF: Tensor):  # type: ignore[no-untyped-def]
     return *grouped_mm_backward(grad_RF, *ctx.saved_tensors), None
 
 
-grouped_mm.register_autograd(_backward, setup_context=_keep_arguments)
+_grouped_mm.register_autograd(_backward, setup_context=_keep_arguments)
 
 
 def has_grouped_gemm(w_EFD: Tensor) -> bool:

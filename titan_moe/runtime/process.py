@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._library.custom_ops import OPDEFS
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titan_moe.config.job_config import Comm, Debug
@@ -137,10 +138,11 @@ def seed_everything(debug: Debug) -> None:
 def leave_compiler_out() -> None:
     """Keep torch's compiler from being imported, in a process that compiles nothing.
 
-    The wrappers ask this attribute of their function first (torch/_compile.py, 2.11 to 2.13). A
-    later torch may import its compiler again; nothing else changes.
+    The wrappers ask this attribute of their function first (torch/_compile.py of 2.13), those of
+    custom operations too. A later torch may import its compiler again; nothing else changes.
     """
-    for wrapper in _IMPORT_COMPILER:
+    own = [op for name, op in OPDEFS.items() if name.startswith("titan_moe::")]
+    for wrapper in (*_IMPORT_COMPILER, *(fn for op in own for fn in op._backend_fns.values())):
         function = getattr(wrapper, "__wrapped__", None)
         if function is not None:
             function.__dynamo_disable = function
