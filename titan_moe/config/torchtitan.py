@@ -63,6 +63,8 @@ IGNORED: dict[str, str] = {
 """Key of torchtitan -> why the numbers are the same without it."""
 
 DELETED: dict[str, str] = {
+    "comm.split_communicators": "each group makes its own communicator",
+    "moe.router_product": "the router's product is computed in float32",
     "training.max_bad_documents": "documents without a text are counted and stop no run",
 }
 """Key that this program had once -> what to use instead, or why it is not needed."""
