@@ -25,7 +25,7 @@ def tables() -> str:
     parts = []
     sections = dict(_sections(JobConfig, ""))
     for name, section in sections.items():
-        parts.append(f"## [{name}] {{ #{name} }}\n\n{_prose(section.__doc__, name)}")
+        parts.append(f"## [{name}] {{#{name}}}\n\n{_prose(section.__doc__, name)}")
         for key, field in section.model_fields.items():
             if not _is_section(field.annotation) or f"{name}.{key}" not in sections:
                 parts.append(_key(name, key, field))
@@ -58,8 +58,8 @@ def _key(table: str, key: str, field: FieldInfo) -> str:
     else:
         says = f"default `{_toml(default)}`"
     return (
-        f'### `{key}` {{ #{table}.{key} data-toc-label="{key}" }}\n\n'
-        f"{_kind(field.annotation, field.metadata)}, {says}\n{{ .key-type }}\n\n"
+        f'### `{key}` {{#{table}.{key} data-toc-label="{key}"}}\n\n'
+        f"{_kind(field.annotation, field.metadata)}, {says}\n{{.key-type}}\n\n"
         f"{_prose(field.description, table)}"
     )
 

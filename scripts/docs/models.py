@@ -1,4 +1,4 @@
-"""The tables of docs/models.md: every flavor's dimensions, parameters and FLOPs, by arithmetic."""
+"""The tables of docs/models.md: every flavor's dimensions and parameters, by arithmetic."""
 
 import inspect
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig
 from titan_moe.models.registry import FAMILIES, family_module, flavors
-from titan_moe.models.stats import part_weights, total
+from titan_moe.models.stats import total
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -15,10 +15,9 @@ else:
     import tomli as tomllib
 
 REPO = Path(__file__).parents[2]
-SEQ_LEN = 4096
 _HEADS = (
-    *("flavor", "parameters", "active", "GFLOP a token", "layers", "width", "attention"),
-    *("experts", "vocabulary", "files in `configs/`"),
+    *("flavor", "parameters", "active", "layers", "width", "attention", "experts"),
+    "files in `configs/`",
 )
 _ADDRESS = re.compile(r"arXiv ((?:\d{4}\.\d{5}(?:, | and )?)+)")
 
@@ -37,16 +36,15 @@ def tables() -> str:
                 flavors(family).items(), key=lambda one: sum(total(one[1]))
             )
         ]
-        head = f"| {' | '.join(_HEADS)} |\n|---|{'--:|' * 3}{'---|' * (len(_HEADS) - 4)}"
+        head = f"| {' | '.join(_HEADS)} |\n|---|{'--:|' * 2}{'---|' * (len(_HEADS) - 3)}"
         parts.append(
-            f"## {family} {{ #{family} }}\n\n{_linked(says)}\n\n" + "\n".join([head, *rows])
+            f"## {family} {{#{family}}}\n\n{_linked(says)}\n\n" + "\n".join([head, *rows])
         )
     return "\n\n".join(parts)
 
 
 def _row(flavor: str, config: ModelConfig, files: list[str]) -> list[str]:
     size = total(config)
-    flops = sum(part_weights(config, SEQ_LEN).values()) / 1e9
     moe = config.moe
     experts = "none: dense"
     if moe is not None:
@@ -56,12 +54,10 @@ def _row(flavor: str, config: ModelConfig, files: list[str]) -> list[str]:
         f"`{flavor}`",
         _count(sum(size)),
         _count(size.active(config)),
-        f"{flops:,.3g}" if flops < 1000 else f"{flops:,.0f}",
         _layers(config),
         f"{config.dim:,}",
         _attention(config),
         experts,
-        f"{config.vocab_size:,}",
         ", ".join(f"`{name}`" for name in files),
     ]
 

@@ -36,4 +36,4 @@ def test_a_page_that_is_out_of_date_is_found(tmp_path: Path) -> None:
 
 def test_every_key_has_an_anchor() -> None:
     text = (REPO / "docs" / "configuration.md").read_text()
-    assert [key for key in known_keys() if f"{{ #{key} " not in text] == []
+    assert [key for key in known_keys() if f"{{#{key} " not in text] == []
