@@ -29,7 +29,7 @@ def tables() -> str:
     files = _files()
     parts = []
     for family in FAMILIES:
-        says = inspect.getdoc(family_module(family)) or ""
+        says = (inspect.getdoc(family_module(family)) or "").split("\n\n")[0]
         rows = [
             "| " + " | ".join(_row(flavor, config, files.get((family, flavor), []))) + " |"
             for flavor, config in sorted(
@@ -37,9 +37,7 @@ def tables() -> str:
             )
         ]
         head = f"| {' | '.join(_HEADS)} |\n|---|{'--:|' * 2}{'---|' * (len(_HEADS) - 3)}"
-        parts.append(
-            f"## {family} {{#{family}}}\n\n{_linked(says)}\n\n" + "\n".join([head, *rows])
-        )
+        parts.append(f"## {family} {{#{family}}}\n\n{_linked(says)}\n\n" + "\n".join([head, *rows]))
     return "\n\n".join(parts)
 
 
