@@ -58,7 +58,7 @@ def _key(table: str, key: str, field: FieldInfo) -> str:
     else:
         says = f"default `{_toml(default)}`"
     return (
-        f'### `{key}` {{#{table}.{key} data-toc-label="{key}"}}\n\n'
+        f"### `{key}` {{#{table}.{key}}}\n\n"
         f"{_kind(field.annotation, field.metadata)}, {says}\n{{.key-type}}\n\n"
         f"{_prose(field.description, table)}"
     )
