@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from scripts.rehearsal.cases import CONFIGS, Case, all_cases
-from scripts.rehearsal.checkpoints import NAME as CHECKPOINT
-from scripts.rehearsal.checkpoints import rehearse_checkpoint
 from scripts.rehearsal.compiled import compiled_cases, missed_break, trace
 from scripts.rehearsal.controls import CONTROLS, missed
 from scripts.rehearsal.counts import count_layers, counted_cases, in_words
@@ -41,10 +39,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--counts", type=Path, metavar="FILE", help="count layers, as JSON there")
     options = parser.parse_args(argv)
     cases = [case for case in all_cases() if options.only in case.name]
-    saved = [CHECKPOINT] if options.only in CHECKPOINT else []
     traced = compiled_cases(options.only)
     if options.list:
-        print("\n".join([*(case.name for case in cases), *saved, *traced]))
+        print("\n".join([*(case.name for case in cases), *traced]))
         return 0
     if options.controls:
         return _plant(options.only)
@@ -52,8 +49,8 @@ def main(argv: list[str]) -> int:
         return _count(options.counts, options.only)
     started = time.perf_counter()
     num_findings, num_kernels = _rehearse(cases)
-    num_findings += _rehearse_checkpoint(saved) + _trace(traced)
-    num_cases = len(cases) + len(saved) + len(traced)
+    num_findings += _trace(traced)
+    num_cases = len(cases) + len(traced)
     print(
         f"{num_cases} cases, {num_kernels} kernels of ours, {num_findings} findings, "
         f"{time.perf_counter() - started:.0f} s"
@@ -99,11 +96,6 @@ def _rehearse(cases: list[Case]) -> tuple[int, int]:
         print(finding, flush=True)
         num_findings += 1
     return num_findings, len(launches)
-
-
-def _rehearse_checkpoint(saved: list[str]) -> int:
-    found = _run(rehearse_checkpoint, [()] * len(saved))
-    return sum(_tell(name, findings) for name, findings in zip(saved, found, strict=True))
 
 
 def _trace(cases: Mapping[str, tuple[str, int]]) -> int:

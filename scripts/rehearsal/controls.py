@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from scripts.rehearsal.cases import Case, in_layout
-from scripts.rehearsal.checkpoints import rehearse_checkpoint
 from scripts.rehearsal.ledger import Finding
 from scripts.rehearsal.rank import Rehearsal, rehearse
 from scripts.rehearsal.sm90 import compile_launches
@@ -33,7 +32,6 @@ class Control:
     plant: Callable[[], AbstractContextManager]
     layout: str = _DISPATCHING
     tables: Mapping[str, Mapping[str, Any]] | None = None
-    rehearse: Callable[["Control"], Rehearsal] = lambda control: control.train()
 
     def train(self) -> Rehearsal:
         case = self.case()
@@ -50,7 +48,7 @@ def missed(name: str) -> str:
     """Plant a control's mistake; a line if it is not found. In a fresh process."""
     control = next(each for each in CONTROLS if each.name == name)
     with control.plant():
-        found = control.rehearse(control)
+        found = control.train()
     findings = [*found.findings, *_spills(found.launches if _compiles(control) else ())]
     hits = [f for f in findings if f.kind == control.kind and control.where in f.place.where]
     if hits:
@@ -143,26 +141,6 @@ def _without_a_pipelines_first(all_reduce: Any) -> Any:
 
 _WEIGHTS = "titan_moe.moe.router:Router.gating_weights"
 CONTROLS = [
-    Control(
-        "a checkpoint that is copied to the host as a whole",
-        "copy",
-        "checkpointer.py:_tensors",
-        _wrapped(
-            "titan_moe.checkpoint.checkpointer:model_tensors",
-            _and_then(lambda tensors: [tensor.cpu() for tensor in tensors.values()]),
-        ),
-        rehearse=lambda control: Rehearsal(rehearse_checkpoint()),
-    ),
-    Control(
-        "checksums of two devices",
-        "refused",
-        "checksums.py:_sum_block",
-        _wrapped(
-            "titan_moe.checkpoint.checksums:_bits",
-            _changed(lambda bits: bits + torch.ones(bits.shape, dtype=bits.dtype)),
-        ),
-        rehearse=lambda control: Rehearsal(rehearse_checkpoint()),
-    ),
     Control(
         "a copy to the host",
         "copy",

@@ -218,9 +218,9 @@ def _waits(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def fake_cuda(mode: FakeCuda | None = None) -> Iterator[FakeCuda]:
+def fake_cuda() -> Iterator[FakeCuda]:
     """Be on a GPU that is not there; scripts/rehearse.sh loads what stands for CUDA's libraries."""
-    mode = mode or FakeCuda()
+    mode = FakeCuda()
 
     def tolist(x: FakeTensor) -> Any:
         """One copy and one wait; FakeTensor's own reads number by number."""

@@ -73,15 +73,6 @@ WAITS: Mapping[str, Allowance] = {
 }
 """Waits of the host for the device in a step."""
 
-CHECKPOINT_MOVES: Mapping[str, str] = {
-    "checkpoint/tensor_files.py:_raw": "tensors are written from the host's memory",
-    "checkpoint/checksum.py:checksums": "sums of all tensors are compared as text, at the end",
-    "distributed/transfer.py:execute": "what was read from disk goes to the device",
-    "checkpoint/hf/write_folder.py:put": "tensors are written from the host's memory",
-    "checkpoint/hf/sources.py:fill": "what was read from disk goes to the device",
-}
-"""Copies and waits as a checkpoint is saved or loaded: place -> reason."""
-
 FIRST_PAIRS: Mapping[str, str] = {
     "distributed/context_parallel/ring.py:_pass_on": "every rank of the ring sends and receives",
 }

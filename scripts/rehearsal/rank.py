@@ -56,7 +56,7 @@ def rehearse(
         try:
             _train(job, config, world_size, mode, num_microbatches, found)
         except Exception as error:  # Whatever torch's rules or the program refuse is a finding.
-            found.findings += [*dict.fromkeys(mode.ledger.findings), refused(error)]
+            found.findings += [*dict.fromkeys(mode.ledger.findings), _refused(error)]
     return found
 
 
@@ -118,7 +118,7 @@ def _has_bounded_sizes(job: JobConfig) -> bool:
     return bounded or parallelism.expert_parallel_comm_backend == "symmetric"
 
 
-def refused(error: Exception) -> Finding:
+def _refused(error: Exception) -> Finding:
     """Where the program stood, and torch's words; of the first error, where one led to another."""
     while isinstance(error.__cause__, Exception):
         error = error.__cause__

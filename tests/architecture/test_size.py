@@ -14,7 +14,7 @@ import pytest
 from tests.support.paths import REPO
 
 # Each change that deletes code lowers a limit, until it is the budget.
-LIMITS = {"titan_moe": 26_700, "tests": 23_900, "scripts": 3_620}
+LIMITS = {"titan_moe": 26_400, "tests": 23_850, "scripts": 3_500}
 BUDGETS = {"titan_moe": 23_700, "tests": 18_000, "scripts": 3_300}
 PACKAGES = {
     "titan_moe/*.py": 850,

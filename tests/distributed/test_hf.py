@@ -2,13 +2,15 @@
 
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
 from tests.support.tiers import tiered
-from titan_moe.checkpoint.hf.transfer import load_hf, save_hf
+from titan_moe.checkpoint.hf import write
+from titan_moe.checkpoint.hf.read import load_hf
 from titan_moe.checkpoint.manifest import gather_specs
 from titan_moe.checkpoint.tensors import MODEL, model_tensors
 from titan_moe.config.job_config import JobConfig
@@ -49,7 +51,11 @@ def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str)
     shapes = {name: spec.shape for name, spec in gather_specs(tensors).items()}
     load_hf(source, model, tensors, shapes)
     record = {"model": {"hf_assets_path": str(source)}}
-    save_hf(target, model, tensors, shapes, dtype=getattr(torch, dtype), job_record=record)
+    # More files than ranks, and not as many for each of them.
+    with mock.patch.object(write, "LARGEST_FILE", 40_000):
+        write.save_hf(
+            target, model, tensors, shapes, dtype=getattr(torch, dtype), job_record=record
+        )
 
 
 @pytest.mark.parametrize(
@@ -71,6 +77,7 @@ def test_round_trip_in_every_layout(family, layout, tmp_path):
         through, RANKS[layout], model, layout, tmp_path / "in", tmp_path / "out", "bfloat16"
     )
     assert_same_bits(read_folder(tmp_path / "out"), wanted)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > RANKS[layout]
     assert not list(tmp_path.glob(".*"))
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"eos_token": "<eos>"}'
 

@@ -54,7 +54,7 @@ BAD = [
     ({"checkpoint__initial_load_path": "/nowhere"}, ["/nowhere does not exist"]),
     ({"model__name": "mixtral"}, ["family 'qwen3': set that"]),
     ({"moe__bias_update_speed": 0.01}, ["no place for the routing bias", "choose 0"]),
-    ({"checkpoint__enable": "false"}, ["initial_load_in_hf=true has no effect without"]),
+    ({"checkpoint__enable": "false"}, ["initial_load_in_hf=true is not read without"]),
 ]
 
 

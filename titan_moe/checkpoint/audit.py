@@ -9,7 +9,7 @@ from titan_moe.checkpoint.checksums import as_digits, box_sum
 from titan_moe.checkpoint.digests import DIGESTS, damaged_files, files, read_digests
 from titan_moe.checkpoint.folder import saved_steps, step_folder
 from titan_moe.checkpoint.hf.folder import HFFolder, is_hf_folder
-from titan_moe.checkpoint.hf.sources import progress_bar
+from titan_moe.checkpoint.hf.read import progress_bar
 from titan_moe.checkpoint.manifest import MANIFEST, compare_checksums, read_manifest
 from titan_moe.checkpoint.tensors import METADATA, StoredTensors
 from titan_moe.config.errors import ConfigError
@@ -87,10 +87,10 @@ def _read_checkpoint(folder: Path, problems: list[str]) -> str:
 
 def _read_hf_folder(folder: Path, problems: list[str]) -> str:
     digested = _read_files(folder, problems)
-    with HFFolder(folder) as opened:
-        if not opened.tensors:
-            problems.append("it holds no tensor")
-        return f"Hugging Face folder, {digested}, {len(opened.tensors)} tensors"
+    shapes = HFFolder(folder).shapes
+    if not shapes:
+        problems.append("it holds no tensor")
+    return f"Hugging Face folder, {digested}, {len(shapes)} tensors"
 
 
 def _read_record(folder: Path, problems: list[str]) -> str:

@@ -28,7 +28,8 @@ from torch.optim import Optimizer
 from titan_moe.checkpoint import folder as folders
 from titan_moe.checkpoint.checksums import checksums, unlike_copies
 from titan_moe.checkpoint.find import find_checkpoint
-from titan_moe.checkpoint.hf.transfer import load_hf, save_hf
+from titan_moe.checkpoint.hf.read import load_hf
+from titan_moe.checkpoint.hf.write import save_hf
 from titan_moe.checkpoint.manifest import (
     MANIFEST,
     Manifest,

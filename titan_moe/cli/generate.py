@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> Answer:
         )
     import torch
 
-    from titan_moe.checkpoint.hf.transfer import load_alone
+    from titan_moe.checkpoint.hf.read import load_alone
     from titan_moe.generate import Sampling, decode, first_tokenizer, prompt_ids, readable
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

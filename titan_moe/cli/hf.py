@@ -36,7 +36,7 @@ def import_(options: argparse.Namespace) -> Answer:
 
     Exit codes: 0; 1 the folder cannot be read or written; 2 a folder that is not supported.
     """
-    from titan_moe.checkpoint.hf.transfer import import_folder
+    from titan_moe.checkpoint.hf.read import import_folder
 
     return _converted(import_folder, options)
 
@@ -64,7 +64,7 @@ def export(options: argparse.Namespace) -> Answer:
     Exit codes: 0; 1 the checkpoint cannot be read, or the folder not be written; 2 a wrong
     argument.
     """
-    from titan_moe.checkpoint.hf.transfer import export_checkpoint
+    from titan_moe.checkpoint.hf.write import export_checkpoint
 
     return _converted(export_checkpoint, options)
 

@@ -6,7 +6,7 @@ import torch
 from tests.support.disk_order import watched_disk
 from tests.support.hf_folders import make_folder, small_model
 from tests.support.saved_runs import Run
-from titan_moe.checkpoint.hf.transfer import import_folder
+from titan_moe.checkpoint.hf.read import import_folder
 from titan_moe.runtime.files import write_whole
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from scripts.rehearsal.ledger import Ledger
 from scripts.rehearsal.places import (
-    CHECKPOINT_MOVES,
     COPIES,
     FIRST_PAIRS,
     WAITS,
@@ -16,7 +15,7 @@ from scripts.rehearsal.places import (
 )
 from tests.support.paths import REPO
 
-_ALLOWED = sorted({*COPIES, *WAITS, *FIRST_PAIRS, *CHECKPOINT_MOVES})
+_ALLOWED = sorted({*COPIES, *WAITS, *FIRST_PAIRS})
 _READ = Place("distributed/collectives.py:read", 1)
 _ROUTE = Place("moe/dispatch/all_to_all.py:_route", 1)
 

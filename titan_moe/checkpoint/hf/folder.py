@@ -1,64 +1,52 @@
-"""Reading a Hugging Face folder: its safetensors files as one mapping of names to tensors.
+"""A Hugging Face folder: its safetensors files as one mapping of names to tensors.
 
 Tensors in block FP8 (DeepSeek-V3) and MXFP4 (gpt-oss) are de-quantised as they are read. Two stored
-tensors present themselves as one:
+tensors make one:
 
     X [.., M, N] float8, X_scale_inv [.., M / 128, N / 128]    X = float8 * its block's scale
     X_blocks [E, N, M / 32, 16] uint8, X_scales [E, N, M / 32]  X [E, M, N], 2 values a byte,
                                                                 groups of 32 with a power of 2
 """
 
-import os
 from collections.abc import Callable, Mapping
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from titan_moe.checkpoint.hf.pieces import Box
-from titan_moe.checkpoint.hf.safetensors_file import Entry, read_box, read_header
+from titan_moe.distributed.boxes import Box
 from titan_moe.models.hf import read_settings
 from titan_moe.runtime.errors import RunError, reason
 from titan_moe.runtime.files import parse_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SCALE_INV = "_scale_inv"
+BLOCKS, SCALES = "_blocks", "_scales"
 
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 _METHODS = ("fp8", "mxfp4")
-
-Read = Callable[[str, Box], Tensor]
-
-SCALE_INV = "_scale_inv"
-BLOCKS, SCALES = "_blocks", "_scales"
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FP8 = ("F8_E4M3", "F8_E5M2")
 # The 16 values of a 4-bit float with 2 bits of exponent and 1 of mantissa; OCP Microscaling
 # Formats specification 1.0, section 5.3.3.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _GROUP = 32
 _EXPONENT_BIAS = 127
 
-
-class Info(NamedTuple):
-    """What a folder says of one tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    """Of the values that `read` gives."""
+Read = Callable[[str, Box], Tensor]
 
 
-class Tensor8(NamedTuple):
-    """A block-quantised float8 tensor: it comes in float32, which holds the products."""
+class Float8(NamedTuple):
+    """A block-quantised float8 tensor, read as float32, which holds the products."""
 
     name: str
     shape: tuple[int, ...]
     block: tuple[int, int]
-    dtype: torch.dtype = torch.float32
 
     def read(self, box: Box, read: Read) -> Tensor:
-        """A box of its values."""
+        """The values of a box."""
         *outer, rows, columns = box
         blocks = tuple(
             slice(part.start // size, (part.stop - 1) // size + 1)
@@ -68,41 +56,34 @@ class Tensor8(NamedTuple):
         for dim, part, size, block in zip(
             (-2, -1), (rows, columns), self.block, blocks, strict=True
         ):
-            index = torch.arange(part.start, part.stop, part.step or 1) // size - block.start
+            index = torch.arange(part.start, part.stop) // size - block.start
             scales = scales.index_select(dim, index)
         return read(self.name, box).float().mul_(scales)
 
 
-class Tensor4(NamedTuple):
-    """An MXFP4 tensor, as the transposed bfloat16 tensor that transformers makes of it; exact."""
+class MXFP4(NamedTuple):
+    """An MXFP4 tensor, read as the transposed bfloat16 tensor that transformers makes of it."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype = torch.bfloat16
 
     def read(self, box: Box, read: Read) -> Tensor:
-        """A box of its values."""
+        """The values of a box, exact."""
         experts, inner, rows = box
         groups = slice(inner.start // _GROUP, (inner.stop - 1) // _GROUP + 1)
         scales = read(self.name + SCALES, (experts, rows, groups))
         packed = read(self.name + BLOCKS, (experts, rows, groups, slice(0, _GROUP // 2)))
-        # Of each byte both values, the first of them in its lower half.
+        # Each byte holds two values, the first of them in its lower half.
         table = torch.tensor([[_FP4[byte & 15], _FP4[byte >> 4]] for byte in range(256)])
         values = table[packed.int()].flatten(-2)
         values = torch.ldexp(values, scales.int()[..., None] - _EXPONENT_BIAS)
         first = groups.start * _GROUP
-        own = slice(inner.start - first, inner.stop - first, inner.step)
-        return values.to(self.dtype).flatten(-2)[..., own].transpose(-1, -2)
-
-
-Quantized = Tensor8 | Tensor4
+        inside = slice(inner.start - first, inner.stop - first)
+        return values.bfloat16().flatten(-2)[..., inside].transpose(-1, -2)
 
 
 class HFFolder:
     """The tensors of a Hugging Face folder, read box by box; safetensors only.
-
-    Quantised tensors present themselves as what they mean. Nothing is mapped into
-    memory: what is read is what is held.
 
     Raises RunError, and ConfigError for a config.json that makes no sense, when the folder cannot
     be read or is quantised in a way that is not known.
@@ -111,45 +92,72 @@ class HFFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.settings: dict[str, Any] = read_settings(path)
-        self._stored = _stored(path)
-        self._quantized: dict[str, Quantized] = {}
-        self._descriptors: dict[Path, int] = {}
+        files = _files(path)
+        self.num_bytes = sum(file.stat().st_size for file in files)
+        """Bytes of all tensor files."""
+        self._slices = {name: part for file in files.values() for name, part in file.items()}
         block = _weight_block(self.settings, path)
-        self._quantized, parts = _find_quantized(self._stored, block)
-        self.tensors = {
-            name: Info(entry.shape, entry.dtype)
-            for name, entry in self._stored.items()
-            if name not in parts
-        } | {name: Info(q.shape, q.dtype) for name, q in self._quantized.items()}
-        """All tensors by name."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors as they are stored."""
-        return sum(prod(e.shape) * e.dtype.itemsize for e in self._stored.values())
+        self._quantized: dict[str, Float8 | MXFP4] = {}
+        hidden: set[str] = set()
+        for name, part in self._slices.items():
+            if part.get_dtype() in _FP8:
+                self._quantized[name] = self._float8(name, block)
+                hidden |= {name, name + SCALE_INV}
+            elif name.endswith(BLOCKS) and part.get_dtype() == "U8":
+                plain = name.removesuffix(BLOCKS)
+                self._quantized[plain] = self._mxfp4(plain)
+                hidden |= {name, plain + SCALES}
+        self.shapes = {
+            name: tuple(part.get_shape())
+            for name, part in self._slices.items()
+            if name not in hidden
+        } | {name: tensor.shape for name, tensor in self._quantized.items()}
+        """Shapes of all tensors by name."""
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of a tensor. Raises RunError when a file ends too early."""
+        """The values of a box, whose slices may have steps."""
+        around = tuple(slice(part.start, part.stop) for part in box)
         quantized = self._quantized.get(name)
-        return self._read(name, box) if quantized is None else quantized.read(box, self._read)
-
-    def close(self) -> None:
-        """Close the files."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
-
-    def __enter__(self) -> "HFFolder":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+        values = quantized.read(around, self._read) if quantized else self._read(name, around)
+        return values[tuple(slice(None, None, part.step) for part in box)]
 
     def _read(self, name: str, box: Box) -> Tensor:
-        entry = self._stored[name]
-        if entry.path not in self._descriptors:
-            self._descriptors[entry.path] = os.open(entry.path, os.O_RDONLY)
-        return read_box(self._descriptors[entry.path], entry, box)
+        try:
+            return self._slices[name][box]
+        except SafetensorError as error:
+            raise RunError(f"{self.path}: {name} cannot be read: {reason(error)}") from None
+
+    def _float8(self, name: str, block: tuple[int, int] | None) -> Float8:
+        scales, shape = self._slices.get(name + SCALE_INV), self._shape(name)
+        if scales is None:
+            raise RunError(f"{self.path}: {name} is float8 without {name}{SCALE_INV}")
+        if block is None:
+            raise RunError(
+                f"{name} is float8, and config.json's quantization_config has no weight_block_size"
+            )
+        blocks = [-(-size // by) for size, by in zip(shape[-2:], block, strict=True)]
+        if self._shape(name + SCALE_INV) != (*shape[:-2], *blocks):
+            raise RunError(
+                f"{name}{SCALE_INV} is {scales.get_shape()} where {list(shape)} in blocks of "
+                f"{list(block)} wants {[*shape[:-2], *blocks]}"
+            )
+        return Float8(name, shape, block)
+
+    def _mxfp4(self, name: str) -> MXFP4:
+        if name + SCALES not in self._slices:
+            raise RunError(f"{self.path}: {name}{BLOCKS} is there without {name}{SCALES}")
+        *outer, half = self._shape(name + BLOCKS)
+        scales = self._shape(name + SCALES)
+        if len(outer) != 3 or half != _GROUP // 2 or scales != tuple(outer):
+            raise RunError(
+                f"{name}: {BLOCKS} {[*outer, half]} and {SCALES} {list(scales)} are not those of "
+                "MXFP4"
+            )
+        experts, rows, groups = outer
+        return MXFP4(name, (experts, groups * _GROUP, rows))
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slices[name].get_shape())
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -157,20 +165,17 @@ def is_hf_folder(path: Path) -> bool:
     return (path / "config.json").is_file() and not (path / "manifest.json").exists()
 
 
-def _stored(folder: Path) -> dict[str, Entry]:
+def _files(folder: Path) -> dict[Path, dict[str, Any]]:
+    """The slices of the tensors of each file."""
     index = folder / INDEX
     if index.is_file():
-        files = _indexed(index)
-        found = {
-            name: entry
-            for file in sorted(set(files.values()))
-            for name, entry in read_header(folder / file).items()
-        }
-        if missing := sorted(files.keys() - found.keys()):
+        named = _indexed(index)
+        files = {folder / name: _opened(folder / name) for name in sorted(set(named.values()))}
+        if missing := sorted(named.keys() - {name for file in files.values() for name in file}):
             raise RunError(f"{index} names tensors that no file has: {', '.join(missing[:4])}")
-        return found
+        return files
     if (folder / SINGLE).is_file():
-        return read_header(folder / SINGLE)
+        return {folder / SINGLE: _opened(folder / SINGLE)}
     others = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if others:
         raise RunError(
@@ -180,10 +185,21 @@ def _stored(folder: Path) -> dict[str, Entry]:
     raise RunError(f"{folder} has no weights: neither {INDEX} nor {SINGLE}")
 
 
+def _opened(path: Path) -> dict[str, Any]:
+    try:
+        # The slices keep the file open, which the library maps into memory.
+        file = safe_open(path, "pt")
+        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise RunError(f"{path} is missing") from None
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path} is damaged, or no safetensors file ({reason(error)})") from None
+
+
 def _indexed(index: Path) -> Mapping[str, str]:
     try:
         files = parse_json(index.read_bytes())["weight_map"]
-        # Nothing outside of the folder is ever ours.
+        # A folder is read alone, whatever its index says.
         if any(Path(name).name != name for name in files.values()):
             raise ValueError("it names a file in another folder")
         return files
@@ -206,57 +222,3 @@ def _weight_block(settings: Mapping[str, Any], folder: Path) -> tuple[int, int] 
     if not (isinstance(block, list) and len(block) == 2 and min(block) > 0):
         raise RunError(f"{folder / 'config.json'}: weight_block_size={block!r} must be two sizes")
     return int(block[0]), int(block[1])
-
-
-def _find_quantized(
-    stored: Mapping[str, Entry], block: tuple[int, int] | None
-) -> tuple[dict[str, Quantized], set[str]]:
-    """The tensors that are stored quantised, and the names of all that they are stored in.
-
-    Args:
-        block: config.json's weight_block_size.
-
-    Raises RunError for a half of a pair, or one that does not fit the other.
-    """
-    found: dict[str, Quantized] = {}
-    parts: set[str] = set()
-    for name, entry in stored.items():
-        if entry.dtype in _FP8:
-            found[name] = _tensor8(name, stored, block)
-            parts |= {name, name + SCALE_INV}
-        elif name.endswith(BLOCKS) and entry.dtype == torch.uint8:
-            whole = name.removesuffix(BLOCKS)
-            found[whole] = _tensor4(whole, stored)
-            parts |= {name, whole + SCALES}
-    return found, parts
-
-
-def _tensor8(name: str, stored: Mapping[str, Entry], block: tuple[int, int] | None) -> Tensor8:
-    scales, shape = stored.get(name + SCALE_INV), stored[name].shape
-    if scales is None:
-        raise RunError(f"{stored[name].path}: {name} is float8 without {name}{SCALE_INV}")
-    if block is None:
-        raise RunError(
-            f"{name} is float8, and config.json's quantization_config has no weight_block_size"
-        )
-    blocks = [-(-size // by) for size, by in zip(shape[-2:], block, strict=True)]
-    if len(shape) < 2 or scales.shape != (*shape[:-2], *blocks):
-        raise RunError(
-            f"{name}{SCALE_INV} is {list(scales.shape)} where {list(shape)} in blocks of "
-            f"{list(block)} wants {[*shape[:-2], *blocks]}"
-        )
-    return Tensor8(name, shape, block)
-
-
-def _tensor4(name: str, stored: Mapping[str, Entry]) -> Tensor4:
-    blocks, scales = stored[name + BLOCKS], stored.get(name + SCALES)
-    if scales is None:
-        raise RunError(f"{blocks.path}: {name}{BLOCKS} is there without {name}{SCALES}")
-    *outer, half = blocks.shape
-    if len(outer) != 3 or half != _GROUP // 2 or scales.shape != tuple(outer):
-        raise RunError(
-            f"{name}: {BLOCKS} {list(blocks.shape)} and {SCALES} {list(scales.shape)} are not "
-            "those of MXFP4"
-        )
-    experts, rows, groups = outer
-    return Tensor4(name, (experts, groups * _GROUP, rows))

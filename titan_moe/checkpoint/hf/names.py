@@ -1,11 +1,10 @@
-"""Which tensors of a Hugging Face folder our tensors are, or are to be written as."""
+"""Finds our tensors in a Hugging Face folder, and names what they are written as."""
 
 import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 import torch
 
@@ -29,29 +28,6 @@ _LAYER = re.compile(r"^(mtp\.)?layers\.(\d+)\.")
 _LONGEST_LIST = 6
 
 
-class Problems(NamedTuple):
-    """What is wrong with a folder's tensors, by name."""
-
-    missing: list[str]
-    extra: list[str]
-    misshapen: list[str]
-
-    def raise_if_any(self, folder: HFFolder) -> None:
-        """Raises RunError with all kinds in one line."""
-        kinds = (
-            (self.missing, "missing"),
-            (self.extra, "of no use to this model"),
-            (self.misshapen, "of another shape"),
-        )
-        found = [
-            f"{len(names)} {'tensor' if len(names) == 1 else 'tensors'} {kind}: {listed(names)}"
-            for names, kind in kinds
-            if names
-        ]
-        if found:
-            raise RunError(f"{folder.path} does not fit the model: {'; '.join(found)}")
-
-
 def listed(names: Iterable[str]) -> str:
     """Names, shortened."""
     names = list(names)
@@ -60,35 +36,39 @@ def listed(names: Iterable[str]) -> str:
 
 
 def find(model: HFModel, folder: HFFolder, shapes: Shapes) -> dict[str, Stored]:
-    """Where each of our tensors is in a folder; those that are never stored are left out.
+    """The place of each of our tensors in a folder; those that are never stored are left out.
 
     Raises RunError that names every missing, superfluous or misshapen tensor.
     """
-    problems = Problems([], [], [])
-    found: dict[str, Stored] = {}
-    wanted: set[str] = set()
+    places: dict[str, Stored] = {}
+    wanted: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
-        ways = [Stored(name, shape, way) for way in _ways(model, name)]
-        if not ways:
-            continue
-        stored = max(ways, key=lambda way: _share(way, folder))  # The first of equals.
-        found[name] = stored
-        for theirs, wants in stored.tensors().items():
-            wanted.add(theirs)
-            if theirs not in folder.tensors:
-                problems.missing.append(theirs)
-            elif (has := folder.tensors[theirs].shape) != wants:
-                problems.misshapen.append(f"{theirs} {list(has)} (wanted {list(wants)})")
-    unused = [name for name in folder.tensors if name not in wanted]
-    problems.extra.extend(_without_expected(unused, model, folder))
-    Problems(
-        sorted(set(problems.missing)), sorted(problems.extra), problems.misshapen
-    ).raise_if_any(folder)
-    return found
+        if ways := [Stored(name, shape, way) for way in _ways(model, name)]:
+            # The first of those that the folder has most of.
+            places[name] = max(ways, key=lambda way: _share(way, folder))
+            wanted |= places[name].tensors()
+    unused = [name for name in folder.shapes if name not in wanted]
+    problems = {
+        "missing": sorted(wanted.keys() - folder.shapes.keys()),
+        "of no use to this model": sorted(_without_expected(unused, model, folder)),
+        "of another shape": [
+            f"{name} {list(folder.shapes[name])} (wanted {list(shape)})"
+            for name, shape in wanted.items()
+            if folder.shapes.get(name, shape) != shape
+        ],
+    }
+    lines = [
+        f"{len(names)} {'tensor' if len(names) == 1 else 'tensors'} {kind}: {listed(names)}"
+        for kind, names in problems.items()
+        if names
+    ]
+    if lines:
+        raise RunError(f"{folder.path} does not fit the model: {'; '.join(lines)}")
+    return places
 
 
 def write_as(model: HFModel, shapes: Shapes) -> dict[str, list[Stored]]:
-    """What each of our tensors is written as: as published, with the copies that are published.
+    """The form in which each of our tensors is published, and its published copies.
 
     Raises RunError for a tensor that has no place; the routing's bias and load need none.
     """
@@ -140,7 +120,7 @@ def _pattern(model: HFModel, name: str) -> tuple[str, int]:
 
 def _share(stored: Stored, folder: HFFolder) -> float:
     tensors = stored.tensors()
-    return sum(name in folder.tensors for name in tensors) / len(tensors)
+    return sum(name in folder.shapes for name in tensors) / len(tensors)
 
 
 def _without_expected(names: list[str], model: HFModel, folder: HFFolder) -> list[str]:

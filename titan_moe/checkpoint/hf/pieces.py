@@ -1,4 +1,4 @@
-"""Which boxes of which Hugging Face tensors hold a box of one of ours. Arithmetic; no torch.
+"""Boxes of Hugging Face tensors that hold a box of one of ours. Arithmetic; no tensor is read.
 
 A box is a tuple of slices of a whole tensor; theirs may have a step of 2, where gate and up
 projections take turns.
@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+from titan_moe.distributed.boxes import Box, sizes
 from titan_moe.models.hf_family import HFWeight
-
-Box = tuple[slice, ...]
 
 _STEP = {"even": (0, 2), "odd": (1, 2)}
 
@@ -51,7 +50,7 @@ class Stored(NamedTuple):
         return dict.fromkeys(names, tuple(shape))
 
     def pieces(self, box: Box) -> Iterator[Piece]:
-        """Where a box of ours is; the pieces cover it, each element once."""
+        """The pieces that cover a box of ours, each element once."""
         if not self.one_by_one:
             yield Piece(self.way.name, self._theirs(box), box, self.way.transposed)
             return
@@ -89,79 +88,24 @@ def _shared_rows(rows: slice, part: str, size: int) -> slice:
     return slice(rows.start + shift, rows.stop + shift)
 
 
-def lengths(box: Box) -> tuple[int, ...]:
-    """The shape of a box."""
-    return tuple(len(range(part.start, part.stop, part.step or 1)) for part in box)
-
-
-def key(box: Box) -> tuple[tuple[int, int], ...]:
-    """A box without steps as something to find it by: slices have no hash before Python 3.12."""
-    return tuple((part.start, part.stop) for part in box)
-
-
 def whole(shape: Sequence[int]) -> Box:
     """The box that is all of a tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
 def cut(box: Box, largest: int) -> Iterator[Box]:
-    """Boxes (without steps) of at most `largest` elements that make up `box`, in order; a single
-    row of the last dim is not cut."""
-    sizes = lengths(box)
-    if prod(sizes) <= largest or not sizes:
-        if prod(sizes):
+    """Boxes of at most `largest` elements that make up `box`, in order; a single row of the last
+    dim is not cut."""
+    shape = sizes(box)
+    if prod(shape) <= largest or not shape:
+        if prod(shape):
             yield box
         return
-    dim = next((dim for dim, size in enumerate(sizes) if size > 1), 0)
-    if dim == len(sizes) - 1 and dim > 0:
+    dim = next((dim for dim, size in enumerate(shape) if size > 1), 0)
+    if dim == len(shape) - 1 and dim > 0:
         yield box
         return
-    rows = max(1, largest // prod(sizes[dim + 1 :]))
+    rows = max(1, largest // prod(shape[dim + 1 :]))
     for start in range(box[dim].start, box[dim].stop, rows):
         part = slice(start, min(start + rows, box[dim].stop))
         yield from cut((*box[:dim], part, *box[dim + 1 :]), largest)
-
-
-def relative(box: Box, origin: Box) -> Box:
-    """A box in the coordinates of another that holds it."""
-    return tuple(
-        slice(part.start - first.start, part.stop - first.start)
-        for part, first in zip(box, origin, strict=True)
-    )
-
-
-class Run(NamedTuple):
-    """Bytes that lie together in a row-major tensor, and where they are in the box."""
-
-    offset: int
-    """Elements from the tensor's start."""
-    box_offset: int
-    """Elements from the start of the box's own row-major order."""
-    length: int
-    """Elements."""
-
-
-def runs(shape: Sequence[int], box: Box) -> Iterator[Run]:
-    """The box of a row-major tensor as its longest contiguous runs, in order."""
-    sizes = lengths(box)
-    if not prod(sizes):
-        return
-    # Trailing dims that are taken whole, and one more that need not be, make up a run.
-    dim, length = len(shape), 1
-    while dim > 0 and (box[dim - 1].step or 1) == 1:
-        dim -= 1
-        length *= sizes[dim]
-        if sizes[dim] != shape[dim]:
-            break
-    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    start = sum(box[axis].start * strides[axis] for axis in range(dim, len(shape)))
-
-    def outer(axis: int, offset: int) -> Iterator[int]:
-        if axis == dim:
-            yield offset
-            return
-        for row in range(box[axis].start, box[axis].stop, box[axis].step or 1):
-            yield from outer(axis + 1, offset + row * strides[axis])
-
-    for number, offset in enumerate(outer(0, start)):
-        yield Run(offset, number * length, length)

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from titan_moe.checkpoint.hf.folder import HFFolder
-from titan_moe.checkpoint.hf.pieces import whole
-from titan_moe.checkpoint.hf.sources import HFSource, fill
-from titan_moe.checkpoint.hf.transfer import save_hf
+from titan_moe.checkpoint.hf.read import HFSource
+from titan_moe.checkpoint.hf.write import save_hf
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
@@ -136,10 +135,9 @@ def load_folder(model: Decoder, found: HFModel, folder: Path) -> None:
     """Imports a folder in one process, as production does; no parameter may be left out."""
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     buffers = {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
-    with HFFolder(folder) as opened:
-        shapes = {name: tuple(t.shape) for name, t in (tensors | buffers).items()}
-        source = HFSource(opened, found, shapes)
-        fill(tensors | buffers, {name: [whole(shapes[name])] for name in source.found}, source)
+    shapes = {name: tuple(t.shape) for name, t in (tensors | buffers).items()}
+    source = HFSource(HFFolder(folder), found, shapes)
+    source.fill(tensors | buffers)
     missing = tensors.keys() - source.found.keys()
     assert not missing, f"not filled: {missing}"
 

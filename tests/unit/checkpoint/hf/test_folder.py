@@ -31,8 +31,8 @@ def test_block_float8(tmp_path):
     for row in range(10):
         for column in range(13):
             slow[row, column] = weight[row, column].float() * scales[row // 4, column // 5]
-    assert folder.tensors.keys() == {"w.weight", "norm"}
-    assert folder.tensors["w.weight"].dtype == torch.float32
+    assert folder.shapes.keys() == {"w.weight", "norm"}
+    assert folder.read("w.weight", whole((10, 13))).dtype == torch.float32
     for box in (whole((10, 13)), (slice(3, 9), slice(4, 11)), (slice(9, 10), slice(0, 13, 2))):
         assert torch.equal(folder.read("w.weight", box), slow[box])
 
@@ -55,8 +55,7 @@ def test_mxfp4(tmp_path):
                 value = FP4[nibble & 7] * (-1 if nibble & 8 else 1)
                 slow[e, row, column] = value * 2.0 ** (int(scales[e, row, column // 32]) - 127)
     slow = slow.transpose(1, 2)
-    assert folder.tensors.keys() == {"e.down_proj"}
-    assert folder.tensors["e.down_proj"].shape == (2, 96, 6)
+    assert folder.shapes == {"e.down_proj": (2, 96, 6)}
     boxes = [
         whole((2, 96, 6)),
         (slice(1, 2), slice(5, 70), slice(1, 5)),
@@ -75,31 +74,20 @@ def test_mxfp4_as_transformers(tmp_path):
     assert torch.equal(folder.read("e.down_proj", whole((2, 128, 64))), theirs)
 
 
-def test_float8_without_scales(tmp_path):
-    weight = torch.randn(4, 4).to(torch.float8_e4m3fn)
-    with pytest.raises(RunError, match="w is float8 without w_scale_inv"):
-        _folder(tmp_path, {"w": weight})
+_BLOCKS = '{"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 5]}}'
+_FLOAT8 = torch.ones(10, 13).to(torch.float8_e4m3fn)
 
 
-def test_float8_without_block_size(tmp_path):
-    weight = torch.randn(4, 4).to(torch.float8_e4m3fn)
-    with pytest.raises(RunError, match="weight_block_size"):
-        _folder(tmp_path, {"w": weight, "w_scale_inv": torch.ones(1, 1)})
-
-
-def test_scales_that_do_not_fit(tmp_path):
-    weight = torch.randn(10, 13).to(torch.float8_e4m3fn)
-    settings = '{"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 5]}}'
-    with pytest.raises(RunError, match=r"wants \[3, 3\]"):
-        _folder(tmp_path, {"w": weight, "w_scale_inv": torch.ones(3, 2)}, settings)
-
-
-def test_other_quantisation_is_refused(tmp_path):
-    settings = '{"quantization_config": {"quant_method": "gptq"}}'
-    with pytest.raises(RunError, match="quant_method='gptq'"):
-        _folder(tmp_path, {"w": torch.ones(3)}, settings)
-
-
-def test_mxfp4_without_scales(tmp_path):
-    with pytest.raises(RunError, match="without e_scales"):
-        _folder(tmp_path, {"e_blocks": torch.zeros(1, 2, 3, 16, dtype=torch.uint8)})
+@pytest.mark.parametrize(
+    ("tensors", "settings", "line"),
+    [
+        ({"w": _FLOAT8}, "{}", "w is float8 without w_scale_inv"),
+        ({"w": _FLOAT8, "w_scale_inv": torch.ones(1, 1)}, "{}", "weight_block_size"),
+        ({"w": _FLOAT8, "w_scale_inv": torch.ones(3, 2)}, _BLOCKS, r"wants \[3, 3\]"),
+        ({"w": torch.ones(3)}, _BLOCKS.replace("fp8", "gptq"), "quant_method='gptq'"),
+        ({"e_blocks": torch.zeros(1, 2, 3, 16, dtype=torch.uint8)}, "{}", "without e_scales"),
+    ],
+)
+def test_unknown_or_incomplete_quantisation_is_refused(tensors, settings, line, tmp_path):
+    with pytest.raises(RunError, match=line):
+        _folder(tmp_path, tensors, settings)

@@ -19,8 +19,7 @@ def _find(folder, model, change):
     tensors = read_folder(folder)
     change(tensors)
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
-    with HFFolder(folder) as opened:
-        return find(model, opened, model_shapes(model.config))
+    return find(model, HFFolder(folder), model_shapes(model.config))
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ from math import prod
 import numpy as np
 import pytest
 
-from titan_moe.checkpoint.hf.pieces import Stored, cut, lengths, relative, runs, whole
+from titan_moe.checkpoint.hf.pieces import Stored, cut, whole
+from titan_moe.distributed.boxes import inside, sizes
 from titan_moe.models.hf_family import HFWeight
 
 EXPERTS, ROWS, COLUMNS = 3, 4, 6
@@ -60,8 +61,8 @@ def test_pieces_hold_the_values_of_the_box(name, shape, way):
     stored = Stored(name, shape, way)
     count = itertools.count(0, 1000)
     theirs = {
-        tensor: np.arange(prod(sizes)).reshape(sizes) + next(count)
-        for tensor, sizes in stored.tensors().items()
+        tensor: np.arange(prod(size)).reshape(size) + next(count)
+        for tensor, size in stored.tensors().items()
     }
     if "{expert}" in way.name:
         ours = np.stack([_slow(theirs[way.name.format(expert=e)], name, way) for e in range(3)])
@@ -69,38 +70,15 @@ def test_pieces_hold_the_values_of_the_box(name, shape, way):
         ours = _slow(theirs[way.name], name, way)
     assert ours.shape == shape
     for box in _boxes(shape):
-        found = np.full(lengths(box), -1)
-        times = np.zeros(lengths(box))
+        found = np.full(sizes(box), -1)
+        times = np.zeros(sizes(box))
         for piece in stored.pieces(box):
             values = theirs[piece.tensor][piece.theirs]
-            at = relative(piece.ours, box)
+            at = inside(piece.ours, box)
             found[at] = np.swapaxes(values, -1, -2) if piece.transposed else values
             times[at] += 1
         np.testing.assert_array_equal(found, ours[box])
         assert (times == 1).all()
-
-
-@pytest.mark.parametrize("shape", [(5,), (4, 6), (3, 4, 5), ()])
-def test_runs_are_the_box_in_order(shape):
-    tensor = np.arange(prod(shape)).reshape(shape)
-    flat = tensor.reshape(-1)
-    for box in [
-        *_boxes(shape),
-        *(tuple(slice(s.start, s.stop, 2) for s in b) for b in _boxes(shape)),
-    ]:
-        found = list(runs(shape, box))
-        values = [flat[run.offset : run.offset + run.length] for run in found]
-        joined = np.concatenate(values) if values else np.empty(0)
-        np.testing.assert_array_equal(joined, tensor[box].reshape(-1))
-        assert [run.box_offset for run in found] == [
-            sum(before.length for before in found[:number]) for number in range(len(found))
-        ]
-
-
-def test_runs_are_as_long_as_they_can_be():
-    assert [run.length for run in runs((4, 6), (slice(1, 3), slice(0, 6)))] == [12]
-    assert [run.length for run in runs((4, 6), (slice(1, 3), slice(0, 5)))] == [5, 5]
-    assert len(list(runs((8, 4, 6), (slice(0, 8), slice(1, 3), slice(0, 6))))) == 8
 
 
 @pytest.mark.parametrize("largest", [1, 2, 5, 7, 30, 1000])
@@ -109,5 +87,5 @@ def test_cut_covers_a_box_once(largest):
         times = np.zeros((4, 3, 5))
         for part in cut(box, largest):
             times[part] += 1
-            assert prod(lengths(part)) <= max(largest, 5)
-        assert (times[box] == 1).all() and times.sum() == prod(lengths(box))
+            assert prod(sizes(part)) <= max(largest, 5)
+        assert (times[box] == 1).all() and times.sum() == prod(sizes(box))

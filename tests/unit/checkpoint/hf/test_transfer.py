@@ -14,13 +14,13 @@ from tests.support.checkpointers import plain_checkpointer
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
 from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.digests import read_digests
-from titan_moe.checkpoint.hf import sources, transfer, write_folder
+from titan_moe.checkpoint.hf import read, write
 from titan_moe.checkpoint.hf.names import model_shapes
-from titan_moe.checkpoint.hf.transfer import export_checkpoint, import_folder, load_alone, load_hf
+from titan_moe.checkpoint.hf.read import import_folder, load_alone, load_hf, model_of_manifest
+from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.checkpoint.manifest import read_manifest
 from titan_moe.config.errors import ConfigError
 from titan_moe.models.decoder import Decoder
-from titan_moe.models.hf import differences
 from titan_moe.runtime.errors import RunError
 
 FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen3")
@@ -30,10 +30,9 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Everything is cut often, and there are several files."""
-    monkeypatch.setattr(sources, "LARGEST_CHUNK", 700)
-    monkeypatch.setattr(sources, "LARGEST", 300)
-    monkeypatch.setattr(write_folder, "LARGEST", 300)
-    monkeypatch.setattr(write_folder.export, "__kwdefaults__", {"largest_file": 100_000})
+    monkeypatch.setattr(read, "LARGEST_CHUNK", 700)
+    monkeypatch.setattr(read, "LARGEST", 300)
+    monkeypatch.setattr(write, "LARGEST_FILE", 100_000)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,10 +64,10 @@ def test_dimensions_that_are_not_those_of_the_tensors(key, value, line, tmp_path
     make_folder(tmp_path / "in", small_model("deepseek_v3"), torch.bfloat16)
     import_folder(tmp_path / "in", tmp_path / "step-0", torch.float32)
     manifest = read_manifest(tmp_path / "step-0")
-    assert transfer.model_of_manifest(manifest, tmp_path).family == "deepseek_v3"
+    assert model_of_manifest(manifest, tmp_path).family == "deepseek_v3"
     manifest.model[key] = value
     with pytest.raises((ConfigError, RunError), match=re.escape(line)):
-        transfer.model_of_manifest(manifest, tmp_path)
+        model_of_manifest(manifest, tmp_path)
 
 
 def test_a_checkpoint_of_an_import_is_loaded_by_training(tmp_path):
@@ -146,13 +145,13 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_one_line(tmp_path, monkeypatc
     checkpointer = plain_checkpointer(tmp_path, Decoder(model.config), model=model)
     checkpointer.save(1, {})
     folder = tmp_path / "checkpoint" / "step-1"
-    source = transfer.CheckpointSource.read
+    source = write.CheckpointSource.read
 
-    def read(self, name, box):
+    def removed(self, *arguments, **more):
         shutil.rmtree(folder, ignore_errors=True)
-        return source(self, name, box)
+        return source(self, *arguments, **more)
 
-    monkeypatch.setattr(transfer.CheckpointSource, "read", read)
+    monkeypatch.setattr(write.CheckpointSource, "read", removed)
     with pytest.raises(RunError, match=r"is incomplete: __0_0.distcp is missing") as caught:
         export_checkpoint(folder, tmp_path / "out", torch.float32)
     assert "\n" not in str(caught.value)
@@ -285,31 +284,21 @@ def test_a_bias_that_would_be_lost_is_refused(tmp_path):
     assert not list(tmp_path.rglob("*writing")) and not (tmp_path / "out").exists()
 
 
-def test_memory_of_an_import_is_a_few_chunks(tmp_path, monkeypatch):
-    """At no time are more than four chunks alive: one is written, one or two wait, one is made."""
+def test_import_holds_a_few_chunks_in_memory(tmp_path, monkeypatch):
     make_folder(tmp_path / "in", small_model("qwen3", num_layers=2), torch.bfloat16)
     alive, most, count = weakref.WeakSet(), 0, 0
-    read = transfer.read_chunk
+    read_chunk = read.read_chunk
 
     def counted(*arguments):
         nonlocal most, count
-        values = read(*arguments)
+        values = read_chunk(*arguments)
         alive.add(values)
         most, count = max(most, len(alive)), count + 1
         return values
 
-    monkeypatch.setattr(transfer, "read_chunk", counted)
+    monkeypatch.setattr(read, "read_chunk", counted)
     import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
     assert count > 20 and 1 <= most <= 4
-
-
-def test_model_config_is_kept(tmp_path):
-    model = small_model("deepseek_v3")
-    make_folder(tmp_path / "in", model, torch.bfloat16)
-    import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
-    manifest = read_manifest(tmp_path / "imported")
-    found = transfer.model_of_manifest(manifest, tmp_path / "imported")
-    assert found.family == "deepseek_v3" and not differences(found.config, model.config)
 
 
 def test_a_folder_without_a_tensor_is_not_whole(tmp_path):

@@ -1,0 +1,303 @@
+"""Weights from Hugging Face folders, and whole models of any folder.
+
+Each rank reads what it holds, or its share of a checkpoint to be made; no rank gives tensors to
+another. All but `load_alone` is collective, over one process or many.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from titan_moe.checkpoint.checksums import as_digits, box_sum
+from titan_moe.checkpoint.digests import check_listed
+from titan_moe.checkpoint.folder import new_folder, write_json
+from titan_moe.checkpoint.hf.assets import HF, asset_folders, copy_assets
+from titan_moe.checkpoint.hf.folder import HFFolder, is_hf_folder
+from titan_moe.checkpoint.hf.names import EXPERT_BIAS, PREVIOUS_LOAD, Shapes, find, model_shapes
+from titan_moe.checkpoint.hf.pieces import cut, whole
+from titan_moe.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    TensorSpec,
+    audit,
+    code_version,
+    read_manifest,
+)
+from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors, write_chunks
+from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_rank_zero
+from titan_moe.distributed.boxes import Box, inside, sizes
+from titan_moe.distributed.dtensor import local_part, local_slices
+from titan_moe.models.config import ModelConfig
+from titan_moe.models.decoder import Decoder, move_off_meta
+from titan_moe.models.hf import HFModel, as_record, differences, from_record, model_of
+from titan_moe.runtime.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+# Elements read together: with a float32 copy of quantised ones a process holds some hundred MB
+# beside its shard.
+LARGEST = 2**24
+# Elements of a chunk of an imported checkpoint: 256 MB in float32.
+LARGEST_CHUNK = 2**26
+
+
+class HFSource:
+    """The tensors of a Hugging Face folder, by our names. Raises RunError for a folder that is not
+    of this model."""
+
+    def __init__(self, folder: HFFolder, model: HFModel, shapes: Shapes) -> None:
+        self.found = find(model, folder, shapes)
+        """Our names -> the place of each tensor; those that are not stored are left out."""
+        self._folder = folder
+
+    def read(self, name: str, box: Box) -> Iterator[tuple[Box, Tensor]]:
+        """Boxes that make up a box, each with its values as they are stored, de-quantised."""
+        for part in cut(box, LARGEST):
+            for piece in self.found[name].pieces(part):
+                theirs = self._folder.read(piece.tensor, piece.theirs)
+                # A tensor of one expert has a dim less, which copy_ puts in front.
+                yield piece.ours, theirs.transpose(-1, -2) if piece.transposed else theirs
+
+    @torch.no_grad()
+    def fill(
+        self, tensors: Mapping[str, Tensor], advance: Callable[[int], object] = lambda num: None
+    ) -> None:
+        """Copy this rank's parts of tensors, plain or DTensors, cast to their type. Those that the
+        folder does not have stay.
+
+        Args:
+            advance: takes the number of bytes that were copied.
+        """
+        for name, tensor in tensors.items():
+            if name not in self.found:
+                continue
+            part, box = local_part(tensor).detach(), local_slices(tensor)
+            for at, values in self.read(name, box):
+                part[inside(at, box)].copy_(values)
+                advance(prod(sizes(at)) * part.element_size())
+
+
+def load_hf(folder: Path, model: HFModel, tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
+    """Fill a model's tensors, each rank its own parts; those that the folder does not have stay.
+
+    Args:
+        tensors: this rank's, by our names.
+        shapes: of all ranks' tensors, whole.
+
+    Raises RunError in one line when config.json or tensors are not those of the model.
+    """
+    started = time.perf_counter()
+
+    def load() -> int:
+        opened = HFFolder(folder)
+        source = HFSource(opened, model, shapes)
+        total = sum(local_part(tensors[name]).nbytes for name in tensors if name in source.found)
+        with progress_bar("import", total) as bar:
+            source.fill(tensors, bar.update)
+        return opened.num_bytes
+
+    doing = f"cannot load {folder}"
+    on_every_rank(lambda: _refuse_other_dimensions(model, folder), doing=doing)
+    check_listed(folder, doing=doing)
+    num_bytes = on_every_rank(load, doing=doing)
+    if dist.get_rank() == 0:
+        logger.info(speed_line(f"loaded {folder}", num_bytes, started))
+
+
+def import_folder(folder: Path, out: Path, dtype: torch.dtype) -> str:
+    """Write a Hugging Face folder's weights as a checkpoint that holds the model only; returns a
+    line that says how fast. Its folder `hf` keeps the files beside the weights.
+
+    Raises ConfigError or RunError in one line each; nothing is left then.
+    """
+    started = time.perf_counter()
+    doing = f"cannot import {folder}"
+    model = on_every_rank(lambda: model_of(folder), doing=doing)
+    check_listed(folder, doing=doing)
+    shapes = model_shapes(model.config)
+    opened = on_every_rank(lambda: HFFolder(folder), doing=doing)
+    source = on_every_rank(lambda: HFSource(opened, model, shapes), doing=doing)
+    chunks = [
+        Chunk(MODEL + name, box, shape, _dtype_of(name, dtype))
+        for name, shape in shapes.items()
+        for box in cut(whole(shape), LARGEST_CHUNK)
+    ]
+    with new_folder(out, sum(map(_num_bytes, chunks)), doing=doing) as aside:
+        sums = _write_share(source, model, chunks, aside, doing=f"cannot write {out}")
+
+        def describe() -> None:
+            copy_assets(folder, aside / HF)
+            manifest = _manifest(model, shapes, dtype, sums)
+            write_json(aside / MANIFEST, manifest.model_dump(mode="json"))
+
+        on_rank_zero(describe, doing=doing)
+    return speed_line(f"imported {out}", opened.num_bytes, started)
+
+
+def _write_share(
+    source: HFSource, model: HFModel, chunks: list[Chunk], aside: Path, *, doing: str
+) -> dict[str, str]:
+    """Write this rank's share of the chunks, every one as large as the others; returns the
+    checksums of all tensors. Collective."""
+    mine = chunks[dist.get_rank() :: dist.get_world_size()]
+    sums: dict[str, int] = {}
+
+    def make(chunk: Chunk) -> Tensor:
+        values = read_chunk(source, chunk, model.config)
+        sums[chunk.name] = sums.get(chunk.name, 0) + box_sum(values, chunk)
+        bar.update(_num_bytes(chunk))
+        return values
+
+    with progress_bar("import", sum(map(_num_bytes, mine))) as bar:
+        write_chunks(aside, mine, make, doing=doing)
+    totals: dict[str, int] = {}
+    for of_rank in from_every_rank(lambda: sums, doing=doing):
+        for name, value in of_rank.items():
+            totals[name] = totals.get(name, 0) + value
+    return {name: as_digits(total) for name, total in totals.items()}
+
+
+def read_chunk(source: HFSource, chunk: Chunk, config: ModelConfig) -> Tensor:
+    """The values of a chunk, on the CPU. The routing's buffers, which few folders have, get those
+    of a run that begins: no bias, and an even load."""
+    name, values = chunk.name.removeprefix(MODEL), torch.empty(sizes(chunk.box), dtype=chunk.dtype)
+    if name not in source.found:
+        assert config.moe is not None and name.endswith((EXPERT_BIAS, PREVIOUS_LOAD)), name
+        return values.fill_(1 / config.moe.num_experts if name.endswith(PREVIOUS_LOAD) else 0.0)
+    for at, part in source.read(name, chunk.box):
+        values[inside(at, chunk.box)].copy_(part)
+    return values
+
+
+def _num_bytes(chunk: Chunk) -> int:
+    return prod(sizes(chunk.box)) * chunk.dtype.itemsize
+
+
+def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if name.endswith((EXPERT_BIAS, PREVIOUS_LOAD)) else dtype
+
+
+def _manifest(model: HFModel, shapes: Shapes, dtype: torch.dtype, sums: dict[str, str]) -> Manifest:
+    return Manifest(
+        step=0,
+        model_only=True,
+        num_experts=model.config.moe.num_experts if model.config.moe else 0,
+        tensors={
+            MODEL + name: TensorSpec(
+                shape=shape, dtype=str(_dtype_of(name, dtype)).removeprefix("torch.")
+            )
+            for name, shape in shapes.items()
+        },
+        checksums=sums,
+        job={"model": {"name": model.family, "flavor": "hf"}},
+        code=code_version(),
+        family=model.family,
+        model=as_record(model.config),
+    )
+
+
+def model_of_manifest(manifest: Manifest, checkpoint: Path) -> HFModel:
+    """Family and dimensions of a checkpoint, whose tensors are those of such a model. Raises
+    RunError."""
+    if not manifest.model:
+        raise RunError(f"{checkpoint / MANIFEST} does not say which model it is of")
+    model = HFModel(manifest.family, from_record(manifest.model))
+    wanted = {MODEL + name: shape for name, shape in model_shapes(model.config).items()}
+    specs = {
+        name: TensorSpec(
+            shape=shape,
+            dtype=manifest.tensors[name].dtype if name in manifest.tensors else "",
+        )
+        for name, shape in wanted.items()
+    }
+    experts = model.config.moe.num_experts if model.config.moe else 0
+    if problems := audit(manifest, specs, [MODEL], experts):
+        raise RunError(f"checkpoint {checkpoint} does not fit its model: {'; '.join(problems)}")
+    return model
+
+
+def _refuse_other_dimensions(model: HFModel, folder: Path) -> None:
+    theirs = model_of(folder)
+    if theirs.family != model.family:
+        raise RunError(
+            f"{folder} holds a model of the family {theirs.family}: set model.name={theirs.family}"
+        )
+    if lines := differences(model.config, theirs.config):
+        raise RunError(
+            f"{folder} does not fit the model: {', '.join(lines)}; model.flavor=hf with "
+            f"model.hf_assets_path={folder} takes its dimensions"
+        )
+
+
+class Loaded(NamedTuple):
+    """A model to evaluate, and the tokenizers that may be its own, the likeliest first."""
+
+    model: Decoder
+    tokenizers: list[str]
+    """Values for model.tokenizer_path."""
+
+
+def load_alone(path: Path, *, dtype: torch.dtype, device: torch.device) -> Loaded:
+    """Build and fill the whole model of a step-N folder or of a Hugging Face folder, in this
+    process alone.
+
+    Layers of multi-token prediction are left out: they serve training alone. Raises RunError or
+    ConfigError in one line each.
+    """
+    if is_hf_folder(path):
+        wanted = model_of(path)
+        model = _empty_model(wanted.config, dtype, device)
+        plain = HFModel(wanted.family, model.config)
+        source = HFSource(HFFolder(path), plain, model_shapes(model.config))
+        source.fill(model.state_dict(keep_vars=True))
+        return Loaded(model.eval(), [str(path)])
+    manifest = read_manifest(path)
+    model = _empty_model(model_of_manifest(manifest, path).config, dtype, device)
+    stored = StoredTensors(path)
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            spec = manifest.tensors[MODEL + name]
+            chunk = Chunk(MODEL + name, whole(spec.shape), spec.shape, getattr(torch, spec.dtype))
+            tensor.copy_(stored.read(chunk))
+    folders = [str(folder) for folder in asset_folders(path, manifest.job)]
+    written = manifest.job.get("model", {}).get("tokenizer_path")
+    return Loaded(model.eval(), [*([written] if written else []), *folders])
+
+
+def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(replace(config, num_mtp_layers=0))
+    for parameter in model.parameters():  # Buffers keep their own types.
+        parameter.data = parameter.data.to(dtype)
+    move_off_meta(model, device, parameter_device=device)
+    return model
+
+
+def progress_bar(what: str, total: int) -> tqdm:
+    """A bar in bytes of this rank's own work, on rank 0's terminal if it has one."""
+    others = dist.is_initialized() and dist.get_rank() != 0
+    return tqdm(
+        desc=what,
+        total=total,
+        unit="B",
+        unit_scale=True,
+        dynamic_ncols=True,
+        leave=False,
+        disable=True if others else None,  # None: off where the output is no terminal.
+    )
+
+
+def speed_line(what: str, num_bytes: int, started: float) -> str:
+    """A line that says how fast `num_bytes` went since `started`."""
+    seconds = time.perf_counter() - started
+    gigabytes = num_bytes / 1e9
+    return f"{what}: {gigabytes:.2f} GB in {seconds:.1f} s, {gigabytes / seconds:.2f} GB/s"
