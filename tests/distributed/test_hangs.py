@@ -20,7 +20,7 @@ _DIFFERS = "step 3: ranks went different ways: rank 0 called all_reduce"
             ("stopped", _WAITS + "does not answer (stopped, killed, or Python is held)"),
             (
                 "other branch",
-                _DIFFERS + " of 28 Double in the gradient norm of step 3 where rank 1 called "
+                _DIFFERS + " of 29 Double in the gradient norm of step 3 where rank 1 called "
                 "all_gather of 64 Float in the step of step 4",
             ),
         ],

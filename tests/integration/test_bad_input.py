@@ -143,7 +143,7 @@ def truncated_checkpoint(folder: Path) -> Bad:
     largest = max(folder.glob("checkpoint/step-1/**/*"), key=lambda path: path.stat().st_size)
     with largest.open("r+b") as file:
         file.truncate(largest.stat().st_size // 2)
-    return Bad(_RUN, ["step-1", largest.name, "truncated"], {"checkpoint__enable": True})
+    return Bad(_RUN, ["step-1", "is damaged"], {"checkpoint__enable": True})
 
 
 def folder_of_another_model(folder: Path) -> Bad:
