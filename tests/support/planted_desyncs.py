@@ -108,7 +108,7 @@ DESYNCS = {
     "ranks make their groups in a circle": Desync(
         "titan_moe.distributed.mesh:build_mesh",
         "for axis in _EVERY_RUN:",
-        "for axis in _EVERY_RUN[:: -1 if own in (1, 2) else 1]:",
+        "for axis in _EVERY_RUN[:: -1 if dist.get_rank() in (1, 2) else 1]:",
         part="start",
         group="group",
         says=("group after the world's, but not by rank",),

@@ -173,7 +173,7 @@ def test_a_real_run_that_leaks_is_found(tmp_path: Path) -> None:
         environment={"PYTHONPATH": f"{tmp_path}:{REPO}"},
     )
     rows = {row.name: row for row in script.judge(record)}
-    wanted = {"memory, writer 0", "memory, writer 1", "open files", "threads"}
+    wanted = {"memory, rank 0", "memory, rank 1", "open files", "threads"}
     assert {name for name, row in rows.items() if row.verdict == GROWS} >= wanted
     for name in ("processes", "files of the run"):  # Few samples may not show that it is flat.
         assert rows[name].verdict != GROWS
