@@ -15,6 +15,7 @@ from tests.support.commands import run_command
 from tests.support.gates import OTHERS, SAMPLE, SMALL, Gates, cover, drawn
 from tests.support.paths import DEBUG_CONFIGS
 from tests.support.tiers import tiered
+from titan_moe.config.pipeline import SCHEDULES
 from titan_moe.models.registry import FAMILIES
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.verify.gradients import worker
@@ -55,6 +56,7 @@ SLOW = [
     *product(["deepseek_v3"], ["Muon"], [text for text in MUON if text != "dp_shard=2,tp=2,etp=2"]),
     ("deepseek_v3", "narrow", "dp_shard=2,tp=2,ep=2"),
     *HALVES,
+    *product(["deepseek_v3"], ["AdamW"], [f"pp=2,schedule={name}" for name in SCHEDULES]),
     *product(FAMILIES, [JOINT], ["dp_shard=2,tp=2,ep=2,etp=2,recompute=full"]),
     ("qwen3", "two depths", TWO_DEPTHS),
 ]

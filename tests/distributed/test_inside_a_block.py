@@ -1,6 +1,5 @@
 """What a gradient cannot show: how often a block runs, and in which types."""
 
-import pytest
 import torch
 
 from tests.support.tiny import SEQ_LEN, global_batch, make_job, tiny
@@ -45,16 +44,6 @@ def watch_blocks(job: JobConfig) -> tuple[list[int], dict[str, str]]:
     sharded.execution.train(local_batch(Batch(tokens, labels, documents, [[]]), sharded, device))
     assert tokens.shape[1] == SEQ_LEN
     return calls, types
-
-
-@pytest.mark.parametrize(
-    "mode, every, forwards",
-    [("none", "2", [1, 1, 1]), ("full", "2", [2, 2, 2]), ("selective", "2", [2, 1, 2])],
-)
-def test_recomputed_blocks_run_twice(mode: str, every: str, forwards: list[int]):
-    recompute = {"mode": mode, "selective_ac_option": every}
-    job = make_job("deepseek_v3", activation_checkpoint=recompute)
-    assert run_on_ranks(watch_blocks, 2, job)[0][0] == forwards
 
 
 def test_bfloat16_compute_keeps_angles_scores_and_routing_weights_in_float32():

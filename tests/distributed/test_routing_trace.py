@@ -15,10 +15,8 @@ from titan_moe.config.parse import load_job
 from titan_moe.debug.routing_trace import (
     FLIPS_FILE,
     Record,
-    RecordWriter,
     RowName,
     Tokens,
-    start_record,
 )
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.models.config import ModelConfig
@@ -191,46 +189,10 @@ def test_wrong_tokens_change_the_routing(tmp_path: Path, one_process: Recorded, 
     assert steps.losses != pytest.approx(one_process.steps.losses, rel=1e-6)
 
 
-def test_replay_sends_an_altered_token_where_the_record_says(tmp_path: Path, one_process: Recorded):
-    """In the last layer, so that nothing routes by what the token becomes."""
-    (tmp_path / "altered").mkdir()
-    row, position, away, to = alter(one_process.record, tmp_path / "altered")
-    steps = run(tmp_path, "tp=2,ep=2", replay=tmp_path / "altered")
-    moved = np.array(steps.counts_SLE[0]) - one_process.steps.counts_SLE[0]
-    assert moved[-1, away] == -1 and moved[-1, to] == 1 and np.abs(moved).sum() == 2
-    assert own_choices(tmp_path)[0].tolist() == [0] * (LAYERS - 1) + [1]
-    assert to in table(tmp_path / "record", 1, LAST)[row, position]
-    # What depths of multi-token prediction do is in no step's loss, but in the next step's weights.
-    assert 1e-9 < abs(steps.losses[1] - one_process.steps.losses[1]) < 1e-2
-
-
-def alter(source: Path, target: Path) -> tuple[RowName, int, int, int]:
-    """Send one token of step 1 to another expert in the last layer; says which, from and to."""
-    record = Record(source)
-    start_record(target, record.dims, after=0)
-    writer = RecordWriter(target, rank=0, world_size=1, limit_gb=1)
-    moved = None
-    for step, (part,) in record.steps.items():
-        layers = {layer: part.read(layer).copy() for layer in part.layers}
-        if moved is None:
-            experts_K = layers[LAST][6, 11]
-            away = int(experts_K[0])
-            to = next(e for e in range(record.dims.num_experts) if e not in experts_K)
-            experts_K[0] = to
-            moved = part.tokens.rows[6], int(part.tokens.positions[11]), away, to
-        writer.write(step, part.tokens, layers)
-    assert moved is not None
-    return moved
-
-
-@pytest.mark.slow
 def test_replay_binds_a_disturbed_router(tmp_path: Path, one_process: Recorded):
-    free, bound = tmp_path / "free", tmp_path / "bound"
-    run(free, "dp_shard=2", 1e-2)
-    run(bound, "dp_shard=2", 1e-2, replay=one_process.record)
-    expected = table(one_process.record, 1, LAST)
-    assert table(free / "record", 1, LAST) != expected == table(bound / "record", 1, LAST)
-    assert own_choices(bound)[0].sum() > 0
+    run(tmp_path, "dp_shard=2", 1e-2, replay=one_process.record)
+    assert table(tmp_path / "record", 1, LAST) == table(one_process.record, 1, LAST)
+    assert own_choices(tmp_path)[0].sum() > 0, "the router itself would have chosen otherwise"
 
 
 def test_record_of_other_data_is_refused(tmp_path: Path, one_process: Recorded):

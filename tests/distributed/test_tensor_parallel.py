@@ -99,39 +99,3 @@ def test_no_rank_holds_whole_logits(world_size: int):
         run_on_ranks(widest_logits, world_size, world_size)
         == [vocab_size // world_size] * world_size
     )
-
-
-def _drawn(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
-
-
-def token_exchanges():
-    """Gather and scatter forward and backward, on [B, S, D] and on [T, D]."""
-    from titan_moe.distributed.collectives import gather_tokens, scatter_tokens
-
-    size, rank = dist.get_world_size(), dist.get_rank()
-    found = []
-    for shape in [(2, 3 * size, 4), (5 * size, 4)]:
-        wholes = [
-            torch.randn(shape, generator=torch.Generator().manual_seed(r)).double()
-            for r in range(size)
-        ]
-        own = wholes[0].chunk(size, -2)[rank].clone().requires_grad_()
-        gathered = gather_tokens(own, dist.group.WORLD)
-        (gathered * wholes[rank]).sum().backward()
-        terms = wholes[rank].clone().requires_grad_()
-        scattered = scatter_tokens(terms, dist.group.WORLD)
-        (scattered * own.detach()).sum().backward()
-        total = sum(wholes).chunk(size, -2)[rank]
-        found += [
-            torch.equal(gathered, wholes[0]),
-            torch.allclose(own.grad, total, rtol=1e-14),
-            torch.allclose(scattered, total, rtol=1e-14),
-            torch.equal(terms.grad, wholes[0]),
-        ]
-    return all(found)
-
-
-@pytest.mark.parametrize("world_size", tiered([1, 2, 3], slow=[4]))
-def test_gather_and_scatter_of_tokens_are_each_others_backward(world_size: int):
-    assert all(run_on_ranks(token_exchanges, world_size))

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import examples
 from tests.support.examples import Group, examples_of, read_examples, run_group
 from tests.support.markdown import pages
 from tests.support.paths import REPO
@@ -72,67 +71,3 @@ def test_a_block_that_fails_is_told_with_its_page_line_command_and_output(tmp_pa
     lines = str(caught.value).splitlines()
     assert lines[0] == "docs/a.md:2: exit code 1 of"
     assert "false | cat" in lines and lines[-1] == "before"
-
-
-def test_a_block_that_takes_too_long_is_told_so_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(examples, "TIMEOUT_S", 2.0)
-    text = "<!-- run: long -->\n```bash\necho before\nexec sleep 60\n```\n"
-    (group,), _ = read_examples("docs/a.md", text)
-    with pytest.raises(AssertionError) as caught:
-        run_group(group, tmp_path)
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "docs/a.md:2: not done after 2 s:" and lines[-1] == "before"
-
-
-@pytest.mark.parametrize(
-    ("toml", "says"),
-    [
-        ("[training]\nsteps = 7\n[parallelism]\ntensor_parallel_degree = 4", None),
-        ("[training]\nstpes = 7", "training.steps"),
-        ("[model]\nflavor = 'no such'", "no such"),
-        ("[training]\ndataset = 'text'\ndataset_path = 'mine.txt'", "mine.txt"),
-    ],
-)
-def test_a_fragment_is_checked_on_top_of_the_default_run(
-    tmp_path: Path, toml: str, says: str | None
-) -> None:
-    (group,), problems = read_examples("a.md", f"<!-- check: it -->\n```toml\n{toml}\n```\n")
-    assert not problems
-    if says is None:
-        return run_group(group, tmp_path)
-    with pytest.raises(
-        AssertionError, match=rf"^a.md:2: refused on any number of ranks:\n.*{says}"
-    ):
-        run_group(group, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("<!-- rnu: a -->\n```bash\nx\n```", "unknown marker 'rnu'"),
-        ("<!-- run a -->\n```bash\nx\n```", "a marker is written 'KIND: NAME', not 'run a'"),
-        ("<!-- run: a -->\n\n```bash\nx\n```", "no fenced block follows 'run: a'"),
-        ("<!-- run: a -->\nwords", "no fenced block follows"),
-        ("<!-- run: -->\n```bash\nx\n```", "a marker is 'run: NAME' or 'run: NAME slow'"),
-        ("<!-- run: a fast -->\n```bash\nx\n```", "a marker is 'run: NAME' or 'run: NAME slow'"),
-        ("<!-- run: a -->\n```toml\nx\n```", "run marks a bash block, not 'toml'"),
-        ("<!-- check: a -->\n```bash\nx\n```", "check marks a toml block, not 'bash'"),
-        ("<!-- check: a slow -->\n```toml\nx=1\n```", "a marker is 'check: NAME'"),
-        ("<!-- file: a -->\n```toml\nx\n```", "a file's marker is"),
-        ("<!-- file: a ../b -->\n```toml\nx\n```", "a file's marker is"),
-        ("<!-- file: a b.toml -->\n```toml\nx\n```", "a has files, and nothing that runs"),
-    ],
-)
-def test_a_mistake_in_a_marker_is_found(text: str, problem: str) -> None:
-    _, (found,) = read_examples("a.md", text)
-    assert found.startswith("a.md:") and problem in found
-
-
-def test_other_comments_and_blocks_mean_nothing() -> None:
-    text = (
-        "<!-- generated: models -->\nwords\n<!-- end -->\n<!-- a remark -->\n"
-        "\n```bash\n# <!-- run: a -->\n```\n```text\n```\n"
-    )
-    assert read_examples("a.md", text) == ([], [])

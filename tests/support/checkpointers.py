@@ -1,5 +1,6 @@
 """Checkpoints of a model that no run is around."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ def plain_checkpointer(
     optimizer: Optimizer | None = None,
     *,
     model: HFModel | None = None,
+    merge_data: Callable = lambda states: states[0],
     **keys: Any,
 ) -> Checkpointer:
     """One that saves into `folder`/checkpoint.
 
     Args:
         model: family and dimensions, for Hugging Face folders.
+        merge_data: joins the data positions of all ranks.
         keys: of the [checkpoint] table.
     """
     moe = model.config.moe if model is not None else None
@@ -33,6 +36,6 @@ def plain_checkpointer(
         optimizer=optimizer,
         num_experts=moe.num_experts if moe is not None else 0,
         job_record={},
-        merge_data=lambda states: states[0],
+        merge_data=merge_data,
         model=model,
     )

@@ -1,5 +1,6 @@
 """A small model for the checks of a configuration, and what they say about a command line."""
 
+import re
 from dataclasses import replace
 
 from titan_moe.config.checks.job import check
@@ -18,6 +19,13 @@ MODEL = replace(
     attention=GQAConfig(num_heads=16, num_kv_heads=8, head_dim=4),
     hidden_dim=512,
     moe=MoEConfig(num_experts=8, top_k=2, hidden_dim=256, num_shared_experts=1),
+)
+# A key and its value, or a table and its degrees; then its legal values, or the reason and, after a
+# colon or semicolon, the remedy.
+WELL_FORMED = re.compile(
+    r"[a-z_]+(\.[a-z_0-9]+(=\S+)?)?:? "
+    r"(must be (-1 or at least 1|a positive integer N, .*)"
+    r"|.+[:;] (choose|start it with|set|leave|add|keep|give|once is enough) ?.*)",
 )
 DENSE = replace(MODEL, moe=None)
 _SHORT = {

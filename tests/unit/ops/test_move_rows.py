@@ -1,12 +1,9 @@
 """copy_rows and add_rows against slow loops: the torch reference and the interpreted kernels."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from tests.support.interpret import count_interpreted
 from tests.support.move_rows_cases import DTYPES, NUM_CASES, check
 from titan_moe.ops.move_rows import add_rows
 
@@ -34,13 +31,4 @@ def test_terms_are_added_in_order_and_narrow_sums_rounded_once(
 
 
 def test_triton_kernels_in_the_interpreter_equal_the_slow_loops() -> None:
-    pytest.importorskip("triton")
-    # A process of its own: Triton reads the variable when it is imported.
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.interpret_move_rows"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    assert int(run.stdout) == NUM_CASES * len(DTYPES)
+    assert count_interpreted("move_rows") == NUM_CASES * len(DTYPES)

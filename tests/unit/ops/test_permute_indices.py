@@ -1,13 +1,10 @@
 """permute_indices against a slow loop: the torch reference and the interpreted Triton kernel."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.interpret import count_interpreted
 from tests.support.permute_cases import ALIGNMENTS, cases, check
 from titan_moe.ops.permute_indices import max_padded_rows
 
@@ -48,13 +45,4 @@ def test_max_padded_rows(num_rows, num_experts, row_alignment, expected):
 
 
 def test_triton_kernel_in_the_interpreter_equals_the_slow_loop():
-    pytest.importorskip("triton")
-    # A process of its own: Triton reads the variable when it is imported.
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.interpret_permute_indices"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    assert int(run.stdout) >= 60
+    assert count_interpreted("permute_indices") >= 60

@@ -1,0 +1,89 @@
+"""Runs Triton kernels on the CPU over all cases of an operation, in a process of its own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+
+def count_interpreted(operation: str) -> int:
+    """Returns the number of cases that the interpreted kernels pass.
+
+    The process is a new one because Triton reads the variable when it is imported.
+    """
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.support.interpret", operation],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return int(run.stdout)
+
+
+def _cross_entropy() -> int:
+    from tests.support.cross_entropy_cases import DTYPES, check
+    from titan_moe.ops import cross_entropy, cross_entropy_triton
+
+    cross_entropy.cross_entropy_reference = cross_entropy_triton.cross_entropy
+    cross_entropy.statistics_reference = lambda *arguments: cross_entropy.Statistics(
+        *cross_entropy_triton.statistics(*arguments)
+    )
+    cross_entropy.gradient_in_place_reference = cross_entropy_triton.gradient_in_place
+    return sum(map(check, DTYPES))
+
+
+def _gated() -> int:
+    from tests.support.gated_cases import TOLERANCES, check
+    from titan_moe.ops import gated, gated_triton
+
+    gated.gated_rows_reference = gated_triton.gated_rows
+    gated.gated_rows_backward_reference = gated_triton.gated_rows_backward
+    return sum(map(check, TOLERANCES))
+
+
+def _move_rows() -> int:
+    from tests.support.move_rows_cases import DTYPES, check
+    from titan_moe.ops import move_rows, move_rows_triton
+
+    move_rows.copy_rows_reference = move_rows_triton.copy_rows
+    move_rows.add_rows_reference = move_rows_triton.add_rows
+    return sum(map(check, DTYPES))
+
+
+def _permute_indices() -> int:
+    from tests.support.permute_cases import ALIGNMENTS, cases, check
+    from titan_moe.ops import permute_indices, permute_indices_triton
+
+    permute_indices.permute_indices_reference = permute_indices_triton.permute_indices
+    checks = [(*case, alignment) for alignment in ALIGNMENTS for case in cases()]
+    for arguments in checks:
+        check(*arguments)
+    return len(checks)
+
+
+def _place_rows() -> int:
+    from tests.support.place_cases import check
+    from titan_moe.ops import permute_indices, place_rows_triton
+
+    for name in ("count_experts", "sort_by_expert", "count_copies", "place_copies"):
+        setattr(permute_indices, f"{name}_reference", getattr(place_rows_triton, name))
+    return check()
+
+
+_OPERATIONS: dict[str, Callable[[], int]] = {
+    "cross_entropy": _cross_entropy,
+    "gated": _gated,
+    "move_rows": _move_rows,
+    "permute_indices": _permute_indices,
+    "place_rows": _place_rows,
+}
+
+if __name__ == "__main__":
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)  # Fills what a kernel forgets to write.
+    print(_OPERATIONS[sys.argv[1]]())
