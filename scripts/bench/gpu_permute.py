@@ -1,19 +1,17 @@
-"""permute_indices with gather and combine beside the copy bandwidth, their launches and waits.
+"""permute_indices with gather and combine beside the copy bandwidth.
 
     python -m scripts.bench.gpu_permute --json gpu_permute.json
     python -m scripts.bench.gpu_permute --device cpu      # the same code on toy sizes
 
 A copy moves two bytes for each that it copies; so are gather (rows read and written) and combine
-(rows read, tokens written) counted. Launches are the kernels that a profiler sees. Every piece runs
-once with torch.cuda.set_sync_debug_mode("error"), which raises where the host waits for the device.
-The fastest combine adds atomically, in any order (index_add_); ours in the order of k.
+(rows read, tokens written) counted. The fastest combine adds atomically, in any order (index_add_);
+ours in the order of k. tests/gpu counts launches and waits, and compares bits.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from scripts.bench.measure import (
     Goal,
@@ -64,8 +62,6 @@ def goals_of(row: dict[str, Any]) -> list[Goal]:
             MOST_OVER_FASTEST,
             at_most=True,
         ),
-        Goal(f"{name}, launches of the indices", row["index launches"], 1, at_most=True),
-        Goal(f"{name}, host waits", row["host waits"], 0, at_most=True),
     ]
 
 
@@ -123,44 +119,7 @@ def measure(
         "combine of copy": combine_bytes / combine_s / copy_rate,
         "of copy": whole / copy_rate,
         "over index_add_": combine_s / atomic_s,
-        "index launches": launches(pieces[0], device),
-        "gather launches": launches(pieces[1], device),
-        "combine launches": launches(pieces[2], device),
-        "host waits": sum(waits(piece, device) for piece in pieces[:3]),
-        "same bits": repeats_bits(y_RD, rows_TK),
     }
-
-
-def launches(piece: Callable[[], object], device: str) -> int:
-    """Kernels, memory sets and copies that one run starts; on a CPU, operations called."""
-    activity = torch.profiler.ProfilerActivity
-    kinds = [activity.CPU, activity.CUDA] if device == "cuda" else [activity.CPU]
-    with torch.profiler.profile(activities=kinds) as profile:
-        piece()
-        if device == "cuda":
-            torch.cuda.synchronize()
-    wanted = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
-    return sum(event.device_type == wanted for event in profile.events())
-
-
-def waits(piece: Callable[[], object], device: str) -> int:
-    """1 where the host waits for the device."""
-    if device == "cpu":
-        piece()
-        return 0
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        piece()
-    except RuntimeError:
-        return 1
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return 0
-
-
-def repeats_bits(y_RD: Tensor, rows_TK: Tensor) -> bool:
-    first = add_rows(y_RD, rows_TK)
-    return all(torch.equal(first, add_rows(y_RD, rows_TK)) for _ in range(3))
 
 
 if __name__ == "__main__":

@@ -187,17 +187,14 @@ def take_turns(
     *,
     clock: Callable[[Run], Any] = wall_seconds,
     warm_up: int = 1,
-    before: Run = lambda: None,
 ) -> dict[_Name, list[Any]]:
     """Readings of each variant, after rounds that do not count.
 
-    The variants take turns, so that a slow spell of the machine hits all of them. `before` runs
-    before each, outside the clock.
+    The variants take turns, so that a slow spell of the machine hits all of them.
     """
     found: dict[_Name, list[Any]] = {name: [] for name in variants}
     for turn in range(warm_up + repeats):
         for name, run in variants.items():
-            before()
             reading = clock(run)
             if turn >= warm_up:
                 found[name].append(reading)

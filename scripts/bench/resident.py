@@ -8,11 +8,7 @@ _KEYS = ("VmRSS", "VmHWM")
 
 def resident_mib(pid: int) -> dict[str, float]:
     """MiB of a process: VmRSS now, VmHWM at its highest."""
-    return read_status(Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
-
-
-def read_status(text: str) -> dict[str, float]:
-    """VmRSS and VmHWM, in MiB, of the text of a /proc/PID/status."""
+    text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     return {key: int(lines[key].split()[0]) / 1024 for key in _KEYS}
 

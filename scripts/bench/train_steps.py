@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import IGNORE_INDEX, Batch
-from titan_moe.distributed.dtensor import local_part
 from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.models.registry import model_config
 from titan_moe.optim.optimizers import build_optimizer
@@ -54,11 +53,6 @@ class Training:
         """One step."""
         return self.step([self.batch])
 
-    def checksums(self) -> list[float]:
-        """A number of each parameter; equal numbers stand for equal bits."""
-        parameters = self.sharded.named_parameters()
-        return [float(local_part(p.detach()).double().sum()) for _, p in parameters]
-
 
 def new_training(
     tables: dict[str, dict[str, Any]],
@@ -66,7 +60,6 @@ def new_training(
     *,
     num_layers: int | None = None,
     vocab_size: int | None = None,
-    world_size: int = 1,
     seed: int = 0,
 ) -> Training:
     """Build as a run would; `num_layers` keeps the flavor's first layers alone."""
@@ -77,7 +70,7 @@ def new_training(
         num_layers=num_layers or config.num_layers,
         vocab_size=vocab_size or config.vocab_size,
     )
-    sharded = build_sharded_model(job, config, device=device, world_size=world_size)
+    sharded = build_sharded_model(job, config, device=device, world_size=1)
     sharded.train(True)
     optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
     step = TrainStep(sharded, optimizer, job.training, device=device)

@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from scripts.rehearsal.controls import CONTROLS, missed
 from scripts.rehearsal.counts import count_layers, counted_cases, in_words
 from scripts.rehearsal.ledger import Finding
 from scripts.rehearsal.rank import rehearse_all
-from scripts.rehearsal.sm90 import compile_launches
+from scripts.rehearsal.sm90 import kernel_findings
 from scripts.rehearsal.standins import Launch
 from titan_moe.runtime.process_pool import in_fresh_processes
 
@@ -92,7 +92,7 @@ def _rehearse(cases: list[Case]) -> tuple[int, int]:
             num_findings += _tell(name, result.findings)
         num_done += len(results)
         print(f"{num_done} of {len(cases)} layouts", flush=True)
-    for finding in _kernel_findings(launches):
+    for finding in kernel_findings(launches):
         print(finding, flush=True)
         num_findings += 1
     return num_findings, len(launches)
@@ -112,11 +112,6 @@ def _tell(name: str, findings: Sequence[Finding]) -> int:
     for finding in findings:
         print(f"{finding} [{name}]", flush=True)
     return len(findings)
-
-
-def _kernel_findings(launches: set[Launch]) -> Iterator[Finding]:
-    for taken, place in compile_launches(launches):
-        yield from taken.findings(place)
 
 
 def _run(function: Callable[..., Any], tasks: Sequence[tuple]) -> list[Any]:

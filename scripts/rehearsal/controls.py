@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from scripts.rehearsal.cases import Case, in_layout
-from scripts.rehearsal.ledger import Finding
-from scripts.rehearsal.rank import Rehearsal, rehearse
-from scripts.rehearsal.sm90 import compile_launches
+from scripts.rehearsal.rank import rehearse
+from scripts.rehearsal.sm90 import kernel_findings
 from titan_moe.verify.layouts.layouts import parse, with_tables
 
 _DISPATCHING = "dp_shard=2,ep=2"
@@ -33,10 +32,6 @@ class Control:
     layout: str = _DISPATCHING
     tables: Mapping[str, Mapping[str, Any]] | None = None
 
-    def train(self) -> Rehearsal:
-        case = self.case()
-        return rehearse(case.resolved(), case.config, case.world_size, case.rank)
-
     def case(self) -> Case:
         """Qwen3 with as few layers as there are stages."""
         case = next(iter(in_layout("qwen3", self.layout)))
@@ -48,21 +43,15 @@ def missed(name: str) -> str:
     """Plant a control's mistake; a line if it is not found. In a fresh process."""
     control = next(each for each in CONTROLS if each.name == name)
     with control.plant():
-        found = control.train()
-    findings = [*found.findings, *_spills(found.launches if _compiles(control) else ())]
+        found = rehearse(control.case())
+    findings = [*found.findings]
+    if control.kind == "spills":
+        findings += kernel_findings(found.launches)
     hits = [f for f in findings if f.kind == control.kind and control.where in f.place.where]
     if hits:
         return ""
     others = "; ".join(str(finding) for finding in findings) or "nothing"
     return f"{control.name}: expected {control.kind} at {control.where}, found {others}"
-
-
-def _compiles(control: Control) -> bool:
-    return control.kind == "spills"
-
-
-def _spills(launches: Any) -> list[Finding]:
-    return [f for taken, place in compile_launches(launches) for f in taken.findings(place)]
 
 
 # --- planting ---

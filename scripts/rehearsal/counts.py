@@ -27,8 +27,8 @@ def count_layers(shallow: Case, deep: Case) -> dict[str, Any]:
     """Returns the counts of one configuration, as JSON. Runs in a fresh process."""
     last = []
     for case in (shallow, deep):
-        done = rehearse(case.resolved(), case.config, case.world_size, case.rank)
-        if done.update is None:
+        done = rehearse(case)
+        if not done.microbatches:
             raise RuntimeError("; ".join(str(finding) for finding in done.findings))
         last.append(done.microbatches[-1])
     few, many = last

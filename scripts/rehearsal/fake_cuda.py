@@ -171,7 +171,7 @@ class FakeCuda(FakeCommCounter):
         if name in _LAUNCHES_NOTHING or func.is_view:
             return
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        self.ledger.kernel(name, bytes_of(name, tensors, outputs))
+        self.ledger.kernel(bytes_of(name, tensors, outputs))
 
 
 def value_of(x: Tensor) -> Tensor | None:

@@ -54,8 +54,6 @@ class Ledger:
 
     counts: Counts = field(default_factory=Counts)
     is_step: bool = False
-    kernels: Counter[str] = field(default_factory=Counter)
-    """Of this step, by name."""
     copies: Counter[tuple[Place, str]] = field(default_factory=Counter)
     waits: Counter[tuple[Place, str]] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
@@ -64,18 +62,16 @@ class Ledger:
 
     def begin_step(self) -> None:
         self.is_step = True
-        for each in (self.kernels, self.copies, self.waits):
-            each.clear()  # type: ignore[attr-defined]
+        self.copies.clear()
+        self.waits.clear()
 
     def end_step(self) -> None:
         self.is_step = False
 
-    def kernel(self, name: str, bytes_moved: float) -> None:
+    def kernel(self, bytes_moved: float) -> None:
         """Counts a launch that reads and writes at least `bytes_moved`."""
         self.counts.kernels += 1
         self.counts.bytes_moved += bytes_moved
-        if self.is_step:
-            self.kernels[name] += 1
 
     def copied(self, what: str) -> None:
         if self.is_step:

@@ -16,9 +16,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.execution import Microbatch
 from titan_moe.distributed.parallelize import build_sharded_model
-from titan_moe.models.config import ModelConfig
 from titan_moe.optim.optimizers import build_optimizer
-from titan_moe.simulate.comm_counter import axes_of_groups
 from titan_moe.simulate.fake_rank import empty_batch, fake_world
 from titan_moe.train_step import StepResult, TrainStep
 
@@ -33,48 +31,30 @@ class Rehearsal:
     findings: list[Finding] = field(default_factory=list)
     microbatches: list[Counts] = field(default_factory=list)
     """Of the second step: a schedule's own first use is over."""
-    update: Counts | None = None
-    """Of what follows the second step's last microbatch: sums over ranks, the optimizer."""
-    collectives: dict[str, list[float]] = field(default_factory=dict)
-    """Axis and operation -> calls and bytes that leave the rank, of the second step."""
     launches: set[Launch] = field(default_factory=set)
     """Triton kernels of ours, as they were specialised."""
 
 
-def rehearse(
-    job: JobConfig,
-    config: ModelConfig,
-    world_size: int,
-    rank: int,
-    *,
-    num_microbatches: int = _MICROBATCHES,
-) -> Rehearsal:
-    """Train two steps; `job` is resolved for the world."""
-    found = Rehearsal()
-    with fake_world(rank, world_size), fake_cuda() as mode, stand_ins(mode) as noted:
+def rehearse(case: Case) -> Rehearsal:
+    """Trains two steps. Raises ConfigError if the case's job is refused."""
+    found, job = Rehearsal(), case.resolved()
+    with fake_world(case.rank, case.world_size), fake_cuda() as mode, stand_ins(mode) as noted:
         found.launches = noted
         try:
-            _train(job, config, world_size, mode, num_microbatches, found)
+            _train(job, case, mode, found)
         except Exception as error:  # Whatever torch's rules or the program refuse is a finding.
             found.findings += [*dict.fromkeys(mode.ledger.findings), _refused(error)]
     return found
 
 
-def _train(
-    job: JobConfig,
-    config: ModelConfig,
-    world_size: int,
-    mode: FakeCuda,
-    num_microbatches: int,
-    found: Rehearsal,
-) -> None:
+def _train(job: JobConfig, case: Case, mode: FakeCuda, found: Rehearsal) -> None:
     ledger = mode.ledger
     torch.cuda.set_device(CUDA)
     sharded = build_sharded_model(
         job,
-        config,
+        case.config,
         device=CUDA,
-        world_size=world_size,
+        world_size=case.world_size,
         ranks_per_node=_GPUS_OF_A_NODE,
         draw_weights=False,
     )
@@ -82,26 +62,22 @@ def _train(
     sharded = replace(sharded, stops_on_overflow=False)
     optimizer = build_optimizer(job.optimizer, sharded.named_parameters(), sharded.meshes.group)
     step = TrainStep(sharded, optimizer, job.training, device=CUDA)
-    mode.groups = axes_of_groups(sharded.meshes)
     waits_in = 0 if _has_bounded_sizes(job) else len(sharded.moe_layers())
     for logged in (True, False):
         mode.clear()
         ledger.begin_step()
         marks = Marks(mode)
-        step([empty_batch(job)] * num_microbatches, logged=logged, observer=marks)
+        step([empty_batch(job)] * _MICROBATCHES, logged=logged, observer=marks)
         ledger.end_step()
         found.findings += [
             finding
             for finding in ledger.judged(
-                num_moe_layers=waits_in, num_microbatches=num_microbatches * _pieces(job)
+                num_moe_layers=waits_in, num_microbatches=_MICROBATCHES * _pieces(job)
             )
             if finding not in found.findings
         ]
     marks.end()
-    *found.microbatches, found.update = marks.counts()
-    found.collectives = {
-        f"{flow.axis} {flow.op}": [calls, sent] for flow, (calls, sent) in mode.volumes().items()
-    }
+    found.microbatches = marks.counts()[:-1]  # The last counts are the update's.
 
 
 def _pieces(job: JobConfig) -> int:
@@ -160,7 +136,4 @@ class Marks:
 def rehearse_all(cases: Sequence[Case]) -> list[tuple[str, Rehearsal]]:
     """In a process that has not been another rank."""
     torch.set_num_threads(1)
-    return [
-        (case.name, rehearse(case.resolved(), case.config, case.world_size, case.rank))
-        for case in cases
-    ]
+    return [(case.name, rehearse(case)) for case in cases]

@@ -38,21 +38,14 @@ class Taken(NamedTuple):
             yield Finding("does not fit", place, detail)
 
 
-def h100() -> Any:
-    """The target as Triton names it."""
-    from triton.backends.compiler import GPUTarget
-
-    return GPUTarget("cuda", 90, 32)
-
-
-def compile_launches(launches: Iterable[Launch]) -> Iterator[tuple[Taken, Place]]:
-    """Each kernel of ours as it was specialised."""
+def kernel_findings(launches: Iterable[Launch]) -> Iterator[Finding]:
+    """Compiles each kernel of ours as it was specialised, and yields what is wrong with it."""
     for launch in sorted(launches, key=str):
         kernel = getattr(importlib.import_module(launch.module), launch.name)
-        yield (
-            compile_kernel(kernel, dict(launch.types), dict(launch.constants), launch.num_warps),
-            Place(_path(launch.module) + f":{launch.name}", kernel.fn.__code__.co_firstlineno),
-        )
+        types, constants = dict(launch.types), dict(launch.constants)
+        path = launch.module.removeprefix("titan_moe.").replace(".", "/")
+        place = Place(f"{path}.py:{launch.name}", kernel.fn.__code__.co_firstlineno)
+        yield from compile_kernel(kernel, types, constants, launch.num_warps).findings(place)
 
 
 def compile_kernel(
@@ -60,6 +53,7 @@ def compile_kernel(
 ) -> Taken:
     """A Triton function for sm_90; its tensors begin at multiples of 16 bytes, as torch's do."""
     import triton
+    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
@@ -73,7 +67,9 @@ def compile_kernel(
             if kind.startswith("*")
         },
     )
-    compiled = triton.compile(source, target=h100(), options={"num_warps": num_warps})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
+    )
     text = ", ".join(f"{name}={value}" for name, value in constants.items())
     kinds = " ".join(kind for kind in types.values() if kind.startswith("*"))
     return taken(f"{kernel.fn.__name__}[{kinds}; {text}]", compiled)
@@ -92,7 +88,3 @@ def taken(name: str, compiled: Any) -> Taken:
     spills = sum(int(number) for pair in _SPILLS.findall(report) for number in pair)
     registers = max(int(number) for number in _REGISTERS.findall(report))
     return Taken(name, registers, spills, compiled.metadata.shared)
-
-
-def _path(module: str) -> str:
-    return module.removeprefix("titan_moe.").replace(".", "/") + ".py"

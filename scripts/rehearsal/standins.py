@@ -66,7 +66,7 @@ def stand_ins(mode: FakeCuda) -> Iterator[set[Launch]]:
         tensors = [x for x in named.values() if isinstance(x, Tensor)]
         _check(mode, self.fn.__name__, tensors)
         moved = sum(x.numel() * x.element_size() for x in tensors)
-        mode.ledger.kernel(self.fn.__name__, moved)
+        mode.ledger.kernel(moved)
         noted.add(_launch(self, named, kwargs.get("num_warps", 4)))
         if compute := _VALUES.get(self.fn.__name__):
             values = {k: value_of(x) if isinstance(x, Tensor) else x for k, x in named.items()}
@@ -222,7 +222,7 @@ class _Attention(torch.autograd.Function):
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.mode = mode  # type: ignore[attr-defined]
-        _note(mode, "flex_attention", query, key, value, out, lse)
+        _note(mode, query, key, value, out, lse)
         return out, lse
 
     @staticmethod
@@ -230,10 +230,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad: Tensor, grad_lse: Tensor):  # type: ignore[override, no-untyped-def]
         query, key, value, out, lse = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in (query, key, value)]
-        _note(ctx.mode, "flex_delta", out, grad, lse)
-        _note(ctx.mode, "flex_attention_backward", query, key, value, grad, lse, *grads)
+        _note(ctx.mode, out, grad, lse)
+        _note(ctx.mode, query, key, value, grad, lse, *grads)
         return *grads, None
 
 
-def _note(mode: FakeCuda, name: str, *tensors: Tensor) -> None:
-    mode.ledger.kernel(name, sum(x.numel() * x.element_size() for x in tensors))
+def _note(mode: FakeCuda, *tensors: Tensor) -> None:
+    mode.ledger.kernel(sum(x.numel() * x.element_size() for x in tensors))

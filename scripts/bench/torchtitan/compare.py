@@ -1,24 +1,24 @@
-"""Measures titan_moe beside torchtitan 0.2.2 and transformers' Trainer, in turn, on the CPU.
+"""Measures titan_moe beside torchtitan 0.2.2, in turn, on the CPU.
 
     python -m scripts.bench.torchtitan.compare --rows 'cmp.*1 rank' --repeats 1
     python -m scripts.bench.torchtitan.compare --repeats 2 --steps 12 --json figures.json
 
-The first run makes an environment for each peer from the package registry (--venv) and writes the
-data set and the tokenizer that all programs get. torchtitan trains on CPUs with the substitutes of
-torchtitan_rank.py; on one rank the Trainer takes part too (trainer_rank.py). 1 thread per rank, no
-recomputation, 8 rows of 256 tokens a step, plain causal attention.
+The first run makes an environment for torchtitan from the package registry (--venv) and writes the
+data set and the tokenizer that both programs get. torchtitan trains on CPUs with the substitutes of
+torchtitan_rank.py. 1 thread per rank, no recomputation, 8 rows of 256 tokens a step, plain causal
+attention.
 
-All programs read the same documents through the same tokenizer. titan_moe and the Trainer shuffle,
-torchtitan takes documents as they come. Weights are each program's own draw; the first losses, near
+Both programs read the same documents through the same tokenizer. titan_moe shuffles, torchtitan
+takes documents as they come. Weights are each program's own draw; the first losses, near
 ln(2048) = 7.6, are printed.
 
-Each round runs each program of a row once, in alternating order. A row whose job fails is not in
+Each round runs both programs of a row once, in alternating order. A row whose job fails is not in
 that round, and the exit code is 1. Tokens/s are medians of all steps from the 6th on; their ratio
 is taken in each round. Memory is the peak of the largest rank's resident set beyond a process with
 torch alone; growth is from the 6th to the last step.
 
-Goals: 1.15 times a peer's tokens/s, 1.5 times in bfloat16; 0.7 of torchtitan's memory, unless more
-is needed; at most 2 % of growth. Needed are parameters, gradients and two moments in float32,
+Goals: 1.15 times torchtitan's tokens/s, 1.5 times in bfloat16; 0.7 of its memory, unless more is
+needed; at most 2 % of growth. Needed are parameters, gradients and two moments in float32,
 sharded, and the largest layer gathered in the row's type.
 """
 
@@ -31,22 +31,24 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 from tqdm import tqdm
 
 from scripts.bench.measure import (
     REPO,
+    Goal,
     JobFailed,
     describe,
     options,
     print_facts,
+    print_table,
     spread,
     write_json,
 )
 from scripts.bench.torchtitan.jobs import (
     BYTES,
     LEFT_OUT,
+    PROGRAMS,
     TORCHTITAN,
     Jobs,
     Model,
@@ -60,22 +62,11 @@ _FASTER = {"float32": 1.15, "bfloat16": 1.5}
 _MEMORY, _GROWTH = 0.7, 0.02
 
 
-class Goal(NamedTuple):
-    """A figure, the bound that it is to keep, and whether it does."""
-
-    figure: float
-    bound: float
-    met: bool
-
-    def __str__(self) -> str:
-        return f"{self.figure:.2f} {'met' if self.met else 'missed'} ({self.bound:.2f})"
-
-
 def main() -> int:
     arguments = _arguments()
     rows = [row for row in all_rows() if re.search(arguments.rows, row.name)]
     jobs = Jobs(arguments.out, arguments.venv)
-    jobs.prepare(with_trainer=any("Trainer" in row.programs for row in rows))
+    jobs.prepare()
     bare_mib = memory_of_torch()
     code = 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -84,7 +75,7 @@ def main() -> int:
             for number in range(arguments.repeats):
                 for row in rows:
                     progress.set_description(row.name)
-                    order = row.programs if number % 2 == 0 else row.programs[::-1]
+                    order = PROGRAMS if number % 2 == 0 else PROGRAMS[::-1]
                     try:
                         run_round(row, order, jobs, arguments.steps)
                     except JobFailed as failure:
@@ -95,7 +86,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("stopped: what was measured until then", file=sys.stderr)
         code = 130
-    print_facts({"": TORCHTITAN[0], **describe(), "threads per rank": 1})
+    print_facts({"": TORCHTITAN, **describe(), "threads per rank": 1})
     print_tables([row for row in rows if row.runs], bare_mib)
     return code
 
@@ -106,7 +97,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", metavar="REGEX", default="", help="regular expression")
     out = REPO / "outputs/torchtitan"
     parser.add_argument("--out", type=Path, default=out, help="data and runs: %(default)s")
-    parser.add_argument("--venv", type=Path, help="the peers' environments (default: OUT/venv)")
+    parser.add_argument("--venv", type=Path, help="torchtitan's environment (default: OUT/venv)")
     arguments = parser.parse_args()
     if arguments.repeats < 1:
         parser.error(f"--repeats {arguments.repeats}: nothing would be compared, give 1 or more")
@@ -173,23 +164,22 @@ def needed_mib(row: Row) -> float:
     return (stored + gathered) / 2**20
 
 
-def goals(row: Row, bare_mib: float) -> dict[str, Goal]:
-    """Each goal with its ratio to the peer; for growth, with the growth itself."""
+def goals(row: Row, bare_mib: float) -> list[Goal]:
+    """Returns each goal with our ratio to torchtitan; for growth, with the growth itself."""
     ours = figures_of(row, "titan_moe", bare_mib)
     theirs = figures_of(row, "torchtitan", bare_mib)
     faster = _FASTER[row.dtype]
-    met = {}
-    for peer in row.programs[1:]:
-        # Of each round by itself: between rounds the machine's rate may change.
-        pairs = zip(row.runs["titan_moe"], row.runs[peer], strict=True)
-        rates = ([statistics.median(run.tokens_per_second()) for run in pair] for pair in pairs)
-        speed = statistics.median(our / their for our, their in rates)
-        met[f"tokens/s over {peer}"] = Goal(speed, faster, speed >= faster)
+    # The ratio is taken in each round: between rounds the machine's rate may change.
+    pairs = zip(*(row.runs[program] for program in PROGRAMS), strict=True)
+    rates = ([statistics.median(run.tokens_per_second()) for run in pair] for pair in pairs)
+    speed = statistics.median(our / their for our, their in rates)
     memory = ours["memory"] / theirs["memory"]
     most = max(_MEMORY, needed_mib(row) / theirs["memory"])
-    met["memory"] = Goal(memory, most, memory <= most)
-    met["growth"] = Goal(ours["growth"], _GROWTH, ours["growth"] <= _GROWTH)
-    return met
+    return [
+        Goal("tokens/s", speed, faster),
+        Goal("memory", memory, most, at_most=True),
+        Goal("growth", ours["growth"], _GROWTH, at_most=True),
+    ]
 
 
 def write(file: Path | None, rows: list[Row], bare_mib: float) -> None:
@@ -199,7 +189,7 @@ def write(file: Path | None, rows: list[Row], bare_mib: float) -> None:
             "name": row.name,
             "runs": {program: [asdict(run) for run in runs] for program, runs in row.runs.items()},
             "figures": {program: figures_of(row, program, bare_mib) for program in row.runs},
-            "goals": {name: goal._asdict() for name, goal in goals(row, bare_mib).items()},
+            "goals": [goal.as_dict() for goal in goals(row, bare_mib)],
         }
         for row in rows
         if row.runs
@@ -209,19 +199,19 @@ def write(file: Path | None, rows: list[Row], bare_mib: float) -> None:
 
 
 def print_tables(rows: list[Row], bare_mib: float) -> None:
-    """Prints a Markdown table of figures by row and program, and one of goals."""
+    """Prints a table of figures by row and program, and the goals of each row."""
     heads = ["", "program", "tokens/s", "first step", "memory, MiB", "growth", "first loss"]
-    print("\n" + "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]))
+    cells = []
     for row in rows:
-        for program in row.runs:
+        for program, runs in row.runs.items():
             figures = figures_of(row, program, bare_mib)
-            rates = [rate for run in row.runs[program] for rate in run.tokens_per_second()]
-            cells = [row.name, program, spread(rates), f"{figures['first step']:.1f}"]
-            cells += [f"{figures['memory']:,.0f}", f"{figures['growth']:+.0%}"]
-            print(f"| {' | '.join([*cells, format(figures['first loss'], '.4f')])} |")
+            rates = [rate for run in runs for rate in run.tokens_per_second()]
+            memory, growth = f"{figures['memory']:,.0f}", f"{figures['growth']:+.0%}"
+            times = [spread(rates), figures["first step"]]
+            cells.append([row.name, program, *times, memory, growth, figures["first loss"]])
+    print_table(heads, cells)
     for row in rows:
-        texts = (f"{name} {goal}" for name, goal in goals(row, bare_mib).items())
-        print(f"{row.name}: {', '.join(texts)}")
+        print(f"\n{row.name}", *goals(row, bare_mib), sep="\n  ")
 
 
 if __name__ == "__main__":

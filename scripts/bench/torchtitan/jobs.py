@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 import tomli_w
 
 from scripts.bench.measure import TRAIN, run_job, torchrun
-from scripts.bench.resident import ranks_memory, resident_mib
+from scripts.bench.resident import ranks_memory
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.hf import HFModel
 from titan_moe.models.registry import model_config
 from titan_moe.runtime.torchrun import allocators
 
-TORCHTITAN = ("torchtitan==0.2.2",)
-TRAINER = ("transformers==5.23.0", "accelerate==1.15.0")
+TORCHTITAN = "torchtitan==0.2.2"
+PROGRAMS = ("titan_moe", "torchtitan")
 SEQ_LEN, GLOBAL_BATCH_SIZE = 256, 8
 VOCAB_SIZE, EOS = 2048, "<|end|>"
 LEFT_OUT = 5
@@ -118,10 +117,6 @@ class Row:
         """Text that --rows is matched against."""
         return f"{self.model.name} {self.dtype} {self.layout.name}"
 
-    @property
-    def programs(self) -> list[str]:
-        return ["titan_moe", "torchtitan", *(["Trainer"] if self.layout.num_ranks == 1 else [])]
-
 
 def all_rows() -> list[Row]:
     return [
@@ -134,17 +129,12 @@ class Jobs:
 
     def __init__(self, folder: Path, venv: Path) -> None:
         self._folder = folder
-        self._venvs = {
-            "torchtitan": venv,
-            "Trainer": venv.with_name(f"{venv.name}-transformers"),
-        }
+        self._venv = venv
         self._data, self._tokenizer = folder / "text/data", folder / "text/tokenizer"
 
-    def prepare(self, *, with_trainer: bool) -> None:
-        """Makes what is not there yet: the peers' environments, the data and the tokenizer."""
-        make_environment(self._venvs["torchtitan"], *TORCHTITAN)
-        if with_trainer:
-            make_environment(self._venvs["Trainer"], *TRAINER)
+    def prepare(self) -> None:
+        """Makes what is not there yet: torchtitan's environment, the data and the tokenizer."""
+        make_environment(self._venv)
         write_data(self._data, self._tokenizer)
 
     def run(self, program: str, row: Row, steps: int) -> Observed:
@@ -152,23 +142,17 @@ class Jobs:
         folder = self._folder / program
         folder.mkdir(parents=True, exist_ok=True)
         variables = {**_ENVIRONMENT, "HF_HOME": str(folder / "hf")}
-        here = Path(__file__).parent
-        if program == "Trainer":
-            python = str(self._venvs[program] / "bin/python")
-            job = self._trainer_job(row, steps, folder)
-            command = [python, str(here / "trainer_rank.py"), str(job)]
+        config = folder / "job.toml"
+        config.write_text(tomli_w.dumps(self.tables(program, row, steps)), encoding="utf-8")
+        if program == "titan_moe":
+            python, script = sys.executable, TRAIN
+            # `titan-moe train` starts its ranks with these variables.
+            variables |= allocators(os.environ)
         else:
-            config = folder / "job.toml"
-            tables = self.tables(program, row, steps)
-            config.write_text(tomli_w.dumps(tables), encoding="utf-8")
-            ours = program == "titan_moe"
-            python = sys.executable if ours else str(self._venvs[program] / "bin/python")
-            script = TRAIN if ours else (str(here / "torchtitan_rank.py"),)
-            command = [*torchrun(row.layout.num_ranks, python), *script]
-            command += ["--job.config_file", str(config)]
-            if ours:  # The variables with which `titan-moe train` starts its ranks.
-                variables |= allocators(os.environ)
-        return observe(program, command, steps, variables)
+            python = str(self._venv / "bin/python")
+            script = (str(Path(__file__).with_name("torchtitan_rank.py")),)
+        command = [*torchrun(row.layout.num_ranks, python), *script]
+        return observe(program, [*command, "--job.config_file", str(config)], steps, variables)
 
     def tables(self, program: str, row: Row, steps: int) -> dict[str, dict[str, Any]]:
         """The TOML file of titan_moe's or torchtitan's run."""
@@ -199,23 +183,6 @@ class Jobs:
             tables["training"]["dataset"] = "c4_test"
         return {**tables, "model": model}
 
-    def _trainer_job(self, row: Row, steps: int, folder: Path) -> Path:
-        config = HFModel(row.model.family, row.model.config).settings()
-        job = {
-            "folder": str(folder),
-            "model": str(folder / "config.json"),
-            "data": str(self._data),
-            "tokenizer": str(self._tokenizer),
-            "dtype": row.dtype,
-            "steps": steps,
-            "seq_len": SEQ_LEN,
-            "batch_size": GLOBAL_BATCH_SIZE,
-            "lr": row.model.lr,
-        }
-        for name, value in (("config", config), ("job", job)):
-            (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
-        return folder / "job.json"
-
 
 def observe(
     program: str, command: Sequence[str], steps: int, variables: Mapping[str, str]
@@ -224,8 +191,7 @@ def observe(
     observed = Observed()
 
     def read(line: str, seconds: float, pid: int) -> None:
-        # A job without a launcher is its own rank.
-        observed.read(line, seconds, lambda: ranks_memory(pid) or [resident_mib(pid)])
+        observed.read(line, seconds, lambda: ranks_memory(pid))
 
     run_job(command, variables, read)
     if len(observed.seconds) != steps:
@@ -235,10 +201,10 @@ def observe(
     return observed
 
 
-def make_environment(venv: Path, *packages: str) -> None:
-    """Installs a peer and this environment's release of torch into `venv`, unless it is done."""
+def make_environment(venv: Path) -> None:
+    """Installs torchtitan and this environment's release of torch in `venv`, unless it is done."""
     mark = venv / "installed"
-    wanted = [*packages, f"torch=={metadata.version('torch').partition('+')[0]}"]
+    wanted = [TORCHTITAN, f"torch=={metadata.version('torch').partition('+')[0]}"]
     if mark.exists() and mark.read_text(encoding="utf-8").split() == wanted:
         return
     print(f"installing {' '.join(wanted)} into {venv}", file=sys.stderr)

@@ -1,73 +1,189 @@
-"""The arithmetic of the benchmark scripts, and that what they name exists."""
+"""The benchmark scripts run, and compare only what can be compared."""
 
+import json
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli_w
+import torch
 
+from scripts.bench import training
+from scripts.bench.measure import Goal, JobFailed
+from scripts.bench.torchtitan import compare, jobs
+from scripts.bench.torchtitan.torchtitan_rank import fill_indices
 from tests.support.paths import REPO
+from titan_moe.data.tokenizer import load_tokenizer
+from titan_moe.train import prepare
 
 
-def test_a_row_leaves_the_first_steps_out_and_counts_all_ranks() -> None:
-    from scripts.bench import training
-
-    row = training.Row("deepseek_v3/2M", "float32", "FSDP 2", 2, 1)
-    speeds = [1.0] * 5 + [100.0, 300.0, 200.0]
-    lines = [
-        {"tokens_per_second": speed, "tflops_per_device": speed / 1e4, "memory/peak_gib": 0.5 + i}
-        for i, speed in enumerate(speeds)
-    ]
-    row.add(lines)
-    cells = row.cells(matmul_tflops=0.08)
-    assert cells[3:] == ["200", "100-300", "7.50", "40.0", "50%"]
-
-
-def test_every_row_is_a_configuration_that_runs(tmp_path: Path) -> None:
-    import tomli_w
-
-    from scripts.bench import training
-    from titan_moe.train import prepare
-
-    rows = training.all_rows()
-    assert len({row.name for row in rows}) == len(rows) == 24
-    for row in rows:
-        config = tmp_path / "bench.toml"
-        config.write_text(tomli_w.dumps(training.job_tables(row, 6, str(tmp_path))))
-        job, _ = prepare(["--job.config_file", str(config)], row.num_ranks, {})
-        assert job.training.global_batch_size == 8
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["gpu_moe", "gpu_permute", "gpu_slice", "gpu_all"])
+def test_gpu_benchmark_refuses_a_machine_without_a_gpu(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *(["folder"] if name == "gpu_all" else [])])
+    with pytest.raises(SystemExit, match=r"^no CUDA device here: --device cpu .*$"):
+        import_module(f"scripts.bench.{name}").main()
 
 
 @pytest.mark.parametrize(
-    ("script", "options"),
+    "words",
     [
-        ("training", ["--rows", "no such model"]),
-        ("torchtitan.compare", ["--rows", "no such model"]),
+        "gpu_moe --repeats 1",
+        "gpu_permute --repeats 1",
+        pytest.param("gpu_slice --repeats 1 --rows 1 --only deepseek_v3", marks=pytest.mark.slow),
     ],
 )
-def test_a_pattern_or_option_that_fits_nothing_is_refused(script: str, options: list[str]) -> None:
-    command = [sys.executable, "-m", f"scripts.bench.{script}", *options]
-    refused = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert options[1] in refused.stderr
+def test_gpu_benchmark_runs_toy_sizes_on_a_cpu(tmp_path: Path, words: str) -> None:
+    name, *options = words.split()
+    file = tmp_path / "figures.json"
+    command = [sys.executable, "-m", f"scripts.bench.{name}", "--device", "cpu", *options]
+    environment = os.environ | {"PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([*command, "--json", str(file)], cwd=REPO, env=environment, check=True)
+    figures = json.loads(file.read_text())
+    assert figures["toy"] and figures["rows"] and figures["goals"]
+    assert not [row for row in figures["rows"] if "failed" in row]
 
 
-def test_the_most_memory_that_a_step_has_alive_at_once_is_counted() -> None:
-    import torch
+@pytest.mark.parametrize(
+    ("goal", "met"),
+    [
+        (Goal("ratio", 1.1, 1.15, at_most=True), True),
+        (Goal("ratio", 1.2, 1.15, at_most=True), False),
+        (Goal("MFU", 0.5, 0.45), True),
+        (Goal("MFU", float("nan"), 0.45), False),
+    ],
+)
+def test_goal_is_met_or_missed(goal: Goal, met: bool) -> None:
+    assert goal.met == met and ("MISSED" in str(goal)) != met
 
-    from scripts.bench import memory
 
-    mib = 2**20
-    kept = []
+def test_rows_of_training_are_configurations_that_run(tmp_path: Path) -> None:
+    rows = training.all_rows()
+    assert len({row.name for row in rows}) == len(rows) == 24
+    for row in rows:
+        check_job(training.job_tables(row, 6, str(tmp_path)), row.num_ranks, tmp_path)
 
-    def step() -> None:
-        first = torch.empty(3 * mib, dtype=torch.uint8)
-        second = torch.empty(2 * mib, dtype=torch.uint8)
-        del first
-        kept.append(torch.empty(2 * mib, dtype=torch.uint8))
-        del second
 
-    beyond = memory._allocated_beyond(step, torch.device("cpu"))
-    assert 5 * mib <= beyond < 5.1 * mib
-    way = memory.Way("none", {"mode": "none"}, 0, held=7.0, beyond=beyond)
-    assert way.peak == 7 + beyond
+def test_rows_of_torchtitan_are_configurations_that_run(tmp_path: Path) -> None:
+    data, tokenizer = tmp_path / "text/data", tmp_path / "text/tokenizer"
+    jobs.write_data(data, tokenizer)
+    assert len((data / "records.jsonl").read_text().splitlines()) == 1000
+    loaded = load_tokenizer(str(tokenizer))
+    assert (loaded.vocab_size, loaded.decode([loaded.eos_id])) == (jobs.VOCAB_SIZE, jobs.EOS)
+    for row in compare.all_rows():
+        tables = jobs.Jobs(tmp_path, tmp_path / "venv").tables("titan_moe", row, 20)
+        check_job(tables, row.layout.num_ranks, tmp_path)
+
+
+def check_job(tables: dict[str, Any], ranks: int, folder: Path) -> None:
+    config = folder / "job.toml"
+    config.write_text(tomli_w.dumps(tables), encoding="utf-8")
+    job, _ = prepare(["--job.config_file", str(config)], ranks, {})
+    assert job.training.global_batch_size == 8
+
+
+def observed(*, step: float, last: float, peak: float) -> jobs.Observed:
+    """Returns a run of 8 steps of `step` seconds; memory in MiB, the last step's and the peak."""
+    return jobs.Observed(
+        seconds=[7.0 + step * number for number in range(8)],
+        losses=[7.0] * 8,
+        resident_mib=[300.0] * 7 + [last],
+        peak_mib=peak,
+        num_parameters=14_428_672,
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "times", "peak", "last", "met"),
+    [
+        ("float32", 1.16, 400.0, 305.0, [True, True, False]),
+        ("float32", 1.14, 400.0, 302.0, [False, True, True]),
+        ("bfloat16", 1.51, 500.0, 302.0, [True, False, True]),
+    ],
+)
+def test_goals_beside_torchtitan(
+    dtype: str, times: float, peak: float, last: float, met: list[bool]
+) -> None:
+    row = next(row for row in compare.all_rows() if row.name == f"cmp {dtype} 1 rank")
+    ours = observed(step=1.0, last=last, peak=peak)
+    ours.seconds[3] += 0.2  # One of the steps that do not count.
+    theirs = observed(step=times, last=300.0, peak=610.0)
+    row.runs = {"titan_moe": [ours], "torchtitan": [theirs]}
+    goals = compare.goals(row, bare_mib=200.0)
+    assert [goal.met for goal in goals] == met
+    wanted = [times, (peak - 200) / 410, (last - 300) / 100]
+    assert [goal.value for goal in goals] == pytest.approx(wanted)
+
+
+def test_row_whose_job_dies_is_left_out_of_that_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_round(row: Any, order: Sequence[str], *_: Any) -> None:
+        if row.dtype == "bfloat16" and order[0] == "titan_moe":
+            raise JobFailed("gloo aborts")
+        for program in order:
+            run = observed(step=1.0, last=300.0, peak=500.0)
+            row.runs.setdefault(program, []).append(run)
+
+    results = tmp_path / "figures.json"
+    options = ["--rows", "cmp.*FSDP 2$", "--repeats", "2", "--json", str(results)]
+    monkeypatch.setattr("sys.argv", ["compare", *options, "--out", str(tmp_path)])
+    monkeypatch.setattr(compare, "run_round", run_round)
+    monkeypatch.setattr(compare.Jobs, "prepare", lambda jobs: None)
+    assert compare.main() == 1
+    rows = json.loads(results.read_text())["rows"]
+    rounds = {row["name"]: len(row["runs"]["titan_moe"]) for row in rows}
+    assert rounds == {"cmp float32 FSDP 2": 2, "cmp bfloat16 FSDP 2": 1}
+    assert "gloo aborts\ncmp bfloat16 FSDP 2: not in round 1" in capsys.readouterr().err
+
+
+def test_program_whose_loss_is_nan_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def print_steps(*words: Any) -> None:
+        for step in (1, 2):
+            words[-1](f"step {step} loss nan", float(step), os.getpid())
+
+    monkeypatch.setattr(jobs, "run_job", print_steps)
+    with pytest.raises(SystemExit, match="titan_moe: its loss is not finite"):
+        jobs.observe("titan_moe", [], 2, {})
+
+
+def test_different_models_are_not_compared() -> None:
+    for model in {row.model for row in compare.all_rows()}:
+        assert compare.different_models(model, [model.num_parameters] * 2) is None
+        problem = compare.different_models(model, [model.num_parameters + 1])
+        assert problem and "expected" in problem
+        assert compare.different_models(model, [None])
+
+
+def test_lines_of_both_programs_are_read_once_per_step() -> None:
+    run = jobs.Observed()
+    ranks = [{"VmRSS": 10.0, "VmHWM": 30.0}, {"VmRSS": 20.0, "VmHWM": 25.0}]
+    lines = [
+        "[titan] root - INFO - Model qwen3 peer size: 14,428,672 total parameters",
+        "[titan] root - INFO - step:  1  loss:  8.13201  grad_norm:  1.0",
+        "[titan] root - INFO - step:  1  loss:  8.13201  grad_norm:  1.0",  # Another rank.
+        "13:46:43 step  2/10  loss  7.69075  grad norm   3.7756  lr 4.00e-04",
+    ]
+    for second, line in enumerate(lines):
+        run.read(line, float(second), lambda: ranks)
+    run.read("13:46:44 step  3/10  loss  7.0", 4.0, list)  # The ranks have ended already.
+    assert run.num_parameters == 14_428_672
+    assert (run.seconds, run.losses) == ([1.0, 3.0, 4.0], [8.13201, 7.69075, 7.0])
+    assert (run.resident_mib, run.peak_mib) == ([20.0] * 3, 30.0)
+
+
+def test_fill_indices_finds_every_row() -> None:
+    counts = torch.tensor([[3, 0, 2], [1, 2, 5]])  # Rows that arrive, by rank and expert.
+    starts = counts.flatten().cumsum(0) - counts.flatten()
+    padded = (counts.sum(0) + 7) // 8 * 8
+    offsets = padded.cumsum(0) - padded
+    found = fill_indices(counts.flatten(), starts, offsets, 3, 2, 32, block_size=128).tolist()
+    expected = [[0, 1, 2, 5], [6, 7], [3, 4, 8, 9, 10, 11, 12], []]
+    assert found == [row for rows in expected for row in rows + [-1] * (8 - len(rows))]
