@@ -145,13 +145,12 @@ class Jobs:
         config = folder / "job.toml"
         config.write_text(tomli_w.dumps(self.tables(program, row, steps)), encoding="utf-8")
         if program == "titan_moe":
-            python, script = sys.executable, TRAIN
+            command = [*torchrun(row.layout.num_ranks), *TRAIN]
             # `titan-moe train` starts its ranks with these variables.
             variables |= allocators(os.environ)
         else:
-            python = str(self._venv / "bin/python")
-            script = (str(Path(__file__).with_name("torchtitan_rank.py")),)
-        command = [*torchrun(row.layout.num_ranks, python), *script]
+            command = torchrun(row.layout.num_ranks, str(self._venv / "bin/python"))
+            command += [str(Path(__file__).with_name("torchtitan_rank.py"))]
         return observe(program, [*command, "--job.config_file", str(config)], steps, variables)
 
     def tables(self, program: str, row: Row, steps: int) -> dict[str, dict[str, Any]]:
