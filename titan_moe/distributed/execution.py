@@ -34,8 +34,8 @@ class Microbatch(NamedTuple):
 
 
 class Execution(Protocol):
-    """Runs forward and backward. The ranks that compute one sum of cross-entropies together hold
-    disjoint shares of its value, and each starts the backward of the whole sum."""
+    """Runs forward and backward. Ranks of one `cp` or `tp` group compute one sum of cross-entropies
+    together: each returns its own share of the value, and each runs backward from the whole sum."""
 
     def train(self, rows: Microbatch, *, last: bool = True) -> Tensor:
         """Add the rows' gradients, as plain sums; returns this rank's share of the loss sum.

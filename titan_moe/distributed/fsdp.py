@@ -64,9 +64,9 @@ def apply_fsdp(
 
     Args:
         model: the root; takes what no unit holds.
-        chains: units in forward order, each gathered as one, perhaps its experts apart. Within a
-            chain the next unit is gathered ahead; what may be left out is a chain of its own. The
-            backward begins with the last unit of the first chain.
+        chains: units in forward order; a unit is gathered at once, perhaps without its experts.
+            While a unit computes, the next one of its chain is gathered. A unit that some forwards
+            skip is a chain of its own. The backward begins with the last unit of the first chain.
     """
     dense_mesh = _data_mesh(meshes, "fsdp")
     expert_mesh = _data_mesh(meshes, "edp")

@@ -78,9 +78,9 @@ class RoutingMemo:
 class MoE(nn.Module):
     """Routed experts, plus a shared expert that sees every token.
 
-    Three attributes are strategies, set once when the model is built: `dispatcher` by expert
-    parallelism; `routing_fn`, scores_TE -> experts_TK, by routing traces; and `gating_weights` by
-    compile. `routing_memo` is shared with the activation checkpoint around this layer;
+    Three attributes are strategies, each set once when the model is built. Expert parallelism sets
+    `dispatcher`, routing traces set `routing_fn` (scores_TE -> experts_TK), and compile sets
+    `gating_weights`. `routing_memo` is shared with the activation checkpoint around this layer;
     `sequence_group` are the ranks that hold parts of the same sequences, None: this one alone.
 
     `counts_traffic` says whether this step's traffic is measured, which only a log reads.

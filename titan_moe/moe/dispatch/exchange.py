@@ -50,7 +50,8 @@ class Route(NamedTuple):
 
     rows: RowExchange
     weights: RowExchange
-    """Of the routing weights: a row may travel for several experts, a weight belongs to one."""
+    """The exchange of routing weights. It has more entries than `rows` where a row travels once for
+    several experts."""
     rows_gathered: list[int]
     """Rows of each rank of the etp group."""
     weights_gathered: list[int]

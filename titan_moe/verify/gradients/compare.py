@@ -14,8 +14,9 @@ class Tolerance(NamedTuple):
     bound: float
     """Largest relative error of a rank's part of a tensor."""
     floor: float
-    """A part weaker than this share of its whole tensor (an expert's: of that expert's) is measured
-    as if it had that share: what is left there is the rounding of larger numbers."""
+    """The error of a rank's part is divided by the part's norm, but at least by this share of the
+    whole tensor's norm (of one expert's, for experts): a part that should be zero holds rounding
+    errors of larger numbers."""
 
 
 _CAUSES_FIRST = (
