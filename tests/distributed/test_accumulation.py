@@ -6,11 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.tiers import tiered
-from tests.support.tiny import global_batch, make_job, tiny
+from tests.support.tiny import FirstGradients, batch_of, make_job, tiny_step
+from titan_moe.checkpoint.tensors import model_tensors
 from titan_moe.config.job_config import JobConfig
+from titan_moe.data.batch import Batch
+from titan_moe.distributed.dtensor import local_part
 from titan_moe.runtime.ranks import run_on_ranks
+from titan_moe.simulate.comm_counter import CommCounter, axes_of_groups
+from titan_moe.train_step import validation_loss
 
 MICROBATCHES = 3
 CPU = torch.device("cpu")
@@ -21,44 +27,24 @@ def job_with(word: str, replicas: int = 1, **training: Any) -> JobConfig:
     return make_job("qwen3", parallelism=degrees, training=training)
 
 
-def batches(first: int, vocab_size: int) -> list:
+def batches(first: int) -> list[Batch]:
     """A step's microbatches, of this rank's own sequences."""
-    import torch.distributed as dist
-
-    from titan_moe.data.batch import Batch
-
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    found = []
-    for number in range(MICROBATCHES):
-        tokens, labels, documents = (
-            x[rank::ranks][:2] for x in global_batch(first + number, vocab_size)
-        )
-        found.append(Batch(tokens, labels, documents, [[]] * 2))
-    return found
+    rows = slice(rank, 2 * ranks, ranks)
+    return [batch_of(first + number, rows) for number in range(MICROBATCHES)]
 
 
 def trained(job: JobConfig, evaluates: bool = False) -> dict[str, Any]:
-    """Two steps: the calls of the second, losses, and this rank's gradients of the first."""
-    import torch.distributed as dist
-
-    from titan_moe.checkpoint.tensors import model_tensors
-    from titan_moe.distributed.dtensor import local_part
-    from titan_moe.distributed.parallelize import build_sharded_model
-    from titan_moe.optim.optimizers import build_optimizer
-    from titan_moe.simulate.comm_counter import CommCounter, axes_of_groups
-    from titan_moe.train_step import TrainStep, validation_loss
-
-    sharded = build_sharded_model(job, tiny(job), device=CPU, world_size=dist.get_world_size())
-    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
-    step = TrainStep(sharded, optimizer, job.training, device=CPU)
+    """Two steps: the calls of the second, losses, and the gradients of the first."""
+    sharded, step = tiny_step(job)
     parameters = dict(sharded.named_parameters())
-    seen = Gradients(parameters)
+    seen = FirstGradients(sharded, local_part)
     losses, counter = [], CommCounter()
     with counter:
         for number in range(2):
             counter.groups = axes_of_groups(sharded.meshes)
             counter.clear()
-            data = batches(MICROBATCHES * number, sharded.config.vocab_size)
+            data = batches(MICROBATCHES * number)
             losses.append(step(data, observer=seen).loss)
             calls = Counter({f: v.calls for f, v in counter.volumes().items() if v.bytes})
             counter.groups = {}
@@ -67,27 +53,7 @@ def trained(job: JobConfig, evaluates: bool = False) -> dict[str, Any]:
                 kept = model_tensors(sharded.parts)
                 shapes = {name: local_part(kept[f"model.{name}"]).shape for name in parameters}
                 assert shapes == {name: local_part(p).shape for name, p in parameters.items()}
-    return {"calls": calls, "losses": losses, "gradients": seen.of_first_step}
-
-
-class Gradients:
-    """An observer that keeps this rank's part of the first step's."""
-
-    def __init__(self, parameters: dict) -> None:
-        self._parameters = parameters
-        self.of_first_step: dict[str, torch.Tensor] = {}
-
-    def reads(self, batch: Any, local: Any) -> None:
-        pass
-
-    def accumulated(self) -> None:
-        if not self.of_first_step:
-            self.of_first_step = {
-                name: p.grad.to_local().clone() for name, p in self._parameters.items()
-            }
-
-    def updated(self, result: Any) -> None:
-        pass
+    return {"calls": calls, "losses": losses, "gradients": seen.found}
 
 
 # --- collectives ---

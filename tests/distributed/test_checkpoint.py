@@ -1,8 +1,5 @@
 """Checkpoints of several ranks: all ranks fail together, and each gets its own state back."""
 
-import os
-import signal
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,13 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.support.checkpointers import plain_checkpointer
-from tests.support.tiers import tiered
-from titan_moe.checkpoint import folder as folders
 from titan_moe.checkpoint.checksums import checksums
 from titan_moe.config.job_config import Optimizer
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.ranks import RankError, run_on_ranks
+from titan_moe.runtime.ranks import run_on_ranks
 
 
 def _run(folder, *, seed):
@@ -65,34 +60,6 @@ def _damaged(folder):
 def test_a_damaged_tensor_file_stops_all_ranks(tmp_path):
     for line in run_on_ranks(_damaged, 2, tmp_path):
         assert "step-1 is damaged: " in line and "\n" not in line
-
-
-def _killed_while_saving(folder, where):
-    checkpointer = _run(folder, seed=0)
-    checkpointer.save(1, _state(1))
-    if dist.get_rank() == 0:
-        setattr(folders, where, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    checkpointer.save(2, _state(2))
-
-
-def _resume(folder):
-    checkpointer = _run(folder, seed=1)
-    state = checkpointer.load()
-    checkpointer.save(3, _state(3))
-    return state, sorted(path.name for path in (folder / "checkpoint").iterdir())
-
-
-@pytest.mark.parametrize("where", tiered(["commit"], slow=["write_json"]))
-def test_a_killed_save_is_invisible_and_cleared(tmp_path, where):
-    with pytest.raises(RankError):
-        run_on_ranks(_killed_while_saving, 2, tmp_path, where)
-    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == [
-        ".step-2.writing",
-        "step-1",
-    ]
-    for state, names in run_on_ranks(_resume, 2, tmp_path):
-        assert state["step"] == 1
-        assert names == ["step-1", "step-3"]
 
 
 def _save_rows(folder):

@@ -188,12 +188,3 @@ def test_first_choices_come_before_second_ones():
     rank_TK = torch.tensor([[1, 0], [0, 0], [0, 1], [0, 0]])
     kept_TK = dispatcher._first_come(rank_TK, torch.tensor([6, 2]), capacity=4)
     assert kept_TK.tolist() == [[True, True], [True, False], [True, True], [True, False]]
-
-
-def test_an_unknown_word_is_an_error():
-    from titan_moe.distributed.expert_parallel import DispatchOptions, make_dispatcher
-    from titan_moe.moe.config import MoEConfig
-
-    config = MoEConfig(num_experts=8, top_k=2, hidden_dim=8)
-    with pytest.raises(ValueError, match="'doubled' is none of standard, dedup"):
-        make_dispatcher(config, None, DispatchOptions("doubled"))

@@ -23,7 +23,7 @@ from titan_moe.verify.gradients.compare import TOLERANCES
 from titan_moe.verify.gradients.gate import Gate
 from titan_moe.verify.gradients.worker import RankReport, Task, verify_on_rank
 from titan_moe.verify.layouts.covering import pairs
-from titan_moe.verify.layouts.layouts import AXES, OPTIONS, parse
+from titan_moe.verify.layouts.layouts import AXES, OPTIONS, SPLIT_BACKWARD, parse
 
 FEW = cover([4], 6, seed=3)
 UNEVEN = ["dp_shard=3", "dp_shard=3,dp_replicate=2,recompute=2", "dp_shard=3,tp=2,ep=2"]
@@ -40,6 +40,11 @@ HALVES = [
 JOINT = "one product of gate and up"
 TWO_DEPTHS = "pp=2,cp=2,schedule=ZBVZeroBubble,cp_balancer=headtail,recompute=none"
 
+
+def splits_backward(text: str) -> bool:
+    return parse(text).schedule in SPLIT_BACKWARD
+
+
 # Family, kind of gate, layout.
 DEFAULT = [
     *product(["deepseek_v3"], ["AdamW"], [*SMALL, UNEVEN[0]]),
@@ -48,6 +53,8 @@ DEFAULT = [
     ("deepseek_v3", "overlap", "dp_shard=2,ep=2,recompute=full"),
     ("deepseek_v3", JOINT, "tp=2,etp=2"),
     ("qwen3", "two depths", "pp=2,tp=2"),
+    ("deepseek_v3", "inf norm", "dp_shard=2,ep=2"),
+    ("deepseek_v3", "compiled", "dp_shard=2,ep=2,recompute=2"),
 ]
 SLOW = [
     *product(["deepseek_v3"], ["AdamW"], [*SAMPLE[1::3], *UNEVEN[1:]]),
@@ -59,11 +66,21 @@ SLOW = [
     *product(["deepseek_v3"], ["AdamW"], [f"pp=2,schedule={name}" for name in SCHEDULES]),
     *product(FAMILIES, [JOINT], ["dp_shard=2,tp=2,ep=2,etp=2,recompute=full"]),
     ("qwen3", "two depths", TWO_DEPTHS),
+    ("deepseek_v3", "inf norm", "pp=2,tp=2,ep=2"),
+    ("deepseek_v3", "compiled", "dp_shard=2,ep=2,recompute=op,dispatch=bounded"),
+    ("deepseek_v3", "compiled", "tp=2"),
+    ("deepseek_v3", "compiled", "cp=2,cp_method=ring"),
+    ("deepseek_v3", "compiled halves", "dp_shard=2,ep=2"),
+    ("deepseek_v3", "compiled halves", "dp_shard=2,ep=2,dispatch=bounded"),
 ]
 FULL = [
     *product(["deepseek_v3"], ["AdamW"], [s for i, s in enumerate(SAMPLE) if i % 3 != 1]),
     *product(OTHERS, ["AdamW"], [*FEW[3:], *SAMPLE]),
     *product(FAMILIES, [JOINT], SMALL),
+    # compile refuses a schedule that splits the backward.
+    *product(["deepseek_v3"], ["compiled"], [s for s in SAMPLE if not splits_backward(s)]),
+    ("deepseek_v3", "inductor", "dp_shard=2,ep=2,recompute=op"),
+    ("deepseek_v3", "inductor", "dp_shard=2,ep=2,dispatch=bounded"),
 ]
 
 

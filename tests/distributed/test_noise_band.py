@@ -1,69 +1,39 @@
 """Layouts stay inside the band of harmless controls, and mistakes do not."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.support.curves import (
-    Training,
-    control_trainings,
-    train,
-    train_each,
-    training_of,
-)
+from tests.support.curves import train
 from tests.support.paths import DEBUG_CONFIGS
 from titan_moe.distributed.dtensor import local_part
-from titan_moe.distributed.parallelize import ShardedModel
-from titan_moe.train_step import TrainStep
+from titan_moe.trainer import Trainer
+from titan_moe.verify.compare.control_runs import control_specs
 from titan_moe.verify.compare.noise.band import Band
 from titan_moe.verify.compare.records import NORM_OF, Curve
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
-from titan_moe.verify.layouts.layouts import with_tables
+
+SPEC = RunSpec(config=DEBUG_CONFIGS / "compare.toml", ranks=1, overrides=(("training.steps", "4"),))
 
 
-def baseline(steps: int) -> RunSpec:
-    overrides = (("training.steps", str(steps)),)
-    return RunSpec(config=DEBUG_CONFIGS / "compare.toml", ranks=1, overrides=overrides)
-
-
-def drop_shared_experts(sharded: ShardedModel, step_fn: TrainStep) -> None:
-    for moe in sharded.moe_layers().values():
+def drop_shared_experts(trainer: Trainer) -> None:
+    for moe in trainer.sharded.moe_layers().values():
         moe.shared_experts = None
 
 
-def halve_an_expert(sharded: ShardedModel, step_fn: TrainStep) -> None:
+def halve_an_expert(trainer: Trainer) -> None:
     """Halves one expert's gradients before they are reduced; one process holds all experts."""
-    named = {name.removesuffix(".block"): moe for name, moe in sharded.moe_layers().items()}
-    weights, reduce = list(named["layers.2"].experts.parameters()), step_fn._reduce
+    layers = trainer.sharded.moe_layers()
+    named = {name.removesuffix(".block"): moe for name, moe in layers.items()}
+    weights, reduce = list(named["layers.2"].experts.parameters()), trainer.train_step._reduce
 
     def halve_and_reduce(*args):
         for weight in weights:
             local_part(weight.grad)[1].mul_(0.5)
         return reduce(*args)
 
-    step_fn._reduce = halve_and_reduce
-
-
-def planted(spec: RunSpec) -> list[Training]:
-    """A learning rate 2 % off, no shared experts, half an expert's gradient, no bias update."""
-    own = training_of(spec)
-    faster = with_tables(own.job, {"optimizer": {"lr": 1.02 * own.job.optimizer.lr}})
-    unbiased = with_tables(own.job, {"moe": {"bias_update_speed": 0.0}})
-    return [
-        replace(own, job=faster),
-        replace(own, alter=drop_shared_experts),
-        replace(own, alter=halve_an_expert),
-        replace(own, job=unbiased),
-    ]
-
-
-def train_by_ranks(trainings: list[Training]) -> list[Curve]:
-    """Trains all in order of their numbers of ranks."""
-    found = []
-    for ranks in sorted({each.world_size for each in trainings}):
-        alike = [each for each in trainings if each.world_size == ranks]
-        found += train_each(alike, parameter_norms=True)
-    return found
+    trainer.train_step._reduce = halve_and_reduce
 
 
 def without_norms(curve: Curve) -> Curve:
@@ -72,16 +42,21 @@ def without_norms(curve: Curve) -> Curve:
 
 
 @pytest.mark.slow
-def test_noise_band_holds_layout_and_not_mistakes():
-    spec = baseline(steps=4)
-    controls = train_by_ranks(control_trainings(spec, 6))
-    wrong = train_each(planted(spec), parameter_norms=True)
-    alone = train(
-        training_of(parse_run_spec("layout=dp_shard=2,ep=2", replace(spec, ranks=None))),
-        parameter_norms=True,
-    )
-    curves = [*controls, *wrong]
-    assert all(curve.data == controls[0].data for curve in curves)
+def test_noise_band_holds_layout_and_not_mistakes(tmp_path: Path):
+    controls = [
+        train(spec, tmp_path / f"control {number}", words)
+        for number, (spec, words) in enumerate(control_specs(SPEC, 6, num_gpus=0))
+    ]
+    layout = parse_run_spec("layout=dp_shard=2,ep=2", replace(SPEC, ranks=None))
+    alone = train(layout, tmp_path / "layout")
+    faster = (("optimizer.lr", str(1.02 * SPEC.job().optimizer.lr)),)
+    wrong = [
+        train(SPEC, tmp_path / "rate", faster),
+        train(SPEC, tmp_path / "shared", alter=drop_shared_experts),
+        train(SPEC, tmp_path / "halved", alter=halve_an_expert),
+        train(SPEC, tmp_path / "bias", (("moe.bias_update_speed", "0"),)),
+    ]
+    assert all(curve.data == controls[0].data for curve in [*controls, *wrong])
 
     with_norms = Band(controls)
     without = Band([without_norms(curve) for curve in controls])

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
@@ -15,25 +14,22 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.ordered import EXPLICIT, explicit, strided
 from tests.support.shardings import all_shardings
+from tests.support.tiers import tiered
 from titan_moe.checkpoint.checksums import checksums
 from titan_moe.checkpoint.tensors import (
     Chunk,
     held_chunks,
-    model_tensors,
     read_tensors,
     write_chunks,
 )
 from titan_moe.distributed.dtensor import (
     check_divides,
     local_part,
-    local_slices,
     mesh_axes,
     sharding_of,
 )
 from titan_moe.distributed.sharding import Sharding, coordinates
 from titan_moe.runtime.ranks import run_on_ranks
-
-needs_explicit = pytest.mark.skipif(not EXPLICIT, reason="this torch has no shard_order")
 
 
 def _whole(shape: tuple[int, ...]) -> Tensor:
@@ -104,59 +100,26 @@ def _save_and_load(
 
 # 11 shardings of a matrix over two axes, 49 over three. Those with a strided shard, 2 and 22, are
 # also said beside the placements, and only there where they do not divide.
-@pytest.mark.parametrize(("shape", "number"), [((8, 4), 11), ((5, 3), 9)])
-def test_every_order_of_two_axes_loads_under_every_other(
-    tmp_path: Path, shape: tuple[int, int], number: int
+@pytest.mark.parametrize(
+    ("sizes", "shape", "distances", "number"),
+    tiered(
+        [((2, 2), (8, 4), [], 11 + 2 * EXPLICIT), ((2, 2), (5, 3), [], 9 + 2 * EXPLICIT)],
+        slow=[
+            ((2, 2, 2), (16, 8), [1, 7, 20, 40], 49 + 22 * EXPLICIT),
+            ((2, 2, 2), (7, 9), [1, 7, 20, 40], 27 + 22 * EXPLICIT),
+        ],
+    ),
+)
+def test_orders_of_axes_load_under_others(
+    tmp_path: Path,
+    sizes: tuple[int, ...],
+    shape: tuple[int, int],
+    distances: list[int],
+    number: int,
 ) -> None:
-    for saved, wrong in run_on_ranks(_save_and_load, 4, (2, 2), shape, [], tmp_path):
-        assert wrong == []
-        assert saved == number + 2 * EXPLICIT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "number"), [((16, 8), 49), ((7, 9), 27)])
-def test_orders_of_three_axes_load_under_others(
-    tmp_path: Path, shape: tuple[int, int], number: int
-) -> None:
-    distances = [1, 7, 20, 40]
-    for saved, wrong in run_on_ranks(_save_and_load, 8, (2, 2, 2), shape, distances, tmp_path):
-        assert wrong == []
-        assert saved == number + 22 * EXPLICIT
-
-
-# --- an explicit `shard_order` --------------------------------------------------------------------
-
-
-class _Buffers(nn.Module):
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("kept", tensor)
-
-
-def _in_explicit_order(folder: Path) -> dict[str, bool]:
-    """Rows 0-1, 4-5, 2-3 and 6-7 on ranks 0 to 3, which torch's own checkpoint takes for 0-1, 2-3,
-    4-5 and 6-7."""
-    whole, mesh = _whole((8, 2)), _mesh((2, 2))
-    kept = explicit(whole, Sharding.parse("S(0)[y,x]"), mesh)
-    first = [0, 4, 2, 6][dist.get_rank()]
-    tensors = model_tensors([_Buffers(kept)])
-    _write(tensors, folder)
-    plain = {"model.kept": torch.zeros_like(whole)}
-    read_tensors(plain, folder)
-    local_part(tensors["model.kept"]).zero_()
-    read_tensors(tensors, folder)
-    return {
-        "sharding": str(sharding_of(kept)[0]) == "S(0)[y,x]",
-        "slices": local_slices(kept) == (slice(first, first + 2), slice(0, 2)),
-        "saved": torch.equal(plain["model.kept"], whole),
-        "loaded": torch.equal(local_part(kept), whole[first : first + 2]),
-    }
-
-
-@needs_explicit
-def test_an_explicit_order_is_honoured(tmp_path: Path) -> None:
-    for found in run_on_ranks(_in_explicit_order, 4, tmp_path):
-        assert found == dict.fromkeys(("sharding", "slices", "saved", "loaded"), True)
+    world = torch.Size(sizes).numel()
+    found = run_on_ranks(_save_and_load, world, sizes, shape, distances, tmp_path)
+    assert found == [(number, [])] * world
 
 
 @pytest.mark.parametrize("sizes", [(3, 2), (4, 2), (2, 2, 2), (2, 3, 2), (3, 2, 2)])

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.tiers import tiered
-from titan_moe.config.job_config import ActivationCheckpoint
-from titan_moe.distributed.activation_checkpoint import apply_activation_checkpoint
-from titan_moe.models.decoder import Decoder
+from tests.support.tiny import make_job
+from titan_moe.distributed import activation_checkpoint
+from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.registry import model_config
-from titan_moe.moe.balance import attach_loss
+from titan_moe.moe.layer import RoutingMemo
 from titan_moe.runtime.ranks import run_on_ranks
 
 ROWS, SEQ_LEN, LAYERS = 4, 32, 3
@@ -32,15 +33,6 @@ MODES: dict[str, dict[str, Any]] = {
 
 def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> dict:
     """Gradients, counted tokens, and what ran in the forward and in the backward."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from titan_moe.distributed import activation_checkpoint
-    from titan_moe.distributed.expert_parallel import apply_expert_parallel
-    from titan_moe.distributed.fsdp import ShardingPolicy, apply_fsdp
-    from titan_moe.distributed.init_weights import fill_initial_weights
-    from titan_moe.distributed.parallel_dims import ParallelDims
-    from titan_moe.models.decoder import initial_std, move_off_meta, stage_units
-    from titan_moe.ops.attention import DocumentSdpa
 
     class Count(TorchDispatchMode):
         def __init__(self) -> None:
@@ -62,25 +54,11 @@ def train_once(family: str, mode: str, ep: int, planted: str | None = None) -> d
 
     activation_checkpoint._Keep.__enter__ = noted
     config = replace(model_config(family, "gate"), num_layers=LAYERS, num_mtp_layers=0)
-    assert config.moe is not None
-    config = replace(config, moe=replace(config.moe, row_alignment=16))
-    meshes = ParallelDims(world_size=dist.get_world_size(), ep=ep).build_mesh("cpu")
-    with torch.device("meta"):
-        model = Decoder(config, DocumentSdpa()).double()
-    apply_expert_parallel(list(model.moe_layers().values()), meshes)
-    section = ActivationCheckpoint(**MODES[mode])
-    activation_checkpoint.apply_activation_checkpoint(dict(model.layers.items()), section)
-    policy = ShardingPolicy(
-        stored_dtype=torch.float64,
-        compute_dtype=torch.float64,
-        reduce_dtype=torch.float64,
-        reshard_after_forward=True,
-        reshard_last=True,
-        cpu_offload=False,
-    )
-    apply_fsdp(model, stage_units(model), meshes, policy)
-    move_off_meta(model, torch.device("cpu"), parameter_device=torch.device("cpu"))
-    fill_initial_weights(model, 0, lambda name: initial_std(name, config))
+    degrees = {"expert_parallel_degree": ep}
+    job = make_job(family, parallelism=degrees, activation_checkpoint=MODES[mode])
+    cpu, world_size = torch.device("cpu"), dist.get_world_size()
+    sharded = build_sharded_model(job, config, device=cpu, world_size=world_size)
+    (model,) = sharded.parts
 
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(0, config.vocab_size, (ROWS, SEQ_LEN), generator=generator)
@@ -107,9 +85,6 @@ def is_exchange(operation: object) -> bool:
 
 
 def plant(bug: str) -> None:
-    from titan_moe.distributed import activation_checkpoint
-    from titan_moe.moe.layer import RoutingMemo
-
     if bug == "routed again":
         RoutingMemo._replay = RoutingMemo._record
     elif bug == "rows of other tokens handed back":
@@ -193,45 +168,3 @@ def test_planted_bugs_are_seen():
     assert distance(mixed, reference) > 1e-3
     forgetful, *_ = run_on_ranks(train_once, 2, "deepseek_v3", "op", 2, "nothing kept")
     assert forgetful["backward"][ALL_TO_ALL] > reference["backward"][ALL_TO_ALL]
-
-
-class Counting(torch.nn.Module):
-    """A block with a device metric: the sum of its inputs."""
-
-    def __init__(self, in_the_backward: bool) -> None:
-        super().__init__()
-        self.in_the_backward = in_the_backward
-        self.attention = torch.nn.Module()
-        self.attention.core = torch.sin
-        self.register_buffer("total", torch.zeros((), dtype=torch.float64), persistent=False)
-        self.execute = self.compute
-
-    def compute(self, x: torch.Tensor) -> torch.Tensor:
-        if self.in_the_backward:
-            x = attach_loss(x, x.sum().detach(), self.total)
-        else:
-            self.total += x.sum().detach()
-        return (2 * x).sin()
-
-
-def counted(mode: str, *, in_the_backward: bool) -> tuple[float, torch.Tensor]:
-    """The metric, and the gradient, of the inputs 0 to 3."""
-    block, x = Counting(in_the_backward), torch.arange(4.0, requires_grad=True)
-    section = ActivationCheckpoint(**MODES[mode])
-    apply_activation_checkpoint({"0": block}, section)
-    block.execute(x).sum().backward()
-    assert x.grad is not None
-    return block.total.item(), x.grad
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_device_metric_that_is_added_in_the_backward_counts_once(mode: str):
-    total, grad = counted(mode, in_the_backward=True)
-    assert total == 6
-    torch.testing.assert_close(grad, 2 * (2 * torch.arange(4.0)).cos())
-
-
-@pytest.mark.parametrize("mode", ["full", "op"])
-def test_a_device_metric_that_is_added_in_a_recomputed_forward_is_refused(mode: str):
-    with pytest.raises(RuntimeError, match="a recomputed forward changed total, which would count"):
-        counted(mode, in_the_backward=False)

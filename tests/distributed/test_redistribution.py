@@ -8,15 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from tests.support.planting import plant, right_source
+import titan_moe
+from tests.support.planting import Bug, plant, right_source
 from tests.support.shardings import all_shardings
-from titan_moe.distributed.redistribution import Step, execute, plan
+from titan_moe.distributed.dtensor import local_part, sharding_of
+from titan_moe.distributed.redistribution import execute, plan
 from titan_moe.distributed.sharding import Axes, Sharding, coordinates, group_of
 from titan_moe.distributed.sharding_moves import LOCAL_OPS
 from titan_moe.runtime.ranks import RankError, run_on_ranks
-from titan_moe.simulate.comm_counter import CommCounter, arguments_of
-from titan_moe.simulate.comm_counter import group_of as group_of_call
+from titan_moe.simulate.comm_counter import CommCounter
+
+GRID = {"x": 2, "y": 2}
 
 
 class Mesh:
@@ -34,40 +39,8 @@ class Mesh:
         return self._groups[ranks]
 
 
-class Call(NamedTuple):
-    """A collective, as this rank sees it."""
-
-    ranks: tuple[int, ...]
-    received: float
-    """Bytes."""
-    op: str
-
-
-class Counter(CommCounter):
-    """Bytes that come to this rank rather than those that leave it, call by call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.groups = {"": ""}
-        self.calls: list[Call] = []
-
-    def count(self, func: Any, args: tuple) -> None:
-        named = arguments_of(func, args)
-        if func.__name__.startswith("wait_tensor"):
-            return
-        group, name = group_of_call(named), func.__name__.partition(".")[0]
-        if name == "alltoall_base_":
-            rows = named["output_split_sizes"]
-            received: float = named["output"].itemsize * (sum(rows) - rows[group.rank()])
-        elif name in ("allgather_", "all_gather_into_tensor"):
-            own = named["input"] if "input" in named else named["input_tensors"][0]
-            received = own.nbytes * (group.size() - 1)
-        elif name == "reduce_scatter_tensor":
-            received = named["input"].nbytes * (group.size() - 1) / group.size()
-        else:
-            assert name == "allreduce_", f"{name} is no plan's"
-            received = 2 * named["tensors"][0].nbytes * (group.size() - 1) / group.size()
-        self.calls.append(Call(tuple(dist.get_process_group_ranks(group)), received, name))
+def whole_of(shape: tuple[int, ...]) -> Tensor:
+    return torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).view(shape)
 
 
 def part_of(whole: Tensor, sharding: Sharding, rank: int, axes: Axes) -> Tensor:
@@ -88,7 +61,7 @@ def gradient_of(sharding: Sharding, axes: Axes) -> Sharding:
     return Sharding(sharding.cuts, frozenset(axis for axis in axes if axis not in named))
 
 
-def is_whole(whole: Tensor, parts: list[Tensor], sharding: Sharding, axes: Axes) -> bool:
+def is_whole(whole: Tensor, parts: Sequence[Tensor], sharding: Sharding, axes: Axes) -> bool:
     """Whether the ranks' parts are those of a tensor under a sharding; terms in any division."""
     for rank, part in enumerate(parts):
         mates = group_of(rank, sorted(sharding.partial), axes)
@@ -103,49 +76,40 @@ def is_whole(whole: Tensor, parts: list[Tensor], sharding: Sharding, axes: Axes)
 
 
 class Moved(NamedTuple):
-    """What a rank has of a pair of shardings."""
+    """A pair of shardings on one rank."""
 
     part: Tensor
     """Its part afterwards."""
     grad: Tensor
-    """Of its part before."""
-    forward: list[Call]
-    backward: list[Call]
-
-
-class Planted(NamedTuple):
-    """A line of production code, written wrongly, and pairs that must show it."""
-
-    where: str
-    right: str
-    wrong: str
-    pairs: list[tuple[str, str]]
-    shape: tuple[int, ...] = (4, 8)
+    """The gradient of its part before."""
+    calls: tuple[int, int]
+    """Collectives in the forward and in the backward."""
 
 
 def move_all(
     axes: dict[str, int],
     shape: tuple[int, ...],
     pairs: list[tuple[str, str]],
-    bug: Planted | None = None,
+    bug: Bug | None = None,
 ) -> list[Moved]:
     """Every pair's plan carried out on this rank."""
     if bug is not None:
         plant(bug)
-    mesh, results = Mesh(axes), []
-    whole = torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).view(shape)
+    mesh, whole, results = Mesh(axes), whole_of(shape), []
     for source, target in pairs:
         steps = plan(source, target, axes=axes, shape=shape, dtype=whole.dtype)
         for step in steps.steps:
             mesh.group(step.axes)  # Made outside the count.
         local = part_of(whole, steps.source, mesh.rank, axes).requires_grad_()
-        forward, backward = Counter(), Counter()
+        forward, backward = CommCounter(), CommCounter()
+        forward.groups = backward.groups = {"": ""}  # Without any, a counter counts nothing.
         with forward:
             moved = execute(steps, local, mesh)
         with backward:
             moved.backward(part_of(-whole, gradient_of(steps.target, axes), mesh.rank, axes))
         assert local.grad is not None
-        results.append(Moved(moved.detach(), local.grad, forward.calls, backward.calls))
+        calls = [sum(v.calls for v in c.volumes().values()) for c in (forward, backward)]
+        results.append(Moved(moved.detach(), local.grad, (calls[0], calls[1])))
     return results
 
 
@@ -153,35 +117,19 @@ def check(
     axes: dict[str, int],
     shape: tuple[int, ...],
     pairs: list[tuple[str, str]],
-    bug: Planted | None = None,
+    bug: Bug | None = None,
 ) -> None:
-    whole = torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).view(shape)
-    world = torch.Size(list(axes.values())).numel()
+    whole, world = whole_of(shape), torch.Size(list(axes.values())).numel()
     of_ranks = run_on_ranks(move_all, world, axes, shape, pairs, bug)
     for (source, target), results in zip(pairs, zip(*of_ranks, strict=True), strict=True):
-        parts, grads, forward, backward = map(list, zip(*results, strict=True))
+        parts, grads, calls = zip(*results, strict=True)
         place = f"{source} -> {target} of {shape}"
         assert is_whole(whole, parts, Sharding.parse(target), axes), place
         of_gradient = gradient_of(Sharding.parse(source), axes)
         assert is_whole(-whole, grads, of_gradient, axes), f"gradient of {place}"
         steps = plan(source, target, axes=axes, shape=shape, dtype=whole.dtype).steps
-        steps = tuple(step for step in steps if step.op not in LOCAL_OPS)
-        check_calls(steps, axes, forward, place)
-        for calls, back in zip(forward, backward, strict=True):
-            groups = [call.ranks for call in calls]
-            assert [call.ranks for call in back] == groups[::-1], f"backward of {place}"
-
-
-def check_calls(
-    steps: tuple[Step, ...], axes: dict[str, int], of_ranks: list[list[Call]], place: str
-) -> None:
-    """One collective for each step, over its group, and its bytes to the rank that gets most."""
-    for rank, calls in enumerate(of_ranks):
-        wanted = [tuple(group_of(rank, step.axes, axes)) for step in steps]
-        assert [call.ranks for call in calls] == wanted, f"rank {rank} of {place}"
-    for number, step in enumerate(steps):
-        most = max(calls[number].received for calls in of_ranks)
-        assert int(most) == step.bytes, f"{step} of {place}"
+        number = sum(step.op not in LOCAL_OPS for step in steps)
+        assert set(calls) == {(number, number)}, f"collectives of {place}"
 
 
 def all_pairs(axes: dict[str, int], num_dims: int) -> list[tuple[str, str]]:
@@ -191,64 +139,57 @@ def all_pairs(axes: dict[str, int], num_dims: int) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("shape", [(4, 8), (5, 3)])
 def test_every_pair_on_two_by_two_ranks(shape: tuple[int, int]) -> None:
-    axes = {"x": 2, "y": 2}
-    check(axes, shape, all_pairs(axes, 2))
+    check(GRID, shape, all_pairs(GRID, 2))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(4))
-@pytest.mark.parametrize("shape", [(8, 8), (5, 3)])
-def test_every_pair_on_eight_ranks(shape: tuple[int, int], part: int) -> None:
+def test_every_pair_on_eight_ranks(part: int) -> None:
     axes = {"x": 2, "y": 2, "z": 2}
-    pairs = all_pairs(axes, 2)
-    assert len(pairs) == 8464
-    check(axes, shape, pairs[part::4])
+    check(axes, (5, 3), all_pairs(axes, 2)[part::4])
 
 
 _RUN = "titan_moe.distributed.redistribution:_Run"
+# Each with a pair that must show it.
 BUGS = {
-    "order swapped": Planted(
+    "order swapped": Bug(
         "titan_moe.distributed.sharding:Sharding.box",
         "for axis in self.cuts[dim] if",
         "for axis in self.cuts[dim][::-1] if",
-        [("R", "S(0)[x,y]")],
+        "R -> S(0)[x,y]",
     ),
-    "wrong innermost axis": Planted(
+    "wrong innermost axis": Bug(
         "titan_moe.distributed.sharding_moves:_all_gathers",
         "cuts = tuple(cut[:n] for",
         "cuts = tuple(cut[len(cut) - n :] for",
-        [("S(0)[x,y]", "S(0)[y]")],
+        "S(0)[x,y] -> S(0)[y]",
     ),
-    "remainder lost": Planted(
+    "remainder lost": Bug(
         "titan_moe.distributed.sharding:Sharding.box",
         "each = -(-(last - first) // axes[axis])",
         "each = (last - first) // axes[axis]",
-        [("R", "S(0)[x]")],
-        shape=(5, 3),
+        "R -> S(0)[x]",
     ),
-    "sum over other ranks lost": Planted(
-        "titan_moe.distributed.boxes:exchange_boxes",
-        ".sum(0)",
-        "[place]",
-        [("P[x]", "S(0)[x]")],
+    "sum over other ranks lost": Bug(
+        "titan_moe.distributed.boxes:exchange_boxes", ".sum(0)", "[place]", "P[x] -> S(0)[x]"
     ),
-    "sum not taken": Planted(
+    "sum not taken": Bug(
         f"{_RUN}.summed",
         "dist.all_reduce(local, group=self.mesh.group(self.axes))",
         "pass",
-        [("P[x]", "R")],
+        "P[x] -> R",
     ),
-    "a sum of copies": Planted(
+    "a sum of copies": Bug(
         f"{_RUN}.first_only",
         "if self.mesh.rank == members[0] else torch.zeros_like(local)",
         "",
-        [("R", "P[x]")],
+        "R -> P[x]",
     ),
-    "gradients of a gather not added": Planted(
+    "gradients of a gather not added": Bug(
         "titan_moe.distributed.redistribution:_StepFunction.backward",
         'add=step.op == "all_gather"',
         "add=False",
-        [("S(0)[x]", "R")],
+        "S(0)[x] -> R",
     ),
 }
 
@@ -257,18 +198,111 @@ BUGS = {
 def test_a_planted_bug_is_caught(name: str) -> None:
     bug = BUGS[name]
     right_source(bug)
-    check({"x": 2, "y": 2}, bug.shape, bug.pairs)
+    source, target = bug.caught_on.split(" -> ")
     with pytest.raises((AssertionError, RankError)):
-        check({"x": 2, "y": 2}, bug.shape, bug.pairs, bug)
+        check(GRID, (5, 3), [(source, target)], bug)
 
 
-def move_wrong(axes: dict[str, int]) -> None:
-    steps = plan("S(0)[x]", "R", axes=axes, shape=(4, 4), dtype=torch.float64)
-    execute(steps, torch.zeros(4, 4, dtype=torch.float64), Mesh(axes))
+# --- DTensors ------------------------------------------------------------------------------------
 
 
-def test_a_part_of_another_shape_is_refused() -> None:
+def problems_of_dtensors(bug: Bug | None = None) -> list[str]:
+    """Every pair of shardings without sums, beside DTensor.redistribute."""
+    if bug is not None:
+        plant(bug)
+    mesh, whole, wrong = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y")),
+        whole_of((4, 8)),
+        [],
+    )
+    shardings = [each for each in all_shardings("xy", 2) if not each.partial]
+    for source in shardings:
+        for target in shardings:
+            start = distribute_tensor(whole, mesh, [Replicate(), Replicate()])
+            tensor: Any = titan_moe.redistribute(start, source).detach().requires_grad_()
+            other: Any = tensor.detach().requires_grad_()
+            moved = titan_moe.redistribute(tensor, str(target))
+            by_torch = other.redistribute(placements=moved.placements)
+            for each in (moved, by_torch):
+                each.backward(titan_moe.redistribute(start, target))
+            right = [
+                sharding_of(moved)[0] == target,
+                sharding_of(tensor.grad)[0] == source,
+                torch.equal(moved.full_tensor(), whole),
+                torch.equal(local_part(moved), local_part(by_torch)),
+                torch.equal(local_part(tensor.grad), local_part(other.grad)),
+            ]
+            wrong += [f"{source} -> {target}: {right}"] * (not all(right))
+    return wrong
+
+
+def test_dtensors_have_the_values_and_gradients_of_torch() -> None:
+    assert run_on_ranks(problems_of_dtensors, 4) == [[]] * 4
+
+
+def test_a_gradient_that_is_left_as_it_comes_is_caught() -> None:
+    bug = Bug(
+        "titan_moe.distributed.redistribution:_RedistributeFunction.backward",
+        "return redistribute(grad, ctx.source), None",
+        "return grad, None",
+    )
+    right_source(bug)
+    # The engine of autograd refuses parts of another shape.
+    with pytest.raises((AssertionError, RankError)):
+        assert run_on_ranks(problems_of_dtensors, 4, bug) == [[]] * 4
+
+
+def of_other_meshes() -> list[str]:
+    """Moves over an unnamed mesh and over a part of the ranks; returns what refusals say."""
+    whole, rank = whole_of((8, 4)), dist.get_rank()
+    unnamed = init_device_mesh("cpu", (2, 2))
+    tensor = distribute_tensor(whole, unnamed, [Shard(1), Replicate()])
+    steps = titan_moe.plan_redistribution(tensor, "S(0)[1,0]")
+    moved = titan_moe.redistribute(tensor, steps)
+    first = [0, 4, 2, 6][rank]
+    assert torch.equal(moved.to_local(), whole[first : first + 2])
+    pair = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("a", "b"))
+    part = titan_moe.redistribute(distribute_tensor(whole, pair, [Replicate(), Shard(0)]), "R")
+    assert part.to_local().numel() == (32 if rank < 2 else 0)
+    root: Any = distribute_tensor(whole, unnamed, [Shard(0), Shard(1)]).requires_grad_()
+    square = titan_moe.redistribute(root, "R") ** 2
+    (once,) = torch.autograd.grad(square.sum(), root, create_graph=True)
+    twice: Any
+    (twice,) = torch.autograd.grad((once**2).sum(), root)
+    assert torch.equal(twice.full_tensor(), 8 * whole)
+    average = DTensor.from_local(whole, unnamed, [Partial("avg"), Replicate()])
+    backwards = DeviceMesh("cpu", [3, 2, 1, 0])
+    uneven = distribute_tensor(whole[:5], unnamed, [Replicate(), Replicate()])
+    shards = DTensor.from_local(whole, backwards, [Shard(0)], run_check=False)
+    says = []
+    for refused, target in [
+        (average, "R"),
+        (whole, "R"),
+        (tensor, "S(0)[x]"),
+        (shards, "R"),
+        (moved, steps),
+        (uneven, "S(0)[1,0]"),
+    ]:
+        with pytest.raises((TypeError, ValueError)) as error:
+            titan_moe.redistribute(refused, target)
+        says.append(str(error.value))
     with pytest.raises(
-        RankError, match=r"holds \[4, 4\], not \[2, 4\]: its part of \[4, 4\] under"
+        ValueError, match=r"holds \[8, 4\], not \[2, 4\]: its part of \[8, 4\] under"
     ):
-        run_on_ranks(move_wrong, 2, {"x": 2})
+        rows = plan("S(0)[x]", "R", axes={"x": 4}, shape=(8, 4), dtype=whole.dtype)
+        execute(rows, whole, Mesh({"x": 4}))
+    return says
+
+
+def test_other_meshes_and_refusals() -> None:
+    says = [
+        "is no plain sum",
+        "Tensor is no DTensor: distribute_tensor makes one",
+        "names x; the mesh has the axes 0, 1",
+        "ranks that do not ascend",
+        "the plan begins with S(1)[0] of [8, 4]",
+        "2 does not divide 5",
+    ]
+    for refusals in run_on_ranks(of_other_meshes, 4):
+        for said, expected in zip(refusals, says, strict=True):
+            assert expected in said

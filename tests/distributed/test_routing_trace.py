@@ -1,7 +1,9 @@
 """Routings recorded in one layout are followed in any other, token by token."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -80,8 +82,8 @@ def train(job: JobConfig, noise: float = 0.0, planted: str = "") -> Steps:
     step_fn = TrainStep(sharded, optimizer, job.training, device=cpu)
     process = Process(rank=rank, world_size=world_size, device=cpu)
     routing = RoutingTrace(job, sharded, process, resume_step=0)
-    if planted:
-        plant(routing, planted)
+    if planted == "positions of other tokens":
+        routing._tokens = partial(shifted, routing._tokens)
     dims = sharded.meshes.dims
     data_ranks, place = dims.size("batch"), dims.coordinate(rank, "batch")
     losses, counts = [], []
@@ -100,16 +102,9 @@ def train(job: JobConfig, noise: float = 0.0, planted: str = "") -> Steps:
     return Steps(losses, counts)
 
 
-def plant(routing, mistake: str) -> None:
-    tokens = routing._tokens
-
-    def wrong(batches) -> Tokens:
-        rows, positions = tokens(batches)
-        if mistake == "positions of other tokens":
-            return Tokens(rows, np.roll(positions, 1))
-        return Tokens(rows[::-1] if mistake == "rows in another order" else rows, positions)
-
-    routing._tokens = wrong
+def shifted(tokens: Callable[[Any], Tokens], batches: Any) -> Tokens:
+    rows, positions = tokens(batches)
+    return Tokens(rows, np.roll(positions, 1))
 
 
 def run(folder: Path, layout: str, *args: object, replay: Path | None = None, order: int = 0):
@@ -180,11 +175,8 @@ def test_record_is_followed_in_any_layout(
             assert table(tmp_path / "record", step, layer) == expected
 
 
-@pytest.mark.parametrize(
-    "mistake", tiered(["positions of other tokens"], slow=["rows in another order"])
-)
-def test_wrong_tokens_change_the_routing(tmp_path: Path, one_process: Recorded, mistake: str):
-    steps = run(tmp_path, "dp_shard=1", 0.0, mistake, replay=one_process.record)
+def test_wrong_tokens_change_the_routing(tmp_path: Path, one_process: Recorded):
+    steps = run(tmp_path, "dp_shard=1", 0.0, "positions of other tokens", replay=one_process.record)
     assert (own_choices(tmp_path)[0] > 50).all()
     assert steps.losses != pytest.approx(one_process.steps.losses, rel=1e-6)
 

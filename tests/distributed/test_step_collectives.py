@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.support.tiny import global_batch, make_job, tiny
+from tests.support.tiny import batch_of, make_job, tiny_step
 from titan_moe.config.job_config import JobConfig
 from titan_moe.runtime.ranks import run_on_ranks
 
@@ -14,20 +15,10 @@ STEPS = {
 }
 
 
-def collectives_by_step(job: JobConfig, world_size: int) -> dict[str, list[str]]:
+def collectives_by_step(job: JobConfig) -> dict[str, list[str]]:
     """The collectives over the world, by kind of step, and the result's figures."""
-    import torch.distributed as dist
-
-    from titan_moe.data.batch import Batch
-    from titan_moe.distributed.parallelize import build_sharded_model
-    from titan_moe.optim.optimizers import build_optimizer
-    from titan_moe.train_step import TrainStep
-
-    device = torch.device("cpu")
-    sharded = build_sharded_model(job, tiny(job), device=device, world_size=world_size)
-    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
-    step = TrainStep(sharded, optimizer, job.training, device=device)
-    tokens, labels, documents = (x[:2] for x in global_batch(0, sharded.config.vocab_size))
+    _, step = tiny_step(job)
+    batches = [batch_of(0, slice(2))] * 2
     names: list[str] = []
 
     def counted(function):
@@ -64,7 +55,7 @@ def collectives_by_step(job: JobConfig, world_size: int) -> dict[str, list[str]]
     found = {}
     for kind, asked in STEPS.items():
         names.clear()
-        result = step([Batch(tokens, labels, documents, [[]] * 2)] * 2, **asked)
+        result = step(batches, **asked)
         found[kind] = list(names)
         assert result.finite and result.counts_LE is not None
         assert (result.metrics is not None) == asked["logged"]
@@ -81,7 +72,7 @@ def test_a_step_is_one_all_reduce_and_one_wait(norm_type: str, largest: list[str
         training={"norm_type": norm_type},
         parallelism={"expert_parallel_degree": 2, "tensor_parallel_degree": 2},
     )
-    for found in run_on_ranks(collectives_by_step, 2, job, 2):
+    for found in run_on_ranks(collectives_by_step, 2, job):
         (once, *others) = found.values()
         assert once == ["all_reduce", "tolist", *largest]
         assert all(sorted(set(each)) == sorted(set(once)) for each in others)
@@ -92,20 +83,10 @@ def test_a_step_is_one_all_reduce_and_one_wait(norm_type: str, largest: list[str
 
 def figures(job: JobConfig, logged: bool) -> list[float]:
     """Losses and norms of three steps, every one logged or none."""
-    from titan_moe.data.batch import Batch
-    from titan_moe.distributed.parallelize import build_sharded_model
-    from titan_moe.optim.optimizers import build_optimizer
-    from titan_moe.train_step import TrainStep
-
-    device = torch.device("cpu")
-    sharded = build_sharded_model(job, tiny(job), device=device, world_size=1)
-    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
-    step = TrainStep(sharded, optimizer, job.training, device=device)
-    tokens, labels, documents = (x[:2] for x in global_batch(0, sharded.config.vocab_size))
-    batch = Batch(tokens, labels, documents, [[]] * 2)
+    _, step = tiny_step(job)
     numbers = []
     for last in (False, False, True):
-        result = step([batch], logged=logged or last)
+        result = step([batch_of(0, slice(2))], logged=logged or last)
         numbers += [result.loss, result.grad_norm]
     return [*numbers, result.metrics["balance_loss"]]
 

@@ -5,9 +5,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
-from titan_moe.distributed import expert_parallel, fsdp, parallel_dims, process_groups
+from titan_moe.distributed import expert_parallel, fsdp, parallel_dims
 from titan_moe.distributed import mesh as meshes
 from titan_moe.distributed import parallelize as build
 from titan_moe.runtime.process_pool import WorkerError, in_fresh_processes
@@ -47,21 +46,8 @@ def _tp_outside_cp() -> Any:
     return mock.patch.object(parallel_dims, "DENSE_AXES", axes)
 
 
-def _batch_joins_cp() -> Any:
-    return mock.patch.dict(
-        parallel_dims.DERIVED_AXES, {"batch": ("dp_replicate", "dp_shard", "cp")}
-    )
-
-
 def _fsdp_leaves_ranks_empty() -> Any:
     return mock.patch.object(fsdp, "shard_dim", lambda shape, num_shards: 0)
-
-
-def _a_group_per_name() -> Any:
-    def get(self: Any, ranks: tuple[int, ...], *_: Any) -> Any:
-        return dist.new_group(list(ranks), use_local_synchronization=True)
-
-    return mock.patch.object(process_groups.ProcessGroups, "get", get)
 
 
 def _tokens_travel_with_parameters() -> Any:
@@ -87,9 +73,7 @@ def _with_bug(plant: Callable[[], Any], layout: Layout, rank: int) -> RankCheck:
 _ALL_AXES = "pp=2,dp_replicate=2,dp_shard=2,cp=2,tp=4,ep=4,etp=2"
 _BUGS = {
     _tp_outside_cp: (_ALL_AXES, "tp coordinate", "pp=2,dp_shard=8,ep=4"),
-    _batch_joins_cp: (_ALL_AXES, "batch mesh has the ranks", "dp_shard=8,tp=2,ep=4"),
     _fsdp_leaves_ranks_empty: ("dp_shard=16,etp=2", "experts.w1 has", "tp=16,ep=16"),
-    _a_group_per_name: ("dp_shard=4,tp=4,ep=4,etp=4", "too many", None),
     _tokens_travel_with_parameters: ("dp_shard=16,ep=16", "too few", "dp_shard=8,tp=2"),
     _another_hidden_dim: (_ALL_AXES, "w2 (12, 191, 192) does not divide", "dp_shard=8,tp=2,ep=4"),
     _the_neighbours_stage: (_ALL_AXES, "parameters are not its own", "dp_shard=8,tp=2"),

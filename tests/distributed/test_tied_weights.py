@@ -4,51 +4,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.support.trainings import make_job, train_here
 from titan_moe.checkpoint.manifest import read_manifest
 from titan_moe.config.job_config import JobConfig
-from titan_moe.distributed.tied_weights import find_tied_weights, sum_tied_grads
 from titan_moe.runtime.ranks import RankError, run_on_ranks
-
-GROUPS = [["first", "copy", "ahead"]]
-
-
-def on_rank(names_by_rank: list[list[str]], ends: tuple[int, int]) -> dict[str, torch.Tensor]:
-    names = names_by_rank[dist.get_rank()]
-    parameters = {name: nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)) for name in names}
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for name, parameter in parameters.items():
-        if name != "idle":
-            parameter.grad = torch.randn(3, 2, dtype=torch.float64, generator=generator)
-    before = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
-    if "copy" in names and dist.get_world_size() == 1:
-        parameters["copy"].grad = None  # As where no token came by.
-        before.pop("copy")
-    tied = find_tied_weights(GROUPS, parameters, ends)
-    sum_tied_grads(tied, dist.group.WORLD, torch.device("cpu"))
-    replicas = {name for name, p in parameters.items() if p in tied.replicas}
-    assert replicas == {"copy", "ahead"} & set(names)
-    after = {name: p.grad for name, p in parameters.items()}
-    return {f"before {n}": g for n, g in before.items()} | {
-        f"after {n}": g for n, g in after.items()
-    }
-
-
-def test_the_two_ends_of_a_pipeline_get_the_same_bits():
-    found = run_on_ranks(on_rank, 3, [["first", "other"], ["other"], ["copy", "ahead"]], (0, 2))
-    first, middle, last = found
-    tied = ("first", "copy", "ahead")
-    parts = [part[f"before {n}"] for part in found for n in tied if f"before {n}" in part]
-    assert len(parts) == 3
-    torch.testing.assert_close(first["after first"], sum(parts))
-    for copy in ("copy", "ahead"):
-        assert torch.equal(last[f"after {copy}"], first["after first"])
-    for part in (first, middle):
-        assert torch.equal(part["after other"], part["before other"])
 
 
 def job_of(folder: Path):

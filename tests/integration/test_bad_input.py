@@ -44,37 +44,14 @@ Case = Callable[[Path], Bad]
 
 
 # Overrides, ranks, and words of the one line.
-_PARTS = '[["tok_embeddings","layers.0","layers.1"],["layers.2","norm","output"]]'
 _WRONG: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "unknown key": ({"training__stepz": 3}, 1, ["training.stepz", "did you mean training.steps?"]),
-    "torchtitan's": ({"comm__mode": "fake_backend"}, 1, ["comm.mode", "nothing would be trained"]),
     "wrong type": ({"training__steps": "many"}, 1, ['training.steps = "many"', "valid integer"]),
     "flavor": ({"model__flavor": "debugmodle"}, 1, ["did you mean 'debugmodel'?"]),
-    "experts": ({"parallelism__expert_parallel_degree": 3}, 3, ["=3 must divide num_experts="]),
     "ranks": (
         {"parallelism__data_parallel_shard_degree": 8},
         2,
         ["dp_shard 8 = 8 ranks, but this"],
-    ),
-    "heads": (
-        {"parallelism__tensor_parallel_degree": 3, "training__seq_len": 33},
-        3,
-        ["tensor_parallel_degree=3 must divide num_heads=4", "choose 1, 2 or 4"],
-    ),
-    "length": ({"parallelism__context_parallel_degree": 3}, 3, ["multiple of 6", "30 or 36"]),
-    "layers": ({"parallelism__pipeline_parallel_degree": 8}, 8, ["8 stages of 4 layers", "most 4"]),
-    "modules": (
-        {
-            "parallelism__pipeline_parallel_degree": 2,
-            "parallelism__module_fqns_per_model_part": _PARTS,
-        },
-        2,
-        ["module_fqns_per_model_part must name", "mend layers.3"],
-    ),
-    "key of a stage": (
-        {"stages": '[{"from_step": 2, "parallelism": {"tensor_degree": 2}}]'},
-        1,
-        ["stages.0.parallelism.tensor_degree = 2", "did you mean parallelism.tensor_parallel_"],
     ),
     "batch of a stage": (
         {"stages": '[{"from_step": 2, "global_batch_size": 5}]', "training__steps": 4},
@@ -87,10 +64,6 @@ _WRONG: dict[str, tuple[dict[str, Any], int, list[str]]] = {
 def wrong_configuration(name: str) -> Case:
     overrides, ranks, words = _WRONG[name]
     return lambda folder: Bad(_CONFIG, words, overrides, {"NGPU": ranks})
-
-
-def no_rank_to_log(folder: Path) -> Bad:
-    return Bad(_CONFIG, ["LOG_RANK=first", "0 or 0,1"], variables={"LOG_RANK": "first"})
 
 
 def no_number_of_ranks(folder: Path) -> Bad:
@@ -138,14 +111,6 @@ def tokenizer_larger_than_vocabulary(folder: Path) -> Bad:
     return Bad(_CONFIG, words, {"model__tokenizer_path": folder})
 
 
-def truncated_checkpoint(folder: Path) -> Bad:
-    _make_checkpoint(folder)
-    largest = max(folder.glob("checkpoint/step-1/**/*"), key=lambda path: path.stat().st_size)
-    with largest.open("r+b") as file:
-        file.truncate(largest.stat().st_size // 2)
-    return Bad(_RUN, ["step-1", "is damaged"], {"checkpoint__enable": True})
-
-
 def folder_of_another_model(folder: Path) -> Bad:
     _make_checkpoint(folder, model__flavor="debugmodel")
     words = ["model.flavor='2M'", "step-1 is of a run with 'debugmodel'", "job.dump_folder"]
@@ -156,23 +121,6 @@ def folder_in_use(folder: Path) -> Bad:
     # Of this process, which lives.
     lock_folder(folder, "job.dump_folder")
     return Bad(_RUN, [f"{folder} is in use by process", "job.dump_folder"])
-
-
-def checkpoint_of_another_model(folder: Path) -> Bad:
-    _make_checkpoint(folder, model__flavor="debugmodel")
-    checkpoint = (folder / "checkpoint").rename(folder / "another") / "step-1"
-    words = ["step-1 does not fit the model", "model.layers.0.attention.", "more"]
-    return Bad(
-        _RUN, words, {"checkpoint__enable": True, "checkpoint__initial_load_path": checkpoint}
-    )
-
-
-def foreign_checkpoint(folder: Path) -> Bad:
-    foreign = folder / "foreign" / "step-1"
-    foreign.mkdir(parents=True)
-    (foreign / "model.bin").write_bytes(b"not ours")
-    overrides = {"checkpoint__enable": True, "checkpoint__initial_load_path": foreign}
-    return Bad(_RUN, [str(foreign)], overrides)
 
 
 def full_disk(folder: Path) -> Bad:
@@ -201,14 +149,10 @@ UNKNOWN, RANKS = wrong_configuration("unknown key"), wrong_configuration("ranks"
 RUNS: list[Case] = [
     unreadable_data,
     data_smaller_than_one_batch,
-    no_rank_to_log,
     no_number_of_ranks,
     missing_config_file,
-    truncated_checkpoint,
     folder_of_another_model,
     folder_in_use,
-    checkpoint_of_another_model,
-    foreign_checkpoint,
     full_disk,
     unwritable_folder,
     port_in_use,

@@ -5,14 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.fuzz.apart import Outcome, run_apart
 from tests.fuzz.disks import can_mount
 from tests.fuzz.folders import SUBJECTS
-from tests.fuzz.verdict import refused
 from tests.support.paths import REPO
 
 
@@ -41,29 +39,10 @@ def test_a_hang_a_crash_and_a_greedy_trial_fail():
     assert run_apart(lambda folder: Outcome("read", "fine")) == Outcome("read", "fine")
 
 
-@pytest.mark.parametrize(
-    "line", ["KeyError: 'x'", "Traceback (most recent call last)", "", 2000 * "a"]
-)
-def test_lines_that_nobody_can_use_fail(line: str):
-    assert refused([line]).kind == "failed"
-    assert refused(["training.steps = -1: must be greater than 0"]).kind == "refused"
-
-
 def test_broken_configurations():
     done = campaign("--only", "toml", "--count", 25)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ", 0 failed" in done.stdout
-
-
-def test_it_goes_on_where_it_was(tmp_path: Path):
-    out = tmp_path / "trials.jsonl"
-    options = ("--only", "toml", "--out", out)
-    campaign(*options, "--count", 3)
-    first = out.read_text()
-    assert len(first.splitlines()) == 3
-    done = campaign(*options, "--count", 4)
-    assert out.read_text().startswith(first) and len(out.read_text().splitlines()) == 4
-    assert done.stdout.startswith("toml: ")
 
 
 @pytest.mark.slow

@@ -26,38 +26,25 @@ def assert_same_run(ours: Path, undisturbed: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "world_size, dtype",
-    tiered([(1, "float32")], slow=[(2, "bfloat16")], full=[(1, "bfloat16"), (2, "float32")]),
+    "world_size, dtype, optimizer",
+    tiered(
+        [(1, "float32", {})],
+        slow=[
+            (2, "bfloat16", {}),
+            (2, "float32", {"name": "Muon", "state_dtype": "bfloat16"}),
+        ],
+        full=[(1, "bfloat16", {}), (2, "float32", {}), (2, "float32", {"name": "Muon"})],
+    ),
 )
-def test_ten_steps_and_ten_more_are_twenty(tmp_path: Path, world_size: int, dtype: str):
+def test_ten_steps_and_ten_more_are_twenty(
+    tmp_path: Path, world_size: int, dtype: str, optimizer: dict[str, str]
+):
     parallelism = {"expert_parallel_degree": world_size}
-    whole = make_job(tmp_path / "whole", dtype=dtype, parallelism=parallelism)
-    run_on_ranks(train_here, world_size, whole)
-    first = make_job(tmp_path / "halves", steps=10, dtype=dtype, parallelism=parallelism)
-    run_on_ranks(train_here, world_size, first)
-    second = make_job(tmp_path / "halves", dtype=dtype, parallelism=parallelism)
-    run_on_ranks(disturbed, world_size, second)
+    tables = {"dtype": dtype, "parallelism": parallelism, "optimizer": optimizer}
+    run_on_ranks(train_here, world_size, make_job(tmp_path / "whole", **tables))
+    run_on_ranks(train_here, world_size, make_job(tmp_path / "halves", steps=10, **tables))
+    run_on_ranks(disturbed, world_size, make_job(tmp_path / "halves", **tables))
     assert_same_run(tmp_path / "halves", tmp_path / "whole")
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    tiered([], slow=[{"name": "Muon", "state_dtype": "bfloat16"}], full=[{"name": "Muon"}]),
-)
-def test_so_they_are_with_muon_and_narrow_moments(tmp_path: Path, optimizer: dict[str, str]):
-    tables = {"parallelism": {"expert_parallel_degree": 2}, "optimizer": optimizer}
-    run_on_ranks(train_here, 2, make_job(tmp_path / "whole", **tables))
-    run_on_ranks(train_here, 2, make_job(tmp_path / "halves", steps=10, **tables))
-    run_on_ranks(disturbed, 2, make_job(tmp_path / "halves", **tables))
-    assert_same_run(tmp_path / "halves", tmp_path / "whole")
-    stored = json.loads((tmp_path / f"whole/checkpoint/step-{STEPS}/manifest.json").read_text())
-    dtype = optimizer.get("state_dtype", "float32")
-    name = "optimizer.layers.1.moe.experts.w1.momentum_buffer"
-    assert stored["tensors"][name]["dtype"] == dtype
-    assert name.replace("momentum_buffer", "exp_avg") not in stored["tensors"]
-    lines = (tmp_path / "whole/metrics.jsonl").read_text().splitlines()
-    groups = {key for key in json.loads(lines[-1]) if key.startswith("lr/")}
-    assert groups == {"lr/matrices", "lr/decay", "lr/no_decay"}
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +111,7 @@ def test_a_request_in_the_last_step_or_without_checkpoints_changes_nothing(tmp_p
     assert run_on_ranks(asked, 1, job, 0, 1) == [False]
 
 
+@pytest.mark.slow
 def test_a_kill_while_a_checkpoint_is_written_in_the_background(tmp_path: Path, undisturbed: Path):
     job = make_job(
         tmp_path,
@@ -137,56 +125,6 @@ def test_a_kill_while_a_checkpoint_is_written_in_the_background(tmp_path: Path, 
     run_on_ranks(train_here, 2, job)
     assert_same_run(tmp_path, undisturbed)
     assert not (tmp_path / "checkpoint/.step-15.writing").exists()
-
-
-# Ranks, and how they are laid out.
-SEEDED = [
-    (1, {}),
-    (2, {}),
-    (2, {"expert_parallel_degree": 2}),
-    (4, {"expert_parallel_degree": 2}),
-    (2, {"tensor_parallel_degree": 2, "expert_tensor_parallel_degree": 2}),
-    (4, {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "expert_parallel_degree": 4}),
-    (2, {"pipeline_parallel_degree": 2}),
-    (
-        4,
-        {
-            "pipeline_parallel_degree": 2,
-            "context_parallel_degree": 2,
-            "pipeline_parallel_schedule": "ZBVZeroBubble",
-        },
-    ),
-]
-
-
-@pytest.mark.full
-def test_every_layout_starts_from_one_seed_checkpoint_and_sees_the_same_data(tmp_path: Path):
-    seed = make_job(
-        tmp_path / "seed",
-        training={"dtype": "float64"},
-        debug={"seed": 1},  # Weights that no run of seed 0 would draw by itself.
-        checkpoint={"enable": True, "create_seed_checkpoint": True},
-    )
-    run_on_ranks(train_here, 1, seed)
-    initial = str(tmp_path / "seed/checkpoint/step-0")
-    losses = []
-    for number, (world_size, layout) in enumerate(SEEDED):
-        folder = tmp_path / str(number)
-        job = make_job(
-            folder,
-            steps=3,
-            training={"dtype": "float64"},
-            parallelism=layout,
-            checkpoint={"enable": True, "initial_load_path": initial},
-        )
-        run_on_ranks(train_here, world_size, job)
-        losses.append([line[1:3] for line in figures(folder)])
-    own = make_job(tmp_path / "own", steps=3, training={"dtype": "float64"})
-    run_on_ranks(train_here, 1, own)
-    assert figures(tmp_path / "own")[0][1] != pytest.approx(losses[0][0][0], rel=1e-6)
-    for other in losses[1:]:
-        for ours, theirs in zip(other, losses[0], strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-9)
 
 
 @pytest.mark.slow

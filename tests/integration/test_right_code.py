@@ -15,16 +15,6 @@ import pytest
 from tests.support.paths import REPO
 
 _CODE = ("titan_moe", "configs", "scripts", "run_train.sh", "pyproject.toml")
-_MISTAKE = """
-
-_prepare_job = prepare_job
-
-
-def prepare_job(*arguments):
-    job, model = _prepare_job(*arguments)
-    optimizer = job.optimizer.model_copy(update={"lr": 1.5 * job.optimizer.lr})
-    return job.model_copy(update={"optimizer": optimizer}), model
-"""
 
 
 @dataclass
@@ -103,14 +93,6 @@ def test_a_command_is_of_the_checkout_that_it_is_called_in(clones: Clones, tmp_p
         assert exit_code == 0 and told.startswith(f"titan_moe {code / 'titan_moe'} at "), told
 
 
-def test_a_checkout_whose_package_cannot_be_had_is_refused(clones: Clones) -> None:
-    """As where Python 3.10 puts the working folder before everything else."""
-    words = ["python", "-m", "titan_moe", "--version"]
-    exit_code, told = clones.run(*words, at=clones.installed, TITAN_MOE_CHECKOUT=clones.mine)
-    (line,) = told.splitlines()
-    assert exit_code == 2 and str(clones.mine) in line and str(clones.installed) in line
-
-
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
 def test_run_train_checks_by_its_own_code(clones: Clones) -> None:
     """Called from the root of another checkout."""
@@ -120,19 +102,3 @@ def test_run_train_checks_by_its_own_code(clones: Clones) -> None:
     path = f"{clones.programs}:{os.environ['PATH']}"
     exit_code, told = clones.run(script, at=clones.installed, PATH=path, NGPU=1)
     assert (exit_code, told) == (2, "error: this is mine\n")
-
-
-@pytest.mark.slow
-def test_a_comparison_trains_the_clone_that_it_is_called_in(clones: Clones) -> None:
-    """A mistake that is not committed, against the last commit."""
-    with (clones.mine / "titan_moe" / "train.py").open("a") as file:
-        file.write(_MISTAKE)
-    words = ["--config", "configs/debug/compare.toml", "--repeats", 0, "--out", "outputs/x"]
-    words += ["--baseline", "revision=HEAD ranks=1", "--candidate", "ranks=1"]
-    words += ["--model.name", "mixtral", "--training.steps", 2]
-    exit_code, told = clones.run("titan-moe", "verify", "losses", *words, at=clones.mine)
-    assert exit_code == 5, told
-    baseline, candidate = (line for line in told.splitlines() if " ran " in line)
-    assert baseline.startswith(f"baseline ran {clones.mine / 'outputs/x/.comparison_worktrees'}")
-    assert candidate.startswith(f"candidate ran {clones.mine / 'titan_moe'} at ")
-    assert ", changed (sha256 " in candidate and "changed" not in baseline

@@ -4,42 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import run_train
 from tests.support.trainings import make_job, train_here
-from titan_moe.debug.routing_trace import FLIPS_FILE, Record
-from titan_moe.metrics.jsonl import read_json_lines
+from titan_moe.debug.routing_trace import Record
 from titan_moe.runtime.ranks import run_on_ranks
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_json_lines(folder / "metrics.jsonl")]
-
-
-@pytest.mark.slow
-def test_run_follows_the_record_of_another(tmp_path: Path) -> None:
-    record, again = tmp_path / "record", tmp_path / "again"
-    validated = {"validation__enable": True, "validation__freq": 1, "validation__steps": 1}
-    batch = {"training__global_batch_size": 4}
-    run = run_train(tmp_path / "a", debug__routing_record=record, **batch, **validated)
-    assert run.returncode == 0, run.stderr
-    run = run_train(
-        tmp_path / "b",
-        {"NGPU": 2},
-        debug__routing_replay=record,
-        debug__routing_record=again,
-        debug__permute_rows=5,
-        parallelism__expert_parallel_degree=2,
-        **batch,
-    )
-    assert run.returncode == 0, run.stderr
-    assert len(read_json_lines(tmp_path / "b" / FLIPS_FILE)) == 2
-    ours, theirs = losses(tmp_path / "a"), losses(tmp_path / "b")
-    assert all(abs(a - b) < 1e-5 for a, b in zip(ours, theirs, strict=True))
-
-    run = run_train(tmp_path / "c", debug__routing_replay=record, training__steps=3, **batch)
-    assert run.returncode == 2
-    assert f"debug.routing_replay={record} lacks step 3 of training.steps=3" in run.stderr
-    assert not (tmp_path / "c" / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow

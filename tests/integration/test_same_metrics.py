@@ -1,81 +1,79 @@
-"""Whole runs in other layouts write the metrics of one process: loss, norm, validation, load."""
+"""Whole runs in other layouts write the metrics of one process: losses, norms, loads."""
 
-import json
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 
+import numpy as np
 import pytest
 
+from tests.support.curves import train
+from tests.support.paths import DEBUG_CONFIGS
 from tests.support.tiers import tiered
-from tests.support.trainings import train_here
-from titan_moe.config.job_config import JobConfig
-from titan_moe.config.parse import load_job
-from titan_moe.runtime.ranks import run_on_ranks
+from titan_moe.verify.compare.records import NORM_OF, Curve
+from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
 
-BOUND = 1e-10
-MEASURED = ("loss", "grad_norm", "balance_loss", "mtp_loss", "validation_loss", "moe/", "tokens")
-DEGREES = {
-    "pp": "pipeline_parallel_degree",
-    "dp_replicate": "data_parallel_replicate_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-    "ep": "expert_parallel_degree",
-    "etp": "expert_tensor_parallel_degree",
-    "schedule": "pipeline_parallel_schedule",
-    "cp_method": "context_parallel_rotate_method",
+KEYS = {
+    "training.steps": "2",
+    "training.global_batch_size": "16",
+    "training.local_batch_size": "4",
+    "validation.enable": "true",
+    "validation.freq": "1",
+    # Other shapes than in training.
+    "validation.local_batch_size": "4",
+    "validation.seq_len": "32",
+    "validation.steps": "3",
 }
+Train = Callable[[str, str], Curve]
 
 
-def make_job(family: str, folder: Path, **layout: int | str) -> JobConfig:
-    overrides = {
-        "job.dump_folder": folder,
-        "training.steps": 3,
-        "training.local_batch_size": 8 if "pp" in layout else 2,
-        "validation.enable": True,
-        "validation.freq": 1,
-        # Other shapes than in training.
-        "validation.local_batch_size": 4,
-        "validation.seq_len": 32,
-        "validation.steps": 3,
-        **{f"parallelism.{DEGREES[key]}": value for key, value in layout.items()},
-    }
-    argv = ["--job.config_file", f"configs/debug/gate_{family}.toml"]
-    return load_job(
-        [*argv, *(str(x) for pair in overrides.items() for x in (f"--{pair[0]}", pair[1]))]
-    )
+@pytest.fixture(scope="module")
+def curve_of(tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Trains each family in each layout once."""
+
+    @cache
+    def curve(family: str, layout: str) -> Curve:
+        config = DEBUG_CONFIGS / f"gate_{family}.toml"
+        spec = RunSpec(config=config, overrides=tuple(KEYS.items()))
+        return train(
+            parse_run_spec(layout and f"layout={layout}", spec), tmp_path_factory.mktemp("run")
+        )
+
+    return curve
 
 
-@cache
-def metrics(family: str, world_size: int, **layout: int | str) -> list[dict[str, float]]:
-    folder = Path(mkdtemp())
-    run_on_ranks(train_here, world_size, make_job(family, folder, **layout))
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    measured = [{k: v for k, v in json.loads(x).items() if k.startswith(MEASURED)} for x in lines]
-    rates = {"tokens_per_second", "tokens_per_second_per_device"}
-    return [{k: v for k, v in line.items() if k not in rates} for line in measured]
+def test_squares_of_parameter_norms_add_up_to_the_global_norm(curve_of: Train) -> None:
+    scalars = curve_of("deepseek_v3", "").scalars
+    squares = [np.square(v) for key, v in scalars.items() if key.startswith(NORM_OF)]
+    np.testing.assert_allclose(np.sqrt(sum(squares)), scalars["grad_norm"], rtol=1e-12)
 
 
 @pytest.mark.parametrize(
-    "family, world_size, layout",
+    "family, layout",
     tiered(
-        [],
-        slow=[("llama4", 4, {"pp": 2, "cp": 2, "ep": 2}), ("mixtral", 4, {"tp": 2, "ep": 4})],
+        [("deepseek_v3", "dp_shard=2,ep=2")],
+        slow=[
+            ("deepseek_v3", "dp_replicate=2,tp=2,etp=2"),
+            ("llama4", "pp=2,cp=2,ep=2"),
+            ("mixtral", "dp_shard=2,tp=2,ep=4"),
+        ],
         full=[
-            ("deepseek_v3", 4, {"pp": 2, "tp": 2, "ep": 2}),
-            ("deepseek_v3", 8, {"pp": 2, "cp": 2, "ep": 2, "schedule": "ZBVZeroBubble"}),
-            ("gpt_oss", 4, {"cp": 2, "tp": 2, "etp": 2, "cp_method": "ring"}),
-            ("deepseek_v3", 4, {"pp": 4, "schedule": "Interleaved1F1B"}),
-            ("qwen3", 4, {"tp": 2, "cp": 2, "etp": 2, "cp_method": "ulysses"}),
-            ("qwen3", 4, {"dp_replicate": 2, "cp": 2, "cp_method": "ring"}),
-            ("qwen3", 2, {"pp": 2, "schedule": "DualPipeV"}),
+            ("deepseek_v3", "pp=2,tp=2,ep=2"),
+            ("deepseek_v3", "pp=2,cp=2,dp_shard=2,ep=2,schedule=ZBVZeroBubble"),
+            ("gpt_oss", "cp=2,tp=2,etp=2,cp_method=ring"),
+            ("deepseek_v3", "pp=4,schedule=Interleaved1F1B"),
+            ("qwen3", "tp=2,cp=2,etp=2,cp_method=ulysses"),
+            ("qwen3", "dp_replicate=2,cp=2,cp_method=ring"),
+            ("qwen3", "pp=2,schedule=DualPipeV"),
         ],
     ),
 )
-def test_metrics_are_those_of_one_process(family: str, world_size: int, layout: dict):
-    expected, found = metrics(family, 1), metrics(family, world_size, **layout)
-    assert {"validation_loss", "moe/layers.7/entropy"} <= expected[0].keys()
-    assert [line.keys() for line in found] == [line.keys() for line in expected]
-    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        for key, value in theirs.items():
-            assert ours[key] == pytest.approx(value, rel=BOUND), (step, key)
+def test_metrics_are_those_of_one_process(curve_of: Train, family: str, layout: str) -> None:
+    ours, theirs = curve_of(family, layout), curve_of(family, "")
+    assert {"loss", "validation_loss", "norm of output.weight"} <= theirs.scalars.keys()
+    rates = {"tokens_per_second"}
+    for found, expected in [(ours.scalars, theirs.scalars), (ours.loads, theirs.loads)]:
+        assert found.keys() == expected.keys()
+        for key in expected.keys() - rates:
+            np.testing.assert_allclose(
+                found[key], expected[key], rtol=1e-9, atol=1e-12, err_msg=key
+            )

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ from titan_moe.cli.main import COMMANDS, load_command
 from titan_moe.config.parse import known_keys
 
 _SHELLS = ("bash", "sh")
-_ENDS = set("|&;<>()")
+_ENDS = "|&;<>()\n"
 _TRAINS = ("run_train.sh", "slurm_train.sh")
 _OVERRIDE = re.compile(r"--([a-z][\w]*(?:\.\w+)+)")
 _FREE_KEYS = {"job.config_file"}
@@ -38,38 +39,15 @@ def command_problems(page: str, text: str, repo: Path) -> list[str]:
 def commands(text: str) -> Iterator[list[str]]:
     """The words of each simple command of a shell script; here-documents are left out."""
     text = re.sub(r"<<-?\s*['\"]?(\w+)['\"]?.*?\n.*?\n\s*\1\n", "\n", text, flags=re.DOTALL)
-    pending = ""
-    for line in text.replace("\\\n", " ").splitlines():
-        pending += line
-        lexer = shlex.shlex(pending, posix=True, punctuation_chars=True)
-        lexer.whitespace_split = True
-        try:
-            tokens = list(lexer)
-        except ValueError:  # A quoted text goes on in the next line.
-            pending += "\n"
-            continue
-        pending = ""
-        yield from _split(tokens)
-    if pending.strip():
-        yield ["a quotation without an end:", pending]
-
-
-def _split(tokens: list[str]) -> Iterator[list[str]]:
-    words: list[str] = []
-    for token in tokens:
-        if set(token) <= _ENDS:
-            if words:
-                yield words
-            words = []
-        else:
-            words.append(token)
-    if words:
-        yield words
+    text = re.sub(r"(^|\s)#.*", r"\1", text.replace("\\\n", " "), flags=re.MULTILINE)
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=_ENDS)
+    lexer.whitespace, lexer.whitespace_split = " \t", True
+    for is_end, words in groupby(lexer, lambda token: set(token) <= set(_ENDS)):
+        if not is_end:
+            yield list(words)
 
 
 def _problems(words: list[str], repo: Path) -> Iterator[str]:
-    if words[0].endswith(":"):
-        yield words[0]
     for at, word in enumerate(words):
         rest = words[at + 1 :]
         if word == "titan-moe" or words[at - 1 : at + 1] == ["-m", "titan_moe"]:

@@ -3,10 +3,7 @@ is, and the same by hand."""
 
 import os
 import signal
-import time
 from collections.abc import Mapping, Sequence
-from functools import partial
-from types import SimpleNamespace
 
 from tests.support.trainings import train_here
 from titan_moe.config.job_config import JobConfig
@@ -17,14 +14,12 @@ def train_with_faults(
     faults: Mapping[int, str],
     *,
     kill_in: int | None = None,
-    load_s: float = 0.0,
 ) -> bool:
     """Train on this rank; batches of the data are counted from 1. Spikes are judged by 4 norms.
 
     Args:
         faults: "spike", "nan" (an output) or "gradient" (infinite) by batch, on the last rank.
         kill_in: the last rank dies by SIGKILL in the step of so many batches read by this process.
-        load_s: what clocks of steps and phases say that going back to a checkpoint takes.
     """
     import torch
     import torch.distributed as dist
@@ -62,28 +57,7 @@ def train_with_faults(
 
     Loader.next_step, Experts.forward, Output.forward = counted, forward, loss_with_spike
     bad_steps.FEWEST = 4
-    _slow_loads(load_s)
     return train_without_curves(job)
-
-
-def _slow_loads(seconds: float) -> None:
-    from titan_moe.checkpoint.checkpointer import Checkpointer
-    from titan_moe.metrics import run_log
-    from titan_moe.runtime import stopping
-
-    load, passed = Checkpointer.load, 0.0
-
-    def slow(self, step=None):
-        nonlocal passed
-        passed += 0.0 if step is None else seconds
-        return load(self, step)
-
-    def clock() -> float:
-        return time.perf_counter() + passed
-
-    Checkpointer.load = slow
-    run_log.time = stopping.time = SimpleNamespace(perf_counter=clock, monotonic=clock)
-    run_log.Phases = partial(run_log.Phases, clock)
 
 
 def train_in_legs(legs: Sequence[tuple[JobConfig, int]]) -> None:

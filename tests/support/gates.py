@@ -28,6 +28,13 @@ KINDS: Mapping[str, Tables] = {
     "overlap": {"parallelism": {"expert_parallel_overlap": True}},
     "two depths": {"model": {"num_mtp_layers": 2}},
     "one product of gate and up": {},
+    "inf norm": {"training": {"norm_type": "inf", "max_norm": 1e-3}},
+    "compiled": {"compile": {"enable": True, "backend": "aot_eager"}},
+    "inductor": {"compile": {"enable": True, "backend": "inductor"}},
+    "compiled halves": {
+        "compile": {"enable": True, "backend": "aot_eager"},
+        "parallelism": {"expert_parallel_overlap": True},
+    },
 }
 """Keys of a gate besides its family's."""
 

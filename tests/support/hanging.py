@@ -7,9 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from tests.support.trainings import make_job
+from titan_moe import train_step
+from titan_moe.checkpoint.tensors import FolderWriter
+from titan_moe.data.reader import StepReader
+from titan_moe.debug import hang as hangs
 from titan_moe.debug.hang_report import analyse, read_report
+from titan_moe.models.hf import model_of_job
+from titan_moe.moe.experts import Experts
+from titan_moe.runtime.position import POSITION
+from titan_moe.runtime.process import Process
 from titan_moe.runtime.ranks import RankError, run_on_ranks
+from titan_moe.trainer import train
 
 LIMIT_S = 3
 HANGS_IN_STEP = 3
@@ -27,14 +39,6 @@ def hang(folder: Path, plant: str, world_size: int = 2) -> list[str]:
 
 
 def train_watched(folder: Path, plant: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from titan_moe.debug import hang as hangs
-    from titan_moe.models.hf import model_of_job
-    from titan_moe.runtime.process import Process
-    from titan_moe.trainer import train
-
     rank, world_size = dist.get_rank(), dist.get_world_size()
     hangs._ANSWER_S = LIMIT_S
     saves = {"slow writer": 20 * LIMIT_S, "writer": LIMIT_S}
@@ -49,7 +53,8 @@ def train_watched(folder: Path, plant: str) -> None:
         parallelism={"expert_parallel_degree": 2},
         checkpoint=checkpoint,
     )
-    PLANTS[plant](rank)
+    if rank == 1:
+        PLANTS[plant]()
     process = Process(rank=rank, world_size=world_size, device=torch.device("cpu"))
     reports, save_limit = folder / "comm_traces", job.checkpoint.save_timeout_seconds
     with hangs.watch_for_hangs(process, job.comm, save_limit, reports, None):
@@ -73,10 +78,7 @@ def _sleep(*args: object, **options: object) -> None:
     time.sleep(_FOR_EVER)
 
 
-def _in_a_layer(rank: int) -> None:
-    from titan_moe.moe.experts import Experts
-    from titan_moe.runtime.position import POSITION
-
+def _in_a_layer() -> None:
     forward = Experts.forward
 
     def patched(self, rows):
@@ -85,52 +87,33 @@ def _in_a_layer(rank: int) -> None:
             _sleep()
         return forward(self, rows)
 
-    if rank == 1:
-        Experts.forward = patched  # type: ignore[method-assign]
+    Experts.forward = patched  # type: ignore[method-assign]
 
 
-def _stopped(rank: int) -> None:
-    from titan_moe import train_step
-
-    if rank == 1:
-        stop = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)  # noqa: E731
-        _in_step_3(train_step, "update_routers", stop)
-
-
-def _loader(rank: int) -> None:
-    from titan_moe.data.reader import StepReader
-
-    if rank == 1:
-        _in_step_3(StepReader, "read_step", _sleep)
-
-
-def _writer(rank: int) -> None:
-    from titan_moe.checkpoint.tensors import FolderWriter
-
-    if rank == 1:
-        FolderWriter.write_data = _sleep  # type: ignore[method-assign]
-
-
-def _slow_writer(rank: int) -> None:
+def _write_slowly() -> None:
     """A save takes twice as long as a collective of training may."""
-    from titan_moe.checkpoint.tensors import FolderWriter
-
     write = FolderWriter.write_data
 
     def write_slowly(*args):
         time.sleep(2 * LIMIT_S)
         return write(*args)
 
-    if rank == 1:
-        FolderWriter.write_data = write_slowly  # type: ignore[method-assign]
+    FolderWriter.write_data = write_slowly  # type: ignore[method-assign]
 
 
-def _other_branch(rank: int) -> None:
-    """One rank leaves out the step's all-reduce."""
-    from titan_moe import train_step
+def _stop(*args: object) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
-    if rank == 1:
-        _in_step_3(train_step, "sum_over_world", lambda original, terms: terms)
+
+PLANTS: dict[str, Callable[[], None]] = {
+    "in a layer": _in_a_layer,
+    "stopped": lambda: _in_step_3(train_step, "update_routers", _stop),
+    "loader": lambda: _in_step_3(StepReader, "read_step", _sleep),
+    "writer": lambda: setattr(FolderWriter, "write_data", _sleep),
+    "slow writer": _write_slowly,
+    # One rank leaves out the step's all-reduce.
+    "other branch": lambda: _in_step_3(train_step, "sum_over_world", lambda _, terms: terms),
+}
 
 
 def call(number: int, place: str = "in the step", **changes: Any) -> dict[str, Any]:
@@ -170,13 +153,3 @@ def record(rank: int, groups: list[dict[str, Any]], **changes: Any) -> dict[str,
 def group(axes: str, ranks: list[int], calls: list[dict[str, Any]]) -> dict[str, Any]:
     """A process group of a record."""
     return {"name": f"{axes} {ranks}", "axes": axes, "ranks": ranks, "calls": calls}
-
-
-PLANTS: dict[str, Callable[[int], None]] = {
-    "in a layer": _in_a_layer,
-    "stopped": _stopped,
-    "loader": _loader,
-    "writer": _writer,
-    "slow writer": _slow_writer,
-    "other branch": _other_branch,
-}

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.tiny import global_batch, make_job, tiny
+from tests.support.tiny import batch_of, make_job, tiny_step
 from titan_moe.ops.float8 import float8_grouped_mm, float8_linear
 from titan_moe.ops.grouped_mm import grouped_mm_loop
 
@@ -58,11 +58,6 @@ def compiled_losses(*, enable: bool, float8: bool) -> tuple[list[float], list[in
     """Losses of a few steps of a tiny model in bfloat16, and the graphs compiled after each."""
     from torch._dynamo.utils import counters
 
-    from titan_moe.data.batch import Batch
-    from titan_moe.distributed.parallelize import build_sharded_model
-    from titan_moe.optim.optimizers import build_optimizer
-    from titan_moe.train_step import TrainStep
-
     torch._dynamo.reset()
     counters.clear()
     job = make_job(
@@ -78,14 +73,10 @@ def compiled_losses(*, enable: bool, float8: bool) -> tuple[list[float], list[in
         store = dist.FileStore(f"{folder}/store", 1)
         dist.init_process_group("nccl", store=store, rank=0, world_size=1)
         try:
-            device = torch.device("cuda", 0)
-            sharded = build_sharded_model(job, tiny(job), device=device, world_size=1)
-            optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
-            step = TrainStep(sharded, optimizer, job.training, device=device)
+            _, step = tiny_step(job, device="cuda:0")
             losses, graphs = [], []
             for number in range(STEPS):
-                rows = (x[:8] for x in global_batch(number, 96))
-                losses.append(step([Batch(*rows, [[]] * 8)]).loss)
+                losses.append(step([batch_of(number, slice(8))]).loss)
                 graphs.append(counters["stats"]["unique_graphs"])
         finally:
             dist.destroy_process_group()

@@ -1,4 +1,9 @@
-"""Runs that stop in one layout and go on in another, watched from outside."""
+"""Runs that stop in one layout and go on in another, watched from outside.
+
+Whole tensors are put together from the ranks' parts by arithmetic alone
+(titan_moe.verify.layouts.shards): neither DTensor's placements nor DCP's metadata nor the
+checkpoint's checksums have a say in it.
+"""
 
 import json
 import shutil
@@ -6,18 +11,19 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tests.support.paths import DEBUG_CONFIGS
-from tests.support.pieces import Piece, differences, odd_slices, pieces, waste, whole
-from titan_moe.checkpoint.manifest import Manifest, read_manifest
 from titan_moe.config.checks.job import check
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
+from titan_moe.distributed.dtensor import local_part
 from titan_moe.metrics import curves
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.registry import model_config
@@ -26,13 +32,21 @@ from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.trainer import Trainer
 from titan_moe.verify.gradients.fixture import at_depth
 from titan_moe.verify.layouts.layouts import Layout, apply_layout
-from titan_moe.verify.layouts.shards import Shards, tensor_dims
+from titan_moe.verify.layouts.shards import Box, Shards, tensor_dims
 
 ROWS = 24
 """Rows of a global batch: each of 1, 2, 3, 4, 6 and 8 data ranks gets some."""
 LEG = 2
-"""Steps from one change of layout to the next, and from one checkpoint to the next."""
-LONGEST = 3 * LEG
+"""Steps before and after the change of layout, and from one checkpoint to the next."""
+
+
+class Part(NamedTuple):
+    """One rank's part of a tensor."""
+
+    box: Box
+    shape: tuple[int, ...]
+    """The whole tensor's."""
+    values: np.ndarray
 
 
 @dataclass
@@ -41,13 +55,11 @@ class Watched:
 
     rows: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict)
     """By step: tokens, labels, documents and sample names of its rows, in order."""
-    saved: dict[int, dict[str, Piece]] = field(default_factory=dict)
+    saved: dict[int, dict[str, Part]] = field(default_factory=dict)
     """By step: all that it held when that step was saved."""
-    loaded: dict[str, Piece] = field(default_factory=dict)
+    loaded: dict[str, Part] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     """Modules and parameters that a change of layout left in memory."""
-    odd_slices: list[str] = field(default_factory=list)
-    """Parameters that lie elsewhere by local_slices than by arithmetic."""
 
 
 @dataclass
@@ -61,11 +73,8 @@ class Run:
     def checkpoint(self, step: int) -> Path:
         return self.folder / "checkpoint" / f"step-{step}"
 
-    def manifest(self, step: int) -> Manifest:
-        return read_manifest(self.checkpoint(step))
-
-    def data_position(self, step: int) -> dict[str, Any]:
-        return json.loads((self.checkpoint(step) / "train_state.json").read_text())["data"]
+    def read(self, step: int, name: str) -> dict[str, Any]:
+        return json.loads((self.checkpoint(step) / name).read_text())
 
     def curve(self) -> dict[int, tuple[float, ...]]:
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
@@ -73,7 +82,7 @@ class Run:
         return {line["step"]: tuple(line[key] for key in keys) for line in map(json.loads, lines)}
 
     def global_batch(self, step: int) -> list[tuple[Any, ...]]:
-        """All rows of a step in their order; ranks that should read the same rows must have."""
+        """Returns all rows of a step; ranks that should read the same rows must have."""
         shards = Shards(self.layout)
         of_place: dict[int, list[tuple[Any, ...]]] = {}
         for rank, watched in enumerate(self.ranks):
@@ -90,12 +99,11 @@ def make_job(
     folder: Path,
     *,
     steps: int,
-    rows: int = ROWS,
     optimizer: dict[str, Any] | None = None,
 ) -> JobConfig:
     """The family's gate configuration in a layout, in float64, with a checkpoint every LEG."""
     job = load_job(["--job.config_file", str(DEBUG_CONFIGS / f"gate_{family}.toml")])
-    own = rows // layout.data_ranks
+    own = ROWS // layout.data_ranks
     local, microbatch = (own // 2, 1) if own % 2 == 0 else (own, 1)
     if layout.pp > 1:
         runs = 2 if own >= 4 * layout.num_stages else 1
@@ -109,14 +117,14 @@ def make_job(
         },
         "training": {
             "local_batch_size": local,
-            "global_batch_size": rows,
+            "global_batch_size": ROWS,
             "steps": steps,
             # Text would cost each rank the import of `datasets`, half of what it computes here.
             "dataset": "synthetic",
             "dataset_path": None,
         },
         "job": {"dump_folder": str(folder)},
-        "lr_scheduler": {"total_steps": LONGEST},
+        "lr_scheduler": {"total_steps": 2 * LEG},
         "checkpoint": {"enable": True, "interval": LEG},
         "optimizer": optimizer or {},
     }
@@ -133,71 +141,86 @@ def run(
     *,
     steps: int,
     depth: int,
-    save_last: bool = False,
+    after: Layout | None = None,
     plant: Callable[[], None] | None = None,
-    optimizer: dict[str, Any] | None = None,
 ) -> Run:
     """Train to `steps` on a model of `depth` layers; goes on from the folder's last checkpoint.
 
-    `plant` runs on every rank before anything else. The end is saved only for those who go on.
+    Args:
+        after: the layout of the steps after LEG, for which the run does not stop.
+        plant: runs on every rank before anything else.
     """
-    job = make_job(family, layout, folder, steps=steps, optimizer=optimizer)
+    job = make_job(family, layout, folder, steps=steps)
     config = at_depth(model_config(family, "gate"), depth)
     problems = check(job, config, layout.world_size)
     assert not problems, f"{layout}: {problems}"
-    ranks = run_on_ranks(train_watched, layout.world_size, job, config, layout, save_last, plant)
-    return Run(layout, folder, ranks)
+    other = (make_job(family, after, folder, steps=steps), after) if after else None
+    ranks = run_on_ranks(train_watched, layout.world_size, job, config, layout, other, plant)
+    return Run(after or layout, folder, ranks)
 
 
-def go_on(family: str, source: Run, step: int, layout: Layout, folder: Path, **how: Any) -> Run:
+def go_on(family: str, source: Run, layout: Layout, folder: Path, **how: Any) -> Run:
     """Train LEG steps more from a checkpoint of another run, in a folder of its own."""
-    target = folder / "checkpoint" / f"step-{step}"
-    shutil.copytree(source.checkpoint(step), target)
-    return run(family, layout, folder, steps=step + LEG, **how)
+    shutil.copytree(source.checkpoint(LEG), folder / "checkpoint" / f"step-{LEG}")
+    return run(family, layout, folder, steps=2 * LEG, **how)
+
+
+def process_here() -> Process:
+    cpu = torch.device("cpu")
+    return Process(rank=dist.get_rank(), world_size=dist.get_world_size(), device=cpu)
 
 
 def train_watched(
     job: JobConfig,
     config: ModelConfig,
     layout: Layout,
-    save_last: bool,
+    after: tuple[JobConfig, Layout] | None,
     plant: Callable[[], None] | None,
 ) -> Watched:
     """On every rank: train as titan_moe.train does; what was loaded is saved again at once."""
     curves.plot_curves = lambda *_, **__: None  # A second of a run's few.
     if plant is not None:
         plant()
-    process = Process(
-        rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device("cpu")
-    )
-    trainer = Trainer(job, config, process)
-    watched = Watched()
-    resume, save = trainer._resume, trainer.checkpointer.save
-    _watch_saves(trainer, watched, layout, save_last)
+    trainer, watched = Trainer(job, config, process_here()), Watched()
+    resume, make_step = trainer._resume, trainer._step
+    if after is None:
+        _watch_saves(trainer, watched, layout)
 
     def resume_and_save_again() -> None:
+        save = trainer.checkpointer.save
         resume()
         if trainer.progress.step > 0:
-            watched.loaded = pieces(trainer, Shards(layout, tensor_dims()))
             save(trainer.progress.step, trainer._state())
+            watched.loaded = watched.saved[trainer.progress.step]
         _watch_rows(trainer, watched)
 
-    trainer._resume = resume_and_save_again
+    def reshard_and_step(step: int) -> None:
+        if step == 1:  # Training draws no random numbers, and so would not show their states.
+            torch.rand(1 + dist.get_rank())
+        if after is not None and step == LEG + 1:
+            old = [weakref.ref(part) for part in trainer.sharded.parts]
+            old += [weakref.ref(each) for _, each in trainer.sharded.named_parameters()]
+            trainer.reshard(after[0])
+            watched.left = [f"{type(each())}" for each in old if each() is not None]
+            watched.loaded = _parts(trainer, Shards(after[1], tensor_dims()))
+            _watch_saves(trainer, watched, after[1])
+            _watch_rows(trainer, watched)
+        make_step(step)
+
+    trainer._resume, trainer._step = resume_and_save_again, reshard_and_step
     trainer.train()
     return watched
 
 
-def _watch_saves(trainer: Trainer, watched: Watched, layout: Layout, save_last: bool) -> None:
+def _watch_saves(trainer: Trainer, watched: Watched, layout: Layout) -> None:
     """Keep what the ranks of a layout hold whenever it is saved."""
     save, shards = trainer.checkpointer.save, Shards(layout, tensor_dims())
 
-    def save_and_keep(step: int, state: dict[str, Any], *, last: bool = False, **how: Any) -> None:
-        if save_last or not last:
-            watched.saved[step] = pieces(trainer, shards)
-            save(step, state, last=last, **how)
+    def save_and_keep(step: int, state: dict[str, Any], **how: Any) -> None:
+        watched.saved[step] = _parts(trainer, shards)
+        save(step, state, **how)
 
     trainer.checkpointer.save = save_and_keep
-    watched.odd_slices += odd_slices(trainer, shards)
 
 
 def _watch_rows(trainer: Trainer, watched: Watched) -> None:
@@ -213,82 +236,6 @@ def _watch_rows(trainer: Trainer, watched: Watched) -> None:
     trainer.data.loader.next_step = next_step_and_keep
 
 
-def run_and_reshard(
-    family: str,
-    layouts: tuple[Layout, Layout],
-    folder: Path,
-    *,
-    depth: int,
-    plant: Callable[[], None] | None = None,
-) -> Run:
-    """Train LEG steps in one layout, and LEG more in the other without a restart."""
-    before, after = (make_job(family, each, folder, steps=2 * LEG) for each in layouts)
-    config = at_depth(model_config(family, "gate"), depth)
-    world_size = layouts[0].world_size
-    ranks = run_on_ranks(reshard_watched, world_size, before, after, config, layouts[1], plant)
-    return Run(layouts[1], folder, ranks)
-
-
-def reshard_watched(
-    before: JobConfig,
-    after: JobConfig,
-    config: ModelConfig,
-    layout: Layout,
-    plant: Callable[[], None] | None,
-) -> Watched:
-    """On every rank: train, and go on in the other layout after LEG steps."""
-    curves.plot_curves = lambda *_, **__: None
-    if plant is not None:
-        plant()
-    process = Process(
-        rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device("cpu")
-    )
-    trainer, watched = Trainer(before, config, process), Watched()
-    make_step = trainer._step
-
-    def reshard_and_step(step: int) -> None:
-        if step == 1:  # Training draws no random numbers, and so would not show their states.
-            torch.rand(1 + dist.get_rank())
-        if step == LEG + 1:
-            old = [weakref.ref(part) for part in trainer.sharded.parts]
-            old += [weakref.ref(each) for _, each in trainer.sharded.named_parameters()]
-            trainer.reshard(after)
-            watched.left = [f"{type(each())}" for each in old if each() is not None]
-            watched.loaded = pieces(trainer, Shards(layout, tensor_dims()))
-            _watch_saves(trainer, watched, layout, save_last=True)
-            _watch_rows(trainer, watched)
-        make_step(step)
-
-    trainer._step = reshard_and_step
-    trainer.train()
-    return watched
-
-
-def unlike(live: Run, through_disk: Run) -> list[str]:
-    """Why a run that was resharded while it trained is not the one that went on from its
-    checkpoint: nothing if all bits are the same."""
-    lines = [line for ran in (live, through_disk) for rank in ran.ranks for line in rank.odd_slices]
-    lines += [f"still in memory: {each}" for rank in live.ranks for each in rank.left]
-    end = 2 * LEG
-    for when, ours, theirs in [
-        ("afterwards", *([rank.loaded for rank in ran.ranks] for ran in (live, through_disk))),
-        ("at the end", *([rank.saved[end] for rank in ran.ranks] for ran in (live, through_disk))),
-    ]:
-        lines += [f"{name} is another {when}" for name in differences(whole(theirs), whole(ours))]
-    for step in range(LEG + 1, end + 1):
-        if live.global_batch(step) != through_disk.global_batch(step):
-            lines.append(f"step {step} has another global batch")
-        if live.curve()[step] != through_disk.curve()[step]:
-            lines.append(f"step {step}: {live.curve()[step]}, not {through_disk.curve()[step]}")
-    for what in ("manifest.json", "train_state.json"):
-        ours, theirs = (
-            json.loads((ran.checkpoint(end) / what).read_text()) for ran in (live, through_disk)
-        )
-        keys = [key for key in theirs if key != "job" and ours.get(key) != theirs[key]]
-        lines += [f"{what} has another {key}" for key in keys]
-    return lines
-
-
 def _rows(batch: Any) -> list[tuple[Any, ...]]:
     tensors = (batch.tokens_BS, batch.labels_BS, batch.documents_BS)
     contents = [tensor.numpy().tobytes() for row in zip(*tensors, strict=True) for tensor in row]
@@ -297,21 +244,97 @@ def _rows(batch: Any) -> list[tuple[Any, ...]]:
     ]
 
 
-def problems(source: Run, ours: Run, reference: Run, step: int) -> list[str]:
-    """Why `ours` is not `source` gone on with after `step`, as `reference` went on."""
-    lines = [line for ran in (source, ours) for rank in ran.ranks for line in rank.odd_slices]
-    saved = whole([rank.saved[step] for rank in source.ranks])
-    for name in differences(saved, whole([rank.loaded for rank in ours.ranks])):
-        lines.append(f"{name} is not what was saved")
-    if ours.manifest(step).checksums != source.manifest(step).checksums:
+def _parts(trainer: Trainer, shards: Shards) -> dict[str, Part]:
+    """This rank's parts of parameters, the optimizer's state and the routers' buffers."""
+    found = {}
+    for name, parameter in trainer.sharded.named_parameters():
+        box = shards.box(dist.get_rank(), name, parameter.shape)
+        for kind, tensor in [("parameter", parameter), *trainer.optimizer.state[parameter].items()]:
+            values = local_part(tensor.detach()).numpy().copy()
+            found[f"{kind} {name}"] = Part(box if tensor.ndim else (), tuple(tensor.shape), values)
+    for layer, moe in trainer.sharded.moe_layers().items():
+        for buffer in ("expert_bias", "previous_load"):
+            tensor = getattr(moe.router, buffer)
+            values = tensor.numpy().copy()
+            found[f"{buffer} {layer}"] = Part((slice(None),), tuple(tensor.shape), values)
+    return found
+
+
+def _whole(ranks: list[dict[str, Part]]) -> dict[str, np.ndarray]:
+    """Puts whole tensors together.
+
+    Raises AssertionError when a tensor has a gap, or replicas of a part differ.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    for rank, parts in enumerate(ranks):
+        for name, part in parts.items():
+            tensor = tensors.setdefault(name, np.full(part.shape, np.nan))
+            known = tensor[part.box]
+            assert known.shape == part.values.shape, f"rank {rank}: {name} has {part.values.shape}"
+            same = np.isnan(known) | (known == part.values)
+            assert np.all(same), f"rank {rank}: {name} differs"
+            tensor[part.box] = part.values
+    gaps = [name for name, tensor in tensors.items() if np.isnan(tensor).any()]
+    assert not gaps, f"no rank holds all of {gaps}"
+    return tensors
+
+
+def _differences(expected: list[dict[str, Part]], found: list[dict[str, Part]]) -> list[str]:
+    """Names of tensors that are on one side only, or differ."""
+    ours, theirs = _whole(found), _whole(expected)
+    names = sorted(ours.keys() | theirs.keys())
+    return [n for n in names if not np.array_equal(ours.get(n, ()), theirs.get(n, ()))]
+
+
+def _stored_twice(folder: Path) -> list[str]:
+    """Names of tensors of which a checkpoint stores more or fewer elements than there are."""
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return [
+        name
+        for name, entry in stored.items()
+        if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel()
+    ]
+
+
+def problems(source: Run, ours: Run) -> list[str]:
+    """Why `ours` is not `source` gone on with after LEG steps."""
+    loaded = [rank.loaded for rank in ours.ranks]
+    lines = [
+        f"{name} is not what was saved"
+        for name in _differences([rank.saved[LEG] for rank in source.ranks], loaded)
+    ]
+    manifests = [ran.read(LEG, "manifest.json")["checksums"] for ran in (source, ours)]
+    if manifests[0] != manifests[1]:
         lines.append("saved again, the checksums are others")
-    if ours.data_position(step)["rows"] != source.data_position(step)["rows"]:
+    places = [ran.read(LEG, "train_state.json")["data"]["rows"] for ran in (source, ours)]
+    if places[0] != places[1]:
         lines.append("saved again, the data position is another")
-    lines += waste(ours.checkpoint(step))
-    curve, expected = ours.curve(), reference.curve()
-    for later in range(step + 1, step + LEG + 1):
-        if ours.global_batch(later) != reference.global_batch(later):
-            lines.append(f"step {later} has another global batch")
-        if curve[later] != pytest.approx(expected[later], rel=1e-9):
-            lines.append(f"step {later} gives {curve[later]}, not {expected[later]}")
+    lines += [f"{name} is stored twice" for name in _stored_twice(ours.checkpoint(LEG))]
+    for step in range(LEG + 1, 2 * LEG + 1):
+        if ours.global_batch(step) != source.global_batch(step):
+            lines.append(f"step {step} has another global batch")
+        if ours.curve()[step] != pytest.approx(source.curve()[step], rel=1e-9):
+            lines.append(f"step {step} gives {ours.curve()[step]}, not {source.curve()[step]}")
+    return lines
+
+
+def unlike(live: Run, through_disk: Run) -> list[str]:
+    """Why a run that was resharded while it trained is not the one that went on from a checkpoint:
+    nothing if all bits are the same."""
+    runs, end = (through_disk, live), 2 * LEG
+    lines = [f"still in memory: {each}" for rank in live.ranks for each in rank.left]
+    for when, (theirs, ours) in {
+        "afterwards": [[rank.loaded for rank in ran.ranks] for ran in runs],
+        "at the end": [[rank.saved[end] for rank in ran.ranks] for ran in runs],
+    }.items():
+        lines += [f"{name} is another {when}" for name in _differences(theirs, ours)]
+    for step in range(LEG + 1, end + 1):
+        if live.global_batch(step) != through_disk.global_batch(step):
+            lines.append(f"step {step} has another global batch")
+        if live.curve()[step] != through_disk.curve()[step]:
+            lines.append(f"step {step}: {live.curve()[step]}, not {through_disk.curve()[step]}")
+    for what in ("manifest.json", "train_state.json"):
+        theirs, ours = (ran.read(end, what) for ran in runs)
+        keys = [key for key in theirs if key != "job" and ours.get(key) != theirs[key]]
+        lines += [f"{what} has another {key}" for key in keys]
     return lines

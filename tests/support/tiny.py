@@ -1,13 +1,21 @@
 """A configuration of a tiny model, and rows for it, for tests of parts of a step."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titan_moe.config.job_config import JobConfig
+from titan_moe.data.batch import Batch
+from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
+from titan_moe.optim.optimizers import build_optimizer
+from titan_moe.train_step import TrainStep
 
 ROWS, SEQ_LEN = 24, 32
 COMMON = {
@@ -38,6 +46,45 @@ def make_job(family: str, **tables: dict) -> JobConfig:
     tables["model"] = {"name": family, "flavor": FAMILIES[family]}
     merged = {**COMMON, **{key: {**COMMON.get(key, {}), **table} for key, table in tables.items()}}
     return JobConfig.model_validate(merged)
+
+
+def tiny_step(
+    job: JobConfig, config: ModelConfig | None = None, device: str = "cpu"
+) -> tuple[ShardedModel, TrainStep]:
+    """Builds a job's tiny model, or another one, on this rank, and its step."""
+    own, world_size = torch.device(device), dist.get_world_size()
+    sharded = build_sharded_model(job, config or tiny(job), device=own, world_size=world_size)
+    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
+    return sharded, TrainStep(sharded, optimizer, job.training, device=own)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class FirstGradients:
+    """An observer that keeps the gradients of a model's first step."""
+
+    def __init__(self, sharded: ShardedModel, part: Callable[[Tensor], Tensor] = whole) -> None:
+        self._parameters, self._part = dict(sharded.named_parameters()), part
+        self.found: dict[str, Tensor] = {}
+
+    def reads(self, batch: Any, local: Any) -> None:
+        pass
+
+    def accumulated(self) -> None:
+        if not self.found:
+            for name, parameter in self._parameters.items():
+                self.found[name] = self._part(parameter.grad).clone()
+
+    def updated(self, result: Any) -> None:
+        pass
+
+
+def batch_of(step: int, rows: slice) -> Batch:
+    """Some rows of a global batch."""
+    tokens, labels, documents = (x[rows] for x in global_batch(step, 96))
+    return Batch(tokens, labels, documents, [[]] * len(tokens))
 
 
 def global_batch(step: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
