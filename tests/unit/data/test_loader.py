@@ -84,18 +84,6 @@ def sections(files):
 KINDS = ["synthetic", "json, repeated", "stream", "blend"]
 
 
-def test_batches_have_the_documented_shapes_and_types():
-    (loader,) = loaders(training(), 1)
-    batches = loader.next_step()
-    assert len(batches) == ROWS // 2
-    for batch in batches:
-        assert batch.tokens_BS.shape == batch.labels_BS.shape == batch.documents_BS.shape == (2, 64)
-        assert batch.tokens_BS.dtype == batch.labels_BS.dtype == torch.int64
-        assert batch.documents_BS.dtype == torch.int32
-        assert len(batch.samples) == 2
-    loader.close()
-
-
 @pytest.mark.parametrize("mask", [True, False])
 def test_rows_are_the_slow_packing_of_their_documents(mask):
     """Row b packs the documents at positions b, b + G, ... of the seeded order, EOS after each."""
@@ -111,15 +99,6 @@ def test_rows_are_the_slow_packing_of_their_documents(mask):
         found = [tuple(part[row] for part in step) for step in steps]
         assert len(expected) >= 40
         assert found == expected[:40]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_number_of_data_ranks_changes_no_batch(files, kind):
-    section = sections(files)[kind]
-    reference = take(loaders(section, 1), 30)
-    assert take(loaders(section, 2), 30) == reference
-    assert take(loaders(section, 4), 30) == reference
-    assert take(loaders(section, 1, seed=4), 30) != reference or kind == "stream"
 
 
 @pytest.mark.parametrize("kind", KINDS)

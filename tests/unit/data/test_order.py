@@ -1,4 +1,3 @@
-import collections
 import itertools
 import zlib
 
@@ -31,10 +30,6 @@ def test_permutations_differ_by_key_and_shuffle_well():
     distance = sum(abs(a - b) for a, b in zip(first, range(size), strict=True)) / size
     assert distance == pytest.approx(size / 3, rel=0.1)
     assert sum(a + 1 == b for a, b in itertools.pairwise(first)) < 8
-    orders = collections.Counter(
-        tuple(Permutation(3, key)[index] for index in range(3)) for key in range(6000)
-    )
-    assert len(orders) == 6 and min(orders.values()) > 700
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 6, 8, 12])

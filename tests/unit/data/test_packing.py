@@ -64,12 +64,6 @@ def test_borders_by_hand():
     )
 
 
-def test_without_masks_every_next_token_is_a_target():
-    rows = pack([("a", [1, EOS]), ("b", [2, EOS]), ("c", [3, EOS])], seq_len=4, mask=False)
-    assert rows[0].labels_S.tolist() == [EOS, 2, EOS, 3]
-    assert rows[0].documents_S.tolist() == [0, 0, 1, 1]
-
-
 @pytest.mark.parametrize("lengths", [[], [0]])
 def test_nothing_to_predict_is_no_row(lengths):
     assert pack([("a", [EOS]) for _ in lengths], seq_len=4, mask=True) == []

@@ -42,7 +42,6 @@ def write_folder(folder, config):
 _DECODER = {"257": token("<|end_of_text|>"), "259": token("<tool>", special=False)}
 # The places that name a folder's EOS and BOS.
 SPECIAL_TOKENS = {
-    "content alone": {"tokenizer_config.json": {"eos_token": "<|end_of_text|>", "bos_token": None}},
     "table": {
         "tokenizer_config.json": {
             "eos_token": token("<|eos|>") | {"__type": "AddedToken"},
@@ -88,9 +87,6 @@ _EOS = {"eos_token": "<s>"}
     [
         ({}, "names no eos_token"),
         ({"tokenizer_config.json": {"eos_token": "<none>"}}, "names no eos_token"),
-        ({"tokenizer_config.json": []}, "names no eos_token"),
-        ({"tokenizer_config.json": {"eos_token": 3}}, "names no eos_token"),
-        ({"tokenizer_config.json": _EOS | {"added_tokens_decoder": [1]}}, "names no eos_token"),
         (
             {"tokenizer_config.json": _EOS | {"added_tokens_decoder": {"300": token("<x>")}}},
             "tokenizer.json lacks '<x>'.*save the tokenizer with transformers",

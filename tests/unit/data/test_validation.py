@@ -140,16 +140,6 @@ def test_position_of_a_run_that_held_documents_out_is_refused_without_validation
         build_loader(training, TOKENIZER, **place).load_state_dict(state)
 
 
-def test_validation_dataset_is_taken_whole(training, tmp_path):
-    path = write_jsonl(tmp_path / "v.jsonl", ["x" * 30] * 5)
-    (loader,) = build(training, dataset="json", dataset_path=path, seq_len=32)
-    assert [row for batch in loader for row in batch.samples if row] == [
-        [f"json/{number}", f"json/{number + 1}"] if number < 4 else ["json/4"]
-        for number in range(5)
-    ]
-    assert next(iter(loader)).tokens_BS.shape == (2, 32)
-
-
 def test_training_data_named_again_means_its_held_out_part(training, tmp_path):
     for path in (training.dataset_path, f"{tmp_path}/./a.jsonl"):
         again = build(training, dataset=training.dataset, dataset_path=path)
