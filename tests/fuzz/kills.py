@@ -5,14 +5,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.fuzz.apart import Outcome, run_apart
 from tests.fuzz.jobs import Job
-from tests.fuzz.runs import INTERVAL, STEPS, Run, Undisturbed, draw_run
+from tests.fuzz.runs import INTERVAL, STEPS, Undisturbed, draw_run
+from tests.fuzz.verdict import Outcome
 
-_COMMANDED = 0.06
 _TWICE = 0.25
-_VICTIMS = ("rank",) * 8 + ("job", "job")
-_OF_A_COMMAND = (*_VICTIMS, *("launcher", "torchrun") * 3)
+_VICTIMS = ("rank",) * 8 + ("job", "launcher", "torchrun") * 2
 _SAVING = (
     ".step-{step}.writing",
     ".step-{step}.writing/*.distcp",
@@ -78,66 +76,47 @@ def wait_for(instant: Instant, job: Job, folder: Path, whole_s: float) -> bool:
     return job.poll() is None
 
 
-class Kills:
-    """Trials of one kind."""
+def draw_kills(random_: random.Random) -> list[Kill]:
+    """One or two kills."""
+    return [
+        Kill(random_.choice(_VICTIMS), random_.randrange(4), draw_instant(random_))
+        for _ in range(1 + (random_.random() < _TWICE))
+    ]
 
-    def __init__(self, undisturbed: Undisturbed, seconds: float) -> None:
-        """`seconds`: of a run."""
-        self._undisturbed = undisturbed
-        self._seconds = seconds
 
-    def trial(self, random_: random.Random) -> tuple[str, Outcome]:
-        """One run, killed once or twice, and how it ended."""
-        run = draw_run(random_, commanded=_COMMANDED)
-        victims = _OF_A_COMMAND if run.by_command else _VICTIMS
-        kills = [
-            Kill(random_.choice(victims), random_.randrange(4), draw_instant(random_))
-            for _ in range(1 + (random_.random() < _TWICE))
-        ]
-        self._undisturbed.of(run)
-        what = "; ".join(f"{kill.victim} {kill.number} at {kill.instant}" for kill in kills)
-        outcome = run_apart(
-            lambda own: self._try(run, kills, own), seconds=self._seconds * (len(kills) + 2)
-        )
-        return f"{run}: {what}", outcome
-
-    def _try(self, run: Run, kills: list[Kill], own: Path) -> Outcome:
-        whole, folder, said = self._undisturbed.of(run), own / "run", []
-        for kill in kills:
-            job = run.start(folder, own)
-            if not self._kill(kill, job, folder, whole.seconds[run.by_command]):
-                if (code := job.wait(self._seconds)) != 0:
-                    return Outcome("failed", f"before the kill: {code}: {job.words()}")
-                said.append("had ended")
-                continue
-            took = job.gone(self._seconds)
-            if took is None:
-                left = "; ".join(f"{each.pid}: {each.command[-80:]}" for each in job.alive())
-                return Outcome("failed", f"not ended after {self._seconds:.0f} s: {left}")
-            if problem := whole.half_written(folder):
-                return Outcome("failed", problem)
-            said.append(f"{_where(folder)}, all ended within {took:.1f} s")
+def trial(
+    undisturbed: Undisturbed, seconds: float, own: Path, random_: random.Random
+) -> tuple[str, Outcome]:
+    """Kills one run once or twice, and resumes it; each start may take `seconds`."""
+    run, kills = draw_run(random_), draw_kills(random_)
+    what = "; ".join(f"{kill.victim} {kill.number} at {kill.instant}" for kill in kills)
+    whole, folder, said = undisturbed.of(run), own / "run", []
+    for kill in kills:
         job = run.start(folder, own)
-        code = job.wait(self._seconds)
-        if code != 0:
-            return Outcome("failed", f"resumed ({'; '.join(said)}): {code}: {job.words()}")
-        if problem := whole.unlike(folder):
-            return Outcome("failed", f"resumed ({'; '.join(said)}): {problem}")
-        missed = all(each == "had ended" for each in said)
-        return Outcome("missed" if missed else "resumed", "; ".join(said))
+        if not _kill(kill, job, folder, whole.seconds):
+            if (code := job.wait(seconds)) != 0:
+                said.append(f"before the kill: {code}: {job.words()}")
+                return f"{run}: {what}", Outcome("failed", "; ".join(said))
+            continue
+        problem = whole.half_written(folder) if job.gone(seconds) else f"not ended: {job.alive()}"
+        if problem:
+            return f"{run}: {what}", Outcome("failed", problem)
+        saves = sorted(path.name for path in (folder / "checkpoint").glob(".step-*"))
+        said.append(f"killed in a save ({', '.join(saves)})" if saves else "killed outside saves")
+    job = run.start(folder, own)
+    code = job.wait(seconds)
+    problem = f"{code}: {job.words()}" if code else whole.unlike(folder)
+    if code is None or problem:
+        return f"{run}: {what}", Outcome("failed", f"resumed ({'; '.join(said)}): {problem}")
+    return f"{run}: {what}", Outcome("resumed" if said else "missed", "; ".join(said))
 
-    def _kill(self, kill: Kill, job: Job, folder: Path, whole_s: float) -> bool:
-        """Whether there was something to kill before the run had ended."""
-        if not wait_for(kill.instant, job, folder, whole_s):
+
+def _kill(kill: Kill, job: Job, folder: Path, whole_s: float) -> bool:
+    """Returns whether there was something to kill before the run had ended."""
+    if not wait_for(kill.instant, job, folder, whole_s):
+        return False
+    while not job.kill(kill.victim, kill.number):  # It may not have started yet.
+        if job.poll() is not None:
             return False
-        while not job.kill(kill.victim, kill.number):  # It may not have started yet.
-            if job.poll() is not None:
-                return False
-            time.sleep(_POLL_S)
-        return True
-
-
-def _where(folder: Path) -> str:
-    """In what a run was killed."""
-    saves = sorted(path.name for path in (folder / "checkpoint").glob(".step-*"))
-    return f"in a save ({', '.join(saves)})" if saves else "outside saves"
+        time.sleep(_POLL_S)
+    return True

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.fuzz.jobs import TINY, Job
+from tests.fuzz.jobs import TINY, Job, train
 from titan_moe.checkpoint.digests import damaged_files, read_digests
 from titan_moe.checkpoint.folder import saved_steps, step_folder
 from titan_moe.checkpoint.manifest import MANIFEST
@@ -36,44 +36,31 @@ _FIGURES = ("step", "loss", "grad_norm", "lr", "tokens")
 
 
 class Run(NamedTuple):
-    """How a trial's run is laid out, saved and started."""
+    """The layout of a trial's run, and its checkpoint.async_mode."""
 
     layout: str
     mode: str
-    by_command: bool
 
-    def __str__(self) -> str:
-        started = "run_train.sh" if self.by_command else "forked"
-        return f"{self.layout}, {self.mode}, {started}"
+    def start(self, folder: Path, work: Path, *, keep: int = 2) -> Job:
+        """Starts it in `folder`, for the first time or to go on; `work` is for the job's output.
 
-    def start(self, folder: Path, work: Path, output: Path | None = None, *, keep: int = 2) -> Job:
-        """Start it in `folder`, for the first time or to go on.
-
-        Args:
-            work: a folder for the job's own files.
-            output: what it prints goes here; left out: into `work`.
-            keep: how many checkpoints; 0: all.
+        It keeps its last `keep` checkpoints; 0: all.
         """
         ranks, degrees = LAYOUTS[self.layout]
         keys = _KEYS | {f"parallelism.{name}": value for name, value in degrees.items()}
         keys |= {"checkpoint.async_mode": self.mode, "checkpoint.keep_latest_k": keep}
-        keys |= {"job.dump_folder": folder}
-        arguments = [f"--{key}={value}" for key, value in keys.items()]
-        output = output or work / "output"
-        return Job(arguments, ranks, work, output, by_command=self.by_command)
+        return train(work, ranks, keys | {"job.dump_folder": folder})
 
 
-def draw_run(random_: random.Random, *, commanded: float) -> Run:
-    """`commanded`: the share of runs that are started by run_train.sh."""
-    by_command = random_.random() < commanded
-    return Run(random_.choice(list(LAYOUTS)), random_.choice(MODES), by_command)
+def draw_run(random_: random.Random) -> Run:
+    return Run(random_.choice(list(LAYOUTS)), random_.choice(MODES))
 
 
 class Whole(NamedTuple):
     """An undisturbed run of a layout."""
 
-    seconds: dict[bool, float]
-    """From its start to its end, by whether run_train.sh started it."""
+    seconds: float
+    """The time from its start to its end."""
     figures: list[list[Any]]
     checkpoints: dict[int, dict[str, Any]]
     """By step."""
@@ -101,36 +88,30 @@ class Whole(NamedTuple):
 
 
 class Undisturbed:
-    """Undisturbed runs, each made when it is asked for."""
+    """Undisturbed runs, each made when it is asked for.
+
+    They are made in the folder `work`, and each may take `seconds`.
+    """
 
     def __init__(self, work: Path, seconds: float) -> None:
-        """`work`: a folder to make them in; `seconds`: of a run."""
         self._work = work
         self._seconds = seconds
         self._made: dict[str, Whole] = {}
 
     def of(self, run: Run) -> Whole:
-        """That of the run's layout. Raises SystemExit where it fails, or where run_train.sh and
-        forked ranks make two of them."""
-        known = self._made.get(run.layout)
-        if known is None or run.by_command not in known.seconds:
-            made = self._make(run)
-            if known is not None:
-                if (made.figures, made.checkpoints) != (known.figures, known.checkpoints):
-                    raise SystemExit(f"{run}: not the bits of the run that was started otherwise")
-                made.seconds.update(known.seconds)
-            self._made[run.layout] = made
+        """Returns that of the run's layout. Raises SystemExit if it fails."""
+        if run.layout not in self._made:
+            self._made[run.layout] = self._make(Run(run.layout, "disabled"))
         return self._made[run.layout]
 
     def _make(self, run: Run) -> Whole:
-        run = run._replace(mode="disabled")
-        work = self._work / str(run).replace("/", " ")
+        work = self._work / run.layout
         folder, began = work / "run", time.monotonic()
         work.mkdir(parents=True)
         job = run.start(folder, work, keep=0)
         if (code := job.wait(self._seconds)) != 0:
             raise SystemExit(f"cannot prepare: {run}: exit code {code}\n{job.words()}")
-        seconds = {run.by_command: time.monotonic() - began}
+        seconds = time.monotonic() - began
         folders = {step: step_folder(folder / "checkpoint", step) for step in _SAVED}
         checkpoints = {step: contents(path) for step, path in folders.items()}
         size = sum(path.stat().st_size for path in folders[STEPS].iterdir())
