@@ -1,6 +1,7 @@
 """hf import, hf export and generate: bad input is one line, and nothing is written."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,118 +22,69 @@ def folder(tmp_path):
     return tmp_path / "in"
 
 
-def _change(folder, change):
+def tensors_that_do_not_fit(folder):
     tensors = read_folder(folder)
-    change(tensors)
+    del tensors["model.layers.0.self_attn.q_norm.weight"]
+    tensors["model.extra"] = torch.ones(2)
+    tensors["model.norm.weight"] = torch.ones(5)
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
 
 
-def _settings(folder, **changes):
-    settings = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(settings))
+def weights(content):
+    return lambda folder: (folder / "model.safetensors").write_bytes(content)
 
 
-def no_folder(folder):
-    (folder / "config.json").unlink()
-    (folder / "model.safetensors").unlink()
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-    return ["does not exist"]
+def settings(**changes):
+    def change(folder):
+        table = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps(table))
+
+    return change
 
 
-def no_config(folder):
-    (folder / "config.json").unlink()
-    return ["has no config.json"]
+def index(file):
+    table = json.dumps({"weight_map": {"model.norm.weight": file}})
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(table)
 
 
-def no_weights(folder):
-    (folder / "model.safetensors").unlink()
-    return ["has no weights"]
+def moved(target):
+    return lambda folder: (folder / "model.safetensors").rename(folder / target)
 
 
-def pickles_only(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    return ["no safetensors but pytorch_model.bin", "convert it first"]
-
-
-def truncated(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-    return ["damaged, or no safetensors file"]
-
-
-def garbage(folder):
-    (folder / "model.safetensors").write_bytes(b"\x10" + bytes(7) + b"garbage, garbage")
-    return ["damaged, or no safetensors file"]
-
-
-def index_without_files(folder):
-    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return ["model-00001-of-00002.safetensors is missing"]
-
-
-def file_outside(folder):
-    (folder / "model.safetensors").rename(folder.parent / "other.safetensors")
-    index = {"weight_map": {"model.norm.weight": "../other.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return ["index.json is damaged: it names a file in another folder"]
-
-
-def missing_extra_misshapen(folder):
-    def change(tensors):
-        del tensors["model.layers.0.self_attn.q_norm.weight"]
-        tensors["model.extra"] = torch.ones(2)
-        tensors["model.norm.weight"] = torch.ones(5)
-
-    _change(folder, change)
-    return ["1 tensor missing: model.layers.0.self_attn.q_norm", "model.extra", "[5] (wanted [32])"]
-
-
-def unknown_model_type(folder):
-    _settings(folder, model_type="gpt2")
-    return ["model_type='gpt2' is not supported: only"]
-
-
-def unknown_quantisation(folder):
-    _settings(folder, quantization_config={"quant_method": "awq"})
-    return ["quant_method='awq' cannot be de-quantised"]
-
-
-def target_exists(folder):
-    (folder.parent / "out").mkdir()
-    (folder.parent / "out" / "mine").write_text("kept")
-    return ["out exists: name another folder, or remove it"]
-
-
-CASES = [
-    no_folder,
-    no_config,
-    no_weights,
-    pickles_only,
-    truncated,
-    garbage,
-    index_without_files,
-    file_outside,
-    missing_extra_misshapen,
-    unknown_model_type,
-    unknown_quantisation,
-    target_exists,
-]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_bad_folders_are_one_line_and_leave_nothing(case, folder):
-    words = case(folder)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda folder: folder.rename(folder.parent / "other"), "does not exist"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+        (moved("pytorch_model.bin"), r"no safetensors but pytorch_model.bin.*convert it first"),
+        (weights(b"\x10" + bytes(7) + b"garbage, garbage"), "damaged, or no safetensors file"),
+        (weights(bytes(1000)), "damaged, or no safetensors file"),
+        (index("model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors is missing"),
+        (index("../other.safetensors"), "index.json is damaged: it names a file in another folder"),
+        (
+            tensors_that_do_not_fit,
+            r"1 tensor missing: .*self_attn.q_norm.*model.extra.*\[5\] \(wanted \[32\]",
+        ),
+        (settings(model_type="gpt2"), "model_type='gpt2' is not supported: only"),
+        (
+            settings(quantization_config={"quant_method": "awq"}),
+            "quant_method='awq' cannot be de-quantised",
+        ),
+        (
+            lambda folder: (folder.parent / "out").mkdir(),
+            "out exists: name another folder, or remove it",
+        ),
+    ],
+)
+def test_bad_folder_is_one_line_and_leaves_nothing(change, words, folder):
+    change(folder)
     kept = sorted(path.name for path in folder.parent.iterdir())
     done = run_command("hf", "import", folder, "--out", folder.parent / "out")
     assert done.returncode in (1, 2)
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ") and all(word in line for word in words), line
+    assert line.startswith("error: ") and re.search(words, line), line
     assert sorted(path.name for path in folder.parent.iterdir()) == kept
-    if case is target_exists:
-        assert (folder.parent / "out" / "mine").read_text() == "kept"
 
 
 @pytest.mark.slow

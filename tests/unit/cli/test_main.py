@@ -12,11 +12,11 @@ import pytest
 from tests.support.commands import run_command
 from tests.support.paths import REPO
 from titan_moe.cli.command import Answer, Command
-from titan_moe.cli.main import COMMANDS, load_command
+from titan_moe.cli.main import COMMANDS
 from titan_moe.config.errors import ConfigError
+from titan_moe.config.parse import known_keys
 from titan_moe.runtime.errors import RunError
 
-_CLI = Path(__file__).parents[3] / "titan_moe" / "cli"
 _HELP = """
 import os, sys
 from titan_moe.cli.main import COMMANDS, load_command, main
@@ -39,11 +39,9 @@ def test_help_imports_no_torch_and_takes_less_than_a_second(words: str) -> None:
     assert float(shown.stderr) < 1, "seconds of processor time"
     if words in COMMANDS:
         assert "exit code" in shown.stdout.lower() and f"titan-moe {words}" in shown.stdout
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_a_module(name: str) -> None:
-    assert isinstance(load_command(name), Command) and load_command(name).help
+    if words == "train":
+        assert [key for key in known_keys() if f"--{key} " not in shown.stdout] == []
+        assert "Optimizer steps of the run. (default: 10000)" in " ".join(shown.stdout.split())
 
 
 @pytest.mark.parametrize("module", ["train", "generate", "cli.main"])
@@ -51,14 +49,6 @@ def test_a_module_started_by_python_runs_its_command(module: str) -> None:
     command = [sys.executable, "-m", f"titan_moe.{module}", "--bogus"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and not done.stdout
-
-
-def test_what_a_user_runs_is_a_command_and_no_script() -> None:
-    scripts = {path.name for path in (_CLI.parents[1] / "scripts").iterdir() if path.is_file()}
-    assert scripts == {
-        *("test.sh", "rehearse.sh"),  # A contributor's.
-        *("slurm_train.sh", "environment.sh", "has_dependencies.py", "check_cluster.py"),
-    }
 
 
 @pytest.mark.parametrize(
@@ -93,7 +83,7 @@ def test_check_says_what_of_a_torchtitan_file_has_no_effect() -> None:
     note = "training.gc_debug=true has no effect here: use Python's gc.set_debug"
     found = "nothing is wrong: 1 rank(s) on each machine, output in ./outputs"
     lines = done.stdout.splitlines()
-    assert (lines[0], lines[-1]) == (found, note)
+    assert lines[0] == found and note in lines
     assert " parameters, " in lines[1] and " documents, " in lines[2] and " tokens" in lines[2]
 
 
@@ -116,17 +106,6 @@ def test_check_reads_the_data(tmp_path: Path, record: str, says: str) -> None:
 def test_check_says_that_data_of_the_hub_was_not_read() -> None:
     done = run_command("check", "--ranks", 1, "--training.dataset", "c4")
     assert done.returncode == 0 and "not read: 'c4' is on the Hugging Face hub" in done.stdout
-
-
-def test_config_and_job_config_file_are_the_same(tmp_path: Path) -> None:
-    config = tmp_path / "a.toml"
-    config.write_text('[model]\nname = "qwen3"\nflavor = "30B-A3B"\n')
-    texts = {
-        run_command("memory", flag, config, "--ranks", 64).stdout
-        for flag in ("--config", "--job.config_file")
-    }
-    (text,) = texts
-    assert "30.5 G parameters" in text
 
 
 def test_json_is_all_that_standard_output_has(tmp_path: Path) -> None:

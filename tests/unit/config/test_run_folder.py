@@ -60,12 +60,6 @@ def test_other_data_or_seed(tmp_path, keys, new, old, enable):
     assert check(tmp_path, **keys, checkpoint=fresh) == []
 
 
-def test_the_newest_checkpoint_is_named(tmp_path):
-    newest = [saved(tmp_path, step) for step in (2, 9, 10)][-1]
-    (line,) = check(tmp_path, debug={"seed": 7})
-    assert f"and {newest} is of a run" in line
-
-
 def test_another_model(tmp_path):
     at = saved(tmp_path)
     other = {"name": "qwen3", "flavor": "2M"}
@@ -97,10 +91,12 @@ def test_what_may_change(tmp_path):
     assert str(at) in check(tmp_path, training={"blend": blend})[0]
 
 
-def test_the_checkpoint_that_is_compared(tmp_path):
+def test_newest_checkpoint_or_load_step_is_compared(tmp_path):
     saved(tmp_path, 9, debug={"seed": 5})
-    saved(tmp_path, 10)
+    newest = saved(tmp_path, 10)
     assert check(tmp_path) == []
+    (line,) = check(tmp_path, debug={"seed": 7})
+    assert f"and {newest} is of a run" in line
     assert "step-9" in check(tmp_path, checkpoint={"enable": True, "load_step": 9})[0]
     (tmp_path / "checkpoint" / "step-10" / "manifest.json").write_text("[")
     assert check(tmp_path, debug={"seed": 7}) == []  # Loading says what is wrong with it.

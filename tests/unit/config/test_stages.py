@@ -6,7 +6,6 @@ from titan_moe.config.stages import (
     changes,
     job_of_step,
     stage_jobs,
-    tokens_in_words,
     tokens_per_step,
 )
 
@@ -76,8 +75,6 @@ def test_changes_are_named_with_both_values(job):
 def test_tokens_of_a_step_are_named_where_they_change(job):
     tokens = tokens_per_step(resolve(job, 4))
     assert tokens == {1: 4 * 64, 11: 4 * 128, 51: 16 * 128}
-    assert tokens_in_words(tokens) == "256, from step 11 on 512, from step 51 on 2,048"
-    assert tokens_in_words({1: 256, 11: 256, 51: 512}) == "256, from step 51 on 512"
 
 
 def test_a_saved_job_has_its_stages_and_no_key_that_they_leave_alone(job, tmp_path):

@@ -124,23 +124,6 @@ def test_partition_ends_with_its_files():
         read(empty, 0, [0], batch=2)
 
 
-def test_training_never_sees_held_out_documents_of_a_stream():
-    files = texts_of_files([700, 40, 600])
-    training = order(files, sequences=range(2), batch=2, split=Split.TRAIN)
-    validation = order(files, sequences=range(1), batch=1, split=Split.HELD_OUT)
-    held_out = read_all(validation, 0, batch=1)
-    trained = [text for b in range(2) for text in read_all(training, b, batch=2)]
-    assert sorted(trained + held_out) == sorted(itertools.chain(*files)) and 2 < len(held_out) < 60
-
-
-def read_all(source, sequence, *, batch):
-    found = []
-    with pytest.raises(OutOfDocumentsError):
-        for number in itertools.count():
-            found += read(source, sequence, [number], batch=batch)
-    return found
-
-
 def test_resume_reads_on_from_the_last_cursor(monkeypatch):
     monkeypatch.setattr(StreamOrder, "CURSOR_EVERY", 8)
     files = texts_of_files([100] * 4)
