@@ -1,6 +1,5 @@
 """Damaged checkpoints, exports, tokenised data and routing records, each read by a training run."""
 
-import json
 import random
 import shutil
 import sys
@@ -11,6 +10,7 @@ from typing import NamedTuple
 from tests.fuzz.damage import MARKER, copy_linked, damage
 from tests.fuzz.jobs import TINY, Job, train
 from tests.fuzz.verdict import Outcome, refused
+from tests.support.documents import random_texts, write_jsonl
 from titan_moe.metrics.jsonl import read_json_lines
 
 _STEPS = 4
@@ -52,11 +52,7 @@ def _routing(folder: Path) -> Job:
 
 def _tokens(folder: Path) -> Job:
     made = folder.parents[1] / "made"
-    made.mkdir(parents=True)
-    sources = sorted(Path(json.__file__).parents[1].glob("*.py"))[:120]
-    records = [json.dumps({"text": path.read_text("utf-8", "replace")[:2000]}) for path in sources]
-    documents = made / "documents.jsonl"
-    documents.write_text("\n".join(records) + "\n")
+    documents = write_jsonl(made / "documents.jsonl", random_texts(120, longest=2000))
     data = ("--training.dataset", "json", "--training.dataset_path", documents)
     return Job(made, "tokenize", "--out", folder, *data)
 

@@ -57,7 +57,13 @@ def test_a_module_started_by_python_runs_its_command(module: str) -> None:
         (["bogus"], "titan-moe bogus: no such command"),
         (["verify", "bogus"], "titan-moe verify bogus: no such command"),
         (["report", "run", "x", "--bogus"], "report run: unknown argument '--bogus'"),
+        (["train", "--help", "quantise"], "no such table: choose from job, "),
+        (["config", "init", "qwen3"], "several configurations of qwen3 for --ranks 8: choose from"),
+        (["config", "init", "qwen3", "--ranks", "7"], "no configuration of qwen3 for --ranks 7: "),
+        (["config", "init", "qwen3", "--flavor", "B"], "no configuration of qwen3 B for"),
+        (["config", "init", "none"], "choose from deepseek_v3, gpt_oss, llama4, mixtral, qwen3"),
         (["memory", "--ranks", "0"], "--ranks: 0 must be a positive number"),
+        (["memory", "--ranks", "2", "--parallelism.expert_parallel_degree", "4"], "must divide"),
         (["memory", "--training.stepz", "3"], "did you mean training.steps?"),
         (["memory", "--config", "nowhere.toml"], "nowhere.toml: cannot be read"),
         (["check", "--ranks", "3", "--nodes", "2"], "--ranks 3 must be a multiple of --nodes 2"),
@@ -87,20 +93,13 @@ def test_check_says_what_of_a_torchtitan_file_has_no_effect() -> None:
     assert " parameters, " in lines[1] and " documents, " in lines[2] and " tokens" in lines[2]
 
 
-@pytest.mark.parametrize(
-    ("record", "says"),
-    [
-        ('{"url": "a"}', "training.text_column='text'"),
-        ('{"text": "a"}', "has 1 documents to train on, fewer than the"),
-    ],
-)
-def test_check_reads_the_data(tmp_path: Path, record: str, says: str) -> None:
+def test_check_reads_the_data(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    path.write_text(f"{record}\n")
+    path.write_text('{"url": "a"}\n')
     data = ["--training.dataset", "json", "--training.dataset_path", path]
     done = run_command("check", "--ranks", 1, *data)
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and says in line and not done.stdout
+    assert done.returncode == 2 and "training.text_column='text'" in line and not done.stdout
 
 
 def test_check_says_that_data_of_the_hub_was_not_read() -> None:
@@ -145,29 +144,12 @@ def test_config_init_starts_a_file_and_never_overwrites_one(tmp_path: Path) -> N
     assert mine.read_text() == "kept"
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["qwen3"], "several configurations of qwen3 for --ranks 8: choose from"),
-        (["qwen3", "--ranks", 7], "no configuration of qwen3 for --ranks 7: choose from"),
-        (["qwen3", "--flavor", "B"], "no configuration of qwen3 B for"),
-        (["none"], "choose from deepseek_v3, gpt_oss, llama4, mixtral, qwen3"),
-    ],
-)
-def test_config_init_names_what_there_is(words: list[object], says: str) -> None:
-    done = run_command("config", "init", *words)
-    assert done.returncode == 2 and says in done.stderr
-
-
 def test_help_of_one_table() -> None:
-    command = [sys.executable, "-m", "titan_moe", "train", "--help"]
-    shown = subprocess.run([*command, "quantize"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "titan_moe", "train", "--help", "quantize"]
+    shown = subprocess.run(command, capture_output=True, text=True)
     keys = re.findall(r"^  --(\S+)", shown.stdout, re.MULTILINE)
     assert shown.returncode == 0 and keys
     assert all(key.startswith("quantize.") for key in keys)
-    wrong = subprocess.run([*command, "quantise"], capture_output=True, text=True)
-    assert wrong.returncode == 2 and "no such table: choose from job, " in wrong.stderr
-    assert len(wrong.stderr.splitlines()) == 1
 
 
 def test_memory_ends_with_a_verdict() -> None:
@@ -189,9 +171,6 @@ def test_memory_counts_a_pipeline() -> None:
     done = run_command("memory", *name, "--parallelism.expert_parallel_degree", 4)
     assert done.returncode == 1
     assert "the rank of the pipeline that needs most, an upper bound" in done.stdout
-    wrong = run_command("memory", *name)
-    assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1
-    assert "ep*etp = 8 must divide" in wrong.stderr
 
 
 @pytest.mark.parametrize(

@@ -218,13 +218,6 @@ def test_check_lists_every_mistake_at_once(folder):
     assert check_data(Training(), Validation(enable=True), "bytes") == []
 
 
-def test_few_documents_suffice_when_repeated(folder):
-    path = str(folder / "few.json")
-    loader = build(dataset="json", dataset_path=path, repeat_dataset=True, seq_len=16)
-    assert len(loader.next_step()) == 1
-    loader.close()
-
-
 def test_start_on_the_default_data_imports_neither_torch_nor_datasets():
     program = (
         "import sys; from titan_moe.config.job_config import Training, Validation; "
