@@ -9,7 +9,6 @@ import pytest
 
 from tests.fuzz.disks import can_mount
 from tests.fuzz.folders import SUBJECTS
-from tests.fuzz.verdict import refused
 from tests.support.paths import REPO
 
 
@@ -23,26 +22,6 @@ def campaign(*words: object, **variables: str) -> subprocess.CompletedProcess[st
         check=False,
         timeout=900,
     )
-
-
-@pytest.mark.parametrize(
-    "line", ["KeyError: 'x'", "Traceback (most recent call last)", "", 2000 * "a"]
-)
-def test_lines_that_nobody_can_use_fail(line: str):
-    assert refused([line]).kind == "failed"
-    assert refused(["training.steps = -1: must be greater than 0"]).kind == "refused"
-
-
-@pytest.mark.slow
-def test_campaign_goes_on_where_it_was(tmp_path: Path):
-    out = tmp_path / "trials.jsonl"
-    options = ("--only", "tokens", "--out", out)
-    campaign(*options, "--count", 1)
-    first = out.read_text()
-    assert len(first.splitlines()) == 1
-    done = campaign(*options, "--count", 2)
-    assert out.read_text().startswith(first) and len(out.read_text().splitlines()) == 2
-    assert done.returncode == 0 and done.stdout.startswith("tokens: ")
 
 
 @pytest.mark.slow
