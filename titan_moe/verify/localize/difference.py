@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from titan_moe.verify.localize.capture.records import PHASES, Place
 from titan_moe.verify.localize.capture_reader import Array, Capture, CapturedTensor, Ints
@@ -88,11 +89,9 @@ def differences(
                 found.append(_compare(ours, _zeros(ours), weak, bound)._replace(missing=True))
             continue
         difference = _compare(ours, theirs, weak, bound)
-        apart = _apart(theirs, weak, bound)
-        if apart is not None and difference.error <= bound:
-            difference = apart
-        elif apart is not None:
-            difference = difference._replace(ranks=apart.ranks)
+        if (apart := _apart(theirs, weak, bound)) is not None:
+            beyond = difference.error > bound
+            difference = difference._replace(ranks=apart.ranks) if beyond else apart
         found.append(difference)
     return sorted(found, key=lambda each: PHASES.index(each.place.phase))
 
@@ -107,14 +106,12 @@ def _size_of_parameter(captured: Capture, update: CapturedTensor) -> float:
 
 def _recomputed(candidate: Capture, dtype: str) -> list[PlaceDifference]:
     """Compares the candidate's recomputation with its own forward."""
-    places = [place for place in candidate.places if place.phase == "recompute"]
-    twins = [candidate.places[place._replace(phase="forward")] for place in places]
-    return [
-        _compare(first, candidate.places[place], _WEAK.get(dtype, 1.0), BOUNDS[dtype])._replace(
-            place=place
-        )
-        for place, first in zip(places, twins, strict=True)
-    ]
+    found = []
+    for place, again in candidate.places.items():
+        if place.phase == "recompute":
+            first = replace(candidate.places[place._replace(phase="forward")], place=place)
+            found.append(_compare(first, again, _WEAK.get(dtype, 1.0), BOUNDS[dtype]))
+    return found
 
 
 def _bound(place: Place, dtype: str, *, calibrated: bool) -> float:
@@ -129,48 +126,50 @@ def _bound(place: Place, dtype: str, *, calibrated: bool) -> float:
 def _compare(
     ours: CapturedTensor, theirs: CapturedTensor, weak: float, bound: float
 ) -> PlaceDifference:
-    """Key by key; a key that one capture lacks counts as zeros there."""
+    """Compares key by key; a key that one capture lacks counts as zeros there."""
     keys, (a, b) = _aligned(ours, theirs)
-    exact = ours.exact and theirs.exact
+    return _difference(ours, keys, a, b, weak, bound, exact=ours.exact and theirs.exact)[0]
+
+
+def _apart(whole: CapturedTensor, weak: float, bound: float) -> PlaceDifference | None:
+    """Returns the difference between ranks' copies of one value; None if they agree."""
+    copies = whole.copies
+    found, wrong = _difference(
+        whole, copies.keys, copies.first, copies.other, weak, bound, exact=whole.exact
+    )
+    if not wrong.any():
+        return None
+    first, other = copies.ranks[wrong][0].tolist()
+    keys = np.unique(found.keys, axis=0)
+    return found._replace(keys=keys, whole=len(keys) == len(whole.keys), ranks=(first, other))
+
+
+def _difference(
+    whole: CapturedTensor,
+    keys: Ints,
+    a: Array,
+    b: Array,
+    weak: float,
+    bound: float,
+    *,
+    exact: bool,
+) -> tuple[PlaceDifference, NDArray[np.bool_]]:
+    """Compares two lists of values of one place; also returns which are beyond the bound."""
     a_norms, b_norms = norms_of(a, exact), norms_of(b, exact)
     far = _far(a, b)
     errors = _errors(far, a_norms, b_norms, weak)
     wrong = errors > bound
-    return PlaceDifference(
-        place=ours.place,
+    difference = PlaceDifference(
+        place=whole.place,
         error=float(errors.max(initial=0.0)),
         bound=bound,
         keys=keys[wrong],
         norms=(_total(a_norms[wrong]), _total(b_norms[wrong])),
         distance=_total(far[wrong]),
-        keys_are=ours.keys_are,
+        keys_are=whole.keys_are,
         whole=bool(wrong.all()),
     )
-
-
-def _apart(whole: CapturedTensor, weak: float, bound: float) -> PlaceDifference | None:
-    """The difference between ranks' copies of one value; None if they agree."""
-    copies = whole.copies
-    if not len(copies.keys):
-        return None
-    a_norms, b_norms = norms_of(copies.first, whole.exact), norms_of(copies.other, whole.exact)
-    far = _far(copies.first, copies.other)
-    errors = _errors(far, a_norms, b_norms, weak)
-    wrong = errors > bound
-    if not wrong.any():
-        return None
-    pair = copies.ranks[wrong][0]
-    return PlaceDifference(
-        place=whole.place,
-        error=float(errors.max()),
-        bound=bound,
-        keys=np.unique(copies.keys[wrong], axis=0),
-        norms=(_total(a_norms[wrong]), _total(b_norms[wrong])),
-        distance=_total(far[wrong]),
-        keys_are=whole.keys_are,
-        whole=len(np.unique(copies.keys[wrong], axis=0)) == len(whole.keys),
-        ranks=(int(pair[0]), int(pair[1])),
-    )
+    return difference, wrong
 
 
 def _far(a: Array, b: Array) -> Array:
@@ -201,16 +200,12 @@ def _total(norms: Array) -> float:
 
 
 def _aligned(ours: CapturedTensor, theirs: CapturedTensor) -> tuple[Ints, list[Array]]:
-    """The values of both captures at all keys of either."""
+    """Returns the values of both captures at all keys of either."""
     if np.array_equal(ours.keys, theirs.keys):
         return ours.keys, [ours.values, theirs.values]
     keys, where = np.unique(np.concatenate([ours.keys, theirs.keys]), axis=0, return_inverse=True)
-    where = where.reshape(-1)
     sides = []
-    for side, places in (
-        (ours, where[: len(ours.keys)]),
-        (theirs, where[len(ours.keys) :]),
-    ):
+    for side, places in zip((ours, theirs), np.split(where.ravel(), [len(ours.keys)]), strict=True):
         values = np.zeros((len(keys), side.values.shape[1]))
         values[places] = side.values
         sides.append(values)

@@ -11,7 +11,14 @@ from titan_moe.cli.main import main
 from titan_moe.config.errors import ConfigError
 from titan_moe.verify.compare import bisect as bisection
 from titan_moe.verify.compare.bisect import StepFinding
-from titan_moe.verify.localize.capture.records import NUMBERS, TENSOR, TOKENS, Place, Records
+from titan_moe.verify.localize.capture.records import (
+    NUMBERS,
+    TENSOR,
+    TOKENS,
+    Laid,
+    Place,
+    Records,
+)
 from titan_moe.verify.localize.capture.sketch import sketch_box, sketch_rows
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.localize import locate, uncompared
@@ -54,27 +61,19 @@ def write(
         records = Records()
         own = torch.arange(len(ROWS) * LENGTH).tensor_split(len(ranks))[rank]
         for number, (place, name) in enumerate(((OUTPUT, "output"), (NEXT, "next"))):
-            x_NF = sketch_rows(held[name][own])
-            records.add(place, TOKENS, (0, number), keys=keys()[own], part=0, values=x_NF)
+            laid = Laid(keys()[own], sketch_rows(held[name][own]), TOKENS)
+            records.add(place, (0, number), laid)
         scores_NE = held["scores"][own]
-        records.add(SCORES, TOKENS, (0, 2), keys=keys()[own], part=0, values=sketch_rows(scores_NE))
+        records.add(SCORES, (0, 2), Laid(keys()[own], sketch_rows(scores_NE), TOKENS))
         best_N1 = scores_NE.argmax(1, keepdim=True)
         hot_NE = torch.zeros_like(scores_NE).scatter_(1, best_N1, 1)
-        records.add(
-            CHOICE,
-            TOKENS,
-            (0, 3),
-            keys=keys()[own],
-            part=0,
-            values=sketch_rows(hot_NE),
-            experts=best_N1,
-            margins=torch.full((len(own),), margin, dtype=torch.float64),
-        )
-        loss = held["loss"][:, None]
+        margins = torch.full((len(own),), margin, dtype=torch.float64)
+        laid = Laid(keys()[own], sketch_rows(hot_NE), TOKENS)
+        records.add(CHOICE, (0, 3), laid, experts=best_N1, margins=margins)
         zero = torch.zeros(1, 2, dtype=torch.int64)
-        records.add(Place("loss", "", "loss"), NUMBERS, (0, 0), keys=zero, part=0, values=loss)
+        records.add(Place("loss", "", "loss"), (0, 0), Laid(zero, held["loss"][:, None], NUMBERS))
         weight = sketch_box(held["weight"], (slice(0, 8),))[None]
-        records.add(GRADIENT, TENSOR, (0, 0), keys=zero, part=0, values=weight)
+        records.add(GRADIENT, (0, 0), Laid(zero, weight, TENSOR))
         facts = {"step": 1, "rank": rank, "world_size": len(ranks), "layout": LAYOUT}
         facts |= {"layout": LAYOUT | {"dp_shard": len(ranks)}, "compute_dtype": dtype, "rows": ROWS}
         records.save(folder / f"rank-{rank:05d}.pt", facts)

@@ -6,6 +6,7 @@ first place that is wrong, in either direction, is the module that went wrong.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,7 +22,7 @@ from titan_moe.models.output import Output
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Scores
-from titan_moe.verify.localize.capture.moe_hooks import MoEHooks
+from titan_moe.verify.localize.capture.moe_hooks import MoEHooks, replace
 from titan_moe.verify.localize.capture.records import Place
 from titan_moe.verify.localize.capture.watcher import Watcher, on_gradient
 
@@ -31,31 +32,20 @@ _USERS = {"shares": "{} (balance losses)"}
 """Who makes the gradients of what a router returns, where it is not the router itself."""
 
 
-def watch(sharded: ShardedModel, part: Decoder, watcher: Watcher) -> Callable[[], None]:
-    """See one stage's modules until the function that this returns is called.
-
-    Wrapped strategies (attention cores, dispatchers) stay, and pass calls on from then.
-    """
-    handles = [part.register_forward_pre_hook(watcher.begins, with_kwargs=True)]
-    outputs = []
+def watch(sharded: ShardedModel, part: Decoder, watcher: Watcher) -> ExitStack:
+    """Watches one stage's modules until the returned stack is closed."""
+    stack = ExitStack()
+    stack.callback(part.register_forward_pre_hook(watcher.begins, with_kwargs=True).remove)
     for name, module in part.named_modules():
-        handles += _hooks(name, module, watcher)
+        for handle in _hooks(name, module, watcher):
+            stack.callback(handle.remove)
         if isinstance(module, MoE):
-            handles += MoEHooks(name, module, watcher, sharded).install()
+            MoEHooks(name, module, watcher, sharded).install(stack)
         elif isinstance(module, Output):
-            outputs.append(module)
-            handles.append(_watch_logits(module, watcher))
+            _watch_logits(module, watcher, stack)
         elif isinstance(module, Attention):
-            module.core = _WatchedCore(f"{name}.core", module.core, watcher)
-
-    def end() -> None:
-        watcher.active = False
-        for output in outputs:
-            output.watch = None
-        for handle in handles:
-            handle.remove()
-
-    return end
+            replace(stack, module, "core", _watched_core(f"{name}.core", module.core, watcher))
+    return stack
 
 
 def _hooks(name: str, module: nn.Module, watcher: Watcher) -> list[RemovableHandle]:
@@ -92,8 +82,8 @@ def _is(name: str, ways: tuple[str, ...]) -> bool:
     return any(how in ways and fnmatchcase(name, pattern) for pattern, how in TENSOR_PLAN.items())
 
 
-def _watch_logits(module: Output, watcher: Watcher) -> RemovableHandle:
-    """Record the logits of the decoder, those of each depth of multi-token prediction, and the
+def _watch_logits(module: Output, watcher: Watcher, stack: ExitStack) -> None:
+    """Records the logits of the decoder, those of each depth of multi-token prediction, and the
     gradients that the loss makes of them. Both come in chunks, of which none is there later."""
     logits, gradients = [], []
 
@@ -102,50 +92,46 @@ def _watch_logits(module: Output, watcher: Watcher) -> RemovableHandle:
         gradients.append(grad_TV)
 
     def after(module: nn.Module, args: tuple, loss: Tensor) -> None:
-        if logits:
-            shape = (len(args[0]), -1, logits[0].shape[-1])
-            _keep_logits(torch.cat(logits).view(shape), torch.cat(gradients).view(shape), loss)
-            logits.clear()
-            gradients.clear()
-
-    def _keep_logits(logits_BSV: Tensor, grad_BSV: Tensor, loss: Tensor) -> None:
-        now = watcher.now
-        assert now is not None
+        if not logits:
+            return
+        shape, size = (len(args[0]), -1, logits[0].shape[-1]), watcher.now.size
+        logits_BSV, grad_BSV = torch.cat(logits).view(shape), torch.cat(gradients).view(shape)
+        logits.clear()
+        gradients.clear()
         names = ["loss"]
-        for depth, x in enumerate(logits_BSV.split(now.size)):
+        for depth, x in enumerate(logits_BSV.split(size)):
             tensor = f"logits of depth {depth}" if depth else "logits"
             names += [f"mtp.loss of depth {depth}"] * (depth > 0)
             watcher.forward("output", tensor, x, cut=True)
         places = [Place("backward", name, "logits") for name in names]
         for place in places:
             watcher.order(place)
+        lay = watcher.by_token(cut=True, gradient=True)
 
         def keep(factor: Tensor) -> None:
-            for place, x in zip(places, (grad_BSV * factor).split(now.size), strict=True):
-                watcher.keep(place, now, x, cut=True, gradient=True)
+            for place, x in zip(places, (grad_BSV * factor).split(size), strict=True):
+                watcher.keep(place, x, lay)
 
         on_gradient(loss, keep)
 
-    module.watch = watch
-    return module.register_forward_hook(after)
+    replace(stack, module, "watch", watch)
+    stack.callback(module.register_forward_hook(after).remove)
 
 
-class _WatchedCore:
-    """An attention core whose queries, keys, values and output are seen, head by head."""
+def _watched_core(
+    name: str, core: Callable[..., Tensor], watcher: Watcher
+) -> Callable[..., Tensor]:
+    """Returns an attention core whose queries, keys, values and output are seen, head by head."""
 
-    def __init__(self, name: str, core: Callable[..., Tensor], watcher: Watcher) -> None:
-        self._name, self._core, self._watcher = name, core, watcher
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
-        name, watcher = self._name, self._watcher
-        if not watcher.active:
-            return self._core(q, k, v, *args)
+    def watched(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
         seen = []
         for tensor, x_BHSC in (("queries", q), ("keys", k), ("values", v)):
             x_BSHC = x_BHSC.transpose(1, 2)
             watcher.forward(name, tensor, x_BSHC, cut=True)
             x_BSHC = watcher.given(name, tensor, x_BSHC, cut=True)
             seen.append(x_BSHC.transpose(1, 2))
-        o_BHSC = self._core(*seen, *args)
+        o_BHSC = core(*seen, *args)
         watcher.forward(name, "output", o_BHSC.transpose(1, 2), cut=True)
         return o_BHSC
+
+    return watched

@@ -2,21 +2,27 @@
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.hooks import RemovableHandle
 
 from titan_moe.distributed.parallelize import ShardedModel
-from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
+from titan_moe.moe.dispatch.base import ExpertRows
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
-from titan_moe.verify.localize.capture.records import EXPERT_SUMS, EXPERTS, TOKENS, Place
+from titan_moe.verify.localize.capture.records import EXPERT_SUMS, EXPERTS, Laid, Place
 from titan_moe.verify.localize.capture.sketch import sketch_rows
-from titan_moe.verify.localize.capture.watcher import Watcher, on_gradient, recomputing
+from titan_moe.verify.localize.capture.watcher import Lay, Watcher, recomputing
+
+
+def replace(stack: ExitStack, owner: object, name: str, new: Any) -> None:
+    """Sets an attribute until the stack is closed."""
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, new)
 
 
 def choice_margins(scores_TE: Tensor, router: Router) -> Tensor:
@@ -46,113 +52,79 @@ class MoEHooks:
     """
 
     def __init__(self, name: str, moe: MoE, watcher: Watcher, sharded: ShardedModel) -> None:
-        self._name, self._moe, self.watcher = name, moe, watcher
+        self._name, self._moe, self._watcher = name, moe, watcher
         dims, rank = sharded.meshes.dims, sharded.meshes.rank
         self._rank, self._slices = rank, dims.etp
         self._chunks = count()  # Rows of one expert on one rank, in several microbatches, add up.
         self._first = dims.coordinate(rank, "ep") * moe.config.num_experts // dims.ep
 
-    def install(self) -> list[RemovableHandle]:
-        """See the layer while the watcher is active."""
-        moe, watched = self._moe, self.watcher.watched
-        moe.routing_fn = watched(moe.routing_fn, self._choosing(moe.routing_fn))
-        moe.gating_weights = watched(moe.gating_weights, self._weighing(moe.gating_weights))
-        moe.dispatcher = _WatchedDispatcher(moe.dispatcher, self)
-        return [
-            moe.experts.register_forward_pre_hook(self._before_experts),
-            moe.experts.register_forward_hook(self._after_experts),
-        ]
+    def install(self, stack: ExitStack) -> None:
+        """Watches the layer until the stack is closed."""
+        moe, dispatcher = self._moe, self._moe.dispatcher
+        replace(stack, moe, "routing_fn", self._choosing(moe.routing_fn))
+        replace(stack, moe, "gating_weights", self._weighing(moe.gating_weights))
+        replace(stack, dispatcher, "num_parts", 1)
+        replace(stack, dispatcher, "send", self._sending(dispatcher.send))
+        replace(stack, dispatcher, "receive", self._receiving(dispatcher.receive))
+        replace(stack, dispatcher, "combine", self._combining(dispatcher.combine))
+        stack.callback(moe.experts.register_forward_pre_hook(self._before_experts).remove)
+        stack.callback(moe.experts.register_forward_hook(self._after_experts).remove)
 
     def _choosing(self, choose: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        place = Place("forward", f"{self._name}.router", "choice")
+        watcher, place = self._watcher, Place("forward", f"{self._name}.router", "choice")
 
         def chosen(scores_TE: Tensor) -> Tensor:
-            self.watcher.order(place)  # Before what is called in it: a routing trace weighs, too.
+            watcher.order(place)  # Before what is called in it: a routing trace weighs, too.
             experts_TK = choose(scores_TE)
             if not recomputing():
-                self._keep_choice(place, scores_TE.detach(), experts_TK)
+                scores_TE = scores_TE.detach()
+                with torch.no_grad(), _disable_current_modes():
+                    hot_TE = torch.zeros_like(scores_TE).scatter_(1, experts_TK, 1)
+                    margins = choice_margins(scores_TE, self._moe.router)
+                    experts = experts_TK.sort(1).values
+                watcher.keep(place, hot_TE, watcher.by_token(), experts=experts, margins=margins)
             return experts_TK
 
         return chosen
 
-    @torch.no_grad()
-    def _keep_choice(self, place: Place, scores_TE: Tensor, experts_TK: Tensor) -> None:
-        watcher = self.watcher
-        assert watcher.now is not None
-        with _disable_current_modes():
-            hot_TE = torch.zeros_like(scores_TE).scatter_(1, experts_TK, 1)
-            watcher.records.add(
-                place,
-                TOKENS,
-                watcher.order(place),
-                keys=watcher.now.own_keys,
-                part=0,
-                values=sketch_rows(hot_TE),
-                experts=experts_TK.sort(1).values,
-                margins=choice_margins(scores_TE, self._moe.router),
-            )
-
     def _weighing(self, weigh: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        name, watcher = f"{self._name}.router.weigh", self.watcher
+        name, watcher = f"{self._name}.router.weigh", self._watcher
 
         def weighed(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
             weights_TK = weigh(watcher.given(name, "scores", scores_TE), experts_TK)
             self._chosen = experts_TK
-            watcher.forward(name, "weights", self._by_expert(weights_TK, experts_TK))
+            watcher.forward(name, "weights", weights_TK, lay=self._by_expert())
             return weights_TK
 
         return weighed
 
-    def _by_expert(self, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """A column for each expert, so that the order of a token's experts does not matter."""
-        size = len(weights_TK), self._moe.config.num_experts
-        with torch.no_grad(), _disable_current_modes():
-            return weights_TK.new_zeros(size).scatter_(1, experts_TK, weights_TK.detach())
-
-    def sending(self, send: Callable[..., Any]) -> Callable[..., Any]:
-        name, watcher = f"{self._name}.dispatcher.dispatch", self.watcher
+    def _sending(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        name, watcher = f"{self._name}.dispatcher.dispatch", self._watcher
 
         def sent(x_TD: Tensor, weights_TK: Tensor, plan: Any) -> Any:
             x_TD = watcher.given(name, "tokens", x_TD)
-            if weights_TK.requires_grad:
-                weights_TK = weights_TK.view_as(weights_TK)
-                self._weights_backward(name, weights_TK)
-            return send(x_TD, weights_TK, plan)
+            lay = self._by_expert(gradient=True)
+            return send(x_TD, watcher.given(name, "weights", weights_TK, lay=lay), plan)
 
         return sent
 
-    def receiving(self, receive: Callable[..., ExpertRows]) -> Callable[..., ExpertRows]:
-        name = f"{self._name}.dispatcher.dispatch"
+    def _receiving(self, receive: Callable[..., ExpertRows]) -> Callable[..., ExpertRows]:
+        name, watcher = f"{self._name}.dispatcher.dispatch", self._watcher
 
         def received(sent: Any, plan: Any) -> ExpertRows:
             rows = receive(sent, plan)
-            self._forward(name, "rows", rows.x_RD, rows, whole=True)
-            self._forward(name, "weights", rows.weights_R[:, None], rows, whole=True)
+            watcher.forward(name, "rows", rows.x_RD, lay=self._by_row(rows, whole=True))
+            watcher.forward(name, "weights", rows.weights_R, lay=self._by_row(rows, whole=True))
             return rows
 
         return received
 
-    def _weights_backward(self, name: str, weights_TK: Tensor) -> None:
-        if recomputing():
-            return
-        place, now, experts_TK = Place("backward", name, "weights"), self.watcher.now, self._chosen
-        assert now is not None
-        self.watcher.order(place)
-
-        def keep(grad_TK: Tensor) -> None:
-            x_TE = self._by_expert(grad_TK, experts_TK)
-            self.watcher.keep(place, now, x_TE, cut=False, gradient=True)
-
-        on_gradient(weights_TK, keep)
-
-    def combining(self, combine: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        name, watcher = f"{self._name}.dispatcher.combine", self.watcher
+    def _combining(self, combine: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        name, watcher = f"{self._name}.dispatcher.combine", self._watcher
 
         def combined(y_RD: Tensor, plan: Any) -> Tensor:
-            if y_RD.requires_grad:
-                y_RD = y_RD.view_as(y_RD)
-                self._backward(name, "rows", y_RD, self._rows, whole=True)
-            y_TD = combine(y_RD, plan)
+            lay = self._by_row(self._rows, whole=True)
+            y_TD = combine(watcher.given(name, "rows", y_RD, lay=lay), plan)
             watcher.forward(name, "output", y_TD)
             return y_TD
 
@@ -160,43 +132,36 @@ class MoEHooks:
 
     def _before_experts(self, module: Any, args: tuple[ExpertRows]) -> tuple[ExpertRows]:
         (rows,) = args
-        name = f"{self._name}.experts"
-        seen = {}
-        for field, tensor in (("x_RD", "input"), ("weights_R", "weights")):
-            x = seen[field] = getattr(rows, field)
-            if x.requires_grad:
-                x = seen[field] = x.view_as(x)
-                self._backward(name, tensor, x, rows, whole=False)
-        self._rows = rows
-        return (rows._replace(**seen),)
+        self._rows, name = rows, f"{self._name}.experts"
+        lay, given = self._by_row(rows, whole=False), self._watcher.given
+        x_RD = given(name, "input", rows.x_RD, lay=lay)
+        weights_R = given(name, "weights", rows.weights_R, lay=lay)
+        return (rows._replace(x_RD=x_RD, weights_R=weights_R),)
 
     def _after_experts(self, module: Any, args: tuple[ExpertRows], y_RD: Tensor) -> None:
-        self._forward(f"{self._name}.experts", "output", y_RD, args[0], whole=False)
+        lay = self._by_row(args[0], whole=False)
+        self._watcher.forward(f"{self._name}.experts", "output", y_RD, lay=lay)
 
-    def _forward(
-        self, name: str, tensor: str, x_RF: Tensor, rows: ExpertRows, *, whole: bool
-    ) -> None:
-        if (phase := self.watcher.phase) is not None:
-            self._keep(Place(phase, name, tensor), x_RF, rows, whole=whole)
+    def _by_expert(self, *, gradient: bool = False) -> Lay:
+        """Returns the sketch of weights_TK: a column for each expert, so that the order of a
+        token's experts does not matter."""
+        experts_TK, by_token = self._chosen, self._watcher.by_token(gradient=gradient)
 
-    def _backward(
-        self, name: str, tensor: str, x_R: Tensor, rows: ExpertRows, *, whole: bool
-    ) -> None:
-        if recomputing():
-            return
-        place = Place("backward", name, tensor)
-        self.watcher.order(place)
-        on_gradient(x_R, lambda grad: self._keep(place, grad, rows, whole=whole))
+        def lay(weights_TK: Tensor) -> Laid | None:
+            size = len(weights_TK), self._moe.config.num_experts
+            return by_token(weights_TK.new_zeros(size).scatter_(1, experts_TK, weights_TK))
 
-    @torch.no_grad()
-    def _keep(self, place: Place, x_R: Tensor, rows: ExpertRows, *, whole: bool) -> None:
-        """Sum the rows of each expert.
+        return lay
+
+    def _by_row(self, rows: ExpertRows, *, whole: bool) -> Lay:
+        """Returns the sketch of tensors by row: the sum over the rows of each expert.
 
         Args:
             whole: each slice of an expert has the same rows; else they have parts of a sum.
         """
-        with _disable_current_modes():
-            x_RF = x_R.detach().view(len(x_R), math.prod(x_R.shape[1:]))  # No -1: maybe no rows.
+
+        def lay(x_R: Tensor) -> Laid:
+            x_RF = x_R.view(len(x_R), math.prod(x_R.shape[1:]))  # No -1: maybe no rows.
             row_R = torch.arange(len(x_RF), device=x_RF.device)
             expert_R = torch.searchsorted(rows.offsets_E, row_R, right=True)
             # Padding has no token, and rows past the last expert's were never written.
@@ -205,41 +170,11 @@ class MoEHooks:
             sums = sketches.new_zeros(len(rows.offsets_E), sketches.shape[1])
             sums.index_add_(0, expert_R[mine_R], sketches)
             experts = torch.arange(self._first, self._first + len(sums))
-            watcher = self.watcher
-            watcher.records.add(
-                place,
+            return Laid(
+                torch.stack([experts, torch.zeros_like(experts)], 1),
+                sums / self._slices if whole else sums,
                 EXPERTS if whole or self._slices == 1 else EXPERT_SUMS,
-                watcher.order(place),
-                keys=torch.stack([experts, torch.zeros_like(experts)], 1),
-                part=self._rank << 32 | next(self._chunks),
-                values=sums / self._slices if whole else sums,
+                self._rank << 32 | next(self._chunks),
             )
 
-
-class _WatchedDispatcher(Dispatcher):
-    """Another dispatcher, of which a layer's hooks see what is sent, received and combined."""
-
-    def __init__(self, plain: Dispatcher, hooks: MoEHooks) -> None:
-        self._plain = plain
-        watched = hooks.watcher.watched
-        self._send = watched(plain.send, hooks.sending(plain.send))
-        self._receive = watched(plain.receive, hooks.receiving(plain.receive))
-        self._combine = watched(plain.combine, hooks.combining(plain.combine))
-
-    def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
-        return self._plain.traffic(experts_TK, counts_E)
-
-    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> Any:
-        return self._plain.plan(experts_TK, counts_E)
-
-    def send(self, x_TD: Tensor, weights_TK: Tensor, plan: Any) -> Any:
-        return self._send(x_TD, weights_TK, plan)
-
-    def receive(self, sent: Any, plan: Any) -> ExpertRows:
-        return self._receive(sent, plan)
-
-    def combine(self, y_RD: Tensor, plan: Any) -> Tensor:
-        return self._combine(y_RD, plan)
-
-    def dropped(self, plan: Any) -> Tensor | None:
-        return self._plain.dropped(plan)
+        return lay

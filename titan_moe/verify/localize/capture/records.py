@@ -60,6 +60,18 @@ TENSOR = Kind("tensor")
 NUMBERS = Kind("numbers")
 
 
+class Laid(NamedTuple):
+    """A tensor's sketches with the keys that they are of."""
+
+    keys: Tensor
+    """[N, 2] int64."""
+    values: Tensor
+    """[N, 1 + P] sketches, or [N, 1] numbers."""
+    kind: Kind
+    part: int = 0
+    """The part of the whole that these values are; values of different parts are added."""
+
+
 class Records:
     """Sketches by place. Ranks' values of one key and one part are copies; parts add up."""
 
@@ -68,30 +80,17 @@ class Records:
         self._orders: dict[Place, tuple[int, int]] = {}
         self._chunks: dict[Place, list[dict[str, Tensor]]] = defaultdict(list)
 
-    def add(
-        self,
-        place: Place,
-        kind: Kind,
-        order: tuple[int, int],
-        *,
-        keys: Tensor,
-        part: int,
-        values: Tensor,
-        **beside: Tensor,
-    ) -> None:
-        """Keep a chunk of a place.
+    def add(self, place: Place, order: tuple[int, int], laid: Laid, **beside: Tensor) -> None:
+        """Keeps a chunk of a place.
 
         Args:
             order: the stage of the pipeline, and the place's number in it.
-            keys: [N, 2] int64.
-            part: which part of the whole these values are; those of different parts are added.
-            values: [N, 1 + P] sketches, or [N, 1] numbers.
             beside: more to keep of each key.
         """
-        self._kinds[place] = kind
+        self._kinds[place] = laid.kind
         self._orders.setdefault(place, order)
-        parts = torch.full((len(keys),), part, dtype=torch.int64)
-        chunk = {"keys": keys, "parts": parts, "values": values, **beside}
+        parts = torch.full((len(laid.keys),), laid.part, dtype=torch.int64)
+        chunk = {"keys": laid.keys, "parts": parts, "values": laid.values, **beside}
         # Off the device at once: all of a step's sketches may be gigabytes.
         self._chunks[place].append({name: tensor.cpu() for name, tensor in chunk.items()})
 

@@ -3,9 +3,10 @@
 Everything is kept in the coordinates of the whole model and the whole batch: tokens by row and
 position, experts and parameters by their names, and of each tensor a sketch that adds up over its
 parts. So captures of any two layouts can be put side by side, and their size is bounded: per token
-and tensor 9 numbers. verify/localize.py reads them.
+and tensor 9 numbers. verify/localize/capture_reader.py reads them.
 """
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,16 @@ from titan_moe.distributed.execution import Microbatch
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.models.decoder import Decoder
+from titan_moe.moe.layer import MoE
 from titan_moe.train_step import StepResult
 from titan_moe.verify.localize.capture.hooks import watch
 from titan_moe.verify.localize.capture.records import (
+    EXPERTS,
     NUMBERS,
-    PHASES,
     TENSOR,
     TOKENS,
     Kind,
+    Laid,
     Place,
     Records,
 )
@@ -37,8 +40,14 @@ from titan_moe.verify.localize.capture.tokens import Microbatch as Tokens
 from titan_moe.verify.localize.capture.watcher import Watcher
 
 FOLDER = "capture"
-_ROWS = "batch"
-_EXPERTS = Kind("experts")
+_SUMS = (
+    ("loss", "num_targets"),
+    ("loss", "loss"),
+    ("loss", "mtp_loss"),
+    ("norm", "grad_norm"),
+    ("loss", "balance_loss"),
+)
+"""Phase and name of a step's sums; those of layers come before the last one."""
 
 
 def capture_of_step(
@@ -75,7 +84,7 @@ class StepCapture:
         self._routers("start")
         for part, stage in zip(sharded.parts, self._stages, strict=True):
             watcher = Watcher(self._records, stage, self._tokens_of, interleaved=dims.pp > 1)
-            self._watches.callback(watch(sharded, part, watcher))
+            self._watches.enter_context(watch(sharded, part, watcher))
 
     def reads(self, batch: Batch, local: Microbatch) -> None:
         """Before the forward of a batch: what this rank reads of it."""
@@ -83,6 +92,7 @@ class StepCapture:
         rows_B = torch.tensor(fingerprints(batch), dtype=torch.int64)
         self._now = local, rows_B, positions_S
         self._rows += [row for row in rows_B.tolist() if row not in self._rows]
+        whole = Tokens(rows_B, torch.arange(batch.tokens_BS.shape[1]), 1, 0)
         own = Tokens(rows_B, positions_S, 1, 0)
         read = {
             "tokens": local.tokens_BS,
@@ -93,49 +103,41 @@ class StepCapture:
             for depth in range(local.ahead_tokens_BKS.shape[1]):
                 read[f"tokens {depth + 1} ahead"] = local.ahead_tokens_BKS[:, depth]
                 read[f"labels {depth + 1} ahead"] = local.ahead_labels_BKS[:, depth]
+        read["documents"] = local.documents_BS
         for number, (name, x_BS) in enumerate(read.items()):
-            self._data(name, number, own.keys, x_BS)
-        whole = Tokens(rows_B, torch.arange(batch.tokens_BS.shape[1]), 1, 0)
-        self._data("documents", len(read), whole.keys, local.documents_BS)
+            keys = whole.keys if name == "documents" else own.keys
+            values = sketch_rows(x_BS.reshape(-1, 1).double())
+            self._records.add(Place("data", "batch", name), (0, number), Laid(keys, values, TOKENS))
 
     def accumulated(self) -> None:
-        """After all backwards and all sums of gradients over ranks, before clipping."""
+        """Records gradients after all sums over ranks, before clipping."""
         self._watches.close()
-        self._parameters("gradient", "gradient", _gradient)
-        for number, name in enumerate(self._sharded.all_moe_layers()):
-            if (moe := self._sharded.moe_layers().get(name)) is not None:
-                # Every rank has the loss of its own tokens.
-                place = Place("loss", f"{name}.moe", "balance loss")
-                self._number(place, [moe.router.balance_loss], (3, number), part=self._rank)
+        self._parameters("gradient", "gradient", lambda parameter: parameter.grad)
+        for number, (name, moe) in self._moe_layers():
+            # Every rank has the loss of its own tokens.
+            place = Place("loss", f"{name}.moe", "balance loss")
+            self._numbers(place, [moe.router.balance_loss], (3, number), NUMBERS, part=self._rank)
 
     def updated(self, result: StepResult) -> None:
-        """After the update, or where the step makes none."""
-        logged = result.metrics or {}
-        for number, (name, value) in enumerate(
-            {
-                "num_targets": result.num_targets,
-                "loss": result.loss,
-                "mtp_loss": logged.get("mtp_loss"),
-            }.items()
-        ):
-            if value is not None:
-                self._number(Place("loss", "", name), [value], (number, 0))
-        self._number(Place("loss", "", "balance_loss"), [logged.get("balance_loss")], (4, 0))
-        self._number(Place("norm", "", "grad_norm"), [result.grad_norm], (0, 0))
+        """Records the step's sums and what it leaves; after the update, or where there is none."""
+        logged = (result.metrics or {}) | vars(result)
+        for number, (phase, name) in enumerate(_SUMS):
+            if (value := logged.get(name)) is not None:
+                self._numbers(Place(phase, "", name), [value], (number, 0), NUMBERS)
         if result.counts_LE is not None:
             layers = self._sharded.all_moe_layers()
             for number, (name, counts_E) in enumerate(zip(layers, result.counts_LE, strict=True)):
                 place = Place("counts", f"{name}.moe.router", "tokens_per_expert")
-                self._by_expert(place, counts_E, (0, number))
+                self._numbers(place, counts_E, (0, number), EXPERTS)
         self._routers("balance")
         state = self._optimizer.state
-        for which in _moments(self._optimizer):
+        # A parameter without one of the moments is recorded with zeros.
+        for which in sorted({key for each in state.values() for key in each} - {"step"}):
             self._parameters("moments", which, lambda p, key=which: state[p].get(key))  # type: ignore[misc]
         self._parameters("parameters", "parameter", lambda parameter: parameter)
 
     def write(self, folder: Path) -> None:
-        """This rank's file. The hooks are gone."""
-        self._watches.close()
+        """Writes this rank's file."""
         dims = self._sharded.meshes.dims
         axes = dict.fromkeys((*DENSE_AXES, *SPARSE_AXES))
         facts: dict[str, Any] = {
@@ -145,7 +147,6 @@ class StepCapture:
             "layout": {axis: dims.size(axis) for axis in axes},
             "compute_dtype": self._dtype,
             "rows": self._rows,
-            "phases": list(PHASES),
         }
         self._records.save(folder / FOLDER / f"rank-{self._rank:05d}.pt", facts)
 
@@ -159,36 +160,25 @@ class StepCapture:
         assert first >= 0 and last <= len(whole_BS), "the microbatch's documents are a copy"
         return Tokens(rows_B[first:last], positions_S, self._tp, self._tp_rank)
 
-    def _data(self, name: str, number: int, keys: Tensor, x_BS: Tensor) -> None:
-        values = sketch_rows(x_BS.reshape(-1, 1).double())
-        place = Place("data", _ROWS, name)
-        self._records.add(place, TOKENS, (0, number), keys=keys, part=0, values=values)
-
-    def _number(
-        self, place: Place, values: list[Any], order: tuple[int, int], *, part: int = 0
+    def _numbers(
+        self, place: Place, numbers: Any, order: tuple[int, int], kind: Kind, *, part: int = 0
     ) -> None:
-        self._records.add(
-            place,
-            NUMBERS,
-            order,
-            keys=_keys(range(len(values))),
-            part=part,
-            values=torch.tensor(values, dtype=torch.float64)[:, None],
-        )
+        """Records numbers of the whole step, or one for each expert."""
+        values = torch.as_tensor(numbers, dtype=torch.float64).detach().cpu()[:, None]
+        self._records.add(place, order, Laid(_keys(range(len(values))), values, kind, part))
 
-    def _by_expert(self, place: Place, values_E: Tensor, order: tuple[int, int]) -> None:
-        values = values_E.detach().double().cpu()[:, None]
-        keys = _keys(range(len(values)))
-        self._records.add(place, _EXPERTS, order, keys=keys, part=0, values=values)
-
-    def _routers(self, phase: str) -> None:
+    def _moe_layers(self) -> Iterator[tuple[int, tuple[str, MoE]]]:
+        """Yields this rank's layers by their number among all."""
         layers = self._sharded.moe_layers()
         for number, name in enumerate(self._sharded.all_moe_layers()):
             if name in layers:
-                router = layers[name].router
-                for which in ("expert_bias", "previous_load"):
-                    place = Place(phase, f"{name}.moe.router", which)
-                    self._by_expert(place, getattr(router, which), (1, number))
+                yield number, (name, layers[name])
+
+    def _routers(self, phase: str) -> None:
+        for number, (name, moe) in self._moe_layers():
+            for which in ("expert_bias", "previous_load"):
+                place = Place(phase, f"{name}.moe.router", which)
+                self._numbers(place, getattr(moe.router, which), (1, number), EXPERTS)
 
     @torch.no_grad()
     def _parameters(self, phase: str, tensor: str, choose: Any) -> None:
@@ -200,28 +190,16 @@ class StepCapture:
                     chosen = torch.zeros_like(parameter)
                 held = local_part(chosen)
                 module, _, last = name.rpartition(".")
+                place = Place(phase, module, last if phase == "start" else f"{tensor} of {last}")
                 if ".experts." in name:
-                    values, rest = sketch_experts(held, box), box[1:]
+                    values, rest, kind = sketch_experts(held, box), box[1:], EXPERTS
                     keys = _keys(range(box[0].start, box[0].start + len(values)))
                 else:
-                    values, rest, keys = sketch_box(held, box)[None], box, _keys([0])
+                    values, rest, kind = sketch_box(held, box)[None], box, TENSOR
+                    keys = _keys([0])
                 self._records.add(
-                    Place(phase, module, f"{tensor} of {last}" if phase != "start" else last),
-                    TENSOR if ".experts." not in name else _EXPERTS,
-                    (stage, number),
-                    keys=keys,
-                    part=_number_of(rest),
-                    values=values,
+                    place, (stage, number), Laid(keys, values, kind, _number_of(rest))
                 )
-
-
-def _moments(optimizer: Optimizer) -> list[str]:
-    """The kinds of moments. A parameter without one of them is recorded with zeros."""
-    return sorted({key for state in optimizer.state.values() for key in state} - {"step"})
-
-
-def _gradient(parameter: Tensor) -> Tensor | None:
-    return parameter.grad
 
 
 def _keys(numbers: Any) -> Tensor:

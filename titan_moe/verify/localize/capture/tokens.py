@@ -1,22 +1,10 @@
 """The tokens of the global batch that a tensor's rows belong to, in any layout."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from titan_moe.verify.localize.capture.records import TOKEN_SUMS, TOKENS, Kind
+from titan_moe.verify.localize.capture.records import TOKEN_SUMS, TOKENS, Laid
 from titan_moe.verify.localize.capture.sketch import sketch_rows
-
-
-class Laid(NamedTuple):
-    """A tensor's sketches with the tokens that they are of."""
-
-    keys: Tensor
-    """[N, 2]: row fingerprint, position."""
-    part: int
-    values: Tensor
-    kind: Kind
 
 
 class Microbatch:
@@ -54,13 +42,13 @@ class Microbatch:
         x_NF = x.flatten(0, 1) if x.ndim > 2 else x
         x_NF = x_NF.flatten(1)
         if not everyone:
-            return Laid(keys, 0, sketch_rows(x_NF), TOKENS)
+            return Laid(keys, sketch_rows(x_NF), TOKENS)
         if cut:
             first = self.tp_rank * x_NF.shape[1]
-            return Laid(keys, first, sketch_rows(x_NF, first), TOKENS)
+            return Laid(keys, sketch_rows(x_NF, first), TOKENS, first)
         if gradient:
-            return Laid(keys, self.tp_rank, sketch_rows(x_NF), TOKEN_SUMS)
-        return Laid(keys, 0, sketch_rows(x_NF), TOKENS)
+            return Laid(keys, sketch_rows(x_NF), TOKEN_SUMS, self.tp_rank)
+        return Laid(keys, sketch_rows(x_NF), TOKENS)
 
     def _keys(self, x: Tensor) -> tuple[Tensor | None, bool]:
         """The tokens of a tensor's rows, and whether they are those of all tp ranks."""

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from titan_moe.verify.localize.capture.records import Place, Records
+from titan_moe.verify.localize.capture.records import Laid, Place, Records
 from titan_moe.verify.localize.capture.tokens import Microbatch
+
+Lay = Callable[[Tensor], Laid | None]
+"""Sketches a tensor; None if it has no keys."""
 
 
 class Watcher:
@@ -19,8 +22,6 @@ class Watcher:
         microbatch: of the documents that a stage's forward is given, the rows that they are.
         interleaved: whether other forwards run between one and its backward, so that a
             recomputation would not be known by its rows.
-
-    Until `active` is cleared: what was put in a strategy's place (`watched`) then passes calls on.
     """
 
     def __init__(
@@ -31,65 +32,66 @@ class Watcher:
         *,
         interleaved: bool,
     ) -> None:
-        self.records = records
         self.stage = stage
+        self._records = records
         self._find = microbatch
         self._interleaved = interleaved
-        self.active = True
-        self.now: Microbatch | None = None
+        self._now: Microbatch | None = None
         self._numbers: dict[Place, int] = {}
 
-    def begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Before the stage's forward: which rows it is about."""
-        self.now = self._find(kwargs["documents_BS"])
+    @property
+    def now(self) -> Microbatch:
+        """The microbatch whose forward ran last."""
+        assert self._now is not None, "no forward has run"
+        return self._now
 
-    def watched(self, plain: Callable[..., Any], seen: Callable[..., Any]) -> Callable[..., Any]:
-        """A strategy to take the place of `plain`: `seen` while this watcher is active."""
-        return lambda *args: (seen if self.active else plain)(*args)
+    def begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Notes the rows of a stage's forward before it runs."""
+        self._now = self._find(kwargs["documents_BS"])
 
     def order(self, place: Place) -> tuple[int, int]:
-        """Places are numbered as a forward comes by them."""
+        """Numbers places as a forward comes by them."""
         return self.stage, self._numbers.setdefault(place, len(self._numbers))
 
-    @property
-    def phase(self) -> str | None:
-        """The kind of this forward; None for one to be passed over."""
-        if not recomputing():
-            return "forward"
-        return None if self._interleaved else "recompute"
+    def by_token(self, *, cut: bool = False, gradient: bool = False) -> Lay:
+        """Returns the sketch of tensors that have a row for each token of this microbatch."""
+        now = self.now
+        return lambda x: now.lay(x, cut=cut, gradient=gradient)
 
-    def forward(self, module: str, tensor: str, x: Tensor, *, cut: bool = False) -> None:
-        """Record a tensor by token."""
-        if self.phase is None or not x.is_floating_point():
-            return
-        assert self.now is not None
-        place = Place(self.phase, module, tensor)
-        self.keep(place, self.now, x, cut=cut, gradient=False)
+    def forward(
+        self, module: str, tensor: str, x: Tensor, *, cut: bool = False, lay: Lay | None = None
+    ) -> None:
+        """Records a tensor, by token unless `lay` says otherwise."""
+        phase = "recompute" if recomputing() else "forward"
+        if x.is_floating_point() and not (phase == "recompute" and self._interleaved):
+            self.keep(Place(phase, module, tensor), x, lay or self.by_token(cut=cut))
 
-    def keep(self, place: Place, now: Microbatch, x: Tensor, *, cut: bool, gradient: bool) -> None:
-        """Record a tensor that is there, by token; nothing if it has no tokens."""
-        with torch.no_grad(), _disable_current_modes():
-            laid = now.lay(x.detach(), cut=cut, gradient=gradient)
-            if laid is not None:
-                order, (keys, part, values, kind) = self.order(place), laid
-                self.records.add(place, kind, order, keys=keys, part=part, values=values)
-
-    def backward(self, module: str, tensor: str, x: Tensor, *, cut: bool = False) -> None:
-        """Record, when it comes, the gradient of a tensor by token."""
+    def backward(
+        self, module: str, tensor: str, x: Tensor, *, cut: bool = False, lay: Lay | None = None
+    ) -> None:
+        """Records the gradient of a tensor when it comes."""
         if recomputing() or not x.requires_grad:
             return
-        place, now = Place("backward", module, tensor), self.now
-        assert now is not None
+        place, lay = Place("backward", module, tensor), lay or self.by_token(cut=cut, gradient=True)
         self.order(place)
-        on_gradient(x, lambda grad: self.keep(place, now, grad, cut=cut, gradient=True))
+        on_gradient(x, lambda grad: self.keep(place, grad, lay))
 
-    def given(self, module: str, tensor: str, x: Tensor, *, cut: bool = False) -> Tensor:
-        """A view of an input for one module, whose gradient is recorded."""
+    def given(
+        self, module: str, tensor: str, x: Tensor, *, cut: bool = False, lay: Lay | None = None
+    ) -> Tensor:
+        """Returns a view of an input for one module, whose gradient is recorded."""
         if not x.requires_grad:
             return x
         view = x.view_as(x)
-        self.backward(module, tensor, view, cut=cut)
+        self.backward(module, tensor, view, cut=cut, lay=lay)
         return view
+
+    def keep(self, place: Place, x: Tensor, lay: Lay, **beside: Tensor) -> None:
+        """Records a tensor that is there."""
+        with torch.no_grad(), _disable_current_modes():
+            laid = lay(x.detach())
+            if laid is not None:
+                self._records.add(place, self.order(place), laid, **beside)
 
 
 def recomputing() -> bool:
