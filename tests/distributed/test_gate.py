@@ -140,7 +140,7 @@ def spoilt_rank(task: Task, quantity: str) -> RankReport:
     def spoilt(*args):
         taken = snapshot(*args)
         if dist.get_rank() == 1:
-            tensors = getattr(taken, quantity)
+            tensors = taken[quantity]
             tensors[sorted(tensors)[-1]].mul_(1 + 1e-6)
         return taken
 

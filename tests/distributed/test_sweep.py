@@ -72,7 +72,7 @@ def _with_bug(plant: Callable[[], Any], layout: Layout, rank: int) -> RankCheck:
 
 _ALL_AXES = "pp=2,dp_replicate=2,dp_shard=2,cp=2,tp=4,ep=4,etp=2"
 _BUGS = {
-    _tp_outside_cp: (_ALL_AXES, "tp coordinate", "pp=2,dp_shard=8,ep=4"),
+    _tp_outside_cp: (_ALL_AXES, "tp group has the ranks", "pp=2,dp_shard=8,ep=4"),
     _fsdp_leaves_ranks_empty: ("dp_shard=16,etp=2", "experts.w1 has", "tp=16,ep=16"),
     _tokens_travel_with_parameters: ("dp_shard=16,ep=16", "too few", "dp_shard=8,tp=2"),
     _another_hidden_dim: (_ALL_AXES, "w2 (12, 191, 192) does not divide", "dp_shard=8,tp=2,ep=4"),

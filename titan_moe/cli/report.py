@@ -20,14 +20,13 @@ def run(options: argparse.Namespace) -> Answer:
         titan-moe report run outputs/a outputs/b --out outputs/report
 
     A run is its folder, its metrics.jsonl or a folder of TensorBoard events; it may still be going
-    on. Writes report.html, which loads nothing, and report.png into --out, or else into the first
-    run's folder.
+    on. Writes report.html, which loads nothing, into --out, or else into the first run's folder.
 
     Exit codes: 0; 1 the report cannot be written; 2 something is no run.
     """
-    from titan_moe.runtime.files import replacing, write_whole
+    from titan_moe.runtime.files import write_whole
     from titan_moe.verify.compare.records import read_run
-    from titan_moe.verify.report.runs import runs_page, runs_png
+    from titan_moe.verify.report.runs import runs_page
     from titan_moe.verify.report.sections import distinct_names
 
     found, wrong = [], []
@@ -40,11 +39,9 @@ def run(options: argparse.Namespace) -> Answer:
         raise ConfigError(wrong)
     runs, first = distinct_names(found), options.runs[0]
     out = make_folder(options.out or (first if first.is_dir() else first.parent))
-    page, picture = out / "report.html", out / "report.png"
+    page = out / "report.html"
     write_whole(page, runs_page(options.title or ", ".join(each.name for each in runs), runs))
-    with replacing(picture) as aside:
-        runs_png(runs, aside)
-    return Answer([str(page), str(picture)], [str(page), str(picture)])
+    return Answer([str(page)], [str(page)])
 
 
 def _profile_arguments(parser: argparse.ArgumentParser) -> None:

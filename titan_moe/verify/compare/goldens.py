@@ -95,10 +95,8 @@ def save_golden(
 ) -> Path:
     """Write or replace a golden's file for this machine; its earlier reasons are kept.
 
-    Raises ConfigError without a reason, or without what a golden must hold.
+    Raises ConfigError without what a golden must hold.
     """
-    if not reason.strip():
-        raise ConfigError(["--update-golden needs --reason: why the golden changes"])
     if run.curve.data is None or not run.config:
         raise ConfigError([f"{run.name}: a golden wants a run that recorded its data and config"])
     ran = run.facts.get("device"), run.facts.get("capability")

@@ -59,6 +59,11 @@ class RunRecord:
     """events.jsonl: decisions about spikes and NaN."""
 
 
+def moved_share(first_SE: Array, second_SE: Array) -> Array:
+    """The share of rows that went to other experts, [S], if experts' rows are the same."""
+    return np.abs(second_SE - first_SE).sum(1) / (2 * np.maximum(first_SE.sum(1), 1.0))
+
+
 def read_run(path: Path, *, name: str = "") -> RunRecord:
     """A run by its folder, its metrics.jsonl, or a folder of TensorBoard events.
 

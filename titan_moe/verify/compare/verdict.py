@@ -10,7 +10,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.stages import tokens_in_words
 from titan_moe.verify.compare.comparison import Comparison, FirstDifference, Verdict
 from titan_moe.verify.compare.noise.band import FEWEST_CONTROLS, Band, quantities_of
-from titan_moe.verify.compare.records import LOAD_OF, NORM_OF, Array, Curve, RunRecord
+from titan_moe.verify.compare.records import LOAD_OF, NORM_OF, Array, Curve, RunRecord, moved_share
 
 _COMPARED = ("loss", "grad_norm")
 _ENOUGH = 12
@@ -125,7 +125,7 @@ def first_other_bits(ours: Curve, theirs: Curve) -> FirstDifference | None:
             raise ConfigError(
                 [f"{layer} has {a_SE.shape[1]} experts in one run, {b_SE.shape[1]} in the other"]
             )
-        moved_S = 0.5 * np.abs(a_SE - b_SE).sum(1) / np.maximum(a_SE.sum(1), 1)
+        moved_S = moved_share(a_SE, b_SE)
         look(order, f"{LOAD_OF}{layer}", np.zeros_like(moved_S), moved_S)
     return min(found, key=lambda each: each[:2])[2] if found else None
 

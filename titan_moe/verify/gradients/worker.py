@@ -35,6 +35,11 @@ from titan_moe.verify.layouts.layouts import Layout, stages
 from titan_moe.verify.layouts.shards import Shards, tensor_dims
 
 _MOST_SHOWN = 40
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+_BUFFERS = ("expert_bias", "previous_load")
+
+Snapshot = dict[str, dict[str, Tensor]]
+"""A rank's own parts after a step, by quantity as in `Step` and by name."""
 
 
 class Task(NamedTuple):
@@ -135,37 +140,27 @@ class LocalState:
             layer.router.previous_load.copy_(fixture.buffers[f"{name}.moe.router.previous_load"])
 
     def compare(
-        self, number: int, result: StepResult, snapshot: "Snapshot", step: Step
+        self, number: int, result: StepResult, snapshot: Snapshot, step: Step
     ) -> list[TensorDifference]:
-        """Everything that a step left on this rank."""
+        """Compares everything that a step left on this rank."""
         found: list[TensorDifference] = []
-        clip = clip_factor(result.grad_norm, snapshot.max_norm)
-        gradients = {name: g / clip for name, g in snapshot.gradients.items()}
-        for quantity, ours, theirs in (
-            ("gradient", gradients, step.gradients),
-            ("parameter", snapshot.parameters, step.parameters),
-            ("exp_avg", snapshot.exp_avg, step.exp_avg),
-            ("exp_avg_sq", snapshot.exp_avg_sq, step.exp_avg_sq),
-            ("momentum_buffer", snapshot.momentum_buffer, step.momentum_buffer),
-        ):
-            pairs = list(self._pairs(ours, theirs))
-            found += differences(number, self.rank, quantity, pairs, floor=self.floor)
-        for quantity, ours, theirs in (
-            ("expert_bias", snapshot.expert_bias, step.expert_bias),
-            ("previous_load", snapshot.previous_load, step.previous_load),
-        ):
-            pairs = [Pair(name, ours[name], theirs[name], _norm(theirs[name])) for name in ours]
-            found += differences(number, self.rank, quantity, pairs, floor=self.floor)
+
+        def add(quantity: str, pairs: Iterable[Pair]) -> None:
+            found.extend(differences(number, self.rank, quantity, pairs, floor=self.floor))
+
+        for quantity in ("gradients", "parameters", *_MOMENTS):
+            pairs = self._pairs(snapshot[quantity], getattr(step, quantity))
+            add(quantity.removesuffix("s"), pairs)
         assert result.counts_LE is not None
-        pairs = [
-            Pair(name, counts_E, step.counts[name], _norm(step.counts[name]))
-            for name, counts_E in zip(step.counts, result.counts_LE, strict=True)
-        ]
-        found += differences(number, self.rank, "counts", pairs, floor=self.floor)
+        snapshot["counts"] = dict(zip(step.counts, result.counts_LE, strict=True))
+        for quantity in (*_BUFFERS, "counts"):
+            theirs = getattr(step, quantity)
+            whole = {name: tensor.double().norm().item() for name, tensor in theirs.items()}
+            ours = snapshot[quantity].items()
+            add(quantity, [Pair(name, x, theirs[name], whole[name]) for name, x in ours])
         measured: dict[str, Any] = vars(result) | (result.metrics or {})
         for quantity in ("loss", "grad_norm", "balance_loss", "mtp_loss", "num_targets"):
-            pair = scalars(measured.get(quantity), getattr(step, quantity))
-            found += differences(number, self.rank, quantity, [pair], floor=self.floor)
+            add(quantity, [scalars(measured.get(quantity), getattr(step, quantity))])
         return found
 
     def _pairs(self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Iterable[Pair]:
@@ -191,20 +186,6 @@ def scalars(ours: float | None, theirs: float | None) -> Pair:
     return Pair("", a, b, 0.0)
 
 
-class Snapshot(NamedTuple):
-    """A rank's own parts after a step, as plain tensors."""
-
-    gradients: dict[str, Tensor]
-    """Clipped gradients, as the optimizer gets them."""
-    max_norm: float
-    parameters: dict[str, Tensor]
-    exp_avg: dict[str, Tensor]
-    exp_avg_sq: dict[str, Tensor]
-    momentum_buffer: dict[str, Tensor]
-    expert_bias: dict[str, Tensor]
-    previous_load: dict[str, Tensor]
-
-
 def _train(
     sharded: ShardedModel, state: LocalState, task: Task, fixture: Fixture
 ) -> Iterable[tuple[StepResult, Snapshot]]:
@@ -223,7 +204,9 @@ def _train(
         set_lr(optimizer, rate)
         given.clear()
         result = step_fn(own_batches(rows, job.training.local_batch_size, place, layout.data_ranks))
-        yield result, _snapshot(state, dict(given), optimizer, job.training.max_norm)
+        clip = clip_factor(result.grad_norm, job.training.max_norm)
+        gradients = {name: gradient / clip for name, gradient in given.items()}
+        yield result, _snapshot(state, gradients, optimizer)
 
 
 def own_batches(rows: Rows, local_batch_size: int, place: int, data_ranks: int) -> list[Batch]:
@@ -246,37 +229,20 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _snapshot(
-    state: LocalState, gradients: dict[str, Tensor], optimizer: Optimizer, max_norm: float
-) -> Snapshot:
-    def moment(which: str) -> dict[str, Tensor]:
-        return {
-            name: _copy(optimizer.state[parameter][which])
-            for name, parameter in state.parameters.items()
-            if which in optimizer.state[parameter]
-        }
-
-    def buffers(which: str) -> dict[str, Tensor]:
-        return {n: getattr(m.router, which).clone() for n, m in state.moe_layers.items()}
-
-    return Snapshot(
-        gradients=gradients,
-        max_norm=max_norm,
-        parameters={name: _copy(p) for name, p in state.parameters.items()},
-        exp_avg=moment("exp_avg"),
-        exp_avg_sq=moment("exp_avg_sq"),
-        momentum_buffer=moment("momentum_buffer"),
-        expert_bias=buffers("expert_bias"),
-        previous_load=buffers("previous_load"),
-    )
+def _snapshot(state: LocalState, gradients: dict[str, Tensor], optimizer: Optimizer) -> Snapshot:
+    parameters = state.parameters
+    taken = {"gradients": gradients, "parameters": {n: _copy(p) for n, p in parameters.items()}}
+    for which in _MOMENTS:
+        held = {n: optimizer.state[p] for n, p in parameters.items()}
+        taken[which] = {n: _copy(moments[which]) for n, moments in held.items() if which in moments}
+    for which in _BUFFERS:
+        layers = state.moe_layers.items()
+        taken[which] = {n: getattr(moe.router, which).clone() for n, moe in layers}
+    return taken
 
 
 def _copy(tensor: Tensor | nn.Parameter) -> Tensor:
     return local(tensor.detach()).clone()
-
-
-def _norm(tensor: Tensor) -> float:
-    return tensor.double().norm().item()
 
 
 def _one_of_each(wrong: list[TensorDifference]) -> list[TensorDifference]:

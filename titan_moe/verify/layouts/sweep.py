@@ -2,35 +2,47 @@
 model out as in training, and the result is compared with arithmetic.
 
 In a fake world the model stays on the meta device, so a layout of 64 ranks costs milliseconds and
-no memory.
+no memory. Models are as wide as published ones; only their depth is cut.
 """
 
 import random
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from titan_moe.config.checks.job import check
+from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.distributed.parallel_dims import AXES, DERIVED_AXES, parallel_dims
 from titan_moe.distributed.parallelize import lay_out
 from titan_moe.distributed.policies import resolve_model
+from titan_moe.models.config import GQAConfig, ModelConfig
+from titan_moe.models.decoder import Decoder
+from titan_moe.models.registry import model_config
 from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.fake_rank import CPU, fake_world, known_groups
 from titan_moe.verify.layouts.covering import cover_options, cover_pairs
 from titan_moe.verify.layouts.groups import PARAMETER_AXES, TOKEN_AXES, groups, members
-from titan_moe.verify.layouts.layouts import DENSE_AXES, Layout, legal_layouts
-from titan_moe.verify.layouts.models import LayoutModel, layout_models
-from titan_moe.verify.layouts.shards import SPARSE_AXES, Shards, tensor_dims
+from titan_moe.verify.layouts.layouts import (
+    Layout,
+    apply_layout,
+    depth,
+    layout_tables,
+    legal_layouts,
+    stages,
+)
+from titan_moe.verify.layouts.shards import Shards, tensor_dims
 
+_SEQ_LEN = 4096
 _MOST_SHOWN = 5
 _LAYOUTS_PER_PROCESS = 48
 
@@ -118,16 +130,15 @@ def check_ranks(layouts: Sequence[Layout], rank: int) -> list[RankCheck]:
 
 def _check_rank(layout: Layout, rank: int) -> RankCheck:
     place = str(layout), layout.world_size, rank
+    num_parameters, problems = 0, []
     try:
         with fake_world(rank, layout.world_size):
-            models = layout_models(layout)
-            parallelism = next(iter(models.values())).job.parallelism
+            parallelism = apply_layout(JobConfig(), layout).parallelism
             meshes = parallel_dims(parallelism, layout.world_size).build_mesh(CPU.type)
-            num_parameters, problems = 0, []
-            for family, model in models.items():
-                laid_out = _LaidOut(model, layout, meshes)
-                num_parameters += len(laid_out.held)
-                problems += [f"{family}: {line}" for line in laid_out.problems()]
+            for family, config in _models(layout).items():
+                held, found = _check_model(family, config, layout, meshes)
+                num_parameters += held
+                problems += [f"{family}: {line}" for line in found]
             # Compared last, because parts of the model make groups of their own; shown first.
             problems = [*_mesh_problems(layout, meshes), *problems]
             num_groups = meshes.groups.num_groups
@@ -135,78 +146,88 @@ def _check_rank(layout: Layout, rank: int) -> RankCheck:
         where = traceback.extract_tb(error.__traceback__)[-1]
         line = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
         return RankCheck(*place, [line])
-    shown = problems[:_MOST_SHOWN]
-    if len(problems) > _MOST_SHOWN:
-        shown.append(f"and {len(problems) - _MOST_SHOWN} more")
-    return RankCheck(*place, shown, num_parameters, num_groups)
+    return RankCheck(*place, problems[:_MOST_SHOWN], num_parameters, num_groups)
 
 
-class _LaidOut:
-    """The parameters that this rank holds of a model, and those that it should hold."""
+def _models(layout: Layout) -> dict[str, ModelConfig]:
+    """Returns DeepSeek-V3 as published, whose sizes divide by 64, and a model of sizes that tp and
+    ep divide where they cut, and that hardly anything else divides.
 
-    def __init__(self, model: LayoutModel, layout: Layout, meshes: Meshes) -> None:
-        self.layout, self.rank = layout, meshes.rank
-        job, config = model.job, resolve_model(model.config, model.job)
-        self.refusals = check(job, config, layout.world_size)
-        laid_out = lay_out(job, config, meshes, CPU)
-        self.held: dict[str, nn.Parameter] = {
-            name: p for part in laid_out.parts for name, p in part.named_parameters()
-        }
-        self.partial_over_tp = laid_out.partial_over_tp
-        self.shards = Shards(layout, tensor_dims(), model.stages)
-        shapes = model.shapes().items()
-        self.shapes = {name: s for name, s in shapes if self.shards.holds(self.rank, name)}
+    Of 191 rows the last rank has fewer than the others; of 3 experts a rank, data parallelism of
+    four ranks or more must cut another dim; norms of 24 leave some of 32 ranks with nothing.
+    """
+    published, small = model_config("deepseek_v3", "671B"), model_config("qwen3", "gate")
+    assert small.moe is not None
+    uneven = replace(
+        small,
+        dim=191,
+        vocab_size=192,
+        max_seq_len=_SEQ_LEN,
+        attention=GQAConfig(
+            num_heads=128, num_kv_heads=64, head_dim=24, qk_norm="learned", bias=True
+        ),
+        moe=replace(small.moe, num_experts=3 * layout.ep, hidden_dim=192),
+    )
+    models = {"deepseek_v3": replace(published, num_dense_layers=1), "qwen3": uneven}
+    return {name: replace(each, num_layers=depth(layout)) for name, each in models.items()}
 
-    def problems(self) -> Iterator[str]:
-        """Yields one line for each difference from arithmetic."""
-        yield from self.refusals
-        if missing := self.shapes.keys() - self.held.keys():
-            yield f"{len(missing)} parameters are missing, such as {min(missing)}"
-        if others := self.held.keys() - self.shapes.keys():
-            yield f"{len(others)} parameters are not its own, such as {min(others)}"
-        for name in sorted(self.held.keys() & self.shapes.keys()):
-            yield from self._parameter_problems(name)
-        whole = {name for name in self.shapes if self._is_whole_over_tp(name)}
-        if self.partial_over_tp != whole:
-            yield f"gradients summed over tp: {sorted(self.partial_over_tp ^ whole)} differ"
-        for mesh in {id(p.device_mesh): p.device_mesh for p in self.held.values()}.values():  # type: ignore[attr-defined]
-            for axis in mesh.mesh_dim_names:
-                yield from _axis_problems(self.layout, self.rank, axis, mesh.get_group(axis))
 
-    def _parameter_problems(self, name: str) -> Iterator[str]:
-        parameter, shape = self.held[name], self.shapes[name]
-        box = self.shards.box(self.rank, name, shape)
-        assert isinstance(parameter, DTensor)
-        if tuple(parameter.shape) != shape:
-            yield f"{name} is {list(parameter.shape)} as a whole, not {list(shape)}"
-        held = tuple(local_part(parameter).shape)
-        if held != (wanted := tuple(part.stop - part.start for part in box)):
-            yield f"{name} has {list(held)} here, by arithmetic {list(wanted)}"
-        elif 0 not in held and (slices := local_slices(parameter)) != box:
-            yield f"{name} lies at {slices}, by arithmetic at {box}"
+def _check_model(
+    family: str, config: ModelConfig, layout: Layout, meshes: Meshes
+) -> tuple[int, list[str]]:
+    """Returns how many parameters this rank holds, and a line for each difference from
+    arithmetic."""
+    rows = layout_tables(layout)["training"]["local_batch_size"] * layout.data_ranks
+    training = {"seq_len": _SEQ_LEN, "global_batch_size": rows}
+    model = {"name": family, "flavor": "gate"}
+    job = apply_layout(JobConfig(), layout, {"model": model, "training": training})
+    config = resolve_model(config, job)
+    problems = check(job, config, layout.world_size)
+    shards = Shards(layout, tensor_dims(), stages(layout))
+    wanted = {n: s for n, s in _shapes(config).items() if shards.holds(meshes.rank, n)}
+    laid_out = lay_out(job, config, meshes, CPU)
+    held = {name: p for part in laid_out.parts for name, p in part.named_parameters()}
+    if missing := wanted.keys() - held.keys():
+        problems.append(f"{len(missing)} parameters are missing, such as {min(missing)}")
+    if others := held.keys() - wanted.keys():
+        problems.append(f"{len(others)} parameters are not its own, such as {min(others)}")
+    for name in sorted(held.keys() & wanted.keys()):
+        problems += _parameter_problems(name, held[name], wanted[name], shards, meshes.rank)
+    dense = [name for name in wanted if layout.tp > 1 and ".experts." not in name]
+    whole = {name for name in dense if shards.tensor_dim(name) is None}
+    if laid_out.partial_over_tp != whole:
+        differ = sorted(laid_out.partial_over_tp ^ whole)
+        problems.append(f"gradients summed over tp: {differ} differ")
+    return len(held), problems
 
-    def _is_whole_over_tp(self, name: str) -> bool:
-        if self.layout.tp == 1 or ".experts." in name:
-            return False
-        return self.shards.tensor_dim(name) is None
+
+def _parameter_problems(
+    name: str, parameter: nn.Parameter, shape: tuple[int, ...], shards: Shards, rank: int
+) -> Iterator[str]:
+    assert isinstance(parameter, DTensor)
+    box, held = shards.box(rank, name, shape), tuple(local_part(parameter).shape)
+    if tuple(parameter.shape) != shape:
+        yield f"{name} is {list(parameter.shape)} as a whole, not {list(shape)}"
+    if held != (wanted := tuple(part.stop - part.start for part in box)):
+        yield f"{name} has {list(held)} here, by arithmetic {list(wanted)}"
+    elif 0 not in held and (slices := local_slices(parameter)) != box:
+        yield f"{name} lies at {slices}, by arithmetic at {box}"
+
+
+@cache
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter of the whole model."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in Decoder(config).named_parameters()}
 
 
 def _mesh_problems(layout: Layout, meshes: Meshes) -> Iterator[str]:
     """Yields what is wrong with this rank's coordinates and groups."""
-    rank, shards = meshes.rank, Shards(layout)
-    for axis in dict.fromkeys((*DENSE_AXES, *SPARSE_AXES)):
-        wanted = shards.coordinate(rank, axis)
-        if (found := meshes.dims.coordinate(rank, axis)) != wanted:
-            yield f"{axis} coordinate {found}, by arithmetic {wanted}"
+    rank = meshes.rank
     for axis in (*TOKEN_AXES, *PARAMETER_AXES):
-        yield from _axis_problems(layout, rank, axis, meshes.group(axis))
-    for view, axes in ((meshes.dense, DENSE_AXES), (meshes.sparse, SPARSE_AXES)):
-        own = tuple(members(layout, rank, axis).index(rank) for axis in axes)
-        if (view.mesh_dim_names, at := tuple(view.get_coordinate() or ())) != (axes, own):
-            yield f"is at {at} of {view}, by arithmetic at {own} of {axes}"
-        sizes = [len(members(layout, rank, axis)) for axis in axes]
-        if view.mesh.tolist() != torch.arange(layout.world_size).view(sizes).tolist():
-            yield f"{view} does not number the ranks row-major"
+        found = dist.get_process_group_ranks(meshes.group(axis))
+        if found != (wanted := list(members(layout, rank, axis))):
+            yield f"{axis} group has the ranks {found}, by arithmetic {wanted}"
     made = Counter(ranks for ranks in known_groups() if len(ranks) > 1)
     world = tuple(range(layout.world_size))
     fewest = Counter([world, *(ranks for _, ranks in groups(layout, rank))])
@@ -217,16 +238,7 @@ def _mesh_problems(layout: Layout, meshes: Meshes) -> Iterator[str]:
         )
     # After the count, because the mesh of an axis makes its group.
     for axis in (*AXES, *DERIVED_AXES):
-        place, ranks = meshes[axis].get_coordinate(), meshes[axis].mesh.tolist()
-        if ranks != (others := list(members(layout, rank, axis))):
-            yield f"{axis} mesh has the ranks {ranks}, by arithmetic {others}"
-        elif place != (others.index(rank),):
-            yield f"is at {place} of the {axis} mesh {others}"
-
-
-def _axis_problems(layout: Layout, rank: int, axis: str, group: ProcessGroup) -> Iterator[str]:
-    found, wanted = dist.get_process_group_ranks(group), list(members(layout, rank, axis))
-    if found != wanted:
-        yield f"{axis} group has the ranks {found}, by arithmetic {wanted}"
-    elif dist.get_rank(group) != found.index(rank):
-        yield f"is number {dist.get_rank(group)} of the {axis} group {found}"
+        found, wanted = meshes[axis].mesh.tolist(), list(members(layout, rank, axis))
+        place, own = meshes.dims.coordinate(rank, axis), wanted.index(rank)
+        if (found, place) != (wanted, own):
+            yield f"{axis} coordinate {place} of {found}, by arithmetic {own} of {wanted}"

@@ -28,6 +28,7 @@ from titan_moe.models.hf import HFModel, model_of
 from titan_moe.moe.router import Router
 from titan_moe.ops.attention import choose_core
 from titan_moe.verify.gradients.compare import worst
+from titan_moe.verify.localize.capture.moe_hooks import choice_margins
 from titan_moe.verify.parity.cases import ParityCase
 from titan_moe.verify.parity.oracle import Oracle, computing_in
 
@@ -308,32 +309,14 @@ def _alone() -> Iterator[None]:
 
 
 def _watch_margins(model: Decoder, margins: list[float]) -> None:
-    """Append each routing decision's margin: the distance between the last score chosen and the
-    first one rejected, of experts and of their groups, smallest over tokens."""
+    """Appends the smallest margin over tokens of each routing decision."""
     for moe in model.moe_layers().values():
         moe.routing_fn = _watched(moe.router, margins)
 
 
 def _watched(router: Router, margins: list[float]) -> Callable[[Tensor], Tensor]:
-    select, config = router.select_experts, router.config
-
     def watched(scores_TE: Tensor) -> Tensor:
-        biased_TE = scores_TE.detach() + router.expert_bias
-        if config.num_groups > 1:
-            biased_TGE = biased_TE.unflatten(-1, (config.num_groups, -1))
-            groups_TG = biased_TGE.topk(config.group_score_top, dim=-1).values.sum(-1)
-            margins.append(_margin(groups_TG, config.top_groups))
-            least_T1 = groups_TG.topk(config.top_groups, dim=-1).values[:, -1:]
-            out_TG1 = (groups_TG < least_T1)[..., None]
-            biased_TE = biased_TGE.masked_fill(out_TG1, float("-inf")).flatten(1)
-        margins.append(_margin(biased_TE, config.top_k))
-        return select(scores_TE)
+        margins.append(choice_margins(scores_TE.detach(), router).min().item())
+        return router.select_experts(scores_TE)
 
     return watched
-
-
-def _margin(scores_TE: Tensor, top: int) -> float:
-    if top == scores_TE.shape[1]:
-        return float("inf")
-    best = torch.topk(scores_TE, top + 1, dim=-1).values
-    return (best[:, top - 1] - best[:, top]).min().item()

@@ -1,4 +1,4 @@
-"""Charts of reports, drawn by matplotlib: as SVG in a page's colours, or several as one PNG."""
+"""Charts of reports, drawn by matplotlib as SVG in a page's colours."""
 
 import io
 import re
@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from titan_moe.verify.compare.noise.band import Band
 from titan_moe.verify.compare.records import Array, RunRecord
 from titan_moe.verify.report.data import (
     Load,
-    common_steps,
     equal_steps,
     relative_difference,
     thinned,
@@ -26,7 +24,7 @@ from titan_moe.verify.report.render import PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import FigureBase
+    from matplotlib.figure import Figure
 
 Panel = Callable[["Axes"], None]
 """Draws one chart."""
@@ -50,10 +48,6 @@ _MOST_CONTROLS = 40
 _FEW_POINTS = 12
 _LONGEST_LABEL, _LABEL_INCHES = 80, 0.075
 """Characters of a legend's entry, and the width of a character."""
-_WIDTH, _ROW, _LINE = 13.0, 3.6, 0.24
-"""Inches of a picture: its width, a row of charts, a line of text."""
-_LETTERS, _MOST_LINES = 150, 10
-"""Characters of a picture's line of text, and lines above its charts."""
 _GROUP_ID = re.compile(r' id="[A-Za-z.0-9]+_[0-9]+"')
 _SIZE = re.compile(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>')
 
@@ -70,7 +64,7 @@ class Line:
     width: float = 1.2
 
 
-# --- charts of a page, and a picture of several ---------------------------------------------------
+# --- charts of a page -----------------------------------------------------------------------------
 
 
 def charts(panels: Mapping[str, Panel], *, height: float = 3.2) -> list[Markup]:
@@ -101,39 +95,9 @@ def charts(panels: Mapping[str, Panel], *, height: float = 3.2) -> list[Markup]:
     return found
 
 
-def picture(
-    path: Path, head: str, lines: Sequence[str], panels: Sequence[Panel], *, color: str = "ink"
-) -> None:
-    """Writes a PNG: a title, wrapped lines of text, and the panels in two columns."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    heads = textwrap.wrap(head, _LETTERS * 3 // 5, max_lines=3)
-    text = [part for line in lines for part in textwrap.wrap(line, _LETTERS)]
-    if len(text) > _MOST_LINES:
-        more = f"\N{HORIZONTAL ELLIPSIS} {len(text) - _MOST_LINES + 1} more lines in the page"
-        text = [*text[: _MOST_LINES - 1], more]
-    rows = -(-len(panels) // 2)
-    above = _LINE * (1.5 * len(heads) + len(text) + 1)
-    with rc_context({**_STYLE, "font.size": 9}):
-        figure = Figure(figsize=(_WIDTH, above + _ROW * rows), layout="constrained")
-        parts: Any = figure.subfigures(2, 1, height_ratios=(above, _ROW * rows))
-        bold: Any = {"va": "top", "color": PALETTE[color][0], "fontsize": 16, "fontweight": "bold"}
-        parts[0].text(0.01, 1 - 0.3 * _LINE / above, "\n".join(heads), **bold)
-        below = 1 - (1.5 * len(heads) + 0.5) * _LINE / above
-        parts[0].text(0.01, below, "\n".join(text), va="top", fontsize=10.5)
-        places = parts[1].subplots(rows, 2, squeeze=False).flat
-        for panel in panels:
-            panel(next(places))
-        for axes in places:
-            axes.set_axis_off()
-        _legend(parts[1], _WIDTH)
-        figure.savefig(path, dpi=100)
-
-
-def _legend(target: "FigureBase", width: float) -> None:
+def _legend(figure: "Figure", width: float) -> None:
     """Names each line of all charts once, below them."""
-    axes: Any = target.axes
+    axes: Any = figure.axes
     named = {
         label: handle
         for each in axes
@@ -142,7 +106,7 @@ def _legend(target: "FigureBase", width: float) -> None:
     names = [textwrap.shorten(label, _LONGEST_LABEL, placeholder="...") for label in named]
     if named:
         columns = int(width / (_LABEL_INCHES * (max(map(len, names)) + 6)))
-        target.legend(
+        figure.legend(
             list(named.values()),
             names,
             loc="outside lower center",
@@ -225,17 +189,16 @@ def draw_difference(axes: "Axes", *, quantity: str, comparison: Comparison) -> N
     if steps := equal_steps(comparison, quantity):
         _message(axes, f"the same bits in all {steps} steps")
         return
-    common = common_steps(first, second)
-    if not common.steps or quantity not in first.scalars or quantity not in second.scalars:
-        _message(axes, "no step that both runs logged")
+    if quantity not in first.scalars or quantity not in second.scalars:
+        _message(axes, "not logged in both runs")
         return
-    ours, theirs = first.scalars[quantity][common.first], second.scalars[quantity][common.second]
+    ours, theirs = first.scalars[quantity], second.scalars[quantity]
     band = comparison.band
     label = "candidate from baseline"
-    if band is not None and quantity in band.quantities and common.steps == band.steps:
+    if band is not None and quantity in band.quantities:
         ours, label = band.location(quantity), "candidate from the band's middle"
         _draw_noise(axes, quantity, band)
-    _draw_line(axes, Line(label, common.steps, _positive(ours, theirs), SERIES[1]))
+    _draw_line(axes, Line(label, first.steps, _positive(ours, theirs), SERIES[1]))
     axes.axhline(FLOAT32, color=SOFT, lw=0.8, ls=":", label="resolution of float32")
     _log_scale(axes)
     _mark_first(axes, comparison.first.step if comparison.first else None)

@@ -1,4 +1,4 @@
-"""A comparison of two runs on disk: one self-contained HTML page, a picture and the figures."""
+"""A comparison of two runs on disk: one self-contained HTML page and the figures."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,6 @@ from titan_moe.verify.report.charts import (
     draw_statistics,
     load_panels,
     pair_panel,
-    picture,
 )
 from titan_moe.verify.report.data import (
     Deviation,
@@ -48,15 +47,12 @@ _MOST_ROWS, _MOST_FOLDED = 20, 1000
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
-    """Writes report.html, report.png and comparison.json into a folder; returns their paths."""
+    """Writes report.html and comparison.json into a folder; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    html, png, figures = (
-        folder / name for name in ("report.html", "report.png", "comparison.json")
-    )
+    html, figures = folder / "report.html", folder / "comparison.json"
     html.write_text(comparison_page(comparison), encoding="utf-8")
-    comparison_png(comparison, png)
     figures.write_text(json.dumps(comparison.as_json(), indent=1), encoding="utf-8")
-    return [html, png, figures]
+    return [html, figures]
 
 
 def comparison_page(comparison: Comparison) -> str:
@@ -93,16 +89,6 @@ def comparison_page(comparison: Comparison) -> str:
         environment=environment(pair),
         band=_band(comparison),
     )
-
-
-def comparison_png(comparison: Comparison, path: Path) -> None:
-    """Writes verdict, curves, relative differences and expert load as one picture."""
-    comparison = labelled(comparison)
-    notes = [*comparison.caveats, *all_notes((comparison.baseline, comparison.candidate))]
-    lines = [detail(comparison), *(f"\N{WARNING SIGN} {line}" for line in notes)]
-    panels = _curve_panels(comparison) | _load_panels(comparison)
-    head = f"{comparison.title}: {comparison.verdict.value}"
-    picture(path, head, lines, list(panels.values()), color=_COLORS[comparison.verdict])
 
 
 def _curve_panels(comparison: Comparison) -> dict[str, Panel]:

@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from titan_moe.verify.compare.comparison import Comparison
-from titan_moe.verify.compare.records import LOAD_OF, NORM_OF, Array, Curve, RunRecord
+from titan_moe.verify.compare.records import LOAD_OF, NORM_OF, Array, Curve, RunRecord, moved_share
 
 MOST_POINTS = 1500
 """More points than a chart has pixels make a page heavy and no clearer."""
@@ -17,14 +15,6 @@ _MOST_ROWS = 300
 _LEAST_NORM = 1e-4
 # Quantities that follow from others, or differ from machine to machine.
 _NOT_COMPARED = ("lr", "moe/", "tokens_per_second")
-
-
-class Common(NamedTuple):
-    """The steps that two curves share, and where each has them."""
-
-    steps: list[int]
-    first: NDArray[np.int64]
-    second: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -73,23 +63,14 @@ def load_of(run: RunRecord) -> Load:
 
 
 def load_difference(baseline: RunRecord, candidate: RunRecord) -> Load:
-    """The candidate's loads minus the baseline's at the steps that both have."""
+    """The candidate's loads minus the baseline's."""
     first, second = load_of(baseline), load_of(candidate)
-    common = common_steps(baseline.curve, candidate.curve)
     layers = {
-        name: second.layers[name][:, common.second] - rows_RS[:, common.first]
+        name: second.layers[name] - rows_RS
         for name, rows_RS in first.layers.items()
-        if name in second.layers and len(second.layers[name]) == len(rows_RS)
+        if name in second.layers and second.layers[name].shape == rows_RS.shape
     }
-    return Load("candidate - baseline", first.kind, common.steps, layers, signed=True)
-
-
-def common_steps(first: Curve, second: Curve) -> Common:
-    """The shared steps in ascending order; none, if the curves share none."""
-    places = {step: i for i, step in enumerate(second.steps)}
-    pairs = [(step, i, places[step]) for i, step in enumerate(first.steps) if step in places]
-    columns = np.array(pairs, dtype=np.int64).reshape(-1, 3).T
-    return Common(columns[0].tolist(), columns[1], columns[2])
+    return Load("candidate - baseline", first.kind, first.steps, layers, signed=True)
 
 
 def relative_difference(first: Array, second: Array) -> Array:
@@ -105,22 +86,12 @@ def relative_difference(first: Array, second: Array) -> Array:
 
 
 def equal_steps(comparison: Comparison, quantity: str) -> int:
-    """The number of common steps if the quantity is the same in all of them and there is no band to
-    draw either; otherwise 0."""
-    first, second = comparison.baseline.curve, comparison.candidate.curve
-    common = common_steps(first, second)
-    if comparison.band is not None or not (
-        quantity in first.scalars and quantity in second.scalars
-    ):
+    """The number of steps if the quantity is the same in all of them and there is no band to draw
+    either; otherwise 0."""
+    first, second = comparison.baseline.curve.scalars, comparison.candidate.curve.scalars
+    if comparison.band is not None or quantity not in first or quantity not in second:
         return 0
-    ours, theirs = first.scalars[quantity][common.first], second.scalars[quantity][common.second]
-    return len(common.steps) if np.array_equal(ours, theirs) else 0
-
-
-def moved_share(first_SE: Array, second_SE: Array) -> Array:
-    """The share of rows that went to other experts, [S], if expert's rows are the same."""
-    total_S = np.maximum(first_SE.sum(1), 1.0)
-    return np.abs(second_SE - first_SE).sum(1) / (2 * total_S)
+    return len(first[quantity]) if np.array_equal(first[quantity], second[quantity]) else 0
 
 
 def over_mean(load_SE: Array) -> Array:
@@ -149,54 +120,28 @@ def thinned(steps: Sequence[int] | Array, values: Array) -> tuple[Array, Array]:
 def deviations(comparison: Comparison) -> list[Deviation]:
     """Every quantity that both runs have, the one furthest out first."""
     first, second = comparison.baseline.curve, comparison.candidate.curve
-    common = common_steps(first, second)
-    if not common.steps:
-        return []
-    band, reaches = comparison.band, {}
-    if band is not None and list(second.steps) == list(band.steps):
-        reaches = band.reaches(second)
+    reaches = {} if comparison.band is None else comparison.band.reaches(second)
     totals = _total_norm(first), _total_norm(second)
-    nothing = np.full(len(common.steps), np.nan)
+    nothing = np.full(len(first.steps), np.nan)
     found = []
 
-    def add(key: str, values: tuple[Array, Array], relative: Array) -> None:
-        reach = None if key not in reaches else reaches[key][common.second]
-        found.append(_deviation(key, common.steps, values, relative, reach))
+    def add(key: str, ours: Array, theirs: Array, relative: Array) -> None:
+        """Adds the step that is furthest out of the band, or, without one, differs most."""
+        reach = reaches.get(key)
+        at = int((np.nan_to_num(relative, nan=-1.0) if reach is None else reach).argmax())
+        place = key, first.steps[at], float(ours[at]), float(theirs[at]), float(relative[at])
+        outside = None if reach is None else int((reach > 1).sum())
+        found.append(Deviation(*place, None if reach is None else float(reach.max()), outside))
 
-    for key in first.scalars:
+    for key, ours in first.scalars.items():
         if not key.startswith(_NOT_COMPARED) and key in second.scalars:
-            ours, theirs = (
-                first.scalars[key][common.first],
-                second.scalars[key][common.second],
-            )
-            floored = (
-                _floored(first, key, totals[0])[common.first],
-                _floored(second, key, totals[1])[common.second],
-            )
-            add(key, (ours, theirs), relative_difference(*floored))
+            floored = _floored(first, key, totals[0]), _floored(second, key, totals[1])
+            add(key, ours, second.scalars[key], relative_difference(*floored))
     for layer, ours_SE in first.loads.items():
         theirs_SE = second.loads.get(layer)
-        if theirs_SE is not None and theirs_SE.shape[1:] == ours_SE.shape[1:]:
-            moved = moved_share(ours_SE[common.first], theirs_SE[common.second])
-            add(LOAD_OF + layer, (nothing, nothing), moved)
+        if theirs_SE is not None and theirs_SE.shape == ours_SE.shape:
+            add(LOAD_OF + layer, nothing, nothing, moved_share(ours_SE, theirs_SE))
     return sorted(found, key=lambda one: (-(one.reach or 0.0), -np.nan_to_num(one.relative)))
-
-
-def _deviation(
-    key: str,
-    steps: list[int],
-    values: tuple[Array, Array],
-    relative: Array,
-    reach: Array | None,
-) -> Deviation:
-    """The deviation at the step that is furthest out of the band, or, without one, differs most."""
-    measure = np.nan_to_num(relative, nan=-1.0) if reach is None else reach
-    at = int(measure.argmax())
-    ours, theirs = float(values[0][at]), float(values[1][at])
-    if reach is None:
-        return Deviation(key, steps[at], ours, theirs, float(relative[at]), None, None)
-    outside = int((reach > 1).sum())
-    return Deviation(key, steps[at], ours, theirs, float(relative[at]), float(reach.max()), outside)
 
 
 def _floored(curve: Curve, key: str, total_S: Array) -> Array:

@@ -1,12 +1,11 @@
-"""One or several runs as one self-contained HTML page and a picture; nothing is compared."""
+"""One or several runs as one self-contained HTML page; nothing is compared."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from titan_moe.verify.compare.records import NORM_OF, RunRecord
-from titan_moe.verify.report.charts import Panel, charts, load_panels, picture, run_panel
+from titan_moe.verify.report.charts import Panel, charts, load_panels, run_panel
 from titan_moe.verify.report.data import load_of
 from titan_moe.verify.report.render import render
 from titan_moe.verify.report.sections import (
@@ -42,14 +41,6 @@ def runs_page(title: str, runs: Sequence[RunRecord]) -> str:
         configuration=configuration(runs),
         environment=environment(runs),
     )
-
-
-def runs_png(runs: Sequence[RunRecord], path: Path) -> None:
-    """Writes loss, gradient norm, learning rate and the first run's expert load as one picture."""
-    head = ", ".join(f"{run.name} ({layout_words(run)})" for run in runs)
-    panels = [run_panel(runs, quantity) for quantity in ("loss", "grad_norm", "lr")]
-    notes = [f"\N{WARNING SIGN} {line}" for line in all_notes(runs)]
-    picture(path, head, notes, [*panels, *load_panels([load_of(runs[0])]).values()])
 
 
 def _panels(runs: Sequence[RunRecord]) -> dict[str, Panel]:

@@ -29,16 +29,12 @@ def curves() -> list[Curve]:
     return [each.curve for each in controls()]
 
 
-def test_another_machine_s_run_makes_no_golden_here(tmp_path: Path):
-    record = replace(run("baseline", device="NVIDIA H100", capability="9.0"), config=CONFIG)
-    with pytest.raises(ConfigError, match="ran on NVIDIA H100"):
-        save_golden(tmp_path, record, curves(), reason="x", device=CPU)
-
-
 def test_what_is_written_is_read(tmp_path: Path):
-    path = save(tmp_path / "qwen3")
+    save(tmp_path / "qwen3")
+    path = save(tmp_path / "qwen3", "the router changed")
     assert path.name == f"{golden_key(CPU)}.json" and is_golden(tmp_path / "qwen3")
     golden = find_golden(tmp_path / "qwen3", CPU)
+    assert [entry["reason"] for entry in golden.history] == ["a first one", "the router changed"]
     record = run("baseline")
     assert golden.run.curve.steps == record.curve.steps
     assert golden.run.curve.data == record.curve.data
@@ -53,23 +49,16 @@ def test_what_is_written_is_read(tmp_path: Path):
     assert 'name = "qwen3"' in again and "somewhere" not in again
 
 
-def test_reasons_are_kept(tmp_path: Path):
-    save(tmp_path / "g")
-    save(tmp_path / "g", "the router changed")
-    golden = find_golden(tmp_path / "g", CPU)
-    assert [entry["reason"] for entry in golden.history] == ["a first one", "the router changed"]
-
-
-def test_no_reason_no_golden(tmp_path: Path):
-    with pytest.raises(ConfigError, match="needs --reason"):
-        save(tmp_path / "g", " ")
-    assert not (tmp_path / "g").exists()
-
-
-def test_a_run_that_did_not_record_its_data_makes_none(tmp_path: Path):
-    record = replace(changed(run("baseline"), data=None), config=CONFIG)
-    with pytest.raises(ConfigError, match="recorded its data"):
-        save_golden(tmp_path, record, curves(), reason="x", device=CPU)
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (run("baseline", device="NVIDIA H100", capability="9.0"), "ran on NVIDIA H100"),
+        (changed(run("baseline"), data=None), "recorded its data"),
+    ],
+)
+def test_runs_of_other_machines_and_of_unknown_data_make_no_golden(tmp_path: Path, record, said):
+    with pytest.raises(ConfigError, match=said):
+        save_golden(tmp_path, replace(record, config=CONFIG), curves(), reason="x", device=CPU)
 
 
 def test_another_machines_golden_is_refused_in_a_folder_and_a_caveat_by_name(tmp_path: Path):

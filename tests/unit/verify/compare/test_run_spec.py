@@ -18,11 +18,10 @@ def argument(side: RunSpec, key: str) -> str | None:
     return words[words.index(f"--{key}") + 1] if f"--{key}" in words else None
 
 
-def test_what_a_side_leaves_out_is_common():
+def test_what_a_run_leaves_out_is_common():
     side = parse_run_spec("", COMMON, default_ranks=2)
     assert (side.ranks, side.revision, side.layout) == (2, "", None)
-    assert side.arguments() == ["--training.steps", "5"]
-    assert side.job().training.steps == 5
+    assert side.arguments() == ["--training.steps", "5"] and side.job().training.steps == 5
 
 
 def test_words_then_overrides():
@@ -65,6 +64,7 @@ def test_options_are_set_only_where_they_are_written():
         ("layout=zz=2", "'zz' is unknown"),
         ("config=nowhere.toml", "no such file"),
         (f"{COMPARE} --optimizer.lr 1", "takes no overrides"),
+        ("ranks=2 --a.b 1 2", "overrides are"),
     ],
 )
 def test_what_means_nothing_is_told_in_a_line(text: str, told: str):
@@ -72,17 +72,6 @@ def test_what_means_nothing_is_told_in_a_line(text: str, told: str):
         parse_run_spec(text, COMMON)
     (line,) = caught.value.lines
     assert told in line
-
-
-def test_overrides_are_pairs():
-    with pytest.raises(ConfigError, match="overrides are"):
-        parse_overrides(["--a.b", "1", "2"])
-
-
-def test_degrees_that_do_not_fit_are_told():
-    side = parse_run_spec("revision=main ranks=3 --parallelism.tensor_parallel_degree 2", COMMON)
-    with pytest.raises(ConfigError, match="do not fit 3 ranks"):
-        side.job()
 
 
 def test_paths_become_absolute(monkeypatch, tmp_path: Path):
@@ -111,9 +100,8 @@ def test_control_runs_differ_in_order_and_layout():
     assert layouts[::2] == ["None"] * 4 and len(set(layouts[1::2])) == 4
 
 
-def test_neighbours_keep_the_number_of_ranks():
-    side = parse_run_spec("ranks=8", COMMON)
-    found = control_specs(side, 6, num_gpus=8)
+def test_control_runs_on_gpus_keep_the_number_of_ranks():
+    found = control_specs(parse_run_spec("ranks=8", COMMON), 6, num_gpus=8)
     assert {turn.ranks for turn, _ in found} == {8}
     assert any(turn.layout and turn.layout.tp == 2 for turn, _ in found)
 

@@ -49,14 +49,6 @@ def test_noise_is_inside_and_a_shift_is_different():
     assert json.loads(json.dumps(found.as_json()))["verdict"] == "different"
 
 
-def test_a_run_that_became_nan_is_different_from_there():
-    broken = run("b", 1e-4, seed=97)
-    broken.curve.scalars["loss"][6:] = math.nan
-    found = compare_runs("nan", run("a"), broken, controls=controls())
-    assert found.verdict is Verdict.DIFFERENT and found.first is not None
-    assert found.first.step == 7
-
-
 def test_other_tokens_and_other_data_are_refused():
     with pytest.raises(ConfigError, match="tokens per step: a has 512, b 1,024"):
         compare_runs("tokens", run("a"), run("b", tokens_per_step=1024))
@@ -138,10 +130,8 @@ def test_the_first_step_has_its_own_distance_and_the_largest_its_own_step():
     assert check.distance == pytest.approx(at_step[2])
     assert check.statistic == pytest.approx(at_step[9])
     first, largest, unseen = found.lines()[1:4]
-    assert first.startswith("first outside at step 3: loss is ")
     assert f"that is {at_step[2]:,.3g} times" in first
-    assert largest.startswith(f"largest distance of all steps: {at_step[9]:,.3g} times")
-    assert "at step 10, by loss" in largest and f"{len(controls())} control runs" in largest
+    assert f"{at_step[9]:,.3g} times" in largest and "at step 10, by loss" in largest
     low, high = band.edges("loss")
     assert f"loss by {math.sqrt(high[-1] / low[-1]) - 1:.1e}" in unseen
 
@@ -158,15 +148,11 @@ def test_renamed_parameters_and_more_rows_do_not_pass_in_silence():
         compare_runs("twice", run("a"), twice)
 
 
-def write_run(folder: Path, steps: range, **extra) -> Path:
-    folder.mkdir(parents=True)
-    lines = [{"step": step, "loss": 1 / step, "grad_norm": None, **extra} for step in steps]
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 9')
-    return folder
-
-
 def test_runs_are_read_from_their_files(tmp_path: Path):
-    folder = write_run(tmp_path / "run", range(1, 4), data=5)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lines = [{"step": n, "loss": 1 / n, "grad_norm": None, "data": 5} for n in range(1, 4)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 9')
     counts = [{"step": step, "layers.1": [step, 2, 3]} for step in range(1, 4)]
     (folder / "expert_counts.jsonl").write_text("\n".join(map(json.dumps, counts)))
     norms = [{"step": step, "w": [1.0], "experts.w1": [2.0, None]} for step in range(1, 4)]
@@ -179,20 +165,11 @@ def test_runs_are_read_from_their_files(tmp_path: Path):
         assert np.isnan(found.curve.scalars["grad_norm"]).all()
         assert found.curve.loads["layers.1"].tolist()[2] == [3, 2, 3]
         assert np.isnan(found.curve.scalars["norm of experts.w1[1]"]).all()
-
-
-def test_details_that_lack_a_step_are_left_out(tmp_path: Path):
-    folder = write_run(tmp_path / "run", range(1, 4))
-    (folder / "expert_counts.jsonl").write_text('{"step": 1, "layers.1": [1]}\n')
-    assert not read_run(folder).curve.loads and read_run(folder).curve.data is None
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"neither metrics\.jsonl nor TensorBoard"):
-        read_run(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text("")
+    (folder / "expert_counts.jsonl").write_text(json.dumps(counts[0]) + "\n")
+    assert not read_run(folder).curve.loads, "they lack a step"
+    (folder / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="no step is logged"):
-        read_run(tmp_path)
+        read_run(folder)
 
 
 def test_tensorboard_is_read_as_float32(tmp_path: Path):
@@ -214,5 +191,6 @@ def test_nan_of_any_quantity_is_never_inside_the_band(quantity: str):
     broken = run("b", 1e-4, 90)
     held = {**broken.curve.scalars, **broken.curve.loads}[quantity]
     held[6] = math.nan
-    assert compare_runs("nan", run("a"), broken, controls=controls()).verdict is Verdict.DIFFERENT
+    found = compare_runs("nan", run("a"), broken, controls=controls())
+    assert found.verdict is Verdict.DIFFERENT and found.first is not None and found.first.step == 7
     assert compare_runs("nan", run("a"), broken).verdict is Verdict.UNJUDGED

@@ -1,4 +1,4 @@
-"""The page and the picture of a comparison, parsed as a browser would."""
+"""The page of a comparison, parsed as a browser would."""
 
 import math
 from collections.abc import Callable
@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.pictures import assert_drawn
 from tests.support.report_cases import Page, facts, run
-from titan_moe.verify.compare.comparison import Comparison, FirstDifference, Verdict
+from titan_moe.verify.compare.comparison import Comparison, Verdict
 from titan_moe.verify.compare.records import Curve, RunRecord
 from titan_moe.verify.compare.verdict import compare_runs
-from titan_moe.verify.report.comparison import comparison_page, comparison_png
+from titan_moe.verify.report.comparison import comparison_page
 from titan_moe.verify.report.runs import runs_page
 
 SECTIONS = ["curves", "load", "quantities", "layouts", "configuration", "environment", "band"]
@@ -83,8 +82,6 @@ def test_quantity_outside_the_band_is_first():
     worst = dict(zip(norms[0], norms[1], strict=True))
     assert float(worst["reach"]) > 1 and int(worst["steps out"]) == 10
     assert float(worst["relative difference"]) == pytest.approx(0.01, rel=1e-2)
-    others = norms[2:]
-    assert len(others) == 2 and all(float(row[5]) < 1 and row[6] == "0" for row in others)
 
 
 def test_comparison_page_names_unknown_facts():
@@ -106,9 +103,6 @@ def test_comparison_page_of_nan_and_of_one_step():
     assert "loss is not finite, or missing, in 19 of 30 steps, first in step 12" in page.text[""]
     assert "no finite value in step 12" in page.text["curves"]
     assert page.tables["quantities"][1][:2] == ["loss", "12"]
-    nothing = scaled(run("other"), "loss", math.nan)
-    assert "no finite value" in Page(comparison_page(against(nothing))).text["curves"]
-
     single = run("one", steps=[5]), run("two", steps=[5], noise=1e-3)
     page = Page(comparison_page(compare_runs("One step", *single)))
     assert "1: 5 to 5" in page.text["environment"]
@@ -128,26 +122,20 @@ def test_names_are_escaped():
 @pytest.mark.parametrize(
     "degrees",
     [
-        {"world_size": 1},
-        {"world_size": 8, "pp": 2, "tp": 2, "ep": 2},
         {"world_size": 6, "dp_shard": 3, "cp": 2, "ep": 3, "etp": 2},
         {"world_size": 64, "pp": 2, "dp_replicate": 2, "cp": 2, "tp": 2, "ep": 8, "etp": 2},
     ],
 )
 def test_layouts_draw_each_rank_once_in_each_view(degrees: dict[str, int]):
-    there = facts(**degrees)
-    page = Page(runs_page("Two", [run("one", facts=there), run("other", facts=there)]))
+    page = Page(runs_page("One", [run("one", facts=facts(**degrees))]))
     for ranks in page.ranks.values():
         assert ranks == list(range(degrees["world_size"]))
-    assert "one, other" in page.text["layouts"]
 
 
-def test_layouts_summarise_large_world():
+def test_layouts_of_large_world_draw_two_of_each_axis():
     there = facts(world_size=4096, pp=8, dp_replicate=4, dp_shard=8, cp=4, tp=4, ep=32)
     page = Page(runs_page("Large", [run("large", facts=there), run("unknown")]))
-    assert len(page.ranks["dense"]) == 2**5
-    assert "the first 2 of each axis of 4096 ranks" in page.text["layouts"]
-    assert "unknown: the layout is unknown" in page.text["layouts"]
+    assert len(page.ranks["dense"]) == 2**5 and "unknown: the layout is" in page.text["layouts"]
     assert page.ranks["dense"][-1] == 512 + 128 + 16 + 4 + 1
 
 
@@ -156,27 +144,6 @@ def test_a_page_of_many_experts_stays_small():
         run(f"run {i}", seed=i, layers=58, experts=256, steps=range(1, 301), facts=EIGHT)
         for i in range(2)
     ]
-    first = FirstDifference(1, "loss", 6.0, 6.1)
-    comparison = Comparison("DeepSeek-V3", *pair, Verdict.UNJUDGED, first=first)
-    html = comparison_page(comparison)
+    html = comparison_page(Comparison("DeepSeek-V3", *pair, Verdict.UNJUDGED))
     assert len(html) < 4e6
-    page = Page(html)
-    assert "busiest experts" in page.text["load"]
-
-
-@pytest.mark.parametrize("kind", ["different", "bare", "one step"])
-def test_comparison_png_has_readable_width(kind: str, tmp_path: Path):
-    comparison = {
-        "different": lambda: against(scaled(run("other"), "loss", math.nan, 11)),
-        "bare": lambda: against(
-            RunRecord("c", Curve("c", [1, 2], {"loss": np.array([3.0, 2.0])})),
-            caveats=["a caveat that $goes$ on " * 30],
-            controls=False,
-        ),
-        "one step": lambda: compare_runs(
-            "One", run("a", steps=[5]), run("b", steps=[5], noise=1e-3)
-        ),
-    }[kind]()
-    comparison_png(comparison, tmp_path / "report.png")
-    height, width = assert_drawn(tmp_path / "report.png")
-    assert 1000 <= width <= 1400 and 1000 <= height <= 1600
+    assert "busiest experts" in Page(html).text["load"]

@@ -1,4 +1,4 @@
-"""Pages of ordinary runs, of a job, and the command."""
+"""Pages of runs and of suites, and the command."""
 
 import json
 import re
@@ -10,12 +10,11 @@ from setuptools.config.pyprojecttoml import read_configuration
 
 from tests.support.commands import run_command
 from tests.support.paths import REPO
-from tests.support.pictures import assert_drawn
 from tests.support.report_cases import Page, facts, run
 from titan_moe.verify.compare.records import read_run
 from titan_moe.verify.compare.suite import SuiteRow, suite_page
 from titan_moe.verify.report.render import PALETTE
-from titan_moe.verify.report.runs import runs_page, runs_png
+from titan_moe.verify.report.runs import runs_page
 from titan_moe.verify.report.sections import distinct_names
 
 
@@ -61,7 +60,7 @@ def test_runs_page_lists_bad_steps(tmp_path: Path):
     ]
 
 
-def test_runs_page_of_several_runs(tmp_path: Path):
+def test_runs_page_of_several_runs():
     runs = [
         run("a", facts=facts(world_size=1), config={"x": {"y": 1}}),
         run("b", seed=1, facts=facts(world_size=4, tp=2, ep=2), config={"x": {"y": 2}}),
@@ -75,8 +74,6 @@ def test_runs_page_of_several_runs(tmp_path: Path):
     assert "b: dp_shard=2, tp=2" in page.text["layouts"]
     words = ["one rank", "dp_shard=2, tp=2, edp=2, ep=2", "one rank"]
     assert page.tables["environment"][1] == ["layout", *words]
-    runs_png(runs, tmp_path / "runs.png")
-    assert_drawn(tmp_path / "runs.png")
 
 
 def test_charts_have_page_colours_and_titles():
@@ -91,11 +88,11 @@ def test_charts_have_page_colours_and_titles():
     assert len(names) == len(set(names))
 
 
-def test_report_run_writes_page_and_picture(tmp_path: Path):
+def test_report_run_writes_page(tmp_path: Path):
     first, second = write(tmp_path / "x/run", 4), write(tmp_path / "y/run", 3)
     done = run_command("report", "run", first, second / "metrics.jsonl")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(first / "report.html"), str(first / "report.png")]
+    assert done.stdout.split() == [str(first / "report.html")]
     assert "x/run" in (first / "report.html").read_text()
     (tmp_path / "empty").mkdir()
     words = [first, tmp_path / "nowhere", tmp_path / "empty", "--out", tmp_path / "out"]
