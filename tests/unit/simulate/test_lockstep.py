@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Callable
-from functools import partial
 
 from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.lockstep import AbandonedError, Meeting, Peers, Report, run_ranks
@@ -52,13 +51,6 @@ def _reports(fn: Callable[[int, Peers], None]) -> list[Report]:
     return list(run_ranks(fn, len(_WORLD)))
 
 
-def _first_alone() -> list[Report]:
-    ranks = run_ranks(partial(_exchange_twice), len(_WORLD))
-    first = [next(ranks)]
-    ranks.close()  # Ends those that still run.
-    return first
-
-
 def _ran(fn: Callable, *arguments: object) -> list[Report]:
     ((_, reports),) = in_fresh_processes(fn, [arguments], num_workers=1)
     return reports
@@ -84,7 +76,3 @@ def test_a_rank_that_fails_and_one_that_dies() -> None:
     errors = {r.rank: r.error for r in reports if r.has_ended}
     assert "ValueError: of rank 0" in errors[0] and errors[1] == "its process has died"
     assert not errors[2]
-
-
-def test_ranks_end_with_the_iteration() -> None:
-    assert len(_ran(_first_alone)) == 1

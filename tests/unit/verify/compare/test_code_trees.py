@@ -51,13 +51,6 @@ def test_a_revision_is_checked_out_clean(repo: Path, tmp_path: Path):
     assert not any((tmp_path / "w").iterdir()) and "w/" not in git(repo, "worktree", "list")
 
 
-def test_a_worktree_s_folder_is_absolute(repo: Path, tmp_path: Path, monkeypatch):
-    """A run is started inside it."""
-    monkeypatch.chdir(tmp_path)
-    folder = code_tree("HEAD", Path("outputs/w")).folder
-    assert folder.is_absolute() and folder.parent == tmp_path / "outputs" / "w"
-
-
 def test_the_working_tree_s_hash_sees_uncommitted_files(repo: Path, tmp_path: Path):
     clean = code_tree("", tmp_path)
     assert (

@@ -47,29 +47,16 @@ def test_nan_and_other_shapes_are_infinitely_far(ours):
 @pytest.mark.parametrize(
     "ratio, told",
     [
-        (
-            2.0,
-            "exactly 2, the fingerprint of a sum reduced twice, or summed where it is whole over "
-            "tp",
-        ),
+        (2.0, "exactly 2, the fingerprint of a sum reduced twice"),
         (0.5, "exactly 1/2, the fingerprint of a sum not reduced, or averaged over tp"),
         (4.0, "over ep"),
-        (0.25, "exactly 1/4"),
-        (1.0, ""),
         (1.9, ""),
-        (0.0, ""),
         (math.nan, ""),
     ],
 )
 def test_fingerprints(ratio: float, told: str):
     found = fingerprint(ratio, AXES)
     assert told in found if told else found == ""
-
-
-def test_a_line_names_step_rank_tensor_and_ratio():
-    line = difference([2.0], [1.0]).line(AXES)
-    assert line.startswith("step 0, rank 3: gradient w: off by 1.0e+00, norm 2 of")
-    assert "over tp" in line
 
 
 @pytest.mark.parametrize(

@@ -40,16 +40,6 @@ def run(gate, folder) -> list[Result]:
     return results
 
 
-def test_a_sweep_goes_on_where_it_stopped(tmp_path):
-    first = FakeGate()
-    sweep(first, TASKS[:2], tmp_path, seen=lambda result: None)
-    with (tmp_path / RESULTS_FILE).open("a") as file:
-        file.write('{"layout": "cut o')
-    second = FakeGate()
-    assert [result.layout for result in run(second, tmp_path)] == [str(task[0]) for task in TASKS]
-    assert second.asked == [str(TASKS[2][0])]
-
-
 def test_failures_and_other_code_are_tried_again(tmp_path):
     failing = str(TASKS[1][0])
     run(FakeGate({failing}), tmp_path)

@@ -33,12 +33,6 @@ def test_every_legal_layout_is_listed_once(world_size: int, count: int):
         assert layout.edp * layout.ep * layout.etp == block
 
 
-def test_worlds_that_are_no_power_of_two():
-    assert legal_layouts(3) == []
-    found = legal_layouts(6, powers_of_two=False)
-    assert any(layout.dp_shard == 3 and layout.dp_replicate == 2 for layout in found)
-
-
 def test_a_layout_is_read_back_as_written():
     for layout in cover_options(legal_layouts(8)):
         assert parse(str(layout)) == layout

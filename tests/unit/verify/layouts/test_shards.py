@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,24 +66,6 @@ def test_a_v_schedule_ends_where_it_began(schedule: str, pp: int):
     assert shards.stages_of(pp - 1) == [pp - 1, pp]
 
 
-# Where no rank is empty; with fewer chunks another dim is cut.
-CUTS = [
-    (rows, ranks)
-    for rows in range(1, 41)
-    for ranks in range(1, 10)
-    if len(torch.arange(rows).chunk(ranks)) == ranks
-]
-
-
-def test_dim_0_is_cut_as_torch_chunks():
-    assert len(CUTS) > 200 and any(rows % ranks for rows, ranks in CUTS)
-    for rows, ranks in CUTS:
-        shards = Shards(Layout(dp_shard=ranks))
-        held = [shards.box(rank, "w", (rows, 7))[0] for rank in range(ranks)]
-        chunks = [len(chunk) for chunk in torch.arange(rows).chunk(ranks)]
-        assert [box.stop - box.start for box in held] == chunks, (rows, ranks)
-
-
 @pytest.mark.parametrize(
     "shape, cut", [((8, 6), 0), ((5, 6), 0), ((2, 8), 1), ((3, 5, 16), 2), ((3, 5), 0)]
 )
@@ -94,9 +75,3 @@ def test_another_dim_is_cut_where_a_rank_would_be_empty(shape: tuple[int, ...], 
     assert [
         dim for dim, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size < whole
     ] == [cut]
-
-
-def test_coordinates_of_both_views():
-    shards = Shards(Layout(pp=2, dp_shard=2, cp=2, tp=2, ep=4, etp=2))
-    assert [shards.coordinate(13, axis) for axis in ("pp", "dp_shard", "cp", "tp")] == [1, 1, 0, 1]
-    assert [shards.coordinate(13, axis) for axis in ("pp", "edp", "ep", "etp")] == [1, 0, 2, 1]

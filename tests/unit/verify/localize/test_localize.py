@@ -104,12 +104,6 @@ def test_the_first_place_its_tokens_and_norms(baseline: Capture, tmp_path: Path)
     assert "layers.0.attention.wo, output (forward)" in said and "2 of 4 places" in said
 
 
-def test_what_rounding_does_is_no_difference(baseline: Capture, tmp_path: Path):
-    rounded = values()
-    rounded["output"] *= 1 + 1e-12
-    assert locate(baseline, write(tmp_path / "two", [rounded])) is None
-
-
 def test_a_control_run_says_what_rounding_may_do(baseline: Capture, tmp_path: Path):
     far, further = values(), values()
     far["output"] *= 1 + 1e-6
@@ -128,14 +122,6 @@ def test_copies_that_differ(baseline: Capture, tmp_path: Path):
     assert finding is not None and finding.place == GRADIENT
     assert finding.difference.ranks == (0, 1)
     assert "ranks 0 and 1 hold other values" in "\n".join(finding.lines())
-
-
-def test_what_is_no_number_is_found(baseline: Capture, tmp_path: Path):
-    broken = values()
-    broken["next"][3, 2] = torch.nan
-    finding = locate(baseline, write(tmp_path / "two", [broken]))
-    assert finding is not None and finding.place == NEXT
-    assert finding.tokens == "row 0 (0000000b): position 3"
 
 
 @pytest.mark.parametrize("name", ["output", "weight", "loss"])

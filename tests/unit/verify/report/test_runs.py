@@ -1,7 +1,6 @@
 """Pages of runs and of suites, and the command."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from tests.support.paths import REPO
 from tests.support.report_cases import Page, facts, run
 from titan_moe.verify.compare.records import read_run
 from titan_moe.verify.compare.suite import SuiteRow, suite_page
-from titan_moe.verify.report.render import PALETTE
 from titan_moe.verify.report.runs import runs_page
 from titan_moe.verify.report.sections import distinct_names
 
@@ -74,18 +72,6 @@ def test_runs_page_of_several_runs():
     assert "b: dp_shard=2, tp=2" in page.text["layouts"]
     words = ["one rank", "dp_shard=2, tp=2, edp=2, ep=2", "one rank"]
     assert page.tables["environment"][1] == ["layout", *words]
-
-
-def test_charts_have_page_colours_and_titles():
-    html = runs_page("Colours", [run("a"), run("b")])
-    drawn = "".join(re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL))
-    left = set(re.findall(r"#[0-9a-f]{6}", drawn)) - {"#000000"}
-    assert not left & {color for pair in PALETTE.values() for color in pair}
-    for text in ("loss", "gradient norm", "nats per token", "step", "norm before clipping"):
-        assert f">{text}</text>" in drawn
-    # A chart's references must not meet another chart's names.
-    names = re.findall(r'id="([^"]+)"', drawn)
-    assert len(names) == len(set(names))
 
 
 def test_report_run_writes_page(tmp_path: Path):
