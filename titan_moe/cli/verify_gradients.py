@@ -18,6 +18,7 @@ on.
 
 import argparse
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,7 +92,7 @@ def run(options: argparse.Namespace) -> Answer:
     facts = summary(results)
     title = f"Layouts of {job.model.name} {job.model.flavor}"
     (out / "results.html").write_text(gate_page(title, results, facts), encoding="utf-8")
-    rows = [result.as_json() for result in results]
+    rows = [asdict(result) for result in results]
     data = {"summary": facts, "own_keys": keys, "code": running_code(), "results": rows}
     write_json(out / "results.json", data)
     line = f"{facts['passed']} of {facts['layouts']} pass"

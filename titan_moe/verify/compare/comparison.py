@@ -96,7 +96,7 @@ class Comparison:
             "candidate": {"name": self.candidate.name, **self.candidate.facts},
             "steps": list(self.baseline.curve.steps),
             "first": None if self.first is None else asdict(self.first),
-            "judgement": None if self.band_check is None else self.band_check.as_json(),
+            "judgement": None if self.band_check is None else asdict(self.band_check),
             "band": None if self.band is None else self.band.as_json(),
             "caveats": list(self.caveats),
         }

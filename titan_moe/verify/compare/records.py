@@ -126,7 +126,7 @@ def _details(path: Path, steps: list[int]) -> dict[str, Array]:
     if not path.is_file():
         return {}
     lines = {line.pop("step"): line for line in _steps(path)}
-    if any(step not in lines for step in steps):
+    if not steps or any(step not in lines for step in steps):
         return {}
     return {
         key: np.array([[_number(v) for v in lines[step][key]] for step in steps])

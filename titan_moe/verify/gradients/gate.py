@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,6 @@ class Result:
     @property
     def passed(self) -> bool:
         return self.status == "passed"
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Gate:

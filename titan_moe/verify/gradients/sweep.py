@@ -4,6 +4,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def sweep(
             result = known.get((str(layout), dtype))
             if result is None:
                 result = gate.verify(layout, dtype=dtype)
-                file.write(json.dumps({"code": fingerprint, **result.as_json()}) + "\n")
+                file.write(json.dumps({"code": fingerprint, **asdict(result)}) + "\n")
                 file.flush()
             results.append(result)
             seen(result)
@@ -81,35 +82,22 @@ def gate_page(title: str, results: Sequence[Result], facts: Mapping[str, Any]) -
         facts: the summary of the results.
     """
     heads = [*AXES, *OPTIONS, "type", "result", "worst error", "tensors", "seconds", "worst tensor"]
-    rows = [_row(result) for result in results]
+    layouts = [parse(result.layout) for result in results]
     machine = describe_device(torch.device("cpu"))
     made = (
         f"{code_in_words(running_code())}, torch {torch.__version__}, on {platform.node()} "
         f"({platform.machine()}, {machine['capability']}), {datetime.now():%Y-%m-%d %H:%M}."
     )
-    return render("gate.html", title=title, heads=heads, rows=rows, facts=facts, made=made)
-
-
-def _row(result: Result) -> dict[str, Any]:
-    layout = parse(result.layout)
-    sizes = [layout.size(axis) for axis in AXES]
-    cells = [_cell(size, kind="n one" if size == 1 else "n") for size in sizes]
-    cells += [_cell(getattr(layout, option) if layout.has(option) else "") for option in OPTIONS]
-    cells += [
-        _cell(result.dtype),
-        _cell(result.status, kind=result.status),
-        _cell(result.worst, f"{result.worst:.1e}", kind="n"),
-        _cell(result.num_compared, f"{result.num_compared:,}", kind="n"),
-        _cell(result.seconds, f"{result.seconds:.1f}", kind="n"),
-        _cell(result.worst_tensor),
-    ]
-    words = [result.layout.replace(",", " "), result.dtype, result.status, result.worst_tensor]
-    return {"text": " ".join(words).lower(), "cells": cells, "lines": result.lines}
-
-
-def _cell(key: object, text: str | None = None, *, kind: str = "") -> dict[str, Any]:
-    """`key` is what a column is sorted by."""
-    return {"key": key, "text": str(key) if text is None else text, "kind": kind}
+    return render(
+        "gate.html",
+        title=title,
+        heads=heads,
+        axes=AXES,
+        options=OPTIONS,
+        rows=list(zip(results, layouts, strict=True)),
+        facts=facts,
+        made=made,
+    )
 
 
 def _load(path: Path, fingerprint: str) -> list[Result]:

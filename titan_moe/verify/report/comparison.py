@@ -1,13 +1,11 @@
 """A comparison of two runs on disk: one self-contained HTML page and the figures."""
 
 import json
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from titan_moe.verify.compare.comparison import Comparison, Verdict
-from titan_moe.verify.compare.records import LOAD_OF, NORM_OF
+from titan_moe.verify.compare.records import NORM_OF
 from titan_moe.verify.report.charts import (
     Panel,
     charts,
@@ -17,15 +15,13 @@ from titan_moe.verify.report.charts import (
     pair_panel,
 )
 from titan_moe.verify.report.data import (
-    Deviation,
     deviations,
     equal_steps,
     load_difference,
     load_of,
 )
-from titan_moe.verify.report.render import Table, render
+from titan_moe.verify.report.render import render
 from titan_moe.verify.report.sections import (
-    ABSENT,
     all_notes,
     configuration,
     detail,
@@ -42,8 +38,6 @@ _COLORS = {
     Verdict.UNJUDGED: "warn",
 }
 _MAIN = ("loss", "grad_norm")
-_MOST_ROWS, _MOST_FOLDED = 20, 1000
-"""Rows that are seen, and that are seen on a click."""
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
@@ -81,13 +75,13 @@ def comparison_page(comparison: Comparison) -> str:
         more=more,
         more_charts=charts(more),
         load=charts(_load_panels(comparison)),
-        has_band=comparison.band is not None,
-        quantities=_tables([one for one in found if not one.quantity.startswith(NORM_OF)]),
-        norms=_tables([one for one in found if one.quantity.startswith(NORM_OF)]),
+        quantities=[one for one in found if not one.quantity.startswith(NORM_OF)],
+        norms=[one for one in found if one.quantity.startswith(NORM_OF)],
         layouts=layouts(pair),
         configuration=configuration(pair),
         environment=environment(pair),
-        band=_band(comparison),
+        band=comparison.band,
+        band_charts=charts(_band_panels(comparison), height=1.9),
     )
 
 
@@ -108,53 +102,15 @@ def _load_panels(comparison: Comparison) -> dict[str, Panel]:
     return load_panels([load_of(comparison.candidate), load_difference(*pair)])
 
 
+def _band_panels(comparison: Comparison) -> dict[str, Panel]:
+    if comparison.band_check is None:
+        return {}
+    return {"statistics of all curves": partial(draw_statistics, comparison=comparison)}
+
+
 def _missing(comparison: Comparison) -> list[str]:
     found = all_notes((comparison.baseline, comparison.candidate))
     if comparison.band_check is not None and (lacking := comparison.band_check.missing):
         few = ", ".join(lacking[:3]) + (", ..." if len(lacking) > 3 else "")
         found.append(f"compared without {len(lacking)} quantities that the controls have: {few}")
     return found
-
-
-def _tables(found: Sequence[Deviation]) -> list[Table]:
-    """Every quantity at its worst step, the worst first: the rows that are seen, and the rest."""
-    heads = ["quantity", "step", "baseline", "candidate"]
-    heads += ["relative difference", "reach", "steps out"]
-    rows, kinds = [], []
-    for one in found:
-        is_load = one.quantity.startswith(LOAD_OF)
-        numbers = [ABSENT if is_load else f"{v:.8g}" for v in (one.baseline, one.candidate)]
-        relative = "0" if one.relative == 0 else f"{one.relative:.2e}"
-        reach = [ABSENT, ABSENT]
-        if one.reach is not None:
-            reach = [f"{one.reach:.3g}", str(one.steps_outside)]
-        quantity = one.quantity.removeprefix(NORM_OF)
-        rows.append([quantity, str(one.step), *numbers, relative, *reach])
-        kinds.append("beyond" if (one.reach or 0) > 1 else "")
-    shown = slice(_MOST_ROWS), slice(_MOST_ROWS, _MOST_FOLDED)
-    return [
-        Table(heads, rows[part], numbers=range(1, 7), kinds=kinds[part])
-        for part in shown
-        if rows[part]
-    ]
-
-
-def _band(comparison: Comparison) -> dict[str, Any] | None:
-    band = comparison.band
-    if band is None:
-        return None
-    stated = band.as_json()["false_alarms"]
-    panels: dict[str, Panel] = {}
-    if comparison.band_check is not None:
-        panels["statistics of all curves"] = partial(draw_statistics, comparison=comparison)
-    return {
-        "number": len(band.controls),
-        "names": ", ".join(control.name for control in band.controls),
-        "first": band.steps[0],
-        "last": band.steps[-1],
-        "quantities": len(band.quantities),
-        "limit": f"{band.limit:.3g}",
-        "if_log_normal": f"{100 * stated['if_log_normal']:.2g}",
-        "at_most": f"{100 * stated['at_most']:.2g}",
-        "charts": charts(panels, height=1.9),
-    }

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -182,21 +182,6 @@ def events(runs: Sequence[RunRecord]) -> Table | None:
 # --- layouts --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class MeshNode:
-    """A rank, or the boxes along one axis of the mesh."""
-
-    rank: int | None = None
-    place: str = ""
-    """A rank's coordinates, in words."""
-    axis: str = ""
-    direction: str = ""
-    """"row" of ranks; "across" or "down" of boxes."""
-    inner: list["MeshNode"] = field(default_factory=list)
-    left_out: str = ""
-    """The largest coordinate, if not all are drawn."""
-
-
 def layouts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Every run's ranks in both views, each rank once in each; above 64 ranks the first of each
     axis. A layout that several runs share is drawn once."""
@@ -219,7 +204,7 @@ def layouts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def _mesh_view(name: str, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """A world in one of _VIEWS: its sizes in words, and its ranks as nested boxes."""
+    """Returns a world in one of _VIEWS, and what to draw of it."""
     axes, modules = _VIEWS[name]
     known = [(axis, int(sizes.get(axis, 1))) for axis in axes]
     world = prod(size for _, size in known)
@@ -231,21 +216,7 @@ def _mesh_view(name: str, sizes: Mapping[str, int]) -> dict[str, Any]:
         "modules": modules,
         "words": " x ".join(f"{axis} {size}" for axis, size in larger) or "one rank",
         "left_out": left_out,
-        "node": _mesh(larger, 0, most, ""),
+        "axes": larger,
+        "world": world,
+        "most": most,
     }
-
-
-def _mesh(axes: list[tuple[str, int]], first: int, most: int, place: str) -> MeshNode:
-    """The ranks from `first` on that these axes hold, outermost axis first."""
-    if not axes:
-        return MeshNode(first, place.strip() or "alone")
-    (axis, size), *inner = axes
-    stride = prod(each for _, each in inner)
-    nodes = [
-        _mesh(inner, first + i * stride, most, f"{place}{axis} {i} ")
-        for i in range(min(size, most))
-    ]
-    # Stages of a pipeline stand below each other; ranks that hold the same layers, side by side.
-    direction = "row" if not inner else "down" if axis == "pp" else "across"
-    left_out = str(size - 1) if size > most else ""
-    return MeshNode(axis=axis, direction=direction, inner=nodes, left_out=left_out)

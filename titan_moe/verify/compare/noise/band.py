@@ -31,7 +31,7 @@ N + 1 correct curves, each as likely: false alarms in at most 1 of N + 1.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
@@ -90,9 +90,6 @@ class BandCheck:
     def clear(self) -> bool:
         """Says whether it is so far outside that few control runs are enough."""
         return not self.statistic <= CLEARLY * self.limit
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Band:
