@@ -5,7 +5,6 @@ made by this module alone: a tensor that goes to several goes to each as a view 
 first place that is wrong, in either direction, is the module that went wrong.
 """
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,7 +21,7 @@ from titan_moe.models.output import Output
 from titan_moe.moe.experts import Experts
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Scores
-from titan_moe.verify.localize.capture.moe_hooks import MoEHooks, replace
+from titan_moe.verify.localize.capture.moe_hooks import MoEHooks
 from titan_moe.verify.localize.capture.records import Place
 from titan_moe.verify.localize.capture.watcher import Watcher, on_gradient
 
@@ -44,7 +43,7 @@ def watch(sharded: ShardedModel, part: Decoder, watcher: Watcher) -> ExitStack:
         elif isinstance(module, Output):
             _watch_logits(module, watcher, stack)
         elif isinstance(module, Attention):
-            replace(stack, module, "core", _watched_core(f"{name}.core", module.core, watcher))
+            _watch_core(f"{name}.core", module, watcher, stack)
     return stack
 
 
@@ -114,14 +113,17 @@ def _watch_logits(module: Output, watcher: Watcher, stack: ExitStack) -> None:
 
         on_gradient(loss, keep)
 
-    replace(stack, module, "watch", watch)
+    def end() -> None:
+        module.watch = None
+
+    module.watch = watch
+    stack.callback(end)
     stack.callback(module.register_forward_hook(after).remove)
 
 
-def _watched_core(
-    name: str, core: Callable[..., Tensor], watcher: Watcher
-) -> Callable[..., Tensor]:
-    """Returns an attention core whose queries, keys, values and output are seen, head by head."""
+def _watch_core(name: str, module: Attention, watcher: Watcher, stack: ExitStack) -> None:
+    """Records an attention core's queries, keys, values and output, head by head."""
+    core = module.core
 
     def watched(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
         seen = []
@@ -134,4 +136,8 @@ def _watched_core(
         watcher.forward(name, "output", o_BHSC.transpose(1, 2), cut=True)
         return o_BHSC
 
-    return watched
+    def end() -> None:
+        module.core = core
+
+    module.core = watched
+    stack.callback(end)

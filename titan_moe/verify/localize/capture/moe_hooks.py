@@ -11,18 +11,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_moe.distributed.parallelize import ShardedModel
-from titan_moe.moe.dispatch.base import ExpertRows
+from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
 from titan_moe.verify.localize.capture.records import EXPERT_SUMS, EXPERTS, Laid, Place
 from titan_moe.verify.localize.capture.sketch import sketch_rows
 from titan_moe.verify.localize.capture.watcher import Lay, Watcher, recomputing
-
-
-def replace(stack: ExitStack, owner: object, name: str, new: Any) -> None:
-    """Sets an attribute until the stack is closed."""
-    stack.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, new)
 
 
 def choice_margins(scores_TE: Tensor, router: Router) -> Tensor:
@@ -45,14 +39,16 @@ def choice_margins(scores_TE: Tensor, router: Router) -> Tensor:
     return margin_T
 
 
-class MoEHooks:
+class MoEHooks(Dispatcher):
     """Record the experts that each token of a layer chose, their weights, and each expert's rows.
 
-    Rows have forgotten their tokens where experts see them, so they are summed by expert.
+    Rows have forgotten their tokens where experts see them, so they are summed by expert. It takes
+    the place of the layer's dispatcher, and passes calls on.
     """
 
     def __init__(self, name: str, moe: MoE, watcher: Watcher, sharded: ShardedModel) -> None:
         self._name, self._moe, self._watcher = name, moe, watcher
+        self._plain = moe.dispatcher
         dims, rank = sharded.meshes.dims, sharded.meshes.rank
         self._rank, self._slices = rank, dims.etp
         self._chunks = count()  # Rows of one expert on one rank, in several microbatches, add up.
@@ -60,15 +56,45 @@ class MoEHooks:
 
     def install(self, stack: ExitStack) -> None:
         """Watches the layer until the stack is closed."""
-        moe, dispatcher = self._moe, self._moe.dispatcher
-        replace(stack, moe, "routing_fn", self._choosing(moe.routing_fn))
-        replace(stack, moe, "gating_weights", self._weighing(moe.gating_weights))
-        replace(stack, dispatcher, "num_parts", 1)
-        replace(stack, dispatcher, "send", self._sending(dispatcher.send))
-        replace(stack, dispatcher, "receive", self._receiving(dispatcher.receive))
-        replace(stack, dispatcher, "combine", self._combining(dispatcher.combine))
+        moe = self._moe
+        plain = moe.routing_fn, moe.gating_weights, moe.dispatcher
+        moe.routing_fn, moe.gating_weights = self._choosing(plain[0]), self._weighing(plain[1])
+        moe.dispatcher = self
         stack.callback(moe.experts.register_forward_pre_hook(self._before_experts).remove)
         stack.callback(moe.experts.register_forward_hook(self._after_experts).remove)
+
+        def end() -> None:
+            moe.routing_fn, moe.gating_weights, moe.dispatcher = plain
+
+        stack.callback(end)
+
+    def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
+        return self._plain.traffic(experts_TK, counts_E)
+
+    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> Any:
+        return self._plain.plan(experts_TK, counts_E)
+
+    def dropped(self, plan: Any) -> Tensor | None:
+        return self._plain.dropped(plan)
+
+    def send(self, x_TD: Tensor, weights_TK: Tensor, plan: Any) -> Any:
+        name, given = f"{self._name}.dispatcher.dispatch", self._watcher.given
+        x_TD = given(name, "tokens", x_TD)
+        weights_TK = given(name, "weights", weights_TK, lay=self._by_expert(gradient=True))
+        return self._plain.send(x_TD, weights_TK, plan)
+
+    def receive(self, sent: Any, plan: Any) -> ExpertRows:
+        name, rows = f"{self._name}.dispatcher.dispatch", self._plain.receive(sent, plan)
+        lay = self._by_row(rows, whole=True)
+        self._watcher.forward(name, "rows", rows.x_RD, lay=lay)
+        self._watcher.forward(name, "weights", rows.weights_R, lay=lay)
+        return rows
+
+    def combine(self, y_RD: Tensor, plan: Any) -> Tensor:
+        name, lay = f"{self._name}.dispatcher.combine", self._by_row(self._rows, whole=True)
+        y_TD = self._plain.combine(self._watcher.given(name, "rows", y_RD, lay=lay), plan)
+        self._watcher.forward(name, "output", y_TD)
+        return y_TD
 
     def _choosing(self, choose: Callable[..., Tensor]) -> Callable[..., Tensor]:
         watcher, place = self._watcher, Place("forward", f"{self._name}.router", "choice")
@@ -97,38 +123,6 @@ class MoEHooks:
             return weights_TK
 
         return weighed
-
-    def _sending(self, send: Callable[..., Any]) -> Callable[..., Any]:
-        name, watcher = f"{self._name}.dispatcher.dispatch", self._watcher
-
-        def sent(x_TD: Tensor, weights_TK: Tensor, plan: Any) -> Any:
-            x_TD = watcher.given(name, "tokens", x_TD)
-            lay = self._by_expert(gradient=True)
-            return send(x_TD, watcher.given(name, "weights", weights_TK, lay=lay), plan)
-
-        return sent
-
-    def _receiving(self, receive: Callable[..., ExpertRows]) -> Callable[..., ExpertRows]:
-        name, watcher = f"{self._name}.dispatcher.dispatch", self._watcher
-
-        def received(sent: Any, plan: Any) -> ExpertRows:
-            rows = receive(sent, plan)
-            watcher.forward(name, "rows", rows.x_RD, lay=self._by_row(rows, whole=True))
-            watcher.forward(name, "weights", rows.weights_R, lay=self._by_row(rows, whole=True))
-            return rows
-
-        return received
-
-    def _combining(self, combine: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        name, watcher = f"{self._name}.dispatcher.combine", self._watcher
-
-        def combined(y_RD: Tensor, plan: Any) -> Tensor:
-            lay = self._by_row(self._rows, whole=True)
-            y_TD = combine(watcher.given(name, "rows", y_RD, lay=lay), plan)
-            watcher.forward(name, "output", y_TD)
-            return y_TD
-
-        return combined
 
     def _before_experts(self, module: Any, args: tuple[ExpertRows]) -> tuple[ExpertRows]:
         (rows,) = args
