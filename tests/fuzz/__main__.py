@@ -4,7 +4,7 @@
     python -m tests.fuzz --only 'kills|tokens' --count 20 --seed 7
 
 A trial is named by subject, seed and number, and draws from these alone: the same one can be made
-again with --only and --first. Killed, the same command goes on behind the last line of --out.
+again with --only and --first.
 
 A run that reads a damaged folder may go on (checkpoints and exports: only as if nothing had been
 damaged), or refuse it in lines that a user can use. All else is a failure: a traceback or the name
@@ -29,7 +29,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -65,17 +65,16 @@ def main() -> int:
     if not can_mount() and (without := [name for name in subjects if name in TROUBLES]):
         print(f"without {', '.join(without)}: mounting a file system takes root", file=sys.stderr)
         subjects = [name for name in subjects if name not in without]
-    done = {line["trial"]: line["kind"] for line in _lines(arguments.out)}
     wanted = [
         (name, f"{name} {arguments.seed} {number}")
         for name in subjects
         for number in range(arguments.first, arguments.first + (arguments.count or _COUNTS[name]))
     ]
-    tally = Counter((name, done[trial]) for name, trial in wanted if trial in done)
+    tally = Counter[tuple[str, str]]()
     with tempfile.TemporaryDirectory(prefix="campaign-") as work:
         trials = _trials(Path(work), arguments.seconds, subjects)
         try:
-            for name, trial in tqdm([each for each in wanted if each[1] not in done], unit="trial"):
+            for name, trial in tqdm(wanted, unit="trial"):
                 with tempfile.TemporaryDirectory(dir=work) as own:
                     what, outcome = trials[name](Path(own), random.Random(trial))
                     end_all()
@@ -87,7 +86,7 @@ def main() -> int:
                     with arguments.out.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(line) + "\n")
         except KeyboardInterrupt:
-            print("interrupted: the same command goes on", file=sys.stderr)
+            print("interrupted", file=sys.stderr)
             return 130
         finally:
             end_all()
@@ -106,11 +105,6 @@ def _trials(work: Path, seconds: float, subjects: list[str]) -> dict[str, Trial]
         disks = Disks(undisturbed, seconds)
         trials |= {name: partial(disks.trial, name) for name in TROUBLES}
     return trials
-
-
-def _lines(path: Path | None) -> Iterator[dict[str, str]]:
-    if path is not None and path.exists():
-        yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
 
 
 if __name__ == "__main__":

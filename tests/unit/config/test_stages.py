@@ -3,7 +3,6 @@ import pytest
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import load_job, resolve, save_job
 from titan_moe.config.stages import (
-    changes,
     job_of_step,
     stage_jobs,
     tokens_per_step,
@@ -57,19 +56,6 @@ def test_a_step_belongs_to_the_last_stage_that_began(job):
     assert lengths == {0: 64, 1: 64, 10: 64, 11: 128, 50: 128, 100: 128}
     assert job_of_step(job, 50).training.global_batch_size == -1
     assert job_of_step(job, 51).training.global_batch_size == 16
-
-
-def test_changes_are_named_with_both_values(job):
-    jobs = [each for _, each in stage_jobs(resolve(job, 4))]
-    assert changes(jobs[0], jobs[0]) == ""
-    assert changes(jobs[0], jobs[1]) == (
-        "training.seq_len 64 -> 128, parallelism.tensor_parallel_degree 2 -> 1, "
-        "parallelism.context_parallel_degree 1 -> 2, "
-        "parallelism.context_parallel_rotate_method allgather -> ring"
-    )
-    assert changes(jobs[1], jobs[2]) == (
-        "training.local_batch_size 2 -> 1, training.global_batch_size 4 -> 16"
-    )
 
 
 def test_tokens_of_a_step_are_named_where_they_change(job):
