@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.tiers import tiered
+from tests.support.tiny import tiny_step
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job, resolve
 from titan_moe.models.hf import model_of_job
@@ -41,19 +42,12 @@ def make_job(layout: str) -> JobConfig:
 
 
 def train_on_gloo(job: JobConfig, planted: bool = False) -> Sent:
-    from titan_moe.distributed.parallelize import build_sharded_model
-    from titan_moe.optim.optimizers import build_optimizer
-    from titan_moe.train_step import TrainStep
-
-    config, cpu = model_of_job(job.model), torch.device("cpu")
-    sharded = build_sharded_model(job, config, device=cpu, world_size=dist.get_world_size())
+    sharded, train_step = tiny_step(job, model_of_job(job.model))
     balance_routers(sharded)
     if planted:
         for moe in sharded.moe_layers().values():
             combine = moe.dispatcher.combine
             moe.dispatcher.combine = lambda y, plan, do=combine: (do(y, plan) + do(y, plan)) / 2
-    optimizer = build_optimizer(job.optimizer, sharded.named_parameters())
-    train_step = TrainStep(sharded, optimizer, job.training, device=cpu)
     counter = CommCounter()
     with counter:
         counter.groups = axes_of_groups(sharded.meshes)

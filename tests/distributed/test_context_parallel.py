@@ -192,22 +192,12 @@ BUGS = {
         "allgather",
         DK,
     ),
-    "heads' rows not in order": Bug(
-        context_parallel,
-        "[join_row(x, balanced=self._balanced) for x in parts]",
-        "[join_row(x, balanced=False) for x in parts]",
-        "ulysses",
-        OUT,
-    ),
     "other heads' sinks": Bug(
         context_parallel,
         "sinks_H.chunk(self._group.size())[self._group.rank()]",
         "sinks_H.chunk(self._group.size())[self._group.rank() - 1]",
         "ulysses",
         OUT,
-    ),
-    "ranks passed by in the masks alone": Bug(
-        ring_attention, "after - before for", "1 for", "ring", OUT
     ),
     "sinks pulled, not pushed": Bug(
         ring_attention, "return -(weights", "return (weights", "ring", DSINKS
@@ -217,9 +207,6 @@ BUGS = {
     ),
     "last hop home forgotten": Bug(
         ring_attention, "travelling.wait().to(", "(travelling.wait(), grad_held)[1].to(", "ring", DK
-    ),
-    "blocks merged without the old ones' weight": Bug(
-        ring_attention, "out.mul_((lse - total).exp()[..., None]).add", "out.add", "ring", OUT
     ),
 }
 

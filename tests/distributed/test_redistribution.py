@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -15,7 +14,7 @@ import titan_moe
 from tests.support.planting import Bug, plant, right_source
 from tests.support.shardings import all_shardings
 from titan_moe.distributed.dtensor import local_part, sharding_of
-from titan_moe.distributed.redistribution import execute, plan
+from titan_moe.distributed.redistribution import _MeshGroups, execute, plan
 from titan_moe.distributed.sharding import Axes, Sharding, coordinates, group_of
 from titan_moe.distributed.sharding_moves import LOCAL_OPS
 from titan_moe.runtime.ranks import RankError, run_on_ranks
@@ -24,19 +23,8 @@ from titan_moe.simulate.comm_counter import CommCounter
 GRID = {"x": 2, "y": 2}
 
 
-class Mesh:
-    """Groups of joined axes, made when they are first asked for, by all of their ranks at once."""
-
-    def __init__(self, axes: Axes) -> None:
-        self.axes, self.rank = axes, dist.get_rank()
-        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
-
-    def group(self, axes: Sequence[str]) -> ProcessGroup:
-        ranks = tuple(group_of(self.rank, axes, self.axes))
-        if ranks not in self._groups:
-            group = dist.new_group(list(ranks), use_local_synchronization=True)
-            self._groups[ranks] = group
-        return self._groups[ranks]
+def mesh_of(axes: dict[str, int]) -> _MeshGroups:
+    return _MeshGroups(init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)))
 
 
 def whole_of(shape: tuple[int, ...]) -> Tensor:
@@ -95,7 +83,7 @@ def move_all(
     """Every pair's plan carried out on this rank."""
     if bug is not None:
         plant(bug)
-    mesh, whole, results = Mesh(axes), whole_of(shape), []
+    mesh, whole, results = mesh_of(axes), whole_of(shape), []
     for source, target in pairs:
         steps = plan(source, target, axes=axes, shape=shape, dtype=whole.dtype)
         for step in steps.steps:
@@ -290,7 +278,7 @@ def of_other_meshes() -> list[str]:
         ValueError, match=r"holds \[8, 4\], not \[2, 4\]: its part of \[8, 4\] under"
     ):
         rows = plan("S(0)[x]", "R", axes={"x": 4}, shape=(8, 4), dtype=whole.dtype)
-        execute(rows, whole, Mesh({"x": 4}))
+        execute(rows, whole, mesh_of({"x": 4}))
     return says
 
 

@@ -13,7 +13,6 @@ from tests.support.tiers import tiered
 from tests.support.trainings import figures, make_job, train_here
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job
-from titan_moe.metrics import curves
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 STEPS = 8
@@ -42,17 +41,11 @@ def staged_job(folder: Path, stages: list[dict[str, Any]] = STAGES) -> JobConfig
     return JobConfig.model_validate(job.model_dump() | {"stages": stages})
 
 
-def train(job: JobConfig) -> None:
-    """On one rank, without the picture of the curves, which takes a second."""
-    curves.plot_curves = lambda *_, **__: None
-    train_here(job)
-
-
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that never stops."""
     folder = tmp_path_factory.mktemp("live")
-    run_on_ranks(train, 2, staged_job(folder))
+    run_on_ranks(train_here, 2, staged_job(folder))
     return folder
 
 
@@ -72,7 +65,7 @@ def test_a_run_that_stopped_goes_on_as_the_one_that_did_not(
     """Before the first and the second stage, and inside of the last one."""
     name = f"checkpoint/step-{step}"
     shutil.copytree(live / name, tmp_path / name)
-    run_on_ranks(train, 2, staged_job(tmp_path))
+    run_on_ranks(train_here, 2, staged_job(tmp_path))
     assert figures(tmp_path) == figures(live)[step:]
     assert saved(tmp_path, STEPS) == saved(live, STEPS)
 
@@ -104,7 +97,7 @@ def test_a_change_of_layout_waits_for_the_save_in_the_background(
     tables = staged_job(tmp_path, stages=STAGES[:1]).model_dump()
     tables["training"]["steps"] = 3
     tables["checkpoint"]["async_mode"] = "async"
-    run_on_ranks(train, 2, JobConfig.model_validate(tables))
+    run_on_ranks(train_here, 2, JobConfig.model_validate(tables))
     assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-2", "step-3"]
     assert saved(tmp_path, 2) == saved(live, 2)
 
@@ -116,4 +109,4 @@ def test_a_stage_that_the_run_did_not_have_is_refused(tmp_path: Path, live: Path
     job = staged_job(tmp_path, stages=STAGES[:2])
     line = "was taken with seq_len=96, this run has seq_len=64: set it as it was"
     with pytest.raises(RankError, match=line):
-        run_on_ranks(train, 2, job)
+        run_on_ranks(train_here, 2, job)

@@ -11,10 +11,9 @@ from tests.support.faulty_steps import (
     train_in_legs,
     train_leaving_out_update,
     train_with_faults,
-    train_without_curves,
 )
 from tests.support.tiers import tiered
-from tests.support.trainings import figures, make_job
+from tests.support.trainings import figures, make_job, train_here
 from titan_moe.config.job_config import JobConfig
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 
@@ -152,7 +151,7 @@ def test_run_stops_with_the_state_before_the_bad_step(tmp_path: Path, fault: str
     assert (tmp_path / "checkpoint/step-5/manifest.json").exists(), "between two saves"
     assert [event["decision"] for event in events(tmp_path)] == ["stop"]
     # Going on from there without the fault is the run that never had it.
-    run_on_ranks(train_without_curves, 2, job)
+    run_on_ranks(train_here, 2, job)
     healthy = tmp_path / "healthy"
-    run_on_ranks(train_without_curves, 2, job_of(healthy, "stop"))
+    run_on_ranks(train_here, 2, job_of(healthy, "stop"))
     assert_same(tmp_path, healthy)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.launching import EMPTY, command, environment
-from tests.support.listeners import descendants, listening
+from tests.support.listeners import listening
 from tests.support.paths import REPO
 from tests.support.tiers import tiered
 from titan_moe.metrics.jsonl import read_json_lines
@@ -142,7 +142,7 @@ def test_signal_ends_all_ranks_and_names_the_folder(
     tmp_path: Path, number: signal.Signals, to_the_terminal: bool, code: int
 ) -> None:
     process = _start_endless(tmp_path)
-    found = listening(descendants(process.pid))
+    found = listening(_pids(tmp_path))
     assert found and all(address.is_loopback for address in found), found
     (os.killpg if to_the_terminal else os.kill)(process.pid, number)
     words, _ = process.communicate(timeout=TIMEOUT_S)

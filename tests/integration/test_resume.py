@@ -1,6 +1,5 @@
 """A run that stops and goes on is the run that never stopped: the same bits."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -125,22 +124,3 @@ def test_a_kill_while_a_checkpoint_is_written_in_the_background(tmp_path: Path, 
     run_on_ranks(train_here, 2, job)
     assert_same_run(tmp_path, undisturbed)
     assert not (tmp_path / "checkpoint/.step-15.writing").exists()
-
-
-@pytest.mark.slow
-def test_validation_changes_nothing_but_the_validation_loss(tmp_path: Path):
-    plain = make_job(tmp_path / "plain", steps=4)
-    watched = make_job(
-        tmp_path / "watched", steps=4, validation={"enable": True, "freq": 1, "steps": 2}
-    )
-    run_on_ranks(train_here, 2, plain)
-    run_on_ranks(train_here, 2, watched)
-    assert figures(tmp_path / "watched") == figures(tmp_path / "plain")
-    ours, theirs = (
-        json.loads((tmp_path / name / "checkpoint/step-4/manifest.json").read_text())
-        for name in ("watched", "plain")
-    )
-    assert ours["checksums"] == theirs["checksums"]
-    lines = (tmp_path / "watched/metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["validation_loss"] for line in lines]
-    assert losses == sorted(losses, reverse=True)

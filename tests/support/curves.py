@@ -6,7 +6,6 @@ from pathlib import Path
 from tests.support.trainings import train_here
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job, resolve
-from titan_moe.metrics import curves
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.trainer import Trainer
 from titan_moe.verify.compare.control_runs import batch_words
@@ -40,7 +39,6 @@ def train(
 
 
 def _train_altered(job: JobConfig, alter: Callable[[Trainer], None] | None) -> None:
-    curves.plot_curves = lambda *_, **__: None
     train = Trainer.train
 
     def altered(trainer: Trainer) -> bool:

@@ -14,8 +14,6 @@ class Event(NamedTuple):
     """ "forward" or "backward", by what autograd does in this thread."""
     flight: int = -1
     """Which exchange."""
-    width: int = -1
-    """Numbers in a row of it."""
 
 
 @dataclass
@@ -34,12 +32,12 @@ class Log:
         def started(exchange: Any, x_RD: Tensor) -> Tensor:
             out_RD = start(exchange, x_RD)
             flight = self.flights[out_RD.untyped_storage()._cdata] = len(self.events)
-            self.events.append(Event("start", phase(), flight, x_RD.shape[1]))
+            self.events.append(Event("start", phase(), flight))
             return out_RD
 
         def waited(exchange: Any, x_RD: Tensor) -> Tensor:
             flight = self.flights.pop(x_RD.untyped_storage()._cdata)
-            self.events.append(Event("wait", phase(), flight, x_RD.shape[1]))
+            self.events.append(Event("wait", phase(), flight))
             return wait(exchange, x_RD)
 
         collectives.AllToAll.start, collectives.AllToAll.wait = started, waited  # type: ignore

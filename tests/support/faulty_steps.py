@@ -57,7 +57,7 @@ def train_with_faults(
 
     Loader.next_step, Experts.forward, Output.forward = counted, forward, loss_with_spike
     bad_steps.FEWEST = 4
-    return train_without_curves(job)
+    return train_here(job)
 
 
 def train_in_legs(legs: Sequence[tuple[JobConfig, int]]) -> None:
@@ -74,7 +74,7 @@ def train_in_legs(legs: Sequence[tuple[JobConfig, int]]) -> None:
     Trainer._resume = resume_further_on
     for job, left_out in legs:
         num_batches = left_out
-        train_without_curves(job)
+        train_here(job)
 
 
 def train_leaving_out_update(job: JobConfig, step: int) -> bool:
@@ -88,12 +88,4 @@ def train_leaving_out_update(job: JobConfig, step: int) -> bool:
             update(self, result)
 
     TrainStep._update = update_if_wanted
-    return train_without_curves(job)
-
-
-def train_without_curves(job: JobConfig) -> bool:
-    """Train on this rank; the picture takes as long as many steps."""
-    from titan_moe.metrics import curves
-
-    curves.plot_curves = lambda *_, **__: None
     return train_here(job)

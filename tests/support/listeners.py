@@ -8,21 +8,6 @@ from pathlib import Path
 _LISTENS = "0A"
 
 
-def descendants(pid: int) -> list[int]:
-    """Returns a process and all processes below it."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        children.setdefault(parent, []).append(int(stat.parent.name))
-    pids = [pid]
-    for each in pids:
-        pids += children.get(each, [])
-    return pids
-
-
 def listening(pids: list[int]) -> list[IPv4Address | IPv6Address]:
     """Returns the address of every TCP socket on which one of `pids` listens."""
     inodes = set()

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
 from types import FunctionType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -40,25 +40,17 @@ class Bug(NamedTuple):
     """The gradient must be missing."""
 
 
-class Line(Protocol):
-    """The function of a mistake, and how the line reads without and with it: as in Bug."""
-
-    @property
-    def where(self) -> str: ...
-    @property
-    def right(self) -> str: ...
-    @property
-    def wrong(self) -> str: ...
-
-
 def planted_bugs() -> dict[str, Bug]:
     """Reads planted_bugs.toml, by name."""
     text = Path(__file__).with_name("planted_bugs.toml").read_text(encoding="utf-8")
     return {entry.pop("name"): Bug(**entry) for entry in tomllib.loads(text)["bug"]}
 
 
-def right_source(bug: Line) -> tuple[FunctionType, str]:
-    """The function that a bug is in, and its source; AssertionError if the line is gone."""
+def right_source(bug: Any) -> tuple[FunctionType, str]:
+    """Returns the function that a bug is in, and its source.
+
+    `bug` says `where`, `right` and `wrong`, as Bug does. AssertionError if the line is gone.
+    """
     assert "\n" not in bug.right + bug.wrong, "a bug is one line"
     module, _, path = bug.where.partition(":")
     function = _plain(reduce(getattr, path.split("."), import_module(module)))
@@ -67,7 +59,7 @@ def right_source(bug: Line) -> tuple[FunctionType, str]:
     return function, source
 
 
-def plant(bug: Line) -> None:
+def plant(bug: Any) -> None:
     """Change the function for the rest of this process; AssertionError if the line is gone."""
     function, source = right_source(bug)
     names = dict(function.__globals__)

@@ -53,8 +53,6 @@ class Part(NamedTuple):
 class Watched:
     """What one rank saw in a run."""
 
-    rows: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict)
-    """By step: tokens, labels, documents and sample names of its rows, in order."""
     saved: dict[int, dict[str, Part]] = field(default_factory=dict)
     """By step: all that it held when that step was saved."""
     loaded: dict[str, Part] = field(default_factory=dict)
@@ -66,7 +64,6 @@ class Watched:
 class Run:
     """One run or one leg of it, over all its ranks."""
 
-    layout: Layout
     folder: Path
     ranks: list[Watched]
 
@@ -76,21 +73,17 @@ class Run:
     def read(self, step: int, name: str) -> dict[str, Any]:
         return json.loads((self.checkpoint(step) / name).read_text())
 
-    def curve(self) -> dict[int, tuple[float, ...]]:
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        keys = ("loss", "grad_norm", "balance_loss")
-        return {line["step"]: tuple(line[key] for key in keys) for line in map(json.loads, lines)}
+    def logged(self, *keys: str) -> dict[int, tuple[float, ...]]:
+        """Returns these keys of each step's metrics."""
+        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        return {line["step"]: tuple(line[key] for key in keys) for line in lines}
 
-    def global_batch(self, step: int) -> list[tuple[Any, ...]]:
-        """Returns all rows of a step; ranks that should read the same rows must have."""
-        shards = Shards(self.layout)
-        of_place: dict[int, list[tuple[Any, ...]]] = {}
-        for rank, watched in enumerate(self.ranks):
-            place = shards.coordinate(rank, "dp_replicate") * self.layout.dp_shard
-            place += shards.coordinate(rank, "dp_shard")
-            rows = of_place.setdefault(place, watched.rows[step])
-            assert rows == watched.rows[step], f"rank {rank} reads other rows than its replica"
-        return [row for place in sorted(of_place) for row in of_place[place]]
+    def curve(self) -> dict[int, tuple[float, ...]]:
+        return self.logged("loss", "grad_norm", "balance_loss")
+
+    def data(self) -> dict[int, tuple[float, ...]]:
+        """Returns the fingerprint of each step's global batch."""
+        return self.logged("data")
 
 
 def make_job(
@@ -156,7 +149,7 @@ def run(
     assert not problems, f"{layout}: {problems}"
     other = (make_job(family, after, folder, steps=steps), after) if after else None
     ranks = run_on_ranks(train_watched, layout.world_size, job, config, layout, other, plant)
-    return Run(after or layout, folder, ranks)
+    return Run(folder, ranks)
 
 
 def go_on(family: str, source: Run, layout: Layout, folder: Path, **how: Any) -> Run:
@@ -192,7 +185,6 @@ def train_watched(
         if trainer.progress.step > 0:
             save(trainer.progress.step, trainer._state())
             watched.loaded = watched.saved[trainer.progress.step]
-        _watch_rows(trainer, watched)
 
     def reshard_and_step(step: int) -> None:
         if step == 1:  # Training draws no random numbers, and so would not show their states.
@@ -204,8 +196,7 @@ def train_watched(
             watched.left = [f"{type(each())}" for each in old if each() is not None]
             watched.loaded = _parts(trainer, Shards(after[1], tensor_dims()))
             _watch_saves(trainer, watched, after[1])
-            _watch_rows(trainer, watched)
-        make_step(step)
+            make_step(step)
 
     trainer._resume, trainer._step = resume_and_save_again, reshard_and_step
     trainer.train()
@@ -221,27 +212,6 @@ def _watch_saves(trainer: Trainer, watched: Watched, layout: Layout) -> None:
         save(step, state, **how)
 
     trainer.checkpointer.save = save_and_keep
-
-
-def _watch_rows(trainer: Trainer, watched: Watched) -> None:
-    """Keep the rows that the loader hands out."""
-    next_step = trainer.data.loader.next_step
-
-    def next_step_and_keep() -> list:
-        batches = next_step()
-        rows = [row for batch in batches for row in _rows(batch)]
-        watched.rows[trainer.progress.step + 1] = rows
-        return batches
-
-    trainer.data.loader.next_step = next_step_and_keep
-
-
-def _rows(batch: Any) -> list[tuple[Any, ...]]:
-    tensors = (batch.tokens_BS, batch.labels_BS, batch.documents_BS)
-    contents = [tensor.numpy().tobytes() for row in zip(*tensors, strict=True) for tensor in row]
-    return [
-        (*contents[3 * row : 3 * row + 3], tuple(names)) for row, names in enumerate(batch.samples)
-    ]
 
 
 def _parts(trainer: Trainer, shards: Shards) -> dict[str, Part]:
@@ -311,7 +281,7 @@ def problems(source: Run, ours: Run) -> list[str]:
         lines.append("saved again, the data position is another")
     lines += [f"{name} is stored twice" for name in _stored_twice(ours.checkpoint(LEG))]
     for step in range(LEG + 1, 2 * LEG + 1):
-        if ours.global_batch(step) != source.global_batch(step):
+        if ours.data()[step] != source.data()[step]:
             lines.append(f"step {step} has another global batch")
         if ours.curve()[step] != pytest.approx(source.curve()[step], rel=1e-9):
             lines.append(f"step {step} gives {ours.curve()[step]}, not {source.curve()[step]}")
@@ -329,7 +299,7 @@ def unlike(live: Run, through_disk: Run) -> list[str]:
     }.items():
         lines += [f"{name} is another {when}" for name in _differences(theirs, ours)]
     for step in range(LEG + 1, end + 1):
-        if live.global_batch(step) != through_disk.global_batch(step):
+        if live.data()[step] != through_disk.data()[step]:
             lines.append(f"step {step} has another global batch")
         if live.curve()[step] != through_disk.curve()[step]:
             lines.append(f"step {step}: {live.curve()[step]}, not {through_disk.curve()[step]}")
