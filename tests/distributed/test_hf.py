@@ -9,11 +9,13 @@ import torch
 
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
 from tests.support.tiers import tiered
+from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.checkpoint.folder import step_folder
 from titan_moe.checkpoint.hf import write
 from titan_moe.checkpoint.hf.read import load_hf
 from titan_moe.checkpoint.manifest import gather_specs
 from titan_moe.checkpoint.tensors import MODEL, model_tensors
-from titan_moe.config.job_config import JobConfig
+from titan_moe.config.job_config import Checkpoint, JobConfig
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.hf import HFModel
 from titan_moe.runtime.ranks import run_on_ranks
@@ -50,12 +52,21 @@ def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str)
     tensors = {n.removeprefix(MODEL): t for n, t in model_tensors(sharded.parts).items()}
     shapes = {name: spec.shape for name, spec in gather_specs(tensors).items()}
     load_hf(source, model, tensors, shapes)
-    record = {"model": {"hf_assets_path": str(source)}}
+    checkpointer = Checkpointer(
+        Checkpoint(enable=True),
+        target.parent,
+        modules=sharded.parts,
+        optimizer=None,
+        num_experts=model.config.moe.num_experts,
+        job_record={"model": {"hf_assets_path": str(source)}},
+        merge_data=lambda states: {},
+        model=model,
+    )
+    checkpointer.save(1, {})
     # More files than ranks, and not as many for each of them.
     with mock.patch.object(write, "LARGEST_FILE", 40_000):
-        write.save_hf(
-            target, model, tensors, shapes, dtype=getattr(torch, dtype), job_record=record
-        )
+        saved = step_folder(checkpointer.folder, 1)
+        write.export_checkpoint(saved, target, getattr(torch, dtype))
 
 
 @pytest.mark.parametrize(

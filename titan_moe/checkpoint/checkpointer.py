@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,11 @@ from titan_moe.checkpoint import folder as folders
 from titan_moe.checkpoint.checksums import checksums, unlike_copies
 from titan_moe.checkpoint.find import find_checkpoint
 from titan_moe.checkpoint.hf.read import load_hf
-from titan_moe.checkpoint.hf.write import save_hf
+from titan_moe.checkpoint.hf.write import export_checkpoint
 from titan_moe.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     audit,
-    code_version,
     compare_checksums,
     gather_specs,
 )
@@ -241,11 +241,10 @@ class Checkpointer:
                 tensors=specs,
                 checksums=sums,
                 job=self._job_record,
-                code=code_version(),
                 family=self._model.family if self._model else "",
                 model=as_record(self._model.config) if self._model else {},
             )
-            contents[MANIFEST] = manifest.model_dump(mode="json")
+            contents[MANIFEST] = asdict(manifest)
             return folders.begin(target)
 
         aside = on_rank_zero(begin, doing=f"cannot save checkpoint {target}")
@@ -266,17 +265,12 @@ class Checkpointer:
             logger.info(line, *values)
 
     def export(self, step: int) -> None:
-        """Write the model as a Hugging Face folder beside the checkpoint of `step`; collective.
-        Raises RunError when it cannot be written; nothing is left then."""
-        tensors, shapes = self._model_tensors()
-        save_hf(
-            folders.hf_folder(self._folder, step),
-            self._hf_model(),
-            tensors,
-            shapes,
-            dtype=getattr(torch, self._config.export_dtype),
-            job_record=self._job_record,
-        )
+        """Write the model in the checkpoint of `step` as a Hugging Face folder beside it;
+        collective. Raises RunError when it cannot be written; nothing is left then."""
+        source = folders.step_folder(self._folder, step)
+        target = folders.hf_folder(self._folder, step)
+        dtype = getattr(torch, self._config.export_dtype)
+        self._say("%s", export_checkpoint(source, target, dtype))
 
     def check_export(self, last_step: int, *, finished: bool = False) -> None:
         """Raises RunError when the export after the last step would find its folder taken; of a
@@ -333,21 +327,16 @@ class Checkpointer:
         return tensors
 
     def _load_hf(self) -> None:
-        folder = self._config.initial_load_path or self._job_record["model"]["hf_assets_path"]
-        if MODEL.rstrip(".") not in self._config.exclude_from_loading:
-            load_hf(Path(folder).expanduser(), self._hf_model(), *self._model_tensors())
-
-    def _hf_model(self) -> HFModel:
+        if MODEL.rstrip(".") in self._config.exclude_from_loading:
+            return
         assert self._model is not None, "Hugging Face folders want a family and dimensions"
-        return self._model
-
-    def _model_tensors(self) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-        """This rank's tensors of the model and the shapes of all ranks', by our names."""
+        folder = self._config.initial_load_path or self._job_record["model"]["hf_assets_path"]
         tensors = {
             name.removeprefix(MODEL): tensor
             for name, tensor in model_tensors(self._modules).items()
         }
-        return tensors, {name: spec.shape for name, spec in gather_specs(tensors).items()}
+        shapes = {name: spec.shape for name, spec in gather_specs(tensors).items()}
+        load_hf(Path(folder).expanduser(), self._model, tensors, shapes)
 
     def _set_aside_later(self, step: int) -> None:
         for kept in folders.set_aside_later(self._folder, step):

@@ -7,7 +7,7 @@ agrees with no file, and a missing line leaves a file without one.
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,9 +19,6 @@ DIGESTS = "SHA256SUMS"
 
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](\S.*)")
 _BLOCK = 1 << 22
-
-Advance = Callable[[int], object]
-"""Takes the number of bytes that were read."""
 
 
 def write_listing(folder: Path, known: Mapping[str, str]) -> None:
@@ -72,15 +69,13 @@ def read_checked(path: Path) -> bytes:
     return data
 
 
-def damaged_files(
-    folder: Path, digests: Mapping[str, str], advance: Advance = lambda number: None
-) -> list[str]:
+def damaged_files(folder: Path, digests: Mapping[str, str]) -> list[str]:
     """One error line per file that is missing, damaged or not listed; reads all of them."""
     lines, present = [], set(files(folder))
     for name in sorted(digests.keys() | present):
         if name not in present:
             lines.append(f"{name} is missing")
-        elif name not in digests or digest(folder / name, advance) != digests[name]:
+        elif name not in digests or digest(folder / name) != digests[name]:
             lines.append(f"{name} is damaged: {_why(digests, name)}")
     return lines
 
@@ -102,14 +97,13 @@ def check_listed(folder: Path, *, doing: str) -> None:
     on_every_rank(check, doing=doing)
 
 
-def digest(path: Path, advance: Advance = lambda number: None) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+def digest(path: Path) -> str:
+    """Returns the SHA-256 of a file, in hexadecimal."""
     result, block = hashlib.sha256(), bytearray(_BLOCK)
     view = memoryview(block)
     with path.open("rb", buffering=0) as file:
         while number := file.readinto(block):
             result.update(view[:number])
-            advance(number)
     return result.hexdigest()
 
 

@@ -32,12 +32,12 @@ class Found(NamedTuple):
 
 
 def find_checkpoint(config: Checkpoint, folder: Path, step: int | None = None) -> Found | None:
-    """The checkpoint to load; `folder` holds the run's own ones. RunError where the one that is
-    asked for is not there or of no use.
+    """Returns the checkpoint to load; `folder` holds the run's own ones. Raises RunError if the one
+    that is asked for is not there or of no use.
 
-    load_step and exclude_from_loading take effect once in a folder. Where a run with the same two
-    has saved checkpoints since, the latest is loaded whole: a run that stopped, was killed or was
-    queued again goes on, whatever other key was changed. With `step` that one is loaded anyway.
+    load_step and exclude_from_loading take effect once in a folder. If a run with the same two has
+    saved checkpoints since, the latest of them is loaded whole: a run that stopped, was killed or
+    was queued again goes on, whatever other key was changed. With `step` that one is loaded anyway.
     """
     if not config.enable:
         return None
@@ -46,9 +46,10 @@ def find_checkpoint(config: Checkpoint, folder: Path, step: int | None = None) -
     steps = saved_steps(folder)
     if step is not None:
         config = config.model_copy(update={"load_step": step})
-    begun = _begun(config, folder, steps) if step is None else None
-    if begun is not None:
-        config = config.model_copy(update={"load_step": begun, "exclude_from_loading": []})
+    elif config.load_step >= 0 or config.exclude_from_loading:
+        begun = _latest_under_same_keys(config, folder, steps)
+        if begun is not None:
+            config = config.model_copy(update={"load_step": begun, "exclude_from_loading": []})
     excluded = frozenset[str](config.exclude_from_loading)
     if config.load_step >= 0 and config.load_step not in steps:
         raise RunError(
@@ -77,27 +78,21 @@ def find_checkpoint(config: Checkpoint, folder: Path, step: int | None = None) -
     return Found(initial, manifest, config.initial_load_model_only, excluded)
 
 
-def _begun(config: Checkpoint, folder: Path, steps: list[int]) -> int | None:
-    """The step to go on from where the two keys have taken effect in this folder before."""
-    settings = {
-        "load_step": config.load_step >= 0,
-        "exclude_from_loading": bool(config.exclude_from_loading),
-    }
-    for step in reversed(steps if any(settings.values()) else []):
+def _latest_under_same_keys(config: Checkpoint, folder: Path, steps: list[int]) -> int | None:
+    """Returns the latest step that a run with the same two keys has saved."""
+    keys = {"load_step": config.load_step, "exclude_from_loading": config.exclude_from_loading}
+    for step in reversed(steps):
         try:
             saved_by = read_manifest(step_folder(folder, step)).job.get("checkpoint", {})
         except RunError:  # Loading says it, where that is the one to load.
             continue
-        if all(saved_by.get(key) == getattr(config, key) for key in settings):
-            # What begins at step 0 again makes steps below those that it began with.
-            last = step if "train_state" in config.exclude_from_loading else steps[-1]
-            keys = [f"checkpoint.{key}={getattr(config, key)}" for key in settings if settings[key]]
+        if all(saved_by.get(key) == value for key, value in keys.items()):
             logger.warning(
-                "%s took effect in this folder before and is not followed: going on from step %d; "
-                "to follow it again, move the later checkpoints out of %s",
-                *(" and ".join(keys), last, folder),
+                "checkpoint.%s took effect in this folder before and is not followed: going on "
+                "from step %d; to follow it again, move the later checkpoints out of %s",
+                *(" and ".join(f"{key}={value}" for key, value in keys.items()), step, folder),
             )
-            return last
+            return step
     return None
 
 

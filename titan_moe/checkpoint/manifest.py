@@ -1,29 +1,25 @@
-"""manifest.json: what a checkpoint holds, written at save and verified at load."""
+"""manifest.json lists the contents of a checkpoint. It is written at save and verified at load."""
 
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from titan_moe.checkpoint.digests import DIGESTS, read_checked, read_digests
+from titan_moe.checkpoint.digests import DIGESTS, read_digests
+from titan_moe.checkpoint.folder import read_json
 from titan_moe.distributed.agreement import from_every_rank
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.records import first_problem
 from titan_moe.runtime.revision import running_code
 
 MANIFEST = "manifest.json"
 _LONGEST_LIST = 4
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TensorSpec(_Record):
+@dataclass(frozen=True)
+class TensorSpec:
     """Global shape and dtype of one tensor."""
 
     shape: tuple[int, ...]
@@ -33,16 +29,13 @@ class TensorSpec(_Record):
         return f"{self.dtype}{list(self.shape)}"
 
 
-class Code(_Record):
-    """The versions of the code that wrote a checkpoint."""
-
-    titan_moe: str
-    revision: str
-    torch: str
+def _code() -> dict[str, Any]:
+    return {**running_code(), "torch": torch.__version__}
 
 
-class Manifest(_Record):
-    """What a checkpoint holds, and who wrote it."""
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of a checkpoint, and the program that wrote it."""
 
     step: int
     model_only: bool
@@ -52,10 +45,11 @@ class Manifest(_Record):
     """A checksum (see checksums.py) for every entry of `tensors`."""
     job: dict[str, Any]
     """The resolved configuration."""
-    code: Code
     family: str = ""
-    model: dict[str, Any] = {}
+    model: dict[str, Any] = field(default_factory=dict)
     """The model's dimensions (models.hf.as_record); empty for a model without a family."""
+    code: dict[str, Any] = field(default_factory=_code)
+    """The code that wrote the checkpoint: folder, commit, hash, and torch's version."""
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -63,9 +57,7 @@ def read_manifest(folder: Path) -> Manifest:
     or a file of the folder is missing."""
     if not folder.is_dir():
         raise RunError(f"checkpoint {folder} does not exist")
-    try:
-        manifest = Manifest.model_validate_json(read_checked(folder / MANIFEST))
-    except FileNotFoundError:
+    if not (folder / MANIFEST).is_file():
         raise RunError(
             f"{folder} is no checkpoint of titan_moe: it has no {MANIFEST}; "
             + (
@@ -73,13 +65,14 @@ def read_manifest(folder: Path) -> Manifest:
                 if (folder / "config.json").exists()
                 else "name a step-N folder that titan_moe wrote"
             )
-        ) from None
-    except ValidationError as error:
-        raise RunError(f"{folder / MANIFEST} is damaged: {first_problem(error)}") from None
+        )
     for name in (DIGESTS, *(read_digests(folder) or ())):
         if not (folder / name).is_file():
             raise RunError(f"checkpoint {folder} is incomplete: {name} is missing")
-    return manifest
+    content = read_json(folder / MANIFEST)
+    specs = content.pop("tensors").items()
+    tensors = {name: TensorSpec(tuple(spec["shape"]), spec["dtype"]) for name, spec in specs}
+    return Manifest(tensors=tensors, **content)
 
 
 def gather_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
@@ -89,7 +82,7 @@ def gather_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     for specs in from_every_rank(lambda: mine, doing="cannot compare tensors"):
         for name, spec in specs.items():
             assert merged.setdefault(name, spec) == spec, f"ranks disagree about {name}"
-    return {name: TensorSpec(shape=merged[name][0], dtype=merged[name][1]) for name in merged}
+    return {name: TensorSpec(*spec) for name, spec in merged.items()}
 
 
 def audit(
@@ -122,17 +115,6 @@ def audit(
 def compare_checksums(manifest: Manifest, checksums: Mapping[str, str]) -> list[str]:
     """Names of tensors whose loaded values are not those that were saved."""
     return sorted(name for name, value in checksums.items() if manifest.checksums[name] != value)
-
-
-def code_version() -> Code:
-    """Package version and, in a clone, the git revision ("-dirty" with uncommitted changes)."""
-    try:
-        package = version("titan_moe")
-    except PackageNotFoundError:
-        package = "unknown"
-    code = running_code()
-    revision = f"{code.get('commit', 'unknown')}{'-dirty' if code.get('changed') else ''}"
-    return Code(titan_moe=package, revision=revision, torch=torch.__version__)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

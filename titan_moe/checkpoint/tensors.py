@@ -329,12 +329,12 @@ class StoredTensors:
             self._metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
-    def chunks(self, prefix: str) -> list[Chunk]:
-        """The stored boxes of tensors whose names begin so, in the order of the files."""
+    def chunks(self) -> list[Chunk]:
+        """The stored boxes of all tensors, in the order of the files."""
         chunks = []
         for name, entry in self._metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
-            for stored in entry.chunks if name.startswith(prefix) else []:
+            for stored in entry.chunks:
                 ends = zip(stored.offsets, stored.sizes, strict=True)
                 box = tuple(slice(at, at + size) for at, size in ends)
                 chunks.append(Chunk(name, box, tuple(entry.size), entry.properties.dtype))

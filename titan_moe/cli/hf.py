@@ -47,7 +47,8 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="default: that of the weights that were imported, else bfloat16",
+        default="bfloat16",
+        help="default: bfloat16",
     )
 
 

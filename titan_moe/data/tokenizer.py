@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.runtime.files import parse_json
 
 
 class ByteTokenizer:
@@ -87,7 +87,7 @@ def _special_tokens(folder: Path) -> tuple[dict[str, str], list[str]]:
     goes before special_tokens_map.json and added_tokens.json.
     """
     config, mapped, added = (
-        parse_json(_read(folder / name)) if (folder / name).is_file() else {}
+        json.loads(_read(folder / name)) if (folder / name).is_file() else {}
         for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
     )
     decoder = config.get("added_tokens_decoder")

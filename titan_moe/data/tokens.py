@@ -26,7 +26,6 @@ from titan_moe.data.stream import HubStream
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import replacing, write_whole
-from titan_moe.runtime.records import Count
 
 _MANIFEST = "manifest.json"
 _TOKENS, _OFFSETS = "tokens.bin", "offsets.bin"
@@ -42,9 +41,9 @@ class Manifest:
     """Fingerprint of the corpus that was tokenised."""
     tokenizer: str
     """Fingerprint of the tokenizer."""
-    documents: Count
-    tokens: Count
-    without_text: Count
+    documents: int
+    tokens: int
+    without_text: int
     """Documents of the corpus that had no text and are empty here."""
     sha256: dict[str, str]
     """By file."""

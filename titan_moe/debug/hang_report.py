@@ -15,7 +15,6 @@ from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import reason
-from titan_moe.runtime.files import parse_json
 
 _CALLS_SHOWN = 4
 _MOST_LINES = 8
@@ -265,7 +264,7 @@ def read_report(path: Path) -> tuple[Path, dict[str, Any]]:
     if not found:
         raise ConfigError([f"{path}: no report of a hang (hang-*.json) is there or below"])
     try:
-        hang = parse_json(found[-1].read_bytes())
+        hang = json.loads(found[-1].read_bytes())
         analyse(hang["records"], hang["world_size"])
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
         raise ConfigError([f"{found[-1]}: no report of a hang: {reason(error)}"]) from None

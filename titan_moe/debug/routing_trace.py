@@ -45,7 +45,7 @@ from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.metrics.jsonl import JsonLines
 from titan_moe.moe.layer import MoE
 from titan_moe.runtime.errors import RunError, reason
-from titan_moe.runtime.files import parse_json, set_aside, write_whole
+from titan_moe.runtime.files import set_aside, write_whole
 from titan_moe.runtime.process import Process
 
 logger = logging.getLogger(__name__)
@@ -90,11 +90,6 @@ def name_rows(fingerprints: Iterable[int], before: Iterable[int] = ()) -> list[R
     return names
 
 
-def is_record(folder: Path) -> bool:
-    """Tells whether a folder has a record's header."""
-    return (folder / _HEADER).is_file()
-
-
 def start_record(folder: Path, dims: Dims, *, after: int) -> None:
     """Make a record ready for the steps after `after`; one rank's job.
 
@@ -102,10 +97,11 @@ def start_record(folder: Path, dims: Dims, *, after: int) -> None:
     on with it, without the steps that it runs again. Raises ConfigError for a record of another
     model.
     """
-    if is_record(folder) and after == 0:
+    exists = (folder / _HEADER).is_file()
+    if exists and after == 0:
         kept = set_aside(folder, lambda number: f"{folder.name}.{number}")
         logger.info("%s was recorded by an earlier run: kept as %s", folder, kept.name)
-    elif is_record(folder):
+    elif exists:
         Record(folder).check(dims, key="debug.routing_record")
         for path in folder.iterdir():
             if (part := _PART.fullmatch(path.name)) and int(part[1]) > after:
@@ -149,7 +145,7 @@ class Record:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            header = parse_json((folder / _HEADER).read_text(encoding="utf-8"))
+            header = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
             crc32 = header.pop("crc32", None)
             self.dims = Dims(**header)
         except (OSError, ValueError, TypeError, AttributeError):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_moe.runtime.files import parse_json, replacing, set_aside
+from titan_moe.runtime.files import replacing, set_aside
 
 EVENTS = "events.jsonl"
 
@@ -104,7 +104,7 @@ def _is_after(line: bytes, step: int) -> bool:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        values = parse_json(line)
+        values = json.loads(line)
     except ValueError:
         return None
     return values if isinstance(values, dict) else None

@@ -3,6 +3,7 @@
 No torch. `hf_family.py` says what a family's `hf.py` has.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -17,7 +18,6 @@ from titan_moe.config.job_config import Model
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.hf_family import HFCopies, HFKeys
 from titan_moe.models.registry import FAMILIES, family_module, flavors, model_config
-from titan_moe.runtime.files import parse_json
 
 CONFIG = "config.json"
 
@@ -142,7 +142,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ConfigError([f"{folder} does not exist, or is no folder"])
     try:
-        settings = parse_json(path.read_bytes())
+        settings = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError([f"{folder} has no {CONFIG}: name a Hugging Face folder"]) from None
     except (OSError, ValueError) as error:
@@ -183,7 +183,7 @@ def _tensor_names(folder: Path) -> list[str]:
     try:
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            return list(parse_json(index.read_bytes())["weight_map"])
+            return list(json.loads(index.read_bytes())["weight_map"])
         with safe_open(folder / "model.safetensors", "np") as file:
             return list(file.keys())
     except (OSError, ValueError, KeyError, TypeError, SafetensorError):

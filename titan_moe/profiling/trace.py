@@ -11,6 +11,7 @@ communicates while NCCL's kernels run. Communication is exposed while nothing is
 """
 
 import gzip
+import json
 import math
 import re
 from bisect import bisect_right
@@ -24,7 +25,6 @@ from typing import Any, NamedTuple
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.profiling.regions import PREFIX, REGIONS
-from titan_moe.runtime.files import parse_json
 
 PHASES = ("forward", "recompute", "backward")
 EXPOSED, IDLE = "exposed communication", "idle"
@@ -132,7 +132,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         opened = gzip.open if path.suffix == ".gz" else open
         with opened(path, "rt", encoding="utf-8") as file:
-            trace = parse_json(file.read())
+            trace = json.loads(file.read())
     except FileNotFoundError:
         raise ConfigError([f"{path}: no such file"]) from None
     except (OSError, EOFError, ValueError) as error:

@@ -55,8 +55,6 @@ def reason(error: BaseException) -> str:
         return f"it has no {error}"
     if isinstance(error, MemoryError):
         return "it asks for more memory than there is"
-    if isinstance(error, RecursionError):
-        return "it nests too deep"
     return " ".join(str(error).split())
 
 

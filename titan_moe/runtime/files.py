@@ -1,12 +1,11 @@
-"""Files that others read while a run writes them, folders of earlier runs, JSON, and the lock that
-lets one run at a time write into a folder.
+"""Files that others read while a run writes them, folders of earlier runs, and the lock that lets
+one run at a time write into a folder.
 
 The lock is flock(2) on a file that names its holder. The kernel gives it back when the process
 ends, however it ends: there is no stale lock, and a lock file that somebody removes ends no run.
 """
 
 import fcntl
-import json
 import logging
 import os
 import socket
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from titan_moe.runtime.errors import RunError
 
@@ -87,11 +86,3 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text so that a reader finds the old content or the new one."""
     with replacing(path) as aside:
         aside.write_text(text, encoding="utf-8")
-
-
-def parse_json(content: bytes | str) -> Any:
-    """Read JSON. Raises ValueError for a text that is none, or nests too deep."""
-    try:
-        return json.loads(content)
-    except RecursionError:
-        raise ValueError("it nests too deep") from None

@@ -57,7 +57,7 @@ def test_manifest_tells_what_and_who(saved):
     assert set(manifest["checksums"]) == set(manifest["tensors"])
     assert manifest["num_experts"] == 2 and manifest["step"] == 2
     assert manifest["job"]["training"] == {"steps": 3}
-    assert manifest["code"]["torch"] == torch.__version__
+    assert manifest["code"]["torch"] == torch.__version__ and manifest["code"]["sha256"]
 
 
 def test_when_to_save(folder):
@@ -109,9 +109,6 @@ def test_load_step_takes_effect_once_in_a_folder(saved, keys, caplog):
     other = Run(saved, seed=2, interval=7, **keys)  # With another key, as a new version adds one.
     assert other.checkpointer.load() == {"step": 3, "tokens": 0, "data": {"0": 30}}
     assert "is not followed" in caplog.text
-    other.save(4)
-    Run(saved, interval=7).save(5)  # Without the keys, and with them again.
-    assert Run(saved, **keys).checkpointer.load()["step"] == 5
 
 
 def test_without_its_step_a_run_goes_on_from_what_it_has_saved_itself(saved):

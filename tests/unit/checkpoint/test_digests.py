@@ -3,7 +3,6 @@
 import json
 import random
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,7 +11,6 @@ from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.digests import DIGESTS, write_listing
 from titan_moe.cli.main import main
 from titan_moe.config.errors import ConfigError
-from titan_moe.debug.routing_trace import Dims, RecordWriter, Tokens, name_rows, start_record
 from titan_moe.runtime.errors import RunError
 
 _READ_WHOLE = ["manifest.json", "train_state.json", ".metadata"]
@@ -122,16 +120,5 @@ def test_check_command_exits_with_one_on_damage(step, tmp_path, capsys):
     (step / "train_state.json").write_text("{}")
     assert main(["check", str(step)]) == 1
     assert "damaged: " in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"no checkpoint, Hugging Face folder or routing record"):
+    with pytest.raises(ConfigError, match=r"no checkpoint or Hugging Face folder"):
         audit(tmp_path)
-
-
-def test_audit_of_a_routing_record_wants_a_whole_step(tmp_path, capsys):
-    start_record(tmp_path, Dims(["layers.0"], 4, 1), after=0)
-    assert audit(tmp_path).problems == [f"{tmp_path}: it holds no whole step"]
-    tokens = Tokens(name_rows([11]), np.array([0, 1]))
-    for rank in range(2):
-        writer = RecordWriter(tmp_path, rank=rank, world_size=2, limit_gb=1)
-        writer.write(1, tokens, {"layers.0": np.zeros((1, 2, 1), np.uint16)})
-        assert main(["check", str(tmp_path)]) == 1 - rank
-    assert "routing record, 1 steps" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import save_job
 from titan_moe.metrics.curves import plot_curves
 from titan_moe.metrics.jsonl import JsonLines
-from titan_moe.runtime.files import parse_json, replacing, write_whole
+from titan_moe.runtime.files import replacing, write_whole
 
 
 def test_replacing_keeps_the_old_content_after_an_error(tmp_path):
@@ -84,9 +84,3 @@ def test_json_line_is_one_write(tmp_path):
     sink.write(1, {f"moe/layers.{number}/cv": 1.0 for number in range(5000)})
     sink.close()
     assert calls == [(tmp_path / "metrics.jsonl").stat().st_size] and calls[0] > 100_000
-
-
-def test_parse_json_refuses_deep_nesting():
-    assert parse_json('{"a": [1]}') == {"a": [1]}
-    with pytest.raises(ValueError, match="nests too deep"):
-        parse_json(100_000 * b"[" + 100_000 * b"]")

@@ -75,19 +75,6 @@ def write_assets(model: HFModel, folders: Iterable[Path], dtype: torch.dtype, ta
     write_json(target / CONFIG, extra | tokens | settings, indent=2)
 
 
-def original_dtype(folders: Iterable[Path]) -> torch.dtype:
-    """That of the weights that training started from, where a config.json has it."""
-    for folder in folders:
-        try:
-            settings = read_settings(folder)
-        except ConfigError:
-            continue
-        named = settings.get("torch_dtype") or settings.get("dtype")
-        if isinstance(found := getattr(torch, str(named), None), torch.dtype):
-            return found
-    return torch.bfloat16
-
-
 def _original(model: HFModel, folder: Path) -> dict[str, Any]:
     try:
         settings = read_settings(folder)

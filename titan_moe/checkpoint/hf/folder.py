@@ -8,6 +8,7 @@ tensors make one:
                                                                 groups of 32 with a power of 2
 """
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,6 @@ from torch import Tensor
 from titan_moe.distributed.boxes import Box
 from titan_moe.models.hf import read_settings
 from titan_moe.runtime.errors import RunError, reason
-from titan_moe.runtime.files import parse_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -198,7 +198,7 @@ def _opened(path: Path) -> dict[str, Any]:
 
 def _indexed(index: Path) -> Mapping[str, str]:
     try:
-        files = parse_json(index.read_bytes())["weight_map"]
+        files = json.loads(index.read_bytes())["weight_map"]
         # A folder is read alone, whatever its index says.
         if any(Path(name).name != name for name in files.values()):
             raise ValueError("it names a file in another folder")

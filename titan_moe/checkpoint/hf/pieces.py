@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from titan_moe.distributed.boxes import Box, sizes
+from titan_moe.distributed.boxes import Box
 from titan_moe.models.hf_family import HFWeight
 
 _STEP = {"even": (0, 2), "odd": (1, 2)}
@@ -93,19 +93,12 @@ def whole(shape: Sequence[int]) -> Box:
     return tuple(slice(0, size) for size in shape)
 
 
-def cut(box: Box, largest: int) -> Iterator[Box]:
-    """Boxes of at most `largest` elements that make up `box`, in order; a single row of the last
-    dim is not cut."""
-    shape = sizes(box)
-    if prod(shape) <= largest or not shape:
-        if prod(shape):
-            yield box
+def cut(shape: Sequence[int], largest: int) -> Iterator[Box]:
+    """Yields ranges of rows of at most `largest` elements that make up a tensor, in order; a single
+    row is not cut."""
+    if not shape:
+        yield ()
         return
-    dim = next((dim for dim, size in enumerate(shape) if size > 1), 0)
-    if dim == len(shape) - 1 and dim > 0:
-        yield box
-        return
-    rows = max(1, largest // prod(shape[dim + 1 :]))
-    for start in range(box[dim].start, box[dim].stop, rows):
-        part = slice(start, min(start + rows, box[dim].stop))
-        yield from cut((*box[:dim], part, *box[dim + 1 :]), largest)
+    rows = max(1, largest // prod(shape[1:]))
+    for start in range(0, shape[0], rows):
+        yield (slice(start, min(start + rows, shape[0])), *whole(shape[1:]))

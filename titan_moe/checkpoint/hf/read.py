@@ -7,7 +7,7 @@ another. All but `load_alone` is collective, over one process or many.
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +29,6 @@ from titan_moe.checkpoint.manifest import (
     Manifest,
     TensorSpec,
     audit,
-    code_version,
     read_manifest,
 )
 from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors, write_chunks
@@ -43,9 +42,6 @@ from titan_moe.runtime.errors import RunError
 
 logger = logging.getLogger(__name__)
 
-# Elements read together: with a float32 copy of quantised ones a process holds some hundred MB
-# beside its shard.
-LARGEST = 2**24
 # Elements of a chunk of an imported checkpoint: 256 MB in float32.
 LARGEST_CHUNK = 2**26
 
@@ -60,12 +56,15 @@ class HFSource:
         self._folder = folder
 
     def read(self, name: str, box: Box) -> Iterator[tuple[Box, Tensor]]:
-        """Boxes that make up a box, each with its values as they are stored, de-quantised."""
-        for part in cut(box, LARGEST):
-            for piece in self.found[name].pieces(part):
-                theirs = self._folder.read(piece.tensor, piece.theirs)
-                # A tensor of one expert has a dim less, which copy_ puts in front.
-                yield piece.ours, theirs.transpose(-1, -2) if piece.transposed else theirs
+        """Yields boxes that make up a box, each with its values as they are stored, de-quantised.
+
+        A box of a stack that is stored as one tensor is read whole, so a process holds a float32
+        copy of its largest shard for a moment if that is quantised.
+        """
+        for piece in self.found[name].pieces(box):
+            theirs = self._folder.read(piece.tensor, piece.theirs)
+            # A tensor of one expert has a dim less, which copy_ puts in front.
+            yield piece.ours, theirs.transpose(-1, -2) if piece.transposed else theirs
 
     @torch.no_grad()
     def fill(
@@ -129,7 +128,7 @@ def import_folder(folder: Path, out: Path, dtype: torch.dtype) -> str:
     chunks = [
         Chunk(MODEL + name, box, shape, _dtype_of(name, dtype))
         for name, shape in shapes.items()
-        for box in cut(whole(shape), LARGEST_CHUNK)
+        for box in cut(shape, LARGEST_CHUNK)
     ]
     with new_folder(out, sum(map(_num_bytes, chunks)), doing=doing) as aside:
         sums = _write_share(source, model, chunks, aside, doing=f"cannot write {out}")
@@ -137,7 +136,7 @@ def import_folder(folder: Path, out: Path, dtype: torch.dtype) -> str:
         def describe() -> None:
             copy_assets(folder, aside / HF)
             manifest = _manifest(model, shapes, dtype, sums)
-            write_json(aside / MANIFEST, manifest.model_dump(mode="json"))
+            write_json(aside / MANIFEST, asdict(manifest))
 
         on_rank_zero(describe, doing=doing)
     return speed_line(f"imported {out}", opened.num_bytes, started)
@@ -199,7 +198,6 @@ def _manifest(model: HFModel, shapes: Shapes, dtype: torch.dtype, sums: dict[str
         },
         checksums=sums,
         job={"model": {"name": model.family, "flavor": "hf"}},
-        code=code_version(),
         family=model.family,
         model=as_record(model.config),
     )

@@ -1,16 +1,14 @@
-"""Weights to Hugging Face folders, from checkpoints or a running model.
+"""Writes the weights of a checkpoint as a Hugging Face folder.
 
 All ranks agree on the files and on the rank that writes each of them, whole tensors at a time. The
 folder gets its name when everything in it is on disk.
 """
 
-import logging
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from titan_moe.checkpoint.checksums import as_digits, box_sum
 from titan_moe.checkpoint.folder import fsync, new_folder, write_json
-from titan_moe.checkpoint.hf.assets import asset_folders, original_dtype, write_assets
+from titan_moe.checkpoint.hf.assets import asset_folders, write_assets
 from titan_moe.checkpoint.hf.folder import INDEX, SINGLE
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, has_place, listed, write_as
 from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
@@ -27,55 +25,37 @@ from titan_moe.checkpoint.hf.read import model_of_manifest, progress_bar, speed_
 from titan_moe.checkpoint.manifest import Manifest, compare_checksums, read_manifest
 from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors
 from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_rank_zero
-from titan_moe.distributed.boxes import Box, inside, sizes
-from titan_moe.distributed.dtensor import local_part
-from titan_moe.distributed.transfer import execute, parts_of
-from titan_moe.distributed.transfer_plan import Held, plan_transfer
+from titan_moe.distributed.boxes import Box, inside
 from titan_moe.models.hf import HFModel
 from titan_moe.runtime.errors import RunError
 
 LARGEST_FILE = 2 * 10**9
 """Bytes of a file, but of one with a single larger tensor: the memory that writing it takes."""
 
-logger = logging.getLogger(__name__)
 
-
-class Source(Protocol):
-    """Boxes of a model's tensors, by our names."""
-
-    def read(self, wanted: Sequence[Mapping[str, Box]], *, doing: str) -> dict[str, Tensor]:
-        """This rank's of the boxes that every rank wants, on the CPU; collective."""
-
-    def verify(self, *, doing: str) -> None:
-        """Raises RunError when what has been read cannot be trusted; collective."""
+Read = Callable[[str, Box], Tensor]
+"""Reads a box of one of our tensors, on this rank."""
 
 
 class CheckpointSource:
-    """The stored tensors of a checkpoint's model."""
+    """The model's tensors in a checkpoint, with the checksums of what has been read."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._stored = StoredTensors(folder)
         self._folder, self._manifest = folder, manifest
         self._sums: dict[tuple[str, str], int] = {}
 
-    def read(self, wanted: Sequence[Mapping[str, Box]], *, doing: str) -> dict[str, Tensor]:
-        """Each rank reads its own boxes from the files."""
-        mine = wanted[dist.get_rank()]
-        return on_every_rank(
-            lambda: {name: self._read(MODEL + name, box) for name, box in mine.items()},
-            doing=doing,
-        )
-
-    def _read(self, name: str, box: Box) -> Tensor:
-        spec = self._manifest.tensors[name]
-        chunk = Chunk(name, box, spec.shape, getattr(torch, spec.dtype))
+    def read(self, name: str, box: Box) -> Tensor:
+        """Returns a box of a tensor, on the CPU."""
+        spec = self._manifest.tensors[MODEL + name]
+        chunk = Chunk(MODEL + name, box, spec.shape, getattr(torch, spec.dtype))
         values = self._stored.read(chunk)
         # A tensor that is written twice, as a copy too, is read twice: it counts once.
-        self._sums[name, str(box)] = box_sum(values, chunk)
+        self._sums[MODEL + name, str(box)] = box_sum(values, chunk)
         return values
 
     def verify(self, *, doing: str) -> None:
-        """Compare the checksums of what has been read with the manifest's."""
+        """Compare the checksums of what all ranks have read with the manifest's; collective."""
         sums: dict[tuple[str, str], int] = {}
         for of_rank in from_every_rank(lambda: self._sums, doing=doing):
             sums |= of_rank
@@ -87,46 +67,6 @@ class CheckpointSource:
             raise RunError(
                 f"checkpoint {self._folder} is damaged: wrong checksum of {', '.join(damaged[:4])}"
             )
-
-
-class ModelSource:
-    """A model in the memory of all ranks; collective.
-
-    Args:
-        tensors: this rank's, by our names.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        held = parts_of(tensors)
-        self._held = from_every_rank(lambda: held, doing="cannot compare tensors")
-        self._parts = {
-            name: [(local_part(tensor).detach(), held[name].box)]
-            for name, tensor in tensors.items()
-        }
-        self._like = {name: part for of_rank in self._held for name, part in of_rank.items()}
-
-    def read(self, wanted: Sequence[Mapping[str, Box]], *, doing: str) -> dict[str, Tensor]:
-        """The ranks send each other what they hold of the boxes."""
-        boxes = [
-            {name: self._like[name]._replace(box=box) for name, box in of_rank.items()}
-            for of_rank in wanted
-        ]
-        names = set().union(*wanted)
-        held = [{name: part for name, part in own.items() if name in names} for own in self._held]
-        try:
-            plan = plan_transfer(held, boxes)
-        except ValueError as error:
-            raise RunError(f"{doing}: {error}") from None
-        mine = {name: self._empty(part) for name, part in boxes[dist.get_rank()].items()}
-        targets = {name: [(mine[name], wanted[dist.get_rank()][name])] for name in mine}
-        execute(plan, self._parts, targets)
-        return mine
-
-    def _empty(self, part: Held) -> Tensor:
-        return torch.empty(sizes(part.box), dtype=part.dtype)
-
-    def verify(self, *, doing: str) -> None:
-        """Memory is trusted."""
 
 
 class Written(NamedTuple):
@@ -144,11 +84,9 @@ class Written(NamedTuple):
 File = dict[str, Written]
 
 
-def export_checkpoint(checkpoint: Path, target: Path, dtype: torch.dtype | None) -> str:
+def export_checkpoint(checkpoint: Path, target: Path, dtype: torch.dtype) -> str:
     """Write a checkpoint's model as a Hugging Face folder; returns a line that says how fast.
-
-    Args:
-        dtype: None for that of the weights that were imported, else bfloat16.
+    Collective.
 
     Raises ConfigError or RunError in one line each; nothing is left then.
     """
@@ -161,38 +99,28 @@ def export_checkpoint(checkpoint: Path, target: Path, dtype: torch.dtype | None)
         for name, spec in manifest.tensors.items()
         if name.startswith(MODEL)
     }
-    folders = asset_folders(checkpoint, manifest.job)
-    dtype = dtype or original_dtype(folders)
     source = on_every_rank(lambda: CheckpointSource(checkpoint, manifest), doing=doing)
-    num_bytes = export(model, shapes, source, target, dtype=dtype, folders=folders)
+    num_bytes = export(
+        model,
+        shapes,
+        source.read,
+        target,
+        dtype=dtype,
+        folders=asset_folders(checkpoint, manifest.job),
+        verify=source.verify,
+    )
     return speed_line(f"exported {target}", num_bytes, started)
-
-
-def save_hf(
-    target: Path,
-    model: HFModel,
-    tensors: Mapping[str, Tensor],
-    shapes: Shapes,
-    *,
-    dtype: torch.dtype,
-    job_record: Mapping[str, Any],
-) -> None:
-    """Export a running model; collective. Raises as `export`."""
-    started = time.perf_counter()
-    folders = asset_folders(None, job_record)
-    num_bytes = export(model, shapes, ModelSource(tensors), target, dtype=dtype, folders=folders)
-    if dist.get_rank() == 0:
-        logger.info(speed_line(f"exported {target}", num_bytes, started))
 
 
 def export(
     model: HFModel,
     shapes: Shapes,
-    source: Source,
+    read: Read,
     target: Path,
     *,
     dtype: torch.dtype,
-    folders: Sequence[Path],
+    folders: Sequence[Path] = (),
+    verify: Callable[..., None] = lambda doing: None,
 ) -> int:
     """Write a Hugging Face folder; returns its tensors' bytes. Collective.
 
@@ -200,28 +128,27 @@ def export(
         shapes: of all our tensors, whole; the same on every rank.
         dtype: of the floating-point tensors; the routing's bias stays float32.
         folders: where to look for the tokenizer's files, the likeliest first.
+        verify: raises RunError if what has been read cannot be trusted; collective.
 
-    Raises RunError when the target exists, when a tensor has no place in that form, when a tensor
-    is not held whole by the ranks together, or when it cannot be written: nothing is left then.
+    Raises RunError when the target exists, when a tensor has no place in that form, or when it
+    cannot be written: nothing is left then.
     """
     doing = f"cannot export to {target}"
     on_every_rank(model.settings, doing=doing)
     files = plan_files(write_as(model, shapes), dtype)
-    _refuse_lost_bias(model, shapes, source, doing)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    total = sum(tensor.nbytes for file in files.values() for tensor in file.values())
-    with new_folder(target, total, doing=doing) as aside, progress_bar("export", total) as bar:
-        names = list(files)
-        for first in range(0, len(names), ranks):
-            group = [files[name] for name in names[first : first + ranks]]
-            group += [{}] * (ranks - len(group))
-            wanted = [_boxes(file) for file in group]
-            values = source.read(wanted, doing=doing)
-            name = names[first + rank] if group[rank] else ""
-            write = partial(_write, aside / name, group[rank], values, wanted[rank])
-            on_every_rank(write, doing=doing)
-            bar.update(sum(tensor.nbytes for file in group for tensor in file.values()))
-        source.verify(doing=doing)
+    on_every_rank(lambda: _refuse_lost_bias(model, shapes, read), doing=doing)
+    total = sum(map(_num_bytes, files.values()))
+    mine = list(files.items())[dist.get_rank() :: dist.get_world_size()]
+    num_bytes = sum(_num_bytes(file) for _, file in mine)
+    with new_folder(target, total, doing=doing) as aside, progress_bar("export", num_bytes) as bar:
+
+        def write() -> None:
+            for name, file in mine:
+                _write(aside / name, file, read)
+                bar.update(_num_bytes(file))
+
+        on_every_rank(write, doing=doing)
+        verify(doing=doing)
         on_rank_zero(lambda: _finish(model, files, folders, dtype, aside), doing=doing)
     return total
 
@@ -265,9 +192,13 @@ def _boxes(file: File) -> dict[str, Box]:
     return boxes
 
 
-def _write(path: Path, file: File, values: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> None:
-    if not file:  # There are fewer files than ranks.
-        return
+def _num_bytes(file: File) -> int:
+    return sum(tensor.nbytes for tensor in file.values())
+
+
+def _write(path: Path, file: File, read: Read) -> None:
+    boxes = _boxes(file)
+    values = {name: read(name, box) for name, box in boxes.items()}
     tensors = {}
     for theirs, tensor in file.items():
         tensors[theirs] = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -284,15 +215,16 @@ def _write(path: Path, file: File, values: Mapping[str, Tensor], boxes: Mapping[
     fsync(path)
 
 
-def _refuse_lost_bias(model: HFModel, shapes: Shapes, source: Source, doing: str) -> None:
+def _refuse_lost_bias(model: HFModel, shapes: Shapes, read: Read) -> None:
     """Raises RunError for a bias of the routing that is not zero and has no place."""
-    biases = {
-        name: whole(shape)
+    lost = [
+        name
         for name, shape in shapes.items()
-        if name.endswith(EXPERT_BIAS) and not has_place(model, name)
-    }
-    values = source.read([biases] * dist.get_world_size(), doing=doing)
-    if lost := [name for name, bias in values.items() if bias.count_nonzero()]:
+        if name.endswith(EXPERT_BIAS)
+        and not has_place(model, name)
+        and read(name, whole(shape)).count_nonzero()
+    ]
+    if lost:
         raise RunError(
             f"{listed(lost)}: a routing bias that is not zero has no place in the Hugging Face "
             f"form of {model.family} with {model.config.moe and model.config.moe.score} scores"
@@ -308,7 +240,7 @@ def _finish(
 ) -> None:
     """Write the index and all that lies beside the weights."""
     if len(files) > 1:
-        total = sum(tensor.nbytes for file in files.values() for tensor in file.values())
+        total = sum(map(_num_bytes, files.values()))
         places = {name: path for path, file in files.items() for name in file}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         write_json(aside / INDEX, index)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.config.job_config import Checkpoint, JobConfig
-from titan_moe.runtime.files import parse_json
 
 _MODEL = ("model.name", "model.flavor")
 _DATA = ("training.dataset", "training.text_column", "training.blend", "debug.seed")
@@ -56,7 +55,7 @@ def _manifest(config: Checkpoint, folder: Path) -> tuple[Path, dict[str, Any]] |
         return None
     checkpoint = folder / f"step-{config.load_step if config.load_step in steps else max(steps)}"
     try:
-        manifest = parse_json((checkpoint / "manifest.json").read_bytes())
+        manifest = json.loads((checkpoint / "manifest.json").read_bytes())
         return (checkpoint, manifest) if manifest["job"]["training"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

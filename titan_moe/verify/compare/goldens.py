@@ -19,7 +19,6 @@ import torch
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.device import describe_device
-from titan_moe.runtime.files import parse_json
 from titan_moe.runtime.launch import count_gpus
 from titan_moe.verify.compare.noise.band import Band
 from titan_moe.verify.compare.records import Curve, RunRecord
@@ -135,7 +134,7 @@ def save_golden(
 
 def _read(path: Path) -> Golden:
     try:
-        found = parse_json(path.read_bytes())
+        found = json.loads(path.read_bytes())
         if found["format"] != _FORMAT:
             raise ConfigError([f"{path}: format {found['format']}, this code reads {_FORMAT}"])
         steps, data = found["steps"], found["data"]

@@ -1,5 +1,6 @@
 """Files of a run, as comparisons and reports read them."""
 
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 from titan_moe.config.errors import ConfigError
 from titan_moe.metrics.jsonl import EVENTS, read_json_lines
 from titan_moe.runtime.errors import reason
-from titan_moe.runtime.files import parse_json
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -86,7 +86,7 @@ def read_run(path: Path, *, name: str = "") -> RunRecord:
     return RunRecord(
         name,
         curve,
-        read_table(facts, parse_json) if facts.is_file() else {},
+        read_table(facts, json.loads) if facts.is_file() else {},
         read_table(config, tomllib.loads) if config.is_file() else {},
         folder,
         _steps(decided) if decided.is_file() else (),

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.read import HFSource
-from titan_moe.checkpoint.hf.write import save_hf
+from titan_moe.checkpoint.hf.write import export
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
@@ -284,7 +284,8 @@ def _exported_logits(decoder: Decoder, model: HFModel, tokens_BS: Tensor) -> Ten
     with TemporaryDirectory() as folder:
         target = Path(folder, "exported")
         with _alone():
-            save_hf(target, model, tensors, shapes, dtype=torch.float32, job_record={})
+            read = lambda name, box: tensors[name].detach()[box]  # noqa: E731
+            export(model, shapes, read, target, dtype=torch.float32)
         theirs = AutoModelForCausalLM.from_pretrained(
             target,
             dtype=torch.float32,

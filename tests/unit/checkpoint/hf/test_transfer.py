@@ -31,7 +31,6 @@ CPU = torch.device("cpu")
 def small_pieces(monkeypatch):
     """Everything is cut often, and there are several files."""
     monkeypatch.setattr(read, "LARGEST_CHUNK", 700)
-    monkeypatch.setattr(read, "LARGEST", 300)
     monkeypatch.setattr(write, "LARGEST_FILE", 100_000)
 
 
@@ -40,12 +39,9 @@ def small_pieces(monkeypatch):
 def test_there_and_back(family, dtype, tmp_path, small_pieces):
     model = small_model(family)
     wanted = make_folder(tmp_path / "in", model, dtype)
-    settings = json.loads((tmp_path / "in" / "config.json").read_text())
-    settings["torch_dtype"] = str(dtype).removeprefix("torch.")
-    (tmp_path / "in" / "config.json").write_text(json.dumps(settings))
     import_folder(tmp_path / "in", tmp_path / "step-0", torch.float32)
     shutil.rmtree(tmp_path / "in")
-    export_checkpoint(tmp_path / "step-0", tmp_path / "out", None)
+    export_checkpoint(tmp_path / "step-0", tmp_path / "out", dtype)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert_same_bits(read_folder(tmp_path / "out"), wanted)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 1
@@ -91,38 +87,24 @@ def test_a_checkpoint_of_an_import_is_loaded_by_training(tmp_path):
     assert_same_bits(read_folder(tmp_path / "out"), read_folder(tmp_path / "in"))
 
 
-def test_exports_of_a_run_that_saves_in_the_background(tmp_path):
-    """The run's own, after the last step, and the command's of an earlier step meanwhile: both are
-    those of a run that waits for each save."""
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+def test_last_save_is_exported_beside_its_checkpoint(mode, tmp_path):
     model = small_model("mixtral")
-    digests = []
-    for mode in ("async", "disabled"):
-        torch.manual_seed(0)
-        plain = Decoder(model.config)
-        for parameter in plain.parameters():
-            nn.init.normal_(parameter)
-        keys = {"interval": 1, "async_mode": mode, "last_save_in_hf": True}
-        checkpointer = plain_checkpointer(tmp_path / mode, plain, model=model, **keys)
-        folder = tmp_path / mode / "checkpoint"
-        for step in (1, 2):
-            checkpointer.maybe_save(step, {"step": step})
-            with torch.no_grad():
-                plain.norm.weight.add_(1)
-        assert mode == "disabled" or checkpointer.pending(0.5), "with step 2"
-        export_checkpoint(folder / "step-1", tmp_path / mode / "early", torch.float32)
-        checkpointer.maybe_save(3, {"step": 3}, last=True)
-        assert {path.name for path in folder.iterdir()} == {
-            *("step-1", "step-2", "step-3", "step-3-hf")
-        }
-        export_checkpoint(folder / "step-3", tmp_path / mode / "late", torch.float32)
-        early, late, own = (
-            read_digests(path)
-            for path in (tmp_path / mode / "early", tmp_path / mode / "late", folder / "step-3-hf")
-        )
-        assert late == own
-        digests.append([early, own])
-    assert digests[0] == digests[1] and None not in digests[0]
-    assert digests[0][0] != digests[0][1]
+    plain = Decoder(model.config)
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter)
+    keys = {"interval": 1, "async_mode": mode, "last_save_in_hf": True, "export_dtype": "float32"}
+    checkpointer = plain_checkpointer(tmp_path, plain, model=model, **keys)
+    folder = tmp_path / "checkpoint"
+    checkpointer.maybe_save(1, {"step": 1})
+    with torch.no_grad():
+        plain.norm.weight.add_(1)
+    checkpointer.maybe_save(2, {"step": 2}, last=True)
+    assert {path.name for path in folder.iterdir()} == {"step-1", "step-2", "step-2-hf"}
+    for step in (1, 2):
+        export_checkpoint(folder / f"step-{step}", tmp_path / str(step), torch.float32)
+    first, last, own = map(read_digests, (tmp_path / "1", tmp_path / "2", folder / "step-2-hf"))
+    assert own == last != first and own is not None
 
 
 def test_a_finished_run_makes_the_export_that_it_lacks(tmp_path):
@@ -147,9 +129,9 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_one_line(tmp_path, monkeypatc
     folder = tmp_path / "checkpoint" / "step-1"
     source = write.CheckpointSource.read
 
-    def removed(self, *arguments, **more):
+    def removed(self, *box):
         shutil.rmtree(folder, ignore_errors=True)
-        return source(self, *arguments, **more)
+        return source(self, *box)
 
     monkeypatch.setattr(write.CheckpointSource, "read", removed)
     with pytest.raises(RunError, match=r"is incomplete: __0_0.distcp is missing") as caught:
@@ -176,7 +158,7 @@ def test_transformers_opens_an_export(family, tmp_path):
     model = small_model(family)
     make_folder(tmp_path / "in", model, torch.bfloat16)
     import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
-    export_checkpoint(tmp_path / "imported", tmp_path / "out", None)
+    export_checkpoint(tmp_path / "imported", tmp_path / "out", torch.bfloat16)
     opened, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
@@ -190,7 +172,7 @@ def test_transformers_opens_an_export(family, tmp_path):
 def test_a_changed_export_is_refused(tmp_path):
     make_folder(tmp_path / "in", small_model("qwen3"), torch.bfloat16)
     import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
-    export_checkpoint(tmp_path / "imported", tmp_path / "out", None)
+    export_checkpoint(tmp_path / "imported", tmp_path / "out", torch.bfloat16)
     assert audit(tmp_path / "out").problems == audit(tmp_path / "imported").problems == []
     weights = tmp_path / "out" / "model.safetensors"
     raw = bytearray(weights.read_bytes())
@@ -231,7 +213,7 @@ def test_float8_comes_as_what_it_means(tmp_path):
     names = [n for n, t in wanted.items() if t.ndim == 2 and "proj" in n and "eh_proj" not in n]
     wanted |= _as_fp8(tmp_path / "in", names)
     import_folder(tmp_path / "in", tmp_path / "imported", torch.float32)
-    export_checkpoint(tmp_path / "imported", tmp_path / "out", None)
+    export_checkpoint(tmp_path / "imported", tmp_path / "out", torch.float32)
     assert_same_bits(read_folder(tmp_path / "out"), wanted)
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
 
@@ -267,7 +249,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     content[at + 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(RunError, match="damaged"):
-        export_checkpoint(tmp_path / "imported", tmp_path / "out", None)
+        export_checkpoint(tmp_path / "imported", tmp_path / "out", torch.bfloat16)
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
@@ -278,7 +260,7 @@ def test_a_bias_that_would_be_lost_is_refused(tmp_path):
     checkpointer = plain_checkpointer(tmp_path, loaded.model, model=small_model("qwen3"))
     checkpointer.save(1, {})
     with pytest.raises(RunError, match=r"layers\.1\.moe\.router\.expert_bias.*no place"):
-        export_checkpoint(tmp_path / "checkpoint/step-1", tmp_path / "out", None)
+        export_checkpoint(tmp_path / "checkpoint/step-1", tmp_path / "out", torch.bfloat16)
     with pytest.raises(RunError, match="no place"):
         checkpointer.export(1)
     assert not list(tmp_path.rglob("*writing")) and not (tmp_path / "out").exists()
