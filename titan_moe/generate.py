@@ -1,7 +1,6 @@
 """Continue a text with a model: plain decoding on one process, to read what it has learned."""
 
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +9,6 @@ from torch import Tensor
 from titan_moe.config.errors import ConfigError
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.models.decoder import Decoder
-from titan_moe.ops.attention import first_seen, is_seen, sdpa
-from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.runtime.launch import run_as_command
 
 
@@ -58,75 +55,25 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer, *, bos: bool, vocab_size: int)
     return ids
 
 
-class CachedCore:
-    """The `AttentionCore` of one layer while a text is generated. Has no gradient.
-
-    Each call appends its keys and values to those of the calls before, and attends to all.
-    """
-
-    def __init__(self, local: LocalAttention | None) -> None:
-        self._local = local
-        self._past: tuple[Tensor, Tensor] | None = None
-
-    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> None:  # type: ignore[no-untyped-def]
-        """Each layer makes its own: how many tokens came before is known there."""
-
-    def __call__(  # type: ignore[no-untyped-def]
-        self, q_BHSC, k_BHSC: Tensor, v_BHSC: Tensor, mask: None, scale: float, sinks_H=None
-    ) -> Tensor:
-        if self._past is not None:
-            pairs = zip(self._past, (k_BHSC, v_BHSC), strict=True)
-            k_BHSC, v_BHSC = (torch.cat(pair, 2) for pair in pairs)
-        self._past = k_BHSC, v_BHSC
-        keys_S = torch.arange(k_BHSC.shape[2], device=k_BHSC.device)
-        queries_S = keys_S[-q_BHSC.shape[2] :]
-        seen = is_seen(queries_S, keys_S, first_seen(queries_S, self._local)[None])
-        return sdpa(q_BHSC, k_BHSC, v_BHSC, seen[:, None], scale, sinks_H)
-
-
-class Reader:
-    """Logits of a text that is given part by part, for a model whose parameters lie in one process.
-
-    A copy of the model's modules with its own parameters: its layers keep keys and values.
-    """
-
-    def __init__(self, model: Decoder) -> None:
-        self._model = deepcopy(model, {id(p): p for p in model.parameters()}).eval()
-        self._model.core = CachedCore(None)
-        for block in self._model.blocks().values():
-            block.attention.core = CachedCore(block.local)
-        self._length = 0
-
-    @torch.no_grad()
-    def __call__(self, tokens_BS: Tensor) -> Tensor:
-        """Logits [B, S, V] of the next tokens of each row."""
-        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) + self._length
-        self._length += tokens_BS.shape[1]
-        return self._model(tokens_BS, positions_BS=positions_S.expand_as(tokens_BS))
-
-
+@torch.no_grad()
 def decode(
     model: Decoder, ids: list[int], sampling: Sampling, tokenizer: Tokenizer
 ) -> Iterator[int]:
-    """New tokens, up to the end of the text; each is yielded as soon as it is chosen.
+    """Yields new tokens up to the end of the text, each as soon as it is chosen.
 
-    A text that fills the model's max_seq_len goes on from its second half.
+    Each token runs the whole text again: there is no cache of keys and values, which a few hundred
+    tokens do not need. The model sees the last max_seq_len tokens.
     """
     device, longest = next(model.parameters()).device, model.config.max_seq_len
     generator = torch.Generator(device).manual_seed(sampling.seed)
-    ids, reader = ids[-longest:], Reader(model)
-    new = ids
     for _ in range(sampling.max_new_tokens):
-        if len(ids) > longest:
-            new = ids = ids[-max(longest // 2, 1) :]
-            reader = Reader(model)
-        logits_V = reader(torch.tensor([new], device=device))[0, -1].float()
+        logits_V = model(torch.tensor([ids[-longest:]], device=device))[0, -1].float()
         # The model's vocabulary may be padded to be divisible.
         token = _choose(logits_V[: tokenizer.vocab_size], sampling, generator)
         if token == tokenizer.eos_id:
             return
         yield token
-        new, ids = [token], [*ids, token]
+        ids = [*ids, token]
 
 
 def _choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

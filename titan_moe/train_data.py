@@ -11,7 +11,6 @@ from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.stages import job_of_step
-from titan_moe.data.batch import Batch
 from titan_moe.data.build import build_reader, build_validation
 from titan_moe.data.loader import Loader
 from titan_moe.data.reader import (
@@ -23,11 +22,9 @@ from titan_moe.data.reader import (
 )
 from titan_moe.data.sequences import Identity
 from titan_moe.data.tokenizer import load_tokenizer
-from titan_moe.data.validation import Encode, Encoded, ValidationLoader, alone
-from titan_moe.distributed.agreement import from_every_rank
+from titan_moe.data.validation import ValidationLoader
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.models.config import ModelConfig
-from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.process import Process
 
 logger = logging.getLogger(__name__)
@@ -62,21 +59,9 @@ class TrainData:
         )
         self.validation: ValidationLoader | None = None
         if job.validation.enable:
-            # Files of tokens are read as they are: there is no work to divide.
-            tokens = (job.validation.dataset or job.training.dataset) == "tokens"
             self.validation = build_validation(
-                job.validation,
-                job.training,
-                self.tokenizer,
-                gather=alone if tokens else self._gather,
-                **place,
+                job.validation, job.training, self.tokenizer, **place
             )
-
-    def _gather(self, encode: Encode) -> list[list[Encoded]]:
-        return from_every_rank(
-            lambda: encode(self._process.rank),
-            doing="reading the dataset for validation failed",
-        )
 
     def _open_loader(self, job: JobConfig, **place: Any) -> Loader:
         """Open a loader that reads in a child process beside a GPU, whose kernels this process
@@ -101,20 +86,6 @@ class TrainData:
         self.loader.close()
         self.open(job, dims)
         self._go_on(merge_states(states), before)
-
-    def next_step(self, step: int) -> list[Batch]:
-        """The microbatches that a step of the run reads. Raises RunError as Loader.next_step does.
-        If the run went back and left batches out, the error names the step and the batch."""
-        try:
-            return self.loader.next_step()
-        except RunError as error:
-            batch = self.loader.state_dict()["step"] + 1
-            words = str(error).removeprefix(f"step {batch}: ")
-            if batch == step or words == str(error):
-                raise
-            raise RunError(
-                f"step {step}, batch {batch} of the data with those that were left out: {words}"
-            ) from error
 
     def count_without_text(self, step: int) -> int:
         """Documents without a text that all ranks have read up to a step; collective.

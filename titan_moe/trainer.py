@@ -211,7 +211,7 @@ class Trainer:
         phases, training = self.log.phases, self.job.training
         before = self._state()
         with phases("data", step), region("data"):
-            batches = self.data.next_step(step)
+            batches = self.data.loader.next_step()
         set_lr(self.optimizer, lr_factor(step, self.job.lr_scheduler, training.steps))
         capture = capture_of_step(step, self.job, self.sharded, self.optimizer)
         logged = self.log.wants(step) or self._validates(step) or capture is not None

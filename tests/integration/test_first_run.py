@@ -9,30 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import command, environment
 from tests.support.paths import REPO
-from tests.support.terminal import on_terminal
 from titan_moe.runtime.process_pool import TIMEOUT_S
 
 _STEPS = 4
 _PACKAGE = ("titan_moe", "configs", "README.md", "LICENSE", "pyproject.toml")
-
-
-@pytest.mark.slow
-def test_a_terminal_shows_every_step_and_a_pipe_the_logged_ones(tmp_path: Path) -> None:
-    keys = {"training__steps": _STEPS, "metrics__log_freq": 100}
-    code, seen = on_terminal(command(tmp_path / "seen", **keys), environment())
-    assert code == 0, seen
-    assert seen.startswith("checking "), "the first line comes before everything that takes time"
-    steps = re.findall(rf"step (\d)/{_STEPS}, loss [.\d]+", seen)
-    assert list(dict.fromkeys(steps)) == [str(step) for step in range(1, _STEPS + 1)]
-    piped = subprocess.run(
-        command(tmp_path / "piped", **keys), env=environment(), capture_output=True, text=True
-    )
-    assert piped.returncode == 0, piped.stderr
-    assert "\r" not in piped.stdout and f"/{_STEPS}," not in piped.stdout
-    lines = re.findall(rf"^[\d:]{{8}} step (\d)/{_STEPS}  loss", piped.stdout, re.MULTILINE)
-    assert lines == ["1", str(_STEPS)]
 
 
 def _commands(text: str) -> list[str]:

@@ -24,7 +24,7 @@ from titan_moe.data.sources import (
 )
 from titan_moe.data.stream import DocumentOrder, StreamOrder
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
-from titan_moe.data.validation import Gather, ValidationLoader, alone
+from titan_moe.data.validation import ValidationLoader
 from titan_moe.runtime.errors import RunError
 
 _MOST_SAMPLED = 64  # Documents of each source that the check reads.
@@ -148,7 +148,6 @@ def build_validation(
     seed: int,
     rank: int,
     num_ranks: int,
-    gather: Gather = alone,
 ) -> ValidationLoader:
     """The validation set of data rank `rank`: `validation.dataset`, or what training holds out.
 
@@ -176,7 +175,6 @@ def build_validation(
         training=training,
         rank=rank,
         num_ranks=num_ranks,
-        gather=gather,
     )
 
 

@@ -6,6 +6,10 @@ packing would keep the launching thread waiting.
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
@@ -16,8 +20,8 @@ from titan_moe.config.job_config import Training
 from titan_moe.data.order import Assignment
 from titan_moe.data.packing import PackedSequence
 from titan_moe.data.sequences import BlendSource, Identity, SequenceStream
-from titan_moe.runtime.child_process import ChildProcess, receive, send
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.launch import end_with_parent
 
 Microbatches = list[list[PackedSequence]]
 
@@ -102,7 +106,13 @@ class ReaderProcess:
 
     def __init__(self, training: Training, tokenizer_path: str, **place: Any) -> None:
         """`place`: build_reader's keywords. Raises what it raises."""
-        self._child = ChildProcess("titan_moe.data.reader:serve")
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._child = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._child.start()
+        # Python's own end would wait for it, and it ignores the SIGTERM that it then gets.
+        atexit.register(self._child.kill)
+        theirs.close()
         self.identity: Identity
         self.identity, self._state = self._ask(training, tokenizer_path, place)
 
@@ -118,30 +128,42 @@ class ReaderProcess:
 
     def close(self) -> None:
         """End the child at once; a `read_step` that another thread waits in raises RunError."""
-        self._child.close()
+        self._child.kill()
+        self._child.join()
 
     def _ask(self, *request: Any) -> Any:
         try:
-            self._child.send(request)
-            kind, answer = self._child.receive()
+            self._pipe.send(request)
+            kind, answer = self._pipe.recv()
         except (EOFError, ConnectionError):
+            self._child.join()
+            code = self._child.exitcode or 0
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended: {code}"
+            guess = " (often: out of memory)" if code == -signal.SIGKILL else ""
             raise RunError(
-                f"the process that reads the data {self._child.last_words()}: start again from the "
-                "latest checkpoint"
+                f"the process that reads the data {how}{guess}: start again from the latest "
+                "checkpoint"
             ) from None
         if kind is not None:
             raise kind(answer)
         return answer
 
 
-def serve(pipe: Connection) -> None:
-    """Answer the parent's requests in the child."""
+def _serve(pipe: Connection) -> None:
+    """Answer the rank's requests in the child, until the rank is gone."""
+    # They go to all processes of a terminal or a job, and are the rank's to answer.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
     from titan_moe.data.build import build_reader
     from titan_moe.data.tokenizer import load_tokenizer
 
     reader: StepReader | None = None
     while True:
-        request = receive(pipe)
+        try:
+            request = pipe.recv()
+        except (EOFError, ConnectionError):
+            os._exit(0)  # A library's thread that waits for a network would keep the process.
         reply: tuple[type[Exception] | None, Any]
         try:
             if reader is None:
@@ -157,7 +179,7 @@ def serve(pipe: Connection) -> None:
             reply = ConfigError, error.lines
         except RunError as error:
             reply = RunError, str(error)
-        send(pipe, reply)
+        pipe.send(reply)
 
 
 Reader = StepReader | ReaderProcess

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import count, islice
 
 from titan_moe.config.job_config import Training, Validation
 from titan_moe.data.batch import Batch, stack_sequences
@@ -13,22 +13,13 @@ from titan_moe.data.packing import Encoded, PackedSequence, Packer, ignored_sequ
 from titan_moe.data.sequences import Blend, BlendSource, encode_document
 from titan_moe.data.tokenizer import Tokenizer
 
-Encode = Callable[[int], list[Encoded]]
-Gather = Callable[[Encode], list[list[Encoded]]]
-"""Calls a function with the number of each rank on that rank, and returns all ranks' results."""
-
-
-def alone(encode: Encode) -> list[list[Encoded]]:
-    """A `Gather` of one process."""
-    return [encode(0)]
-
 
 class ValidationLoader:
     """Packs the documents into sequences, dealt to the data ranks batch by batch.
 
     The sequences do not depend on the number of data ranks; ignored ones fill up the last batch, so
-    that every rank has as many. Each document is tokenized once, by one of the ranks that `gather`
-    joins, and sent to all. A rank keeps the sequences of its batches, at 20 bytes a token.
+    that every rank has as many. Every rank reads all documents, once, and keeps the sequences of
+    its batches, at 20 bytes a token.
     """
 
     def __init__(
@@ -40,14 +31,12 @@ class ValidationLoader:
         training: Training,
         rank: int,
         num_ranks: int,
-        gather: Gather,
     ) -> None:
         self.parts = parts
         self._tokenizer = tokenizer
         self._local_batch_size = validation.local_batch_size
         self._rank = rank
         self._num_ranks = num_ranks
-        self._gather = gather
         self._blend = Blend([part.weight for part in parts])
         self._documents = [self._read_part(part) for part in range(len(parts))]
         self._unread = list(range(len(parts)))
@@ -100,24 +89,8 @@ class ValidationLoader:
         return None
 
     def _read_part(self, part: int) -> Iterator[Encoded]:
-        """All documents of a part, in turns: each rank encodes a range of up to 32."""
-        first, most = 0, 1
-        while True:
-            ranges = self._gather(self._encoder(part, first, most))
-            yield from chain(*ranges)
-            if len(ranges[-1]) < most:
-                return
-            first, most = first + len(ranges) * most, min(2 * most, 32)
-
-    def _encoder(self, part: int, first: int, most: int) -> Encode:
-        """A function that encodes up to `most` documents of rank r, from `first` + r * `most`."""
+        """Yields all documents of a part."""
         order = self.parts[part].order
-
-        def encode(rank: int) -> list[Encoded]:
-            encoded = []
-            with suppress(OutOfDocumentsError):
-                for position in range(first + rank * most, first + (rank + 1) * most):
-                    encoded.append(encode_document(order.document(position), self._tokenizer))
-            return encoded
-
-        return encode
+        with suppress(OutOfDocumentsError):
+            for position in count():
+                yield encode_document(order.document(position), self._tokenizer)

@@ -109,7 +109,6 @@ class RunLog:
         self._layers = [name.removesuffix(".block") for name in sharded.all_moe_layers()]
         self._sinks: list[Sink] = []
         self._details: dict[str, JsonLines] = {}
-        self._console: Console | None = None
         self._events: EventLog | None = None
         if process.is_main:
             self._events = EventLog(self._folder, resume_step=resume_step)
@@ -129,13 +128,7 @@ class RunLog:
         }
         self._sinks = build_sinks(config, self._folder, record, resume_step=resume_step)
         if logger.isEnabledFor(logging.INFO):  # LOG_RANK names this rank.
-            self._console = Console(
-                sys.stdout,
-                steps=self._job.training.steps,
-                resume_step=resume_step,
-                color=not config.disable_color_printing,
-            )
-            self._sinks.append(self._console)
+            self._sinks.append(Console(sys.stdout, steps=self._job.training.steps))
 
     def _close_sinks(self) -> None:
         for sink in (*self._sinks, *self._details.values()):
@@ -200,8 +193,6 @@ class RunLog:
             documents_without_text: of the whole run so far; logged if there are any.
         """
         self._tokens_since += step_tokens
-        if self._console is not None:
-            self._console.progress(result.loss, step_tokens)
         if not self.wants(step) and validation_loss is None:
             return
         assert result.metrics is not None, "not a logged step"

@@ -1,8 +1,7 @@
 """The sinks of metrics: every sink gets the same numbers at every logged step.
 
 metrics.jsonl is written in the step. Services may be slow or fail, so each has a thread of its own
-and never holds up a run. The console is one more sink, which also moves between logged steps
-(metrics/console.py).
+and never holds up a run. The console is one more sink (metrics/console.py).
 """
 
 import logging

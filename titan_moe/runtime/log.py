@@ -16,24 +16,11 @@ def start_logging(rank: int, ranks: set[int], *, color: bool = True) -> None:
         logger.addHandler(logging.NullHandler())
         logger.setLevel(logging.CRITICAL + 1)
         return
-    handler = _Handler(sys.stdout)
+    handler = logging.StreamHandler(sys.stdout)
     name = f"rank {rank} " if len(ranks) > 1 else ""
     handler.setFormatter(_Formatter(name, color=color and sys.stdout.isatty()))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-
-
-class _Handler(logging.StreamHandler):
-    """Lines go above the progress bar, where there is one."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "tqdm" not in sys.modules:
-            super().emit(record)
-            return
-        from tqdm import tqdm
-
-        tqdm.write(self.format(record), file=self.stream)
-        self.flush()
 
 
 class _Formatter(logging.Formatter):

@@ -124,8 +124,6 @@ def start_ranks(
         }
         torchrun = _Torchrun(records, stop_timeout_s)
         code = torchrun.run(command, log, variables)
-        if sys.stdout.isatty() and (code or torchrun.interrupted):
-            print()  # A progress bar may be on the line.
         if code == 0 and has_stopped(records):
             if environment.get(STOPPED_FILE):
                 Path(environment[STOPPED_FILE]).touch()
@@ -220,9 +218,8 @@ def _begin(launcher: int) -> None:
 
 
 def _say(line: str) -> None:
-    """Print from a signal handler, which may have interrupted a print. On a terminal the line goes
-    below the progress bar."""
-    os.write(1, ("\n" * os.isatty(1) + line + "\n").encode())
+    """Print from a signal handler, which may have interrupted a print."""
+    os.write(1, f"{line}\n".encode())
 
 
 def _torchrun(ranks: int, nodes: Nodes, records: Path, environment: Mapping[str, str]) -> list[str]:

@@ -111,7 +111,7 @@ def test_close_ends_the_reader_process_at_once(tmp_path):
     loader._read_ahead()
     time.sleep(0.5)
     loader.close()
-    assert reader._child.close() == -signal.SIGKILL
+    assert reader._child.exitcode == -signal.SIGKILL
 
 
 _RANK = """

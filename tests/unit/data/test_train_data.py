@@ -50,24 +50,6 @@ def test_a_run_that_has_left_out_data_is_in_the_stage_of_its_step() -> None:
     second.close()
 
 
-def test_an_error_names_the_step_of_the_run_and_the_batch_of_the_data() -> None:
-    """After batch 7, of data whose disk fails then; a run that went back is at step 5."""
-    job = job_of()
-    data = data_of(job)
-    data.open(job, DIMS)
-    for step in range(1, 8):
-        data.next_step(step)
-    reader = data.loader._reader
-    data.loader.load_state_dict(data.loader.state_dict())  # What was read ahead is read again.
-    for stream in reader._streams:
-        stream.next_sequence = _fail
-    with pytest.raises(RunError, match=r"^step 8: reading the dataset .* failed: OSError: I/O"):
-        data.next_step(8)
-    with pytest.raises(RunError, match=r"^step 6, batch 8 of the data with those .*: reading the"):
-        data.next_step(6)
-    data.close()
-
-
 def test_documents_without_a_text_are_counted_and_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -85,18 +67,14 @@ def test_documents_without_a_text_are_counted_and_named_once(
     data.open(job_of_step(job, 1), DIMS)
     counts = []
     for step in (1, 2):
-        data.next_step(step)
+        data.loader.next_step()
         counts.append(data.count_without_text(step))
     later.open(job_of_step(job, 3), DIMS)
     later.load_state(data.loader.state_dict())
     assert later.count_without_text(2) == counts[1] > 0
-    later.next_step(3)
+    later.loader.next_step()
     assert later.count_without_text(3) > counts[1]
     lines = [record.getMessage() for record in caplog.records]
     assert sum("have no text by step" in line for line in lines) == 2  # One of each run.
     data.close()
     later.close()
-
-
-def _fail() -> None:
-    raise OSError("I/O")

@@ -9,15 +9,14 @@ from titan_moe.config.job_config import Dataset, Training, Validation
 from titan_moe.data.build import build_loader, build_validation
 from titan_moe.data.packing import IGNORE_INDEX
 from titan_moe.data.tokenizer import load_tokenizer
-from titan_moe.data.validation import alone
 from titan_moe.runtime.errors import RunError
 
 TOKENIZER = load_tokenizer("bytes")
 
 
-def build(training, num_ranks=1, gather=alone, **keys):
+def build(training, num_ranks=1, **keys):
     validation = Validation(**({"enable": True, "local_batch_size": 2} | keys))
-    place = {"seed": 0, "num_ranks": num_ranks, "gather": gather}
+    place = {"seed": 0, "num_ranks": num_ranks}
     return [
         build_validation(validation, training, TOKENIZER, rank=rank, **place)
         for rank in range(num_ranks)
@@ -51,8 +50,7 @@ def test_every_number_of_ranks_validates_the_same_rows(training):
 
 
 @pytest.mark.parametrize("mask", [True, False])
-def test_documents_divided_among_processes_keep_their_order(tmp_path, mask):
-    """The rows of a plain packing, though processes encode ranges of documents by turns."""
+def test_rows_are_those_of_a_plain_packing(tmp_path, mask):
     texts = random_texts(150)
     path = write_jsonl(tmp_path / "v.jsonl", texts)
     rows = slow_rows(
@@ -64,27 +62,9 @@ def test_documents_divided_among_processes_keep_their_order(tmp_path, mask):
         mask=mask,
     )
     section = Training(seq_len=64, local_batch_size=2, mask_documents=mask)
-    for num_processes in (1, 2, 3, 64):
-        gather, encoded = by_processes(num_processes)
-        (loader,) = build(section, dataset="json", dataset_path=path, gather=gather)
-        found = rows_in_order([loader])
-        assert found[: len(rows)] == [tuple(row[:3]) for row in rows]
-        assert len(found) == len(rows) + 1  # And the rest, padded.
-        assert num_processes > 3 or all(encoded)
-        assert sorted(itertools.chain(*encoded)) == sorted(f"json/{n}" for n in range(150))
-
-
-def by_processes(number):
-    """A `Gather` of several processes, and the names that each of them encodes."""
-    encoded = [[] for _ in range(number)]
-
-    def gather(encode):
-        ranges = [encode(rank) for rank in range(number)]
-        for names, documents in zip(encoded, ranges, strict=True):
-            names += [document.name for document in documents]
-        return ranges
-
-    return gather, encoded
+    found = rows_in_order(build(section, dataset="json", dataset_path=path))
+    assert found[: len(rows)] == [tuple(row[:3]) for row in rows]
+    assert len(found) == len(rows) + 1  # And the rest, padded.
 
 
 def test_steps_limit_the_rows_of_all_ranks_together(training):
@@ -158,8 +138,6 @@ def test_every_source_of_a_blend_is_validated(tmp_path):
     )
     tokens = [token for row in rows_in_order(build(training)) for token in row[0]]
     assert (tokens.count(ord("s")), tokens.count(ord("l"))) == (40, 400)
-    (divided,) = build(training, gather=by_processes(3)[0])
-    assert rows_in_order([divided]) == rows_in_order(build(training))
 
 
 def test_validation_of_a_stream_needs_steps(tmp_path):
@@ -169,8 +147,6 @@ def test_validation_of_a_stream_needs_steps(tmp_path):
         build(training)
     first = rows_in_order(build(training, steps=2))
     assert len(first) == 4 and rows_in_order(build(training, 2, steps=2)) == first
-    (divided,) = build(training, steps=2, gather=by_processes(3)[0])
-    assert rows_in_order([divided]) == first
 
 
 def test_too_few_documents_to_hold_one_out(tmp_path):

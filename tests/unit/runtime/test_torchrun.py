@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.terminal import on_terminal
 from titan_moe.cli.train import COMMAND
 from titan_moe.config.job_config import Checkpoint, Job, JobConfig, Training
 from titan_moe.runtime import torchrun
@@ -252,21 +251,6 @@ def test_second_sigterm_and_other_signals_end_the_run_at_once(
     assert interrupted.startswith("interrupted; ")
     assert ("goes on from the last checkpoint" in interrupted) == (timeout_s is not None)
     assert last == f"the files of this run are in {tmp_path}"
-
-
-def test_stop_is_printed_below_the_progress_bar(tmp_path: Path) -> None:
-    ranks = (
-        "import os, signal, time\nprint('step 3/9', end='', flush=True)\n"
-        "os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(0.3)"
-    )
-    launcher = (
-        "import os, sys\nfrom pathlib import Path\n"
-        "from titan_moe.runtime.torchrun import _Torchrun\n"
-        f"folder = Path({str(tmp_path)!r})\n"
-        f"_Torchrun(folder, 30).run([sys.executable, '-c', {ranks!r}], folder / 'log', os.environ)"
-    )
-    code, seen = on_terminal([sys.executable, "-c", launcher], os.environ)
-    assert code == 0 and seen.startswith("step 3/9\r\nasked to stop: "), seen
 
 
 @pytest.mark.parametrize(
