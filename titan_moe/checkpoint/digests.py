@@ -6,7 +6,6 @@ agrees with no file, and a missing line leaves a file without one.
 
 import hashlib
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from titan_moe.runtime.errors import RunError
 
 DIGESTS = "SHA256SUMS"
 
-_LINE = re.compile(r"([0-9a-f]{64}) [ *](\S.*)")
 _BLOCK = 1 << 22
 
 
@@ -42,19 +40,17 @@ def files(folder: Path) -> list[str]:
 
 
 def read_digests(folder: Path) -> dict[str, str] | None:
-    """Digests by the file's name; None where there is no SHA256SUMS. Raises RunError where it makes
-    no sense."""
-    path = folder / DIGESTS
+    """Returns digests by the file's name; None where there is no SHA256SUMS. A damaged line names
+    no file or agrees with none."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = (folder / DIGESTS).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return None
-    except UnicodeDecodeError:
-        lines = [""]
-    matches = [_LINE.fullmatch(line) for line in lines]
-    if not lines or None in matches:
-        raise RunError(f"{path} is damaged: line {matches.index(None) + 1 if lines else 1}")
-    return {match[2]: match[1] for match in matches if match}
+    digests = {}
+    for line in lines:
+        value, _, name = line.partition("  ")
+        digests[name] = value
+    return digests
 
 
 def read_checked(path: Path) -> bytes:

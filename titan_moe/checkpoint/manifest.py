@@ -15,7 +15,7 @@ from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.revision import running_code
 
 MANIFEST = "manifest.json"
-_LONGEST_LIST = 4
+_LONGEST_LIST = 6
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def audit(
         if stored[name] != wanted[name]
     ]
     return [
-        f"{kind} {_shortened(names)}"
+        f"{kind} {listed(names)}"
         for kind, names in (
             ("it lacks", sorted(wanted.keys() - stored.keys())),
             ("it has, and the model has not,", sorted(stored.keys() - wanted.keys())),
@@ -121,6 +121,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _shortened(names: list[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """Returns names, shortened."""
+    names = list(names)
     more = len(names) - _LONGEST_LIST
     return ", ".join(names[:_LONGEST_LIST]) + (f" and {more} more" if more > 0 else "")

@@ -15,10 +15,6 @@ from pathlib import Path
 from titan_moe.cli.command import Answer, Command, add_seed
 from titan_moe.config.errors import ConfigError
 
-_SMALL = 50_000_000
-"""Parameters of a model whose products of one token take less time than it takes to wake and join
-threads."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
@@ -50,8 +46,6 @@ def run(options: argparse.Namespace) -> Answer:
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = getattr(torch, options.dtype) if options.dtype else default
     loaded = load_alone(options.checkpoint, dtype=dtype, device=device)
-    if sum(parameter.numel() for parameter in loaded.model.parameters()) < _SMALL:
-        torch.set_num_threads(1)
     tokenizer = first_tokenizer([options.tokenizer] if options.tokenizer else loaded.tokenizers)
     vocab_size = loaded.model.config.vocab_size
     ids = prompt_ids(options.prompt, tokenizer, bos=options.bos, vocab_size=vocab_size)

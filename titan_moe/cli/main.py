@@ -70,34 +70,20 @@ def main(argv: list[str]) -> int:
 
 def entry() -> NoReturn:
     """The process's own end: the console script and `python -m titan_moe`."""
-    _run_the_code_of_this_checkout(sys.argv[1:], os.environ)
+    _refuse_another_checkout(os.environ)
     sys.exit(main(sys.argv[1:]))
 
 
-def _run_the_code_of_this_checkout(argv: list[str], environment: Mapping[str, str]) -> None:
-    """Start again with the checkout's own package where another one has been imported.
-
-    An environment in which one clone is installed gives that clone's code to a command run in
-    another clone. Exit code 2 where the checkout's own cannot be had.
-    """
+def _refuse_another_checkout(environment: Mapping[str, str]) -> None:
+    """End with exit code 2 in a checkout whose package is not the one that Python has imported: an
+    environment in which one clone is installed gives that clone's code to commands in another."""
     from titan_moe.runtime.revision import CHECKOUT, wanted_checkout
 
     wanted = wanted_checkout(environment)
-    if wanted in (None, CHECKOUT):
-        return
-    again = "TITAN_MOE_CHECKOUT" not in environment
-    if again and (wanted / "titan_moe" / "__main__.py").is_file():
-        paths = [str(wanted), *filter(None, [environment.get("PYTHONPATH")])]
-        more = {"PYTHONPATH": os.pathsep.join(paths), "TITAN_MOE_CHECKOUT": str(wanted)}
-        command = [sys.executable, "-m", "titan_moe", *argv]
-        os.execve(sys.executable, command, {**environment, **more})
-    print_errors(
-        [
-            f"this is a command of the checkout {wanted}, but Python imports titan_moe from "
-            f"{CHECKOUT}: leave that folder, and take it out of PYTHONPATH"
-        ]
-    )
-    sys.exit(2)
+    if wanted not in (None, CHECKOUT):
+        line = f"this is a command of the checkout {wanted}, but Python imports titan_moe from"
+        print_errors([f"{line} {CHECKOUT}: set PYTHONPATH={wanted}, or leave that folder"])
+        sys.exit(2)
 
 
 if __name__ == "__main__":

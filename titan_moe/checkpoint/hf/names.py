@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -10,6 +10,7 @@ import torch
 
 from titan_moe.checkpoint.hf.folder import HFFolder
 from titan_moe.checkpoint.hf.pieces import Stored
+from titan_moe.checkpoint.manifest import listed
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.hf import HFModel, model_of
@@ -25,14 +26,6 @@ PREVIOUS_LOAD = ".router.previous_load"
 EXPERT_BIAS = ".router.expert_bias"
 
 _LAYER = re.compile(r"^(mtp\.)?layers\.(\d+)\.")
-_LONGEST_LIST = 6
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names, shortened."""
-    names = list(names)
-    more = len(names) - _LONGEST_LIST
-    return ", ".join(names[:_LONGEST_LIST]) + (f" and {more} more" if more > 0 else "")
 
 
 def find(model: HFModel, folder: HFFolder, shapes: Shapes) -> dict[str, Stored]:

@@ -6,7 +6,7 @@ another. All but `load_alone` is collective, over one process or many.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm import tqdm
 
 from titan_moe.checkpoint.checksums import as_digits, box_sum
 from titan_moe.checkpoint.digests import check_listed
@@ -28,7 +27,6 @@ from titan_moe.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     TensorSpec,
-    audit,
     read_manifest,
 )
 from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors, write_chunks
@@ -67,22 +65,15 @@ class HFSource:
             yield piece.ours, theirs.transpose(-1, -2) if piece.transposed else theirs
 
     @torch.no_grad()
-    def fill(
-        self, tensors: Mapping[str, Tensor], advance: Callable[[int], object] = lambda num: None
-    ) -> None:
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's parts of tensors, plain or DTensors, cast to their type. Those that the
-        folder does not have stay.
-
-        Args:
-            advance: takes the number of bytes that were copied.
-        """
+        folder does not have stay."""
         for name, tensor in tensors.items():
             if name not in self.found:
                 continue
             part, box = local_part(tensor).detach(), local_slices(tensor)
             for at, values in self.read(name, box):
                 part[inside(at, box)].copy_(values)
-                advance(prod(sizes(at)) * part.element_size())
 
 
 def load_hf(folder: Path, model: HFModel, tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
@@ -98,10 +89,7 @@ def load_hf(folder: Path, model: HFModel, tensors: Mapping[str, Tensor], shapes:
 
     def load() -> int:
         opened = HFFolder(folder)
-        source = HFSource(opened, model, shapes)
-        total = sum(local_part(tensors[name]).nbytes for name in tensors if name in source.found)
-        with progress_bar("import", total) as bar:
-            source.fill(tensors, bar.update)
+        HFSource(opened, model, shapes).fill(tensors)
         return opened.num_bytes
 
     doing = f"cannot load {folder}"
@@ -153,11 +141,9 @@ def _write_share(
     def make(chunk: Chunk) -> Tensor:
         values = read_chunk(source, chunk, model.config)
         sums[chunk.name] = sums.get(chunk.name, 0) + box_sum(values, chunk)
-        bar.update(_num_bytes(chunk))
         return values
 
-    with progress_bar("import", sum(map(_num_bytes, mine))) as bar:
-        write_chunks(aside, mine, make, doing=doing)
+    write_chunks(aside, mine, make, doing=doing)
     totals: dict[str, int] = {}
     for of_rank in from_every_rank(lambda: sums, doing=doing):
         for name, value in of_rank.items():
@@ -204,23 +190,10 @@ def _manifest(model: HFModel, shapes: Shapes, dtype: torch.dtype, sums: dict[str
 
 
 def model_of_manifest(manifest: Manifest, checkpoint: Path) -> HFModel:
-    """Family and dimensions of a checkpoint, whose tensors are those of such a model. Raises
-    RunError."""
+    """Returns the family and dimensions of a checkpoint. Raises RunError if it has none."""
     if not manifest.model:
         raise RunError(f"{checkpoint / MANIFEST} does not say which model it is of")
-    model = HFModel(manifest.family, from_record(manifest.model))
-    wanted = {MODEL + name: shape for name, shape in model_shapes(model.config).items()}
-    specs = {
-        name: TensorSpec(
-            shape=shape,
-            dtype=manifest.tensors[name].dtype if name in manifest.tensors else "",
-        )
-        for name, shape in wanted.items()
-    }
-    experts = model.config.moe.num_experts if model.config.moe else 0
-    if problems := audit(manifest, specs, [MODEL], experts):
-        raise RunError(f"checkpoint {checkpoint} does not fit its model: {'; '.join(problems)}")
-    return model
+    return HFModel(manifest.family, from_record(manifest.model))
 
 
 def _refuse_other_dimensions(model: HFModel, folder: Path) -> None:
@@ -278,20 +251,6 @@ def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
         parameter.data = parameter.data.to(dtype)
     move_off_meta(model, device, parameter_device=device)
     return model
-
-
-def progress_bar(what: str, total: int) -> tqdm:
-    """A bar in bytes of this rank's own work, on rank 0's terminal if it has one."""
-    others = dist.is_initialized() and dist.get_rank() != 0
-    return tqdm(
-        desc=what,
-        total=total,
-        unit="B",
-        unit_scale=True,
-        dynamic_ncols=True,
-        leave=False,
-        disable=True if others else None,  # None: off where the output is no terminal.
-    )
 
 
 def speed_line(what: str, num_bytes: int, started: float) -> str:

@@ -19,10 +19,10 @@ from titan_moe.checkpoint.checksums import as_digits, box_sum
 from titan_moe.checkpoint.folder import fsync, new_folder, write_json
 from titan_moe.checkpoint.hf.assets import asset_folders, write_assets
 from titan_moe.checkpoint.hf.folder import INDEX, SINGLE
-from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, has_place, listed, write_as
+from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, has_place, write_as
 from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
-from titan_moe.checkpoint.hf.read import model_of_manifest, progress_bar, speed_line
-from titan_moe.checkpoint.manifest import Manifest, compare_checksums, read_manifest
+from titan_moe.checkpoint.hf.read import model_of_manifest, speed_line
+from titan_moe.checkpoint.manifest import Manifest, compare_checksums, listed, read_manifest
 from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors
 from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_rank_zero
 from titan_moe.distributed.boxes import Box, inside
@@ -139,13 +139,11 @@ def export(
     on_every_rank(lambda: _refuse_lost_bias(model, shapes, read), doing=doing)
     total = sum(map(_num_bytes, files.values()))
     mine = list(files.items())[dist.get_rank() :: dist.get_world_size()]
-    num_bytes = sum(_num_bytes(file) for _, file in mine)
-    with new_folder(target, total, doing=doing) as aside, progress_bar("export", num_bytes) as bar:
+    with new_folder(target, total, doing=doing) as aside:
 
         def write() -> None:
             for name, file in mine:
                 _write(aside / name, file, read)
-                bar.update(_num_bytes(file))
 
         on_every_rank(write, doing=doing)
         verify(doing=doing)
