@@ -69,13 +69,6 @@ def test_when_to_save(folder):
         assert not Run(folder, **options).checkpointer.maybe_save(3, {}, last=True)
 
 
-def test_keep_latest(folder):
-    run = Run(folder, keep_latest_k=2)
-    for step in (8, 9, 10):
-        run.save(step)
-    assert names(folder) == ["step-10", "step-9"]
-
-
 def test_loadstep_folder(saved):
     refused(watched(saved, load_step=7), "load_step=7", "steps 1, 2")
     assert Run(saved, load_step=1).checkpointer.load()["step"] == 1
@@ -171,13 +164,6 @@ def test_last_save_model_only_cannot_be_resumed(folder):
         watched(folder.parent / "b", initial_load_path=path, initial_load_model_only=False),
         "initial_load_model_only=true",
     )
-
-
-def test_no_place_to_save(tmp_path):
-    folder = tmp_path / "outputs"
-    folder.write_text("a file in the way")
-    with pytest.raises(RunError, match=f"cannot save checkpoint {folder}/checkpoint/step-1: Not a"):
-        Run(folder).save(1)
 
 
 def test_a_full_disk_is_named_as_such(folder):

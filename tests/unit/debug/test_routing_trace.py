@@ -87,13 +87,6 @@ def test_step_counts_when_every_rank_wrote_its_layers(tmp_path: Path) -> None:
     assert list(Record(tmp_path).steps) == [], "half written"
 
 
-def test_name_rows_numbers_equal_rows_over_all_ranks() -> None:
-    first = name_rows(FINGERPRINTS[:3])
-    second = name_rows(FINGERPRINTS[3:], before=FINGERPRINTS[:3])
-    assert first + second == name_rows(FINGERPRINTS)
-    assert [row.number for row in name_rows(FINGERPRINTS)] == [0, 0, 1, 0, 0, 2]
-
-
 def test_record_writer_stops_at_its_limit(tmp_path: Path, caplog) -> None:
     size = sum(x_RPK.nbytes for x_RPK in whole().values())
     with caplog.at_level(logging.WARNING):

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.support.commands import run_command
+from titan_moe.config.errors import ConfigError
 from titan_moe.profiling.trace import (
     EXPOSED,
     IDLE,
@@ -176,12 +177,11 @@ def test_unreadable_trace_is_one_line(tmp_path, content, says):
     path = tmp_path / ("rank-0.json.gz" if content and content[0] == 0x1F else "rank-0.json")
     if content is not None:
         path.write_bytes(content)
-    done = run_command("report", "profile", path)
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and says in line
+    with pytest.raises(ConfigError, match=says):
+        read_profiles(path)
 
 
 def test_folder_of_steps_is_refused(tmp_path):
     (tmp_path / "step-10").mkdir()
-    done = run_command("report", "profile", tmp_path)
-    assert done.returncode == 2 and "such as" in done.stderr
+    with pytest.raises(ConfigError, match="such as"):
+        read_profiles(tmp_path)

@@ -2,10 +2,8 @@
 
 import json
 import os
-import platform
 import re
 import signal
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -136,25 +134,6 @@ def test_allocators_tune_glibc_on_the_cpu_only(
 ) -> None:
     monkeypatch.setattr(torchrun, "count_gpus", lambda environment: num_gpus)
     assert ("GLIBC_TUNABLES" in allocators(chosen)) is kept
-
-
-_FAULTS = """
-import resource, torch
-def faults():
-    x = torch.ones(64 << 20, dtype=torch.uint8)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-first = faults()
-print(faults() - first)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
-def test_allocators_let_a_tensor_take_the_place_of_a_freed_one() -> None:
-    environment = {**os.environ, **allocators({"CUDA_VISIBLE_DEVICES": ""})}
-    run = subprocess.run(
-        [sys.executable, "-c", _FAULTS], env=environment, capture_output=True, text=True, check=True
-    )
-    assert int(run.stdout) < 1000  # 64 MiB are 16,384 pages.
 
 
 # A stub of all ranks: signals its launcher, and answers the request that is left for it.

@@ -31,7 +31,7 @@ _OUTDATED = {
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def asset_folders(checkpoint: Path | None, job_record: Mapping[str, Any]) -> list[Path]:
+def asset_folders(checkpoint: Path, job_record: Mapping[str, Any]) -> list[Path]:
     """Where to look for them, the likeliest first: with the checkpoint, then where the job that
     wrote it had its model and tokenizer from."""
     model, kept = job_record.get("model", {}), job_record.get("checkpoint", {})
@@ -40,7 +40,7 @@ def asset_folders(checkpoint: Path | None, job_record: Mapping[str, Any]) -> lis
         kept.get("initial_load_path"),
         model.get("tokenizer_path"),
     ]
-    folders = [] if checkpoint is None else [checkpoint / HF]
+    folders = [checkpoint / HF]
     for path in (Path(name).expanduser() for name in named if name):
         place = path.parent if path.name == "tokenizer.json" else path
         folders += [place / HF, place]
