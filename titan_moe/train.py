@@ -1,7 +1,7 @@
 """Read the configuration, check it, and only then import torch and train.
 
 Exit codes: 0; 2 for a configuration that cannot run; 1 for a run that failed; 70 for an error in
-titan_moe; 75 for a run without torchrun that stopped at training.max_seconds, saved.
+titan_moe.
 torchrun takes 0 alone for a good end, so a rank that stopped ends with 0, and the launcher makes
 the 75.
 """
@@ -32,7 +32,7 @@ from titan_moe.runtime.launch import (
     run_as_command,
 )
 from titan_moe.runtime.log import start_logging
-from titan_moe.runtime.stopping import STOPPED, attempt_folder
+from titan_moe.runtime.stopping import attempt_folder
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def main(argv: list[str], environment: Mapping[str, str]) -> int:
     records: Path | None = None
     try:
         records = attempt_folder(environment)
-        stopped = _run(argv, environment, launch, records)
+        _run(argv, environment, launch, records)
     except SystemExit:
         raise
     except BaseException as error:
@@ -52,7 +52,7 @@ def main(argv: list[str], environment: Mapping[str, str]) -> int:
             traceback.print_exc()
         report(launch.rank, lines, exit_code, expected=expected, to=records)
         return exit_code
-    return STOPPED if stopped and "RANK" not in environment else 0
+    return 0
 
 
 def prepare(
@@ -129,12 +129,8 @@ def _read(
 
 def _run(
     argv: list[str], environment: Mapping[str, str], launch: Launch, records: Path | None
-) -> bool:
-    """Train on this rank; returns whether the run stopped before its last step, saved.
-
-    Args:
-        records: the folder for this rank's failure.
-    """
+) -> None:
+    """Train on this rank. `records`: the folder for this rank's failure."""
     job, model, lines = _read(argv, launch.world_size, environment)
     color = not job.metrics.disable_color_printing
     start_logging(launch.rank, _log_ranks(environment), color=color)
@@ -163,7 +159,7 @@ def _run(
         problems = on_rank_zero(lambda: _take_folders(job, model), doing=f"cannot lock {folder}")
         if problems:
             raise ConfigError(problems)
-        return train(job, model, process)
+        train(job, model, process)
 
 
 def _take_folders(job: JobConfig, model: ModelConfig) -> list[str]:

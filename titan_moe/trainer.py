@@ -46,7 +46,7 @@ from titan_moe.runtime.process import (
     seed_everything,
     set_timeouts,
 )
-from titan_moe.runtime.stopping import StopWatch
+from titan_moe.runtime.stopping import StopRequest
 from titan_moe.train_data import TrainData
 from titan_moe.train_step import StepResult, TrainStep, overflow_line, validation_loss
 from titan_moe.verify.localize.capture.step import capture_of_step
@@ -80,7 +80,7 @@ class Trainer:
         """The whole run's configuration; `job` is the present stage's."""
         if job.stages:
             job = job_of_step(job, step_to_go_on_from(job.checkpoint, self.folder) + 1)
-        self.stop_watch = StopWatch(job.training.max_seconds, process, os.environ)
+        self.stop_request = StopRequest(process, os.environ)
         self.bad_steps = BadSteps(job.training)
         self._lay_out(job)
         self._prepare_updates()
@@ -115,7 +115,7 @@ class Trainer:
             self.optimizer,
             job.training,
             device=self.process.device,
-            stop=self.stop_watch.asks,
+            stop=self.stop_request.asks,
             is_spike=self.bad_steps.is_spike,
         )
         freq = job.metrics.replica_check_freq
@@ -177,7 +177,7 @@ class Trainer:
         if stopped := self.progress.step < steps:
             if self.checkpointer.finish() != self.progress.step:
                 self.checkpointer.save(self.progress.step, self._state())
-            self.stop_watch.answer()
+            self.stop_request.answer()
         self.data.close()
         self.log.close(*loss_unit(self.data.tokenizer), draws=not stopped)
         self._say_goodbye()
@@ -251,8 +251,7 @@ class Trainer:
         )
         with phases("checkpoint"):
             self.replicas(step)
-            with self.stop_watch.saving(self.checkpointer, step):
-                self.checkpointer.maybe_save(step, self._state(), last=step == training.steps)
+            self.checkpointer.maybe_save(step, self._state(), last=step == training.steps)
         return result.stop and self.job.checkpoint.keeps_state
 
     def _handle_bad_step(
@@ -285,10 +284,7 @@ class Trainer:
     def _roll_back(self, step: int) -> None:
         """Go back to the run's checkpoint of a step, and on with the data that is next now."""
         self._set_timeouts(self.job.comm.init_timeout_seconds)
-        with (
-            self.stop_watch.saving(self.checkpointer, step),
-            self.log.going_back(self.job, self.sharded, step),
-        ):
+        with self.log.going_back(self.job, self.sharded, step):
             self._resume(step)
         self._set_timeouts(self.job.comm.train_timeout_seconds)
 

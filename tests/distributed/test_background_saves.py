@@ -11,11 +11,8 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.support.checkpointers import plain_checkpointer
 from tests.support.tiers import tiered
-from tests.support.trainings import make_job, train_here
 from titan_moe.checkpoint.audit import audit
-from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.checkpoint.digests import read_digests
-from titan_moe.checkpoint.folder import saved_steps
 from titan_moe.checkpoint.tensors import FolderWriter
 from titan_moe.config.job_config import Optimizer
 from titan_moe.optim.optimizers import build_optimizer
@@ -117,18 +114,3 @@ def test_failing_writer_fails_all_ranks_and_spoils_nothing(tmp_path, mode):
         "(rank 0 unlike rank 1)"
     )
     assert names == ["step-1"]
-
-
-def _train_with_long_saves(folder):
-    def note_long_time(self, save):
-        self.longest_save = 1000.0
-
-    Checkpointer._note_time = note_long_time
-    checkpoint = {"interval": 2, "async_mode": "async"}
-    return train_here(make_job(folder, training={"max_seconds": 900}, checkpoint=checkpoint))
-
-
-def test_run_with_max_seconds_allows_for_a_whole_background_save(tmp_path):
-    """From the first save on, too little of the run's time is left for another one."""
-    assert run_on_ranks(_train_with_long_saves, 2, tmp_path) == [True, True]
-    assert max(saved_steps(tmp_path / "checkpoint")) <= 4

@@ -74,11 +74,11 @@ def asked(job: JobConfig, rank: int, step: int) -> bool:
     """Train with a rank whose launcher leaves a request during a step."""
     import torch.distributed as dist
 
-    from titan_moe.runtime.stopping import StopWatch
+    from titan_moe.runtime.stopping import StopRequest
 
     steps = iter(range(1, STEPS + 1))
     if dist.get_rank() == rank:
-        StopWatch.asks = lambda self: next(steps) >= step
+        StopRequest.asks = lambda self: next(steps) >= step
     return train_here(job)
 
 

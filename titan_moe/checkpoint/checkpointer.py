@@ -120,8 +120,6 @@ class Checkpointer:
         """Step of the checkpoint last loaded or saved in the run's own folder, on every rank."""
         self.loaded_job: dict[str, Any] = {}
         """The configuration that saved the checkpoint last loaded."""
-        self.longest_save = 0.0
-        """Seconds of the longest save, from its beginning until it was seen to be complete."""
 
     @property
     def folder(self) -> Path:
@@ -137,20 +135,14 @@ class Checkpointer:
         config = self._config
         if not config.enable or config.load_only:
             return False
-        if self._save is not None:
-            self._note_time(self._save)
-            if lowest(self._save.future.done()):
-                self.finish()
+        if self._save is not None and lowest(self._save.future.done()):
+            self.finish()
         if not (last or self._is_due(step)):
             return False
         self.save(step, state, last=last, wait=last or config.async_mode == "disabled")
         if last and config.last_save_in_hf:
             self.export(step)
         return True
-
-    def pending(self, step: int) -> bool:
-        """Whether a save is under way, or due after `step`."""
-        return self._save is not None or self._is_due(step)
 
     def _is_due(self, step: int) -> bool:
         first = self._config.enable_first_step_checkpoint and step == 1
@@ -254,11 +246,7 @@ class Checkpointer:
         """Wait until a save has ended on every rank; collective."""
         save.wait(self._config.save_timeout_seconds)
         self.last_step = save.step
-        self._note_time(save)
         self._say("saved %s in %.1f s", save.target, save.seconds)
-
-    def _note_time(self, save: Save) -> None:
-        self.longest_save = max(self.longest_save, save.seconds)
 
     def _say(self, line: str, *values: object) -> None:
         if dist.get_rank() == 0:

@@ -17,7 +17,7 @@ SIGTERM ends it at once. --max-restarts N starts all ranks again, from the lates
 N times after one has failed.
 
 Exit codes: 0; 1 a run that failed; 2 a configuration that cannot run; 70 an error in titan_moe; 75
-stopped before the last step and saved, by a signal or training.max_seconds: start it again; 130 or
+stopped before the last step and saved, by a signal: start it again; 130 or
 143 interrupted.
 """
 

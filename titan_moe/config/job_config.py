@@ -290,9 +290,6 @@ class Training(Section):
     """What to do about a spike, as on_nonfinite."""
     steps: PositiveInt = 10000
     """Optimizer steps of the run."""
-    max_seconds: NonNegativeInt = 0
-    """The run stops, saved, to go on later, before it has lasted so long (exit code 75); allows for
-    the longest step and save seen so far. 0: no limit."""
     stop_timeout_seconds: PositiveInt = 300
     """Longest time that a run may take to stop and save after SIGTERM or SIGUSR1; it is then ended
     as it is."""

@@ -65,6 +65,7 @@ IGNORED: dict[str, str] = {
 DELETED: dict[str, str] = {
     "comm.split_communicators": "each group makes its own communicator",
     "moe.router_product": "the router's product is computed in float32",
+    "training.max_seconds": "let the scheduler send a signal before its limit: SIGTERM or SIGUSR1",
     "training.max_bad_documents": "documents without a text are counted and stop no run",
 }
 """Key that this program had once -> what to use instead, or why it is not needed."""

@@ -30,7 +30,6 @@ from titan_moe.runtime.launch import (
     ignores_hangups,
 )
 from titan_moe.runtime.stopping import (
-    BEGAN,
     FOLDER,
     STOPPED,
     all_attempts,
@@ -119,7 +118,6 @@ def start_ranks(
             "PYTHONFAULTHANDLER": "1",  # A crash leaves its Python stack in the log.
             **environment,
             FOLDER: name,
-            BEGAN: str(time.monotonic()),
             LAUNCHER: str(os.getpid()),
         }
         torchrun = _Torchrun(records, stop_timeout_s)

@@ -71,7 +71,6 @@ RULES = [
     ("--checkpoint.load_step 4", 1, "checkpoint.load_step=4 is not read without"),
     ("--checkpoint.enable --checkpoint.initial_load_in_hf", 1, "initial_load_in_hf=true needs a f"),
     ("--checkpoint.enable --checkpoint.last_save_in_hf --checkpoint.load_only", 1, "saves nothing"),
-    ("--training.max_seconds 60", 1, "max_seconds=60 stops a run with its state saved: set"),
     ("--training.on_nonfinite roll_back", 1, "goes back to the run's last checkpoint: set"),
     (f"{_ROLL_BACK} --checkpoint.exclude_from_loading optimizer", 1, "with checkpoint.exclude_fro"),
     (f'{_ROLL_BACK} --stages [{{"from_step":9,"seq_len":1024}}]', 1, "roll_back does not go with "),

@@ -81,9 +81,7 @@ def log_again(config, folder):
 LOGGED = [(1.0 * step + times / 10) for times, (x, _) in enumerate(STEPS_MADE_AGAIN) for step in x]
 
 
-def test_weights_and_biases_resumes_its_run_over_steps_made_again(
-    tmp_path, monkeypatch
-):
+def test_weights_and_biases_resumes_its_run_over_steps_made_again(tmp_path, monkeypatch):
     wandb = Services()
     stand_in(monkeypatch, "wandb", wandb)
     log_again(Metrics(enable_wandb=True), tmp_path)

@@ -73,7 +73,7 @@ def _capture(run: Run) -> Iterator[str]:
 
 
 def _checkpoint(run: Run) -> Iterator[str]:
-    checkpoint, seconds = run.job.checkpoint, run.job.training.max_seconds
+    checkpoint = run.job.checkpoint
     needing = {
         "create_seed_checkpoint=true": checkpoint.create_seed_checkpoint,
         f"initial_load_path={checkpoint.initial_load_path}": checkpoint.initial_load_path,
@@ -98,11 +98,6 @@ def _checkpoint(run: Run) -> Iterator[str]:
         )
     if checkpoint.last_save_in_hf and checkpoint.load_only:
         yield "checkpoint.last_save_in_hf=true: load_only=true saves nothing: choose one"
-    if seconds and not checkpoint.keeps_state:
-        yield (
-            f"training.max_seconds={seconds} stops a run with its state saved: set "
-            "checkpoint.enable=true and checkpoint.load_only=false"
-        )
 
 
 def _roll_back(run: Run) -> Iterator[str]:
