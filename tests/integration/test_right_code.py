@@ -24,7 +24,9 @@ class Clones:
 
     def run(self, *words: object, at: Path, **variables: object) -> tuple[int, str]:
         """Run a program; returns its exit code, and both outputs as one."""
-        mine = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": self.installed}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        mine = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PATH": path}
+        mine |= {"PYTHONPATH": str(self.installed)}
         done = subprocess.run(
             list(map(str, words)),
             cwd=at,
