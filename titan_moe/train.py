@@ -132,8 +132,7 @@ def _run(
 ) -> None:
     """Train on this rank. `records`: the folder for this rank's failure."""
     job, model, lines = _read(argv, launch.world_size, environment)
-    color = not job.metrics.disable_color_printing
-    start_logging(launch.rank, _log_ranks(environment), color=color)
+    start_logging(launch.rank, _log_ranks(environment))
     if launch.rank == 0:
         # Before torch, whose import takes seconds.
         logger.info("%s on %d rank(s): starting", flavor(job), launch.world_size)

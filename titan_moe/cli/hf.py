@@ -87,7 +87,7 @@ def in_processes(action: Callable[[], str]) -> str:
     from titan_moe.runtime.log import start_logging
 
     launch = Launch.from_environment(os.environ)
-    start_logging(launch.rank, {0}, color=False)
+    start_logging(launch.rank, {0})
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cpu_threads(launch.local_world_size))
     dist.init_process_group(

@@ -90,8 +90,6 @@ class Metrics(Section):
     """Also write TensorBoard events."""
     save_tb_folder: str = "tb"
     """Folder of the TensorBoard events, inside job.dump_folder."""
-    disable_color_printing: bool = False
-    """Plain text even on a terminal."""
     enable_wandb: bool = False
     """Also log to Weights & Biases (pip install 'titan_moe[wandb]'); WANDB_MODE=offline needs no
     network."""

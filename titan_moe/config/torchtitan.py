@@ -19,6 +19,7 @@ _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 IGNORED: dict[str, str] = {
     "job.config_file": "the file named on the command line is read",
     "job.save_config_file": "always saved as config.toml in job.dump_folder",
+    "metrics.disable_color_printing": "lines have no colours",
     "metrics.save_for_all_ranks": "metrics are of all ranks, and written once",
     "model.print_after_conversion": "what runs in float8 is always logged",
     "training.gc_debug": "use Python's gc.set_debug",

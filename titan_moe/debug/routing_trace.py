@@ -3,7 +3,7 @@
 
 A record is a folder:
 
-    record.json                 the MoE layers, experts and experts per token of the model, CRC32
+    record.json                 the MoE layers, experts and experts per token of the model
     step-12.rank-3-of-8.npz     what rank 3 of 8 routed in step 12, its part: rows [R, 2],
                                 positions [P], and experts [R, P, K] of each MoE layer, best first
 
@@ -107,8 +107,7 @@ def start_record(folder: Path, dims: Dims, *, after: int) -> None:
             if (part := _PART.fullmatch(path.name)) and int(part[1]) > after:
                 path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
-    described = asdict(dims)
-    write_whole(folder / _HEADER, json.dumps(described | {"crc32": _crc32(described)}))
+    write_whole(folder / _HEADER, json.dumps(asdict(dims)))
 
 
 class RecordWriter:
@@ -146,12 +145,9 @@ class Record:
         self.folder = folder
         try:
             header = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
-            crc32 = header.pop("crc32", None)
             self.dims = Dims(**header)
         except (OSError, ValueError, TypeError, AttributeError):
             raise ConfigError([f"{folder}: there is no routing record ({_HEADER})"]) from None
-        if crc32 != _crc32(header):
-            raise ConfigError([f"{folder / _HEADER} is damaged: wrong CRC32"])
         found: dict[int, dict[tuple[int, int], Path]] = defaultdict(dict)
         for path in folder.iterdir():
             if match := _PART.fullmatch(path.name):
@@ -233,7 +229,7 @@ class Part:
         return np.ix_(ours_R, ours_P), np.ix_(theirs_R, theirs_P)
 
     def read(self, layer: str) -> NDArray[np.uint16]:
-        """Returns the experts of a layer for `tokens`; a CRC32 in the file covers them."""
+        """Returns the experts of a layer for `tokens`; a CRC32 in the archive covers them."""
         shape = len(self.tokens.rows), len(self.tokens.positions), self._dims.top_k
         with _readable(self._path):
             experts_RPK = self._arrays[layer]
@@ -378,10 +374,6 @@ def _check_steps(record: Record, needed: range) -> None:
                 f"(debug.routing_record_gb)"
             ]
         )
-
-
-def _crc32(header: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(header, sort_keys=True).encode())
 
 
 @contextmanager

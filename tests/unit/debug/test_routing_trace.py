@@ -131,10 +131,6 @@ def test_damaged_record_is_one_line(tmp_path: Path) -> None:
             for layer in DIMS.layers:
                 Record(tmp_path).experts(1, layer, EVERYTHING)
         assert "\n" not in str(error.value)
-    header = tmp_path / "record.json"
-    header.write_text(header.read_text().replace(f'"top_k": {K}', f'"top_k": {K + 1}'))
-    with pytest.raises(ConfigError, match=r"record.json is damaged: wrong CRC32$"):
-        Record(tmp_path)
 
 
 def test_record_names_what_it_lacks(tmp_path: Path) -> None:
