@@ -41,8 +41,6 @@ _LOOK_BACK = 16
 Event = dict[str, Any]
 Span = tuple[float, float]
 """Start and end in microseconds."""
-Instant = tuple[Any, float]
-"""A thread and a time."""
 
 
 class RegionPhase(NamedTuple):
@@ -72,8 +70,6 @@ class RankProfile:
     wall: float
     """From the first recorded step's begin to the last one's end."""
     times: dict[RegionPhase, float] = field(default_factory=lambda: defaultdict(float))
-    calls: Counter[str] = field(default_factory=Counter)
-    """Number of times that each region began in a forward pass."""
     communication: float = 0.0
     """Time in which a collective runs."""
     exposed: float = 0.0
@@ -120,7 +116,7 @@ def read_trace(path: Path) -> RankProfile:
     kernels = [e for e in events if e.get("cat") in _ON_DEVICE]
     rank = (trace.get("distributedInfo") or {}).get("rank", 0)
     profile = RankProfile(rank, bool(kernels), max(1, len(steps)), window[1] - window[0])
-    threads = _threads(events, trace["traceEvents"], profile.calls)
+    threads = _threads(events, trace["traceEvents"])
     if kernels:
         _measure_gpu(profile, events, kernels, threads)
     else:
@@ -147,11 +143,9 @@ def _span(event: Event) -> Span:
     return event["ts"], event["ts"] + event["dur"]
 
 
-def _threads(
-    events: list[Event], arrows: list[Event], calls: Counter[str]
-) -> dict[Any, list[Segment]]:
-    """Returns each thread's segments; counts the `calls` of regions in forward passes."""
-    place_of = _place_maker(events, arrows, calls)
+def _threads(events: list[Event], arrows: list[Event]) -> dict[Any, list[Segment]]:
+    """Returns each thread's segments."""
+    place_of = _place_maker(events, arrows)
     by_thread = defaultdict(list)
     for event in events:
         if event.get("cat") in ("cpu_op", "user_annotation"):
@@ -160,7 +154,7 @@ def _threads(
 
 
 def _place_maker(
-    events: list[Event], arrows: list[Event], calls: Counter[str]
+    events: list[Event], arrows: list[Event]
 ) -> Callable[[Event, RegionPhase], RegionPhase]:
     """Returns a function from an event, and the place around it, to its own place."""
     starts = {e["id"]: (e["tid"], e["ts"]) for e in arrows if _is_arrow(e, "s")}
@@ -182,8 +176,6 @@ def _place_maker(
         name, phase = event["name"], around.phase
         inside = "recompute" if phase == "backward" else phase
         if name.startswith(PREFIX) and event.get("cat") == "user_annotation":
-            if phase == "forward":
-                calls[_region_of(name)] += 1
             return RegionPhase(_region_of(name), inside)
         if name.startswith(_COMPILED_EVENT):
             return RegionPhase(_COMPILED, inside)
@@ -341,8 +333,7 @@ def summary(profiles: Sequence[RankProfile]) -> dict[str, Any]:
         places = [RegionPhase(name, phase) for phase in PHASES]
         by_phase = [over_ranks(p.times.get(at, 0) for p in profiles)["mean"] for at in places]
         whole = over_ranks(sum(p.times.get(at, 0) for at in places) for p in profiles)
-        calls = mean(p.calls[name] / p.num_steps for p in profiles)
-        regions[name] = {"calls": calls, **dict(zip(PHASES, by_phase, strict=True)), **whole}
+        regions[name] = dict(zip(PHASES, by_phase, strict=True)) | whole
     return {
         "ranks": [p.rank for p in profiles],
         "steps": profiles[0].num_steps,
@@ -359,16 +350,16 @@ def summary(profiles: Sequence[RankProfile]) -> dict[str, Any]:
 
 def table(facts: dict[str, Any]) -> str:
     """Returns the figures as text."""
-    row = "{:<22}" + "{:>11}" * 7
+    row = "{:<22}" + "{:>11}" * 6
     lines = [
         f"{len(facts['ranks'])} rank(s), {facts['steps']} step(s): {facts['step_ms']:,.1f} ms a "
         f"step, time of the {facts['measured']}",
         "",
-        row.format("region", "calls", *PHASES, "sum", "share", "slowest"),
+        row.format("region", *PHASES, "sum", "share", "slowest"),
     ]
     rows = facts["regions"] | {name: facts[name] for name in (EXPOSED, IDLE)}
     for name, of_row in rows.items():
-        parts = [f"{of_row[key]:.1f}" if key in of_row else "" for key in ("calls", *PHASES)]
+        parts = [f"{of_row[key]:.1f}" if key in of_row else "" for key in PHASES]
         sums = f"{of_row['mean']:.1f}", f"{of_row['share']:.1%}", f"rank {of_row['slowest_rank']}"
         lines.append(row.format(name, *parts, *sums))
     sent, exposed = facts["communication"]["mean"], facts[EXPOSED]["mean"]
