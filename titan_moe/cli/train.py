@@ -50,11 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.parse import table_of_help
-    from titan_moe.runtime.launch import end_with_parent, has_lost_launcher
+    from titan_moe.runtime.launch import end_with_parent
     from titan_moe.runtime.stopping import attempt_folder
 
     if is_rank := "RANK" in os.environ:
-        # First: where a rank dies as it starts again, an earlier attempt's words no longer count.
+        end_with_parent()
+        # Early: where a rank dies as it starts again, an earlier attempt's words no longer count.
         attempt_folder(os.environ)
     from titan_moe.train import main
 
@@ -64,10 +65,6 @@ def run(options: argparse.Namespace) -> Answer:
             print(__doc__)
     elif not (is_rank or options.one_process):
         return Answer(exit_code=_start_ranks(options, arguments))
-    if is_rank:
-        end_with_parent()
-        if has_lost_launcher(os.environ):
-            return Answer(exit_code=1)
     exit_code = main(arguments, os.environ)
     sys.stdout.flush()
     sys.stderr.flush()

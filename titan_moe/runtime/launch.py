@@ -15,9 +15,6 @@ from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
 
-LAUNCHER = "TITAN_MOE_LAUNCHER"
-"""The variable that names the process above a rank's torchrun."""
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -122,23 +119,3 @@ def end_with_parent() -> None:
     pr_set_pdeathsig = 1
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-def has_lost_launcher(environment: Mapping[str, str]) -> bool:
-    """Returns whether this rank's launcher, or the torchrun between the two, ended before
-    `end_with_parent` was called, which acts on later deaths only."""
-    if LAUNCHER not in environment or sys.platform != "linux":
-        return False
-    launcher, process = int(environment[LAUNCHER]), os.getppid()
-    while process not in (0, launcher):
-        process = _parent(process)
-    return process != launcher
-
-
-def _parent(pid: int) -> int:
-    """Returns the process's parent; 0 if there is none, or no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[1])  # The name, in brackets, may hold anything.

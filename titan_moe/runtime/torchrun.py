@@ -23,7 +23,6 @@ from typing import Any
 
 from titan_moe.runtime.errors import Failure, RunError, print_errors
 from titan_moe.runtime.launch import (
-    LAUNCHER,
     count_gpus,
     cpu_threads,
     end_with_parent,
@@ -118,7 +117,6 @@ def start_ranks(
             "PYTHONFAULTHANDLER": "1",  # A crash leaves its Python stack in the log.
             **environment,
             FOLDER: name,
-            LAUNCHER: str(os.getpid()),
         }
         torchrun = _Torchrun(records, stop_timeout_s)
         code = torchrun.run(command, log, variables)

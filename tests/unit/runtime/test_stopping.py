@@ -41,6 +41,7 @@ def test_attempt_that_dies_in_its_imports_has_a_folder(
         ("TORCHELASTIC_RESTART_COUNT", "1"),
     ):
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("titan_moe.runtime.launch.end_with_parent", lambda: None)
     monkeypatch.setitem(sys.modules, "titan_moe.train", None)
     with pytest.raises(ImportError):
         COMMAND.run(argparse.Namespace())
