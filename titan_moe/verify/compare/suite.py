@@ -99,7 +99,7 @@ def load_suite(path: Path, config: Path | None = None) -> Suite:
         raise ConfigError([f"{path} is not valid TOML: {error}"]) from None
     except ValidationError as error:
         raise ConfigError(
-            [f"{path}: {_place(each['loc'])}: {each['msg']}" for each in error.errors()]
+            [f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         ) from None
     names = [_folder(entry.name) for entry in suite.comparison]
     if "" in names or "runs" in names:
@@ -201,9 +201,3 @@ def _overlays(rows: Sequence[SuiteRow]) -> dict[str, Panel]:
 
 def _folder(name: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in name.lower())
-
-
-def _place(location: tuple[int | str, ...]) -> str:
-    """comparison[2].expect"""
-    words = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
-    return "".join(words).removeprefix(".")

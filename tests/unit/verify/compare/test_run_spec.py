@@ -36,14 +36,6 @@ def test_words_then_overrides():
     assert argument(side, "parallelism.data_parallel_shard_degree") == "2"
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks"),
-    [("tp=2", 2), ("ep=4", 4), ("tp=2,ep=2", 2), ("cp=2,tp=2,ep=8", 8), ("pp=2,dp_shard=2", 4)],
-)
-def test_ranks_follow_from_the_layout(layout: str, ranks: int):
-    assert parse_run_spec(f"layout={layout}", COMMON, default_ranks=16).ranks == ranks
-
-
 def test_options_are_set_only_where_they_are_written():
     side = parse_run_spec("layout=pp=2,schedule=GPipe", COMMON)
     assert argument(side, "parallelism.pipeline_parallel_schedule") == "GPipe"

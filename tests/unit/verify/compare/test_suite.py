@@ -46,7 +46,7 @@ def test_every_suite_of_ours_names_legal_trainings(path: Path, monkeypatch):
             'description = "x"\n[[comparison]]\nname = "a b"\n[[comparison]]\nname = "A-b"',
             "two comparisons are called a-b",
         ),
-        ('description = "x"\n[[comparison]]\nname = "a"\nstep = 3', "comparison[0].step: Extra"),
+        ('description = "x"\n[[comparison]]\nname = "a"\nstep = 3', "comparison.0.step: Extra"),
     ],
 )
 def test_what_is_no_suite_is_told(tmp_path: Path, text: str, told: str):

@@ -1,11 +1,9 @@
 """Layouts: all of a world, their text, and options that rotate over them."""
 
-from itertools import combinations
-
 import pytest
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.verify.layouts.covering import cover_options, cover_pairs, pairs
+from titan_moe.verify.layouts.covering import cover_options
 from titan_moe.verify.layouts.layouts import (
     AXES,
     OPTIONS,
@@ -84,15 +82,6 @@ def test_fixed_options_stay_and_refused_values_are_passed_over():
     assert {layout.recompute for layout in layouts} == {"full"}
     assert {layout.cp_method for layout in layouts if layout.cp > 1} == {"allgather", "ulysses"}
     assert not {layout.schedule for layout in layouts if layout.pp > 1} & set(SPLIT_BACKWARD)
-
-
-@pytest.mark.parametrize("count", [20, 30])
-def test_a_sample_covers_each_pair_of_axes(count: int):
-    layouts = cover_pairs(legal_layouts(8), count, seed=1)
-    assert len(layouts) == count and layouts == cover_pairs(legal_layouts(8), count, seed=1)
-    assert layouts != cover_pairs(legal_layouts(8), count, seed=2)
-    met = set().union(*(pairs(layout) for layout in layouts))
-    assert met == set(combinations(AXES, 2))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])

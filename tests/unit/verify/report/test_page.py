@@ -1,6 +1,5 @@
 """The page of a comparison, parsed as a browser would."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -95,17 +94,6 @@ def test_comparison_page_names_unknown_facts():
     assert "the configuration is unknown" in page.text["configuration"]
     assert "no band" in page.text["band"]
     assert_alone(page)
-
-
-def test_comparison_page_of_nan_and_of_one_step():
-    broken = scaled(run("other", noise=1e-6, norms=True), "loss", math.nan, 11)
-    page = Page(comparison_page(against(broken)))
-    assert "loss is not finite, or missing, in 19 of 30 steps, first in step 12" in page.text[""]
-    assert "no finite value in step 12" in page.text["curves"]
-    assert page.tables["quantities"][1][:2] == ["loss", "12"]
-    single = run("one", steps=[5]), run("two", steps=[5], noise=1e-3)
-    page = Page(comparison_page(compare_runs("One step", *single)))
-    assert "1: 5 to 5" in page.text["environment"]
 
 
 def test_names_are_escaped():

@@ -1,7 +1,6 @@
 """Pages of runs and of suites, and the command."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from tests.support.report_cases import Page, facts, run
 from titan_moe.verify.compare.records import read_run
 from titan_moe.verify.compare.suite import SuiteRow, suite_page
 from titan_moe.verify.report.runs import runs_page
-from titan_moe.verify.report.sections import distinct_names
 
 
 def write(folder: Path, steps: int, *, planned: int = 30, tail: str = "") -> Path:
@@ -89,13 +87,6 @@ def test_report_run_writes_page(tmp_path: Path):
     assert "empty: neither metrics.jsonl nor TensorBoard events" in lines[1]
 
 
-def test_distinct_names_of_runs_with_one_name():
-    record = run("run")
-    runs = [replace(record, folder=Path(f"/{place}/run")) for place in "aab"]
-    assert [one.name for one in distinct_names(runs)] == ["a/run", "a/run (2)", "b/run"]
-    assert distinct_names([record])[0].name == "run"
-
-
 @pytest.mark.parametrize("ok", [True, False])
 def test_suite_page(ok: bool):
     rows = [
@@ -110,20 +101,6 @@ def test_suite_page(ok: bool):
     names = [row[1] for row in page.tables[""]]
     assert names == (["comparison", "fine", "<x>"] if ok else ["comparison", "<x>", "fine"])
     assert ("NOT as expected" in page.text[""]) is not ok
-
-
-def test_suite_page_overlays_candidates():
-    first, *others = [replace(run(name), folder=Path(name)) for name in "abc"]
-    rows = [
-        SuiteRow(f"{one.name} against a", "inside", "inside", True, "", 1.0, runs=(first, one))
-        for one in others
-    ]
-    assert "<svg" not in suite_page("One", rows[:1]), "its own page has both curves"
-    html = suite_page("Two", rows)
-    charts = html.count('<svg class="chart"')
-    assert charts == 2, "loss and gradient norm"
-    for name in ("baseline: unknown layout", "b against a", "c against a"):
-        assert html.count(f"{name}</text>") == charts
 
 
 def test_every_template_is_package_data():
