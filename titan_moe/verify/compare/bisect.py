@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.job_config import JobConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.records import Curve, RunRecord
 from titan_moe.verify.compare.run_spec import RunSpec, Words
 from titan_moe.verify.compare.runner import Plan, Progress, Runner
 from titan_moe.verify.compare.verdict import common_steps, first_other_bits, on_steps
-from titan_moe.verify.localize.capture.step import FOLDER
+from titan_moe.verify.localize.capture.step import FOLDER, compute_dtype
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.difference import BOUNDS
 from titan_moe.verify.localize.finding import Finding
@@ -97,9 +96,7 @@ class Bisection(Runner):
             f"first other bits at step {bits.step}: {bits.quantity} {bits.baseline!r} and "
             f"{bits.candidate!r}"
         )
-        beyond = _first_beyond(
-            baseline.curve, candidate.curve, _bound(self._job(self.plan.baseline))
-        )
+        beyond = _first_beyond(baseline.curve, candidate.curve, self._bound())
         return list(dict.fromkeys([bits.step, *([] if beyond is None else [beyond])]))
 
     def at(self, step: int) -> StepFinding:
@@ -154,7 +151,7 @@ class Bisection(Runner):
         all later differences."""
         baseline = self.plan.baseline
         variations = self.variations() if self.plan.num_control_runs else []
-        if variations and _bound(self._job(baseline)) > BOUNDS["float32"]:
+        if variations and self._bound() > BOUNDS["float32"]:
             variations.append((baseline, (("training.mixed_precision_param", "float32"),)))
         return [
             self._captured(
@@ -176,6 +173,9 @@ class Bisection(Runner):
             ("debug.capture_step", str(step)),
         )
 
+    def _bound(self) -> float:
+        return BOUNDS[compute_dtype(self._job(self.plan.baseline))]
+
     def _record_of(self, step: int) -> Path:
         return (self.launcher.folder / f"step-{step}" / "baseline" / "routing").resolve()
 
@@ -193,12 +193,6 @@ class Bisection(Runner):
 def _read(run: RunRecord) -> Capture:
     assert run.folder is not None
     return read_capture(run.folder / FOLDER)
-
-
-def _bound(job: JobConfig) -> float:
-    training = job.training
-    wide = training.dtype == "float64"
-    return BOUNDS["float64" if wide else training.mixed_precision_param]
 
 
 def _first_beyond(ours: Curve, theirs: Curve, bound: float) -> int | None:

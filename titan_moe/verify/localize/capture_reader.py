@@ -85,7 +85,7 @@ def read_capture(folder: Path) -> Capture:
 def _order(place: Place, records: Sequence[tuple[int, dict[str, Any]]]) -> tuple[int, int, int]:
     stage, number = min(tuple(record["order"]) for _, record in records)
     sign = -1 if place.phase in _BACKWARDS else 1
-    return PHASES.index(place.phase), sign * stage, sign * number
+    return list(PHASES).index(place.phase), sign * stage, sign * number
 
 
 def _whole(place: Place, records: Sequence[tuple[int, dict[str, Any]]]) -> CapturedTensor:

@@ -93,7 +93,7 @@ def differences(
             beyond = difference.error > bound
             difference = difference._replace(ranks=apart.ranks) if beyond else apart
         found.append(difference)
-    return sorted(found, key=lambda each: PHASES.index(each.place.phase))
+    return sorted(found, key=lambda each: list(PHASES).index(each.place.phase))
 
 
 def _size_of_parameter(captured: Capture, update: CapturedTensor) -> float:

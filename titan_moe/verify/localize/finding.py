@@ -4,27 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from titan_moe.verify.localize.capture.records import Place
+from titan_moe.verify.localize.capture.records import PHASES, Place
 from titan_moe.verify.localize.capture_reader import Ints
 from titan_moe.verify.localize.difference import PlaceDifference
 
 _MOST_ROWS, _MOST_LATER = 3, 5
 _CLEAR = 10  # Times its bound; nearer, an earlier place may just have passed.
-PHASE_WORDS = {
-    "data": "what the step reads",
-    "start": "parameters at the step's start",
-    "forward": "forward",
-    "loss": "losses",
-    "recompute": "recomputed in the backward, against the candidate's own forward",
-    "backward": "backward",
-    "gradient": "gradients of parameters, summed over ranks",
-    "norm": "gradient norm",
-    "counts": "tokens per expert",
-    "balance": "what routers keep for the next step",
-    "moments": "moments of AdamW",
-    "update": "what the optimizer adds",
-    "parameters": "parameters at the step's end",
-}
 
 
 @dataclass(frozen=True)
@@ -85,10 +70,10 @@ class Finding:
             )
         wrong, places = self.of_phase
         lines.append(
-            f"  {wrong} of {places} places of this phase differ: {PHASE_WORDS[first.place.phase]}"
+            f"  {wrong} of {places} places of this phase differ: {PHASES[first.place.phase]}"
         )
         if self.equal:
-            equal = "; ".join(PHASE_WORDS[phase] for phase in self.equal)
+            equal = "; ".join(PHASES[phase] for phase in self.equal)
             lines.append(f"  equal before it: {equal}")
         if first.error < _CLEAR * first.bound:
             lines.append(
@@ -145,4 +130,4 @@ def place_line(place: Place) -> str:
     where = f"{module}, {tensor}" if module else tensor
     if phase == "backward":
         where = f"{module}, gradient of its {tensor}"
-    return f"{where} ({PHASE_WORDS[phase]})"
+    return f"{where} ({PHASES[phase]})"

@@ -6,7 +6,7 @@ compared, in float32 or float64. In float32 the trained model is exported too, a
 loads of that compared again. Differences are norms relative to theirs, tensor by tensor.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -312,12 +312,9 @@ def _alone() -> Iterator[None]:
 def _watch_margins(model: Decoder, margins: list[float]) -> None:
     """Appends the smallest margin over tokens of each routing decision."""
     for moe in model.moe_layers().values():
-        moe.routing_fn = _watched(moe.router, margins)
 
+        def watched(scores_TE: Tensor, router: Router = moe.router) -> Tensor:
+            margins.append(choice_margins(scores_TE.detach(), router).min().item())
+            return router.select_experts(scores_TE)
 
-def _watched(router: Router, margins: list[float]) -> Callable[[Tensor], Tensor]:
-    def watched(scores_TE: Tensor) -> Tensor:
-        margins.append(choice_margins(scores_TE.detach(), router).min().item())
-        return router.select_experts(scores_TE)
-
-    return watched
+        moe.routing_fn = watched

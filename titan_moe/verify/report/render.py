@@ -1,6 +1,6 @@
 """HTML pages from templates: one document each, one stylesheet, no network, light and dark."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -35,8 +35,6 @@ class Table:
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
-    numbers: Collection[int] = ()
-    """Columns that are aligned on the right."""
     kinds: Sequence[str] = ()
     """A class of each row."""
 

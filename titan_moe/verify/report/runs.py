@@ -12,7 +12,6 @@ from titan_moe.verify.report.sections import (
     all_notes,
     configuration,
     environment,
-    events,
     layout_words,
     layouts,
 )
@@ -35,7 +34,7 @@ def runs_page(title: str, runs: Sequence[RunRecord]) -> str:
         charts=charts({key: panels[key] for key in _FIRST if key in panels}),
         more=more,
         more_charts=charts(more),
-        events=events(runs),
+        events=[(run.name, event) for run in runs for event in run.events],
         load=charts(load_panels([load for load in loads if load.layers][:_MOST_LOADS])),
         layouts=layouts(runs),
         configuration=configuration(runs),

@@ -168,17 +168,6 @@ def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def events(runs: Sequence[RunRecord]) -> Table | None:
-    """Decisions about spikes and NaN, in the order of time; None where there were none."""
-    columns = ("time", "step", "decision", "line")
-    rows = [
-        [run.name, *(str(event.get(key, ABSENT)) for key in columns)]
-        for run in runs
-        for event in run.events
-    ]
-    return Table(["run", "time", "step", "decision", "why"], rows, numbers=[2]) if rows else None
-
-
 # --- layouts --------------------------------------------------------------------------------------
 
 
@@ -204,19 +193,9 @@ def layouts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def _mesh_view(name: str, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Returns a world in one of _VIEWS, and what to draw of it."""
+    """Returns a world in one of _VIEWS, and how many boxes to draw of each axis."""
     axes, modules = _VIEWS[name]
-    known = [(axis, int(sizes.get(axis, 1))) for axis in axes]
-    world = prod(size for _, size in known)
+    larger = [(axis, int(sizes[axis])) for axis in axes if sizes.get(axis, 1) > 1]
+    world = prod(size for _, size in larger)
     most = world if world <= _ALL_DRAWN else _DRAWN
-    larger = [(axis, size) for axis, size in known if size > 1]
-    left_out = f"; drawn: the first {most} of each axis of {world} ranks" if most < world else ""
-    return {
-        "name": name,
-        "modules": modules,
-        "words": " x ".join(f"{axis} {size}" for axis, size in larger) or "one rank",
-        "left_out": left_out,
-        "axes": larger,
-        "world": world,
-        "most": most,
-    }
+    return {"name": name, "modules": modules, "axes": larger, "world": world, "most": most}

@@ -21,26 +21,23 @@ class Place(NamedTuple):
     """Name of one of its tensors; for a gradient, the tensor that it belongs to."""
 
 
-PHASES = (
-    "data",
-    "start",
-    "forward",
-    "loss",
-    "recompute",
-    "backward",
-    "gradient",
-    "norm",
-    "counts",
-    "balance",
-    "moments",
-    "update",
-    "parameters",
-)
-"""In the order in which a step makes one from the other: what it reads; the parameters that it
-starts from; modules' outputs; sums of losses; modules' outputs anew, where they are recomputed;
-modules' input gradients; gradients of parameters, reduced; the gradient norm; tokens per expert;
-what routers remember of them; AdamW's moments; what is added to parameters (the reader's, who
-subtracts); the parameters that it ends with."""
+PHASES = {
+    "data": "what the step reads",
+    "start": "parameters at the step's start",
+    "forward": "forward",
+    "loss": "losses",
+    "recompute": "recomputed in the backward, against the candidate's own forward",
+    "backward": "backward",
+    "gradient": "gradients of parameters, summed over ranks",
+    "norm": "gradient norm",
+    "counts": "tokens per expert",
+    "balance": "what routers keep for the next step",
+    "moments": "moments of AdamW",
+    "update": "what the optimizer adds",
+    "parameters": "parameters at the step's end",
+}
+"""Phases in words, in the order in which a step makes one from the other. The reader makes
+"update", which is the difference of parameters."""
 
 
 class Kind(NamedTuple):

@@ -56,9 +56,13 @@ def capture_of_step(
     """The capture of a step, if the job asks for it."""
     if step != job.debug.capture_step:
         return None
+    return StepCapture(sharded, optimizer, step=step, compute_dtype=compute_dtype(job))
+
+
+def compute_dtype(job: JobConfig) -> str:
+    """Returns the name of the type of activations."""
     wide = job.training.dtype == "float64"
-    compute_dtype = "float64" if wide else job.training.mixed_precision_param
-    return StepCapture(sharded, optimizer, step=step, compute_dtype=compute_dtype)
+    return "float64" if wide else job.training.mixed_precision_param
 
 
 class StepCapture:
