@@ -174,21 +174,18 @@ def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def layouts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Every run's ranks in both views, each rank once in each; above 64 ranks the first of each
     axis. A layout that several runs share is drawn once."""
-    groups: list[tuple[dict[str, int], list[RunRecord]]] = []
+    groups: dict[object, list[RunRecord]] = {}
     for run in runs:
-        own = run.facts.get("layout") or {}
-        same = [those for sizes, those in groups if sizes and sizes == own]
-        if same:
-            same[0].append(run)
-        else:
-            groups.append((own, [run]))
+        sizes = run.facts.get("layout") or {}
+        groups.setdefault(tuple(sizes.items()) or id(run), []).append(run)
     return [
         {
-            "names": ", ".join(run.name for run in those),
-            "words": layout_words(those[0]),
+            "names": ", ".join(run.name for run in alike),
+            "words": layout_words(alike[0]),
             "views": [_mesh_view(name, sizes) for name in _VIEWS] if sizes else [],
         }
-        for sizes, those in groups
+        for alike in groups.values()
+        for sizes in [alike[0].facts.get("layout")]
     ]
 
 
