@@ -22,13 +22,7 @@ from scripts.rehearsal.ledger import Finding
 from scripts.rehearsal.places import here
 from titan_moe.distributed import symmetric_memory
 from titan_moe.ops.move_rows import add_rows_reference, copy_rows_reference
-from titan_moe.ops.permute_indices import (
-    count_copies_reference,
-    count_experts_reference,
-    permute_indices_reference,
-    place_copies_reference,
-    sort_by_expert_reference,
-)
+from titan_moe.ops.permute_indices import permute_indices_reference
 
 _TRITON_TYPES = {
     torch.bfloat16: "bf16",
@@ -173,40 +167,10 @@ def _permuted(named: Mapping[str, Any]) -> None:
         named[name].copy_(value)
 
 
-def _counted(named: Mapping[str, Any]) -> None:
-    if named["experts_ptr"] is None:
-        return
-    bins = named["NUM_BINS"]
-    for block, experts_TK in enumerate(named["experts_ptr"].split(named["TOKENS"])):
-        named["counts_ptr"][block] = (
-            count_copies_reference(experts_TK, named["NUM_LOCAL"], bins)
-            if named["ONCE"]
-            else count_experts_reference(experts_TK, bins)
-        )
-
-
-def _sorted(named: Mapping[str, Any]) -> None:
-    if named["experts_ptr"] is not None:
-        found = sort_by_expert_reference(named["experts_ptr"], named["NUM_BINS"])
-        for name, value in zip(("token_ptr", "slot_ptr", "rows_ptr"), found, strict=True):
-            named[name].copy_(value)
-
-
-def _placed(named: Mapping[str, Any]) -> None:
-    if named["experts_ptr"] is not None and named["order_ptr"] is not None:
-        sizes = named["NUM_LOCAL"], named["NUM_BINS"]
-        found = place_copies_reference(named["experts_ptr"], named["order_ptr"], *sizes)
-        for name, value in zip(("source_ptr", "rows_ptr", "row_ptr"), found, strict=True):
-            named[name].copy_(value)
-
-
 _VALUES: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     "_copy_rows_kernel": _copied,
     "_add_rows_kernel": _added,
     "_permute_indices_kernel": _permuted,
-    "_count_kernel": _counted,
-    "_sort_kernel": _sorted,
-    "_copies_kernel": _placed,
 }
 
 

@@ -37,7 +37,6 @@ HALVES = [
     ("gpt_oss", "overlap", "dp_shard=2,tp=2,ep=2,etp=2,recompute=2"),
     ("llama4", "overlap", "dp_shard=2,cp=2,ep=4"),
 ]
-JOINT = "one product of gate and up"
 TWO_DEPTHS = "pp=2,cp=2,schedule=ZBVZeroBubble,cp_balancer=headtail,recompute=none"
 
 
@@ -51,7 +50,6 @@ DEFAULT = [
     *product(OTHERS, ["AdamW"], FEW[:1]),
     ("deepseek_v3", "Muon", "dp_shard=2,tp=2,etp=2"),
     ("deepseek_v3", "overlap", "dp_shard=2,ep=2,recompute=full"),
-    ("deepseek_v3", JOINT, "tp=2,etp=2"),
     ("qwen3", "two depths", "pp=2,tp=2"),
     ("deepseek_v3", "inf norm", "dp_shard=2,ep=2"),
     ("deepseek_v3", "compiled", "dp_shard=2,ep=2,recompute=2"),
@@ -64,7 +62,6 @@ SLOW = [
     ("deepseek_v3", "narrow", "dp_shard=2,tp=2,ep=2"),
     *HALVES,
     *product(["deepseek_v3"], ["AdamW"], [f"pp=2,schedule={name}" for name in SCHEDULES]),
-    *product(FAMILIES, [JOINT], ["dp_shard=2,tp=2,ep=2,etp=2,recompute=full"]),
     ("qwen3", "two depths", TWO_DEPTHS),
     ("deepseek_v3", "inf norm", "pp=2,tp=2,ep=2"),
     ("deepseek_v3", "compiled", "dp_shard=2,ep=2,recompute=op,dispatch=bounded"),
@@ -76,7 +73,6 @@ SLOW = [
 FULL = [
     *product(["deepseek_v3"], ["AdamW"], [s for i, s in enumerate(SAMPLE) if i % 3 != 1]),
     *product(OTHERS, ["AdamW"], [*FEW[3:], *SAMPLE]),
-    *product(FAMILIES, [JOINT], SMALL),
     # compile refuses a schedule that splits the backward.
     *product(["deepseek_v3"], ["compiled"], [s for s in SAMPLE if not splits_backward(s)]),
     ("deepseek_v3", "inductor", "dp_shard=2,ep=2,recompute=op"),

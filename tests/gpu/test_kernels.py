@@ -85,19 +85,14 @@ def test_choices_are_sorted_and_copied_as_by_the_slow_loops():
     assert place_cases.check("cuda") == len(list(place_cases.cases()))
 
 
-def test_choices_are_sorted_and_copied_in_two_launches_each_without_a_wait():
+def test_choices_are_sorted_and_copied_without_a_wait():
     experts_TK = torch.rand(16384, 128, device="cuda").topk(8).indices
-    order_TK = sort_by_expert(experts_TK, 128).tokens.rows_TK
-    for piece in (
-        lambda: sort_by_expert(experts_TK, 128),
-        lambda: place_copies(experts_TK, order_TK, 16, 8),
-    ):
-        assert len(kernels_of(piece)) == 2
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            piece()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        order_TK = sort_by_expert(experts_TK).tokens.rows_TK
+        place_copies(experts_TK, order_TK, 16, 8)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dtype", gated_cases.TOLERANCES, ids=str)

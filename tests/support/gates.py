@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +26,6 @@ KINDS: Mapping[str, Tables] = {
     "narrow": {"optimizer": {"name": "Muon", "state_dtype": "bfloat16"}},
     "overlap": {"parallelism": {"expert_parallel_overlap": True}},
     "two depths": {"model": {"num_mtp_layers": 2}},
-    "one product of gate and up": {},
     "inf norm": {"training": {"norm_type": "inf", "max_norm": 1e-3}},
     "compiled": {"compile": {"enable": True, "backend": "aot_eager"}},
     "inductor": {"compile": {"enable": True, "backend": "inductor"}},
@@ -49,10 +47,6 @@ def gate_of(family: str, folder: Path, kind: str = "AdamW") -> Gate:
     torch.set_num_threads(1)
     job = load_job(["--job.config_file", str(DEBUG_CONFIGS / f"gate_{family}.toml")])
     gate = Gate(with_tables(job, KINDS[kind]), folder)
-    if kind == "one product of gate and up":
-        moe = gate.config.moe
-        assert moe is not None
-        gate.config = replace(gate.config, moe=replace(moe, joint_gate_up=True))
     return gate
 
 

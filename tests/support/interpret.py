@@ -66,21 +66,11 @@ def _permute_indices() -> int:
     return len(checks)
 
 
-def _place_rows() -> int:
-    from tests.support.place_cases import check
-    from titan_moe.ops import permute_indices, place_rows_triton
-
-    for name in ("count_experts", "sort_by_expert", "count_copies", "place_copies"):
-        setattr(permute_indices, f"{name}_reference", getattr(place_rows_triton, name))
-    return check()
-
-
 _OPERATIONS: dict[str, Callable[[], int]] = {
     "cross_entropy": _cross_entropy,
     "gated": _gated,
     "move_rows": _move_rows,
     "permute_indices": _permute_indices,
-    "place_rows": _place_rows,
 }
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from titan_moe.ops.permute_indices import count_copies, count_experts, place_copies, sort_by_expert
 
-# (tokens, K, experts, experts of a rank): one of each, odd numbers, several blocks, wide bins.
+# (tokens, K, experts, experts of a rank): one of each, odd numbers, many tokens, many ranks.
 SIZES = [
     (0, 2, 4, 2),
     (1, 1, 1, 1),
@@ -42,7 +42,7 @@ def check(device: str = "cpu") -> int:
         chosen = [expert for row in choices for expert in row]
         assert counts_E.tolist() == [chosen.count(expert) for expert in range(num_experts)]
 
-        tokens, slots = sort_by_expert(on_device, num_experts)
+        tokens, slots = sort_by_expert(on_device)
         top_k = experts_TK.shape[1]
         assert tokens.source_R.tolist() == [token for _, token, _ in order]
         assert slots.source_R.tolist() == [token * top_k + k for _, token, k in order]

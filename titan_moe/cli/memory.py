@@ -3,9 +3,8 @@
     titan-moe memory --config FILE --ranks 64
 
 Prints the number of parameters, a line of GiB or MiB, and one more for each training stage; what
-NCCL's buffers take beside it; what microbatches share on such a GPU; and whether all of it fits. In
-a pipeline the rank that needs most is counted, as an upper bound. titan_moe/distributed/memory.py
-says what is counted. Needs no GPU.
+microbatches share on such a GPU; and whether all of it fits. In a pipeline the rank that needs most
+is counted, as an upper bound. titan_moe/distributed/memory.py says what is counted. Needs no GPU.
 
 Exit codes: 0 it fits; 1 it does not fit; 2 a configuration that cannot run.
 """
@@ -25,13 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.config.stages import stage_jobs
-    from titan_moe.distributed.memory import (
-        GIB,
-        RESERVED,
-        choose_accumulation,
-        communicators,
-        memory,
-    )
+    from titan_moe.distributed.memory import GIB, RESERVED, choose_accumulation, memory
+    from titan_moe.distributed.parallel_dims import parallel_dims
     from titan_moe.models.hf import model_of_job
     from titan_moe.models.stats import total
 
@@ -44,14 +38,13 @@ def run(options: argparse.Namespace) -> Answer:
         sections = (stage.training, stage.parallelism, stage.activation_checkpoint)
         found[step] = memory(config, *sections, world_size=options.ranks)
         try:
-            groups = communicators(stage.parallelism, options.ranks)
+            parallel_dims(stage.parallelism, options.ranks)
         except ValueError as error:
             raise ConfigError(
                 [f"--ranks {options.ranks}: {error}: choose other degrees, or another --ranks"]
             ) from error
-        needed = max(needed, found[step].total + groups.bytes + RESERVED)
+        needed = max(needed, found[step].total + RESERVED)
     first = found.pop(1)
-    groups = communicators(job.parallelism, options.ranks)
     sections = (job.training, job.parallelism, job.activation_checkpoint)
     shared = choose_accumulation(config, *sections, options.ranks, options.gpu_gib * GIB)
     fits = needed <= options.gpu_gib * GIB
@@ -59,7 +52,6 @@ def run(options: argparse.Namespace) -> Answer:
         "parameters": sum(size),
         "active_parameters": active,
         "bytes": asdict(first),
-        "communicators": groups._asdict(),
         "accumulation": asdict(shared),
         "needed": needed,
         "fits": fits,
@@ -74,10 +66,9 @@ def run(options: argparse.Namespace) -> Answer:
             f"{first.unit}: {first}",
             *(f"{stage.unit} from step {step}: {stage}" for step, stage in found.items()),
             *(["the rank of the pipeline that needs most, an upper bound"] if piped else []),
-            str(groups),
             *([shared.line] if shared.line else []),
             f"{verdict}: {needed / GIB:.1f} of {options.gpu_gib:.1f} GiB, "
-            f"with NCCL's buffers and {RESERVED / GIB:.0f} GiB for CUDA and the allocator",
+            f"with {RESERVED / GIB:.0f} GiB for CUDA, NCCL and the allocator",
         ],
         exit_code=0 if fits else 1,
     )

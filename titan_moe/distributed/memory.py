@@ -1,25 +1,24 @@
 """What a run keeps in a GPU's memory, by arithmetic. No torch.
 
 An estimate for experts that get equally many tokens. Peaks that do not quite meet (the logits', one
-layer's backward) are added; NCCL's buffers are counted apart; what CUDA and a fragmented allocator
-take, about 3 GiB, is not counted. A pipeline's rank is counted with all its stages gathered, which
-is an upper bound. Nothing of it has been compared with a GPU.
+layer's backward) are added. `RESERVED` stands for CUDA, NCCL and a fragmented allocator. A
+pipeline's rank is counted with all its stages gathered, which is an upper bound. Nothing of it has
+been compared with a GPU.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 from titan_moe.config.job_config import ActivationCheckpoint, Parallelism, Training
-from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.models.config import LOSS_CHUNKS, ModelConfig
 from titan_moe.models.stats import Share, Size, attention_stats, shares_of_ranks
 from titan_moe.moe.config import deduplication_pays, places_reached, rows_of_buffers
 
 GIB = 2**30
-RESERVED = 3 * GIB
-"""What CUDA and a fragmented allocator take."""
+RESERVED = 6 * GIB
+"""Memory for CUDA and a fragmented allocator, about 3 GiB, and for NCCL's buffers, about as much
+where eight ranks of a node exchange rows."""
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -163,57 +162,6 @@ def _in_reduction(
     return max(map(sum, pairwise(size for size in map(whole, apart) if size)), default=layer)
 
 
-# NCCL's device.h: eight slots each for the protocols Simple (NCCL_BUFFSIZE), LL (8 lines of 16
-# bytes for each of 512 threads) and LL128 (120 elements of 8 bytes for each of 640 threads).
-_CONNECTION = 4 * 2**20 + 8 * 8 * 16 * 512 + 8 * 120 * 8 * 640
-# What NCCL 2.2x says at its start of 8 GPUs behind NVSwitches: "24 coll channels, ... 32 p2p
-# channels per peer".
-_RING_CHANNELS, _PEER_CHANNELS = 24, 32
-
-
-class Communicators(NamedTuple):
-    """NCCL's communicators of one rank."""
-
-    number: int
-    bytes: float
-    """Of the buffers that they receive in."""
-
-    def __str__(self) -> str:
-        """One line."""
-        return (
-            f"beside it the buffers of {self.number} NCCL communicators, "
-            f"{self.bytes / GIB:.1f} GiB by arithmetic"
-        )
-
-
-def communicators(
-    parallelism: Parallelism, world_size: int, ranks_per_node: int = 8
-) -> Communicators:
-    """What the groups that a rank communicates in take from its GPU at the least.
-
-    A ring receives from one rank in each of its channels; an exchange of rows, or a send, from each
-    rank of the node in as many channels as NVLink takes. Buffers for trees, for NVLink SHARP
-    (0.25 GiB a communicator that spans a node) and for the network are left out.
-    """
-    dims = parallel_dims(parallelism, world_size)
-    rotates = parallelism.context_parallel_rotate_method != "allgather"
-    found: dict[tuple[object, bool], int] = {((), True): _RING_CHANNELS}
-    for axis in ("dp_replicate", "fsdp", "edp", "pp", "cp", "tp", "ep", "etp"):
-        if dims.size(axis) == 1:
-            continue
-        members = dims.group_of(0, axis)
-        holds_parameters = axis in ("dp_replicate", "fsdp", "edp")
-        whole = holds_parameters and len(members) == world_size
-        channels = _RING_CHANNELS
-        if axis in ("ep", "pp") or (axis == "cp" and rotates):
-            channels = _PEER_CHANNELS * sum(0 < rank < ranks_per_node for rank in members)
-        key = ((), True) if whole else (members, holds_parameters)
-        found[key] = max(found.get(key, 0), channels)
-    if world_size == 1:
-        return Communicators(0, 0.0)
-    return Communicators(len(found), sum(found.values()) * _CONNECTION)
-
-
 @dataclass(frozen=True)
 class Accumulation:
     """What the microbatches of a step share."""
@@ -255,7 +203,7 @@ def choose_accumulation(
         return Accumulation(parallelism.fsdp_accumulation, microbatches)
     if microbatches == 1 or device_bytes is None:
         return Accumulation("reduce_each", microbatches)
-    usable = device_bytes - RESERVED - communicators(parallelism, world_size).bytes
+    usable = device_bytes - RESERVED
     keeping = parallelism.model_copy(update={"fsdp_accumulation": "keep_gathered"})
     needed = memory(config, training, keeping, recompute, world_size).total
     if needed <= usable:

@@ -53,24 +53,7 @@ def resolve_model(
     if (rows := row_alignment(job.model.converters, job.quantize)) > 1:
         named["row_alignment"] = max(named.get("row_alignment", 1), rows)
     named["force_load_balance"] = job.debug.moe_force_load_balance
-    if device_type == "cuda" and joint_gate_up_pays(job, config.moe):
-        named["joint_gate_up"] = True
     return replace(config, moe=replace(config.moe, **named))
-
-
-def joint_gate_up_pays(job: JobConfig, moe: MoEConfig) -> bool:
-    """Whether one product of gate and up saves more memory traffic than its weights cost to lay
-    side by side, in every part of a microbatch: docs/moe.md counts both."""
-    parallelism, training = job.parallelism, job.training
-    ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
-    sequences = training.local_batch_size
-    if parallelism.pipeline_parallel_degree > 1:
-        sequences = parallelism.pipeline_parallel_microbatch_size
-    cut = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-    parts = 2 if parallelism.expert_parallel_overlap else 1
-    tokens = sequences * training.seq_len / cut / parts
-    rows_of_an_expert = tokens * moe.top_k * ep * etp / moe.num_experts
-    return rows_of_an_expert > 2 * moe.hidden_dim / etp
 
 
 def dispatch_options(

@@ -33,8 +33,6 @@ class MoEConfig:
     weights_scale: Literal["outputs", "inputs"] = "outputs"
     """What a routing weight multiplies: an expert's output, or the token that goes in (Llama 4)."""
     row_alignment: int = 1
-    joint_gate_up: bool = False
-    """One grouped GEMM for both first projections, not two: of the device and the run's sizes."""
     bias_update_speed: float = 0.0
     sequence_aux_loss_weight: float = 0.0
     global_aux_loss_weight: float = 0.0

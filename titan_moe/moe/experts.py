@@ -17,7 +17,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import ExpertRows
-from titan_moe.ops.gated import gated_rows, gated_rows_backward, halves
+from titan_moe.ops.gated import gated_rows, gated_rows_backward
 from titan_moe.ops.grouped_mm import (
     GroupedMM,
     add_bias,
@@ -51,7 +51,6 @@ def expert_outputs(
     *,
     activation: str,
     scale_inputs: bool,
-    joint: bool,
 ) -> Tensor:
     """The weighted output of its expert for each row, y_RD:
 
@@ -64,21 +63,16 @@ def expert_outputs(
 
     Args:
         multiply: `grouped_mm`, or a product in lower precision.
-        joint: `MoEConfig.joint_gate_up`.
     """
     offsets_E = rows.offsets_E
     weights_R1 = rows.weights_R[:, None].to(rows.x_RD.dtype)
     before_R1, after_R1 = (weights_R1, None) if scale_inputs else (None, weights_R1)
-    gate_up = projections(
-        rows.x_RD, before_R1, weights.w1, weights.w3, offsets_E, multiply, joint=joint
+    gate_RF, up_RF = projections(rows.x_RD, before_R1, weights.w1, weights.w3, offsets_E, multiply)
+    gate_RF = add_bias(gate_RF, weights.b1, offsets_E)
+    up_RF = add_bias(up_RF, weights.b3, offsets_E)
+    y_RD = activated_projection(
+        gate_RF, up_RF, after_R1, weights.w2, offsets_E, activation, multiply
     )
-    if weights.b1 is not None and weights.b3 is not None:
-        biases = (weights.b1, weights.b3)
-        if len(gate_up) == 1:
-            biases = (torch.cat(biases, 1),)  # type: ignore[assignment]
-        pairs = zip(gate_up, biases, strict=True)
-        gate_up = tuple(add_bias(y_RF, bias_EF, offsets_E) for y_RF, bias_EF in pairs)
-    y_RD = activated_projection(gate_up, after_R1, weights.w2, offsets_E, activation, multiply)
     return add_bias(y_RD, weights.b2, offsets_E, after_R1)
 
 
@@ -127,7 +121,6 @@ class Experts(nn.Module):
             expert_outputs,
             activation=config.activation,
             scale_inputs=_SCALES_INPUTS[config.weights_scale],
-            joint=config.joint_gate_up,
         )
 
     def forward(self, rows: ExpertRows | RowsInParts) -> Any:
@@ -138,7 +131,8 @@ class Experts(nn.Module):
 
 
 def activated_projection(
-    gate_up: tuple[Tensor, ...],
+    gate_RF: Tensor,
+    up_RF: Tensor,
     weights_R1: Tensor | None,
     w2_EDF: Tensor,
     offsets_E: Tensor,
@@ -150,8 +144,8 @@ def activated_projection(
     In a split backward the products of both gradients run twice: one function makes both.
     """
     if multiply is grouped_mm:
-        return _ActivatedProjection.apply(weights_R1, w2_EDF, offsets_E, activation, *gate_up)
-    hidden_RF = _Activated.apply(*halves(gate_up), activation)
+        return _ActivatedProjection.apply(gate_RF, up_RF, weights_R1, w2_EDF, offsets_E, activation)
+    hidden_RF = _Activated.apply(gate_RF, up_RF, activation)
     if weights_R1 is not None:
         hidden_RF = hidden_RF * weights_R1
     return multiply(hidden_RF, w2_EDF, offsets_E)
@@ -164,16 +158,10 @@ def projections(
     w3_EFD: Tensor,
     offsets_E: Tensor,
     multiply: GroupedMM = grouped_mm,
-    *,
-    joint: bool = False,
-) -> tuple[Tensor, ...]:
-    """multiply(weights * x, w) for w1 and for w3: gate_RF and up_RF, or with `joint` one tensor
-    [R, 2F] of both. With `grouped_mm` keeps x, not the weighted rows, nor the weights side by side.
-
-    Another product keeps its operands for the backward as it needs them, and is never joint.
+) -> tuple[Tensor, Tensor]:
+    """multiply(weights * x, w) for w1 and for w3: gate_RF and up_RF. With `grouped_mm` keeps x, not
+    the weighted rows. Another product keeps its operands for the backward as it needs them.
     """
-    if multiply is grouped_mm and joint:
-        return (_JointProjections.apply(x_RD, weights_R1, w1_EFD, w3_EFD, offsets_E),)
     if weights_R1 is not None:
         if multiply is grouped_mm:
             return _ScaledProjections.apply(x_RD, weights_R1, w1_EFD, w3_EFD, offsets_E)
@@ -186,69 +174,40 @@ class _Activated(torch.autograd.Function):
     def forward(ctx: FunctionCtx, gate_RF: Tensor, up_RF: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate_RF, up_RF)
         ctx.activation = activation  # type: ignore[attr-defined]
-        return gated_rows((gate_RF, up_RF), None, activation)
+        return gated_rows(gate_RF, up_RF, None, activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RF: Tensor):  # type: ignore[override, no-untyped-def]
-        grads = gated_rows_backward(grad_RF.clone(), ctx.saved_tensors, None, ctx.activation)
-        return *grads.gate_up, None
+        gate_RF, up_RF = ctx.saved_tensors
+        grads = gated_rows_backward(grad_RF.clone(), gate_RF, up_RF, None, ctx.activation)
+        return grads.gate_RF, grads.up_RF, None
 
 
 class _ActivatedProjection(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx,
+        gate_RF: Tensor,
+        up_RF: Tensor,
         weights_R1: Tensor | None,
         w2_EDF: Tensor,
         offsets_E: Tensor,
         activation: str,
-        *gate_up: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(weights_R1, w2_EDF, offsets_E, *gate_up)  # type: ignore[arg-type]
+        ctx.save_for_backward(gate_RF, up_RF, weights_R1, w2_EDF, offsets_E)  # type: ignore[arg-type]
         ctx.activation = activation  # type: ignore[attr-defined]
-        return grouped_mm(gated_rows(gate_up, weights_R1, activation), w2_EDF, offsets_E)
+        return grouped_mm(gated_rows(gate_RF, up_RF, weights_R1, activation), w2_EDF, offsets_E)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
-        weights_R1, w2_EDF, offsets_E, *gate_up = ctx.saved_tensors
+        gate_RF, up_RF, weights_R1, w2_EDF, offsets_E = ctx.saved_tensors
         grad_RD = grad_RD.contiguous()
         grad_RF = grouped_mm_grad_rows(grad_RD, w2_EDF, offsets_E)
-        grads = gated_rows_backward(grad_RF, tuple(gate_up), weights_R1, ctx.activation)
+        grads = gated_rows_backward(grad_RF, gate_RF, up_RF, weights_R1, ctx.activation)
         grad_w2_EDF = grouped_mm_grad_weights(grad_RD, grads.hidden_RF, w2_EDF, offsets_E)
-        return grads.weights_R1, grad_w2_EDF, None, None, *grads.gate_up
-
-
-class _JointProjections(torch.autograd.Function):
-    """Both weights side by side for the length of a product: two copies of them, and one of their
-    gradient, against rows that are read once and gradients of rows that are not added up."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        x_RD: Tensor,
-        weights_R1: Tensor | None,
-        w1_EFD: Tensor,
-        w3_EFD: Tensor,
-        offsets_E: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(x_RD, weights_R1, w1_EFD, w3_EFD, offsets_E)  # type: ignore[arg-type]
-        scaled_RD = x_RD if weights_R1 is None else x_RD * weights_R1
-        return grouped_mm(scaled_RD, torch.cat([w1_EFD, w3_EFD], 1), offsets_E)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_RG: Tensor):  # type: ignore[override, no-untyped-def]
-        x_RD, weights_R1, w1_EFD, w3_EFD, offsets_E = ctx.saved_tensors
-        w13_EGD = torch.cat([w1_EFD, w3_EFD], 1)
-        scaled_RD = x_RD if weights_R1 is None else x_RD * weights_R1
-        grad_RD, grad_EGD = grouped_mm_backward(grad_RG, scaled_RD, w13_EGD, offsets_E)
-        grad_w1_EFD, grad_w3_EFD = (half.contiguous() for half in grad_EGD.chunk(2, 1))
-        if weights_R1 is None:
-            return grad_RD, None, grad_w1_EFD, grad_w3_EFD, None
-        grad_weights_R1 = (grad_RD * x_RD).sum(-1, keepdim=True)
-        return grad_RD.mul_(weights_R1), grad_weights_R1, grad_w1_EFD, grad_w3_EFD, None
+        return grads.gate_RF, grads.up_RF, grads.weights_R1, grad_w2_EDF, None, None
 
 
 class _ScaledProjections(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 In plain torch each is a chain of elementwise passes over rows that are F wide; on CUDA the chain is
 one Triton kernel forward and one backward. While a graph is traced the plain form stays, which the
-compiler fuses itself. Gate and up may be two tensors, or the halves of one.
+compiler fuses itself.
 """
 
 from collections.abc import Callable
@@ -30,67 +30,61 @@ class Activation(NamedTuple):
 class GatedGradients(NamedTuple):
     """What the backward of `gated_rows` knows once it has the gradient of its result."""
 
-    gate_up: tuple[Tensor, ...]
-    """Gradients of gate and up, as one tensor where they were one."""
+    gate_RF: Tensor
+    up_RF: Tensor
     weights_R1: Tensor | None
     hidden_RF: Tensor
     """The result itself, made again."""
 
 
-def gated_rows(gate_up: tuple[Tensor, ...], weights_R1: Tensor | None, activation: str) -> Tensor:
+def gated_rows(
+    gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
+) -> Tensor:
     """activation(gate, up), times each row's weight if there are weights: hidden_RF.
 
     Args:
-        gate_up: gate_RF and up_RF; or one tensor [R, 2F], the gate first.
         activation: of `ACTIVATIONS`.
     """
-    if _runs_triton(gate_up[0]):
+    if _runs_triton(gate_RF):
         # Imported here: a CPU run has no Triton and no use for it.
         from titan_moe.ops import gated_triton
 
-        return gated_triton.gated_rows(gate_up, weights_R1, activation)
-    return gated_rows_reference(gate_up, weights_R1, activation)
+        return gated_triton.gated_rows(gate_RF, up_RF, weights_R1, activation)
+    return gated_rows_reference(gate_RF, up_RF, weights_R1, activation)
 
 
 def gated_rows_backward(
-    grad_RF: Tensor, gate_up: tuple[Tensor, ...], weights_R1: Tensor | None, activation: str
+    grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
 ) -> GatedGradients:
     """From the gradient of `gated_rows`'s result, which it may overwrite."""
     if _runs_triton(grad_RF):
         from titan_moe.ops import gated_triton
 
-        return GatedGradients(
-            *gated_triton.gated_rows_backward(grad_RF, gate_up, weights_R1, activation)
-        )
-    return GatedGradients(*gated_rows_backward_reference(grad_RF, gate_up, weights_R1, activation))
-
-
-def halves(gate_up: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Gate and up, without a copy."""
-    gate, up = gate_up if len(gate_up) == 2 else gate_up[0].chunk(2, -1)
-    return gate, up
+        backward = gated_triton.gated_rows_backward
+    else:
+        backward = gated_rows_backward_reference
+    return GatedGradients(*backward(grad_RF, gate_RF, up_RF, weights_R1, activation))
 
 
 def gated_rows_reference(
-    gate_up: tuple[Tensor, ...], weights_R1: Tensor | None, activation: str
+    gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
 ) -> Tensor:
     """`gated_rows` in plain torch."""
-    hidden_RF = ACTIVATIONS[activation].hidden(*halves(gate_up))
+    hidden_RF = ACTIVATIONS[activation].hidden(gate_RF, up_RF)
     return hidden_RF if weights_R1 is None else hidden_RF.mul_(weights_R1)
 
 
 def gated_rows_backward_reference(
-    grad_RF: Tensor, gate_up: tuple[Tensor, ...], weights_R1: Tensor | None, activation: str
-) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor]:
-    """What GatedGradients holds, in plain torch."""
-    hidden_RF, pull = ACTIVATIONS[activation].hidden_and_pull(*halves(gate_up))
+    grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """The fields of GatedGradients, in plain torch."""
+    hidden_RF, pull = ACTIVATIONS[activation].hidden_and_pull(gate_RF, up_RF)
     grad_weights_R1 = None
     if weights_R1 is not None:
         grad_weights_R1 = (hidden_RF * grad_RF).sum(-1, keepdim=True)
         hidden_RF.mul_(weights_R1)
         grad_RF.mul_(weights_R1)
-    grads = pull(grad_RF)
-    return grads if len(gate_up) == 2 else (torch.cat(grads, -1),), grad_weights_R1, hidden_RF
+    return *pull(grad_RF), grad_weights_R1, hidden_RF
 
 
 def _runs_triton(x: Tensor) -> bool:

@@ -1,10 +1,11 @@
 """The Triton kernels of gated: one launch and one pass each, arithmetic in at least float32."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.ops.gated import CLAMP_LIMIT, CLAMP_SLOPE, halves
+from titan_moe.ops.gated import CLAMP_LIMIT, CLAMP_SLOPE
 
 _TILE = 2048
 """Elements of a program's tile: 16 for each thread, of gate, up and gradient at once."""
@@ -12,75 +13,68 @@ _MAX_COLUMNS = 512
 _CLAMPED = {"swiglu": False, "clamped_swiglu": True}
 
 
-def gated_rows(gate_up: tuple[Tensor, ...], weights_R1: Tensor | None, activation: str) -> Tensor:
+def gated_rows(
+    gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
+) -> Tensor:
     """As gated.gated_rows."""
-    gate_up = tuple(x.contiguous() for x in gate_up)
-    num_rows, dim = halves(gate_up)[0].shape
-    hidden_RF = gate_up[0].new_empty(num_rows, dim)
+    gate_RF, up_RF = gate_RF.contiguous(), up_RF.contiguous()
+    num_rows, dim = gate_RF.shape
+    hidden_RF = torch.empty_like(gate_RF)
     rows, columns = _tile(dim)
     if hidden_RF.numel():
         grid = (triton.cdiv(num_rows, rows), triton.cdiv(dim, columns))
         _gated_rows_kernel[grid](
-            gate_up[0],
-            gate_up[-1],
-            _weights(weights_R1, gate_up[0]),
+            gate_RF,
+            up_RF,
+            _weights(weights_R1, gate_RF),
             hidden_RF,
             num_rows,
             DIM=dim,
-            STRIDE=gate_up[0].shape[1],
-            UP=_first_of_up(gate_up),
             HAS_WEIGHTS=weights_R1 is not None,
             CLAMPED=_CLAMPED[activation],
             LIMIT=CLAMP_LIMIT,
             SLOPE=CLAMP_SLOPE,
             ROWS=rows,
             COLUMNS=columns,
-            WIDE=gate_up[0].element_size() == 8,
+            WIDE=gate_RF.element_size() == 8,
         )
     return hidden_RF
 
 
 def gated_rows_backward(
-    grad_RF: Tensor, gate_up: tuple[Tensor, ...], weights_R1: Tensor | None, activation: str
-) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor]:
+    grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """As gated.gated_rows_backward; the result made again lies in `grad_RF`'s memory."""
-    gate_up, grad_RF = tuple(x.contiguous() for x in gate_up), grad_RF.contiguous()
-    grads = tuple(x.new_empty(x.shape) for x in gate_up)
+    grad_RF, gate_RF, up_RF = grad_RF.contiguous(), gate_RF.contiguous(), up_RF.contiguous()
+    grad_gate_RF, grad_up_RF = torch.empty_like(gate_RF), torch.empty_like(up_RF)
     num_rows, dim = grad_RF.shape
     grad_weights_R1 = None if weights_R1 is None else weights_R1.new_empty(num_rows, 1)
     rows, columns = _tile(dim)
     if num_rows:
         _gated_rows_backward_kernel[(triton.cdiv(num_rows, rows),)](
             grad_RF,
-            gate_up[0],
-            gate_up[-1],
-            _weights(weights_R1, gate_up[0]),
-            grads[0],
-            grads[-1],
-            _weights(grad_weights_R1, gate_up[0]),
+            gate_RF,
+            up_RF,
+            _weights(weights_R1, gate_RF),
+            grad_gate_RF,
+            grad_up_RF,
+            _weights(grad_weights_R1, gate_RF),
             num_rows,
             DIM=dim,
-            STRIDE=gate_up[0].shape[1],
-            UP=_first_of_up(gate_up),
             HAS_WEIGHTS=weights_R1 is not None,
             CLAMPED=_CLAMPED[activation],
             LIMIT=CLAMP_LIMIT,
             SLOPE=CLAMP_SLOPE,
             ROWS=rows,
             COLUMNS=columns,
-            WIDE=gate_up[0].element_size() == 8,
+            WIDE=gate_RF.element_size() == 8,
         )
-    return grads, grad_weights_R1, grad_RF
+    return grad_gate_RF, grad_up_RF, grad_weights_R1, grad_RF
 
 
 def _weights(weights_R1: Tensor | None, other: Tensor) -> Tensor:
     """A tensor in any case: a kernel takes no None, and reads no weights where there are none."""
     return other if weights_R1 is None else weights_R1.contiguous()
-
-
-def _first_of_up(gate_up: tuple[Tensor, ...]) -> int:
-    """In which column of the last tensor up begins."""
-    return 0 if len(gate_up) == 2 else gate_up[0].shape[1] // 2
 
 
 def _tile(dim: int) -> tuple[int, int]:
@@ -114,8 +108,6 @@ def _gated_rows_kernel(
     hidden_ptr,
     num_rows,
     DIM: tl.constexpr,
-    STRIDE: tl.constexpr,
-    UP: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     CLAMPED: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -129,14 +121,13 @@ def _gated_rows_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_row = row < num_rows
     inside = is_row[:, None] & (column < DIM)[None, :]
-    place = row[:, None] * STRIDE + column[None, :]
+    place = row[:, None] * DIM + column[None, :]
     gate = tl.load(gate_ptr + place, mask=inside, other=0).to(dtype)
-    up = tl.load(up_ptr + UP + place, mask=inside, other=0).to(dtype)
+    up = tl.load(up_ptr + place, mask=inside, other=0).to(dtype)
     silu, _, factor = _parts(gate, up, CLAMPED, LIMIT, SLOPE)
     hidden = silu * factor
     if HAS_WEIGHTS:
         hidden *= tl.load(weights_ptr + row, mask=is_row, other=0).to(dtype)[:, None]
-    place = row[:, None] * DIM + column[None, :]
     tl.store(hidden_ptr + place, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
 
 
@@ -151,8 +142,6 @@ def _gated_rows_backward_kernel(
     grad_weights_ptr,
     num_rows,
     DIM: tl.constexpr,
-    STRIDE: tl.constexpr,
-    UP: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     CLAMPED: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -173,11 +162,10 @@ def _gated_rows_backward_kernel(
     for first in range(0, DIM, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         inside = is_row[:, None] & (column < DIM)[None, :]
-        place = row[:, None] * STRIDE + column[None, :]
-        own_place = row[:, None] * DIM + column[None, :]
+        place = row[:, None] * DIM + column[None, :]
         gate = tl.load(gate_ptr + place, mask=inside, other=0).to(dtype)
-        up = tl.load(up_ptr + UP + place, mask=inside, other=0).to(dtype)
-        grad = tl.load(grad_ptr + own_place, mask=inside, other=0).to(dtype)
+        up = tl.load(up_ptr + place, mask=inside, other=0).to(dtype)
+        grad = tl.load(grad_ptr + place, mask=inside, other=0).to(dtype)
         silu, slope, factor = _parts(gate, up, CLAMPED, LIMIT, SLOPE)
         hidden = silu * factor
         grad_weight += tl.sum(hidden * grad, 1)
@@ -186,7 +174,7 @@ def _gated_rows_backward_kernel(
         if CLAMPED:
             grad_up = tl.where(tl.abs(up) > LIMIT, 0, grad_up)
         tl.store(grad_gate_ptr + place, (grad * factor * slope).to(out), mask=inside)
-        tl.store(grad_up_ptr + UP + place, grad_up.to(out), mask=inside)
-        tl.store(grad_ptr + own_place, (hidden * weight[:, None]).to(out), mask=inside)
+        tl.store(grad_up_ptr + place, grad_up.to(out), mask=inside)
+        tl.store(grad_ptr + place, (hidden * weight[:, None]).to(out), mask=inside)
     if HAS_WEIGHTS:
         tl.store(grad_weights_ptr + row, grad_weight.to(out), mask=is_row)

@@ -137,20 +137,15 @@ class SortedRows(NamedTuple):
     """Rows as copies of flat (token, k) slots, one each."""
 
 
-@torch.library.custom_op("titan_moe::count_experts", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("titan_moe::count_experts", mutates_args=())
 def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:
     """How many of the T*K rows each expert gets: counts_E, int64, without a wait for the device.
 
-    Apart from the sort, which takes longer: counts can be exchanged meanwhile.
+    Apart from the sort, which takes longer: counts can be exchanged meanwhile. Integers add up to
+    the same sum in any order, so that atomics do no harm here.
     """
-    return count_experts_reference(experts_TK, num_experts)
-
-
-@count_experts.register_kernel("cuda")
-def _(experts_TK: Tensor, num_experts: int) -> Tensor:
-    from titan_moe.ops import place_rows_triton
-
-    return place_rows_triton.count_experts(experts_TK, num_experts)
+    slot_N = experts_TK.flatten()
+    return slot_N.new_zeros(num_experts).scatter_add_(0, slot_N, torch.ones_like(slot_N))
 
 
 @count_experts.register_fake
@@ -158,41 +153,22 @@ def _(experts_TK: Tensor, num_experts: int) -> Tensor:
     return experts_TK.new_empty(num_experts)
 
 
-def count_experts_reference(experts_TK: Tensor, num_experts: int) -> Tensor:
-    """`count_experts` in plain torch. Integers add up to the same sum in any order, so that atomics
-    do no harm here."""
-    slot_N = experts_TK.flatten()
-    return slot_N.new_zeros(num_experts).scatter_add_(0, slot_N, torch.ones_like(slot_N))
-
-
-def sort_by_expert(experts_TK: Tensor, num_experts: int) -> SortedRows:
+def sort_by_expert(experts_TK: Tensor) -> SortedRows:
     """Order the T*K rows by expert, stably."""
-    token_N, slot_N, rows_TK = _sort_by_expert(experts_TK, num_experts)
+    token_N, slot_N, rows_TK = _sort_by_expert(experts_TK)
     return SortedRows(RowMap(token_N, rows_TK), RowMap(slot_N, rows_TK.view(-1, 1)))
 
 
-@torch.library.custom_op("titan_moe::sort_by_expert", mutates_args=(), device_types="cpu")
-def _sort_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    return sort_by_expert_reference(experts_TK, num_experts)
-
-
-@_sort_by_expert.register_kernel("cuda")
-def _(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    from titan_moe.ops import place_rows_triton
-
-    return place_rows_triton.sort_by_expert(experts_TK, num_experts)
+@torch.library.custom_op("titan_moe::sort_by_expert", mutates_args=())
+def _sort_by_expert(experts_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    slot_N = experts_TK.flatten().sort(stable=True).indices
+    return slot_N // experts_TK.shape[1], slot_N, invert(slot_N).view_as(experts_TK)
 
 
 @_sort_by_expert.register_fake
-def _(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(experts_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows = experts_TK.numel()
     return experts_TK.new_empty(rows), experts_TK.new_empty(rows), torch.empty_like(experts_TK)
-
-
-def sort_by_expert_reference(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The token and the slot of each row, and rows_TK, in plain torch."""
-    slot_N = experts_TK.flatten().sort(stable=True).indices
-    return slot_N // experts_TK.shape[1], slot_N, invert(slot_N).view_as(experts_TK)
 
 
 def invert(order_N: Tensor) -> Tensor:
@@ -228,26 +204,8 @@ def reached_ranks(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
     return reached_TP.scatter_(1, experts_TK // num_local, True)
 
 
-@torch.library.custom_op("titan_moe::count_copies", mutates_args=(), device_types="cpu")
 def count_copies(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
     """How many tokens have an expert on each rank of `num_local` experts: counts_P, int64."""
-    return count_copies_reference(experts_TK, num_local, num_ranks)
-
-
-@count_copies.register_kernel("cuda")
-def _(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
-    from titan_moe.ops import place_rows_triton
-
-    return place_rows_triton.count_copies(experts_TK, num_local, num_ranks)
-
-
-@count_copies.register_fake
-def _(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
-    return experts_TK.new_empty(num_ranks)
-
-
-def count_copies_reference(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
-    """`count_copies` in plain torch."""
     return reached_ranks(experts_TK, num_local, num_ranks).sum(0)
 
 
@@ -267,43 +225,6 @@ def place_copies(experts_TK: Tensor, order_TK: Tensor, num_local: int, num_ranks
     Args:
         order_TK: each choice's place in the order of experts.
     """
-    source_R, rows_TK, row_N = _place_copies(experts_TK, order_TK, num_local, num_ranks)
-    return Copies(RowMap(source_R, rows_TK), row_N)
-
-
-@torch.library.custom_op("titan_moe::place_copies", mutates_args=(), device_types="cpu")
-def _place_copies(
-    experts_TK: Tensor, order_TK: Tensor, num_local: int, num_ranks: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return place_copies_reference(experts_TK, order_TK, num_local, num_ranks)
-
-
-@_place_copies.register_kernel("cuda")
-def _(
-    experts_TK: Tensor, order_TK: Tensor, num_local: int, num_ranks: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    from titan_moe.ops import place_rows_triton
-
-    return place_rows_triton.place_copies(experts_TK, order_TK, num_local, num_ranks)
-
-
-@_place_copies.register_fake
-def _(
-    experts_TK: Tensor, order_TK: Tensor, num_local: int, num_ranks: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    num_tokens, top_k = experts_TK.shape
-    most = min(top_k, num_ranks)
-    return (
-        experts_TK.new_empty(num_tokens * most),
-        experts_TK.new_empty(num_tokens, most),
-        experts_TK.new_empty(num_tokens * top_k, dtype=torch.int32),
-    )
-
-
-def place_copies_reference(
-    experts_TK: Tensor, order_TK: Tensor, num_local: int, num_ranks: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """source_R and rows_TK of `Copies.tokens`, and row_N, in plain torch."""
     top_k = experts_TK.shape[1]
     reached_TP = reached_ranks(experts_TK, num_local, num_ranks)
     rank_TK = experts_TK // num_local
@@ -312,8 +233,7 @@ def place_copies_reference(
     row_TK = (reached_TP.cumsum(0) - 1).gather(1, rank_TK) * most_here + nth_TK
     row_N = torch.empty_like(order_TK, dtype=torch.int32).flatten()
     row_N[order_TK.flatten()] = row_TK.flatten().int()
-    source_R, rows_TK = copy_to_ranks(reached_TP, min(top_k, num_ranks))
-    return source_R, rows_TK, row_N
+    return Copies(copy_to_ranks(reached_TP, min(top_k, num_ranks)), row_N)
 
 
 def copy_to_ranks(reached_TP: Tensor, most: int) -> RowMap:

@@ -14,7 +14,6 @@ from titan_moe.distributed.memory import (
     RESERVED,
     Memory,
     choose_accumulation,
-    communicators,
     memory,
 )
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig
@@ -135,8 +134,7 @@ def _shared(free: float, word: str = "auto", **training: object) -> str:
     parallelism = Parallelism(fsdp_accumulation=word)
     recompute = ActivationCheckpoint(mode="full")
     plain = memory(_DENSE, section, parallelism, recompute, 4).total
-    groups = communicators(parallelism, 4).bytes
-    size = plain + free + RESERVED + groups
+    size = plain + free + RESERVED
     return choose_accumulation(_DENSE, section, parallelism, recompute, 4, size).word
 
 
@@ -156,21 +154,6 @@ def test_a_cpu_and_a_pipeline_share_nothing():
     assert (on_cpu.word, on_cpu.microbatches) == ("reduce_each", 4)
     piped = choose_accumulation(_DENSE, section, pipeline, recompute, 4, 80 * GIB)
     assert (piped.word, piped.microbatches) == ("reduce_each", 1)
-
-
-def test_communicators_by_hand():
-    connection = 4 * 2**20 + 2**19 + 4_915_200
-    assert communicators(Parallelism(), 1) == (0, 0.0)
-    # One group of all ranks shards parameters.
-    assert communicators(Parallelism(), 8) == (1, 24 * connection)
-    # Experts' ranks, of which seven are peers on the node, exchange rows.
-    ep = Parallelism(expert_parallel_degree=8)
-    assert communicators(ep, 8) == (2, (24 + 7 * 32) * connection)
-    # The world's, ep's, and that of the two ranks which share experts.
-    assert communicators(ep, 16) == (3, (2 * 24 + 7 * 32) * connection)
-    # fsdp of 4 and tp of 2; edp of one rank has none.
-    both = Parallelism(expert_parallel_degree=8, tensor_parallel_degree=2)
-    assert communicators(both, 8) == (4, (3 * 24 + 7 * 32) * connection)
 
 
 @pytest.mark.parametrize("path", _SIZED, ids=lambda path: str(path.relative_to(_CONFIGS)))

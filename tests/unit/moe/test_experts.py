@@ -4,14 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.paths import REPO
-from titan_moe.config.parse import load_job, resolve
-from titan_moe.distributed.policies import resolve_model
-from titan_moe.models.hf import model_of_job
-from titan_moe.moe.dispatch.base import ExpertRows
-from titan_moe.moe.experts import ExpertWeights, activated_projection, expert_outputs, projections
+from titan_moe.moe.experts import activated_projection, projections
 from titan_moe.ops.gated import ACTIVATIONS
-from titan_moe.ops.grouped_mm import grouped_mm, grouped_mm_loop
+from titan_moe.ops.grouped_mm import grouped_mm_loop
 
 COUNTS, TAIL, D, HIDDEN = [3, 0, 5, 1], 2, 6, 4
 OFFSETS = torch.tensor(COUNTS).cumsum(0, dtype=torch.int32)
@@ -53,7 +48,7 @@ def test_an_activated_projection_is_the_plain_one(name: str, weighted: bool):
     gate, up = drawn(ROWS + TAIL, HIDDEN, scale=8), drawn(ROWS + TAIL, HIDDEN, scale=8)
     weights = torch.rand(ROWS + TAIL, 1, dtype=torch.float64, requires_grad=True)
     w2 = drawn(len(COUNTS), D, HIDDEN)
-    ours = activated_projection((gate, up), weights if weighted else None, w2, OFFSETS, name)
+    ours = activated_projection(gate, up, weights if weighted else None, w2, OFFSETS, name)
     hidden = plain(name, gate, up) * (weights if weighted else 1)
     theirs = grouped_mm_loop(hidden, w2, OFFSETS)
     inputs = [gate, up, *([weights] if weighted else []), w2]
@@ -80,39 +75,7 @@ def test_the_rows_of_grouped_gemms_in_low_precision(name: str):
     results = []
     for dtype in (torch.bfloat16, torch.float64):
         inputs = [x.to(dtype).requires_grad_() for x in (gate, up, weights, w2)]
-        gate_up, after = tuple(inputs[:2]), inputs[2:]
-        y = activated_projection(gate_up, *after, OFFSETS, name)
+        y = activated_projection(*inputs, OFFSETS, name)
         results.append([y, *torch.autograd.grad(y, inputs, grad.to(dtype))])
     for ours, theirs in zip(*results, strict=True):
         assert (ours.double() - theirs).norm() < 0.02 * theirs.norm()
-
-
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("scale_inputs", [True, False])
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_one_product_of_gate_and_up_is_the_two(name: str, scale_inputs: bool, biased: bool):
-    torch.manual_seed(0)
-    experts = len(COUNTS)
-    x, weights = drawn(ROWS + TAIL, D), drawn(ROWS + TAIL)
-    stacks = [drawn(experts, *shape) for shape in ((HIDDEN, D), (D, HIDDEN), (HIDDEN, D))]
-    biases = [drawn(experts, size) for size in (HIDDEN, D, HIDDEN)] if biased else []
-
-    def outputs(joint: bool):
-        rows, stacked = ExpertRows(x, weights, OFFSETS), ExpertWeights(*stacks, *biases)
-        settings = {"activation": name, "scale_inputs": scale_inputs, "joint": joint}
-        return [expert_outputs(rows, stacked, grouped_mm, **settings)]
-
-    compared(outputs(True), outputs(False), [x, weights, *stacks, *biases], of_rows=2)
-
-
-@pytest.mark.parametrize(
-    "config, joint",
-    [("qwen3/30B-A3B_64gpu.toml", True), ("qwen3/30B-A3B_8gpu.toml", False),
-     ("deepseek_v3/671B_64gpu.toml", True), ("mixtral/8x22B_64gpu.toml", False)],
-)  # fmt: skip
-def test_one_product_where_experts_have_many_rows_and_on_a_gpu(config: str, joint: bool):
-    job = load_job(["--job.config_file", str(REPO / "configs" / config)])
-    job = resolve(job, int(config.rpartition("_")[2].removesuffix("gpu.toml")))
-    for device, expected in (("cuda", joint), ("cpu", False), (None, False)):
-        moe = resolve_model(model_of_job(job.model), job, device).moe
-        assert moe is not None and moe.joint_gate_up == expected

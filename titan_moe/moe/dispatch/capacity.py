@@ -51,7 +51,7 @@ class CapacityDispatcher(ExchangeDispatcher):
     def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
         capacity = self._capacity(len(experts_TK))
         counts_PE, dropped = counts_E.view(self.ep_group.size(), -1), None
-        sorted_rows = sort_by_expert(experts_TK, len(counts_E))
+        sorted_rows = sort_by_expert(experts_TK)
         kept_PE, kept_N = counts_PE, None
         if capacity < len(experts_TK) * min(self.top_k, self.num_local):
             kept_TK = self._first_come(experts_TK // self.num_local, counts_PE.sum(1), capacity)

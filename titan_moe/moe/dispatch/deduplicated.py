@@ -132,7 +132,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         sent_PX = torch.cat(counts, 1)
         received = exchange_counts(sent_PX, self.ep_group)
 
-        _, slots = sort_by_expert(experts_TK, len(counts_E))
+        _, slots = sort_by_expert(experts_TK)
         order_TK = slots.rows_TK.view_as(experts_TK)
         copies, row_N = place_copies(experts_TK, order_TK, num_local, degree)
         if self.nodes is not None:

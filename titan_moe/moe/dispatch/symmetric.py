@@ -45,7 +45,7 @@ class SymmetricDispatcher(AllToAllDispatcher):
     def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
         ranks, own = self.ep_group.size(), self.ep_group.rank()
         all_counts = exchange_counts(counts_E.expand(ranks, -1).contiguous(), self.ep_group)
-        tokens, slots = sort_by_expert(experts_TK, self.num_experts)
+        tokens, slots = sort_by_expert(experts_TK)
         room = self._room(len(experts_TK))
         counts_PPE = all_counts.wait().view(ranks, ranks, -1)  # The device waits.
         over_P = (counts_PPE.sum((0, 2)) - room).clamp(min=0)
