@@ -352,7 +352,7 @@ class Trainer:
         self._prepare_updates()
         moved_too = move(states, optimizer_tensors(self.sharded.parts, self.optimizer))
         self.checkpointer.last_step = last_step
-        return moved.total + moved_too.total
+        return moved + moved_too
 
     def _say_goodbye(self) -> None:
         """Log the losses, the files of the run, and commands to run next."""

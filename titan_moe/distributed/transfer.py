@@ -6,7 +6,7 @@ shardings may differ in everything.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,30 +20,16 @@ LocalParts = Sequence[tuple[Tensor, Box]]
 """What a rank has of one tensor, and where in the whole it lies."""
 
 
-class Traffic(NamedTuple):
-    """What a rank has sent and received."""
-
-    sent: tuple[int, ...]
-    """Bytes to each rank."""
-    received: tuple[int, ...]
-    """Bytes from each rank."""
-    copied: int
-    """Bytes that it held already."""
-    calls: int
-    total: int
-    """Bytes that all ranks together have sent."""
-
-
 def transfer(
     sources: Mapping[str, Tensor],
     targets: Mapping[str, Tensor],
     *,
     max_bytes: int = BUCKET_BYTES,
-) -> Traffic:
+) -> int:
     """Fill `targets` from `sources` of the same names, on whatever ranks; collective.
 
-    Both are DTensors of any mesh of the world, or plain tensors, which are whole. Raises ValueError
-    on all ranks alike, as plan_transfer does.
+    Both are DTensors of any mesh of the world, or plain tensors, which are whole. Returns the bytes
+    that all ranks together have sent. Raises ValueError on all ranks alike, as plan_transfer does.
     """
     mine = parts_of(sources), parts_of(targets)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -56,12 +42,12 @@ def transfer(
     )
 
 
-def move(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Traffic:
+def move(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> int:
     """As `transfer`; frees the memory of `sources`, even if there are other references."""
-    traffic = transfer(sources, targets)
+    sent = transfer(sources, targets)
     for tensor in sources.values():
         local_part(tensor).detach().untyped_storage().resize_(0)
-    return traffic
+    return sent
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
@@ -77,35 +63,30 @@ def execute(
     plan: TransferPlan,
     sources: Mapping[str, LocalParts],
     targets: Mapping[str, LocalParts],
-) -> Traffic:
-    """Carry out a plan of the world's ranks; collective.
+) -> int:
+    """Carry out a plan of the world's ranks; collective. Returns the bytes that all of them send.
 
     Args:
         sources, targets: this rank's parts and where they lie, as the plan was told; no target
             shares memory with a source.
     """
-    rank, sent, received = dist.get_rank(), [0] * plan.world_size, [0] * plan.world_size
-    copied = 0
+    rank = dist.get_rank()
     for bucket, exchanges in zip(plan.buckets, plan.exchanges.tolist(), strict=True):
-        outgoing: list[list[Tensor]] = [[] for _ in sent]
-        incoming: list[list[Tensor]] = [[] for _ in sent]
+        outgoing: list[list[Tensor]] = [[] for _ in range(plan.world_size)]
+        incoming: list[list[Tensor]] = [[] for _ in range(plan.world_size)]
         for pieces in bucket:
             for source, target, box in pieces.of(rank):
                 before = _part(sources[pieces.name], box) if source == rank else None
                 after = _part(targets[pieces.name], box) if target == rank else None
                 if before is not None and after is not None:
                     after.copy_(before)
-                    copied += before.nbytes
                 elif before is not None:
                     outgoing[target].append(before)
                 elif after is not None:
                     incoming[source].append(after)
         if exchanges:
-            numbers = _exchange(outgoing, incoming)
-            sent = [a + b for a, b in zip(sent, numbers[0], strict=True)]
-            received = [a + b for a, b in zip(received, numbers[1], strict=True)]
-    total = int(plan.bytes.sum())
-    return Traffic(tuple(sent), tuple(received), copied, plan.calls, total)
+            _exchange(outgoing, incoming)
+    return int(plan.bytes.sum())
 
 
 def _part(parts: LocalParts, box: Box) -> Tensor:
@@ -114,10 +95,8 @@ def _part(parts: LocalParts, box: Box) -> Tensor:
     return tensor[inside(box, whole)]
 
 
-def _exchange(
-    outgoing: list[list[Tensor]], incoming: list[list[Tensor]]
-) -> tuple[list[int], list[int]]:
-    """One all-to-all of bytes, by rank; returns how many went to each and came from each."""
+def _exchange(outgoing: list[list[Tensor]], incoming: list[list[Tensor]]) -> None:
+    """One all-to-all of bytes, by rank."""
     device = torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
     numbers = [[sum(each.nbytes for each in of) for of in way] for way in (outgoing, incoming)]
     sent, received = (torch.empty(sum(each), dtype=torch.uint8, device=device) for each in numbers)
@@ -128,7 +107,6 @@ def _exchange(
         if space.storage_offset() % piece.element_size():  # As view() wants it.
             space = space.clone()
         piece.copy_(space.view(piece.dtype).view(piece.shape))
-    return numbers[0], numbers[1]
 
 
 def _places(pieces: list[list[Tensor]], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

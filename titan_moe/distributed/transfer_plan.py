@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ import torch
 from titan_moe.distributed.boxes import Box, sizes
 
 BUCKET_BYTES = 2**28
-"""What a rank sends, and what it receives, in one all-to-all at most."""
+"""The most that a rank sends, and receives, in one all-to-all of several tensors."""
 
 _Bounds = tuple[tuple[int, int], ...]
 
@@ -41,7 +40,7 @@ Parts = list[tuple[int, Held]]
 
 
 class Pieces(NamedTuple):
-    """What moves of one tensor, or of some of it: arrays with an entry for each piece.
+    """What moves of one tensor: arrays with an entry for each piece.
 
     A piece whose source is its target is a copy on that rank.
     """
@@ -94,25 +93,14 @@ class TransferPlan:
         return self._between.sum(axis=0)
 
     @property
-    def copied(self) -> np.ndarray:
-        """[rank]: bytes that a rank holds already and copies."""
-        return np.diagonal(self.bucket_bytes.sum(axis=0))
-
-    @property
     def calls(self) -> int:
-        """All-to-alls, which every rank takes part in."""
+        """Number of all-to-alls, which every rank takes part in."""
         return int(self.exchanges.sum())
 
     @cached_property
     def exchanges(self) -> np.ndarray:
         """[bucket]: whether anything in it is sent."""
         return np.asarray(self._between.any(axis=(1, 2)))
-
-    @property
-    def buffer_bytes(self) -> int:
-        """What any rank needs at most besides the tensors: a bucket sent and a bucket received."""
-        sent, received = self._between.sum(axis=2), self._between.sum(axis=1)
-        return int((sent + received).max(initial=0))
 
     @property
     def _between(self) -> np.ndarray:
@@ -132,35 +120,21 @@ def plan_transfer(
         held: of each rank by name what it holds before. Two parts of a tensor are the same box or
             have nothing in common.
         wanted: of each rank what it is to hold afterwards; names that only `held` has are left.
-        max_bytes: what a rank sends, and what it receives, in one all-to-all at most.
+        max_bytes: what a rank sends, and what it receives, in one all-to-all at most; a single
+            tensor's parts may be more.
 
-    Raises ValueError with one line where that cannot be.
+    Raises ValueError with one line where no rank holds what one wants.
     """
-    if len(held) != len(wanted):
-        raise ValueError(
-            f"{len(held)} ranks hold tensors and {len(wanted)} want them: a transfer stays within "
-            "one world"
-        )
-    return plan_parts(by_name(held), by_name(wanted), len(held), max_bytes=max_bytes)
+    holders, wanters = _by_name(held), _by_name(wanted)
+    load = [0] * len(held)
+    moves = [
+        _pieces_of(name, holders.get(name, []), parts, load)
+        for name, parts in sorted(wanters.items())
+    ]
+    return TransferPlan(len(held), tuple(_buckets(moves, len(held), max_bytes)))
 
 
-def plan_parts(
-    holders: Mapping[str, Parts],
-    wanters: Mapping[str, Parts],
-    world_size: int,
-    *,
-    max_bytes: int = BUCKET_BYTES,
-) -> TransferPlan:
-    """As `plan_transfer`, from the parts of each tensor; a rank may hold several of one."""
-    load = [0] * world_size
-    moves = []
-    for name in sorted(wanters):
-        _check_alike(name, holders.get(name, []), wanters[name])
-        moves.append(_pieces_of(name, holders.get(name, []), wanters[name], load))
-    return TransferPlan(world_size, tuple(_buckets(moves, world_size, max_bytes)))
-
-
-def by_name(ranks: Sequence[Mapping[str, Held]]) -> dict[str, Parts]:
+def _by_name(ranks: Sequence[Mapping[str, Held]]) -> dict[str, Parts]:
     """For each name who has a part of it, in the order of ranks."""
     found = defaultdict(list)
     for rank, tensors in enumerate(ranks):
@@ -169,32 +143,14 @@ def by_name(ranks: Sequence[Mapping[str, Held]]) -> dict[str, Parts]:
     return found
 
 
-def _check_alike(name: str, holders: Parts, wanters: Parts) -> None:
-    """Raises ValueError where ranks mean different tensors, or parts outside of them."""
-    rank, first = wanters[0]
-    for other, part in chain(holders, wanters):
-        if part.shape != first.shape or part.dtype != first.dtype:
-            raise ValueError(
-                f"{name}: {_shown(part)} on rank {other} and {_shown(first)} on rank {rank} are "
-                "not one tensor"
-            )
-        if len(part.box) != len(part.shape) or not all(
-            0 <= each.start <= each.stop <= size
-            for each, size in zip(part.box, part.shape, strict=True)
-        ):
-            raise ValueError(
-                f"{name}: the part {_shown_box(part.box)} of rank {other} does not fit "
-                f"{_shown(part)}"
-            )
-
-
 def _pieces_of(name: str, holders: Parts, wanters: Parts, load: list[int]) -> Pieces:
     """How the ranks that want a tensor get it. `load`: bytes that each rank sends already; those of
     this tensor are added."""
     itemsize = wanters[0][1].dtype.itemsize
     holding, wanting = by_box(holders), by_box(wanters)
     places, bounds, sizes = overlaps(list(holding), list(wanting), len(wanters[0][1].shape))
-    _check_covered(name, wanters[0][1], holding, wanting, sizes)
+    if missing := sum(map(_elements, wanting)) - int(sizes.sum()):
+        raise ValueError(f"{name}: no rank holds {missing} of the elements that are wanted of it")
     senders, receivers = list(holding.values()), list(wanting.values())
     sources: list[int] = []
     targets: list[int] = []
@@ -218,6 +174,10 @@ def _pieces_of(name: str, holders: Parts, wanters: Parts, load: list[int]) -> Pi
         np.array(targets, np.int32),
         bounds.repeat(repeats, axis=0),
     )
+
+
+def _elements(bounds: _Bounds) -> int:
+    return prod(last - first for first, last in bounds)
 
 
 def by_box(parts: Parts) -> dict[_Bounds, list[int]]:
@@ -245,31 +205,6 @@ def overlaps(
     return places, np.stack([first[meet], last[meet]], axis=-1), sizes
 
 
-def _check_covered(
-    name: str,
-    like: Held,
-    holding: dict[_Bounds, list[int]],
-    wanting: dict[_Bounds, list[int]],
-    sizes: np.ndarray,
-) -> None:
-    """Raises ValueError where parts held overlap, or leave something out that is wanted."""
-    held = list(holding)
-    twice, _, _ = overlaps(held, held, len(like.shape))
-    if len(twice) > len(held):
-        one, other = next((a, b) for a, b in twice.tolist() if a != b)
-        raise ValueError(
-            f"{name}: rank {holding[held[one]][0]} holds {_shown_bounds(held[one])} and rank "
-            f"{holding[held[other]][0]} {_shown_bounds(held[other])} of {_shown(like)}: parts are "
-            "the same, or have nothing in common"
-        )
-    for (bounds, ranks), found in zip(wanting.items(), sizes.sum(axis=0).tolist(), strict=True):
-        if (missing := prod(last - first for first, last in bounds) - found) > 0:
-            raise ValueError(
-                f"{name}: no rank holds {missing} of the elements in {_shown_bounds(bounds)} of "
-                f"{_shown(like)}, which rank {ranks[0]} wants"
-            )
-
-
 def _buckets(
     moves: Sequence[Pieces], world_size: int, max_bytes: int
 ) -> Iterator[tuple[Pieces, ...]]:
@@ -277,13 +212,12 @@ def _buckets(
     bucket: list[Pieces] = []
     filled = np.zeros((2, world_size), np.int64)
     for pieces in moves:
-        for part in _cut(pieces, world_size, max_bytes):
-            added = _by_rank(part, world_size)
-            if bucket and (filled + added).max() > max_bytes:
-                yield tuple(bucket)
-                bucket, filled = [], np.zeros_like(filled)
-            bucket.append(part)
-            filled += added
+        added = _by_rank(pieces, world_size)
+        if bucket and (filled + added).max() > max_bytes:
+            yield tuple(bucket)
+            bucket, filled = [], np.zeros_like(filled)
+        bucket.append(pieces)
+        filled += added
     if bucket:
         yield tuple(bucket)
 
@@ -293,44 +227,3 @@ def _by_rank(pieces: Pieces, world_size: int) -> np.ndarray:
     between = pieces.bytes * (pieces.sources != pieces.targets)
     counted = [np.bincount(ends, between, world_size) for ends in (pieces.sources, pieces.targets)]
     return np.stack(counted).astype(np.int64)
-
-
-def _cut(pieces: Pieces, world_size: int, max_bytes: int) -> Iterator[Pieces]:
-    """Itself; or, of which a rank sends or receives more than `max_bytes`, piece by piece, and a
-    large piece in parts."""
-    if _by_rank(pieces, world_size).max(initial=0) <= max_bytes:
-        yield pieces
-        return
-    limit = max(1, max_bytes // pieces.itemsize)
-    for number, box in enumerate(pieces.boxes.tolist()):
-        one = pieces._replace(
-            sources=pieces.sources[number : number + 1], targets=pieces.targets[number : number + 1]
-        )
-        for bounds in _cut_box([(first, last) for first, last in box], limit):
-            yield one._replace(boxes=np.array(bounds, np.int64).reshape(1, len(bounds), 2))
-
-
-def _cut_box(bounds: Sequence[tuple[int, int]], limit: int) -> Iterator[_Bounds]:
-    """Boxes of at most `limit` elements that make up one, in the order of its elements."""
-    if not bounds:
-        yield ()
-        return
-    (first, last), inner = bounds[0], bounds[1:]
-    rows = limit // prod(b - a for a, b in inner)
-    for at in range(first, last, max(1, rows)):
-        if rows:
-            yield ((at, min(at + rows, last)), *inner)
-        else:
-            yield from (((at, at + 1), *rest) for rest in _cut_box(inner, limit))
-
-
-def _shown(part: Held) -> str:
-    return f"{str(part.dtype).removeprefix('torch.')}{list(part.shape)}"
-
-
-def _shown_box(box: Box) -> str:
-    return _shown_bounds(tuple((each.start, each.stop) for each in box))
-
-
-def _shown_bounds(bounds: _Bounds) -> str:
-    return f"[{', '.join(f'{first}:{last}' for first, last in bounds)}]"
