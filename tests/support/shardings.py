@@ -1,7 +1,6 @@
-"""All shardings of a small tensor over a small mesh, and one of a large one."""
+"""All shardings of a small tensor over a small mesh."""
 
-import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import permutations, product
 
 from titan_moe.distributed.sharding import Sharding
@@ -16,19 +15,3 @@ def all_shardings(axes: Sequence[str], num_dims: int) -> Iterator[Sharding]:
         partial = frozenset(a for a, role in zip(axes, roles, strict=True) if role == "sums")
         for cuts in product(*(permutations(cut) for cut in cutting)):
             yield Sharding(cuts, partial)
-
-
-def drawn_sharding(rng: random.Random, axes: Iterable[str], num_dims: int) -> Sharding:
-    """Each axis copies, sums, or cuts one of the dims, with equal odds; those of a dim in any
-    order."""
-    cuts: list[list[str]] = [[] for _ in range(num_dims)]
-    partial = set()
-    for axis in axes:
-        role = rng.choice(["copies", "sums", *range(num_dims)])
-        if role == "sums":
-            partial.add(axis)
-        elif isinstance(role, int):
-            cuts[role].append(axis)
-    for cut in cuts:
-        rng.shuffle(cut)
-    return Sharding(tuple(map(tuple, cuts)), frozenset(partial))

@@ -5,21 +5,19 @@ of those experts' hidden dim. On entry every rank of a (dp_shard x cp x tp) bloc
 its own, so nothing here needs to know how the dense part of the model was cut.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from titan_moe.config.job_config import Parallelism, Training, Validation
-from titan_moe.distributed import symmetric_memory
 from titan_moe.distributed.dtensor import cut_parameter, local_part
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.distributed.process_groups import GroupOptions, Traffic
-from titan_moe.moe.config import MoEConfig, deduplication_pays, places_reached, rows_of_buffers
+from titan_moe.moe.config import MoEConfig, deduplication_pays, places_reached
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.moe.dispatch.capacity import CapacityDispatcher
@@ -90,11 +88,12 @@ def apply_expert_parallel(
 
 
 def make_dispatcher(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:
-    """One layer's dispatcher between the ranks of (ep, etp). Raises ValueError for a name that
-    `DISPATCHERS` lacks."""
+    """One layer's dispatcher between the ranks of (ep, etp); where ep has one rank, nothing travels
+    over it, and the standard one will do. Raises ValueError for a name that `DISPATCHERS` lacks."""
     if options.name not in DISPATCHERS:
         raise ValueError(f"dispatcher {options.name!r} is none of {', '.join(DISPATCHERS)}")
-    return DISPATCHERS[options.name](config, meshes, options)
+    alone = meshes.dims.ep == 1 and options.name != "capacity"
+    return DISPATCHERS["standard" if alone else options.name](config, meshes, options)
 
 
 def _standard(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:
@@ -125,15 +124,6 @@ DISPATCHERS: dict[str, Callable[[MoEConfig, Meshes, DispatchOptions], Dispatcher
 }
 
 
-class Microbatch(NamedTuple):
-    """The largest that a rank's MoE layers see."""
-
-    num_tokens: int
-    dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-
 def most_tokens(training: Training, validation: Validation, parallelism: Parallelism) -> int:
     """Tokens of a rank's largest microbatch, in training and in validation."""
     lengths = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
@@ -144,31 +134,6 @@ def most_tokens(training: Training, validation: Validation, parallelism: Paralle
         seq_len = validation.seq_len or training.seq_len
         most = max(most, (size if piped else validation.local_batch_size) * seq_len)
     return most // lengths
-
-
-def open_symmetric_memory(
-    parts: Iterable[nn.Module],
-    config: MoEConfig | None,
-    meshes: Meshes,
-    parallelism: Parallelism,
-    largest: Microbatch,
-) -> None:
-    """Give the symmetric dispatchers, if that is what the layers have, the buffers that they share.
-    Collective over the world, also on ranks without such a layer. Raises ConfigError where torch or
-    the machine lacks symmetric memory."""
-    ep, factor = meshes.dims.ep, parallelism.expert_parallel_capacity_factor
-    if config is None or ep == 1 or parallelism.expert_parallel_comm_backend != "symmetric":
-        return
-    symmetric_memory.check_available(largest.device)
-    tokens, width, dtype, device = largest
-    received = rows_of_buffers(tokens, config.top_k, config.num_experts, ep, factor)
-    channels = symmetric_memory.open_channels(
-        meshes.group("ep"), max(received, tokens * config.top_k), width, dtype, device
-    )
-    for module in (each for part in parts for each in part.modules()):
-        if isinstance(module, MoE):
-            assert isinstance(module.dispatcher, SymmetricDispatcher)
-            module.dispatcher.channels = channels
 
 
 def _cut_experts(experts: Experts, meshes: Meshes) -> None:

@@ -33,11 +33,10 @@ from titan_moe.distributed.policies import (
     accumulation_of,
     compute_dtype,
     dispatch_options,
-    open_buffers,
+    open_symmetric_memory,
     resolve_model,
     sharding_policy,
     stored_dtype,
-    warn_of_slow_experts,
     warn_of_unbalanced_experts,
 )
 from titan_moe.distributed.process_groups import ProcessGroups
@@ -135,8 +134,7 @@ def build_sharded_model(
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job, device.type)
     if config.moe is not None:
-        warn_of_slow_experts(compute_dtype(job), device)
-        warn_of_unbalanced_experts(config.moe, job.model)
+        warn_of_unbalanced_experts(config.moe)
     laid_out = lay_out(job, config, meshes, device, ranks_per_node)
     parts, partial_over_tp, names, stages, accumulation = laid_out
 
@@ -147,7 +145,7 @@ def build_sharded_model(
         if draw_weights:
             std_of, drawn_as = partial(initial_std, config=config), first_names(config)
             fill_initial_weights(part, job.debug.seed, std_of, drawn_as=drawn_as, device=device)
-    open_buffers(parts, job, config, meshes, device)
+    open_symmetric_memory(parts, job, config, meshes, device)
 
     named = {name: p for part in parts for name, p in part.named_parameters()}
     return ShardedModel(

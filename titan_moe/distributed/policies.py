@@ -2,33 +2,24 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_moe.config.job_config import JobConfig, Model, Parallelism
-from titan_moe.distributed.expert_parallel import (
-    DispatchOptions,
-    Microbatch,
-    choose_dispatcher,
-    most_tokens,
-    open_symmetric_memory,
-)
+from titan_moe.config.job_config import JobConfig, Parallelism
+from titan_moe.distributed import symmetric_memory
+from titan_moe.distributed.expert_parallel import DispatchOptions, choose_dispatcher, most_tokens
 from titan_moe.distributed.fsdp import ShardingPolicy
 from titan_moe.distributed.memory import Accumulation, choose_accumulation
 from titan_moe.distributed.mesh import Meshes
 from titan_moe.models.config import ModelConfig
-from titan_moe.models.hf import read_settings
 from titan_moe.models.quantize import row_alignment
-from titan_moe.moe.config import MoEConfig
-from titan_moe.ops.grouped_mm import slow_on_gpu
+from titan_moe.moe.config import MoEConfig, rows_of_buffers
+from titan_moe.moe.dispatch.symmetric import SymmetricDispatcher
+from titan_moe.moe.layer import MoE
 from titan_moe.runtime.device import memory_of
 from titan_moe.runtime.log import logger
-
-_THEIR_WEIGHTS = ("router_aux_loss_coef", "aux_loss_alpha")
-"""Of balance losses, in a config.json."""
 
 _ROWS_OF_ONEDNN = 128
 _ROWS_OF_16_BYTES = 8
@@ -76,17 +67,33 @@ def dispatch_options(
     return options
 
 
-def open_buffers(
+def open_symmetric_memory(
     parts: Iterable[nn.Module],
     job: JobConfig,
     config: ModelConfig,
     meshes: Meshes,
     device: torch.device,
 ) -> None:
-    """Opens the dispatchers' symmetric memory for the job's largest microbatch."""
+    """Give the symmetric dispatchers, if that is what the layers have, the buffers that they share,
+    for the job's largest microbatch. Collective over the world, also on ranks without such a layer.
+
+    Raises ConfigError where torch or the machine lacks symmetric memory.
+    """
+    ep, moe = meshes.dims.ep, config.moe
+    factor = job.parallelism.expert_parallel_capacity_factor
+    if moe is None or ep == 1 or job.parallelism.expert_parallel_comm_backend != "symmetric":
+        return
+    symmetric_memory.check_available(device)
     tokens = most_tokens(job.training, job.validation, job.parallelism)
-    largest = Microbatch(tokens, config.dim, compute_dtype(job), device)
-    open_symmetric_memory(parts, config.moe, meshes, job.parallelism, largest)
+    received = rows_of_buffers(tokens, moe.top_k, moe.num_experts, ep, factor)
+    num_rows = max(received, tokens * moe.top_k)
+    channels = symmetric_memory.open_channels(
+        meshes.group("ep"), num_rows, config.dim, compute_dtype(job), device
+    )
+    for module in (each for part in parts for each in part.modules()):
+        if isinstance(module, MoE):
+            assert isinstance(module.dispatcher, SymmetricDispatcher)
+            module.dispatcher.channels = channels
 
 
 def sharding_policy(job: JobConfig, accumulation: str, device: torch.device) -> ShardingPolicy:
@@ -132,29 +139,11 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def warn_of_unbalanced_experts(moe: MoEConfig, section: Model) -> None:
-    """Say so, once, where no rule and no loss keeps the experts' load even. transformers' loss is
-    over all layers at once, so its weight is no weight of a loss here."""
-    if moe.is_balanced or dist.get_rank() != 0:
-        return
-    folder = Path(section.hf_assets_path or "").expanduser()
-    settings = read_settings(folder) if section.flavor == "hf" else {}
-    given = [f"{key}={settings[key]}" for key in _THEIR_WEIGHTS if settings.get(key)]
-    logger.warning(
-        "nothing balances the experts: moe.bias_update_speed and the weights of both balance "
-        "losses are 0%s; set one of them, such as moe.global_aux_loss_weight",
-        f" (config.json has {' and '.join(given)}, of another loss)" if given else "",
-    )
-
-
-def warn_of_slow_experts(dtype: torch.dtype, device: torch.device) -> None:
-    """Say so, once, where a GPU multiplies expert after expert in this type."""
-    if device.type != "cuda" or dist.get_rank() != 0:
-        return
-    if reason := slow_on_gpu(dtype, torch.cuda.get_device_capability(device)):
+def warn_of_unbalanced_experts(moe: MoEConfig) -> None:
+    """Warn, once, where no rule and no loss keeps the experts' load even. A weight in a config.json
+    is not read: transformers' loss is over all layers at once."""
+    if not moe.is_balanced and dist.get_rank() == 0:
         logger.warning(
-            "%s: torch multiplies them one after the other, and the host waits for their sizes "
-            "each time; training.mixed_precision_param=bfloat16 on a GPU of compute capability 9.0 "
-            "takes one kernel for all",
-            reason,
+            "nothing balances the experts: moe.bias_update_speed and the weights of both balance "
+            "losses are 0; set one of them, such as moe.global_aux_loss_weight"
         )

@@ -21,10 +21,11 @@ been compared with hardware.
 """
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import cycle
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -67,19 +68,6 @@ def _schema() -> torch.FunctionSchema | None:
     return None if operation is None else operation.default._schema
 
 
-class _Vdev(Protocol):
-    """`torch.ops.symm_mem.all_to_all_vdev`, or its emulation."""
-
-    def __call__(
-        self,
-        input: Tensor,
-        out: Tensor,
-        in_splits: Tensor,
-        out_splits_offsets: Tensor,
-        group_name: str,
-    ) -> None: ...
-
-
 class _Turn(NamedTuple):
     """What one of two consecutive exchanges writes to."""
 
@@ -111,7 +99,7 @@ class Channel:
         self.num_rows, self.width = num_rows, width
         self._group, self._stream = group, stream
         self._done: dict[int, torch.cuda.Event] = {}
-        self._exchange: _Vdev = torch.ops.symm_mem.all_to_all_vdev
+        self._exchange: Callable[..., None] = torch.ops.symm_mem.all_to_all_vdev
         if device.type != "cuda":
             self._exchange = Emulation(group)
         new = partial(_allocate, device=device, group=group)

@@ -180,15 +180,12 @@ class Flex:
     def row_mask(self, first_BS: Tensor) -> Any:
         """The mask of whole rows from `first_seen_in_rows`."""
 
-        def in_row(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (first_BS[b, query] <= key) & (key <= query)
+        many = len(first_BS) > 1  # Else all rows are alike.
 
-        first_S = first_BS[0]
+        def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (first_BS[b if many else 0, query] <= key) & (key <= query)
 
-        def in_every_row(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (first_S[query] <= key) & (key <= query)
-
-        return self._mask(in_row, in_every_row, first_BS, len(first_S))
+        return self._mask(sees, first_BS, first_BS.shape[1])
 
     def block_mask(self, queries_S: Tensor, keys_S: Tensor, first_BS: Tensor) -> Any:
         """The mask of some queries and keys of a row, as in `is_seen`; all on one device.
@@ -196,24 +193,19 @@ class Flex:
         Its making holds [B, queries, keys] bools for a moment.
         """
 
-        def in_row(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        many = len(first_BS) > 1  # Else all rows are alike.
+
+        def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
             key_at = keys_S[key]
-            return (first_BS[b, query] <= key_at) & (key_at <= queries_S[query])
+            return (first_BS[b if many else 0, query] <= key_at) & (key_at <= queries_S[query])
 
-        first_S = first_BS[0]
+        return self._mask(sees, first_BS, len(keys_S))
 
-        def in_every_row(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            key_at = keys_S[key]
-            return (first_S[query] <= key_at) & (key_at <= queries_S[query])
-
-        return self._mask(in_row, in_every_row, first_BS, len(keys_S))
-
-    def _mask(self, in_row: Any, in_every_row: Any, first_BS: Tensor, num_keys: int) -> Any:
+    def _mask(self, sees: Any, first_BS: Tensor, num_keys: int) -> Any:
         num_rows, num_queries = first_BS.shape
+        rows = None if num_rows == 1 else num_rows
         device = first_BS.device.type
-        if num_rows == 1:
-            return self._create(in_every_row, None, None, num_queries, num_keys, device=device)
-        return self._create(in_row, num_rows, None, num_queries, num_keys, device=device)
+        return self._create(sees, rows, None, num_queries, num_keys, device=device)
 
     def attend(
         self,

@@ -113,16 +113,6 @@ def has_grouped_gemm(w_EFD: Tensor) -> bool:
     return w_EFD.dtype in _GROUPED_DTYPES and rows_are_aligned
 
 
-def slow_on_gpu(dtype: torch.dtype, capability: tuple[int, int]) -> str:
-    """Why a GPU multiplies expert after expert, and lets the host wait for their sizes each time;
-    "" if it does not. torch 2.13 has one kernel for all experts for bfloat16, from Hopper on."""
-    if dtype != torch.bfloat16:
-        return f"experts compute in {str(dtype).removeprefix('torch.')}, not in bfloat16"
-    if capability < (9, 0):
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, not 9.0"
-    return ""
-
-
 def grouped_mm_loop(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
     """As grouped_mm, one product per expert: for all that torch's grouped GEMM refuses."""
     ends = offsets_E.tolist()  # Host sync on a GPU.

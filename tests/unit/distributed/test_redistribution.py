@@ -7,17 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.shardings import all_shardings, drawn_sharding
-from titan_moe.distributed.plan_search import Search
+from tests.support.shardings import all_shardings
 from titan_moe.distributed.redistribution import ALL, Plan, plan
 from titan_moe.distributed.sharding import Sharding
-from titan_moe.distributed.sharding_moves import (
-    COSTS,
-    OPS,
-    Moves,
-    State,
-    moves_from,
-)
+from titan_moe.distributed.sharding_moves import OPS, Moves
 
 AXES = {"x": 2, "y": 2, "z": 2}
 ONE_AXIS = Moves(frozenset(OPS) - {"permute"}, joint=False)
@@ -104,7 +97,7 @@ def _compare(pairs: list[tuple[int, int]], moves: Moves) -> None:
 @pytest.mark.parametrize("moves", [ALL, ONE_AXIS], ids=["all", "one axis"])
 def test_no_way_is_cheaper(moves: Moves) -> None:
     pairs = [(one, other) for one in range(92) for other in range(92)]
-    _compare(random.Random(3).sample(pairs, 600), moves)
+    _compare(random.Random(3).sample(pairs, 200), moves)
 
 
 def test_steps_lead_from_the_source_to_the_target() -> None:
@@ -148,21 +141,6 @@ def test_a_sharding_of_another_mesh_is_refused() -> None:
         planned("S(0)[w]", "R")
     with pytest.raises(ValueError, match="cuts dim 2 of a tensor of 2 dims"):
         planned("R", "S(2)[x]")
-
-
-def test_the_search_s_bound_is_one() -> None:
-    """A* needs it: no move lowers cost and bound together."""
-    axes, rng = dict.fromkeys("vwxyz", 2), random.Random(1)
-    search = Search(axes, (64, 64, 64), 4, ALL)
-    for _ in range(100):
-        state, target = (State.of(drawn_sharding(rng, axes, 3), 3) for _ in range(2))
-        before = search.bound(state, target)
-        for move in moves_from(state, tuple(axes), ALL):
-            if set(move.axes) & set(target.partial) and "reduce" in move.op:
-                continue
-            after = search.bound(move.after, target)
-            assert before <= (COSTS[move.op] + after[0], 1 + after[1]), (state, move, target)
-        assert search.bound(target, target) == (0, 0)
 
 
 def test_a_plan_is_searched_once() -> None:

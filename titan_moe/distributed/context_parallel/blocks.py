@@ -3,7 +3,7 @@
 What context parallelism computes on one rank, between its collectives. Positions must ascend.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,49 +36,6 @@ class Upstream(NamedTuple):
         return Upstream(*(x[:, :, queries] for x in self))
 
 
-class BlockAttention(Protocol):
-    """How a device attends within a block. Keys and values may have fewer heads than queries."""
-
-    def blocks(
-        self,
-        documents_BS: Tensor,
-        queries_S: Tensor,
-        keys_S: Tensor,
-        local: LocalAttention | None = None,
-    ) -> list[Block]:
-        """Blocks that hold all visible pairs once, in the queries' order.
-
-        Args:
-            documents_BS: the documents of whole rows.
-            queries_S, keys_S: their positions in the row, ascending; on the documents' device.
-            local: how far back queries see; None: the whole past.
-        """
-
-    def attend(
-        self,
-        q_BHSC: Tensor,
-        k_BHSC: Tensor,
-        v_BHSC: Tensor,
-        mask: Any,
-        scale: float,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """o_BHSC, differentiable; every query must see a key."""
-
-    def forward(
-        self, q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, mask: Any, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Without gradient: o_BHSC, and the natural logarithm lse_BHS of the softmax's divisor.
-
-        A query that sees no key of the block gets 0 and -inf.
-        """
-
-    def backward(
-        self, upstream: Upstream, k_BHSC: Tensor, v_BHSC: Tensor, mask: Any, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """This block's terms of the gradients of q, k and v."""
-
-
 class ExplicitBlocks:
     """Masks [B, 1, queries, keys] in memory: any device, any type; the CPU's way.
 
@@ -97,6 +54,13 @@ class ExplicitBlocks:
         keys_S: Tensor,
         local: LocalAttention | None = None,
     ) -> list[Block]:
+        """Blocks that hold all visible pairs once, in the queries' order.
+
+        Args:
+            documents_BS: the documents of whole rows.
+            queries_S, keys_S: their positions in the row, ascending; on the documents' device.
+            local: how far back queries see; None: the whole past.
+        """
         first_BS = first_seen_in_rows(documents_BS, local, mask_documents=self._mask_documents)
         half = len(queries_S) // 2
         halves = (0, half), (half, len(queries_S))
@@ -106,11 +70,16 @@ class ExplicitBlocks:
     def attend(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor | None, scale: float, sinks_H=None
     ) -> Tensor:
+        """o_BHSC, differentiable; every query must see a key."""
         return sdpa(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
 
     def forward(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
+        """Without gradient: o_BHSC, and the natural logarithm lse_BHS of the softmax's divisor.
+
+        A query that sees no key of the block gets 0 and -inf.
+        """
         wide = accumulation_type(q_BHSC.dtype)
         heads = k_BHSC.shape[1]
         scores = _scores(_grouped(q_BHSC, heads).to(wide), k_BHSC.to(wide), mask, scale)
@@ -122,6 +91,7 @@ class ExplicitBlocks:
     def backward(  # type: ignore[no-untyped-def]
         self, upstream: Upstream, k_BHSC, v_BHSC, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """This block's terms of the gradients of q, k and v."""
         wide = accumulation_type(k_BHSC.dtype)
         heads = k_BHSC.shape[1]
         q, grad, lse, delta = (_grouped(x, heads).to(wide) for x in upstream)
@@ -134,7 +104,8 @@ class ExplicitBlocks:
 
 
 class FlexBlocks:
-    """Flex attention, which skips masked tiles by itself: one block of one size in every step."""
+    """The methods of `ExplicitBlocks` by flex attention, which skips masked tiles by itself: one
+    block of one size in every step."""
 
     def __init__(self, *, mask_documents: bool, compiled: bool) -> None:
         self._mask_documents = mask_documents
@@ -177,6 +148,10 @@ class FlexBlocks:
             (share_BHS * (inner_BHS - upstream.delta_BHS)).to(lse_BHS.dtype),
         ]
         return torch.autograd.grad([o_BHSC, lse_BHS], [q, k, v], grads)  # type: ignore[return-value]
+
+
+BlockAttention = ExplicitBlocks | FlexBlocks
+"""How a device attends within a block. Keys and values may have fewer heads than queries."""
 
 
 def choose_blocks(*, mask_documents: bool, device_type: str) -> BlockAttention:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import AllToAll, Pending, RowExchange, exchange_counts
+from titan_moe.distributed.collectives import Pending, exchange_counts
 from titan_moe.distributed.symmetric_memory import Channels, DeviceAllToAll
 from titan_moe.moe.config import MoEConfig, rows_of_buffers
 from titan_moe.moe.dispatch.all_to_all import AllToAllDispatcher
@@ -46,7 +46,9 @@ class SymmetricDispatcher(AllToAllDispatcher):
         ranks, own = self.ep_group.size(), self.ep_group.rank()
         all_counts = exchange_counts(counts_E.expand(ranks, -1).contiguous(), self.ep_group)
         tokens, slots = sort_by_expert(experts_TK)
-        room = self._room(len(experts_TK))
+        room = rows_of_buffers(
+            len(experts_TK), self.top_k, self.num_experts, ranks, self.capacity_factor
+        )
         counts_PPE = all_counts.wait().view(ranks, ranks, -1)  # The device waits.
         over_P = (counts_PPE.sum((0, 2)) - room).clamp(min=0)
         fits = (over_P == 0).all()
@@ -56,14 +58,6 @@ class SymmetricDispatcher(AllToAllDispatcher):
             weights=slots,
             route=Pending(lambda: self._device_route(counts_PPE, experts_TK.numel(), room)),
             dropped=over_P[own],
-        )
-
-    def _room(self, num_tokens: int) -> int:
-        ranks = self.ep_group.size()
-        if ranks == 1:
-            return num_tokens * self.top_k
-        return rows_of_buffers(
-            num_tokens, self.top_k, self.num_experts, ranks, self.capacity_factor
         )
 
     def _device_route(self, counts_PPE: Tensor, num_rows: int, room: int) -> Route:
@@ -76,16 +70,8 @@ class SymmetricDispatcher(AllToAllDispatcher):
         order = self.expert_order(
             self.gather_counts(filled_PE).flatten(0, 1), sum(gathered), self.num_local
         )
-        rows, weights = self._exchanges(sent_P, received_PE.sum(1), num_rows, room)
-        return Route(rows, weights, gathered, gathered, Pending(lambda: order))
-
-    def _exchanges(
-        self, sent_P: Tensor, received_P: Tensor, num_rows: int, room: int
-    ) -> tuple[RowExchange, RowExchange]:
-        if self.ep_group.size() == 1:
-            all_rows = AllToAll([num_rows], [num_rows], self.ep_group)
-            return all_rows, all_rows
         rows, weights = (
-            DeviceAllToAll(channel, sent_P, received_P, num_rows, room) for channel in self.channels
+            DeviceAllToAll(channel, sent_P, received_PE.sum(1), num_rows, room)
+            for channel in self.channels
         )
-        return rows, weights
+        return Route(rows, weights, gathered, gathered, Pending(lambda: order))
