@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
+from tests.support.gated_cases import plain
 from titan_moe.moe.experts import activated_projection, projections
 from titan_moe.ops.gated import ACTIVATIONS
 from titan_moe.ops.grouped_mm import grouped_mm_loop
@@ -11,13 +11,6 @@ from titan_moe.ops.grouped_mm import grouped_mm_loop
 COUNTS, TAIL, D, HIDDEN = [3, 0, 5, 1], 2, 6, 4
 OFFSETS = torch.tensor(COUNTS).cumsum(0, dtype=torch.int32)
 ROWS = sum(COUNTS)
-
-
-def plain(name: str, gate, up):
-    if name == "swiglu":
-        return F.silu(gate) * up
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 def drawn(*shape: int, scale: float = 1.0):
