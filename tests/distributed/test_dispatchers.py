@@ -164,7 +164,7 @@ def test_tokens_come_home_with_what_their_experts_made_of_them(world_size: int):
             elif case.name in ("standard", SYMMETRIC):
                 assert one.rows_sent >= one.fewest, (case, one)
             if case.name == SYMMETRIC:
-                assert one.dropped == 0, (case, one)
+                assert one.dropped == (0 if case.ep > 1 else None), (case, one)
             else:
                 assert (one.dropped is None) == (case.capacity_factor != 2.5), (case, one)
 

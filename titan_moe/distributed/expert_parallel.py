@@ -88,12 +88,11 @@ def apply_expert_parallel(
 
 
 def make_dispatcher(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:
-    """One layer's dispatcher between the ranks of (ep, etp); where ep has one rank, nothing travels
-    over it, and the standard one will do. Raises ValueError for a name that `DISPATCHERS` lacks."""
+    """One layer's dispatcher between the ranks of (ep, etp). Raises ValueError for a name that
+    `DISPATCHERS` lacks."""
     if options.name not in DISPATCHERS:
         raise ValueError(f"dispatcher {options.name!r} is none of {', '.join(DISPATCHERS)}")
-    alone = meshes.dims.ep == 1 and options.name != "capacity"
-    return DISPATCHERS["standard" if alone else options.name](config, meshes, options)
+    return DISPATCHERS[options.name](config, meshes, options)
 
 
 def _standard(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:
@@ -112,6 +111,8 @@ def _capacity(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Di
 
 
 def _symmetric(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:
+    if meshes.dims.ep == 1:  # Nothing travels over ep.
+        return _standard(config, meshes, options)
     groups = meshes.group("ep"), meshes.group("etp")
     return SymmetricDispatcher(*groups, config, options.capacity_factor)
 

@@ -9,7 +9,6 @@ from titan_moe.distributed.sharding_moves import (
     COSTS,
     LOCAL_OPS,
     Move,
-    Moves,
     State,
     moves_from,
 )
@@ -21,10 +20,10 @@ class Search:
         axes: dict[str, int],
         shape: tuple[int, ...],
         itemsize: int,
-        moves: Moves,
+        joint: bool,
     ) -> None:
         self._axes, self._shape, self._itemsize = axes, shape, itemsize
-        self._moves = moves
+        self._joint = joint
         self._held: dict[tuple[tuple[str, ...], ...], int] = {}
 
     def run(
@@ -43,7 +42,7 @@ class Search:
                 continue
             done.add(state)
             cost, num_moves, received = best[state]
-            for move in moves_from(state, tuple(self._axes), self._moves):
+            for move in moves_from(state, tuple(self._axes), joint=self._joint):
                 if move.after in done:
                     continue
                 num_bytes = self.received(state, move)
@@ -56,8 +55,7 @@ class Search:
                     heapq.heappush(queue, (label, move.after))
         limit = "" if peak_bytes is None else f" with at most {peak_bytes:,} bytes on a rank"
         raise ValueError(
-            f"no plan from {source.sharding()} to {target.sharding()} of {list(self._shape)}"
-            f"{limit} by {', '.join(sorted(self._moves.ops))}"
+            f"no plan from {source.sharding()} to {target.sharding()} of {list(self._shape)}{limit}"
         )
 
     def _held_bytes(self, state: State) -> int:

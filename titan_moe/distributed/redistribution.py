@@ -29,9 +29,7 @@ from titan_moe.distributed.boxes import Box, exchange_boxes, inside, sizes
 from titan_moe.distributed.dtensor import check_divides, mesh_axes, mesh_rank, sharding_of
 from titan_moe.distributed.plan_search import Search
 from titan_moe.distributed.sharding import Axes, Sharding, group_of
-from titan_moe.distributed.sharding_moves import Moves, State
-
-ALL = Moves()
+from titan_moe.distributed.sharding_moves import State
 
 
 class Step(NamedTuple):
@@ -78,7 +76,7 @@ def plan(
     axes: Axes,
     shape: Sequence[int],
     dtype: torch.dtype,
-    moves: Moves = ALL,
+    joint: bool = True,
     peak_bytes: int | None = None,
 ) -> Plan:
     """The plan of least cost. What was asked before is not searched again.
@@ -89,12 +87,13 @@ def plan(
     Args:
         axes: the mesh's axes, outermost first, and their sizes.
         shape: of the whole tensor.
+        joint: whether one collective may run over several axes.
         peak_bytes: the most that a rank may hold during any step, its part before and its part
             after together.
 
     Raises:
         ValueError: a sharding does not fit the shape or the mesh, or no plan stays within
-            `peak_bytes` or makes do with `moves`.
+            `peak_bytes`.
     """
     return _plan(
         _sharding(source),
@@ -102,7 +101,7 @@ def plan(
         tuple(axes.items()),
         tuple(shape),
         dtype.itemsize,
-        moves,
+        joint,
         peak_bytes,
     )
 
@@ -114,7 +113,7 @@ def _plan(
     axes: tuple[tuple[str, int], ...],
     shape: tuple[int, ...],
     itemsize: int,
-    moves: Moves,
+    joint: bool,
     peak_bytes: int | None,
 ) -> Plan:
     mesh = dict(axes)
@@ -123,7 +122,7 @@ def _plan(
     # What an axis of one rank does changes nothing.
     real = {axis: size for axis, size in axes if size > 1}
     first, last = (State.of(_over(each, real), len(shape)) for each in (source, target))
-    search = Search(real, shape, itemsize, moves)
+    search = Search(real, shape, itemsize, joint)
     path, cost = search.run(first, last, peak_bytes)
     steps = []
     for state, move in path:
@@ -292,7 +291,7 @@ class _Run(NamedTuple):
 def plan_redistribution(tensor: DTensor, target: Sharding | str, **options: Any) -> Plan:
     """The plan that `redistribute` carries out; print it, or read the bytes of its `steps`.
 
-    `options` are `moves` and `peak_bytes` of `plan`. By default a collective runs over
+    `options` are `joint` and `peak_bytes` of `plan`. By default a collective runs over
     several axes at once, unless the world was initialised with a `device_id`: NCCL then splits the
     groups of joined axes off with the help of all ranks.
 
@@ -306,7 +305,7 @@ def plan_redistribution(tensor: DTensor, target: Sharding | str, **options: Any)
     if not bool((mesh.mesh.flatten().diff() > 0).all()):
         raise ValueError(f"{mesh} has ranks that do not ascend: torch's groups put them in order")
     joint = dist.group.WORLD.bound_device_id is None  # type: ignore[union-attr]
-    options = {"moves": Moves(joint=joint), **options}
+    options = {"joint": joint, **options}
     steps = plan(source, target, axes=axes, shape=tensor.shape, dtype=tensor.dtype, **options)
     _placements(steps.target, tensor)
     return steps

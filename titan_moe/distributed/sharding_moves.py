@@ -12,25 +12,12 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import combinations, permutations, product
 from typing import NamedTuple
 
 from titan_moe.distributed.sharding import Sharding
 
-OPS = (
-    "slice", "to_partial", "all_gather", "all_to_all", "reduce_scatter", "all_reduce", "permute",
-)  # fmt: skip
 LOCAL_OPS = frozenset({"slice", "to_partial"})
-
-
-@dataclass(frozen=True)
-class Moves:
-    """What a plan may use."""
-
-    ops: frozenset[str] = frozenset(OPS)
-    joint: bool = True
-    """Whether one collective may run over several axes."""
 
 
 COSTS: Mapping[str, int] = {
@@ -62,13 +49,17 @@ class Move(NamedTuple):
     after: State
 
 
-def moves_from(state: State, axes: tuple[str, ...], moves: Moves) -> Iterator[Move]:
-    """Every move from a state, in a fixed order; `axes` are all of the mesh."""
-    for op in OPS:
-        if op in moves.ops:
-            for move in _MAKERS[op](state, axes):
-                if moves.joint or len(move.axes) == 1:
-                    yield move
+def moves_from(state: State, axes: tuple[str, ...], *, joint: bool) -> Iterator[Move]:
+    """Every move from a state, in a fixed order.
+
+    Args:
+        axes: all of the mesh.
+        joint: whether one collective may run over several axes.
+    """
+    for make in _MAKERS:
+        for move in make(state, axes):
+            if joint or len(move.axes) == 1:
+                yield move
 
 
 def _with_cut(cuts: tuple[tuple[str, ...], ...], dim: int, cut: tuple[str, ...]) -> tuple:
@@ -141,12 +132,6 @@ def _reordered(cut: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, ...]:
     return cut[same:]
 
 
-_MAKERS: dict[str, Callable[[State, tuple[str, ...]], Iterator[Move]]] = {
-    "slice": _slices,
-    "to_partial": _to_partials,
-    "all_gather": _all_gathers,
-    "all_to_all": _all_to_alls,
-    "reduce_scatter": _reduce_scatters,
-    "all_reduce": _all_reduces,
-    "permute": _permutes,
-}
+_MAKERS: tuple[Callable[[State, tuple[str, ...]], Iterator[Move]], ...] = (
+    _slices, _to_partials, _all_gathers, _all_to_alls, _reduce_scatters, _all_reduces, _permutes,
+)  # fmt: skip

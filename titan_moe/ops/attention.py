@@ -218,16 +218,7 @@ class Flex:
     ) -> Tensor:
         """o_BHSC, differentiable."""
         if sinks_H is None:
-            grouped = q_BHSC.shape[1] != k_BHSC.shape[1]
-            return self._attend(
-                q_BHSC,
-                k_BHSC,
-                v_BHSC,
-                block_mask=mask,
-                scale=scale,
-                enable_gqa=grouped,
-                kernel_options=self._kernel_options(q_BHSC.dtype),
-            )
+            return self._run(q_BHSC, k_BHSC, v_BHSC, mask, scale)
         o_BHSC, lse_BHS = self.with_lse(q_BHSC, k_BHSC, v_BHSC, mask, scale)
         share_BHS = torch.sigmoid(lse_BHS - sinks_H[:, None])
         # Outside of the compiled kernel, at the price of another pass over the output.
@@ -240,7 +231,13 @@ class Flex:
 
         A query that sees no key gets 0 and -inf.
         """
-        o_BHSC, more = self._attend(
+        o_BHSC, more = self._run(q_BHSC, k_BHSC, v_BHSC, mask, scale, return_aux=self._with_lse)
+        return o_BHSC, more.lse
+
+    def _run(  # type: ignore[no-untyped-def]
+        self, q_BHSC, k_BHSC, v_BHSC, mask: Any, scale: float, **options: Any
+    ) -> Any:
+        return self._attend(
             q_BHSC,
             k_BHSC,
             v_BHSC,
@@ -248,9 +245,8 @@ class Flex:
             scale=scale,
             enable_gqa=q_BHSC.shape[1] != k_BHSC.shape[1],
             kernel_options=self._kernel_options(q_BHSC.dtype),
-            return_aux=self._with_lse,
+            **options,
         )
-        return o_BHSC, more.lse
 
     def _kernel_options(self, dtype: torch.dtype) -> dict[str, Any] | None:
         if not self._compiled or dtype is not torch.float32:

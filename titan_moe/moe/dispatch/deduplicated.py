@@ -85,6 +85,7 @@ class _Draft(NamedTuple):
     """Which ranks each token reaches; None without nodes."""
     row_N: Tensor
     """As in `Copies`."""
+    num_tokens: int
 
 
 class DeduplicatedDispatcher(ExchangeDispatcher):
@@ -138,7 +139,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
             size = self.nodes.within.size()
             copies, _ = place_copies(experts_TK, order_TK, num_local * size, degree // size)
             copies_P = count_copies(experts_TK, num_local * size, degree // size)
-        draft = _Draft(copies, copies_P, reached_TP, row_N)
+        draft = _Draft(copies, copies_P, reached_TP, row_N, len(experts_TK))
         route = Pending(lambda: self._route(draft, sent_PX, received.wait()))
         return ExchangePlan(
             rows=Pending(lambda: _cut(draft.copies, route.wait().rows.most_sent)),
@@ -150,21 +151,24 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         num_local = self.num_local
         gathered_QPX = self.gather_counts(received_PX[:, : num_local + 1])
         counts_QPE, rows_QP = gathered_QPX[..., :num_local], gathered_QPX[..., num_local]
-        by_nodes = []
-        if self.nodes is not None:
-            by_nodes = self.nodes.counts_received(
-                received_PX[:, num_local + 1 :], received_PX[:, num_local]
+        if self.ep_group.size() == 1:
+            sizes = self._local_sizes(draft)
+        else:
+            by_nodes = []
+            if self.nodes is not None:
+                by_nodes = self.nodes.counts_received(
+                    received_PX[:, num_local + 1 :], received_PX[:, num_local]
+                )
+            # Host sync, once per layer: collectives of rows take their sizes as Python ints.
+            sizes = to_host(
+                draft.copies_P,
+                received_PX[:, num_local],
+                sent_PX[:, :num_local].sum(1),
+                received_PX[:, :num_local].sum(1),
+                rows_QP.sum(1),
+                counts_QPE.sum((1, 2)),
+                *by_nodes,
             )
-        # Host sync, once per layer: collectives of rows take their sizes as Python ints.
-        sizes = to_host(
-            draft.copies_P,
-            received_PX[:, num_local],
-            sent_PX[:, :num_local].sum(1),
-            received_PX[:, :num_local].sum(1),
-            rows_QP.sum(1),
-            counts_QPE.sum((1, 2)),
-            *by_nodes,
-        )
         sent, received, choices_sent, choices_received, rows_gathered, choices_gathered = sizes[:6]
         rows, second_hop = self.all_to_all(sent, received), None
         if self.nodes is not None:
@@ -184,6 +188,12 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
             expert_order=Pending(order),
             second_hop=second_hop,
         )
+
+    def _local_sizes(self, draft: _Draft) -> list[list[int]]:
+        """Where all experts are on this rank, and those who share them have as many tokens."""
+        tokens, choices, slices = draft.num_tokens, len(draft.row_N), self.etp_group.size()
+        own = [[tokens], [tokens], [choices], [choices]]
+        return [*own, [tokens] * slices, [choices] * slices]
 
     def _second_hop(
         self, draft: _Draft, first: AllToAll, sent: list[int], received: list[int]
