@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
 
 from titan_moe.checkpoint.checksums import as_digits, box_sum
 from titan_moe.checkpoint.digests import check_listed
@@ -141,9 +142,11 @@ def _write_share(
     def make(chunk: Chunk) -> Tensor:
         values = read_chunk(source, chunk, model.config)
         sums[chunk.name] = sums.get(chunk.name, 0) + box_sum(values, chunk)
+        bar.update()
         return values
 
-    write_chunks(aside, mine, make, doing=doing)
+    with progress_bar("import", len(mine), "chunk") as bar:
+        write_chunks(aside, mine, make, doing=doing)
     totals: dict[str, int] = {}
     for of_rank in from_every_rank(lambda: sums, doing=doing):
         for name, value in of_rank.items():
@@ -251,6 +254,12 @@ def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
         parameter.data = parameter.data.to(dtype)
     move_off_meta(model, device, parameter_device=device)
     return model
+
+
+def progress_bar(what: str, total: int, unit: str) -> tqdm:
+    """Returns a bar of this rank's own work; it is shown on rank 0's terminal, if it has one."""
+    hidden = None if dist.get_rank() == 0 else True  # tqdm hides None where there is no terminal.
+    return tqdm(desc=what, total=total, unit=unit, leave=False, disable=hidden)
 
 
 def speed_line(what: str, num_bytes: int, started: float) -> str:

@@ -21,7 +21,7 @@ from titan_moe.checkpoint.hf.assets import asset_folders, write_assets
 from titan_moe.checkpoint.hf.folder import INDEX, SINGLE
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, has_place, write_as
 from titan_moe.checkpoint.hf.pieces import Piece, Stored, whole
-from titan_moe.checkpoint.hf.read import model_of_manifest, speed_line
+from titan_moe.checkpoint.hf.read import model_of_manifest, progress_bar, speed_line
 from titan_moe.checkpoint.manifest import Manifest, compare_checksums, listed, read_manifest
 from titan_moe.checkpoint.tensors import MODEL, Chunk, StoredTensors
 from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_rank_zero
@@ -142,8 +142,10 @@ def export(
     with new_folder(target, total, doing=doing) as aside:
 
         def write() -> None:
-            for name, file in mine:
-                _write(aside / name, file, read)
+            with progress_bar("export", len(mine), "file") as bar:
+                for name, file in mine:
+                    _write(aside / name, file, read)
+                    bar.update()
 
         on_every_rank(write, doing=doing)
         verify(doing=doing)
