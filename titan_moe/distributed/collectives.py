@@ -29,13 +29,14 @@ class RowExchange(Protocol):
         """Rows of the tensor that `start` takes."""
 
     def reverse(self) -> "RowExchange":
-        """The way back, and that of the gradients."""
+        """Returns the exchange that sends the received rows back: the way of the gradients."""
 
     def start(self, x_RD: Tensor) -> Tensor:
-        """The rows that are being received; `wait` makes them readable."""
+        """Returns the rows that are being received; `wait` of an equal exchange makes them
+        readable."""
 
     def wait(self, in_flight: Tensor) -> Tensor:
-        """The received rows, in the order of their source ranks."""
+        """Returns the received rows, in the order of their source ranks."""
 
 
 class AllToAll(NamedTuple):
@@ -209,7 +210,7 @@ class _StartRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_in_flight: Tensor, _):  # type: ignore[override, no-untyped-def]
-        return ctx.exchange.wait(grad_in_flight), None
+        return ctx.exchange.reverse().wait(grad_in_flight), None
 
 
 class _WaitRows(torch.autograd.Function):
