@@ -4,11 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.config_checks import MODEL, WELL_FORMED, job_of, problems
 from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.job import check
+from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job, resolve
+from titan_moe.config.pipeline import SCHEDULES
+from titan_moe.models.registry import FAMILIES, model_config
 
 _GROUPED = '--model.converters ["quantize.grouped_mm.float8"]'
 _MX = '--model.converters ["quantize.grouped_mm.mx"] --quantize.linear.float8.emulate true'
@@ -82,6 +87,49 @@ RULES = [
 def test_broken_rule_is_one_line_with_a_remedy(arguments: str, ranks: int, words: str) -> None:
     (line,) = problems(arguments, ranks)
     assert words in line and WELL_FORMED.fullmatch(line)
+
+
+_DEGREE = st.integers(1, 8)
+_PARALLELISM = {
+    "pipeline_parallel_degree": _DEGREE,
+    "data_parallel_replicate_degree": _DEGREE,
+    "data_parallel_shard_degree": st.just(-1) | _DEGREE,
+    "context_parallel_degree": _DEGREE,
+    "context_parallel_rotate_method": st.sampled_from(["allgather", "ulysses", "ring"]),
+    "tensor_parallel_degree": _DEGREE,
+    "expert_parallel_degree": _DEGREE,
+    "expert_tensor_parallel_degree": _DEGREE,
+    "expert_parallel_comm_backend": st.sampled_from(["auto", "standard", "deduplicated"]),
+    "expert_parallel_capacity_factor": st.sampled_from([1.0, 1.5]),
+    "pipeline_parallel_schedule": st.sampled_from(list(SCHEDULES)),
+    "pipeline_parallel_microbatch_size": st.integers(1, 3),
+    "pipeline_parallel_layers_per_stage": st.none() | st.integers(1, 3),
+}
+_TRAINING = {
+    "local_batch_size": _DEGREE,
+    "global_batch_size": st.just(-1) | st.integers(1, 64),
+    "seq_len": st.integers(1, 64),
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(FAMILIES),
+    st.integers(1, 8),
+    # Most keys keep their defaults: configurations with one mistake are among those drawn.
+    st.fixed_dictionaries({}, optional=_PARALLELISM),
+    st.fixed_dictionaries({}, optional=_TRAINING),
+)
+def test_any_layout_is_legal_or_refused_with_a_remedy(
+    family: str, ranks: int, parallelism: dict[str, object], training: dict[str, object]
+) -> None:
+    model = {"name": family, "flavor": "gate"}
+    tables = {"model": model, "parallelism": parallelism, "training": training}
+    job = JobConfig.model_validate(tables)
+    lines = check(job, model_config(family, "gate"), ranks)
+    assert [line for line in lines if not WELL_FORMED.fullmatch(line)] == []
+    if not lines:
+        resolve(job, ranks)
 
 
 @pytest.mark.parametrize(
