@@ -54,3 +54,4 @@ def graph_breaks(job: JobConfig) -> list[str]:
 def test_no_exchange_in_bounded_buffers_breaks_a_graph():
     bounded = {"expert_parallel_capacity_factor": 2.0}
     assert run_on_ranks(graph_breaks, 2, job_of(2, **bounded)) == [[], []]
+    assert all(run_on_ranks(graph_breaks, 2, job_of(2))), "the standard exchange breaks it"
