@@ -186,7 +186,7 @@ def train_watched(
             save(trainer.progress.step, trainer._state())
             watched.loaded = watched.saved[trainer.progress.step]
 
-    def reshard_and_step(step: int) -> None:
+    def reshard_and_step(step: int) -> bool:
         if step == 1:  # Training draws no random numbers, and so would not show their states.
             torch.rand(1 + dist.get_rank())
         if after is not None and step == LEG + 1:
@@ -196,7 +196,7 @@ def train_watched(
             watched.left = [f"{type(each())}" for each in old if each() is not None]
             watched.loaded = _parts(trainer, Shards(after[1], tensor_dims()))
             _watch_saves(trainer, watched, after[1])
-            make_step(step)
+        return make_step(step)
 
     trainer._resume, trainer._step = resume_and_save_again, reshard_and_step
     trainer.train()
