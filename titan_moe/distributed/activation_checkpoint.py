@@ -46,7 +46,7 @@ def recomputes_by_operation(section: ActivationCheckpoint) -> bool:
 
 
 def is_recomputed_whole(number: str, section: ActivationCheckpoint) -> bool:
-    """Of the layer of this number in the whole model."""
+    """Returns whether the layer of this number in the whole model is recomputed whole."""
     if section.mode == "none" or recomputes_by_operation(section):
         return False
     return section.mode == "full" or int(number) % int(section.selective_ac_option) == 0
@@ -179,7 +179,7 @@ class _Keep(TorchDispatchMode):
         return result
 
     def keeps(self, func: Any) -> bool:
-        """Whether what `func` returns here is kept."""
+        """Returns whether the result of `func`, called now, is kept."""
         return func in self.operations and not (func in _EXCHANGES and ends_a_layer())
 
     def attention(self, core: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -22,7 +22,7 @@ def sizes(box: Box) -> tuple[int, ...]:
 
 
 def overlap(one: Box, other: Box) -> Box:
-    """What both hold; of no length where they do not meet."""
+    """Returns the intersection of two boxes; it has length 0 along a dim where they do not meet."""
     starts = [max(a.start, b.start) for a, b in zip(one, other, strict=True)]
     stops = [min(a.stop, b.stop) for a, b in zip(one, other, strict=True)]
     return tuple(slice(a, max(a, b)) for a, b in zip(starts, stops, strict=True))
@@ -46,9 +46,11 @@ def exchange_boxes(
     group: ProcessGroup,
     add: bool = False,
 ) -> Tensor:
-    """What this rank holds afterwards, in one all-to-all, or in one all-gather where all ranks want
-    the same of pieces of one size; collective over the group. Sums of equal parts take one
-    reduce-scatter, except on gloo, which would reduce the whole of them on every rank.
+    """Returns what this rank holds afterwards. Collective over the group.
+
+    Takes one all-to-all, or one all-gather if all ranks want the same box and its pieces have one
+    size. Sums of equal parts take one reduce-scatter, except on gloo, which would reduce the whole
+    of them on every rank.
 
     Args:
         local: what it holds before.

@@ -84,7 +84,7 @@ class AsyncRows(NamedTuple):
     """One element, expanded to the shape of the rows that were sent: it links the two in autograd,
     where its gradient is the reverse exchange, under way."""
     in_flight: Tensor
-    """What `all_to_all_wait` makes readable; without a gradient."""
+    """Received rows, unreadable before `all_to_all_wait`; without a gradient."""
 
 
 def all_to_all_start(x_RD: Tensor, exchange: RowExchange) -> AsyncRows:
@@ -121,7 +121,7 @@ def _ending_a_layer() -> Iterator[None]:
 
 
 def ends_a_layer() -> bool:
-    """Whether an exchange that starts now is within `last_of_a_layer`."""
+    """Returns whether an exchange that starts now is within `last_of_a_layer`."""
     return _ends_a_layer.get()
 
 
@@ -179,7 +179,7 @@ def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def is_gloo(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's tensors of this device are sent by gloo."""
+    """Returns whether gloo sends the group's tensors of this device."""
     return group._get_backend(device).name() == "gloo"
 
 
@@ -363,7 +363,7 @@ def sum_over_world(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Those of the sums that are single numbers. Waits for the device, once for all of them."""
+    """Returns the sums that are single numbers. Waits for the device, once for all of them."""
     single = {name: value for name, value in sums.items() if value.ndim == 0}
     return dict(zip(single, torch.stack(list(single.values())).tolist(), strict=True))
 

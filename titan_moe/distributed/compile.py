@@ -96,7 +96,7 @@ def compile_loss(
 
 
 class Compiled(NamedTuple):
-    """What a process has compiled."""
+    """Counts a process's graphs and graph breaks, and the time spent compiling."""
 
     graphs: int
     breaks: int
@@ -124,7 +124,7 @@ def forget_compiled(section: Compile) -> None:
 
 
 def _options(backend: str, by_operation: bool) -> dict[str, Any]:
-    """Of torch.compile."""
+    """Returns the keyword arguments of torch.compile."""
     if not by_operation or backend == "eager":  # That makes no backward of its own.
         return {"backend": backend}
     # Imported here: it imports Inductor.

@@ -90,14 +90,18 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_slices(tensor: Tensor) -> Box:
-    """Where this rank's part lies in the whole tensor. Raises ValueError as `sharding_of` does."""
+    """Returns the slices of the whole tensor that this rank holds.
+
+    Raises ValueError for a layout that `sharding_of` rejects.
+    """
     sharding, axes = sharding_of(tensor)
     rank = mesh_rank(tensor.device_mesh) if isinstance(tensor, DTensor) else 0
     return sharding.box(rank, tensor.shape, axes)
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """As `detach`, which drops an explicit `shard_order` and so moves parts elsewhere (2.13)."""
+    """Detaches a tensor and keeps its explicit `shard_order`, which torch 2.13's `detach` drops:
+    that moves parts elsewhere."""
     if isinstance(tensor, DTensor):
         return DTensor(tensor._local_tensor.detach(), tensor._spec, requires_grad=False)
     return tensor.detach()

@@ -10,7 +10,7 @@ from titan_moe.ops.varlen_attention import DocumentBounds
 
 
 class Microbatch(NamedTuple):
-    """What a rank reads of some rows; S/cp is its part of each sequence."""
+    """Holds what a rank reads of some rows; S/cp is its part of each sequence."""
 
     tokens_BS: Tensor
     """[B, S/cp] token ids."""
@@ -25,10 +25,10 @@ class Microbatch(NamedTuple):
     ahead_labels_BKS: Tensor | None = None
     """[B, K, S/cp] their next tokens, as `labels_BS`."""
     bounds: DocumentBounds | None = None
-    """Of the documents of any part of the rows; None: not known on the host."""
+    """Upper bounds on the documents of any part of the rows; None: not known on the host."""
 
     def beside_tokens(self) -> dict[str, Any]:
-        """What a decoder's forward takes besides the token ids."""
+        """Returns the arguments of a decoder's forward besides the token ids, without any None."""
         named = self._asdict().items()
         return {k: v for k, v in named if k != "tokens_BS" and v is not None}
 

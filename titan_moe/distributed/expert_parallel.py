@@ -47,9 +47,9 @@ class DispatchOptions(NamedTuple):
     name: str = "standard"
     """A key of `DISPATCHERS`."""
     capacity_factor: float | None = None
-    """Of "capacity", which needs one, and of "symmetric"."""
+    """Capacity factor of "capacity", which needs one, and of "symmetric", which may have one."""
     ranks_per_node: int | None = None
-    """Of "deduplicated"; None: all ranks are on one node."""
+    """Number of ranks on a node, for "deduplicated"; None: all ranks are on one node."""
     num_parts: int = 1
     """`Dispatcher.num_parts`."""
 

@@ -107,7 +107,7 @@ def scale_grads(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What brings a norm down to max_norm; 1 for a smaller norm."""
+    """Returns the factor that brings a norm down to max_norm; 1 for a smaller norm."""
     return min(1.0, max_norm / norm) if norm > 0 else 1.0
 
 

@@ -1,6 +1,6 @@
-"""What a run keeps in a GPU's memory, by arithmetic. No torch.
+"""Estimates by arithmetic what a run keeps in a GPU's memory. Imports no torch.
 
-An estimate for experts that get equally many tokens. Peaks that do not quite meet (the logits', one
+Experts are taken to get equally many tokens. Peaks that do not quite meet (the logits', one
 layer's backward) are added. `RESERVED` stands for CUDA, NCCL and a fragmented allocator. A
 pipeline's rank is counted with all its stages gathered, which is an upper bound. Nothing of it has
 been compared with a GPU.
@@ -29,19 +29,19 @@ class Memory:
     stored: float
     """This rank's shard of weights, gradients and AdamW's two moments."""
     gathered: float
-    """Of the largest layer and the output layer: weights of two units, and gradients of one before
-    and while they are reduced. Where experts are reduced apart, two reductions are under way."""
+    """Weights of two of the largest layers, gradients of one before and while they are reduced;
+    weights and gradients of the output layer. Where experts are reduced apart, two reductions are
+    under way."""
     kept: float
-    """What the forward leaves for the backward; in a pipeline, of all microbatches between the two,
-    with the buffers in which each microbatch arrives."""
+    """Values that the forward keeps for the backward; in a pipeline, of all microbatches between
+    the two, and the buffers in which each microbatch arrives."""
     layer: float
     """The recomputed values of one layer, and their gradients."""
     logits: float
-    """Of one chunk of the loss, and the output layer's gradients, which stand from there on."""
+    """Logits of one chunk of the loss, and the output layer's gradients, which stay after it."""
     accumulated: float
-    """What the microbatches of a step share, by `parallelism.fsdp_accumulation`: sums of gradients
-    that are still to be reduced, and parameters that stay gathered. "auto" counts as nothing; a
-    pipeline's schedule shares both."""
+    """Sums of gradients that are still to be reduced, and parameters that stay gathered, in a
+    pipeline or with `parallelism.fsdp_accumulation="keep_gathered"`; else 0, also for "auto"."""
     exchange: float
     """Symmetric memory of the dispatcher that has some."""
     host: float
@@ -164,20 +164,20 @@ def _in_reduction(
 
 @dataclass(frozen=True)
 class Accumulation:
-    """What the microbatches of a step share."""
+    """Holds the resolved `parallelism.fsdp_accumulation`, and the estimate if that chose it."""
 
     word: str
-    """Of `parallelism.fsdp_accumulation`, and not "auto"."""
+    """Value of `parallelism.fsdp_accumulation`: "reduce_each" or "keep_gathered", never "auto"."""
     microbatches: int
-    """Of a step."""
+    """Number of microbatches in a step; 1 in a pipeline."""
     needed: float | None = None
-    """Bytes of a GPU by the estimate, where it has chosen the word."""
+    """Bytes of a GPU by the estimate; None unless the estimate has chosen "keep_gathered"."""
     usable: float | None = None
     """Bytes of a GPU that it may fill."""
 
     @property
     def line(self) -> str:
-        """What a log says of it; empty where a step has one microbatch."""
+        """Returns the line for a log; empty if a step has one microbatch."""
         if self.microbatches == 1:
             return ""
         line = f"{self.microbatches} microbatches a step: fsdp_accumulation={self.word}"
@@ -194,7 +194,7 @@ def choose_accumulation(
     world_size: int,
     device_bytes: float | None,
 ) -> Accumulation:
-    """What `parallelism.fsdp_accumulation` stands for on devices of this size; None: on a CPU."""
+    """Resolves `parallelism.fsdp_accumulation`. `device_bytes`: a GPU's memory; None: a CPU."""
     degrees = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
     piped = parallelism.pipeline_parallel_degree > 1
     sequences = world_size // degrees * training.local_batch_size

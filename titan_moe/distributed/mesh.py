@@ -88,7 +88,7 @@ class Meshes:
         return self._groups[key]
 
     def known_group(self, names: Names) -> ProcessGroup | None:
-        """As `group`, if it was made already."""
+        """Returns the group that `group` would, if it exists already; else None."""
         names = self._shortest(names)
         return self.groups.known(self.members(names), self._options(names))
 
@@ -171,7 +171,10 @@ def build_mesh(
     timeout: timedelta | None = None,
     groups: ProcessGroups | None = None,
 ) -> Meshes:
-    """As `ParallelDims.build_mesh` says."""
+    """Returns the meshes and makes the groups that every run needs. Collective over all ranks.
+
+    Raises ValueError if the world's size is not that of `dims`.
+    """
     if dist.get_world_size() != dims.world_size:
         raise ValueError(f"{dims.world_size} ranks in a world of {dist.get_world_size()}")
     groups = ProcessGroups() if groups is None else groups

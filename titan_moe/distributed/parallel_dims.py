@@ -120,7 +120,7 @@ class ParallelDims:
         return tuple(spans)
 
     def coordinate(self, rank: int, names: Names) -> int:
-        """Where a rank stands along an axis, or among the ranks along several, row-major."""
+        """Returns a rank's coordinate along an axis, or its row-major number along several."""
         place = 0
         for size, stride in self.spans(names):
             place = place * size + rank // stride % size

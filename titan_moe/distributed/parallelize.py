@@ -67,7 +67,7 @@ class ShardedModel:
     """A model laid out over the ranks, ready to train."""
 
     parts: list[Decoder]
-    """What this rank holds: the model, or its stages of a pipeline in their order."""
+    """The whole model, or this rank's stages of a pipeline in their order."""
     config: ModelConfig
     meshes: Meshes
     execution: Execution
@@ -81,11 +81,11 @@ class ShardedModel:
     stages: list[list[str]]
     """The modules of each stage of the pipeline; of one without a pipeline."""
     counts_targets: bool
-    """Whether this rank is the first of those that read the same tokens."""
+    """True if this rank is the first of those that read the same tokens."""
     accumulation: Accumulation
-    """What the microbatches of a step share."""
+    """Sharing of gathered parameters and reductions between the microbatches of a step."""
     stops_on_overflow: bool = False
-    """Whether a step, or a validation, that dropped rows must not count."""
+    """True if a step, or a validation, that dropped rows does not count and ends the run."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters, under their names in the whole model."""
@@ -178,7 +178,7 @@ def _counts_targets(meshes: Meshes) -> bool:
 
 
 def first_names(config: ModelConfig) -> dict[str, str]:
-    """Of copies of a parameter, the name that it goes by."""
+    """Maps each further copy of a tied parameter to the name of the first copy."""
     return {copy: first for first, *copies in tied_weights(config) for copy in copies}
 
 
@@ -200,7 +200,7 @@ def _pipeline_ends(job: JobConfig, meshes: Meshes, num_stages: int) -> tuple[int
 
 
 class Parts(NamedTuple):
-    """What a rank holds of a model, on the meta device."""
+    """Holds a rank's part of a model, on the meta device."""
 
     parts: list[Decoder]
     partial_over_tp: set[str]
@@ -210,7 +210,7 @@ class Parts(NamedTuple):
     stages: list[list[str]]
     """The modules of each stage of the pipeline; of one without a pipeline."""
     accumulation: Accumulation
-    """What the microbatches of a step share."""
+    """Sharing of gathered parameters and reductions between the microbatches of a step."""
 
 
 def lay_out(
@@ -272,7 +272,7 @@ def lay_out(
 
 
 def _is_eager(core: AttentionCore, meshes: Meshes) -> bool:
-    """Whether attention is not for tracing: it exchanges tensors, or is compiled already."""
+    """Returns whether attention must not be traced: it exchanges tensors or is compiled already."""
     return meshes.dims.cp > 1 or isinstance(core, FlexCore)
 
 

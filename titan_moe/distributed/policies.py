@@ -1,4 +1,5 @@
-"""What a job's tables make of a model on a device, and say to FSDP and to the dispatchers."""
+"""Derives from a job's tables the model's config on a device, and the options of FSDP and of the
+dispatchers."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -50,7 +51,8 @@ def resolve_model(
 def dispatch_options(
     parallelism: Parallelism, config: ModelConfig, meshes: Meshes, ranks_per_node: int | None
 ) -> DispatchOptions:
-    """What a model's MoE layers exchange rows by. `ranks_per_node`: as the launcher says."""
+    """Returns the dispatcher of a model's MoE layers and its options. `ranks_per_node`: the
+    launcher's number, which the job may override; None: all ranks are on one node."""
     backend, dims = parallelism.expert_parallel_comm_backend, meshes.dims
     factor = parallelism.expert_parallel_capacity_factor
     if backend == "symmetric":
@@ -118,20 +120,19 @@ def sharding_policy(job: JobConfig, accumulation: str, device: torch.device) -> 
 def accumulation_of(
     job: JobConfig, config: ModelConfig, world_size: int, device: torch.device
 ) -> Accumulation:
-    """What the microbatches of a step share on this device. ConfigError where offloaded gradients
-    leave no choice."""
+    """Resolves `parallelism.fsdp_accumulation` for this device."""
     sections = (job.training, job.parallelism, job.activation_checkpoint)
     return choose_accumulation(config, *sections, world_size, memory_of(device))
 
 
 def compute_dtype(job: JobConfig) -> torch.dtype:
-    """Of products and activations."""
+    """Returns the type of products and activations."""
     training = job.training
     return _dtype("float64" if training.dtype == "float64" else training.mixed_precision_param)
 
 
 def stored_dtype(job: JobConfig) -> torch.dtype:
-    """Of the parameters that the optimizer updates."""
+    """Returns the type of the parameters that the optimizer updates."""
     return _dtype(job.training.dtype)
 
 

@@ -26,7 +26,7 @@ class Traffic(Enum):
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What a group is made for; one that differs in any of it is another group."""
+    """Holds a group's traffic and timeout; groups that differ in either are distinct."""
 
     traffic: Traffic
     timeout: timedelta | None = None
@@ -34,8 +34,8 @@ class GroupOptions:
 
     @property
     def high_priority_stream(self) -> bool:
-        """Whether NCCL's kernels go ahead of others: the layer waits for tokens, and for parameters
-        only where they were not gathered early enough."""
+        """Returns whether NCCL's kernels go ahead of others: the layer waits for tokens, but for
+        parameters only if they were not gathered early enough."""
         return self.traffic is Traffic.TOKENS
 
     def of_backend(self) -> Any:
@@ -87,7 +87,7 @@ class ProcessGroups:
         return group
 
     def known(self, ranks: tuple[int, ...], options: GroupOptions) -> ProcessGroup | None:
-        """As `get`, if the group exists; makes none."""
+        """Returns the group that `get` would, if it exists already; else None."""
         if len(ranks) == dist.get_world_size() and options.traffic is Traffic.PARAMETERS:
             return dist.group.WORLD
         return self._groups.get(_key(ranks, options))

@@ -138,7 +138,7 @@ def _plan(
 
 
 def _over(sharding: Sharding, axes: Axes) -> Sharding:
-    """What these axes do of it."""
+    """Returns the sharding restricted to `axes`."""
     cuts = (tuple(axis for axis in cut if axis in axes) for cut in sharding.cuts)
     return Sharding(tuple(cuts), sharding.partial & axes.keys())
 

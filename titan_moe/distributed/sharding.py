@@ -29,7 +29,7 @@ _TERM = re.compile(r"(?:P|S\((\d+)\))\[([^\[\]]+)\]")
 
 @dataclass(frozen=True)
 class Sharding:
-    """What each axis of a mesh does to a tensor."""
+    """Holds what each axis of a mesh means for a tensor: parts, copies or the terms of a sum."""
 
     cuts: tuple[tuple[str, ...], ...] = ()
     """For each tensor dim the axes that cut it, outermost first; dims after the last cut one are
@@ -49,7 +49,7 @@ class Sharding:
 
     @classmethod
     def parse(cls, text: str) -> "Sharding":
-        """Of its text form. Raises ValueError with one line for anything else."""
+        """Parses the text form. Raises ValueError with one line for anything else."""
         if text == "R":
             return cls()
         terms = list(_TERM.finditer(text))
@@ -88,7 +88,7 @@ class Sharding:
             )
 
     def box(self, rank: int, shape: Sequence[int], axes: Axes) -> Box:
-        """Where a rank's part lies in the whole tensor."""
+        """Returns the slices of the whole tensor that a rank holds."""
         self.check(shape, axes)
         place = coordinates(rank, axes)
         box = []
@@ -110,14 +110,14 @@ class Sharding:
         return tuple(sizes)
 
     def divides(self, shape: Sequence[int], axes: Axes) -> bool:
-        """Whether all parts have the same size."""
+        """Returns whether all parts have the same size."""
         return all(
             size % prod(axes[axis] for axis in cut) == 0
             for size, cut in zip(shape, self.cuts, strict=False)
         )
 
     def placements(self, axes: Axes) -> tuple[Placement, ...]:
-        """As a DTensor of a mesh with these axes has it.
+        """Returns the placements of a DTensor on a mesh with these axes.
 
         An axis that cuts before one to its left in the mesh becomes a `_StridedShard`, which is
         what fully_shard makes of a parameter that is cut already; torch keeps it in parameters,
@@ -177,7 +177,7 @@ class Sharding:
 
 
 def coordinates(rank: int, axes: Axes) -> dict[str, int]:
-    """Where a rank stands along each axis."""
+    """Returns a rank's coordinate along each axis."""
     place = {}
     for axis, size in reversed(list(axes.items())):
         rank, place[axis] = divmod(rank, size)

@@ -1,4 +1,4 @@
-"""What one collective, or one local move, can make of a tensor's sharding, and what it costs.
+"""Lists the moves from a tensor's sharding, each one collective or one local step, and their costs.
 
 | op | before → after | over |
 |---|---|---|

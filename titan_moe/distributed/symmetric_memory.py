@@ -39,8 +39,8 @@ SCHEMA = (
     "Tensor(a!) out_splits_offsets, str group_name) -> ()"
 )
 ROW_BYTES = 64
-"""Of which a row is a multiple: up to this many thread blocks share the rows from one rank, and
-torch's kernel gives each as many bytes."""
+"""Divisor of a row's bytes: up to this many thread blocks share the rows from one rank, and torch's
+kernel gives each as many bytes."""
 MOST_RANKS = 64
 """A power of two up to this one, for the same reason."""
 
@@ -69,7 +69,7 @@ def _schema() -> torch.FunctionSchema | None:
 
 
 class _Turn(NamedTuple):
-    """What one of two consecutive exchanges writes to."""
+    """Holds the buffers that one of two consecutive exchanges writes to."""
 
     send: Tensor
     in_splits: Tensor
@@ -181,8 +181,8 @@ class DeviceAllToAll(NamedTuple):
 
 
 class Channels(NamedTuple):
-    """What all layers of a rank share: of rows, and of routing weights, which have a column alone
-    and at least 32 bits."""
+    """Holds the channels that all layers of a rank share: for rows, and for routing weights, which
+    have a single column and at least 32 bits."""
 
     rows: Channel
     weights: Channel

@@ -107,7 +107,7 @@ def unplanned_modules(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
 
 
 def _is_routed(model: nn.Module, name: str) -> bool:
-    """Whether a module is an MoE layer, or within one but for its shared experts."""
+    """Returns whether a module is an MoE layer, or inside one but not in its shared experts."""
     parts = name.split(".")
     return any(
         isinstance(model.get_submodule(".".join(parts[:end])), MoE)
@@ -191,7 +191,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class LocalHeads(nn.Module):
-    """Of a module that returns its weight, a value per head: those of this rank's heads."""
+    """Holds and returns this rank's part of a weight that has one value per head."""
 
     weight: nn.Parameter
 
@@ -218,7 +218,7 @@ class VocabParallelCrossEntropy:
         self._group = group
 
     def __call__(self, logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-        """As `ops.cross_entropy.cross_entropy`; the gradient takes the logits' place."""
+        """Returns this rank's share of the sum, and the gradient, which overwrites the logits."""
         group, width = self._group, logits_TV.shape[1]
         rank = dist.get_rank(group)
         own = statistics(logits_TV, labels_T, rank * width)
@@ -236,7 +236,7 @@ class VocabParallelCrossEntropy:
 
 
 def _product(linear: nn.Module) -> Callable[..., Tensor]:
-    """What a Linear multiplies with; low precision is chosen before weights are cut."""
+    """Returns a Linear's product function; low precision is chosen before weights are cut."""
     return linear.product if isinstance(linear, Float8Linear) else F.linear
 
 

@@ -23,7 +23,8 @@ class TiedWeights(NamedTuple):
     copies: list[list[nn.Parameter]]
     """For each of them the copies on this rank."""
     replicas: set[nn.Parameter]
-    """Those that some rank counts under another name: norms leave them out."""
+    """Copies on this rank other than a parameter's first, which some rank counts: norms leave them
+    out."""
     partner: int | None
     """The rank of the pipeline, other than this one, that has copies too."""
 
@@ -31,7 +32,7 @@ class TiedWeights(NamedTuple):
 def find_tied_weights(
     groups: Sequence[Sequence[str]], parameters: Mapping[str, nn.Parameter], ends: tuple[int, int]
 ) -> TiedWeights:
-    """Those of this rank's parameters.
+    """Returns the tied weights among this rank's parameters.
 
     Args:
         groups: names that are one parameter; copies stand on the first or the last stage.

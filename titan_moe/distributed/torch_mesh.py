@@ -1,4 +1,4 @@
-"""What torch's DeviceMesh does not offer: meshes over process groups that exist already.
+"""Builds meshes over process groups that exist already, which torch's DeviceMesh does not offer.
 
 Torch unflattens and slices the root mesh. Its own groups would be one per name of an axis; here a
 mesh without groups is given those of `process_groups.py`. Every private name of DeviceMesh that the

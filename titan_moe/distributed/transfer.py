@@ -17,7 +17,7 @@ from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.distributed.transfer_plan import BUCKET_BYTES, Held, TransferPlan, plan_transfer
 
 LocalParts = Sequence[tuple[Tensor, Box]]
-"""What a rank has of one tensor, and where in the whole it lies."""
+"""A rank's parts of one tensor, each with its slices of the whole."""
 
 
 def transfer(
@@ -43,7 +43,10 @@ def transfer(
 
 
 def move(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> int:
-    """As `transfer`; frees the memory of `sources`, even if there are other references."""
+    """Calls `transfer`, then frees the memory of `sources`, even if there are other references.
+
+    Returns the bytes that all ranks together have sent.
+    """
     sent = transfer(sources, targets)
     for tensor in sources.values():
         local_part(tensor).detach().untyped_storage().resize_(0)
@@ -51,7 +54,7 @@ def move(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> int:
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
-    """What this rank holds, for others to know."""
+    """Describes this rank's part of each tensor, to be sent to other ranks."""
     return {
         name: Held(tuple(tensor.shape), tensor.dtype, local_slices(tensor))
         for name, tensor in tensors.items()
@@ -90,7 +93,7 @@ def execute(
 
 
 def _part(parts: LocalParts, box: Box) -> Tensor:
-    """What lies in a box, of the part that has it."""
+    """Returns a view of the elements in a box, from the part that contains it."""
     tensor, whole = next(each for each in parts if sizes(overlap(box, each[1])) == sizes(box))
     return tensor[inside(box, whole)]
 

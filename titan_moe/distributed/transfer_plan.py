@@ -26,7 +26,7 @@ class Held(NamedTuple):
     """A rank's part of a tensor."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
     box: Box
 
@@ -40,7 +40,7 @@ Parts = list[tuple[int, Held]]
 
 
 class Pieces(NamedTuple):
-    """What moves of one tensor: arrays with an entry for each piece.
+    """Holds the pieces of one tensor that move: arrays with an entry for each piece.
 
     A piece whose source is its target is a copy on that rank.
     """
@@ -54,7 +54,7 @@ class Pieces(NamedTuple):
 
     @property
     def bytes(self) -> np.ndarray:
-        """Of each piece."""
+        """Returns the bytes of each piece."""
         lengths = self.boxes[..., 1] - self.boxes[..., 0]
         return lengths.prod(axis=1, dtype=np.int64) * self.itemsize
 
@@ -72,7 +72,7 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """What every rank sends to every other one."""
+    """Holds what every rank sends to every other one."""
 
     world_size: int
     buckets: tuple[tuple[Pieces, ...], ...]

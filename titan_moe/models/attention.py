@@ -25,8 +25,8 @@ Placement = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]
 
 
 class Attention(nn.Module):
-    """What all variants have: `forward(x_BSD, rotation, mask)`, and a strategy that the model's
-    layout may set: `core`, between the projections, the call of an AttentionCore."""
+    """A base of all variants: `forward(x_BSD, rotation, mask)`, and the strategy `core`, called
+    between the projections as an AttentionCore, which the model's layout may set."""
 
     core: Callable[..., Tensor]
 

@@ -102,7 +102,7 @@ class MLAConfig:
     bias: bool = False
     """The down-projections and the output projection have a bias: `attention_bias`."""
     norm_eps: float = 1e-6
-    """Of the latents' norms, which the published code leaves at this whatever the model's own."""
+    """Epsilon of the latents' norms; the published code keeps it whatever the model's own."""
 
     sinks: ClassVar[bool] = False
 
@@ -127,7 +127,7 @@ and its counts in models/stats.py."""
 
 @runtime_checkable
 class AttentionShape(Protocol):
-    """What checks and layouts read of any variant."""
+    """Declares the attributes that checks and layouts read from any attention variant."""
 
     @property
     def num_heads(self) -> int: ...
@@ -158,14 +158,15 @@ class ModelConfig:
     num_dense_layers: int = 0
     """The first layers whose feed-forward is dense although `moe` is set."""
     moe_every: int = 1
-    """Of the others, layers moe_every - 1, 2 * moe_every - 1, ... have experts."""
+    """Interval of MoE layers: moe_every - 1, 2 * moe_every - 1, ..., unless `num_dense_layers`
+    makes them dense."""
     local: LocalAttention | None = None
     tied_embeddings: bool = False
     """The output layer's weight is the embedding's."""
     num_mtp_layers: int = 0
     """Layers that predict further tokens in training (arXiv 2412.19437, section 2.2)."""
     mtp_loss_weight: float = 0.3
-    """Of the mean of their losses; DeepSeek-V3 trained with 0.3, then 0.1."""
+    """Weight of the mean multi-token prediction loss; DeepSeek-V3 trained with 0.3, then 0.1."""
     max_seq_len: int = 4096
     norm_eps: float = 1e-6
     init_std: float = 0.02
@@ -202,7 +203,7 @@ class ModelConfig:
 
     @property
     def local_or_sinks(self) -> bool:
-        """Whether any layer's attention is more than causal."""
+        """True if a layer's attention is more than causal: local, or with sinks."""
         return self.local is not None or self.attention.sinks
 
     def local_in(self, layer: int) -> LocalAttention | None:
@@ -213,7 +214,7 @@ class ModelConfig:
         return local
 
     def rotates(self, layer: int) -> bool:
-        """Whether a layer's queries and keys are rotated by their positions."""
+        """Returns whether positions rotate a layer's queries and keys."""
         return self.local is None or self.local.global_rotary or self.local_in(layer) is not None
 
 

@@ -183,8 +183,8 @@ class Decoder(nn.Module):
         ahead_tokens_BKS: Tensor | None = None,
         bounds: DocumentBounds | None = None,
     ) -> list[Tensor]:
-        """What the output layer reads, x_BSD: of the decoder, and in training, where there are
-        tokens ahead, of each depth of multi-token prediction."""
+        """Returns the output layer's inputs, each x_BSD: the decoder's, and in training, if there
+        are tokens ahead, one for each depth of multi-token prediction."""
         x_BSD = self.tok_embeddings(tokens_BS)
         rotation = self.rope(positions_BS, x_BSD.dtype)
         locals_ = dict.fromkeys(block.local for block in self.blocks().values())
@@ -243,7 +243,7 @@ def stage_units(part: Decoder) -> list[list[nn.Module]]:
 
 
 class _PassOn(nn.Identity):
-    """Where a stage has no such module: its first argument."""
+    """Replaces a module that a stage does not have; returns its first argument."""
 
     def forward(self, input: Tensor, *_: object) -> Tensor:
         return input
@@ -258,7 +258,7 @@ def moe_layer_names(config: ModelConfig) -> list[str]:
 
 
 def is_bias(name: str) -> bool:
-    """Whether a parameter is a bias, of any shape: it starts at zero and does not decay."""
+    """Returns whether a parameter is a bias of any shape: it starts at zero and does not decay."""
     last = name.rsplit(".", 1)[-1]
     return last.endswith("bias") or last in _BIASES
 

@@ -67,7 +67,7 @@ class MultiTokenPrediction(nn.Module):
     def forward(
         self, hidden_BSD: Tensor, tokens_BKS: Tensor, rotation: Rotation, masks: Masks
     ) -> list[Tensor]:
-        """What the output layer reads of each depth, x_BSD.
+        """Returns the output layer's input for each depth, x_BSD.
 
         Args:
             hidden_BSD: after the decoder's final norm.

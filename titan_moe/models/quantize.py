@@ -41,7 +41,7 @@ def check_hardware(converters: Sequence[str], section: Quantize, device: torch.d
 
 
 def row_alignment(converters: Sequence[str], section: Quantize) -> int:
-    """What each expert's rows are padded to a multiple of."""
+    """Returns the number whose multiples each expert's row count is padded to."""
     return max(
         (ALIGNMENTS[recipe] for name, recipe, _ in _experts(section) if name in converters),
         default=1,

@@ -99,7 +99,7 @@ def _llama3(base_C: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def attention_factor(config: RopeConfig) -> float:
-    """What YaRN multiplies cosines and sines by."""
+    """Returns the factor of cosines and sines under YaRN; 1 without YaRN."""
     match config.scaling:
         case YarnScaling() as yarn:
             return _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
@@ -107,7 +107,7 @@ def attention_factor(config: RopeConfig) -> float:
 
 
 def softmax_factor(config: RopeConfig) -> float:
-    """What DeepSeek multiplies the attention's softmax scale by under YaRN."""
+    """Returns DeepSeek's factor of the attention's softmax scale under YaRN; 1 without YaRN."""
     match config.scaling:
         case YarnScaling() as yarn:
             return _mscale(yarn.factor, yarn.mscale_all_dim) ** 2

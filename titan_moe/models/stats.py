@@ -22,7 +22,7 @@ from titan_moe.ops.local_attention import mean_seen
 
 
 class AttentionStats(NamedTuple):
-    """Of one layer's attention."""
+    """Holds sizes and costs of one layer's attention."""
 
     parameters: int
     matrices: int
@@ -83,7 +83,7 @@ class Size(NamedTuple):
     routed: int = 0
 
     def active(self, config: ModelConfig) -> float:
-        """Of how many a token meets."""
+        """Returns the number of parameters that a token meets, with top_k of the routed experts."""
         moe = config.moe
         return self.dense + (self.routed * moe.top_k / moe.num_experts if moe else 0.0)
 

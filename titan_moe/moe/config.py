@@ -31,7 +31,7 @@ class MoEConfig:
     activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
     """silu(gate) * up, or gpt-oss's clamped form of it (`experts.py`)."""
     weights_scale: Literal["outputs", "inputs"] = "outputs"
-    """What a routing weight multiplies: an expert's output, or the token that goes in (Llama 4)."""
+    """Tensor that a routing weight multiplies: an expert's output, or its input token (Llama 4)."""
     row_alignment: int = 1
     bias_update_speed: float = 0.0
     sequence_aux_loss_weight: float = 0.0
@@ -41,7 +41,7 @@ class MoEConfig:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether anything keeps the experts' load even."""
+        """True if an auxiliary loss, bias updates or forced routing keep the experts' load even."""
         losses = self.sequence_aux_loss_weight or self.global_aux_loss_weight
         return bool(self.bias_update_speed or losses or self.force_load_balance)
 
@@ -54,7 +54,7 @@ def places_reached(top_k: int, places: int) -> float:
 
 
 def deduplication_pays(top_k: int, places: int, ranks: int) -> bool:
-    """Whether one row for each place is clearly fewer rows, on a node's 8 ranks or more."""
+    """Returns whether there are 8 ranks or more and one row per place is clearly fewer rows."""
     saving = top_k / places_reached(top_k, places)
     return ranks >= _FEWEST_RANKS and saving >= _LEAST_SAVING
 

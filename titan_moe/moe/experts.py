@@ -31,7 +31,7 @@ _SCALES_INPUTS = {"outputs": False, "inputs": True}
 
 
 class ExpertWeights(NamedTuple):
-    """What runs on the rows: w1, w3 [E, F, D], w2 [E, D, F], b1, b3 [E, F] and b2 [E, D]."""
+    """Holds the experts' weights: w1, w3 [E, F, D], w2 [E, D, F], b1, b3 [E, F] and b2 [E, D]."""
 
     w1: Tensor
     w2: Tensor
@@ -83,7 +83,7 @@ class RowsInParts(NamedTuple):
     """
 
     sent: list[Any]
-    """What `Dispatcher.send` returned for each part."""
+    """Results of `Dispatcher.send`, one for each part."""
     receive: Callable[[Any, int], ExpertRows]
     """A part on its way, and its number -> its rows."""
     send_back: Callable[[Tensor, int], Any]

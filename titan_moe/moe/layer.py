@@ -27,7 +27,7 @@ class RoutingDecision(NamedTuple):
     chosen_BE: Tensor | None
     """How often each sequence selected each expert; None if no loss needs it."""
     plans: list[Any]
-    """Of each part of the tokens."""
+    """Dispatch plans, one for each part of the tokens."""
 
 
 class RoutingMemo:

@@ -33,7 +33,7 @@ def _sigmoid(logits_TE: Tensor) -> Scores:
 
 
 SCORES: Mapping[str, Callable[[Tensor], Scores]] = {"softmax": _softmax, "sigmoid": _sigmoid}
-"""What `MoEConfig.score` names."""
+"""Score functions by the names that `MoEConfig.score` takes."""
 
 
 class Router(nn.Module):

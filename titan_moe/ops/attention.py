@@ -31,7 +31,7 @@ from titan_moe.ops.varlen_attention import (
 
 
 class AttentionCore(Protocol):
-    """What an attention layer calls between its projections."""
+    """Builds masks and attends, between an attention layer's projections."""
 
     def mask(
         self,

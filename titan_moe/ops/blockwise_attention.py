@@ -112,6 +112,6 @@ def _added(sum_NSC: Tensor | None, part_NsC: Tensor) -> Tensor:
 
 
 def _minus_infinity_after(scores: Tensor) -> Tensor:
-    """What hides the keys after each of a block's queries: [queries, queries], 0 elsewhere."""
+    """Returns -inf for keys after each of a block's queries, 0 elsewhere: [queries, queries]."""
     num_queries = scores.shape[-2]
     return scores.new_full((num_queries, num_queries), -torch.inf).triu_(1)

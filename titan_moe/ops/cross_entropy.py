@@ -19,13 +19,13 @@ for the logits."""
 
 
 class Statistics(NamedTuple):
-    """Of each token's logits, or of a part of them, in at least float32."""
+    """Holds softmax statistics of each token's logits, all or a block, in at least float32."""
 
     largest_T: Tensor
     sum_T: Tensor
-    """Of exp(logit - largest)."""
+    """Sum of exp(logit - largest)."""
     target_T: Tensor
-    """The label's logit; 0 where the part has none."""
+    """The label's logit; 0 if the block does not contain the label."""
 
 
 def at_least_float32(x: Tensor) -> torch.dtype:
@@ -34,7 +34,8 @@ def at_least_float32(x: Tensor) -> torch.dtype:
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Of logits of the whole vocabulary; both computed in at least float32."""
+    """Computes the sum of cross-entropies and its gradient for logits of the whole vocabulary, both
+    in at least float32."""
     if logits_TV.is_cuda:
         # Imported here: a CPU run has no Triton and no use for it.
         from titan_moe.ops.cross_entropy_triton import cross_entropy as cross_entropy_triton
@@ -44,7 +45,7 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def statistics(logits_TV: Tensor, labels_T: Tensor, first: int) -> Statistics:
-    """Of a block of the vocabulary that begins with the token `first`."""
+    """Computes statistics of a block of the vocabulary that begins with the token `first`."""
     if logits_TV.is_cuda:
         from titan_moe.ops.cross_entropy_triton import statistics as statistics_triton
 
@@ -100,7 +101,7 @@ def gradient_in_place_reference(
 
 
 def _columns(labels_T: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """Where in the block each label is, and which are elsewhere."""
+    """Returns each label's column in the block, 0 if it is elsewhere, and which are elsewhere."""
     column_T = labels_T - first
     elsewhere_T = (column_T < 0) | (column_T >= width)
     return column_T.masked_fill(elsewhere_T, 0), elsewhere_T

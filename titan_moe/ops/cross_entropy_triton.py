@@ -14,14 +14,14 @@ _BLOCK, _WARPS = 4096, 8
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-    """As cross_entropy.cross_entropy; the gradient takes the logits' place."""
+    """Computes `cross_entropy.cross_entropy`; the gradient overwrites the logits."""
     losses_T = _numbers_like(logits_TV)
     _launch(_cross_entropy_kernel, logits_TV, labels_T.contiguous(), losses_T)
     return losses_T.sum(), logits_TV
 
 
 def statistics(logits_TV: Tensor, labels_T: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As cross_entropy.statistics."""
+    """Computes `cross_entropy.statistics`."""
     largest_T, sum_T, target_T = (_numbers_like(logits_TV) for _ in range(3))
     labels_T = labels_T.contiguous()
     _launch(_statistics_kernel, logits_TV, labels_T, largest_T, sum_T, target_T, first)
@@ -29,7 +29,7 @@ def statistics(logits_TV: Tensor, labels_T: Tensor, first: int) -> tuple[Tensor,
 
 
 def gradient_in_place(logits_TV: Tensor, labels_T: Tensor, first: int, lse_T: Tensor) -> Tensor:
-    """As cross_entropy.gradient_in_place."""
+    """Computes `cross_entropy.gradient_in_place`."""
     _launch(_gradient_kernel, logits_TV, labels_T.contiguous(), lse_T.contiguous(), first)
     return logits_TV
 

@@ -55,7 +55,7 @@ class Float8Linear(nn.Module):
         return self.product(x, self.weight, self.bias)
 
     def product(self, x: Tensor, w_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
-        """As F.linear, of any part of the weight."""
+        """Computes F.linear in float8, with any part of the weight."""
         y = self.multiply(x, w_FD)
         return y if bias_F is None else y + bias_F
 
@@ -83,7 +83,7 @@ def float8_linear(recipe: str, *, emulate: bool) -> LinearProduct:
 
 
 def float8_grouped_mm(recipe: str = "rowwise", *, emulate: bool = False) -> GroupedMM:
-    """As `grouped_mm`, each expert's product of bfloat16 rows in float8, differentiable in both.
+    """Returns a `grouped_mm` of bfloat16 rows in float8, differentiable in rows and weights.
 
     Each expert's rows are a multiple of `ALIGNMENTS[recipe]`, as are both dims of the weights.
 

@@ -28,13 +28,13 @@ class Activation(NamedTuple):
 
 
 class GatedGradients(NamedTuple):
-    """What the backward of `gated_rows` knows once it has the gradient of its result."""
+    """Holds the gradients of the inputs of `gated_rows`, and its recomputed result."""
 
     gate_RF: Tensor
     up_RF: Tensor
     weights_R1: Tensor | None
     hidden_RF: Tensor
-    """The result itself, made again."""
+    """Recomputed result; not a gradient."""
 
 
 def gated_rows(

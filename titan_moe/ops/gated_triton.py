@@ -16,7 +16,7 @@ _CLAMPED = {"swiglu": False, "clamped_swiglu": True}
 def gated_rows(
     gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
 ) -> Tensor:
-    """As gated.gated_rows."""
+    """Computes `gated.gated_rows`."""
     gate_RF, up_RF = gate_RF.contiguous(), up_RF.contiguous()
     num_rows, dim = gate_RF.shape
     hidden_RF = torch.empty_like(gate_RF)
@@ -44,7 +44,7 @@ def gated_rows(
 def gated_rows_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """As gated.gated_rows_backward; the result made again lies in `grad_RF`'s memory."""
+    """Computes `gated.gated_rows_backward`; the recomputed result overwrites `grad_RF`."""
     grad_RF, gate_RF, up_RF = grad_RF.contiguous(), gate_RF.contiguous(), up_RF.contiguous()
     grad_gate_RF, grad_up_RF = torch.empty_like(gate_RF), torch.empty_like(up_RF)
     num_rows, dim = grad_RF.shape

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 GroupedMM = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""As `grouped_mm`, differentiable in rows and weights."""
+"""Function with the signature of `grouped_mm`, differentiable in rows and weights."""
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _STRIDE_BYTES = 16
@@ -106,7 +106,7 @@ _grouped_mm.register_autograd(_backward, setup_context=_keep_arguments)
 
 
 def has_grouped_gemm(w_EFD: Tensor) -> bool:
-    """Whether torch's grouped GEMM takes these weights, forward and backward."""
+    """Returns whether torch's grouped GEMM takes these weights, forward and backward."""
     rows_are_aligned = all(
         size * w_EFD.element_size() % _STRIDE_BYTES == 0 for size in w_EFD.shape[-2:]
     )
@@ -114,7 +114,7 @@ def has_grouped_gemm(w_EFD: Tensor) -> bool:
 
 
 def grouped_mm_loop(x_RD: Tensor, w_EFD: Tensor, offsets_E: Tensor) -> Tensor:
-    """As grouped_mm, one product per expert: for all that torch's grouped GEMM refuses."""
+    """Computes `grouped_mm` by one product per expert, for weights that torch's GEMM refuses."""
     ends = offsets_E.tolist()  # Host sync on a GPU.
     sizes = [end - start for start, end in zip([0, *ends], [*ends, len(x_RD)], strict=True)]
     # split and unbind: their backward fills one gradient, where slicing would fill one per expert.

@@ -26,9 +26,9 @@ class Losses(NamedTuple):
     """Sums of cross-entropies; a number each."""
 
     loss: Tensor
-    """Of the first part. Its backward is that of all parts, each times its factor."""
+    """Sum over the first part. Its backward is that of all parts, each times its factor."""
     further: Tensor
-    """Of the other parts, each times its factor. Has no gradient of its own."""
+    """Sum over the other parts, each times its factor. Has no gradient of its own."""
 
 
 def linear_cross_entropy(

@@ -67,7 +67,7 @@ class _CombineRows(torch.autograd.Function):
 
 @torch.library.custom_op("titan_moe::copy_rows", mutates_args=(), device_types="cpu")
 def copy_rows(x_TD: Tensor, source_R: Tensor) -> Tensor:
-    """As `gather_rows`, without a gradient."""
+    """Gathers rows like `gather_rows`, without a gradient."""
     return copy_rows_reference(x_TD, source_R)
 
 
@@ -85,7 +85,7 @@ def _(x_TD: Tensor, source_R: Tensor) -> Tensor:
 
 @torch.library.custom_op("titan_moe::add_rows", mutates_args=(), device_types="cpu")
 def add_rows(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
-    """As `combine_rows`, without a gradient."""
+    """Adds up rows like `combine_rows`, without a gradient."""
     return add_rows_reference(y_RD, rows_TK)
 
 

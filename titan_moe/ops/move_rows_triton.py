@@ -11,7 +11,7 @@ _MAX_ROWS = 512
 
 
 def copy_rows(x_TD: Tensor, source_R: Tensor) -> Tensor:
-    """As move_rows.copy_rows."""
+    """Computes `move_rows.copy_rows`."""
     x_TD = x_TD.contiguous()
     num_rows, dim = len(source_R), x_TD.shape[1]
     x_RD = x_TD.new_empty(num_rows, dim)
@@ -23,7 +23,7 @@ def copy_rows(x_TD: Tensor, source_R: Tensor) -> Tensor:
 
 
 def add_rows(y_RD: Tensor, rows_TK: Tensor) -> Tensor:
-    """As move_rows.add_rows."""
+    """Computes `move_rows.add_rows`."""
     y_RD, rows_TK = y_RD.contiguous(), rows_TK.contiguous()
     num_tokens, top_k = rows_TK.shape
     dim = y_RD.shape[1]

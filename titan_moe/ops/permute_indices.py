@@ -97,7 +97,7 @@ def _(
 def permute_indices_reference(
     counts_PE: Tensor, *, num_rows: int, row_alignment: int, max_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What PermuteIndices holds, in plain torch, from the received rows' side."""
+    """Computes the fields of PermuteIndices in plain torch, from the received rows' side."""
     # Where each (rank, expert) segment of rows ends within its expert's rows.
     rank_ends_PE = counts_PE.contiguous().cumsum(0)
     counts_E = rank_ends_PE[-1]
@@ -199,7 +199,7 @@ def follow(target_N: Tensor, source_R: Tensor) -> Tensor:
 
 
 def reached_ranks(experts_TK: Tensor, num_local: int, num_ranks: int) -> Tensor:
-    """Whether a token has an expert on a rank of `num_local` experts: [T, P], bool."""
+    """Returns whether a token has an expert on a rank of `num_local` experts: [T, P], bool."""
     reached_TP = experts_TK.new_zeros(len(experts_TK), num_ranks, dtype=torch.bool)
     return reached_TP.scatter_(1, experts_TK // num_local, True)
 
@@ -213,7 +213,7 @@ class Copies(NamedTuple):
     """Tokens copied to the ranks of their experts, once to each."""
 
     tokens: RowMap
-    """As `copy_to_ranks` returns it."""
+    """Map of tokens to copies by `copy_to_ranks`; `source_R` is meaningless past the last copy."""
     row_N: Tensor
     """int32: of each choice, in the order of experts, its row among those that its rank is sent
     from here, times J = min(K, num_local), plus how many of that row's choices come before it."""
@@ -260,5 +260,5 @@ def copy_to_ranks(reached_TP: Tensor, most: int) -> RowMap:
 
 
 def starts(counts: Tensor) -> Tensor:
-    """Where each of some consecutive parts begins."""
+    """Returns the start of each of some consecutive segments, given their lengths."""
     return counts.cumsum(0) - counts

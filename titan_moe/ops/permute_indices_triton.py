@@ -10,7 +10,7 @@ BLOCK_ROWS = 512
 def permute_indices(
     counts_PE: Tensor, *, num_rows: int, row_alignment: int, max_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As permute_indices.permute_indices_reference, from the padded rows' side.
+    """Computes `permute_indices.permute_indices_reference`, from the padded rows' side.
 
     Each program owns BLOCK_ROWS rows, and adds up for itself those counts that say where they are:
     P * E numbers that lie in the cache, against five launches for their sums. The work is even

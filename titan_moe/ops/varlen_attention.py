@@ -17,7 +17,7 @@ _MAX_HEAD_DIM, _ALIGNMENT = 256, 8
 
 
 class DocumentBounds(NamedTuple):
-    """What the host says of the documents packed into a microbatch's rows."""
+    """Holds upper bounds, known to the host, on the documents packed into a microbatch's rows."""
 
     per_row: int
     """No row has more."""
@@ -37,9 +37,9 @@ class Pieces(NamedTuple):
 
 
 def bounds_of(documents_BS: Tensor) -> DocumentBounds:
-    """Of rows whose documents are numbered, the same number in one run of tokens.
+    """Computes the bounds from each token's document number; a document is one run of tokens.
 
-    Waits for the device, if they are on one.
+    Waits for the device if the numbers are on one.
     """
     begins_BS = F.pad(documents_BS.diff(dim=1) != 0, (1, 0), value=True)
     starts_N = begins_BS.flatten().nonzero()[:, 0]
@@ -72,7 +72,7 @@ def pieces_of_rows(
 
 
 def takes(qk_dim: int, v_dim: int, dtype: torch.dtype) -> bool:
-    """Whether torch's kernel can attend with heads of these dims."""
+    """Returns whether torch's kernel can attend with heads of these dims in this type."""
     narrow = dtype in (torch.bfloat16, torch.float16)
     return narrow and v_dim <= qk_dim <= _MAX_HEAD_DIM and qk_dim % _ALIGNMENT == 0
 

@@ -88,7 +88,7 @@ class Adam(torch.optim.Optimizer):
                 self.put_back(moments, widened)
 
     def initial_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-        """What a parameter's state is before its first update."""
+        """Returns a parameter's state before its first update."""
         device = parameter.device if self._how["fused"] else torch.device("cpu")
         step = torch.zeros((), dtype=torch.float32, device=device)
         return {

@@ -147,7 +147,7 @@ class Cut(NamedTuple):
     place: int
     """This rank's number in the group."""
     boxes: list[Box]
-    """Of each of the group's ranks, its piece of a matrix, which may be empty."""
+    """Regions of a matrix that the group's ranks hold, one per rank, which may be empty."""
 
 
 class _Batch(NamedTuple):

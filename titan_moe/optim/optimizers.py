@@ -117,5 +117,5 @@ def decays(name: str, param: nn.Parameter) -> bool:
 
 
 def is_hidden_matrix(name: str, param: nn.Parameter) -> bool:
-    """Whether Muon updates a parameter: a layer's weight, or a stack of experts' weights."""
+    """Returns whether Muon updates a parameter: a layer's weight or a stack of experts' weights."""
     return decays(name, param) and not _NOT_HIDDEN & set(name.split("."))

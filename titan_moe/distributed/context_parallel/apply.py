@@ -29,7 +29,7 @@ from titan_moe.ops.local_attention import LocalAttention
 
 
 class Positions(Protocol):
-    """Of a row of `seq_len` tokens, those that this rank reads."""
+    """A function that returns the positions of this rank's tokens in a row of `seq_len` tokens."""
 
     def __call__(self, seq_len: int, *, device: torch.device | None = None) -> Tensor:
         """Made once for each length and device; None: the CPU."""
@@ -43,7 +43,7 @@ def local_positions(
     balanced: bool,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Where in its row each token of a rank is: [seq_len / cp_size] int64, ascending.
+    """Returns a rank's tokens' positions in their row: [seq_len / cp_size] int64, ascending.
 
     `seq_len` divides by `cp_size`, by twice that if balanced.
     """

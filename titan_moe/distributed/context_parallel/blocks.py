@@ -22,13 +22,13 @@ class Block(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """What the backward of a block needs to know of its queries, over all blocks."""
+    """Holds what a block's backward needs of its queries; the values are over all blocks."""
 
     q_BHSC: Tensor
     grad_BHSC: Tensor
     """The gradient of the output."""
     lse_BHS: Tensor
-    """Of the softmax over all keys of the row, and the sink if there is one."""
+    """Logarithm of the softmax's divisor over all keys of the row, and the sink if there is one."""
     delta_BHS: Tensor
     """The product of the output with its gradient."""
 
@@ -169,7 +169,8 @@ def accumulation_type(dtype: torch.dtype) -> torch.dtype:
 def _block(
     first_BS: Tensor, queries_S: Tensor, keys_S: Tensor, start: int, end: int
 ) -> Block | None:
-    """Of the queries from `start` to `end`: those that see keys, and the keys that are seen."""
+    """Returns the block of the queries from `start` to `end` that see keys, and of the keys
+    that they see; None if there are none."""
     at_S = queries_S[start:end]
     if not len(at_S):
         return None
@@ -191,7 +192,7 @@ def _block(
 
 
 def _scores(q: Tensor, k_BHSC: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Of grouped queries: [B, kv heads, group * queries, keys]."""
+    """Returns the scores of grouped queries: [B, kv heads, group * queries, keys]."""
     scores = (q @ k_BHSC.mT).mul_(scale)
     if mask is not None:
         scores.unflatten(2, (-1, mask.shape[2])).masked_fill_(~mask[:, :, None], float("-inf"))

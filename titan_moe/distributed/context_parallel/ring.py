@@ -27,16 +27,16 @@ from titan_moe.distributed.context_parallel.blocks import (
 
 
 class Step(NamedTuple):
-    """What a rank does with one rank's keys and values."""
+    """Holds the blocks that a rank computes with one rank's keys and values."""
 
     distance: int
     """How many ranks before this one they are of; the same on all ranks."""
     blocks: Sequence[Block]
-    """None where this rank sees none of them."""
+    """Empty if this rank sees none of them."""
 
 
 class Ring(NamedTuple):
-    """What a run around the ring does."""
+    """Holds the group, the attention and the steps of a run around the ring."""
 
     group: ProcessGroup
     attention: BlockAttention

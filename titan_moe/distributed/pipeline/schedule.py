@@ -32,7 +32,7 @@ class Activations(NamedTuple):
 
     @property
     def loss_dtype(self) -> torch.dtype:
-        """Of what the last stage makes of it."""
+        """Returns the type of the loss that the last stage computes from the stream."""
         return torch.promote_types(self.dtype, torch.float32)
 
 

@@ -12,7 +12,7 @@ class AllToAllDispatcher(ExchangeDispatcher):
     """One row for each expert of a token."""
 
     def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
-        """As the protocol says, for the whole way to the experts, gathering over etp included.
+        """Counts rows and (token, rank) pairs on the way to the experts, etp gathering included.
 
         All etp ranks that hold an expert's slices need its tokens' rows. A row of a remote expert
         is sent once over ep and etp - 1 times over etp; a row of a local expert, the latter only. A

@@ -31,7 +31,7 @@ class Dispatcher(Protocol):
     `traffic` and `plan`, and is named in `expert_parallel.DISPATCHERS`."""
 
     waits_for_host: bool = True
-    """Whether the host must know sizes that routing decides: no compiled graph does."""
+    """True if the host must know sizes that routing decides, which no compiled graph can."""
     num_parts: int = 1
     """Parts of the tokens that travel apart, so that one does while the experts compute another;
     set once."""
@@ -61,7 +61,7 @@ class Dispatcher(Protocol):
 
 
 class LocalPlan(NamedTuple):
-    """Where rows go when every expert is on this rank."""
+    """Holds the row maps to and from experts that are all on this rank."""
 
     tokens: RowMap
     slots: RowMap

@@ -21,7 +21,7 @@ from titan_moe.ops.permute_indices import SortedRows, invert, reached_ranks, sor
 
 
 class CapacityDispatcher(ExchangeDispatcher):
-    """As `AllToAllDispatcher`, in buffers of a size that T, K and the number of ranks fix.
+    """Exchanges rows like `AllToAllDispatcher`, in buffers sized by T, K and the number of ranks.
 
     Args:
         capacity_factor: rows of the buffer from one rank to another, as a multiple of the T * K /
@@ -41,7 +41,7 @@ class CapacityDispatcher(ExchangeDispatcher):
         self.capacity_factor = capacity_factor
 
     def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
-        """As the protocol says; what fills the buffers is sent too."""
+        """Counts rows sent to other ranks, unused buffer rows included, and the fewest needed."""
         degree, slices = self.ep_group.size(), self.etp_group.size()
         buffer = self._capacity(len(experts_TK))
         rows_P = reached_ranks(experts_TK, self.num_local, degree).sum(0)

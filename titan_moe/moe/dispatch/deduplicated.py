@@ -75,21 +75,21 @@ class Nodes(NamedTuple):
 
 
 class _Draft(NamedTuple):
-    """What a route is made of while counts are exchanged."""
+    """Holds the inputs of a route that are known before the counts arrive."""
 
     copies: RowMap
-    """Of this rank's tokens, to ranks or to nodes: as `copy_to_ranks` returns it."""
+    """Copies of this rank's tokens, one per rank or node; `source_R` is not yet cut to length."""
     copies_P: Tensor
     """How many for each."""
     reached_TP: Tensor | None
     """Which ranks each token reaches; None without nodes."""
     row_N: Tensor
-    """As in `Copies`."""
+    """Slot of each choice among the rows sent to its expert's rank: `Copies.row_N`."""
     num_tokens: int
 
 
 class DeduplicatedDispatcher(ExchangeDispatcher):
-    """As `AllToAllDispatcher`, but for how often a row is sent.
+    """Exchanges rows like `AllToAllDispatcher`, but sends a token once to each rank or node.
 
     Sums are in a fixed order: on the experts' rank by k, on the way back by rank. In narrow types
     each rank's sum is rounded once more than the standard dispatcher would, to be sent.
@@ -111,7 +111,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         """J: experts of a token on one rank."""
 
     def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
-        """As the protocol says; where there are nodes, of what is sent between nodes alone."""
+        """Counts rows sent to other ranks, or with nodes to other nodes only: [2] int64, equal."""
         reached_TP = reached_ranks(experts_TK, self.num_local, self.ep_group.size())
         if self.nodes is not None:
             on_nodes_A = self.nodes.by_node(reached_TP).any(2).sum(0)
@@ -190,7 +190,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         )
 
     def _local_sizes(self, draft: _Draft) -> list[list[int]]:
-        """Where all experts are on this rank, and those who share them have as many tokens."""
+        """Returns sizes for an ep group of one rank, whose etp ranks have equally many tokens."""
         tokens, choices, slices = draft.num_tokens, len(draft.row_N), self.etp_group.size()
         own = [[tokens], [tokens], [choices], [choices]]
         return [*own, [tokens] * slices, [choices] * slices]
@@ -222,7 +222,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         rows_gathered: list[int],
         choices_gathered: list[int],
     ) -> ExpertOrder:
-        """Where the gathered rows are copied to.
+        """Returns the map from the gathered rows to padded expert-major order.
 
         Args:
             row_N: `_Draft.row_N` of the choices that were sent here.
@@ -248,9 +248,9 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
         )
 
     def _row_starts(self, rows_QP: Tensor) -> Tensor:
-        """Where the rows that each rank sent begin among the gathered ones: [Q * P].
+        """Returns the start of each sending rank's rows among the gathered rows: [Q * P].
 
-        They lie in the order in which they were received: rank by rank, or by the rank on this node
+        Rows lie in the order in which they were received: rank by rank, or by the rank on this node
         that they came through, and of those by node.
         """
         if self.nodes is None:

@@ -46,7 +46,7 @@ class Hop(NamedTuple):
 
 
 class Route(NamedTuple):
-    """What is known once the ranks have exchanged their counts."""
+    """Holds the sizes and maps that are known once the ranks have exchanged their counts."""
 
     rows: RowExchange
     weights: RowExchange
@@ -60,7 +60,7 @@ class Route(NamedTuple):
 
 
 class ExchangePlan(NamedTuple):
-    """Where rows and routing weights go."""
+    """Holds the maps and the route that rows and routing weights follow."""
 
     rows: Pending[RowMap]
     """Tokens to the rows that are sent."""
@@ -159,7 +159,7 @@ class ExchangeDispatcher(Dispatcher):
         return gather_parts(counts, self.etp_group)
 
     def expert_order(self, counts_PE: Tensor, num_rows: int, num_local: int) -> ExpertOrder:
-        """Of rows that are sent once for each expert: with their weights.
+        """Returns the order of rows that are sent once for each expert, and of their weights.
 
         Args:
             counts_PE: rows by the rank that sent them and by expert; experts after the first

@@ -21,7 +21,7 @@ from titan_moe.ops.permute_indices import sort_by_expert
 
 
 class SymmetricDispatcher(AllToAllDispatcher):
-    """As `AllToAllDispatcher`, through symmetric memory.
+    """Exchanges rows like `AllToAllDispatcher`, through symmetric memory.
 
     `channels` are set when the model gets its memory. No compiled graph holds an exchange, although
     the host knows all shapes: buffers take turns, on a stream of their own.
