@@ -238,7 +238,7 @@ def _parts(plan: SavePlan) -> Iterator[SavePlan]:
 
 
 class _Written(NamedTuple):
-    """What one rank has written."""
+    """Holds the write results and the files' digests of one rank."""
 
     results: list[WriteResult]
     digests: dict[str, str]

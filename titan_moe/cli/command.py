@@ -1,4 +1,4 @@
-"""What all commands share: their common options, --json, errors as lines, exit codes, signals."""
+"""Provides what all commands share: options, --json, errors as lines, exit codes, signals."""
 
 import argparse
 import inspect
@@ -25,12 +25,12 @@ _USAGE, _INTERRUPTED = 2, 130
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command has found out."""
+    """Holds the result of a command."""
 
     data: Any = None
-    """What --json prints."""
+    """Value that --json prints; None if the command's own processes have printed it."""
     lines: Sequence[str] = ()
-    """What is printed without --json."""
+    """Lines that are printed without --json."""
     exit_code: int = 0
 
 

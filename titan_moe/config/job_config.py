@@ -45,7 +45,7 @@ class Section(BaseModel):
 
 
 class Job(Section):
-    """Where a run writes and what it prints first."""
+    """Output folder of a run, and what it prints first."""
 
     dump_folder: str = Field("./outputs", min_length=1)
     """Folder of everything the run writes: config.toml, metrics.jsonl, checkpoints, curves; ~ is
@@ -82,7 +82,7 @@ class Profiling(Section):
 
 
 class Metrics(Section):
-    """What is logged, how often, and where to. metrics.jsonl and the console are always on."""
+    """Logged values, how often, and where to. metrics.jsonl and the console are always on."""
 
     log_freq: PositiveInt = 10
     """Steps from one logged step to the next; the first and the last step are always logged."""
@@ -178,8 +178,8 @@ class Optimizer(Section):
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """How torch runs Adam's update."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What moments are kept in. float32: whatever the parameters are kept in (training.dtype);
-    bfloat16: half the memory, each rounded to nearest after an update in the parameters' type."""
+    """Type of the stored moments. 'float32': that of the parameters (training.dtype); 'bfloat16':
+    half the memory, each rounded to nearest after an update in the parameters' type."""
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """Muon's decay of the momentum, which is Nesterov's."""
     muon_steps: PositiveInt = 5
@@ -223,11 +223,11 @@ class Dataset(Section):
     """One part of a blend."""
 
     dataset: str
-    """As training.dataset."""
+    """Name of the data, as in training.dataset."""
     dataset_path: str | None = None
-    """As training.dataset_path."""
+    """Path of the data, as in training.dataset_path."""
     text_column: str | None = None
-    """As training.text_column, which holds where this is left out."""
+    """Column that holds the text; left out: training.text_column."""
     weight: float = Field(1.0, gt=0)
     """Share of the tokens drawn from this part, relative to the other parts' weights."""
 
@@ -278,14 +278,14 @@ class Training(Section):
     mtp_loss_weight: NonNegativeFloat | None = None
     """Weight of the mean of multi-token prediction's losses; left out: the flavor's."""
     on_nonfinite: Literal["stop", "skip", "roll_back"] = "stop"
-    """What to do when a loss or a gradient is not finite: 'stop' with the last good state, 'skip'
+    """Response to a loss or gradient that is not finite: 'stop' with the last good state, 'skip'
     the update, or 'roll_back' to the run's last checkpoint and go on with the data that comes next.
     Decisions are logged, and kept in events.jsonl."""
     spike_factor: float | None = Field(None, gt=1)
     """A step whose gradient norm, before clipping, is more than so many times the median of the
     last 64 steps' is a spike; judged from the 17th step on. Left out: no step is."""
     on_spike: Literal["stop", "skip", "roll_back"] = "stop"
-    """What to do about a spike, as on_nonfinite."""
+    """Response to a spike, with the values of on_nonfinite."""
     steps: PositiveInt = 10000
     """Optimizer steps of the run."""
     stop_timeout_seconds: PositiveInt = 300
@@ -319,7 +319,7 @@ class Parallelism(Section):
     in a pipeline, which would gather them for every microbatch; schedules that split the backward
     never do."""
     fsdp_accumulation: Literal["auto", "reduce_each", "keep_gathered"] = "auto"
-    """What the microbatches of a step share: 'reduce_each' nothing, 'keep_gathered' the gathered
+    """Sharing among the microbatches of a step: 'reduce_each' none, 'keep_gathered' the gathered
     parameters and one reduction of their gradients. 'auto': on a GPU 'keep_gathered' if it fits by
     the memory estimate, else, and on a CPU, 'reduce_each'; a pipeline's schedule gathers and
     reduces once a run."""
@@ -405,20 +405,20 @@ class Parallelism(Section):
 
 
 class TrainingStage(Section):
-    """What changes at a step of the run, as [[stages]] tables in the order of their steps. A stage
+    """Changes from a step of the run on, as [[stages]] tables in the order of their steps. A stage
     begins with all that the stage before it had, and changes what it names. The tensors move to the
     new layout in memory, and the data goes on where it was."""
 
     from_step: int = Field(gt=1)
     """The first step of the stage, at most training.steps."""
     seq_len: PositiveInt | None = None
-    """As training.seq_len. Each sequence goes on behind the token that it read last."""
+    """Tokens of one sequence. Each sequence goes on behind the token that it read last."""
     local_batch_size: PositiveInt | None = None
-    """As training.local_batch_size."""
+    """Sequences of one microbatch, as in training.local_batch_size."""
     global_batch_size: PositiveInt | None = None
-    """As training.global_batch_size; left out, it stays as it is, whatever the layout. With another
-    one, new sequences begin after the last document that was begun, and the rest of the old ones is
-    not read."""
+    """Sequences of one optimizer step over all data ranks; left out, it stays as it is, whatever
+    the layout. If it changes, new sequences begin after the last document that was begun, and the
+    rest of the old ones is not read."""
     parallelism: Parallelism = Field(default_factory=Parallelism)
     """The keys of the table parallelism that change; the others stay as they are."""
 
@@ -482,7 +482,7 @@ class Checkpoint(Section):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether a run can be stopped and resumed."""
+        """Returns whether a run can be stopped and resumed."""
         return self.enable and not self.load_only and not self.create_seed_checkpoint
 
 
@@ -541,7 +541,7 @@ class Float8GroupedMM(Section):
     """Routed experts in float8 (torchao); model.converters switches them on."""
 
     recipe_name: Literal["rowwise"] = "rowwise"
-    """As quantize.linear.float8.recipe_name."""
+    """Scales, as in quantize.linear.float8.recipe_name."""
     fqns: list[str] = Field(["experts"])
     """Experts with one of these words in their name (torchtitan's default is none)."""
 
@@ -553,7 +553,7 @@ class MxGroupedMM(Section):
     recipe_name: Literal["mxfp8"] = "mxfp8"
     """float8 with a scale, a power of two, for 32 elements along the dim that is summed over."""
     fqns: list[str] = Field(["experts"])
-    """As in quantize.grouped_mm.float8."""
+    """Experts with one of these words in their name, as in quantize.grouped_mm.float8."""
 
 
 class GroupedMM(Section):
@@ -595,12 +595,12 @@ class Validation(Section):
     enable: bool = False
     """Measure the validation loss."""
     dataset: str | None = None
-    """As training.dataset; left out: one document in 64 of the training data, which is then not
-    trained on."""
+    """Name of the data, as in training.dataset; left out: one document in 64 of the training data,
+    which is then not trained on."""
     dataset_path: str | None = None
-    """As training.dataset_path."""
+    """Path of the data, as in training.dataset_path."""
     text_column: str | None = None
-    """As training.text_column, which holds where this is left out."""
+    """Column that holds the text; left out: training.text_column."""
     local_batch_size: PositiveInt = 8
     """Rows of one batch on one data rank."""
     seq_len: PositiveInt | None = None

@@ -18,7 +18,7 @@ from titan_moe.config.job_config import Parallelism
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is fixed about a schedule."""
+    """Holds the fixed properties of a schedule."""
 
     name: str
     placement: Literal["single", "loop", "v"]

@@ -30,7 +30,7 @@ def stage_name(job: JobConfig, number: int) -> str:
 
 
 def changes(before: JobConfig, after: JobConfig) -> str:
-    """What one stage changes of another, such as "training.seq_len 4096 -> 32768"."""
+    """Returns the keys that two stages differ in, such as "training.seq_len 4096 -> 32768"."""
     words = []
     for table in ("training", "parallelism"):
         old, new = getattr(before, table), getattr(after, table)
@@ -43,7 +43,7 @@ def changes(before: JobConfig, after: JobConfig) -> str:
 
 
 def same_layout(before: JobConfig, after: JobConfig) -> bool:
-    """Whether a model of one is laid out as one of the other."""
+    """Returns whether both have the same parallelism and activation checkpointing."""
     return (before.parallelism, before.activation_checkpoint) == (
         after.parallelism,
         after.activation_checkpoint,
@@ -51,7 +51,7 @@ def same_layout(before: JobConfig, after: JobConfig) -> bool:
 
 
 def stage_lines(job: JobConfig) -> list[str]:
-    """What each stage changes, a line each."""
+    """Returns one line for each stage after the first, with what it changes."""
     jobs = [each for _, each in stage_jobs(job)]
     return [
         f"{stage_name(job, number)}: {changes(before, after)}"

@@ -41,44 +41,44 @@ _MOST_SHOWN = 5
 
 
 class Task(NamedTuple):
-    """What is simulated."""
+    """Holds what to simulate: a job, its model and the number of ranks."""
 
     job: JobConfig
     config: ModelConfig
     world_size: int
     num_microbatches: int
-    """Of the first step; further ones have one."""
+    """Microbatches of the first step; each further step has one."""
     reduced: str
-    """What is smaller than configured, in words."""
+    """Text that says what is smaller than configured."""
 
 
 @dataclass
 class Traffic:
-    """Of the groups of some axes, and one operation, in a step."""
+    """Holds the calls and bytes of one operation in a step, over the groups of the same axes."""
 
     groups: int
     ranks: int
     calls: int
     bytes_even: float = 0.0
-    """That a rank sends at most, where experts get equally many tokens."""
+    """Most bytes that a rank sends if experts get equally many tokens."""
     bytes_most: float = 0.0
-    """Under any routing."""
+    """Most bytes that a rank sends under any routing."""
 
 
 @dataclass
 class WorldReport:
-    """What was found."""
+    """Holds the results of a simulation."""
 
     findings: list[tuple[str, Finding]] = field(default_factory=list)
-    """With the part: "start", or the name of a routing."""
+    """Findings, each with its part: "start" or the name of a routing."""
     errors: list[str] = field(default_factory=list)
     """Tracebacks of ranks that failed where no collective explains it."""
     parts: list[str] = field(default_factory=list)
-    """Those that all ranks have come through."""
+    """Parts that all ranks have completed."""
     collectives: int = 0
-    """Compared, over all ranks and parts."""
+    """Number of collectives compared, over all ranks and parts."""
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
-    """By axes and operation."""
+    """Traffic by axes and operation."""
     seconds: float = 0.0
 
     def as_json(self, task: Task) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _BytesSent = Callable[[Mapping[str, Any], dist.ProcessGroup], float]
 
 
 class Flow(NamedTuple):
-    """What bytes are summed by."""
+    """Holds the key by which calls and bytes are summed."""
 
     axis: str
     """The mesh axes whose group it is; "world" for sums of a step's scalars and counts."""
@@ -37,7 +37,7 @@ class Flow(NamedTuple):
 
 
 class Volume(NamedTuple):
-    """What left this rank."""
+    """Holds the number of calls and the bytes that left this rank."""
 
     calls: int
     bytes: float

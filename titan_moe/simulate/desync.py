@@ -1,4 +1,4 @@
-"""Whether all members of every group issue the same sequence of collectives.
+"""Checks that all members of every group issue the same sequence of collectives.
 
 Equal on all members: operation, type, sizes, and the place in the step. What rank i sends to rank
 j in an all-to-all is what j receives from i. Sends and receives match pair by pair, in order. And
@@ -26,17 +26,17 @@ class Group(NamedTuple):
 
 
 class RankLog(NamedTuple):
-    """What one rank issued in a step."""
+    """Holds the operations that one rank issued in a step."""
 
     issued: Sequence[Issued]
     groups: Sequence[Group]
-    """That it has made so far, in order."""
+    """Groups that the rank has made so far, in order."""
     is_whole: bool
-    """Whether the step came to its end."""
+    """True if the step ran to its end."""
 
 
 class Finding(NamedTuple):
-    """Where members of a group part."""
+    """Describes one place where members of a group disagree or wait in vain."""
 
     group: str
     text: str
@@ -59,7 +59,7 @@ def find_desyncs(logs: Mapping[int, RankLog]) -> list[Finding]:
 
 
 def find_waits(logs: Mapping[int, RankLog]) -> list[Finding]:
-    """Where ranks of a part that was broken off wait for each other in several groups; the earliest
+    """Returns one finding for each group in which ranks of an interrupted part wait, the earliest
     first."""
     groups = {group.name: group for log in logs.values() for group in log.groups}
     waits = {

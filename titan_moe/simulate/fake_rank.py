@@ -109,7 +109,7 @@ def _is_real(func: Any, tensors: list[Tensor], dtype: torch.dtype | None) -> boo
 
 
 def fake_collective(func: Any, args: tuple) -> Any:
-    """What a collective returns if every peer holds what this rank does."""
+    """Returns a collective's result as if every peer held what this rank holds."""
     name, x = func.__name__.partition(".")[0], args[0]
     if func.namespace == "c10d":
         work = FakeWork().boxed()
@@ -214,7 +214,7 @@ class FakeRank:
 
 
 class StepVolumes:
-    """What a step sends; an Observer of it, so that its microbatches can be counted apart."""
+    """Holds what a step sends. Observes the step to count its microbatches apart."""
 
     def __init__(self, counter: CommCounter) -> None:
         self._counter = counter
@@ -232,8 +232,8 @@ class StepVolumes:
         self.has_updated = True
 
     def of(self, num_microbatches: int) -> dict[Flow, Volume]:
-        """What a step of so many microbatches sends, if every further one adds what the last but
-        one has added."""
+        """Returns what a step of `num_microbatches` sends if every further one adds what the last
+        but one has added."""
         further = num_microbatches - len(self._before)
         if not further:
             return self.total

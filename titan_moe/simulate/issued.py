@@ -73,8 +73,8 @@ class Issued(NamedTuple):
 
     @property
     def rule(self) -> tuple:
-        """What must be the same on every rank of the group. The place is among it: two sums of as
-        many numbers that change places raise no error, and are wrong."""
+        """Returns what must be the same on every rank of the group. Phase, layer and region belong
+        to it: two sums of equal size in exchanged order raise no error, and are wrong."""
         place = self.place
         return self.op, self.dtype, self.sizes, self.peer, place.phase, place.layer, place.region
 
@@ -112,7 +112,7 @@ class RecordingRank(FakeCommCounter):
         return self._among_peers(func, args, named, issued, group)
 
     def taken(self) -> list[Issued]:
-        """What was issued since the last call."""
+        """Returns the operations issued since the last call."""
         issued, self.issued = self.issued, []
         return issued
 

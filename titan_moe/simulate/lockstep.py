@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 
 class AbandonedError(Exception):
-    """What a rank waits for can no longer come."""
+    """Raised in a rank if the values that it waits for can no longer come."""
 
 
 class Meeting(NamedTuple):
-    """Where ranks exchange values."""
+    """Identifies one exchange of values by its key and its members' ranks."""
 
     key: Hashable
     members: tuple[int, ...]
@@ -53,12 +53,12 @@ class Peers:
 
 
 class Report(NamedTuple):
-    """What a rank says while it runs, or how it ends."""
+    """Holds a value that a running rank reports, or how the rank ended."""
 
     rank: int
     value: Any
     error: str = ""
-    """Of a rank that has failed: its traceback."""
+    """Traceback of a rank that failed, or "its process has died"; else empty."""
     has_ended: bool = False
 
 
@@ -161,7 +161,7 @@ class _Schedule:
 
 
 def _packed(value: Any) -> bytes:
-    """As `Connection.send` sends it."""
+    """Pickles a value as `Connection.send` does, so that `Connection.recv` can read it."""
     return bytes(ForkingPickler.dumps(value))
 
 

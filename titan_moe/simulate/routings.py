@@ -16,7 +16,7 @@ _Choice = Callable[[Tensor], Tensor]
 
 
 class LayerOfRank(NamedTuple):
-    """What a choice may depend on."""
+    """Holds the values that a choice may depend on."""
 
     rank: int
     layer: str
@@ -64,12 +64,12 @@ def _always(experts: Iterable[int]) -> _Choice:
 
 
 class Routing(NamedTuple):
-    """What all ranks are given in one step."""
+    """Describes the choice of experts, and of targets, that all ranks make in one step."""
 
     name: str
     choice: Callable[[LayerOfRank], _Choice]
     masks_a_rank: bool = False
-    """Whether the first data rank has no target."""
+    """True if the first cp rank of the first data rank has no target."""
 
 
 ROUTINGS = (

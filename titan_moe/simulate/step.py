@@ -1,4 +1,4 @@
-"""What a rank sends and owns in one step of a configuration, counted in a fake world."""
+"""Counts what a rank sends and owns in one step of a configuration, in a fake world."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Where in a step a rank is: phase, layer and region, in the backward too."""
+"""Tracks where in a step a rank is: phase, layer and region, in the backward too."""
 
 import re
 import sys
@@ -26,7 +26,7 @@ _NOT_CALLERS = (
 
 
 class Place(NamedTuple):
-    """Where a collective is issued."""
+    """Names the place in a step where a collective is issued."""
 
     phase: str
     """"forward", "recomputation", "backward"; outside of a step's layers the run's own, such as
@@ -68,7 +68,7 @@ class Whereabouts:
                 hook.remove()
 
     def now(self) -> Place:
-        """Of whom this is called by."""
+        """Returns the place of the code that calls this method."""
         node = torch._C._current_autograd_node()
         caller, recomputes = _caller(sys._getframe(1))
         region = self._regions[-1] if self._regions else ""

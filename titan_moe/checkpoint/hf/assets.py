@@ -13,7 +13,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.models.hf import CONFIG, HFModel, family_of, read_settings
 
 HF = "hf"
-"""Where a checkpoint keeps what came along with imported weights."""
+"""Folder of a checkpoint that holds the files that came along with imported weights."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +32,8 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def asset_folders(checkpoint: Path, job_record: Mapping[str, Any]) -> list[Path]:
-    """Where to look for them, the likeliest first: with the checkpoint, then where the job that
-    wrote it had its model and tokenizer from."""
+    """Returns the folders that have tokenizer files or the like, the likeliest first: the
+    checkpoint's own, then those that its job took model and tokenizer from."""
     model, kept = job_record.get("model", {}), job_record.get("checkpoint", {})
     named = [
         model.get("hf_assets_path"),

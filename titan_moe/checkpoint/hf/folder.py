@@ -161,7 +161,7 @@ class HFFolder:
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Whether a folder has a config.json and no manifest of ours."""
+    """Returns whether a folder has a config.json and no manifest.json."""
     return (path / "config.json").is_file() and not (path / "manifest.json").exists()
 
 

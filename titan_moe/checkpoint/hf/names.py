@@ -86,7 +86,7 @@ def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def has_place(model: HFModel, name: str) -> bool:
-    """Whether the Hugging Face form has a place for a tensor of ours."""
+    """Returns whether the Hugging Face form has a place for one of our tensors."""
     pattern, _ = _pattern(model, model.first_of_group.get(name, name))
     return pattern in model.keys
 

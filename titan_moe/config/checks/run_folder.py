@@ -1,4 +1,4 @@
-"""Whether a run may go on in its folder: checkpoints there must be of the same run."""
+"""Checks that a run may go on in its folder: checkpoints there must be of the same run."""
 
 import json
 from collections.abc import Iterator

@@ -20,7 +20,7 @@ _BACKWARDS = ("backward", "gradient")
 
 
 class Copies(NamedTuple):
-    """Where several ranks hold the same values: every further copy beside the first."""
+    """Holds values that several ranks keep of the same part: each further copy beside the first."""
 
     keys: Ints
     """[M, 2]"""
@@ -43,7 +43,7 @@ class CapturedTensor:
     values: Array
     """[N, 1 + P] sketches, or [N, 1] numbers."""
     exact: bool
-    """Whether the sums of squares are the whole's."""
+    """True if the sums of squares are valid: not for values summed from parts, nor for updates."""
     copies: Copies
     beside: Mapping[str, NDArray] = field(default_factory=dict)
     """More of each key."""
@@ -119,7 +119,7 @@ def _whole(place: Place, records: Sequence[tuple[int, dict[str, Any]]]) -> Captu
 
 
 def _update(wholes: Mapping[Place, CapturedTensor], end: Place) -> CapturedTensor:
-    """What the step added to a parameter: sketches can be subtracted, but for sums of squares."""
+    """Returns what the step added to a parameter. Only sums of squares cannot be subtracted."""
     last = end.tensor.removeprefix("parameter of ")
     after, before = wholes[end], wholes[Place("start", end.module, last)]
     keys, ranks, first, other = after.copies
@@ -130,7 +130,7 @@ def _update(wholes: Mapping[Place, CapturedTensor], end: Place) -> CapturedTenso
 
 
 def _changes(rows: NDArray) -> NDArray[np.bool_]:
-    """Where a row differs from the one before it; the first one does."""
+    """Returns a mask of the rows that differ from the row before; the first row always counts."""
     changed = np.ones(len(rows), dtype=bool)
     changed[1:] = (rows[1:] != rows[:-1]).any(1)
     return changed
