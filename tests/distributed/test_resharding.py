@@ -92,8 +92,8 @@ def check(
     "family, before, after",
     tiered(
         SHORT[:1],
-        slow=SHORT[1:],
-        full=[(family, *pair) for family in FAMILIES for pair in SAMPLED],
+        slow=SHORT[1:8],
+        full=[*SHORT[8:], *((family, *pair) for family in FAMILIES for pair in SAMPLED)],
     ),
 )
 def test_run_goes_on_in_another_layout(
