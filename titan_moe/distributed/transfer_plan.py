@@ -1,4 +1,4 @@
-"""Who sends which part of which tensor to whom, as a value that needs no process group.
+"""Plans which rank sends which part of which tensor to which other rank; needs no process group.
 
 Each rank gets exactly what it wants and does not hold, so that the bytes sent are the fewest
 possible. Where several ranks hold a part, they share its sending.
@@ -29,6 +29,9 @@ class Held(NamedTuple):
     """Shape of the whole tensor."""
     dtype: torch.dtype
     box: Box
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
     @property
     def bytes(self) -> int:
@@ -114,7 +117,7 @@ def plan_transfer(
     *,
     max_bytes: int = BUCKET_BYTES,
 ) -> TransferPlan:
-    """Who sends what to whom; the same on every rank that is given the same.
+    """Plans who sends what to whom. Ranks that give the same arguments get the same plan.
 
     Args:
         held: of each rank by name what it holds before. Two parts of a tensor are the same box or
@@ -123,7 +126,8 @@ def plan_transfer(
         max_bytes: what a rank sends, and what it receives, in one all-to-all at most; a single
             tensor's parts may be more.
 
-    Raises ValueError with one line where no rank holds what one wants.
+    Raises ValueError with one line if ranks give a tensor different shapes or dtypes, if parts that
+    they hold overlap, or if no rank holds what one wants.
     """
     holders, wanters = _by_name(held), _by_name(wanted)
     load = [0] * len(held)
@@ -135,7 +139,7 @@ def plan_transfer(
 
 
 def _by_name(ranks: Sequence[Mapping[str, Held]]) -> dict[str, Parts]:
-    """For each name who has a part of it, in the order of ranks."""
+    """Returns the parts of each tensor, in the order of ranks."""
     found = defaultdict(list)
     for rank, tensors in enumerate(ranks):
         for name, part in tensors.items():
@@ -144,11 +148,17 @@ def _by_name(ranks: Sequence[Mapping[str, Held]]) -> dict[str, Parts]:
 
 
 def _pieces_of(name: str, holders: Parts, wanters: Parts, load: list[int]) -> Pieces:
-    """How the ranks that want a tensor get it. `load`: bytes that each rank sends already; those of
-    this tensor are added."""
-    itemsize = wanters[0][1].dtype.itemsize
+    """Returns the pieces of one tensor. Adds its bytes to `load`, the bytes that each rank sends."""
+    wanter, like = wanters[0]
+    for rank, part in holders + wanters:
+        if part.shape != like.shape or part.dtype != like.dtype:
+            raise ValueError(f"{name} is {part} on rank {rank} and {like} on rank {wanter}")
+    itemsize = like.dtype.itemsize
     holding, wanting = by_box(holders), by_box(wanters)
-    places, bounds, sizes = overlaps(list(holding), list(wanting), len(wanters[0][1].shape))
+    places, bounds, sizes = overlaps(list(holding), list(wanting), len(like.shape))
+    # Of parts that overlap, an element held twice would hide one that nobody holds.
+    if len(overlaps(list(holding), list(holding), len(like.shape))[0]) > len(holding):
+        raise ValueError(f"{name}: ranks hold parts that overlap")
     if missing := sum(map(_elements, wanting)) - int(sizes.sum()):
         raise ValueError(f"{name}: no rank holds {missing} of the elements that are wanted of it")
     senders, receivers = list(holding.values()), list(wanting.values())
@@ -193,8 +203,8 @@ def by_box(parts: Parts) -> dict[_Bounds, list[int]]:
 def overlaps(
     held: list[_Bounds], wanted: list[_Bounds], num_dims: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which of the boxes held [H] and wanted [W] meet, [N, 2]; where, [N, D, 2]; and in how many
-    elements each does, [H, W]."""
+    """Returns the pairs of boxes held [H] and wanted [W] that meet, [N, 2]; the bounds of what they
+    share, [N, D, 2]; and the number of elements that each two share, [H, W]."""
     before = np.array(held, np.int64).reshape(len(held), 1, num_dims, 2)
     after = np.array(wanted, np.int64).reshape(1, len(wanted), num_dims, 2)
     first = np.maximum(before[..., 0], after[..., 0])

@@ -74,3 +74,23 @@ def test_elements_that_no_rank_holds_are_an_error(box: slice, missing: int) -> N
     wanted: Ranks = [{}, {"w": Held((4,), torch.float32, (slice(1, 4),))}]
     with pytest.raises(ValueError, match=f"w: no rank holds {missing} of the elements"):
         plan_transfer(held, wanted)
+
+
+def _row(first: int, last: int, *, size: int = 4, dtype: torch.dtype = torch.float32) -> Held:
+    return Held((size,), dtype, (slice(first, last),))
+
+
+@pytest.mark.parametrize(
+    "held, wanted, says",
+    [
+        # Four elements in all, but none of them is the last one.
+        ([_row(0, 3), _row(1, 2)], _row(0, 4), "w: ranks hold parts that overlap"),
+        ([_row(0, 4), _row(0, 4)], _row(0, 5, size=5), r"w is float32\[4\] on rank 0 and float32\[5"),
+        ([_row(0, 4), _row(0, 4)], _row(0, 4, dtype=torch.float64), "w is float32.* and float64"),
+    ],
+)
+def test_tensors_that_ranks_see_differently_are_an_error(
+    held: list[Held], wanted: Held, says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        plan_transfer([{"w": part} for part in held], [{}, {"w": wanted}])
