@@ -81,6 +81,7 @@ def find_checkpoint(config: Checkpoint, folder: Path, step: int | None = None) -
 def _latest_under_same_keys(config: Checkpoint, folder: Path, steps: list[int]) -> int | None:
     """Returns the latest step that a run with the same two keys has saved."""
     keys = {"load_step": config.load_step, "exclude_from_loading": config.exclude_from_loading}
+    named = {key: value for key, value in keys.items() if value not in (-1, [])}
     for step in reversed(steps):
         try:
             saved_by = read_manifest(step_folder(folder, step)).job.get("checkpoint", {})
@@ -90,7 +91,7 @@ def _latest_under_same_keys(config: Checkpoint, folder: Path, steps: list[int]) 
             logger.warning(
                 "checkpoint.%s took effect in this folder before and is not followed: going on "
                 "from step %d; to follow it again, move the later checkpoints out of %s",
-                *(" and ".join(f"{key}={value}" for key, value in keys.items()), step, folder),
+                *(" and ".join(f"{key}={value}" for key, value in named.items()), step, folder),
             )
             return step
     return None

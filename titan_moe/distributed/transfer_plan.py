@@ -148,7 +148,7 @@ def _by_name(ranks: Sequence[Mapping[str, Held]]) -> dict[str, Parts]:
 
 
 def _pieces_of(name: str, holders: Parts, wanters: Parts, load: list[int]) -> Pieces:
-    """Returns the pieces of one tensor. Adds its bytes to `load`, the bytes that each rank sends."""
+    """Returns the pieces of one tensor; adds their bytes to `load`, which each rank sends."""
     wanter, like = wanters[0]
     for rank, part in holders + wanters:
         if part.shape != like.shape or part.dtype != like.dtype:

@@ -101,7 +101,8 @@ def test_load_step_takes_effect_once_in_a_folder(saved, keys, caplog):
     assert "step-3.abandoned-1" not in names(saved)
     other = Run(saved, seed=2, interval=7, **keys)  # With another key, as a new version adds one.
     assert other.checkpointer.load() == {"step": 3, "tokens": 0, "data": {"0": 30}}
-    assert "is not followed" in caplog.text
+    ((key, value),) = keys.items()
+    assert f"checkpoint.{key}={value} took effect in this folder before" in caplog.text
 
 
 def test_without_its_step_a_run_goes_on_from_what_it_has_saved_itself(saved):

@@ -69,12 +69,13 @@ class HFSource:
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's parts of tensors, plain or DTensors, cast to their type. Those that the
         folder does not have stay."""
-        for name, tensor in tensors.items():
-            if name not in self.found:
-                continue
-            part, box = local_part(tensor).detach(), local_slices(tensor)
-            for at, values in self.read(name, box):
-                part[inside(at, box)].copy_(values)
+        stored = {name: tensor for name, tensor in tensors.items() if name in self.found}
+        with progress_bar("load", len(stored), "tensor") as bar:
+            for name, tensor in stored.items():
+                part, box = local_part(tensor).detach(), local_slices(tensor)
+                for at, values in self.read(name, box):
+                    part[inside(at, box)].copy_(values)
+                bar.update()
 
 
 def load_hf(folder: Path, model: HFModel, tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
@@ -258,8 +259,9 @@ def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
 
 def progress_bar(what: str, total: int, unit: str) -> tqdm:
     """Returns a bar of this rank's own work; it is shown on rank 0's terminal, if it has one."""
-    hidden = None if dist.get_rank() == 0 else True  # tqdm hides None where there is no terminal.
-    return tqdm(desc=what, total=total, unit=unit, leave=False, disable=hidden)
+    others = dist.is_initialized() and dist.get_rank() != 0
+    # tqdm takes None for "hidden where there is no terminal".
+    return tqdm(desc=what, total=total, unit=unit, leave=False, disable=True if others else None)
 
 
 def speed_line(what: str, num_bytes: int, started: float) -> str:

@@ -46,32 +46,34 @@ class SymmetricDispatcher(AllToAllDispatcher):
         ranks, own = self.ep_group.size(), self.ep_group.rank()
         all_counts = exchange_counts(counts_E.expand(ranks, -1).contiguous(), self.ep_group)
         tokens, slots = sort_by_expert(experts_TK)
-        room = rows_of_buffers(
+        most_received = rows_of_buffers(
             len(experts_TK), self.top_k, self.num_experts, ranks, self.capacity_factor
         )
         counts_PPE = all_counts.wait().view(ranks, ranks, -1)  # The device waits.
-        over_P = (counts_PPE.sum((0, 2)) - room).clamp(min=0)
+        over_P = (counts_PPE.sum((0, 2)) - most_received).clamp(min=0)
         fits = (over_P == 0).all()
         counts_PPE = counts_PPE * fits
         return ExchangePlan(
             rows=Pending(lambda: tokens),
             weights=slots,
-            route=Pending(lambda: self._device_route(counts_PPE, experts_TK.numel(), room)),
+            route=Pending(
+                lambda: self._device_route(counts_PPE, experts_TK.numel(), most_received)
+            ),
             dropped=over_P[own],
         )
 
-    def _device_route(self, counts_PPE: Tensor, num_rows: int, room: int) -> Route:
+    def _device_route(self, counts_PPE: Tensor, num_rows: int, most_received: int) -> Route:
         own, slices = self.ep_group.rank(), self.etp_group.size()
         sent_P, received_PE = counts_PPE[own].sum(1), counts_PPE[:, own]
         # What is behind the last row counts for one more expert, which nothing reads.
         filled_PE = F.pad(received_PE, (0, 1))
-        filled_PE[-1, -1] = room - received_PE.sum()
-        gathered = [room] * slices
+        filled_PE[-1, -1] = most_received - received_PE.sum()
+        gathered = [most_received] * slices
         order = self.expert_order(
             self.gather_counts(filled_PE).flatten(0, 1), sum(gathered), self.num_local
         )
         rows, weights = (
-            DeviceAllToAll(channel, sent_P, received_PE.sum(1), num_rows, room)
+            DeviceAllToAll(channel, sent_P, received_PE.sum(1), num_rows, most_received)
             for channel in self.channels
         )
         return Route(rows, weights, gathered, gathered, Pending(lambda: order))

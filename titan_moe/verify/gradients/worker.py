@@ -143,10 +143,10 @@ class LocalState:
         self, number: int, result: StepResult, snapshot: Snapshot, step: Step
     ) -> list[TensorDifference]:
         """Compares everything that a step left on this rank."""
-        found: list[TensorDifference] = []
+        differing: list[TensorDifference] = []
 
         def add(quantity: str, pairs: Iterable[Pair]) -> None:
-            found.extend(differences(number, self.rank, quantity, pairs, floor=self.floor))
+            differing.extend(differences(number, self.rank, quantity, pairs, floor=self.floor))
 
         for quantity in ("gradients", "parameters", *_MOMENTS):
             pairs = self._pairs(snapshot[quantity], getattr(step, quantity))
@@ -161,7 +161,7 @@ class LocalState:
         measured: dict[str, Any] = vars(result) | (result.metrics or {})
         for quantity in ("loss", "grad_norm", "balance_loss", "mtp_loss", "num_targets"):
             add(quantity, [scalars(measured.get(quantity), getattr(step, quantity))])
-        return found
+        return differing
 
     def _pairs(self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Iterable[Pair]:
         """Parts side by side, experts one by one; what the reference has none of is wrong."""
