@@ -4,14 +4,12 @@
     meshes["dp_replicate", "fsdp"]      the DeviceMesh of two axes
     meshes.group("ep")                  the process group of one
     meshes.group(("edp", "ep"))         and of several axes joined
-    meshes.view(("dp_replicate", "fsdp", "tp"))     what a plan of redistribution runs on
 
 Torch unflattens the root into views and slices them, over groups that this package makes and
 shares. Those of FSDP2 and of the exchanges in every layer are made at once, all others when they
 are asked for.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -31,7 +29,6 @@ from titan_moe.distributed.parallel_dims import (
     primary_axes,
 )
 from titan_moe.distributed.process_groups import GroupOptions, ProcessGroups, Traffic
-from titan_moe.distributed.sharding import Axes
 from titan_moe.distributed.torch_mesh import register_flattened, root_mesh, set_groups, unflatten
 
 # All ranks make these groups first, in this order.
@@ -100,13 +97,6 @@ class Meshes:
         """Every group of this rank, the world's included."""
         return [dist.group.WORLD, *self.groups.all()]  # type: ignore[list-item]
 
-    def view(self, names: Names) -> "View":
-        """These axes as `redistribution.execute` wants them."""
-        names = (names,) if isinstance(names, str) else tuple(names)
-        _check_order(names)
-        axes = {name: self.dims.size(name) for name in names}
-        return View(axes, self.dims.coordinate(self.rank, names), self)
-
     def _five_axes(self, names: tuple[str, ...]) -> DeviceMesh:
         view = self._unflattened(names)
         set_groups(view, [self.known_group(axis) for axis in names])
@@ -150,19 +140,6 @@ class Meshes:
             key = self.dims.spans(name), self._options(name)
             sharing.setdefault(key, []).append(name)
         return sharing
-
-
-@dataclass
-class View:
-    """Axes of a mesh by name, outermost first, and this rank's number among their ranks."""
-
-    axes: Axes
-    rank: int
-    meshes: Meshes = field(repr=False)
-
-    def group(self, axes: Sequence[str]) -> ProcessGroup:
-        """The ranks that differ from this one along these axes only, in ascending order."""
-        return self.meshes.group(tuple(axes))
 
 
 def build_mesh(

@@ -26,18 +26,15 @@ class Search:
         self._joint = joint
         self._held: dict[tuple[tuple[str, ...], ...], int] = {}
 
-    def run(
-        self, source: State, target: State, peak_bytes: int | None
-    ) -> tuple[list[tuple[State, Move]], int]:
+    def run(self, source: State, target: State) -> tuple[list[tuple[State, Move]], int]:
         """The moves from source to target, each with the state before it, and their cost."""
         best = {source: (0, 0, 0)}
         came_from: dict[State, tuple[State, Move]] = {}
         queue = [((0, 0, 0), source)]
         done = set()
-        while queue:
+        state = source
+        while state != target:
             _, state = heapq.heappop(queue)
-            if state == target:
-                return _path(came_from, source, target), best[target][0]
             if state in done:
                 continue
             done.add(state)
@@ -46,17 +43,12 @@ class Search:
                 if move.after in done:
                     continue
                 num_bytes = self.received(state, move)
-                if peak_bytes is not None and self.peak(state, move) > peak_bytes:
-                    continue
                 label = (cost + COSTS[move.op], num_moves + 1, received + num_bytes)
                 if move.after not in best or label < best[move.after]:
                     best[move.after] = label
                     came_from[move.after] = (state, move)
                     heapq.heappush(queue, (label, move.after))
-        limit = "" if peak_bytes is None else f" with at most {peak_bytes:,} bytes on a rank"
-        raise ValueError(
-            f"no plan from {source.sharding()} to {target.sharding()} of {list(self._shape)}{limit}"
-        )
+        return _path(came_from, source, target), best[target][0]
 
     def _held_bytes(self, state: State) -> int:
         if state.cuts not in self._held:
@@ -78,9 +70,6 @@ class Search:
         if move.op == "reduce_scatter":
             return self._held_bytes(move.after) * (num_ranks - 1)
         return self._held_bytes(move.after) - held
-
-    def peak(self, before: State, move: Move) -> int:
-        return self._held_bytes(before) + self._held_bytes(move.after)
 
 
 def _path(

@@ -109,13 +109,6 @@ class Sharding:
                 sizes[dim] = -(-sizes[dim] // axes[axis])
         return tuple(sizes)
 
-    def divides(self, shape: Sequence[int], axes: Axes) -> bool:
-        """Returns whether all parts have the same size."""
-        return all(
-            size % prod(axes[axis] for axis in cut) == 0
-            for size, cut in zip(shape, self.cuts, strict=False)
-        )
-
     def placements(self, axes: Axes) -> tuple[Placement, ...]:
         """Returns the placements of a DTensor on a mesh with these axes.
 
