@@ -99,7 +99,6 @@ class TrainStep:
         self._sharded = sharded
         self._optimizer = optimizer
         self._max_norm = training.max_norm
-        self._use_max = training.norm_type == "inf"
         self._parameters = [parameter for _, parameter in sharded.named_parameters()]
         replicas = sharded.tied_weights.replicas
         self._counted = [each for each in self._parameters if each not in replicas]
@@ -221,9 +220,6 @@ class TrainStep:
 
     def _result(self, sums: dict[str, Tensor], numbers: dict[str, float]) -> StepResult:
         norm = math.sqrt(numbers["squares"])
-        # A maximum over ranks may drop a NaN; the sum of squares never does.
-        if self._use_max and math.isfinite(norm):
-            norm = self._max_of_grads()
         num_targets = int(numbers["num_targets"])
         divisor = max(num_targets, 1)
         result = StepResult(
@@ -246,11 +242,6 @@ class TrainStep:
     def _number(self, number: int) -> Tensor:
         """Returns a number on the device; torch.tensor would wait for the device."""
         return torch.full((), number, dtype=torch.float64, device=self._device)
-
-    def _max_of_grads(self) -> float:
-        largest = grad_norm.max_abs(self._parameters).to(self._device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return largest.item()
 
 
 @torch.no_grad()

@@ -37,7 +37,6 @@ _OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "recompute full": {"activation_checkpoint": {"mode": "full"}},
     "bounded": {"parallelism": {"expert_parallel_capacity_factor": 1.5}},
     "symmetric": {"parallelism": {"expert_parallel_comm_backend": "symmetric"}},
-    "max norm": {"training": {"norm_type": "inf"}},
     "no documents": {"training": {"mask_documents": False}},
     "float8": {
         "model": {"converters": ["quantize.linear.float8", "quantize.grouped_mm.float8"]},

@@ -51,7 +51,6 @@ DEFAULT = [
     ("deepseek_v3", "Muon", "dp_shard=2,tp=2,etp=2"),
     ("deepseek_v3", "overlap", "dp_shard=2,ep=2,recompute=full"),
     ("qwen3", "two depths", "pp=2,tp=2"),
-    ("deepseek_v3", "inf norm", "dp_shard=2,ep=2"),
     ("deepseek_v3", "compiled", "dp_shard=2,ep=2,recompute=2"),
 ]
 SLOW = [
@@ -63,7 +62,6 @@ SLOW = [
     *HALVES,
     *product(["deepseek_v3"], ["AdamW"], [f"pp=2,schedule={name}" for name in SCHEDULES]),
     ("qwen3", "two depths", TWO_DEPTHS),
-    ("deepseek_v3", "inf norm", "pp=2,tp=2,ep=2"),
     ("deepseek_v3", "compiled", "dp_shard=2,ep=2,recompute=op,dispatch=bounded"),
     ("deepseek_v3", "compiled", "tp=2"),
     ("deepseek_v3", "compiled", "cp=2,cp_method=ring"),

@@ -26,7 +26,6 @@ KINDS: Mapping[str, Tables] = {
     "narrow": {"optimizer": {"name": "Muon", "state_dtype": "bfloat16"}},
     "overlap": {"parallelism": {"expert_parallel_overlap": True}},
     "two depths": {"model": {"num_mtp_layers": 2}},
-    "inf norm": {"training": {"norm_type": "inf", "max_norm": 1e-3}},
     "compiled": {"compile": {"enable": True, "backend": "aot_eager"}},
     "inductor": {"compile": {"enable": True, "backend": "inductor"}},
     "compiled halves": {

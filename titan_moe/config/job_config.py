@@ -269,8 +269,6 @@ class Training(Section):
     """Tokens of one sequence."""
     max_norm: float = Field(1.0, gt=0, allow_inf_nan=True)
     """Gradients are scaled down to this norm; inf switches clipping off."""
-    norm_type: Literal["2", "inf"] = "2"
-    """The norm that is reported and clipped."""
     loss_chunk_size: NonNegativeInt | None = None
     """Most tokens of a rank whose logits exist at once, with their gradients: the loss is computed
     in chunks; 0: of a whole microbatch. Left out: 4,096 on a GPU, where gradients take the logits'

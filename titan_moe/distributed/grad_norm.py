@@ -91,14 +91,6 @@ class ParameterNorms:
         return {name: norms[place] for name, place in self._places.items()}
 
 
-def max_abs(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """This rank's share of the inf-norm: a float64 scalar whose maximum is taken over the world."""
-    grads = [grad for grad in local_grads(parameters) if grad.numel()]
-    if not grads:
-        return torch.zeros((), dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(grads, float("inf"))).double().max()
-
-
 def scale_grads(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient in place."""
     grads = local_grads(parameters)

@@ -1,9 +1,8 @@
 """Dimensions of a decoder. No torch here: checks, planners and `--help` read it."""
 
-from dataclasses import dataclass, fields, is_dataclass
-from typing import ClassVar, Literal, Protocol, get_args, get_origin, runtime_checkable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from titan_moe.config.errors import ConfigError
 from titan_moe.moe.config import MoEConfig
 from titan_moe.ops.local_attention import LocalAttention
 
@@ -121,26 +120,8 @@ LOSS_CHUNKS = {"cpu": 1024, "cuda": 4096}
 """Device -> tokens whose logits exist at once, where training.loss_chunk_size is left out."""
 
 AttentionConfig = GQAConfig | MLAConfig
-"""The variants. A further one has what is in AttentionShape too, its module in models/attention.py
-and its counts in models/stats.py."""
-
-
-@runtime_checkable
-class AttentionShape(Protocol):
-    """Declares the attributes that checks and layouts read from any attention variant."""
-
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def rope_dim(self) -> int: ...
-    @property
-    def qk_dim(self) -> int: ...
-    @property
-    def v_dim(self) -> int: ...
-    @property
-    def sinks(self) -> bool: ...
+"""The variants. A further one has num_heads, num_kv_heads, rope_dim, qk_dim, v_dim and sinks too,
+its module in models/attention.py and its counts in models/stats.py."""
 
 
 @dataclass(frozen=True)
@@ -172,28 +153,6 @@ class ModelConfig:
     init_std: float = 0.02
     """Standard deviation of the initial weights; projections back into the residual stream divide
     it by the square root of their number."""
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError for an attention without what checks and layouts read, and for a word
-        that is none of its field's."""
-        if not isinstance(self.attention, AttentionShape):
-            raise ConfigError(
-                [
-                    f"{type(self.attention).__name__} lacks num_heads, num_kv_heads, rope_dim, "
-                    "qk_dim, v_dim or sinks: add it in titan_moe/models/config.py, as GQAConfig "
-                    "and MLAConfig have"
-                ]
-            )
-        unknown = [
-            f"{type(part).__name__}.{field.name}={value!r}: choose from {', '.join(words)}"
-            for part in (self.attention, self.rope, self.moe)
-            for field in (fields(part) if is_dataclass(part) else ())
-            if get_origin(field.type) is Literal
-            for value, words in [(getattr(part, field.name), get_args(field.type))]
-            if value not in words
-        ]
-        if unknown:
-            raise ConfigError(unknown)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Also of a layer beyond the last: the multi-token prediction's are built like it."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from titan_moe.distributed.grad_norm import clip_factor, max_abs, scale_grads, sum_of_squares
+from titan_moe.distributed.grad_norm import clip_factor, scale_grads, sum_of_squares
 
 
 def _parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -22,7 +22,6 @@ def test_norms_of_gradients_that_are_there(dtype: torch.dtype):
     assert sum_of_squares(parameters, 1).item() == pytest.approx(
         grads.square().sum().item(), rel=1e-6
     )
-    assert max_abs(parameters).item() == grads.abs().max()
 
 
 def test_a_piece_that_four_ranks_hold_counts_a_quarter_on_each():
@@ -32,7 +31,7 @@ def test_a_piece_that_four_ranks_hold_counts_a_quarter_on_each():
 
 def test_no_gradients():
     parameters = [nn.Parameter(torch.zeros(3))]
-    assert sum_of_squares(parameters, 1) == 0 and max_abs(parameters) == 0
+    assert sum_of_squares(parameters, 1) == 0
     scale_grads(parameters, 2.0)
 
 

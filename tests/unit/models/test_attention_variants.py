@@ -49,18 +49,6 @@ def test_an_unknown_variant_is_named(use: Callable[[ModelConfig], object]) -> No
         use(with_variant(LinearAttention()))
 
 
-def test_dimensions_without_what_all_variants_have_are_refused() -> None:
-    @dataclass(frozen=True)
-    class Bare:
-        num_heads: int = 4
-
-    with pytest.raises(ConfigError) as caught:
-        with_variant(Bare())
-    (line,) = caught.value.lines
-    lacking = "num_heads, num_kv_heads, rope_dim, qk_dim, v_dim or sinks"
-    assert line.startswith(f"Bare lacks {lacking}: add it in ")
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_variant_without_hugging_face_names_is_refused_in_a_line(family: str) -> None:
     config = replace(model_config(family, "gate"), attention=LinearAttention())

@@ -215,8 +215,6 @@ class Reference:
         return self.config.moe
 
     def _norm(self, gradients: Mapping[str, Tensor]) -> float:
-        if self.training.norm_type == "inf":
-            return max(gradient.abs().max().item() for gradient in gradients.values())
         return math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
 
     def _balance(self, router: Router, counts_E: Tensor) -> None:
