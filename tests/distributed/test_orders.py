@@ -28,7 +28,8 @@ from titan_moe.distributed.dtensor import (
     mesh_axes,
     sharding_of,
 )
-from titan_moe.distributed.sharding import Sharding, coordinates
+from titan_moe.distributed.parallel_dims import coordinates
+from titan_moe.distributed.sharding import Sharding
 from titan_moe.runtime.ranks import run_on_ranks
 
 

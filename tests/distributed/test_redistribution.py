@@ -14,8 +14,9 @@ import titan_moe
 from tests.support.planting import Bug, plant, right_source
 from tests.support.shardings import all_shardings
 from titan_moe.distributed.dtensor import local_part, sharding_of
+from titan_moe.distributed.parallel_dims import Axes, coordinates, group_of
 from titan_moe.distributed.redistribution import MeshGroups, execute, plan
-from titan_moe.distributed.sharding import Axes, Sharding, coordinates, group_of
+from titan_moe.distributed.sharding import Sharding
 from titan_moe.distributed.sharding_moves import LOCAL_OPS
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 from titan_moe.simulate.comm_counter import CommCounter

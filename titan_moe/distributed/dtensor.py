@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from titan_moe.distributed.boxes import Box
-from titan_moe.distributed.sharding import Axes, Sharding
+from titan_moe.distributed.parallel_dims import Axes
+from titan_moe.distributed.sharding import Sharding
 
 
 def sharding_of(tensor: Tensor) -> tuple[Sharding, Axes]:

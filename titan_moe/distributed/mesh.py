@@ -12,7 +12,6 @@ are asked for.
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -115,11 +114,11 @@ class Meshes:
         """One axis instead of several, where it is the same ranks."""
         if isinstance(names, str):
             return names
-        spans = self.dims.spans(names)
+        ranks = self.members(names)
         primary = tuple(axis for axis in primary_axes(names) if self.dims.size(axis) > 1)
         if len(primary) == 1:
             return primary[0]
-        same = (each for each in DERIVED_AXES if self.dims.spans(each) == spans)
+        same = (each for each in DERIVED_AXES if self.members(each) == ranks)
         return next(same, primary or names)
 
     def _options(self, names: Names) -> GroupOptions:
@@ -130,16 +129,9 @@ class Meshes:
         """The axes of a group, all that share it."""
         if not isinstance(names, str):
             return ",".join(names)
-        return "+".join(self._sharing[self.dims.spans(names), self._options(names)])
-
-    @cached_property
-    def _sharing(self) -> dict[tuple[tuple[tuple[int, int], ...], GroupOptions], list[str]]:
-        """The axes that are the same ranks, by what they ask of a group."""
-        sharing: dict[tuple[tuple[tuple[int, int], ...], GroupOptions], list[str]] = {}
-        for name in (*AXES, *DERIVED_AXES):
-            key = self.dims.spans(name), self._options(name)
-            sharing.setdefault(key, []).append(name)
-        return sharing
+        kind = self.members(names), self._options(names)
+        every = (*AXES, *DERIVED_AXES)
+        return "+".join(each for each in every if (self.members(each), self._options(each)) == kind)
 
 
 def build_mesh(

@@ -34,6 +34,8 @@ DERIVED_AXES: Mapping[str, tuple[str, ...]] = {
 
 Names = str | Sequence[str]
 """One axis, primary or derived, or several."""
+Axes = Mapping[str, int]
+"""The axes of a mesh, outermost first, and their sizes. Ranks are numbered row-major."""
 
 
 def primary_axes(names: Names) -> tuple[str, ...]:
@@ -98,41 +100,20 @@ class ParallelDims:
         """Number of ranks along an axis, or along several joined."""
         return prod(int(getattr(self, axis)) for axis in primary_axes(names))
 
-    def stride(self, axis: str) -> int:
-        """Distance in ranks between neighbours along an axis; a derived axis' parts adjoin."""
-        last = DERIVED_AXES.get(axis, (axis,))[-1]
-        view = DENSE_AXES if last in DENSE_AXES else SPARSE_AXES
-        return prod(self.size(inner) for inner in view[view.index(last) + 1 :])
-
-    def spans(self, names: Names) -> tuple[tuple[int, int], ...]:
-        """Size and stride of the axes that `names` join, outermost first: those that adjoin as one,
-        those of one rank left out. Names of equal spans are the same ranks."""
-        wanted = primary_axes(names)
-        view = DENSE_AXES if set(wanted) <= set(DENSE_AXES) else SPARSE_AXES
-        spans: list[tuple[int, int]] = []
-        stride = 1
-        for axis in reversed(view):
-            size = int(getattr(self, axis))
-            if axis in wanted and size > 1:
-                inner = spans.pop(0) if spans and prod(spans[0]) == stride else (1, stride)
-                spans.insert(0, (size * inner[0], inner[1]))
-            stride *= size
-        return tuple(spans)
-
     def coordinate(self, rank: int, names: Names) -> int:
         """Returns a rank's coordinate along an axis, or its row-major number along several."""
-        place = 0
-        for size, stride in self.spans(names):
-            place = place * size + rank // stride % size
-        return place
+        number, at = 0, coordinates(rank, self._view(names))
+        for axis in primary_axes(names):
+            number = number * self.size(axis) + at[axis]
+        return number
 
     def group_of(self, rank: int, names: Names) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along these axes, itself included, ascending."""
-        members = [rank]
-        for size, stride in self.spans(names):
-            first = -(rank // stride % size) * stride
-            members = [each + first + i * stride for each in members for i in range(size)]
-        return tuple(members)
+        return tuple(group_of(rank, primary_axes(names), self._view(names)))
+
+    def _view(self, names: Names) -> Axes:
+        view = DENSE_AXES if set(primary_axes(names)) <= set(DENSE_AXES) else SPARSE_AXES
+        return {axis: self.size(axis) for axis in view}
 
     def build_mesh(
         self,
@@ -165,3 +146,24 @@ def parallel_dims(parallelism: Parallelism, world_size: int) -> ParallelDims:
         ep=parallelism.expert_parallel_degree,
         etp=parallelism.expert_tensor_parallel_degree,
     )
+
+
+def coordinates(rank: int, axes: Axes) -> dict[str, int]:
+    """Returns a rank's coordinate along each axis."""
+    place = {}
+    for axis, size in reversed(list(axes.items())):
+        rank, place[axis] = divmod(rank, size)
+    return place
+
+
+def group_of(rank: int, axes: Sequence[str], mesh: Axes) -> list[int]:
+    """The ranks that differ from `rank` along these axes only, itself included, ascending."""
+    place, strides = coordinates(rank, mesh), {}
+    stride = 1
+    for axis, size in reversed(list(mesh.items())):
+        strides[axis], stride = stride, stride * size
+    first = rank - sum(place[axis] * strides[axis] for axis in axes)
+    members = [first]
+    for axis in axes:
+        members = [member + i * strides[axis] for member in members for i in range(mesh[axis])]
+    return sorted(members)

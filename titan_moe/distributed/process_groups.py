@@ -32,18 +32,13 @@ class GroupOptions:
     timeout: timedelta | None = None
     """Longest wait for a collective; None: the backend's own, not that of the world."""
 
-    @property
-    def high_priority_stream(self) -> bool:
-        """Returns whether NCCL's kernels go ahead of others: the layer waits for tokens, but for
-        parameters only if they were not gathered early enough."""
-        return self.traffic is Traffic.TOKENS
-
     def of_backend(self) -> Any:
         """NCCL's options; None for other backends, which take none."""
         if "nccl" not in dist.get_backend_config():
             return None
         options = dist.ProcessGroupNCCL.Options()
-        options.is_high_priority_stream = self.high_priority_stream
+        # A layer waits for tokens, for parameters only if they were not gathered early enough.
+        options.is_high_priority_stream = self.traffic is Traffic.TOKENS
         if self.timeout is not None:
             options._timeout = self.timeout
         return options

@@ -22,8 +22,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from titan_moe.distributed.boxes import Box, exchange_boxes, inside
 from titan_moe.distributed.dtensor import check_divides, mesh_axes, mesh_rank, sharding_of
+from titan_moe.distributed.parallel_dims import Axes, group_of
 from titan_moe.distributed.plan_search import Search
-from titan_moe.distributed.sharding import Axes, Sharding, group_of
+from titan_moe.distributed.sharding import Sharding
 from titan_moe.distributed.sharding_moves import State
 
 

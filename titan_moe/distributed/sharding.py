@@ -12,7 +12,7 @@ ones have the same size, and the last ones may be empty.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -20,9 +20,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from titan_moe.distributed.boxes import Box
-
-Axes = Mapping[str, int]
-"""The axes of a mesh, outermost first, and their sizes. Ranks are numbered row-major."""
+from titan_moe.distributed.parallel_dims import Axes, coordinates
 
 _TERM = re.compile(r"(?:P|S\((\d+)\))\[([^\[\]]+)\]")
 
@@ -167,24 +165,3 @@ class Sharding:
                 raise ValueError(f"{placement} on axis {axis}: no order of {cut} cuts so")
             cut.insert(len(cut) if axes[axis] == 1 else place, axis)
         return cls(tuple(tuple(cuts.get(d, ())) for d in range(max(cuts, default=-1) + 1)), partial)
-
-
-def coordinates(rank: int, axes: Axes) -> dict[str, int]:
-    """Returns a rank's coordinate along each axis."""
-    place = {}
-    for axis, size in reversed(list(axes.items())):
-        rank, place[axis] = divmod(rank, size)
-    return place
-
-
-def group_of(rank: int, axes: Sequence[str], mesh: Axes) -> list[int]:
-    """The ranks that differ from `rank` along these axes only, itself included, ascending."""
-    place, strides = coordinates(rank, mesh), {}
-    stride = 1
-    for axis, size in reversed(list(mesh.items())):
-        strides[axis], stride = stride, stride * size
-    first = rank - sum(place[axis] * strides[axis] for axis in axes)
-    members = [first]
-    for axis in axes:
-        members = [member + i * strides[axis] for member in members for i in range(mesh[axis])]
-    return sorted(members)

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_moe.distributed.boxes import Box, exchange_boxes, sizes
 from titan_moe.distributed.dtensor import local_part, mesh_rank, sharding_of
-from titan_moe.distributed.sharding import group_of
+from titan_moe.distributed.parallel_dims import group_of
 from titan_moe.optim.adam import Adam
 
 MATRICES = "matrices"

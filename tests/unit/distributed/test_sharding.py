@@ -8,7 +8,8 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from tests.support.shardings import all_shardings
 from titan_moe.distributed.boxes import sizes
-from titan_moe.distributed.sharding import Sharding, coordinates, group_of
+from titan_moe.distributed.parallel_dims import coordinates, group_of
+from titan_moe.distributed.sharding import Sharding
 
 AXES = {"x": 2, "y": 3, "z": 2}
 
