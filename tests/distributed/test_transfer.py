@@ -44,16 +44,16 @@ def move_all(seeds: range, max_bytes: int, bug: Bug | None = None) -> list[str]:
         held, wanted = draw(random.Random(seed), world_size, 20)
         plan = plan_transfer(held, wanted, max_bytes=max_bytes)
         sources = {
-            name: [(whole(name, part)[part.box].clone(), part.box)]
+            name: (whole(name, part)[part.box].clone(), part.box)
             for name, part in held[rank].items()
         }
         targets = {
-            name: [(torch.zeros(sizes(part.box), dtype=part.dtype), part.box)]
+            name: (torch.zeros(sizes(part.box), dtype=part.dtype), part.box)
             for name, part in wanted[rank].items()
         }
         sent = execute(plan, sources, targets)
         for name, part in wanted[rank].items():
-            if not torch.equal(targets[name][0][0], whole(name, part)[part.box]):
+            if not torch.equal(targets[name][0], whole(name, part)[part.box]):
                 wrong.append(f"seed {seed}: {name} {part}")
         if sent != missing_bytes(held, wanted):
             wrong.append(f"seed {seed}: {sent} bytes, not {missing_bytes(held, wanted)}")

@@ -4,7 +4,7 @@ Who holds which part of a tensor, and who wants which, is all that a transfer lo
 shardings may differ in everything.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.distributed.boxes import Box, inside, overlap, sizes
+from titan_moe.distributed.boxes import Box, inside
 from titan_moe.distributed.dtensor import local_part, local_slices
 from titan_moe.distributed.transfer_plan import BUCKET_BYTES, Held, TransferPlan, plan_transfer
 
-LocalParts = Sequence[tuple[Tensor, Box]]
-"""A rank's parts of one tensor, each with its slices of the whole."""
+LocalPart = tuple[Tensor, Box]
+"""A rank's part of a tensor, and its slices of the whole."""
 
 
 def transfer(
@@ -37,8 +37,8 @@ def transfer(
     plan = plan_transfer(*zip(*everyone, strict=True), max_bytes=max_bytes)
     return execute(
         plan,
-        {name: [(local_part(each).detach(), mine[0][name].box)] for name, each in sources.items()},
-        {name: [(local_part(each).detach(), mine[1][name].box)] for name, each in targets.items()},
+        {name: (local_part(each).detach(), mine[0][name].box) for name, each in sources.items()},
+        {name: (local_part(each).detach(), mine[1][name].box) for name, each in targets.items()},
     )
 
 
@@ -64,8 +64,8 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
 @torch.no_grad()
 def execute(
     plan: TransferPlan,
-    sources: Mapping[str, LocalParts],
-    targets: Mapping[str, LocalParts],
+    sources: Mapping[str, LocalPart],
+    targets: Mapping[str, LocalPart],
 ) -> int:
     """Carry out a plan of the world's ranks; collective. Returns the bytes that all of them send.
 
@@ -74,7 +74,7 @@ def execute(
             shares memory with a source.
     """
     rank = dist.get_rank()
-    for bucket, exchanges in zip(plan.buckets, plan.exchanges.tolist(), strict=True):
+    for bucket in plan.buckets:
         outgoing: list[list[Tensor]] = [[] for _ in range(plan.world_size)]
         incoming: list[list[Tensor]] = [[] for _ in range(plan.world_size)]
         for pieces in bucket:
@@ -87,14 +87,14 @@ def execute(
                     outgoing[target].append(before)
                 elif after is not None:
                     incoming[source].append(after)
-        if exchanges:
+        if any(pieces.is_sent for pieces in bucket):
             _exchange(outgoing, incoming)
     return int(plan.bytes.sum())
 
 
-def _part(parts: LocalParts, box: Box) -> Tensor:
-    """Returns a view of the elements in a box, from the part that contains it."""
-    tensor, whole = next(each for each in parts if sizes(overlap(box, each[1])) == sizes(box))
+def _part(part: LocalPart, box: Box) -> Tensor:
+    """Returns a view of the elements in a box."""
+    tensor, whole = part
     return tensor[inside(box, whole)]
 
 

@@ -7,7 +7,7 @@ possible. Where several ranks hold a part, they share its sending.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -56,6 +56,11 @@ class Pieces(NamedTuple):
     """[N, D, 2]: where each piece begins and ends along each dim of the whole tensor."""
 
     @property
+    def is_sent(self) -> bool:
+        """True if a piece moves to another rank."""
+        return bool((self.sources != self.targets).any())
+
+    @property
     def bytes(self) -> np.ndarray:
         """Returns the bytes of each piece."""
         lengths = self.boxes[..., 1] - self.boxes[..., 0]
@@ -81,34 +86,14 @@ class TransferPlan:
     buckets: tuple[tuple[Pieces, ...], ...]
     """In order; each is one all-to-all, or copies only."""
 
-    @cached_property
-    def bucket_bytes(self) -> np.ndarray:
-        """[bucket, source, target]: bytes that move; on the diagonal those that are copied."""
-        moved = np.zeros((len(self.buckets), self.world_size, self.world_size), np.int64)
-        for number, pieces in enumerate(self.buckets):
-            for each in pieces:
-                np.add.at(moved[number], (each.sources, each.targets), each.bytes)
-        return moved
-
     @property
     def bytes(self) -> np.ndarray:
-        """[source, target]: bytes sent in all."""
-        return self._between.sum(axis=0)
-
-    @property
-    def calls(self) -> int:
-        """Number of all-to-alls, which every rank takes part in."""
-        return int(self.exchanges.sum())
-
-    @cached_property
-    def exchanges(self) -> np.ndarray:
-        """[bucket]: whether anything in it is sent."""
-        return np.asarray(self._between.any(axis=(1, 2)))
-
-    @property
-    def _between(self) -> np.ndarray:
-        """`bucket_bytes` without copies."""
-        return self.bucket_bytes * ~np.eye(self.world_size, dtype=bool)
+        """[source, target]: bytes sent in all; copies on a rank are not counted."""
+        sent = np.zeros((self.world_size, self.world_size), np.int64)
+        for pieces in chain.from_iterable(self.buckets):
+            np.add.at(sent, (pieces.sources, pieces.targets), pieces.bytes)
+        np.fill_diagonal(sent, 0)
+        return sent
 
 
 def plan_transfer(

@@ -17,7 +17,6 @@ from titan_moe.models.config import (
     MLAConfig,
     ModelConfig,
 )
-from titan_moe.moe.config import MoEConfig
 from titan_moe.ops.local_attention import mean_seen
 
 
@@ -140,7 +139,11 @@ def _layer_flops(config: ModelConfig, layer: int, seq_len: int) -> float:
     seen = mean_seen(config.local_in(layer), seq_len)
     attention = attention_stats(config.attention, config.dim)
     products = 2.0 * (attention.matrices + attention.score_channels * seen)
-    return products + _feed_forward(config, layer)
+    moe = config.moe
+    if not config.is_moe_layer(layer) or moe is None:
+        return products + 2.0 * 3 * config.dim * config.hidden_dim
+    active = moe.top_k + moe.num_shared_experts
+    return products + 2.0 * config.dim * (moe.num_experts + 3 * active * moe.hidden_dim)
 
 
 def _layer_size(config: ModelConfig, layer: int) -> Size:
@@ -154,18 +157,6 @@ def _layer_size(config: ModelConfig, layer: int) -> Size:
     return Size(
         dense + router + moe.num_shared_experts * expert, moe.num_experts * (expert + biases)
     )
-
-
-def _feed_forward(config: ModelConfig, layer: int) -> float:
-    if not config.is_moe_layer(layer):
-        return 2.0 * 3 * config.dim * config.hidden_dim
-    assert config.moe is not None
-    return 2.0 * _moe(config.dim, config.moe)
-
-
-def _moe(dim: int, config: MoEConfig) -> int:
-    active = config.top_k + config.num_shared_experts
-    return dim * (config.num_experts + 3 * active * config.hidden_dim)
 
 
 class Share(NamedTuple):
