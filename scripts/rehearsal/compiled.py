@@ -23,7 +23,7 @@ from titan_moe.distributed.parallel_dims import ParallelDims
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import FAMILIES, model_config
 from titan_moe.moe import layer
-from titan_moe.ops.attention import CausalSdpa
+from titan_moe.ops.attention import Sdpa
 from titan_moe.ops.varlen_attention import DocumentBounds
 from titan_moe.simulate.fake_rank import fake_world
 
@@ -84,7 +84,7 @@ def _trace(family: str, ep: int) -> None:
     config = replace(config, num_layers=_LAYERS, num_mtp_layers=0)
     meshes = ParallelDims(world_size=ep, ep=ep).build_mesh("cuda")
     with torch.device("meta"):
-        model = Decoder(config, CausalSdpa()).bfloat16()
+        model = Decoder(config, Sdpa()).bfloat16()
     options = DispatchOptions("capacity", capacity_factor=1.5)
     apply_expert_parallel(list(model.moe_layers().values()), meshes, options)
     blocks = dict(model.layers.items())

@@ -7,9 +7,8 @@ from torch import Tensor
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks, FlexBlocks, Upstream
 from titan_moe.ops.attention import (
     AttentionCore,
-    CausalSdpa,
-    DocumentSdpa,
     FlexCore,
+    Sdpa,
     VarlenCore,
     choose_core,
 )
@@ -52,7 +51,7 @@ def _results(core: AttentionCore, local: str, *, sinks: bool) -> list[Tensor]:
 @pytest.mark.parametrize("local", LOCALS)
 @pytest.mark.parametrize("masked", [True, False])
 def test_flex_matches_the_explicit_mask_forward_and_backward(masked: bool, local: str, sinks: bool):
-    plain = DocumentSdpa() if masked else CausalSdpa()
+    plain = Sdpa(mask_documents=masked)
     ours = choose_core(mask_documents=masked, device_type="cuda", local_or_sinks=True)
     assert isinstance(ours, FlexCore)
     oracle = _results(plain, local, sinks=sinks)
@@ -69,7 +68,7 @@ def test_flash_matches_the_explicit_mask_forward_and_backward(masked: bool, loca
         mask_documents=masked, device_type="cuda", local_or_sinks=True, takes_varlen=True
     )
     assert isinstance(core, VarlenCore)
-    plain = DocumentSdpa() if masked else CausalSdpa()
+    plain = Sdpa(mask_documents=masked)
     kv_heads, dims = (2, (128, 128, 128)) if heads == "gqa" else (8, (192, 192, 128))
     generator = torch.Generator(DEVICE).manual_seed(0)
     shapes = [(2, h, 512, d) for h, d in zip((8, kv_heads, kv_heads), dims, strict=True)]

@@ -17,7 +17,7 @@ from titan_moe.models.mtp import MultiTokenPrediction
 from titan_moe.models.output import Embedding, Output
 from titan_moe.models.rope import Rope, Rotation
 from titan_moe.moe.layer import MoE
-from titan_moe.ops.attention import AttentionCore, CausalSdpa
+from titan_moe.ops.attention import AttentionCore, Sdpa
 from titan_moe.ops.varlen_attention import DocumentBounds
 from titan_moe.profiling.regions import region
 
@@ -125,7 +125,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, core: AttentionCore | None = None) -> None:
         super().__init__()
         self.config = config
-        self.core = core or CausalSdpa()
+        self.core = core or Sdpa()
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         self.rope = Rope(config.attention.rope_dim, config.rope)
         make_block = partial(Block, config=config, core=self.core)

@@ -255,13 +255,17 @@ class Flex:
         return {"fwd_num_warps": 8}
 
 
-class CausalSdpa:
-    """Documents packed into a row see each other. Fast where neither windows nor sinks are."""
+class Sdpa:
+    """torch's fused attention over whole rows; where documents, windows or sinks are masked, by an
+    explicit mask [B, 1, S, S]: the CPU's way."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, mask_documents: bool = False) -> None:
+        self._mask_documents = mask_documents
         self._masks = MasksByLength(partial(explicit_mask, mask_documents=False))
 
     def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Tensor | None:  # type: ignore[no-untyped-def]
+        if self._mask_documents:
+            return explicit_mask(documents_BS, local, mask_documents=True)
         return None if local is None else self._masks(documents_BS, local)
 
     def __call__(  # type: ignore[no-untyped-def]
@@ -270,28 +274,9 @@ class CausalSdpa:
         if mask is None and sinks_H is not None:
             square = q_BHSC.shape[2], k_BHSC.shape[2]
             mask = torch.ones(square, dtype=torch.bool, device=q_BHSC.device).tril_()
-        return _attend(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
-
-
-class DocumentSdpa:
-    """Causal within each document by an explicit mask [B, 1, S, S]: the CPU's way."""
-
-    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> Tensor:  # type: ignore[no-untyped-def]
-        return explicit_mask(documents_BS, local, mask_documents=True)
-
-    def __call__(  # type: ignore[no-untyped-def]
-        self, q_BHSC, k_BHSC, v_BHSC, mask: Tensor, scale: float, sinks_H=None
-    ) -> Tensor:
-        return _attend(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H)
-
-
-def _attend(  # type: ignore[no-untyped-def]
-    q_BHSC, k_BHSC, v_BHSC, mask: Tensor | None, scale: float, sinks_H
-) -> Tensor:
-    """Whole rows in causal order; the mask is None where that is all there is to it."""
-    if q_BHSC.is_cpu and sinks_H is None and q_BHSC.shape[2] <= MAX_SEQ_LEN:
-        return attend_in_blocks(q_BHSC, k_BHSC, v_BHSC, mask, scale)
-    return sdpa(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H, is_causal=mask is None)
+        if q_BHSC.is_cpu and sinks_H is None and q_BHSC.shape[2] <= MAX_SEQ_LEN:
+            return attend_in_blocks(q_BHSC, k_BHSC, v_BHSC, mask, scale)
+        return sdpa(q_BHSC, k_BHSC, v_BHSC, mask, scale, sinks_H, is_causal=mask is None)
 
 
 def explicit_mask(
@@ -370,4 +355,4 @@ def choose_core(
         if takes_varlen:
             return VarlenCore(mask_documents=mask_documents)
         return FlexCore(mask_documents=mask_documents, compiled=True)
-    return DocumentSdpa() if mask_documents else CausalSdpa()
+    return Sdpa(mask_documents=mask_documents)

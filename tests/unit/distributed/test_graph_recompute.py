@@ -16,7 +16,7 @@ from titan_moe.config.job_config import ActivationCheckpoint, Compile
 from titan_moe.distributed.compile import apply_compile
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
-from titan_moe.ops.attention import CausalSdpa
+from titan_moe.ops.attention import Sdpa
 
 ROWS, SEQ_LEN = 2, 48
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "titan_moe.grouped_mm")
@@ -54,7 +54,7 @@ def train_once(family: str, *, compiled: bool = True, by_operation: bool = False
     torch._dynamo.reset()
     torch.manual_seed(0)
     config = replace(model_config(family, "gate"), num_layers=2, num_mtp_layers=0)
-    model = Decoder(config, CausalSdpa()).double()
+    model = Decoder(config, Sdpa()).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     section = Compile(enable=compiled, backend="aot_eager")

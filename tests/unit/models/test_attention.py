@@ -10,9 +10,8 @@ from tests.support.varlen import slow_varlen_attn
 from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig, RopeConfig
 from titan_moe.models.decoder import Decoder, initial_std
 from titan_moe.ops.attention import (
-    CausalSdpa,
-    DocumentSdpa,
     FlexCore,
+    Sdpa,
     VarlenCore,
     choose_core,
 )
@@ -119,7 +118,7 @@ def test_flex_matches_the_explicit_mask_with_gradients(
 
 @pytest.mark.parametrize("core", ["plain", "flex"])
 def test_a_mask_without_documents_is_made_once_for_each_length(core: str):
-    made = CausalSdpa() if core == "plain" else FlexCore(mask_documents=False, compiled=False)
+    made = Sdpa() if core == "plain" else FlexCore(mask_documents=False, compiled=False)
     window, chunk = LOCALS["window"], LOCALS["chunk"]
     first = made.mask(DOCUMENTS_BS, window)
     assert made.mask(torch.zeros_like(DOCUMENTS_BS)[:1], window) is first
@@ -133,9 +132,9 @@ def test_a_mask_without_documents_is_made_once_for_each_length(core: str):
 def test_sinks_of_the_plain_core_need_no_mask():
     """Where sinks were not announced; without them the kernel's own causal order."""
     inputs = _inputs(sinks=True)
-    assert CausalSdpa().mask(DOCUMENTS_BS) is None
-    ours = _attend(CausalSdpa(), inputs, DOCUMENTS_BS, None)
-    whole = _attend(CausalSdpa(), inputs, DOCUMENTS_BS, LOCALS["window beyond the row"])
+    assert Sdpa().mask(DOCUMENTS_BS) is None
+    ours = _attend(Sdpa(), inputs, DOCUMENTS_BS, None)
+    whole = _attend(Sdpa(), inputs, DOCUMENTS_BS, LOCALS["window beyond the row"])
     assert torch.equal(ours, whole)
 
 
@@ -150,7 +149,7 @@ def test_packed_documents_give_the_logits_of_each_alone(attention):
         rope=RopeConfig(100.0), hidden_dim=32, moe=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = Decoder(config, DocumentSdpa()).double()
+    model = Decoder(config, Sdpa(mask_documents=True)).double()
     for name, parameter in model.named_parameters():
         if initial_std(name, config) is not None:
             parameter.data.normal_(0, 0.3)

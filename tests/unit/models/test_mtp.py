@@ -8,7 +8,7 @@ from titan_moe.data.batch import IGNORE_INDEX, Batch
 from titan_moe.models.config import GQAConfig, ModelConfig, RopeConfig, tied_weights
 from titan_moe.models.decoder import Decoder
 from titan_moe.moe.config import MoEConfig
-from titan_moe.ops.attention import DocumentSdpa
+from titan_moe.ops.attention import Sdpa
 from titan_moe.train_step import look_ahead
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
@@ -31,7 +31,7 @@ def _model(depths: int) -> Decoder:
         num_mtp_layers=depths,
         mtp_loss_weight=0.3,
     )
-    model = Decoder(config, DocumentSdpa()).double()
+    model = Decoder(config, Sdpa(mask_documents=True)).double()
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.4)
     for first, *copies in tied_weights(config):

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.models.stats import part_weights
-from titan_moe.ops.attention import CausalSdpa
+from titan_moe.ops.attention import Sdpa
 from titan_moe.ops.local_attention import LocalAttention, mean_seen
 
 _SEQ_LEN = 64
@@ -27,7 +27,7 @@ def test_weights_are_the_flops_of_a_token(
     config = replace(model_config(family, "gate"), num_layers=3)
     if family == "deepseek_v3" and not low_rank_query:
         config = replace(config, attention=replace(config.attention, q_rank=None))
-    model = Decoder(config, CausalSdpa()).double()  # torch counts neither grouped GEMMs
+    model = Decoder(config, Sdpa()).double()  # torch counts neither grouped GEMMs
     weights = part_weights(config, _SEQ_LEN)
     assert list(weights) == ["tok_embeddings", "layers.0", "layers.1", "layers.2", "norm", "output"]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_moe.ops.attention import CausalSdpa, FlexCore, VarlenCore, choose_core
+from titan_moe.ops.attention import FlexCore, Sdpa, VarlenCore, choose_core
 from titan_moe.ops.local_attention import LocalAttention
 from titan_moe.ops.varlen_attention import DocumentBounds, bounds_of, pieces_of_rows
 
@@ -57,4 +57,4 @@ def test_documents_on_a_gpu_go_to_flash_where_it_takes_them() -> None:
         )
         assert isinstance(refused, FlexCore)
     chosen = choose_core(mask_documents=False, device_type="cuda", takes_varlen=True)
-    assert isinstance(chosen, CausalSdpa)
+    assert isinstance(chosen, Sdpa)
