@@ -25,7 +25,7 @@ from scripts.bench.measure import (
     print_table,
 )
 from titan_moe.ops.move_rows import add_rows, copy_rows
-from titan_moe.ops.permute_indices import invert, max_padded_rows, permute_indices
+from titan_moe.ops.permute_indices import invert, permute_indices
 
 # (T, K, E, D, row alignment)
 CASES = [
@@ -83,12 +83,7 @@ def measure(
     order_N = experts_TK.flatten().sort(stable=True).indices
     counts_1E = torch.bincount(experts_TK.flatten(), minlength=num_experts)[None]
     num_rows = num_tokens * top_k
-    sizes = {
-        "num_rows": num_rows,
-        "row_alignment": alignment,
-        "max_rows": max_padded_rows(num_rows, num_experts, alignment),
-    }
-    maps = permute_indices(counts_1E, **sizes)
+    maps = permute_indices(counts_1E, num_rows, alignment)
     source_R = torch.where(maps.source_R < 0, -1, (order_N // top_k)[maps.source_R.clamp_min(0)])
     rows_TK = maps.position_R[invert(order_N)].view(num_tokens, top_k)
     y_RD = copy_rows(x_TD, source_R)
@@ -96,7 +91,7 @@ def measure(
     total_TD = torch.zeros_like(x_TD)
 
     pieces: list[Callable[[], object]] = [
-        lambda: permute_indices(counts_1E, **sizes),
+        lambda: permute_indices(counts_1E, num_rows, alignment),
         lambda: copy_rows(x_TD, source_R),
         lambda: add_rows(y_RD, rows_TK),
         lambda: total_TD.zero_().index_add_(0, token_R, y_RD),

@@ -162,7 +162,7 @@ def _permuted(named: Mapping[str, Any]) -> None:
         row_alignment=named["ALIGNMENT"],
         max_rows=named["max_rows"],
     )
-    outputs = ("source_ptr", "position_ptr", "offsets_ptr", "totals_ptr")
+    outputs = ("source_ptr", "position_ptr", "offsets_ptr")
     for name, value in zip(outputs, found, strict=True):
         named[name].copy_(value)
 

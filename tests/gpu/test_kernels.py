@@ -15,7 +15,6 @@ from titan_moe.ops.move_rows import (
     copy_rows_reference,
 )
 from titan_moe.ops.permute_indices import (
-    max_padded_rows,
     permute_indices,
     place_copies,
     sort_by_expert,
@@ -32,11 +31,10 @@ def test_permute_indices_equals_the_slow_loop(row_alignment):
 
 def test_permute_indices_is_one_launch_without_a_wait():
     counts_PE = torch.tensor([[3, 0, 5], [1, 2, 0]], device="cuda")
-    sizes = {"num_rows": 11, "row_alignment": 16, "max_rows": max_padded_rows(11, 3, 16)}
-    assert len(kernels_of(lambda: permute_indices(counts_PE, **sizes))) == 1
+    assert len(kernels_of(lambda: permute_indices(counts_PE, 11, 16))) == 1
     torch.cuda.set_sync_debug_mode("error")
     try:
-        permute_indices(counts_PE, **sizes)
+        permute_indices(counts_PE, 11, 16)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

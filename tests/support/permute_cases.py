@@ -21,17 +21,16 @@ def slow_indices(
             arrived_of[rank, expert] = list(range(next_row, next_row + count))
             next_row += count
     source: list[int] = []
-    offsets, totals = [], []
+    offsets = []
     for expert in range(len(counts[0])):
         rows = [row for rank in range(len(counts)) for row in arrived_of[rank, expert]]
-        totals.append(len(rows))
         while len(rows) % row_alignment or (not rows and row_alignment > 1):
             rows.append(-1)
         source += rows
         offsets.append(len(source))
     position = [source.index(row) if row < next_row else -1 for row in range(num_rows)]
     source += [-1] * (max_rows - len(source))
-    return {"source": source, "position": position, "offsets": offsets, "counts": totals}
+    return {"source": source, "position": position, "offsets": offsets}
 
 
 def cases() -> Iterator[tuple[list[list[int]], int]]:
@@ -68,21 +67,17 @@ def check(counts: list[list[int]], unused: int, row_alignment: int, *, device: s
     max_rows = max_padded_rows(num_rows, len(counts[0]), row_alignment)
     dtype = torch.int32 if unused % 2 else torch.int64
     counts_PE = torch.tensor(counts, dtype=dtype, device=device)
-    indices = permute_indices(
-        counts_PE, num_rows=num_rows, row_alignment=row_alignment, max_rows=max_rows
-    )
+    indices = permute_indices(counts_PE, num_rows, row_alignment)
     assert as_lists(indices) == slow_indices(counts, num_rows, row_alignment, max_rows)
     assert max_rows % row_alignment == 0
 
 
 def as_lists(indices: PermuteIndices) -> dict[str, list[int]]:
-    """The four tensors as lists, once their types are right."""
+    """The three tensors as lists, once their types are right."""
     tensors: dict[str, Tensor] = {
         "source": indices.source_R,
         "position": indices.position_R,
         "offsets": indices.offsets_E,
-        "counts": indices.counts_E,
     }
-    int32 = torch.int32
-    assert [t.dtype for t in tensors.values()] == [torch.int64, torch.int64, int32, torch.int64]
+    assert [t.dtype for t in tensors.values()] == [torch.int64, torch.int64, torch.int32]
     return {name: tensor.tolist() for name, tensor in tensors.items()}

@@ -4,6 +4,7 @@ ranks exchange before rows; and of a step's sums."""
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -17,16 +18,13 @@ from torch.distributed import ProcessGroup
 _functional = torch.ops._c10d_functional
 
 T = TypeVar("T")
+LinearMap = Callable[[Tensor], Tensor]
 
 # --- rows and sequences, differentiable ---
 
 
 class RowExchange(Protocol):
     """An exchange of rows between ranks, which goes both ways."""
-
-    @property
-    def most_sent(self) -> int:
-        """Rows of the tensor that `start` takes."""
 
     def reverse(self) -> "RowExchange":
         """Returns the exchange that sends the received rows back: the way of the gradients."""
@@ -46,10 +44,6 @@ class AllToAll(NamedTuple):
     received: list[int]
     group: ProcessGroup
 
-    @property
-    def most_sent(self) -> int:
-        return sum(self.sent)
-
     def reverse(self) -> "AllToAll":
         return self._replace(sent=self.received, received=self.sent)
 
@@ -63,17 +57,8 @@ class AllToAll(NamedTuple):
         return in_flight if len(self.sent) == 1 else _functional.wait_tensor(in_flight)
 
 
-def all_to_all_rows(
-    x_RD: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup
-) -> Tensor:
-    """Send `sent[p]` consecutive rows to each rank p, and receive `received[p]` rows from it.
-
-    The backward is the reverse exchange of the gradients.
-
-    Returns:
-        The received rows, in the order of their source ranks.
-    """
-    exchange = AllToAll(list(sent), list(received), group)
+def exchange_rows(x_RD: Tensor, exchange: RowExchange) -> Tensor:
+    """The received rows, in the order of their source ranks. Backward: the reverse exchange."""
     return all_to_all_wait(all_to_all_start(x_RD, exchange), exchange)
 
 
@@ -128,13 +113,23 @@ def ends_a_layer() -> bool:
 _ends_a_layer = ContextVar("_ends_a_layer", default=False)
 
 
+def linear(x: Tensor, function: LinearMap, transposed: LinearMap) -> Tensor:
+    """function(x), a linear map whose backward is its transpose."""
+    return _Linear.apply(x, function, transposed)
+
+
 def all_gather_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
     """All ranks' rows in rank order; rank p has `sizes[p]`. Backward: `reduce_scatter_rows`.
 
     Sent as an all-to-all, which takes uneven sizes on every backend and moves the same bytes; its
     price is a send buffer with a copy for each rank.
     """
-    return _AllGatherRows.apply(x_RD, list(sizes), group)
+    sizes = list(sizes)
+    return linear(
+        x_RD,
+        partial(_all_gather, sizes=sizes, group=group),
+        partial(_reduce_scatter, sizes=sizes, group=group),
+    )
 
 
 def reduce_scatter_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -142,7 +137,12 @@ def reduce_scatter_rows(x_RD: Tensor, sizes: Sequence[int], group: ProcessGroup)
 
     The terms are added in rank order, here: the same bits at every repeat, whatever the backend.
     """
-    return _ReduceScatterRows.apply(x_RD, list(sizes), group)
+    sizes = list(sizes)
+    return linear(
+        x_RD,
+        partial(_reduce_scatter, sizes=sizes, group=group),
+        partial(_all_gather, sizes=sizes, group=group),
+    )
 
 
 def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -150,7 +150,7 @@ def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
     Backward: `scatter_tokens`, since each rank's gradient is a part of a sum.
     """
-    return _GatherTokens.apply(x, group)
+    return linear(x, partial(_gather_tokens, group=group), partial(_scatter_tokens, group=group))
 
 
 def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -158,7 +158,7 @@ def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
     The last dim but one must divide by the number of ranks.
     """
-    return _ScatterTokens.apply(x, group)
+    return linear(x, partial(_scatter_tokens, group=group), partial(_gather_tokens, group=group))
 
 
 def gather_parts(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -227,28 +227,16 @@ class _WaitRows(torch.autograd.Function):
         return ctx.exchange.reverse().start(grad_RD), None, None
 
 
-class _AllGatherRows(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x_RD: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
-        ctx.layout = (sizes, group)  # type: ignore[attr-defined]
-        return _all_gather(x_RD, sizes, group)
+    def forward(ctx: FunctionCtx, x: Tensor, function: LinearMap, transposed: LinearMap) -> Tensor:
+        ctx.transposed = transposed  # type: ignore[attr-defined]
+        return function(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
-        return _reduce_scatter(grad_RD, *ctx.layout), None, None
-
-
-class _ReduceScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x_RD: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
-        ctx.layout = (sizes, group)  # type: ignore[attr-defined]
-        return _reduce_scatter(x_RD, sizes, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
-        return _all_gather(grad_RD, *ctx.layout), None, None
+    def backward(ctx, grad: Tensor):  # type: ignore[override, no-untyped-def]
+        return ctx.transposed(grad), None, None
 
 
 # torch's micro-pipeline pass knows these two forms: gather, chunk, cat; and chunk, cat, scatter.
@@ -262,30 +250,6 @@ def _scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
     parts = torch.cat(x.chunk(group.size(), x.ndim - 2))
     own = _functional.reduce_scatter_tensor(parts, "sum", group.size(), group.group_name)
     return _functional.wait_tensor(own)
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
-        return _gather_tokens(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):  # type: ignore[override, no-untyped-def]
-        return _scatter_tokens(grad, ctx.group), None
-
-
-class _ScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
-        return _scatter_tokens(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):  # type: ignore[override, no-untyped-def]
-        return _gather_tokens(grad, ctx.group), None
 
 
 # --- counts ---

@@ -26,8 +26,6 @@ class PermuteIndices:
     """int64 [num_rows]: the padded row of each received row; -1 past the sum of the counts."""
     offsets_E: Tensor
     """int32 [E]: where each expert's padded rows end, as grouped_mm wants them."""
-    counts_E: Tensor
-    """int64 [E]: each expert's real rows."""
 
 
 def max_padded_rows(num_rows: int, num_experts: int, row_alignment: int) -> int:
@@ -42,9 +40,7 @@ def max_padded_rows(num_rows: int, num_experts: int, row_alignment: int) -> int:
     return bound // row_alignment * row_alignment
 
 
-def permute_indices(
-    counts_PE: Tensor, *, num_rows: int, row_alignment: int, max_rows: int
-) -> PermuteIndices:
+def permute_indices(counts_PE: Tensor, num_rows: int, row_alignment: int) -> PermuteIndices:
     """Index maps between rank-major receiving order and padded expert-major order.
 
     Within an expert, rows keep the order of the source ranks, then the order of receiving. An
@@ -56,15 +52,15 @@ def permute_indices(
         counts_PE: int32 or int64 [P, E], rows that rank p sent for local expert e.
         num_rows: rows of the received buffer, at least the sum of the counts.
         row_alignment: each expert's rows are padded to a multiple of this.
-        max_rows: rows of the padded buffer, at least the padded rows: see max_padded_rows.
     """
+    max_rows = max_padded_rows(num_rows, counts_PE.shape[1], row_alignment)
     return PermuteIndices(*_permute_indices(counts_PE, num_rows, row_alignment, max_rows))
 
 
 @torch.library.custom_op("titan_moe::permute_indices", mutates_args=(), device_types="cpu")
 def _permute_indices(
     counts_PE: Tensor, num_rows: int, row_alignment: int, max_rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     return permute_indices_reference(
         counts_PE, num_rows=num_rows, row_alignment=row_alignment, max_rows=max_rows
     )
@@ -73,7 +69,7 @@ def _permute_indices(
 @_permute_indices.register_kernel("cuda")
 def _(
     counts_PE: Tensor, num_rows: int, row_alignment: int, max_rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     from titan_moe.ops import permute_indices_triton
 
     return permute_indices_triton.permute_indices(
@@ -84,19 +80,17 @@ def _(
 @_permute_indices.register_fake
 def _(
     counts_PE: Tensor, num_rows: int, row_alignment: int, max_rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_experts = counts_PE.shape[1]
+) -> tuple[Tensor, Tensor, Tensor]:
     return (
         counts_PE.new_empty(max_rows, dtype=torch.int64),
         counts_PE.new_empty(num_rows, dtype=torch.int64),
-        counts_PE.new_empty(num_experts, dtype=torch.int32),
-        counts_PE.new_empty(num_experts, dtype=torch.int64),
+        counts_PE.new_empty(counts_PE.shape[1], dtype=torch.int32),
     )
 
 
 def permute_indices_reference(
     counts_PE: Tensor, *, num_rows: int, row_alignment: int, max_rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the fields of PermuteIndices in plain torch, from the received rows' side."""
     # Where each (rank, expert) segment of rows ends within its expert's rows.
     rank_ends_PE = counts_PE.contiguous().cumsum(0)
@@ -125,7 +119,7 @@ def permute_indices_reference(
 
     source_R = row_R.new_full((max_rows + 1,), -1).scatter_(0, slot_R, row_R)[:max_rows]
     position_R = slot_R.masked_fill_(is_unused_R, -1)
-    return source_R, position_R, offsets_E, counts_E
+    return source_R, position_R, offsets_E
 
 
 class SortedRows(NamedTuple):
@@ -176,14 +170,6 @@ def invert(order_N: Tensor) -> Tensor:
     inverse_N = torch.empty_like(order_N)
     inverse_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
     return inverse_N
-
-
-def pad_to_alignment(counts_PE: Tensor, num_rows: int, row_alignment: int) -> PermuteIndices:
-    """Padded expert-major order of `num_rows` rows received in P rank-major parts."""
-    max_rows = max_padded_rows(num_rows, counts_PE.shape[1], row_alignment)
-    return permute_indices(
-        counts_PE, num_rows=num_rows, row_alignment=row_alignment, max_rows=max_rows
-    )
 
 
 def row_map(permuted: PermuteIndices) -> RowMap:

@@ -9,7 +9,7 @@ BLOCK_ROWS = 512
 
 def permute_indices(
     counts_PE: Tensor, *, num_rows: int, row_alignment: int, max_rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Computes `permute_indices.permute_indices_reference`, from the padded rows' side.
 
     Each program owns BLOCK_ROWS rows, and adds up for itself those counts that say where they are:
@@ -21,7 +21,6 @@ def permute_indices(
     source_R = counts_PE.new_empty(max_rows, dtype=int64)
     position_R = counts_PE.new_empty(num_rows, dtype=int64)
     offsets_E = counts_PE.new_empty(num_experts, dtype=int32)
-    counts_E = counts_PE.new_empty(num_experts, dtype=int64)
     # At least one: a program must write that there is nothing.
     num_programs = max(triton.cdiv(max(max_rows, num_rows), BLOCK_ROWS), 1)
     _permute_indices_kernel[(num_programs,)](
@@ -29,7 +28,6 @@ def permute_indices(
         source_R,
         position_R,
         offsets_E,
-        counts_E,
         num_rows,
         max_rows,
         NUM_RANKS=num_ranks,
@@ -38,7 +36,7 @@ def permute_indices(
         ALIGNMENT=row_alignment,
         BLOCK=BLOCK_ROWS,
     )
-    return source_R, position_R, offsets_E, counts_E
+    return source_R, position_R, offsets_E
 
 
 @triton.jit(do_not_specialize=["num_rows", "max_rows"])
@@ -47,7 +45,6 @@ def _permute_indices_kernel(
     source_ptr,
     position_ptr,
     offsets_ptr,
-    totals_ptr,
     num_rows,
     max_rows,
     NUM_RANKS: tl.constexpr,
@@ -71,7 +68,6 @@ def _permute_indices_kernel(
     ends = tl.cumsum(padded, 0)
     if program == 0:
         tl.store(offsets_ptr + expert, ends.to(tl.int32), mask=is_expert)
-        tl.store(totals_ptr + expert, totals, mask=is_expert)
 
     # Those experts alone of whose rows some are among the program's own.
     source = tl.full((BLOCK,), -1, tl.int64)

@@ -6,10 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from titan_moe.distributed.context_parallel.apply import (
-    local_positions,
-    seen_ranks,
-)
+from titan_moe.distributed.context_parallel.apply import local_positions
 from titan_moe.distributed.context_parallel.blocks import ExplicitBlocks
 
 
@@ -63,18 +60,6 @@ def test_blocks_hold_every_visible_pair_once(
             found[:, queries_S[queries, None], keys_S[keys]] += visible
     expected = _visible(documents_BS if mask_documents else torch.zeros(2, 24), local)
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("local", LOCALS)
-@pytest.mark.parametrize(("cp_size", "balanced"), LAYOUTS)
-def test_the_ranks_whose_keys_are_seen(cp_size: int, balanced: bool, local: Local | None) -> None:
-    visible = _visible(torch.zeros(1, 48), local)[0]
-    positions = [local_positions(48, cp_size, rank, balanced=balanced) for rank in range(cp_size)]
-    expected = [
-        {source for source in range(cp_size) if visible[mine][:, positions[source]].any()}
-        for mine in positions
-    ]
-    assert seen_ranks(48, cp_size, local, balanced=balanced) == expected
 
 
 def test_a_query_without_keys_gets_nothing_and_no_nan() -> None:

@@ -6,8 +6,7 @@ Everything but attention works on its own tokens. Attention has one of three cor
     ulysses     each rank gets all tokens of its share of the heads (arXiv 2309.14509) and runs the
                 plain kernel. Heads and kv heads must divide by cp. Fewer bytes than the others
                 where cp is more than 1 + heads / kv heads.
-    ring        keys and values travel (`ring_attention.py`): never a whole row in memory. Where
-                attention sees only the near past, no further than they are seen.
+    ring        keys and values travel (`ring.py`): never a whole row in memory.
 
 Head-tail balance: of 2 * cp chunks, rank r holds chunks r and 2 * cp - 1 - r, which together see as
 much of the past on every rank. Either way a rank's positions ascend.
@@ -18,14 +17,18 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from titan_moe.distributed.collectives import all_to_all_rows, gather_parts, reduce_scatter_rows
+from titan_moe.distributed.collectives import (
+    AllToAll,
+    exchange_rows,
+    gather_parts,
+    linear,
+    reduce_scatter_rows,
+)
 from titan_moe.distributed.context_parallel.blocks import Block, BlockAttention, choose_blocks
-from titan_moe.distributed.context_parallel.ring import Ring, Step, ring_attention
-from titan_moe.ops.attention import AttentionCore, first_seen
-from titan_moe.ops.local_attention import LocalAttention
+from titan_moe.distributed.context_parallel.ring import Ring, ring_attention
+from titan_moe.ops.attention import AttentionCore
 
 
 class Positions(Protocol):
@@ -104,7 +107,7 @@ class AllGather:
     def __call__(  # type: ignore[no-untyped-def]
         self, q_BHSC, k_BHSC, v_BHSC, mask: list[Block], scale: float, sinks_H=None
     ) -> Tensor:
-        k, v = _GatherKeysValues.apply(k_BHSC, v_BHSC, self._group, self._balanced)
+        k, v = self._gathered(k_BHSC, v_BHSC)
         parts = [
             self._attention.attend(
                 q_BHSC[:, :, queries], k[:, :, keys], v[:, :, keys], block_mask, scale, sinks_H
@@ -112,6 +115,20 @@ class AllGather:
             for queries, keys, block_mask in mask
         ]
         return torch.cat(parts, 2)
+
+    def _gathered(self, k_BHSC: Tensor, v_BHSC: Tensor) -> tuple[Tensor, Tensor]:
+        """Whole rows of keys and values; backward: all ranks' gradients, summed in rank order."""
+        size, balanced = self._group.size(), self._balanced
+
+        def gather(own_BHSE: Tensor) -> Tensor:
+            return join_row(gather_parts(own_BHSE, self._group), balanced=balanced)
+
+        def scatter(grad_BHSE: Tensor) -> Tensor:
+            parts = cut_row(grad_BHSE, size, balanced=balanced)
+            return reduce_scatter_rows(parts, [1] * size, self._group)[0]
+
+        row_BHSE = linear(torch.cat([k_BHSC, v_BHSC], -1), gather, scatter)
+        return row_BHSE.split([k_BHSC.shape[-1], v_BHSC.shape[-1]], -1)
 
 
 class Ulysses:
@@ -149,7 +166,7 @@ class Ulysses:
 
     def _exchange(self, x: Tensor) -> Tensor:
         ones = [1] * self._group.size()
-        return all_to_all_rows(x, ones, ones, self._group)
+        return exchange_rows(x, AllToAll(ones, ones, self._group))
 
 
 class RingAttention:
@@ -161,45 +178,20 @@ class RingAttention:
         self._balanced = balanced
         self._positions = cache(partial(local_positions, balanced=balanced))
 
-    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> list[Step]:  # type: ignore[no-untyped-def]
+    def mask(self, documents_BS: Tensor, local=None, bounds=None) -> list[list[Block]]:  # type: ignore[no-untyped-def]
         seq_len, size, rank = documents_BS.shape[1], self._group.size(), self._group.rank()
         positions = partial(self._positions, seq_len, size, device=documents_BS.device)
-        seen = seen_ranks(seq_len, size, local, balanced=self._balanced)
-        steps = []
-        for distance in range(size):
-            source = (rank - distance) % size
-            blocks = []
-            if source in seen[rank]:
-                blocks = self._attention.blocks(
-                    documents_BS, positions(rank), positions(source), local
-                )
-            # All ranks pass by the ranks whose keys none of them sees at this distance.
-            if any((other - distance) % size in seen[other] for other in range(size)):
-                steps.append(Step(distance, blocks))
-        return steps
+        sources = [positions((rank - distance) % size) for distance in range(size)]
+        return [
+            self._attention.blocks(documents_BS, positions(rank), source, local)
+            for source in sources
+        ]
 
     def __call__(  # type: ignore[no-untyped-def]
-        self, q_BHSC, k_BHSC, v_BHSC, mask: list[Step], scale: float, sinks_H=None
+        self, q_BHSC, k_BHSC, v_BHSC, mask: list[list[Block]], scale: float, sinks_H=None
     ) -> Tensor:
         ring = Ring(self._group, self._attention, mask, scale)
         return ring_attention(q_BHSC, k_BHSC, v_BHSC, ring, sinks_H)
-
-
-def seen_ranks(
-    seq_len: int, cp_size: int, local: LocalAttention | None, *, balanced: bool
-) -> list[set[int]]:
-    """The ranks that each rank's queries see keys of, whatever the documents."""
-    held = _chunks_of_ranks(cp_size, balanced)
-    num_chunks = cp_size * len(held[0])
-    chunk_len = seq_len // num_chunks
-    starts = torch.arange(num_chunks) * chunk_len
-    # The first query of a chunk sees furthest.
-    first = (first_seen(starts, local) // chunk_len).tolist()
-    rank_of = {chunk: rank for rank, chunks in enumerate(held) for chunk in chunks}
-    return [
-        {rank_of[seen] for chunk in chunks for seen in range(first[chunk], chunk + 1)}
-        for chunks in held
-    ]
 
 
 def join_row(parts_PBHSE: Tensor, *, balanced: bool) -> Tensor:
@@ -225,25 +217,3 @@ def _chunks_of_ranks(cp_size: int, balanced: bool) -> list[list[int]]:
     if not balanced:
         return [[rank] for rank in range(cp_size)]
     return [[rank, 2 * cp_size - 1 - rank] for rank in range(cp_size)]
-
-
-class _GatherKeysValues(torch.autograd.Function):
-    """Whole rows of keys and values; backward: each rank's gradients, summed in rank order."""
-
-    @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx: Any, k_BHSC: Tensor, v_BHSC: Tensor, group: ProcessGroup, balanced: bool
-    ):
-        own = torch.cat([k_BHSC, v_BHSC], -1)
-        ctx.dims = [k_BHSC.shape[-1], v_BHSC.shape[-1]]
-        ctx.group, ctx.balanced = group, balanced
-        parts = gather_parts(own, group).split(ctx.dims, -1)
-        return tuple(join_row(x, balanced=balanced) for x in parts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads_BHSC: Tensor):  # type: ignore[override, no-untyped-def]
-        size = ctx.group.size()
-        parts = [cut_row(grad, size, balanced=ctx.balanced) for grad in grads_BHSC]
-        own = reduce_scatter_rows(torch.cat(parts, -1), [1] * size, ctx.group)[0]
-        return *own.split(ctx.dims, -1), None, None

@@ -2,14 +2,12 @@
 
 In each step a rank holds those of a rank before it, and merges what its queries get from them by
 log-sum-exp. No rank ever holds a whole row's keys. The backward goes around once more, and the
-gradients of keys and values travel with them, and then back to their own rank. Ranks whose keys no
-query sees in a step are left out: under a window, most of the ring.
+gradients of keys and values travel with them, the last hop back to their own rank.
 
 A sink joins the softmax after the last step, as if its one logit were a block with the value 0.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -26,28 +24,15 @@ from titan_moe.distributed.context_parallel.blocks import (
 )
 
 
-class Step(NamedTuple):
-    """Holds the blocks that a rank computes with one rank's keys and values."""
-
-    distance: int
-    """How many ranks before this one they are of; the same on all ranks."""
-    blocks: Sequence[Block]
-    """Empty if this rank sees none of them."""
-
-
 class Ring(NamedTuple):
     """Holds the group, the attention and the steps of a run around the ring."""
 
     group: ProcessGroup
     attention: BlockAttention
-    steps: Sequence[Step]
-    """By ascending distance; the first, of 0, must let every query see a key."""
+    steps: Sequence[Sequence[Block]]
+    """The blocks that this rank computes with the keys and values of the rank 0, 1, 2, ... places
+    before it. The first must let every query see a key; others may be empty."""
     scale: float
-
-    def hops(self) -> list[int]:
-        """How far what a step held goes on, after it; after the last step, home."""
-        distances = [*(step.distance for step in self.steps), self.group.size()]
-        return [after - before for before, after in pairwise(distances)]
 
 
 def ring_attention(
@@ -71,11 +56,11 @@ class _RingAttention(torch.autograd.Function):
         out = q_BHSC.new_zeros(*q_BHSC.shape[:-1], dims[1], dtype=wide)
         lse = out.new_full(out.shape[:-1], float("-inf"))
         held = own
-        for step, hops in zip(ring.steps, ring.hops(), strict=True):
+        for number, blocks in enumerate(ring.steps, 1):
             # The next ones are under way while these are attended to.
-            arriving = _pass_on(held, ring.group, hops) if step is not ring.steps[-1] else None
+            arriving = _pass_on(held, ring.group) if number < len(ring.steps) else None
             k, v = held.split(dims, -1)
-            for queries, keys, mask in step.blocks:
+            for queries, keys, mask in blocks:
                 part = ring.attention.forward(
                     q_BHSC[:, :, queries], k[:, :, keys], v[:, :, keys], mask, ring.scale
                 )
@@ -97,16 +82,16 @@ class _RingAttention(torch.autograd.Function):
         upstream = Upstream(q_BHSC, grad_BHSC, lse, delta)
         grad_q = torch.zeros_like(q_BHSC, dtype=lse.dtype)
         travelling = None
-        for step, hops in zip(ring.steps, ring.hops(), strict=True):
-            arriving = _pass_on(held, ring.group, hops) if step is not ring.steps[-1] else None
+        for number, blocks in enumerate(ring.steps, 1):
+            arriving = _pass_on(held, ring.group) if number < len(ring.steps) else None
             # Sums travel in at least float32: no rounding at each hop, for more bytes in bfloat16.
             grad_held = torch.zeros_like(held, dtype=lse.dtype)
             _add_block_gradients(
-                grad_q, grad_held, upstream, held.split(ctx.dims, -1), step.blocks, ring
+                grad_q, grad_held, upstream, held.split(ctx.dims, -1), blocks, ring
             )
             if travelling:
                 grad_held += travelling.wait()
-            travelling = _pass_on(grad_held, ring.group, hops)
+            travelling = _pass_on(grad_held, ring.group)
             held = arriving.wait() if arriving else held
         assert travelling
         grad_k, grad_v = travelling.wait().to(held.dtype).split(ctx.dims, -1)
@@ -158,14 +143,12 @@ class _OnTheWay(NamedTuple):
         return self.arriving
 
 
-def _pass_on(x: Tensor, group: ProcessGroup, hops: int) -> _OnTheWay:
-    """Send `x`, which must not change, `hops` ranks on, while another's comes in from as far."""
+def _pass_on(x: Tensor, group: ProcessGroup) -> _OnTheWay:
+    """Send `x`, which must not change, to the next rank, while that of the one before comes in."""
     rank, size = group.rank(), group.size()
-    if hops == size:
-        return _OnTheWay([], x, x)
     arriving = torch.empty_like(x)
     operations = [
-        dist.P2POp(dist.isend, x, group=group, group_peer=(rank + hops) % size),
-        dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - hops) % size),
+        dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size),
+        dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % size),
     ]
     return _OnTheWay(dist.batch_isend_irecv(operations), x, arriving)

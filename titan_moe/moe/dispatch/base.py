@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
-from titan_moe.ops.permute_indices import follow, pad_to_alignment, sort_by_expert
+from titan_moe.ops.permute_indices import follow, permute_indices, sort_by_expert
 
 
 class ExpertRows(NamedTuple):
@@ -81,7 +81,7 @@ class LocalDispatcher(Dispatcher):
 
     def plan(self, experts_TK: Tensor, counts_E: Tensor) -> LocalPlan:
         tokens, slots = sort_by_expert(experts_TK)
-        permuted = pad_to_alignment(counts_E[None], experts_TK.numel(), self.row_alignment)
+        permuted = permute_indices(counts_E[None], experts_TK.numel(), self.row_alignment)
         rows_TK = permuted.position_R[tokens.rows_TK]
         return LocalPlan(
             tokens=RowMap(follow(tokens.source_R, permuted.source_R), rows_TK),

@@ -30,7 +30,7 @@ from titan_moe.ops.permute_indices import (
     copy_to_ranks,
     count_copies,
     follow,
-    pad_to_alignment,
+    permute_indices,
     place_copies,
     reached_ranks,
     row_map,
@@ -141,11 +141,13 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
             copies_P = count_copies(experts_TK, num_local * size, degree // size)
         draft = _Draft(copies, copies_P, reached_TP, row_N, len(experts_TK))
         route = Pending(lambda: self._route(draft, sent_PX, received.wait()))
-        return ExchangePlan(
-            rows=Pending(lambda: _cut(draft.copies, route.wait().rows.most_sent)),
-            weights=slots,
-            route=route,
-        )
+
+        def rows() -> RowMap:
+            exchange = route.wait().rows
+            assert isinstance(exchange, AllToAll)
+            return _cut(copies, sum(exchange.sent))
+
+        return ExchangePlan(rows=Pending(rows), weights=slots, route=route)
 
     def _route(self, draft: _Draft, sent_PX: Tensor, received_PX: Tensor) -> Route:
         num_local = self.num_local
@@ -234,7 +236,7 @@ class DeduplicatedDispatcher(ExchangeDispatcher):
                 row_N.repeat(slices), self.etp_group, own, choices_gathered
             ).wait()
         counts_PE = counts_QPE.flatten(0, 1)
-        permuted = pad_to_alignment(counts_PE, num_choices, self.row_alignment)
+        permuted = permute_indices(counts_PE, num_choices, self.row_alignment)
         start_N = self._row_starts(rows_QP).repeat_interleave(
             counts_PE.sum(1), output_size=num_choices
         )

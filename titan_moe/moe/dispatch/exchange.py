@@ -20,6 +20,7 @@ from titan_moe.distributed.collectives import (
     all_gather_rows,
     all_to_all_start,
     all_to_all_wait,
+    exchange_rows,
     gather_parts,
     last_of_a_layer,
     reduce_scatter_rows,
@@ -27,7 +28,7 @@ from titan_moe.distributed.collectives import (
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
-from titan_moe.ops.permute_indices import pad_to_alignment, row_map
+from titan_moe.ops.permute_indices import permute_indices, row_map
 
 
 class ExpertOrder(NamedTuple):
@@ -114,7 +115,7 @@ class ExchangeDispatcher(Dispatcher):
         weights_N1 = all_to_all_wait(sent.weights_N1, route.weights)
         if route.second_hop is not None:
             hop = route.second_hop.wait()
-            x_ND = _exchanged(gather_rows(x_ND, hop.copies), hop.exchange)
+            x_ND = exchange_rows(gather_rows(x_ND, hop.copies), hop.exchange)
         if self.etp_group.size() > 1:
             x_ND = all_gather_rows(x_ND, route.rows_gathered, self.etp_group)
             weights_N1 = all_gather_rows(weights_N1, route.weights_gathered, self.etp_group)
@@ -137,7 +138,7 @@ class ExchangeDispatcher(Dispatcher):
                 y_ND = reduce_scatter_rows(y_ND, route.rows_gathered, self.etp_group)
             if route.second_hop is not None:
                 hop = route.second_hop.wait()
-                y_ND = combine_rows(_exchanged(y_ND, hop.exchange.reverse()), hop.copies)
+                y_ND = combine_rows(exchange_rows(y_ND, hop.exchange.reverse()), hop.copies)
             return all_to_all_start(y_ND, route.rows.reverse())
 
     def combine_wait(self, home: AsyncRows, plan: ExchangePlan) -> Tensor:
@@ -165,10 +166,6 @@ class ExchangeDispatcher(Dispatcher):
             counts_PE: rows by the rank that sent them and by expert; experts after the first
                 `num_local` are rows that nothing reads.
         """
-        permuted = pad_to_alignment(counts_PE, num_rows, self.row_alignment)
+        permuted = permute_indices(counts_PE, num_rows, self.row_alignment)
         rows = row_map(permuted)
         return ExpertOrder(rows, rows, permuted.offsets_E[:num_local])
-
-
-def _exchanged(x_RD: Tensor, exchange: RowExchange) -> Tensor:
-    return all_to_all_wait(all_to_all_start(x_RD, exchange), exchange)
