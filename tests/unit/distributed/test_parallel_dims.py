@@ -7,7 +7,6 @@ import torch
 
 from titan_moe.distributed.parallel_dims import (
     DENSE_AXES,
-    DERIVED_AXES,
     SPARSE_AXES,
     ParallelDims,
 )
@@ -30,10 +29,6 @@ def legal_layouts(world_size: int) -> list[ParallelDims]:
     return layouts
 
 
-def test_numbers_of_legal_layouts():
-    assert [len(legal_layouts(size)) for size in POWERS] == [1, 11, 57, 203]
-
-
 def test_coordinates_and_groups_are_those_of_the_unflattened_world():
     for dims in legal_layouts(8):
         for view in (DENSE_AXES, SPARSE_AXES):
@@ -46,17 +41,6 @@ def test_coordinates_and_groups_are_those_of_the_unflattened_world():
                     index: list = list(place)
                     index[number] = slice(None)
                     assert dims.group_of(rank, axis) == tuple(world[tuple(index)].tolist())
-
-
-def test_derived_axes_join_their_parts():
-    dims = ParallelDims(16, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)
-    world = torch.arange(16).view(1, 2, 2, 2, 2)
-    for axis, parts in DERIVED_AXES.items():
-        index: list = [0, 0, 0, 0, 0]
-        for part in parts:
-            index[DENSE_AXES.index(part)] = slice(None)
-        assert dims.group_of(0, axis) == tuple(world[tuple(index)].flatten().tolist())
-    assert (dims.edp, dims.size("fsdp"), dims.size("loss")) == (2, 4, 8)
 
 
 def test_dp_shard_minus_one_is_the_rest():

@@ -1,5 +1,6 @@
 """Attention cores and layers against slow loops and against documents one by one."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,6 +10,7 @@ from torch.nn.attention import flex_attention
 from tests.support.varlen import slow_varlen_attn
 from titan_moe.models.config import GQAConfig, MLAConfig, ModelConfig, RopeConfig
 from titan_moe.models.decoder import Decoder, initial_std
+from titan_moe.models.registry import model_config
 from titan_moe.ops.attention import (
     FlexCore,
     Sdpa,
@@ -165,15 +167,7 @@ def test_packed_documents_give_the_logits_of_each_alone(attention):
 
 
 def test_initial_std_by_name():
-    config = ModelConfig(
-        vocab_size=8,
-        dim=8,
-        num_layers=8,
-        attention=GQA,
-        rope=RopeConfig(1.0),
-        hidden_dim=8,
-        moe=None,
-    )
+    config = replace(model_config("qwen3", "gate"), num_layers=8)
     assert initial_std("layers.0.attention_norm.weight", config) is None
     assert initial_std("layers.0.attention.q_norm.weight", config) is None
     assert initial_std("norm.weight", config) is None

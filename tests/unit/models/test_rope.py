@@ -28,19 +28,6 @@ def test_rotation_is_complex_multiplication_of_the_pairs(pairing: str):
                 torch.testing.assert_close(out[b, s, :, c], turned.imag)
 
 
-def test_scores_depend_on_the_distance_alone():
-    rope = Rope(16, RopeConfig(10_000.0))
-    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
-    scores = []
-    for start in (0, 1000):
-        turned = [
-            rotate(x, rope(torch.tensor([[start + shift]]), torch.float64), "halves")
-            for x, shift in ((q, 5), (k, 2))
-        ]
-        scores.append((turned[0] * turned[1]).sum().item())
-    assert scores[0] == pytest.approx(scores[1], abs=1e-12)
-
-
 def test_yarn_keeps_fast_channels_and_interpolates_slow_ones():
     plain = inverse_frequencies(64, RopeConfig(10_000.0))
     yarn = YarnScaling(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)

@@ -115,17 +115,6 @@ def test_rows_past_the_last_group_never_reach_a_token_or_a_weight(dtype: torch.d
         assert torch.equal(grad, clean_grads[name]), name
 
 
-def test_tokens_are_counted_in_training_only():
-    layer = _layer(CONFIG)
-    x_BSD = torch.randn(2, 7, DIM, dtype=torch.float64)
-    layer.eval()
-    layer(x_BSD)
-    assert layer.router.tokens_per_expert.sum() == 0
-    layer.train()
-    layer(x_BSD)
-    assert layer.router.tokens_per_expert.sum() == 2 * 7 * CONFIG.top_k
-
-
 def test_auxiliary_losses_are_those_written_out_with_ordinary_autograd():
     weights = {"sequence_aux_loss_weight": 0.1, "global_aux_loss_weight": 0.2, "z_loss_weight": 0.3}
     layer = _layer(replace(CONFIG, **weights))
@@ -149,28 +138,6 @@ def test_auxiliary_losses_are_those_written_out_with_ordinary_autograd():
     for name, parameter in layer.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, msg=name)
     torch.testing.assert_close(ours["x"], x_BSD.grad)
-
-
-def test_a_choice_made_elsewhere_is_weighed_by_the_layers_own_scores() -> None:
-    layer = _layer(CONFIG)
-    x_BSD = torch.randn(2, 3, DIM, dtype=torch.float64)
-    experts_TK = torch.tensor([[5, 0], [1, 2], [3, 4], [0, 1], [2, 5], [4, 3]])
-    layer.routing_fn = lambda scores_TE: experts_TK
-    layer(x_BSD).sum().backward()
-    counts_E = layer.router.tokens_per_expert
-    assert counts_E.tolist() == [2, 2, 2, 2, 2, 2]
-    scores_TE = layer.router.gate(x_BSD.flatten(0, 1)).softmax(-1)
-    expected = []
-    for x, scores, experts in zip(x_BSD.flatten(0, 1), scores_TE, experts_TK, strict=True):
-        weights = scores[experts] / scores[experts].sum()
-        chosen = [slow_expert(layer.experts, e, x) for e in experts.tolist()]
-        expected.append(layer.shared_experts(x) + weights[0] * chosen[0] + weights[1] * chosen[1])
-    grad = layer.router.gate.weight.grad.clone()
-    layer.zero_grad()
-    y_BSD = torch.stack(expected).view_as(x_BSD)
-    torch.testing.assert_close(layer(x_BSD), y_BSD)
-    y_BSD.sum().backward()
-    torch.testing.assert_close(grad, layer.router.gate.weight.grad)
 
 
 def test_a_recomputation_replays_the_decisions_of_its_own_forward_pass():

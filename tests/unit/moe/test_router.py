@@ -28,15 +28,6 @@ def test_scores_are_float32_at_least_and_shares_sum_to_one(score: str):
     assert torch.equal(scores.scores_TE, expected)
 
 
-def test_bias_enters_the_choice_but_not_the_weights():
-    router = _router(CONFIG)
-    router.expert_bias[5] = 10.0
-    scores_TE = torch.rand(20, 8)
-    experts_TK = router.select_experts(scores_TE)
-    assert (experts_TK[:, 0] == 5).all()
-    assert torch.equal(router.gating_weights(scores_TE, experts_TK)[:, 0], scores_TE[:, 5])
-
-
 @pytest.mark.parametrize("group_score_top", [1, 2])
 def test_group_limited_choice_matches_a_loop(group_score_top: int):
     config = replace(CONFIG, num_groups=4, top_groups=2, group_score_top=group_score_top)

@@ -28,7 +28,7 @@ def test_permute_indices_compiles(counts: str) -> None:
     from titan_moe.ops.permute_indices_triton import _permute_indices_kernel
 
     pointers = {"counts_ptr": counts, "source_ptr": "*i64", "position_ptr": "*i64"}
-    pointers |= {"offsets_ptr": "*i32", "totals_ptr": "*i64"}
+    pointers |= {"offsets_ptr": "*i32"}
     constants = {"NUM_RANKS": 8, "NUM_EXPERTS": 12, "EXPERTS": 16, "ALIGNMENT": 16, "BLOCK": 512}
     asm = compiled(_permute_indices_kernel, pointers, ["num_rows", "max_rows"], **constants)
     assert asm["cubin"]

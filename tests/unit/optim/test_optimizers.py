@@ -1,4 +1,4 @@
-"""build_optimizer: groups, one step by hand, and parameters of different meshes."""
+"""build_optimizer: groups, and one step by hand."""
 
 from typing import get_args
 
@@ -8,7 +8,6 @@ from torch import nn
 
 from titan_moe.config.job_config import OPTIMIZER_KEYS, Optimizer
 from titan_moe.optim.optimizers import BUILDERS, build_optimizer
-from titan_moe.runtime.ranks import run_on_ranks
 
 
 def parameters():
@@ -66,27 +65,3 @@ def test_one_step_by_hand(name, weight, implementation):
     torch.testing.assert_close(named["norm.weight"].data, torch.full((3,), 0.9))
     assert optimizer.defaults["fused"] is (implementation == "fused")
     assert optimizer.defaults["foreach"] is (implementation == "foreach")
-
-
-def step_on_two_meshes(implementation):
-    """One step on parameters of a 1-D and of a 2-D mesh; the full values afterwards."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    dense = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
-    sparse = init_device_mesh("cpu", (1, 2), mesh_dim_names=("edp", "ep"))
-    placements = {"wq": (dense, [Shard(0)]), "w1": (sparse, [Replicate(), Shard(0)])}
-    named = {}
-    for name, (mesh, placement) in placements.items():
-        value = torch.ones(4, 4)
-        named[name] = nn.Parameter(distribute_tensor(value, mesh, placement))
-        named[name].grad = distribute_tensor(value, mesh, placement)
-    config = Optimizer(lr=0.1, weight_decay=0.5, implementation=implementation)
-    build_optimizer(config, named.items()).step()
-    return [param.full_tensor().tolist() for param in named.values()]
-
-
-@pytest.mark.parametrize("implementation", ["foreach", "fused"])
-def test_steps_on_parameters_of_different_meshes(implementation):
-    for values in run_on_ranks(step_on_two_meshes, 2, implementation):
-        torch.testing.assert_close(torch.tensor(values), torch.full((2, 4, 4), 0.85))

@@ -1,4 +1,4 @@
-"""Moments in bfloat16: half the memory, and an update that float32 moments would nearly make."""
+"""Moments in bfloat16: the update that float32 moments would make, rounded where they are kept."""
 
 import copy
 
@@ -8,43 +8,6 @@ from torch import nn
 
 from titan_moe.config.job_config import Optimizer
 from titan_moe.optim.optimizers import build_optimizer
-
-
-def state_bytes(optimizer):
-    moments = [
-        tensor
-        for state in optimizer.state.values()
-        for key, tensor in state.items()
-        if key != "step"
-    ]
-    return sum(tensor.numel() * tensor.element_size() for tensor in moments)
-
-
-def train(steps=150, **keys):
-    """Losses of a small regression, and the optimizer."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(16, 32), nn.Linear(32, 8)])})
-    first, second = model["layers"]
-    teacher = torch.randn(16, 8)
-    optimizer = build_optimizer(Optimizer(lr=1e-2, **keys), model.named_parameters())
-    losses = []
-    for _ in range(steps):
-        x = torch.randn(64, 16)
-        loss = (second(first(x).relu()) - x @ teacher).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return torch.tensor(losses), optimizer
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Muon"])
-def test_half_the_memory_and_nearly_the_same_curve(name):
-    wide, narrow = (train(name=name, state_dtype=d) for d in ("float32", "bfloat16"))
-    assert state_bytes(wide[1]) == 2 * state_bytes(narrow[1]) > 0
-    relative = (narrow[0] - wide[0]).abs() / wide[0]
-    assert 0 < relative.max() < 0.05 and relative.mean() < 0.01
-    assert narrow[0][-1] < narrow[0][0] / 2, narrow[0][-1]
 
 
 @pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
