@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.place_cases import cases, check
 from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
 from titan_moe.ops.permute_indices import copy_to_ranks
 
@@ -38,3 +39,7 @@ def test_copies_and_sums_match_loops_forward_and_backward(num_rows: int, degree:
     if num_rows:
         assert torch.autograd.gradcheck(lambda x: gather_rows(x, copies), x_MD)
         assert torch.autograd.gradcheck(lambda y: combine_rows(y, copies), y_RD)
+
+
+def test_counts_sort_and_copies_equal_the_slow_loops() -> None:
+    assert check() == len(list(cases()))
