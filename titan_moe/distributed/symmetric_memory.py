@@ -34,10 +34,6 @@ from torch.distributed import ProcessGroup
 
 from titan_moe.config.errors import ConfigError
 
-SCHEMA = (
-    "symm_mem::all_to_all_vdev(Tensor input, Tensor(a!) out, Tensor in_splits, "
-    "Tensor(a!) out_splits_offsets, str group_name) -> ()"
-)
 ROW_BYTES = 64
 """Divisor of a row's bytes: up to this many thread blocks share the rows from one rank, and torch's
 kernel gives each as many bytes."""
@@ -54,18 +50,13 @@ def check_available(device: torch.device) -> None:
         return
     import torch.distributed._symmetric_memory as symm_mem
 
-    missing = ""
-    if str(_schema()) != SCHEMA:
-        missing = f"torch {torch.__version__} has no symm_mem::all_to_all_vdev of the form known"
-    elif not symm_mem.is_nvshmem_available():
-        missing = "NVSHMEM is not found: it is the package nvidia-nvshmem-cu12 or -cu13"
-    if missing:
-        raise ConfigError([f"{_KEY}: {missing}: choose deduplicated or standard"])
-
-
-def _schema() -> torch.FunctionSchema | None:
-    operation = getattr(torch.ops.symm_mem, "all_to_all_vdev", None)
-    return None if operation is None else operation.default._schema
+    if not symm_mem.is_nvshmem_available():
+        raise ConfigError(
+            [
+                f"{_KEY}: NVSHMEM is not found: it is the package nvidia-nvshmem-cu12 or -cu13: "
+                "choose deduplicated or standard"
+            ]
+        )
 
 
 class _Turn(NamedTuple):

@@ -134,15 +134,6 @@ def attention_of(config: ModelConfig, kind: type[A], family: str) -> A:
     )
 
 
-def experts_of(config: ModelConfig, family: str) -> MoEConfig:
-    """The experts, where a family's published code has no model without. Raises ConfigError."""
-    if config.moe is not None:
-        return config.moe
-    raise ConfigError(
-        [f"the Hugging Face form of {family} has no place for a model without experts"]
-    )
-
-
 def rope_from_hf(
     settings: Settings, pairing: Literal["halves", "neighbours"] = "halves", *, latent: bool = False
 ) -> RopeConfig:

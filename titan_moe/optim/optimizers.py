@@ -12,7 +12,6 @@ from titan_moe.models.decoder import is_bias
 from titan_moe.optim.adam import Adam
 from titan_moe.optim.muon import MATRICES, JoinedGroup, Muon
 
-_FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
 # Muon is for what maps hidden states to hidden states, as its author has it: lookup tables, the
 # output layer and the routers' gates, whose rows are single tokens or experts, stay with AdamW.
 _NOT_HIDDEN = {"tok_embeddings", "output", "router"}
@@ -28,7 +27,6 @@ def build_optimizer(
 
     Each group carries its "name" and its "peak_lr", which set_lr scales. A group without parameters
     is left out. Parameters may be DTensors of different meshes, but no longer on the meta device.
-    An implementation of "fused" becomes "foreach" on devices that torch has no fused kernel for.
     `joined_group`: as Muon's.
 
     The routing bias has no gradient and is no parameter: `train_step.TrainStep` moves it before
@@ -69,13 +67,11 @@ def _adam(
     state_dtype: str,
     **others: Any,
 ) -> Adam:
-    device_types = {param.device.type for group in groups for param in group["params"]}
-    no_kernel = implementation == "fused" and not device_types <= _FUSED_DEVICES
     return optimizer(
         groups,
         decoupled=decoupled,
         betas=(beta1, beta2),
-        implementation="foreach" if no_kernel else implementation,
+        implementation=implementation,
         state_dtype=torch.bfloat16 if state_dtype == "bfloat16" else None,
         **others,
     )

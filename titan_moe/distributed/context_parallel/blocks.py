@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.ops.attention import Flex, first_seen_in_rows, is_seen, sdpa
+from titan_moe.ops.cross_entropy import at_least_float32
 from titan_moe.ops.local_attention import LocalAttention
 
 
@@ -80,7 +81,7 @@ class ExplicitBlocks:
 
         A query that sees no key of the block gets 0 and -inf.
         """
-        wide = accumulation_type(q_BHSC.dtype)
+        wide = at_least_float32(q_BHSC)
         heads = k_BHSC.shape[1]
         scores = _scores(_grouped(q_BHSC, heads).to(wide), k_BHSC.to(wide), mask, scale)
         lse = scores.logsumexp(-1)
@@ -92,7 +93,7 @@ class ExplicitBlocks:
         self, upstream: Upstream, k_BHSC, v_BHSC, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This block's terms of the gradients of q, k and v."""
-        wide = accumulation_type(k_BHSC.dtype)
+        wide = at_least_float32(k_BHSC)
         heads = k_BHSC.shape[1]
         q, grad, lse, delta = (_grouped(x, heads).to(wide) for x in upstream)
         k, v = k_BHSC.to(wide), v_BHSC.to(wide)
@@ -159,11 +160,6 @@ def choose_blocks(*, mask_documents: bool, device_type: str) -> BlockAttention:
     if device_type == "cuda":
         return FlexBlocks(mask_documents=mask_documents, compiled=True)
     return ExplicitBlocks(mask_documents=mask_documents)
-
-
-def accumulation_type(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums over blocks are kept in: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _block(

@@ -20,8 +20,8 @@ from titan_moe.distributed.context_parallel.blocks import (
     Block,
     BlockAttention,
     Upstream,
-    accumulation_type,
 )
+from titan_moe.ops.cross_entropy import at_least_float32
 
 
 class Ring(NamedTuple):
@@ -52,7 +52,7 @@ class _RingAttention(torch.autograd.Function):
     ):
         dims = [k_BHSC.shape[-1], v_BHSC.shape[-1]]
         own = torch.cat([k_BHSC, v_BHSC], -1)
-        wide = accumulation_type(q_BHSC.dtype)
+        wide = at_least_float32(q_BHSC)
         out = q_BHSC.new_zeros(*q_BHSC.shape[:-1], dims[1], dtype=wide)
         lse = out.new_full(out.shape[:-1], float("-inf"))
         held = own

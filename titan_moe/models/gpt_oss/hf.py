@@ -17,7 +17,6 @@ from titan_moe.models.hf_family import (
     HFWeight,
     Settings,
     attention_of,
-    experts_of,
     given,
     gqa_defaults,
     in_layers,
@@ -89,7 +88,6 @@ def _local(settings: Settings) -> LocalAttention | None:
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     attention_of(config, GQAConfig, _FAMILY)
-    experts_of(config, _FAMILY)
     local = [config.local_in(layer) is not None for layer in range(config.num_layers)]
     rope = rope_to_hf(config.rope)
     return {

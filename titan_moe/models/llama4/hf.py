@@ -23,7 +23,6 @@ from titan_moe.models.hf_family import (
     HFWeight,
     Settings,
     attention_of,
-    experts_of,
     given,
     gqa_defaults,
     in_layers,
@@ -107,7 +106,6 @@ def _moe_every(settings: Settings) -> int:
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     attention = attention_of(config, GQAConfig, _FAMILY)
-    experts_of(config, _FAMILY)
     layers = range(config.num_layers)
     temperature = attention.temperature or PositionTemperature(scale=0.1, floor=8192)
     return {

@@ -16,7 +16,6 @@ from titan_moe.models.hf_family import (
     HFWeight,
     Settings,
     attention_of,
-    experts_of,
     gqa_defaults,
     in_layers,
     make_config,
@@ -58,7 +57,6 @@ def from_hf(settings: Settings) -> ModelConfig:
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     attention_of(config, GQAConfig, _FAMILY)
-    experts_of(config, _FAMILY)
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
