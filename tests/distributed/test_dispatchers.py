@@ -81,12 +81,13 @@ def travel(cases: list[Case]) -> list[Seen]:
 
 
 def _travel(case: Case) -> Seen:
+    from titan_moe.distributed.mesh import build_mesh
     from titan_moe.distributed.parallel_dims import ParallelDims
     from titan_moe.ops.permute_indices import count_experts
 
     rank = dist.get_rank()
     dims = ParallelDims(dist.get_world_size(), ep=case.ep, etp=case.etp)
-    dispatcher = _dispatcher(case, dims.build_mesh("cpu"))
+    dispatcher = _dispatcher(case, build_mesh(dims, "cpu"))
     drawn = torch.Generator().manual_seed(rank)
     options = {"dtype": torch.float64, "generator": drawn}
     x_TD = torch.randn(TOKENS, DIM, requires_grad=True, **options)
@@ -125,13 +126,13 @@ def _travel(case: Case) -> Seen:
 
 
 def _dispatcher(case: Case, meshes):
-    from titan_moe.distributed.expert_parallel import DispatchOptions, make_dispatcher
+    from titan_moe.distributed.expert_parallel import DISPATCHERS, DispatchOptions
     from titan_moe.distributed.symmetric_memory import open_channels
     from titan_moe.moe.config import MoEConfig, rows_of_buffers
 
     config = MoEConfig(num_experts=EXPERTS, top_k=TOP_K, hidden_dim=8, row_alignment=4)
     options = DispatchOptions(case.name, case.capacity_factor, case.ranks_per_node)
-    dispatcher = make_dispatcher(config, meshes, options)
+    dispatcher = DISPATCHERS[case.name](config, meshes, options)
     if case.name == SYMMETRIC and case.ep > 1:
         rows = rows_of_buffers(TOKENS, TOP_K, EXPERTS, case.ep, case.capacity_factor)
         device = torch.device("cpu")

@@ -83,13 +83,8 @@ def apply_expert_parallel(
     options = options or DispatchOptions()
     for moe in moe_layers:
         _cut_experts(moe.experts, meshes)
-        moe.dispatcher = make_dispatcher(moe.config, meshes, options)
+        moe.dispatcher = DISPATCHERS[options.name](moe.config, meshes, options)
         moe.dispatcher.num_parts = options.num_parts
-
-
-def make_dispatcher(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:
-    """One layer's dispatcher between the ranks of (ep, etp)."""
-    return DISPATCHERS[options.name](config, meshes, options)
 
 
 def _standard(config: MoEConfig, meshes: Meshes, options: DispatchOptions) -> Dispatcher:

@@ -1,6 +1,6 @@
 """The meshes that shard parameters and route tokens: one root over the world, and views of it.
 
-    meshes = dims.build_mesh("cuda")
+    meshes = build_mesh(dims, "cuda")
     meshes["dp_replicate", "fsdp"]      the DeviceMesh of two axes
     meshes.group("ep")                  the process group of one
     meshes.group(("edp", "ep"))         and of several axes joined
@@ -51,16 +51,6 @@ class Meshes:
     _made: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)
     _groups: dict[Names, ProcessGroup] = field(default_factory=dict, repr=False)
 
-    @property
-    def dense(self) -> DeviceMesh:
-        """The five-axis view of what all tokens meet; it has the groups made so far."""
-        return self._five_axes(DENSE_AXES)
-
-    @property
-    def sparse(self) -> DeviceMesh:
-        """The five-axis view of the routed experts; it has the groups made so far."""
-        return self._five_axes(SPARSE_AXES)
-
     def __getitem__(self, names: Names) -> DeviceMesh:
         """The mesh of one or more axes, primary or derived, in the order that the views have; they
         need not adjoin."""
@@ -95,11 +85,6 @@ class Meshes:
     def all_groups(self) -> list[ProcessGroup]:
         """Every group of this rank, the world's included."""
         return [dist.group.WORLD, *self.groups.all()]  # type: ignore[list-item]
-
-    def _five_axes(self, names: tuple[str, ...]) -> DeviceMesh:
-        view = self._unflattened(names)
-        set_groups(view, [self.known_group(axis) for axis in names])
-        return view
 
     def _unflattened(self, names: tuple[str, ...]) -> DeviceMesh:
         key = ("view", *names)
@@ -141,6 +126,10 @@ def build_mesh(
     groups: ProcessGroups | None = None,
 ) -> Meshes:
     """Returns the meshes and makes the groups that every run needs. Collective over all ranks.
+
+    Args:
+        timeout: longest wait for a collective; left out, the backend's own.
+        groups: those of another layout of the same world, used again.
 
     Raises ValueError if the world's size is not that of `dims`.
     """

@@ -11,15 +11,8 @@ so edp * ep * etp == dp_shard * cp * tp ("parallel folding", arXiv 2504.14960).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
 
 from titan_moe.config.job_config import Parallelism
-
-if TYPE_CHECKING:
-    from datetime import timedelta
-
-    from titan_moe.distributed.mesh import Meshes
-    from titan_moe.distributed.process_groups import ProcessGroups
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 SPARSE_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
@@ -114,24 +107,6 @@ class ParallelDims:
     def _view(self, names: Names) -> Axes:
         view = DENSE_AXES if set(primary_axes(names)) <= set(DENSE_AXES) else SPARSE_AXES
         return {axis: self.size(axis) for axis in view}
-
-    def build_mesh(
-        self,
-        device_type: str,
-        *,
-        timeout: "timedelta | None" = None,
-        groups: "ProcessGroups | None" = None,
-    ) -> "Meshes":
-        """Returns the root mesh and its two views. Collective over all ranks.
-
-        Args:
-            timeout: longest wait for a collective; left out, the backend's own.
-            groups: those of another layout of the same world, used again.
-        """
-        # Degrees are also read where no torch is wanted.
-        from titan_moe.distributed.mesh import build_mesh
-
-        return build_mesh(self, device_type, timeout, groups)
 
 
 def parallel_dims(parallelism: Parallelism, world_size: int) -> ParallelDims:

@@ -27,7 +27,7 @@ from titan_moe.distributed.expert_parallel import (
 from titan_moe.distributed.fsdp import StepSync, apply_fsdp
 from titan_moe.distributed.init_weights import fill_initial_weights
 from titan_moe.distributed.memory import Accumulation
-from titan_moe.distributed.mesh import Meshes
+from titan_moe.distributed.mesh import Meshes, build_mesh
 from titan_moe.distributed.parallel_dims import parallel_dims
 from titan_moe.distributed.policies import (
     accumulation_of,
@@ -129,7 +129,7 @@ def build_sharded_model(
     if groups is None:
         groups = _new_groups(job, device)
     dims = parallel_dims(job.parallelism, world_size)
-    meshes = dims.build_mesh(device.type, timeout=timeout, groups=groups)
+    meshes = build_mesh(dims, device.type, timeout=timeout, groups=groups)
 
     # 2 to 6. The model, cut to what this rank holds of it, without memory.
     config = resolve_model(config, job, device.type)

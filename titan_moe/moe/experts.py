@@ -27,8 +27,6 @@ from titan_moe.ops.grouped_mm import (
     grouped_mm_grad_weights,
 )
 
-_SCALES_INPUTS = {"outputs": False, "inputs": True}
-
 
 class ExpertWeights(NamedTuple):
     """Holds the experts' weights: w1, w3 [E, F, D], w2 [E, D, F], b1, b3 [E, F] and b2 [E, D]."""
@@ -120,7 +118,7 @@ class Experts(nn.Module):
         self.compute: Compute = partial(
             expert_outputs,
             activation=config.activation,
-            scale_inputs=_SCALES_INPUTS[config.weights_scale],
+            scale_inputs=config.weights_scale == "inputs",
         )
 
     def forward(self, rows: ExpertRows | RowsInParts) -> Any:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_moe.distributed.mesh import Meshes
+from titan_moe.distributed.mesh import Meshes, build_mesh
 from titan_moe.distributed.parallel_dims import (
     AXES,
     DENSE_AXES,
@@ -34,7 +34,7 @@ def ranks_along(meshes: Meshes, names: tuple[str, ...]) -> list[int]:
 def test_every_axis_is_a_slice_of_the_world() -> None:
     for rank in (0, 13, 31):
         with fake_world(rank, 32):
-            meshes = ParallelDims(32, **MIXED).build_mesh("cpu")
+            meshes = build_mesh(ParallelDims(32, **MIXED), "cpu")
             assert meshes.rank == rank
             for name in NAMES:
                 wanted = ranks_along(meshes, (name,))
@@ -47,7 +47,7 @@ def test_every_axis_is_a_slice_of_the_world() -> None:
 @pytest.fixture
 def rank_13() -> Iterator[Meshes]:
     with fake_world(13, 32):
-        yield ParallelDims(32, **MIXED).build_mesh("cpu")
+        yield build_mesh(ParallelDims(32, **MIXED), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_names_that_no_mesh_has_get_one_line(
 
 
 def describe_groups() -> None:
-    meshes = ParallelDims(4, dp_shard=4, ep=2).build_mesh("cpu")
+    meshes = build_mesh(ParallelDims(4, dp_shard=4, ep=2), "cpu")
     assert meshes.group("ep").group_desc == "ep"
     assert meshes.group("edp").group_desc == "edp"
     before = meshes.groups.num_groups
@@ -83,14 +83,14 @@ def describe_groups() -> None:
     assert meshes.group(("ep",)) is meshes.group("ep") is meshes.group(("ep", "etp"))
     assert meshes.groups.num_groups == before == 2
 
-    pairs = ParallelDims(4, pp=2, cp=2, ep=2).build_mesh("cpu")
+    pairs = build_mesh(ParallelDims(4, pp=2, cp=2, ep=2), "cpu")
     assert pairs.group("ep").group_desc == "cp+ep+sequence"
     before = pairs.groups.num_groups
     assert pairs.group(("pp", "cp")) is dist.group.WORLD
     assert pairs.group("loss").group_desc == "fsdp+loss"
     assert pairs.groups.num_groups == before
 
-    crossed = ParallelDims(4, dp_replicate=2, ep=2).build_mesh("cpu")
+    crossed = build_mesh(ParallelDims(4, dp_replicate=2, ep=2), "cpu")
     assert crossed.group(("edp", "ep")) is crossed.group("ep")
 
 
@@ -99,9 +99,9 @@ def test_groups_are_described_by_their_axes_and_shared() -> None:
 
 
 def lay_out_twice() -> tuple[int, int, int]:
-    first = ParallelDims(4, tp=2, ep=2).build_mesh("cpu")
-    second = ParallelDims(4, ep=2, etp=2).build_mesh("cpu", groups=first.groups)
-    third = ParallelDims(4, tp=2, ep=2, etp=2).build_mesh("cpu", groups=first.groups)
+    first = build_mesh(ParallelDims(4, tp=2, ep=2), "cpu")
+    second = build_mesh(ParallelDims(4, ep=2, etp=2), "cpu", groups=first.groups)
+    third = build_mesh(ParallelDims(4, tp=2, ep=2, etp=2), "cpu", groups=first.groups)
     assert second.group("etp") is first.group("tp") is third.group("tp")
     return first.groups.num_groups, second.groups.num_groups, third.groups.num_groups
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titan_moe.distributed.mesh import build_mesh
 from titan_moe.distributed.parallel_dims import (
     DENSE_AXES,
     SPARSE_AXES,
@@ -34,7 +35,7 @@ def count_new_groups(world_size: int, degrees: dict[str, int], rank: int) -> tup
         return new_group(ranks, *args, **kwargs)
 
     dist.new_group = counting
-    meshes = ParallelDims(world_size, **degrees).build_mesh("cpu")
+    meshes = build_mesh(ParallelDims(world_size, **degrees), "cpu")
     axes = sorted({*DENSE_AXES, *SPARSE_AXES} - {"dp_shard", "cp"} | {"fsdp"})
     ranks = [dist.get_process_group_ranks(meshes[axis].get_group()) for axis in axes]
     assert len(calls) == len(meshes.groups.all())

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_moe.distributed import torch_mesh
+from titan_moe.distributed.mesh import build_mesh
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, ParallelDims
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.simulate.fake_rank import fake_world
@@ -47,11 +48,11 @@ def placed(mesh: DeviceMesh) -> tuple:
 
 def compare_with_torchs_own(degrees: dict[str, int]) -> None:
     dims = ParallelDims(4, **degrees)
-    meshes = dims.build_mesh("cpu")
+    meshes = build_mesh(dims, "cpu")
     root = DeviceMesh("cpu", torch.arange(4), mesh_dim_names=("world",), _init_backend=False)
     assert placed(root) == placed(meshes.root)
-    views = {DENSE_AXES: meshes.dense, SPARSE_AXES: meshes.sparse}
-    for axes, view in views.items():
+    for axes in (DENSE_AXES, SPARSE_AXES):
+        view = meshes[axes]
         unflattened = root._unflatten(0, tuple(dims.size(axis) for axis in axes), axes)
         assert placed(unflattened) == placed(view)
         assert view._get_root_mesh() is meshes.root
@@ -60,7 +61,7 @@ def compare_with_torchs_own(degrees: dict[str, int]) -> None:
             assert placed(meshes[names]) == placed(sliced)
             assert meshes[names]._get_root_mesh() is meshes.root
     # Torch takes the mesh that is there, and makes no group.
-    flattened = meshes.dense["dp_shard", "cp"]._flatten("fsdp")
+    flattened = meshes["dp_shard", "cp"]._flatten("fsdp")
     assert flattened is meshes["fsdp"]
     assert flattened.get_group() is meshes.group("fsdp")
 
@@ -70,16 +71,3 @@ def compare_with_torchs_own(degrees: dict[str, int]) -> None:
 )
 def test_the_meshes_are_those_that_torch_would_unflatten(degrees: dict[str, int]) -> None:
     run_on_ranks(compare_with_torchs_own, 4, degrees)
-
-
-def ask_for_a_group_not_made() -> str:
-    meshes = ParallelDims(2, cp=2).build_mesh("cpu")
-    with pytest.raises(RuntimeError, match="none of cp yet: Meshes makes it") as refused:
-        meshes.dense.get_group("cp")
-    meshes.group("cp")
-    assert meshes.dense.get_group("cp") is meshes.group("cp")
-    return str(refused.value).partition("\n")[0]
-
-
-def test_a_view_says_that_a_group_is_not_made_yet() -> None:
-    run_on_ranks(ask_for_a_group_not_made, 2)

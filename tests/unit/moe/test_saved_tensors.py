@@ -19,6 +19,7 @@ TOKENS = ROWS * SEQ_LEN
 def kept(ep: int, **settings) -> tuple[Counter, int]:
     """How many storages of each width hold floating-point rows, and how many rows this rank has."""
     from titan_moe.distributed.expert_parallel import apply_expert_parallel
+    from titan_moe.distributed.mesh import build_mesh
     from titan_moe.distributed.parallel_dims import ParallelDims
 
     torch.manual_seed(0)
@@ -27,7 +28,7 @@ def kept(ep: int, **settings) -> tuple[Counter, int]:
     for parameter in layer.parameters():
         parameter.data.normal_()
     if ep > 1:
-        meshes = ParallelDims(world_size=ep, ep=ep).build_mesh("cpu")
+        meshes = build_mesh(ParallelDims(world_size=ep, ep=ep), "cpu")
         apply_expert_parallel([layer], meshes)
     x_BSD = torch.randn(ROWS, SEQ_LEN, D, requires_grad=True)
     found: dict[int, tuple] = {}
