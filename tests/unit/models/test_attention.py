@@ -167,7 +167,7 @@ def test_packed_documents_give_the_logits_of_each_alone(attention):
 
 
 def test_initial_std_by_name():
-    config = replace(model_config("qwen3", "gate"), num_layers=8)
+    config = replace(model_config("qwen3", "gate"), num_layers=8, init_std=0.02)
     assert initial_std("layers.0.attention_norm.weight", config) is None
     assert initial_std("layers.0.attention.q_norm.weight", config) is None
     assert initial_std("norm.weight", config) is None
