@@ -38,8 +38,6 @@ class ShardingPolicy:
     """For all units but the last, which the backward wants first."""
     reshard_last: bool
     cpu_offload: bool
-    accumulation: str = "reduce_each"
-    """`parallelism.fsdp_accumulation`, "auto" resolved: "reduce_each" or "keep_gathered"."""
 
 
 def shard_dim(shape: torch.Size, num_shards: int) -> int:
@@ -98,7 +96,8 @@ class StepSync:
 
     Args:
         model: the root that `apply_fsdp` has sharded.
-        accumulation: as in `ShardingPolicy`.
+        accumulation: `parallelism.fsdp_accumulation`, "auto" resolved: "reduce_each" or
+            "keep_gathered".
     """
 
     def __init__(self, model: nn.Module, accumulation: str) -> None:

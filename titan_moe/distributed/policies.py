@@ -113,7 +113,6 @@ def sharding_policy(job: JobConfig, accumulation: str, device: torch.device) -> 
         reshard_after_forward=frees and not keeps,
         reshard_last=reshard == "always" and not keeps,
         cpu_offload=training.enable_cpu_offload and device.type == "cuda",
-        accumulation=accumulation,
     )
 
 

@@ -35,7 +35,6 @@ from titan_moe.models.hf_family import (
 )
 
 _FAMILY = "deepseek_v3"
-_IS_V3 = {"sigmoid": True, "softmax": False}
 MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "kimi_k2")
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 COPIES: HFCopies = {
@@ -107,7 +106,7 @@ def _experts(settings: Settings) -> Fields:
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json of these dimensions."""
     attention, moe = attention_of(config, MLAConfig, _FAMILY), config.moe
-    is_v3 = moe is None or _IS_V3[moe.score]
+    is_v3 = moe is None or moe.score == "sigmoid"
     settings: dict[str, Any] = {
         "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
@@ -167,7 +166,7 @@ def keys(config: ModelConfig) -> HFKeys:
     block: dict[str, tuple[HFWeight, ...]] = {**BLOCK_NORMS, **FEED_FORWARD, **EXPERTS}
     block |= _under("attention.", "self_attn.", names)
     block |= _under("moe.shared_experts.", "mlp.shared_experts.", _SHARED_EXPERTS)
-    if config.moe is not None and _IS_V3[config.moe.score]:
+    if config.moe is not None and config.moe.score == "sigmoid":
         block["moe.router.expert_bias"] = (HFWeight("mlp.gate.e_score_correction_bias"),)
     found = {**EMBEDDINGS, **in_layers(block)}
     if config.num_mtp_layers:

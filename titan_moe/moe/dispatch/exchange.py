@@ -91,12 +91,6 @@ class ExchangeDispatcher(Dispatcher):
         self.num_local = config.num_experts // ep_group.size()
         self.top_k, self.row_alignment = config.top_k, config.row_alignment
 
-    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> ExchangePlan:
-        raise NotImplementedError(f"{type(self).__name__} has no plan")
-
-    def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} has no traffic")
-
     def dropped(self, plan: ExchangePlan) -> Tensor | None:
         return plan.dropped
 
