@@ -42,7 +42,7 @@ def _drifted():
 
 def test_replicas_that_differ_are_named():
     for line in run_on_ranks(_drifted, 3):
-        assert line.endswith("replicas: drifted (rank 2 unlike ranks 0, 1)")
+        assert line.endswith("replicas: drifted (rank 2 unlike ranks 0-1)")
 
 
 def _damaged(folder):

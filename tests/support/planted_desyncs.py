@@ -81,7 +81,7 @@ DESYNCS = {
         "dist.P2POp(dist.irecv if dist.get_rank() else dist.isend, received, partner, group)",
         part="even",
         group="pp group 0-1",
-        says=("messages to rank", "tied_weights.py:sum_tied_grads"),
+        says=("message from rank", "tied_weights.py:sum_tied_grads"),
         options=_PIPELINE,
         family="deepseek_v3",
     ),

@@ -20,6 +20,7 @@ from titan_moe.distributed.boxes import sizes
 from titan_moe.distributed.dtensor import local_part
 from titan_moe.models.config import ModelConfig, tied_weights
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.launch import ranks_in_words
 
 # Elements summed together. On a CPU the int64 temporaries stay in the cache, and torch starts no
 # threads for so few: waiting for them beside other work took 3 to 7 times as long. On a GPU kernels
@@ -114,15 +115,11 @@ def _differences(differ: Mapping[tuple[str, str], Mapping[int, Sequence[int]]]) 
     for (name, _), by_value in differ.items():
         # The rarer value is more likely the wrong one: it comes first.
         groups = sorted(by_value.values(), key=len)
-        places[name].append(" unlike ".join(map(_ranks, groups)))
+        places[name].append(" unlike ".join(map(ranks_in_words, groups)))
     lines = [f"{name} ({'; '.join(of)})" for name, of in list(places.items())[:_NAMED]]
     if len(places) > _NAMED:
         lines[-1] += f" and {len(places) - _NAMED} more"
     return f"ranks hold different values of what should be replicas: {', '.join(lines)}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _sum(values: Tensor, chunk: Chunk) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.errors import reason
+from titan_moe.runtime.launch import number_ranges, ranks_in_words
 
 _CALLS_SHOWN = 4
 _MOST_LINES = 8
@@ -36,7 +37,7 @@ class _Group:
     def words(self) -> str:
         if self.axes == "world":
             return "all ranks"
-        return f"{self.axes} group {numbers(self.ranks)}"
+        return f"{self.axes} group {number_ranges(self.ranks)}"
 
     def has_called(self, rank: int, number: int) -> bool:
         return max(self.calls.get(rank, ()), default=0) >= number
@@ -76,7 +77,7 @@ def analyse(records: Sequence[Mapping[str, Any]], world_size: int) -> list[str]:
         lines.append("ranks wait for each other: they called collectives in another order")
     lines += [f"{_wait_words(wait, by_rank)}{_chain_words(wait)}" for wait in chained]
     if rest := [rank for rank in silent if rank not in told]:
-        lines.append(f"{_ranks(rest)} {_silence(rest)}")
+        lines.append(f"{ranks_in_words(rest)} {_silence(rest)}")
     lines += _places({rank: each for rank, each in outside.items() if rank not in told})
     if len(lines) > _MOST_LINES:
         lines = [*lines[:_MOST_LINES], f"and {len(lines) - _MOST_LINES} lines more in the report"]
@@ -84,22 +85,6 @@ def analyse(records: Sequence[Mapping[str, Any]], world_size: int) -> list[str]:
         lines.append("if the disk is only slow, raise checkpoint.save_timeout_seconds")
     steps = sorted({record["step"] for record in records if record["step"]})
     return [f"step {steps[0]}: {lines[0]}" if steps else lines[0], *lines[1:]]
-
-
-def numbers(ranks: Iterable[int]) -> str:
-    """Returns ranks as text such as "0-3, 7"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    ranks = list(ranks)
-    return f"rank{'s' * (len(ranks) > 1)} {numbers(ranks)}"
 
 
 def _groups(by_rank: Mapping[int, Mapping[str, Any]]) -> list[_Group]:
@@ -167,7 +152,7 @@ def _first_difference(groups: Sequence[_Group]) -> str | None:
     if not found:
         return None
     _, group, number, ways = max(found, key=lambda each: each[0])
-    told = [f"{_ranks(ranks)} called {way}" for way, ranks in ways.items()]
+    told = [f"{ranks_in_words(ranks)} called {way}" for way, ranks in ways.items()]
     return f"ranks went different ways: {' where '.join(told)} (call {number} of {group.words})"
 
 
@@ -201,7 +186,7 @@ def _wait_words(wait: _Wait, by_rank: Mapping[int, Mapping[str, Any]]) -> str:
     there = size - len(wait.absent) - len(wait.silent)
     failed = next((by_rank[rank]["error"] for rank in wait.waiting if by_rank[rank]["error"]), "")
     verb = "waits" if len(wait.waiting) == 1 else "wait"
-    words = f"{_ranks(wait.waiting)} {verb} {calls[0]['place'] or 'in a collective'}"
+    words = f"{ranks_in_words(wait.waiting)} {verb} {calls[0]['place'] or 'in a collective'}"
     words += f" ({calls[0]['operation']}, {wait.group.words}, {there} of {size} there)"
     return f"{words}: {failed}" if failed else words
 
@@ -210,16 +195,18 @@ def _absent_words(wait: _Wait, outside: Mapping[int, Mapping[str, Any]]) -> str:
     """Returns, say, "; rank 6 is in the loader (titan_moe/data/loader.py:52 in next_step)"."""
     lines = _places({rank: outside[rank] for rank in wait.absent if rank in outside})
     if chained := [rank for rank in wait.absent if rank not in outside]:
-        lines.append(f"{_ranks(chained)} waits elsewhere")
+        lines.append(f"{ranks_in_words(chained)} waits elsewhere")
     if wait.silent:
-        lines.append(f"{_ranks(wait.silent)} {_silence(wait.silent)}")
+        lines.append(f"{ranks_in_words(wait.silent)} {_silence(wait.silent)}")
     return "".join(f"; {line}" for line in lines)
 
 
 def _chain_words(wait: _Wait) -> str:
     if not wait.absent:
         return "; all have called it alike: the backend does not end it"
-    return f"; {_ranks(wait.absent)} {'waits' if len(wait.absent) == 1 else 'wait'} elsewhere"
+    return (
+        f"; {ranks_in_words(wait.absent)} {'waits' if len(wait.absent) == 1 else 'wait'} elsewhere"
+    )
 
 
 def _places(outside: Mapping[int, Mapping[str, Any]]) -> list[str]:
@@ -228,7 +215,7 @@ def _places(outside: Mapping[int, Mapping[str, Any]]) -> list[str]:
     for rank, record in outside.items():
         places[_where(record)].append(rank)
     return [
-        f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}"
+        f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}"
         for place, ranks in places.items()
     ]
 
@@ -278,7 +265,7 @@ def describe(hang: Mapping[str, Any]) -> list[str]:
     for record in hang["records"]:
         alike[tuple(_of_a_rank(record))].append(record["rank"])
     for words, ranks in sorted(alike.items(), key=lambda each: each[1]):
-        lines += ["", f"rank {numbers(ranks)}: {words[0]}", *words[1:]]
+        lines += ["", f"rank {number_ranges(ranks)}: {words[0]}", *words[1:]]
     return lines
 
 
@@ -290,7 +277,7 @@ def _of_a_rank(record: Mapping[str, Any]) -> list[str]:
         for call in group["calls"][-_CALLS_SHOWN:]:
             state = "ended" if call["ended"] else "waits"
             words = f"{call['operation']} {call['place']}, step {call['step']}"
-            members = numbers(group["ranks"])
+            members = number_ranges(group["ranks"])
             lines.append(f"  {state}  {group['axes']} {members} call {call['number']}: {words}")
     lines += [f"    {frame}" for frame in record["stack"]]
     for thread, stack in record["threads"].items():

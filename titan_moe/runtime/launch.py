@@ -9,7 +9,7 @@ import runpy
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import takewhile
@@ -42,6 +42,22 @@ class Launch:
             node_rank=int(environment["GROUP_RANK"]),
             num_nodes=world_size // local_world_size,
         )
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Returns numbers as text such as "0-3, 7"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Returns ranks as text such as "ranks 0-3, 7"."""
+    return f"rank{'s' * (len(ranks) > 1)} {number_ranges(ranks)}"
 
 
 def attempt_number(environment: Mapping[str, str]) -> int:

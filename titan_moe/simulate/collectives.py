@@ -5,10 +5,9 @@ import gc
 import logging
 import os
 import time
-from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.position import POSITION
 from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.simulate.comm_counter import axes_of_groups
-from titan_moe.simulate.desync import Finding, Group, RankLog, find_desyncs, find_waits
+from titan_moe.simulate.desync import Finding, Group, RankLog, find_desyncs
 from titan_moe.simulate.fake_rank import FakeRank, empty_batch, fake_world
 from titan_moe.simulate.issued import RecordingRank
 from titan_moe.simulate.lockstep import AbandonedError, Peers, run_ranks
@@ -53,19 +52,6 @@ class Task(NamedTuple):
 
 
 @dataclass
-class Traffic:
-    """Holds the calls and bytes of one operation in a step, over the groups of the same axes."""
-
-    groups: int
-    ranks: int
-    calls: int
-    bytes_even: float = 0.0
-    """Most bytes that a rank sends if experts get equally many tokens."""
-    bytes_most: float = 0.0
-    """Most bytes that a rank sends under any routing."""
-
-
-@dataclass
 class WorldReport:
     """Holds the results of a simulation."""
 
@@ -77,8 +63,6 @@ class WorldReport:
     """Parts that all ranks have completed."""
     collectives: int = 0
     """Number of collectives compared, over all ranks and parts."""
-    traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
-    """Traffic by axes and operation."""
     seconds: float = 0.0
 
     def as_json(self, task: Task) -> dict[str, Any]:
@@ -91,23 +75,11 @@ class WorldReport:
                 {"routing": part, "group": finding.group, "text": finding.text}
                 for part, finding in self.findings
             ],
-            "traffic": [
-                {"axes": axes, "op": op, **asdict(traffic)}
-                for (axes, op), traffic in self.traffic.items()
-            ],
             "seconds": round(self.seconds, 1),
         }
 
     def in_words(self, task: Task) -> list[str]:
-        lines = [
-            f"all {task.world_size} ranks, with {task.reduced}; bytes are of this",
-            f"{'group':<22}{'groups':>7}{'ranks':>7}  {'operation':<16}{'calls':>6}"
-            f"{'MB, even':>12}{'MB, most':>12}",
-        ]
-        for (axes, op), each in sorted(self.traffic.items()):
-            sent = f"{each.bytes_even / 1e6:>12.3f}{each.bytes_most / 1e6:>12.3f}"
-            counts = f"{each.groups:>7}{each.ranks:>7}  {op:<16}{each.calls:>6}"
-            lines.append(f"{axes:<22}{counts}{sent}")
+        lines = [f"all {task.world_size} ranks, with {task.reduced}"]
         for part, finding in self.findings[:_MOST_SHOWN]:
             lines.append(f"{part}: {finding.group}: {finding.text}")
         if (more := len(self.findings) - _MOST_SHOWN) > 0:
@@ -227,38 +199,14 @@ def _compare_all(task: Task) -> WorldReport:
 
 def _compare(report: WorldReport, part: str, logs: Mapping[int, RankLog]) -> None:
     logs = dict(sorted(logs.items()))
-    found = [] if report.findings else find_desyncs(logs)
     is_whole = all(log.is_whole for log in logs.values())
-    if not (found or report.findings or report.errors or is_whole):
-        found = find_waits(logs)
-    report.findings += [(part, finding) for finding in found]
+    if not report.findings:
+        has_failed = bool(report.errors) and not is_whole
+        found = find_desyncs(logs, has_failed=has_failed)
+        report.findings += [(part, finding) for finding in found]
     report.collectives += sum(len(log.issued) for log in logs.values())
     if is_whole:
         report.parts.append(part)
-    if part != START:
-        _add_traffic(report.traffic, logs, is_even=part == ROUTINGS[0].name)
-
-
-def _add_traffic(
-    traffic: dict[tuple[str, str], Traffic], logs: Mapping[int, RankLog], *, is_even: bool
-) -> None:
-    groups = {group.name: group for log in logs.values() for group in log.groups}
-    calls: dict[tuple[str, str], Counter[tuple[str, int]]] = defaultdict(Counter)
-    sent: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
-    for rank, log in logs.items():
-        for each in log.issued:
-            key = groups[each.group].axes, each.op
-            calls[key][each.group, rank] += 1
-            sent[key][rank] += each.bytes  # type: ignore[assignment]
-    for key, counted in calls.items():
-        names = {name for name, _ in counted}
-        most = max(sent[key].values())
-        found = traffic.setdefault(
-            key, Traffic(len(names), len(groups[min(names)].ranks), max(counted.values()))
-        )
-        found.bytes_most = max(found.bytes_most, most)
-        if is_even:
-            found.bytes_even = most
 
 
 def _parts(task: Task) -> list[str]:

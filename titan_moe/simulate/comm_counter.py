@@ -81,12 +81,9 @@ class CommCounter(TorchDispatchMode):
             op = "reduce_scatter"  # Of as many bytes; gloo makes it of an exchange and a sum.
         named = arguments_of(func, args)
         group = group_of(named)
-        self.add(Flow(self._axis(group), op), bytes_sent(named, group), group)
-
-    def add(self, flow: Flow, sent: float, group: dist.ProcessGroup) -> None:
-        """Add one call's bytes; a subclass may note more of it."""
+        flow = Flow(self._axis(group), op)
         self._calls[flow] += 1
-        self._bytes[flow] += sent
+        self._bytes[flow] += bytes_sent(named, group)
 
     def volumes(self) -> dict[Flow, Volume]:
         """All that was counted."""

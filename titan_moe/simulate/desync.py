@@ -6,12 +6,11 @@ groups are not met in such orders that each rank waits for another one.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+from titan_moe.runtime.launch import number_ranges, ranks_in_words
 from titan_moe.simulate.issued import Issued
-
-_Node = TypeVar("_Node", bound=Hashable)
 
 
 class Group(NamedTuple):
@@ -22,7 +21,7 @@ class Group(NamedTuple):
     axes: str
 
     def __str__(self) -> str:
-        return f"{self.axes} group {in_words(self.ranks)}"
+        return f"{self.axes} group {number_ranges(self.ranks)}"
 
 
 class RankLog(NamedTuple):
@@ -44,51 +43,21 @@ class Finding(NamedTuple):
     """Collectives that the rank which parts had issued before, in any group."""
 
 
-def find_desyncs(logs: Mapping[int, RankLog]) -> list[Finding]:
-    """All groups whose members part, with the first place of each; the earliest first."""
+def find_desyncs(logs: Mapping[int, RankLog], *, has_failed: bool = False) -> list[Finding]:
+    """Returns all groups whose members part, with the first place of each, the earliest first.
+
+    Args:
+        has_failed: a rank has raised an error, so that others may wait for it.
+    """
     groups = {group.name: group for log in logs.values() for group in log.groups}
-    if found := list(_unequally_made(groups, logs)):
-        return sorted(found, key=lambda finding: finding.number)
-    for group in groups.values():
-        numbered = {rank: _numbered(logs[rank].issued, group.name) for rank in group.ranks}
-        found += _unequal(group, logs, numbered)
-        found += _unpaired(group, logs, numbered)
-    if not found and all(log.is_whole for log in logs.values()):
+    found = list(_unequally_made(groups, logs))
+    if not found:
+        for group in groups.values():
+            for what, calls in _sequences(group, logs).items():
+                found += _unequal(group, logs, what, calls)
+    if not found and not has_failed:
         found = list(_crossed(groups, logs))
     return sorted(found, key=lambda finding: finding.number)
-
-
-def find_waits(logs: Mapping[int, RankLog]) -> list[Finding]:
-    """Returns one finding for each group in which ranks of an interrupted part wait, the earliest
-    first."""
-    groups = {group.name: group for log in logs.values() for group in log.groups}
-    waits = {
-        rank: _Numbered(len(log.issued) - 1, log.issued[-1])
-        for rank, log in logs.items()
-        if not log.is_whole and log.issued
-    }
-    found = []
-    for name in dict.fromkeys(each.issued.group for each in waits.values()):
-        group = groups[name]
-        there = [rank for rank in group.ranks if rank in waits and waits[rank].issued.group == name]
-        number, issued = waits[there[0]]
-        text = f"{_who(there)} {_waits(there)} in {issued}, {issued.place}"
-        for rank in [rank for rank in group.ranks if rank in waits and rank not in there][:1]:
-            other = waits[rank].issued
-            text += f"; {_who([rank])} waits in {groups[other.group]}, {other}, {other.place}"
-        found.append(Finding(str(group), text, number))
-    return sorted(found, key=lambda finding: finding.number)
-
-
-def in_words(ranks: Iterable[int]) -> str:
-    """Ranks as "0, 2, 4-7"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 class _Numbered(NamedTuple):
@@ -97,14 +66,7 @@ class _Numbered(NamedTuple):
     issued: Issued
 
 
-def _numbered(issued: Sequence[Issued], group: str) -> list[_Numbered]:
-    return [_Numbered(n, each) for n, each in enumerate(issued) if each.group == group]
-
-
-_ByRank = Mapping[int, list[_Numbered]]
-
-
-# --- groups ---
+_ByRank = Mapping[int, Sequence[_Numbered]]
 
 
 def _unequally_made(groups: Mapping[str, Group], logs: Mapping[int, RankLog]) -> Iterator[Finding]:
@@ -116,69 +78,73 @@ def _unequally_made(groups: Mapping[str, Group], logs: Mapping[int, RankLog]) ->
         if absent:
             place = made[there[0]].index(group.name)
             text = (
-                f"made by {_who(there)} as {_ordinal(place)} group after the world's, but not by "
-                f"{_who(absent)}"
+                f"made by {ranks_in_words(there)} as {_ordinal(place)} group after the world's, "
+                f"but not by {ranks_in_words(absent)}"
             )
             yield Finding(str(group), text, place)
 
 
-# --- collectives ---
+def _sequences(group: Group, logs: Mapping[int, RankLog]) -> dict[str, _ByRank]:
+    """Returns calls that must be alike, by what they are and by rank: the collectives of all
+    members, and for each pair and direction the sends of one rank and the receives of the other."""
+    sequences: dict[str, dict[int, list[_Numbered]]] = {"collective": {r: [] for r in group.ranks}}
+    for rank in group.ranks:
+        for number, issued in enumerate(logs[rank].issued):
+            if issued.group != group.name:
+                continue
+            calls = sequences["collective"]
+            if issued.is_pair:
+                peer = group.ranks[issued.peer]
+                source, target = (rank, peer) if issued.op == "send" else (peer, rank)
+                what = f"message from rank {source} to rank {target}"
+                calls = sequences.setdefault(what, {source: [], target: []})
+            calls[rank].append(_Numbered(number, issued))
+    return dict(sequences)
 
 
-def _unequal(group: Group, logs: Mapping[int, RankLog], numbered: _ByRank) -> Iterator[Finding]:
-    own = {
-        rank: [each for each in numbered[rank] if not each.issued.is_pair] for rank in group.ranks
-    }
-    for place in range(max(map(len, own.values()))):
+def _unequal(
+    group: Group, logs: Mapping[int, RankLog], what: str, calls: _ByRank
+) -> Iterator[Finding]:
+    """Yields the first place at which ranks differ, if there is one."""
+    for place in range(max(map(len, calls.values()))):
+        nth = f"{_ordinal(place + 1)} {what}"
         # Where a step was broken off, what it lacks says nothing.
         seen = {
-            rank: calls[place] if place < len(calls) else None
-            for rank, calls in own.items()
-            if place < len(calls) or logs[rank].is_whole
+            rank: own[place] if place < len(own) else None
+            for rank, own in calls.items()
+            if place < len(own) or logs[rank].is_whole
         }
-        rules = {rank: each and each.issued.rule for rank, each in seen.items()}
-        if len(set(rules.values())) > 1:
-            yield _parted(group, place, seen, rules)
+        sides: dict[Hashable, list[int]] = {}
+        for rank, each in seen.items():
+            sides.setdefault(each and each.issued.rule, []).append(rank)
+        if len(sides) > 1:
+            yield _parted(group, nth, seen, list(sides.values()))
             return
         there = {rank: each for rank, each in seen.items() if each is not None}
-        if finding := _wrong_splits(group, place, there):
+        if finding := _wrong_splits(group, nth, there):
             yield finding
             return
 
 
 def _parted(
-    group: Group, place: int, seen: Mapping[int, _Numbered | None], rules: Mapping[int, Hashable]
+    group: Group, nth: str, seen: Mapping[int, _Numbered | None], sides: list[list[int]]
 ) -> Finding:
-    (usual, _), *_ = Counter(rules.values()).most_common(1)
-    others = [rank for rank, rule in rules.items() if rule == usual]
-    parted = [rank for rank, rule in rules.items() if rule != usual]
-    sides = [_side([rank for rank in parted if rules[rank] == rule], seen, place)
-             for rule in dict.fromkeys(rules[rank] for rank in parted)]  # fmt: skip
-    text = f"{'; '.join(sides)}; {_side(others, seen, place)}"
-    first = [each.number for rank in parted if (each := seen[rank]) is not None]
-    last = [each.number for each in seen.values() if each is not None]
-    return Finding(str(group), text, min(first or last))
+    ordered = sorted(sides, key=len)  # The usual side comes last.
+    numbers = [
+        [each.number for rank in ranks if (each := seen[rank]) is not None] for ranks in ordered
+    ]
+    first = [number for of_side in numbers[:-1] for number in of_side] or numbers[-1]
+    text = "; ".join(_side(ranks, seen[ranks[0]], nth) for ranks in ordered)
+    return Finding(str(group), text, min(first))
 
 
-def _side(ranks: Sequence[int], seen: Mapping[int, _Numbered | None], place: int) -> str:
-    who = _who(ranks)
+def _side(ranks: list[int], each: _Numbered | None, nth: str) -> str:
     verb = "issues" if len(ranks) == 1 else "issue"
-    each = seen[ranks[0]]
-    if each is None:
-        return f"{who} {verb} no {_ordinal(place + 1)} collective"
-    what = f"{each.issued} as {_ordinal(place + 1)} collective"
-    return f"{who} {verb} {what} in {each.issued.place}"
+    what = f"no {nth}" if each is None else f"{each.issued} as {nth} in {each.issued.place}"
+    return f"{ranks_in_words(ranks)} {verb} {what}"
 
 
-def _who(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {in_words(ranks)}"
-
-
-def _waits(ranks: Sequence[int]) -> str:
-    return "waits" if len(ranks) == 1 else "wait"
-
-
-def _wrong_splits(group: Group, place: int, seen: Mapping[int, _Numbered]) -> Finding | None:
+def _wrong_splits(group: Group, nth: str, seen: Mapping[int, _Numbered]) -> Finding | None:
     for i, sender in enumerate(group.ranks):
         for j, receiver in enumerate(group.ranks):
             if not (sender in seen and receiver in seen and seen[sender].issued.sends):
@@ -188,109 +154,40 @@ def _wrong_splits(group: Group, place: int, seen: Mapping[int, _Numbered]) -> Fi
                 each = seen[sender]
                 text = (
                     f"rank {sender} sends {sent} elements to rank {receiver}, which receives "
-                    f"{received} from it, in {each.issued} as {_ordinal(place + 1)} collective, in "
-                    f"{each.issued.place}"
+                    f"{received} from it, in {each.issued} as {nth}, in {each.issued.place}"
                 )
                 return Finding(str(group), text, each.number)
     return None
 
 
-# --- sends and receives ---
-
-
-def _unpaired(group: Group, logs: Mapping[int, RankLog], numbered: _ByRank) -> Iterator[Finding]:
-    moves: dict[tuple[int, int], dict[str, list[_Numbered]]] = {}
-    for rank in group.ranks:
-        for each in numbered[rank]:
-            if each.issued.is_pair:
-                other = group.ranks[each.issued.peer]
-                way = (rank, other) if each.issued.op == "send" else (other, rank)
-                ends = moves.setdefault(way, {"send": [], "receive": []})
-                ends[each.issued.op].append(each)
-    for (source, target), ends in moves.items():
-        sends, receives = ends["send"], ends["receive"]
-        for place in range(max(len(sends), len(receives))):
-            if place >= len(sends) or place >= len(receives):
-                sender_is_short = place >= len(sends)
-                if logs[source if sender_is_short else target].is_whole:
-                    yield _lonely(group, place, source, target, sends, receives)
-                break
-            sent, received = sends[place].issued, receives[place].issued
-            if (sent.dtype, sent.sizes, sent.tag) != (received.dtype, received.sizes, received.tag):
-                text = (
-                    f"rank {source} sends {_message(sent)} to rank {target} as "
-                    f"{_ordinal(place + 1)} message in {sent.place}, which receives "
-                    f"{_message(received)} in {received.place}"
-                )
-                yield Finding(str(group), text, sends[place].number)
-                break
-
-
-def _lonely(
-    group: Group,
-    place: int,
-    source: int,
-    target: int,
-    sends: Sequence[_Numbered],
-    receives: Sequence[_Numbered],
-) -> Finding:
-    each = (sends if place < len(sends) else receives)[place]
-    text = (
-        f"rank {source} sends {len(sends)} messages to rank {target}, which receives "
-        f"{len(receives)} from it; the first without an answer is {_message(each.issued)} in "
-        f"{each.issued.place}"
-    )
-    return Finding(str(group), text, each.number)
-
-
-def _message(issued: Issued) -> str:
-    sizes = " + ".join(map(str, issued.sizes))
-    return f"{issued.dtype}[{sizes}]" + (f" with tag {issued.tag}" if issued.tag else "")
-
-
-# --- orders over several groups ---
-
-
 def _crossed(groups: Mapping[str, Group], logs: Mapping[int, RankLog]) -> Iterator[Finding]:
-    orders: dict[int, list[tuple[tuple[str, int], tuple[int, ...]]]] = {}
-    numbers: dict[tuple[int, tuple[str, int]], tuple[int, Issued]] = {}
+    """Yields the calls that ranks wait in for ever if each goes on when all members have come."""
+    calls: dict[int, list[tuple[tuple[str, int], _Numbered]]] = {rank: [] for rank in logs}
     for rank, log in logs.items():
         counts: Counter[str] = Counter()
-        order = orders.setdefault(rank, [])
-        for number, each in enumerate(log.issued):
-            if not each.is_pair:
-                node = each.group, counts[each.group]
-                counts[each.group] += 1
-                order.append((node, groups[each.group].ranks))
-                numbers[rank, node] = number, each
-    for rank, node in _stuck(orders):
-        number, each = numbers[rank, node]
-        text = (
-            f"rank {rank} issues {each} as {_ordinal(node[1] + 1)} collective in {each.place}, but "
-            f"another member first one of another group, and so on in a circle"
-        )
-        yield Finding(str(groups[node[0]]), text, number)
-
-
-def _stuck(
-    orders: Mapping[int, Sequence[tuple[_Node, tuple[int, ...]]]],
-) -> list[tuple[int, _Node]]:
-    """Ranks that wait for ever, and for what, if each meets the members of its next node before it
-    goes on; nothing if all come to their ends."""
-    at = dict.fromkeys(orders, 0)
-    there: dict[_Node, int] = defaultdict(int)
-    ready = list(orders)
+        for number, issued in enumerate(log.issued):
+            if not issued.is_pair:
+                counts[issued.group] += 1
+                node = issued.group, counts[issued.group]
+                calls[rank].append((node, _Numbered(number, issued)))
+    at = dict.fromkeys(calls, 0)
+    waiting: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+    ready = list(calls)
     while ready:
         rank = ready.pop()
-        if at[rank] == len(orders[rank]):
-            continue
-        node, members = orders[rank][at[rank]]
-        there[node] += 1
-        if there[node] == len(members):
-            for member in members:
-                at[member] += 1
-            ready += members
-    return [(rank, orders[rank][n][0]) for rank, n in at.items() if n < len(orders[rank])]
+        if at[rank] < len(calls[rank]):
+            node, _ = calls[rank][at[rank]]
+            waiting[node].append(rank)
+            if len(waiting[node]) == len(groups[node[0]].ranks):
+                ready += waiting.pop(node)
+                for member in groups[node[0]].ranks:
+                    at[member] += 1
+    for (name, count), ranks in waiting.items():
+        first = min(ranks)
+        _, each = calls[first][at[first]]
+        side = _side(sorted(ranks), each, f"{_ordinal(count)} collective")
+        text = f"{side}, but another member first one of another group, and so on in a circle"
+        yield Finding(str(groups[name]), text, each.number)
 
 
 def _ordinal(number: int) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from titan_moe.simulate.comm_counter import COLLECTIVES, Flow, arguments_of, group_of
+from titan_moe.simulate.comm_counter import COLLECTIVES, arguments_of, group_of
 from titan_moe.simulate.fake_rank import FakeCommCounter, fake_collective
 from titan_moe.simulate.lockstep import Meeting, Peers
 from titan_moe.simulate.whereabouts import Place, Whereabouts
@@ -64,8 +64,6 @@ class Issued(NamedTuple):
     """The other rank in the group, of a send or receive; a broadcast's root; else -1."""
     tag: int
     place: Place
-    bytes: float
-    """That leave the rank, as `comm_counter` counts them."""
 
     @property
     def is_pair(self) -> bool:
@@ -73,14 +71,18 @@ class Issued(NamedTuple):
 
     @property
     def rule(self) -> tuple:
-        """Returns what must be the same on every rank of the group. Phase, layer and region belong
-        to it: two sums of equal size in exchanged order raise no error, and are wrong."""
+        """Returns what must be the same on every rank of the group. A collective's phase, layer and
+        region belong to it: two sums of equal size in exchanged order raise no error, and are
+        wrong."""
+        if self.is_pair:
+            return self.dtype, self.sizes, self.tag
         place = self.place
         return self.op, self.dtype, self.sizes, self.peer, place.phase, place.layer, place.region
 
     def __str__(self) -> str:
         sizes = " + ".join(map(str, self.sizes)) if not self.sends else ""
-        return f"{self.op} {self.dtype}" + (f"[{sizes}]" if sizes else "")
+        tag = f" with tag {self.tag}" if self.tag else ""
+        return f"{self.op} {self.dtype}" + (f"[{sizes}]" if sizes else "") + tag
 
 
 class RecordingRank(FakeCommCounter):
@@ -90,11 +92,7 @@ class RecordingRank(FakeCommCounter):
         super().__init__()
         self.issued: list[Issued] = []
         self._peers, self._whereabouts = peers, whereabouts
-        self._sent = 0.0
         self._met: Counter[str] = Counter()
-
-    def add(self, flow: Flow, sent: float, group: dist.ProcessGroup) -> None:
-        self._sent = sent
 
     def execute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func.namespace not in COLLECTIVES or func.__name__.startswith(_WAIT):
@@ -122,7 +120,6 @@ class RecordingRank(FakeCommCounter):
         own = next(named[each] for each in _OWN if each in named)
         tensors = [own] if isinstance(own, Tensor) else list(own)
         sends, receives = _splits(named) if op == "all_to_all" else ((), ())
-        sent, self._sent = self._sent, 0.0
         return Issued(
             group=group.group_name,
             op=op,
@@ -133,7 +130,6 @@ class RecordingRank(FakeCommCounter):
             peer=named.get("dst", named.get("src", named.get("root_rank", -1))),
             tag=named.get("tag", 0),
             place=self._whereabouts.now(),
-            bytes=sent,
         )
 
     def _among_peers(

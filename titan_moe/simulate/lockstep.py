@@ -2,21 +2,22 @@
 to know what the others have sent.
 
 The processes are forked from this one, so that what it has imported and learnt is shared. Values
-pass through it, and turns to compute: when all wait for others that have ended, or that wait
-elsewhere, nothing can come any more, and each is told so.
+pass through it. When all wait for others that have ended, or that wait elsewhere, nothing can come
+any more, and each is told so.
 """
 
 import os
 import signal
 import traceback
-from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing import Pipe
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.synchronize import Semaphore
 from typing import Any, NamedTuple
+
+from titan_moe.runtime.launch import end_with_parent
 
 
 class AbandonedError(Exception):
@@ -33,8 +34,8 @@ class Meeting(NamedTuple):
 class Peers:
     """The other ranks, for one of them."""
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
+    def __init__(self, pipe: Connection, turns: Semaphore) -> None:
+        self._pipe, self._turns = pipe, turns
 
     def exchange(self, meeting: Meeting, value: Any) -> list[Any]:
         """The values of all members, in their order; waits for them.
@@ -42,7 +43,9 @@ class Peers:
         Raises AbandonedError when a member never comes.
         """
         self._pipe.send((meeting, value))
+        self._turns.release()
         values = self._pipe.recv()
+        self._turns.acquire()
         if values is None:
             raise AbandonedError
         return values
@@ -62,40 +65,35 @@ class Report(NamedTuple):
     has_ended: bool = False
 
 
-def run_ranks(
-    fn: Callable[[int, Peers], None], world_size: int, *, num_workers: int | None = None
-) -> Generator[Report, None, None]:
+def run_ranks(fn: Callable[[int, Peers], None], world_size: int) -> Generator[Report, None, None]:
     """Call `fn(rank, peers)` for every rank, each in a process forked from this one, and yield what
     they report and how they end, as it comes.
 
-    Call it in a process that has one thread. Ranks end by themselves when this process has gone.
-    `num_workers`: how many compute at a time; left out, as many as there are cores.
+    As many ranks compute at a time as there are cores. Call it in a process that has one thread; no
+    rank outlives it.
     """
-    schedule = _Schedule(num_workers or os.cpu_count() or 1)
+    world = _World()
     try:
         for rank in range(world_size):
-            schedule.fork(fn, rank)
-        while schedule.ranks:
-            schedule.give_turns()
-            for pipe in wait(list(schedule.ranks)):
-                report = schedule.hear(pipe)  # type: ignore[arg-type]
+            world.fork(fn, rank)
+        while world.ranks:
+            for pipe in wait(list(world.ranks)):
+                report = world.hear(pipe)  # type: ignore[arg-type]
                 if report is not None:
                     yield report
+            world.abandon_if_stuck()
     finally:
-        schedule.close()
+        world.close()
 
 
-@dataclass
-class _Schedule:
-    """The ranks that have not ended: which compute, which may go on, and which wait for others."""
+class _World:
+    """The ranks that have not ended, and the values of those that wait for others."""
 
-    num_workers: int
-    ranks: dict[Connection, int] = field(default_factory=dict)
-    processes: list[int] = field(default_factory=list)
-    running: set[Connection] = field(default_factory=set)
-    ready: deque[tuple[Connection, bytes]] = field(default_factory=deque)
-    """With what each is told, as a pipe sends it."""
-    waiting: dict[Meeting, dict[int, tuple[Connection, Any]]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.ranks: dict[Connection, int] = {}
+        self._processes: list[int] = []
+        self._turns = get_context("fork").Semaphore(os.cpu_count() or 1)
+        self._waiting: dict[Meeting, dict[int, tuple[Connection, Any]]] = {}
 
     def fork(self, fn: Callable[[int, Peers], None], rank: int) -> None:
         ours, theirs = Pipe()
@@ -104,75 +102,60 @@ class _Schedule:
             # A pipe ends when its last holder has gone, so no rank holds another one's.
             for other in (ours, *self.ranks):
                 other.close()
-            _run(fn, rank, theirs)
+            _run(fn, rank, theirs, self._turns)
         theirs.close()
-        self.processes.append(process)
+        self._processes.append(process)
         self.ranks[ours] = rank
-        self.ready.append((ours, _packed(None)))
-
-    def give_turns(self) -> None:
-        """Let as many compute as may."""
-        if not self.running and not self.ready:  # Nothing comes any more.
-            for meeting in list(self.waiting):
-                self._answer(meeting, None)
-        while self.ready and len(self.running) < self.num_workers:
-            pipe, told = self.ready.popleft()
-            if pipe in self.ranks:
-                self.running.add(pipe)
-                with suppress(BrokenPipeError):  # It has died; its end is heard next.
-                    pipe.send_bytes(told)
 
     def hear(self, pipe: Connection) -> Report | None:
         rank = self.ranks[pipe]
         try:
             what, value = pipe.recv()
         except (EOFError, ConnectionResetError):
-            return self._ended(pipe, Report(rank, None, "its process has died", has_ended=True))
+            self._turns.release()  # It has died in its turn.
+            what, value = "end", "its process has died"
         if isinstance(what, Meeting):
-            self.running.discard(pipe)
-            self._meet(what, rank, pipe, value)
+            there = self._waiting.setdefault(what, {})
+            there[rank] = pipe, value
+            if len(there) == len(what.members):
+                self._answer(what, [there[member][1] for member in what.members])
             return None
         if what is None:
             return Report(rank, value)
-        return self._ended(pipe, Report(rank, None, value, has_ended=True))
+        del self.ranks[pipe]
+        pipe.close()
+        return Report(rank, None, value, has_ended=True)
+
+    def abandon_if_stuck(self) -> None:
+        """Answer all ranks that wait if no other rank is left."""
+        if sum(map(len, self._waiting.values())) >= len(self.ranks):
+            for meeting in list(self._waiting):
+                self._answer(meeting, None)
 
     def close(self) -> None:
         for pipe in self.ranks:
             pipe.close()
-        for process in self.processes:
+        for process in self._processes:
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
 
-    def _ended(self, pipe: Connection, report: Report) -> Report:
-        del self.ranks[pipe]
-        self.running.discard(pipe)
-        pipe.close()
-        return report
-
-    def _meet(self, meeting: Meeting, rank: int, pipe: Connection, value: Any) -> None:
-        there = self.waiting.setdefault(meeting, {})
-        there[rank] = pipe, value
-        if len(there) == len(meeting.members):
-            self._answer(meeting, [there[member][1] for member in meeting.members])
-
     def _answer(self, meeting: Meeting, values: Sequence[Any] | None) -> None:
-        told = _packed(values)  # Once for all of them.
-        self.ready += [(pipe, told) for pipe, _ in self.waiting.pop(meeting).values()]
+        told = bytes(ForkingPickler.dumps(values))  # As `Connection.send` does; once for all.
+        for pipe, _ in self._waiting.pop(meeting).values():
+            with suppress(BrokenPipeError):  # It has died; its end is heard next.
+                pipe.send_bytes(told)
 
 
-def _packed(value: Any) -> bytes:
-    """Pickles a value as `Connection.send` does, so that `Connection.recv` can read it."""
-    return bytes(ForkingPickler.dumps(value))
-
-
-def _run(fn: Callable[[int, Peers], None], rank: int, pipe: Connection) -> None:
+def _run(fn: Callable[[int, Peers], None], rank: int, pipe: Connection, turns: Semaphore) -> None:
     """Call it and end this process, without what its parent would do at its own end."""
     error = ""
+    end_with_parent()
     try:
-        pipe.recv()  # Its first turn.
-        fn(rank, Peers(pipe))
+        turns.acquire()
+        fn(rank, Peers(pipe, turns))
     except BaseException:
         error = traceback.format_exc()
     with suppress(BrokenPipeError):
         pipe.send(("end", error))
+    turns.release()
     os._exit(0)
