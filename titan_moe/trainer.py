@@ -21,10 +21,9 @@ from titan_moe.config.stages import changes, job_of_step, same_layout, stage_job
 from titan_moe.data.batch import Batch
 from titan_moe.data.reader import merge_states
 from titan_moe.data.tokenizer import loss_unit
+from titan_moe.debug.bad_step_causes import bad_step_causes
 from titan_moe.debug.hang import mark_layers
-from titan_moe.debug.nan_locator import describe_nonfinite
 from titan_moe.debug.routing_trace import RoutingTrace
-from titan_moe.debug.worst_sequences import worst_sequences
 from titan_moe.distributed.compile import compiled_so_far, forget_compiled
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.distributed.process_groups import ProcessGroups
@@ -259,11 +258,11 @@ class Trainer:
     ) -> int | None:
         """Decide about a step that updated nothing. Returns the step of the checkpoint to go back
         to, or None. Raises RunError if the run must stop; saves the state before the step first."""
-        step_data = (self.sharded, batches, self.process.device)
-        place = "" if result.finite else describe_nonfinite(*step_data)
+        place, worst = bad_step_causes(
+            self.sharded, batches, self.process.device, is_finite=result.finite
+        )
         decision = self.bad_steps.decide(step, result, place, self.checkpointer.finish())
         self.train_step.discard()
-        worst = worst_sequences(*step_data)
         self.log.event(step, self.bad_steps.record(result, decision, worst))
         if decision.action == "stop":
             again = decision.checkpoint is not None

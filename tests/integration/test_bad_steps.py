@@ -138,8 +138,8 @@ def test_skipping_leaves_out_one_update(tmp_path: Path):
     ("fault", "seen"),
     [
         ("spike", "a spike: gradient norm "),
-        ("nan", "first seen in the output of layers.1.moe.experts on rank 1, which read"),
-        ("gradient", "first seen in the gradient of output.weight; the step read the documents"),
+        ("nan", "first seen in the output of layers.1.moe.experts on rank 1; the state"),
+        ("gradient", "first seen in the gradient of output.weight; the state"),
     ],
 )
 def test_run_stops_with_the_state_before_the_bad_step(tmp_path: Path, fault: str, seen: str):

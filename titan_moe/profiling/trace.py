@@ -16,7 +16,7 @@ import math
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -36,7 +36,6 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _RANK_FILE = re.compile(r"rank-(\d+)\.json(\.gz)?")
 _MOST_NAMES = 12
-_LOOK_BACK = 16
 
 Event = dict[str, Any]
 Span = tuple[float, float]
@@ -116,11 +115,11 @@ def read_trace(path: Path) -> RankProfile:
     kernels = [e for e in events if e.get("cat") in _ON_DEVICE]
     rank = (trace.get("distributedInfo") or {}).get("rank", 0)
     profile = RankProfile(rank, bool(kernels), max(1, len(steps)), window[1] - window[0])
-    threads = _threads(events, trace["traceEvents"])
+    threads = _Threads(events, trace["traceEvents"], main)
     if kernels:
         _measure_gpu(profile, events, kernels, threads)
     else:
-        _measure_cpu(profile, events, threads[main], window)
+        _measure_cpu(profile, events, threads.segments[main], window)
     return profile
 
 
@@ -143,79 +142,69 @@ def _span(event: Event) -> Span:
     return event["ts"], event["ts"] + event["dur"]
 
 
-def _threads(events: list[Event], arrows: list[Event]) -> dict[Any, list[Segment]]:
-    """Returns each thread's segments."""
-    place_of = _place_maker(events, arrows)
-    by_thread = defaultdict(list)
-    for event in events:
-        if event.get("cat") in ("cpu_op", "user_annotation"):
-            by_thread[event["tid"]].append(event)
-    return {thread: _segments(own, place_of) for thread, own in by_thread.items()}
+class _Threads:
+    """The segments of every thread, of which a backward looks up those of its forward."""
 
+    def __init__(self, events: list[Event], arrows: list[Event], main: Any) -> None:
+        starts = {e["id"]: (e["tid"], e["ts"]) for e in arrows if _is_arrow(e, "s")}
+        ends = ((e, starts.get(e["id"])) for e in arrows if _is_arrow(e, "f"))
+        self._forward_of = {(e["tid"], e["ts"]): made_at for e, made_at in ends if made_at}
+        by_thread: dict[Any, list[Event]] = {main: []}  # First: it has the forward.
+        for event in events:
+            if event.get("cat") in ("cpu_op", "user_annotation"):
+                by_thread.setdefault(event["tid"], []).append(event)
+        self.segments: dict[Any, list[Segment]] = {}
+        for thread, own in by_thread.items():
+            self.segments[thread] = []
+            for segment in _segments(own, self._place_of):
+                self.segments[thread].append(segment)
 
-def _place_maker(
-    events: list[Event], arrows: list[Event]
-) -> Callable[[Event, RegionPhase], RegionPhase]:
-    """Returns a function from an event, and the place around it, to its own place."""
-    starts = {e["id"]: (e["tid"], e["ts"]) for e in arrows if _is_arrow(e, "s")}
-    ends = ((e, starts.get(e["id"])) for e in arrows if _is_arrow(e, "f"))
-    forward_of = {(e["tid"], e["ts"]): made_at for e, made_at in ends if made_at}
-    spans: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
-    for event in events:
-        if event["name"].startswith((PREFIX, _COMPILED_EVENT)):
-            spans[event["tid"]].append((*_span(event), _region_of(event["name"])))
-    spans = {thread: sorted(found) for thread, found in spans.items()}
+    def place_at(self, thread: Any, time: float) -> RegionPhase:
+        """Returns the place of an instant of a thread."""
+        segments = self.segments.get(thread, [])
+        index = bisect_right(segments, time, key=lambda each: each.start) - 1
+        if index < 0 or time > segments[index].end:
+            return RegionPhase(_OTHER, "forward")
+        return segments[index].place
 
-    def region_at(thread: Any, time: float) -> str:
-        begun = spans.get(thread, [])[: bisect_right(spans.get(thread, []), (time, math.inf, ""))]
-        # Regions hardly nest: the last to begin, or one of the few before it.
-        around = (name for _, end, name in reversed(begun[-_LOOK_BACK:]) if time <= end)
-        return next(around, _OTHER)
-
-    def place_of(event: Event, around: RegionPhase) -> RegionPhase:
+    def _place_of(self, event: Event, around: RegionPhase) -> RegionPhase:
+        """Returns the place of an event, from that around it."""
         name, phase = event["name"], around.phase
         inside = "recompute" if phase == "backward" else phase
         if name.startswith(PREFIX) and event.get("cat") == "user_annotation":
-            return RegionPhase(_region_of(name), inside)
+            return RegionPhase(name.removeprefix(PREFIX), inside)
         if name.startswith(_COMPILED_EVENT):
             return RegionPhase(_COMPILED, inside)
         if name.startswith("FSDP::"):
             return RegionPhase(_FSDP, phase)
         if name.startswith(_BACKWARD):
             return RegionPhase(_OTHER, "backward")
-        made_at = forward_of.get((event["tid"], event["ts"]))
+        made_at = self._forward_of.get((event["tid"], event["ts"]))
         if made_at is not None and phase == "backward":
-            return RegionPhase(region_at(*made_at), "backward")
+            return RegionPhase(self.place_at(*made_at).region, "backward")
         return around
-
-    return place_of
 
 
 def _is_arrow(event: Event, end: str) -> bool:
     return event.get("cat") == "fwdbwd" and event.get("ph") == end
 
 
-def _region_of(name: str) -> str:
-    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else _COMPILED
-
-
 def _segments(
     events: list[Event], place_of: Callable[[Event, RegionPhase], RegionPhase]
-) -> list[Segment]:
-    """Returns a thread's time from its first event on, cut by its nested events."""
+) -> Iterator[Segment]:
+    """Yields a thread's time from its first event on, cut by its nested events."""
     # Of events that begin together the longer one is around the other.
     ordered = sorted(events, key=lambda e: (e["ts"], -e["dur"]))
     last: Event = {"ts": max(map(_end, events)), "dur": 0.0, "name": ""}
     stack: list[tuple[float, RegionPhase, str | None]]
     stack = [(math.inf, RegionPhase(_OTHER, "forward"), None)]
-    found: list[Segment] = []
     now = ordered[0]["ts"]
     for event in [*ordered, last]:
         while True:
             end, place, name = stack[-1]
             until = min(end, event["ts"])
             if until > now:
-                found.append(Segment(now, until, place, name))
+                yield Segment(now, until, place, name)
                 now = until
             if end > event["ts"]:
                 break
@@ -225,7 +214,6 @@ def _segments(
         # An event that outlives its parent by rounding ends with it.
         own_name = event["name"] if event.get("cat") == "cpu_op" else name
         stack.append((min(_end(event), end), place_of(event, place), own_name))
-    return found
 
 
 def _end(event: Event) -> float:
@@ -257,11 +245,11 @@ def _measure_gpu(
     profile: RankProfile,
     events: list[Event],
     kernels: list[Event],
-    threads: dict[Any, list[Segment]],
+    threads: _Threads,
 ) -> None:
     """Add up the time of kernels, by the instants that launched them."""
     launches = {
-        e["args"]["correlation"]: e
+        e["args"]["correlation"]: (e["tid"], e["ts"])
         for e in events
         if e.get("cat") in _LAUNCHES and "correlation" in e.get("args", {})
     }
@@ -272,20 +260,12 @@ def _measure_gpu(
         (sending if is_sent else computing).append(_span(event))
         (profile.collectives if is_sent else profile.kernels)[event["name"]] += event["dur"]
         if not is_sent:
-            launch = launches.get(event.get("args", {}).get("correlation"))
-            profile.times[_place_at(launch, threads)] += event["dur"]
+            launch = launches.get(event.get("args", {}).get("correlation"), (None, 0.0))
+            profile.times[threads.place_at(*launch)] += event["dur"]
     communicating, computing = _union(sending), _union(computing)
     profile.communication = _length(communicating)
     covered = sum(_length(_clipped(computing, span)) for span in communicating)
     profile.exposed = profile.communication - covered
-
-
-def _place_at(launch: Event | None, threads: dict[Any, list[Segment]]) -> RegionPhase:
-    segments = threads.get(launch["tid"], []) if launch else []
-    index = bisect_right(segments, launch["ts"], key=lambda each: each.start) - 1 if launch else -1
-    if index < 0 or launch is None or launch["ts"] > segments[index].end:
-        return RegionPhase(_OTHER, "forward")
-    return segments[index].place
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
