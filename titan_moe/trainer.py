@@ -119,13 +119,11 @@ class Trainer:
         )
         freq = job.metrics.replica_check_freq
         self.replicas = ReplicaCheck(sharded.parts, sharded.config, self.optimizer, freq)
-        moe = sharded.config.moe
         self.checkpointer = Checkpointer(
             job.checkpoint,
             self.folder,
             modules=sharded.parts,
             optimizer=self.optimizer,
-            num_experts=moe.num_experts if moe is not None else 0,
             job_record=self.run_job.model_dump(mode="json"),
             merge_data=merge_states,
             model=HFModel(job.model.name, sharded.config),

@@ -57,7 +57,6 @@ def through(model: HFModel, layout: str, source: Path, target: Path, dtype: str)
         target.parent,
         modules=sharded.parts,
         optimizer=None,
-        num_experts=model.config.moe.num_experts,
         job_record={"model": {"hf_assets_path": str(source)}},
         merge_data=lambda states: {},
         model=model,

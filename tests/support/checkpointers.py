@@ -28,13 +28,11 @@ def plain_checkpointer(
         merge_data: joins the data positions of all ranks.
         keys: of the [checkpoint] table.
     """
-    moe = model.config.moe if model is not None else None
     return Checkpointer(
         Checkpoint(**{"enable": True, **keys}),
         folder,
         modules=[module],
         optimizer=optimizer,
-        num_experts=moe.num_experts if moe is not None else 0,
         job_record={},
         merge_data=merge_data,
         model=model,

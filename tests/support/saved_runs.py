@@ -21,7 +21,7 @@ class Toy(nn.Module):
 class Run:
     """A model, its optimizer and its checkpointer; `seed` tells runs apart."""
 
-    def __init__(self, folder, *, seed=0, dim=5, experts=2, num_experts=2, **config):
+    def __init__(self, folder, *, seed=0, dim=5, experts=2, **config):
         torch.manual_seed(seed)
         self.model = Toy(dim, experts)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
@@ -34,7 +34,6 @@ class Run:
             folder,
             modules=[self.model],
             optimizer=self.optimizer,
-            num_experts=num_experts,
             job_record={"training": {"steps": 3}, "checkpoint": options.model_dump(mode="json")},
             merge_data=lambda states: states[0],
         )

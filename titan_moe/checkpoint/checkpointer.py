@@ -82,7 +82,6 @@ class Checkpointer:
         modules: the model, or this rank's parts of it; their state_dicts name the tensors.
             Parameters may be DTensors of any mesh.
         optimizer: None where there is none to save or load (evaluation, conversion).
-        num_experts: routed experts per MoE layer; checked at load.
         job_record: the resolved configuration as JSON, kept in the manifest.
         merge_data: makes one data position of the ranks' own, which may overlap.
         model: family and dimensions, kept in the manifest; needed for Hugging Face folders.
@@ -95,7 +94,6 @@ class Checkpointer:
         *,
         modules: Sequence[nn.Module],
         optimizer: Optimizer | None,
-        num_experts: int,
         job_record: dict[str, Any],
         merge_data: MergeData,
         model: HFModel | None = None,
@@ -104,7 +102,6 @@ class Checkpointer:
         self._folder = dump_folder / config.folder
         self._modules = modules
         self._optimizer = optimizer
-        self._num_experts = num_experts
         self._job_record = job_record
         self._merge_data = merge_data
         self._model = model
@@ -229,7 +226,6 @@ class Checkpointer:
             manifest = Manifest(
                 step=step,
                 model_only=state is None,
-                num_experts=self._num_experts,
                 tensors=specs,
                 checksums=sums,
                 job=self._job_record,
@@ -337,7 +333,7 @@ class Checkpointer:
             if name.startswith(tuple(parts))
         }
         specs = gather_specs(tensors)
-        if problems := audit(manifest, specs, parts, self._num_experts):
+        if problems := audit(manifest, specs, parts):
             raise RunError(f"checkpoint {source} does not fit the model: {'; '.join(problems)}")
         read_tensors(tensors, source)
         sums = checksums(tensors)

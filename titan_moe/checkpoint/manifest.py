@@ -39,7 +39,6 @@ class Manifest:
 
     step: int
     model_only: bool
-    num_experts: int
     tensors: dict[str, TensorSpec]
     checksums: dict[str, str]
     """A checksum (see checksums.py) for every entry of `tensors`."""
@@ -85,15 +84,11 @@ def gather_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(*spec) for name, spec in merged.items()}
 
 
-def audit(
-    manifest: Manifest, wanted: Mapping[str, TensorSpec], parts: Iterable[str], num_experts: int
-) -> list[str]:
+def audit(manifest: Manifest, wanted: Mapping[str, TensorSpec], parts: Iterable[str]) -> list[str]:
     """Why a checkpoint does not fit the tensors that it is to be loaded into; empty when it does.
 
     Only the checkpoint's tensors whose names start with one of `parts` are compared.
     """
-    if manifest.num_experts != num_experts:
-        return [f"it has {manifest.num_experts} experts, the model {num_experts}"]
     parts = tuple(parts)
     stored = {name: spec for name, spec in manifest.tensors.items() if name.startswith(parts)}
     unlike = [

@@ -179,7 +179,6 @@ def _manifest(model: HFModel, shapes: Shapes, dtype: torch.dtype, sums: dict[str
     return Manifest(
         step=0,
         model_only=True,
-        num_experts=model.config.moe.num_experts if model.config.moe else 0,
         tensors={
             MODEL + name: TensorSpec(
                 shape=shape, dtype=str(_dtype_of(name, dtype)).removeprefix("torch.")
