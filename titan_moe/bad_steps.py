@@ -1,4 +1,4 @@
-"""Steps whose update is left out, and the run's answer to them: stop, skip, or roll back.
+"""Steps whose update is left out, and the run's answer to them: stop or skip.
 
 A step is bad if its loss or gradient norm is not finite, or if the norm is a spike. Both are known
 before the update, from the step's own all-reduce, and are the same on every rank: all ranks decide
@@ -19,9 +19,6 @@ WINDOW = 64
 """The number of norms, of the last steps that made their update, that a norm is compared with."""
 FEWEST = 16
 """No step is a spike before there are so many norms."""
-MOST_ROLL_BACKS = 3
-"""The number of returns to one checkpoint. The count is not saved: a run that is killed and goes on
-from that checkpoint meets the same steps again, and goes back as often."""
 MOST_SKIPPED = 16
 """Steps skipped in a row. After more of them, the norms have another level, or the weights are
 bad."""
@@ -33,11 +30,9 @@ class Decision:
 
     seen: str
     """For the user: what is wrong with the step."""
-    action: Literal["stop", "skip", "roll_back"]
+    action: Literal["stop", "skip"]
     remark: str
     """For the user: what follows from it, or what could be done."""
-    checkpoint: int | None = None
-    """The step that the run goes back to; in a stop, the one that it has gone back to too often."""
 
 
 class BadSteps:
@@ -52,7 +47,6 @@ class BadSteps:
         self._on_spike, self._on_nonfinite = training.on_spike, training.on_nonfinite
         self._norms: deque[float] = deque(maxlen=WINDOW)
         self._skipped = 0
-        self._rolled_back = (0, 0)  # The step of the checkpoint, and the number of returns to it.
 
     def is_spike(self, norm: float) -> bool:
         """Returns whether a step of this norm must not update."""
@@ -66,12 +60,11 @@ class BadSteps:
         if self._factor is not None and result.num_targets:
             self._norms.append(result.grad_norm)
 
-    def decide(self, step: int, result: StepResult, place: str, checkpoint: int | None) -> Decision:
+    def decide(self, step: int, result: StepResult, place: str) -> Decision:
         """Decide about a bad step, and count the decision.
 
         Args:
             place: where the first value was that is not finite; unused for a spike.
-            checkpoint: the step of the last complete checkpoint.
         """
         if result.finite:
             usual = median(self._norms)
@@ -87,13 +80,7 @@ class BadSteps:
             policy, key = self._on_nonfinite, "training.on_nonfinite"
         if policy == "skip":
             return self._skip(seen, key)
-        if policy == "roll_back":
-            return self._roll_back(seen, key, step, checkpoint)
-        remedies = (
-            f"{key}='skip' would leave the update out and go on, 'roll_back' would go back to the "
-            "last checkpoint and leave out the data since then"
-        )
-        return Decision(seen, "stop", remedies)
+        return Decision(seen, "stop", f"{key}='skip' would leave the update out and go on")
 
     def _skip(self, seen: str, key: str) -> Decision:
         if self._skipped == MOST_SKIPPED:
@@ -104,30 +91,6 @@ class BadSteps:
             return Decision(seen, "stop", remark)
         self._skipped += 1
         return Decision(seen, "skip", "the update is skipped")
-
-    def _roll_back(self, seen: str, key: str, step: int, checkpoint: int | None) -> Decision:
-        # Step 0 is a seed checkpoint, which holds the model only. A run without its train state may
-        # have begun with a checkpoint of a later step than this one.
-        if checkpoint is None or not 0 < checkpoint < step:
-            remark = (
-                f"{key}='roll_back' has no checkpoint to go back to yet: lower checkpoint.interval "
-                "or set checkpoint.enable_first_step_checkpoint=true"
-            )
-            return Decision(seen, "stop", remark)
-        before, times = self._rolled_back
-        times = times if before == checkpoint else 0
-        if times == MOST_ROLL_BACKS:
-            remark = (
-                f"{key}='roll_back' has gone back to the checkpoint of step {checkpoint} {times} "
-                "times already: go back further with checkpoint.load_step, or lower optimizer.lr"
-            )
-            return Decision(seen, "stop", remark, checkpoint)
-        self._rolled_back = checkpoint, times + 1
-        remark = (
-            f"going back to the checkpoint of step {checkpoint}, and on with the data after this "
-            "step's"
-        )
-        return Decision(seen, "roll_back", remark, checkpoint)
 
     def record(
         self, result: StepResult, decision: Decision, worst: list[dict[str, Any]]
@@ -140,7 +103,6 @@ class BadSteps:
             "grad_norm": result.grad_norm,
             "median_grad_norm": median(self._norms) if self._norms else None,
             "decision": decision.action,
-            "checkpoint": decision.checkpoint,
             "line": f"{decision.seen}; {decision.remark}",
             "worst_sequences": worst,
         }

@@ -111,11 +111,10 @@ class TrainData:
         """End the loader."""
         self.loader.close()
 
-    def load_state(self, state: dict[str, Any], step: int | None = None) -> None:
-        """Go on at a checkpoint's position, taken after `step` of the run (default: the data's own
-        step, which differs where the run has left data out). RunError if the position is one of
-        other data, or of a stage that the run did not have at that step."""
-        taken = job_of_step(self._job, state["step"] if step is None else step).training
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on at a checkpoint's position. RunError if the position is one of other data, or of a
+        stage that the run did not have at that step."""
+        taken = job_of_step(self._job, state["step"]).training
         size, length = taken.global_batch_size, taken.seq_len
         self._go_on(state, replace(self.loader.identity, global_batch_size=size, seq_len=length))
 

@@ -191,13 +191,13 @@ class Trainer:
     def _set_timeouts(self, seconds: int) -> None:
         set_timeouts(seconds, self.meshes.all_groups())
 
-    def _resume(self, step: int | None = None) -> None:
-        """Load the configuration's checkpoint, or that of `step` without its data position."""
-        state = self.checkpointer.load(step)
+    def _resume(self) -> None:
+        """Load the configuration's checkpoint."""
+        state = self.checkpointer.load()
         if state is None:
             return
-        if step is None and "data" in state:
-            self.data.load_state(state["data"], state.get("step"))
+        if "data" in state:
+            self.data.load_state(state["data"])
         if "step" in state:
             self.progress = Progress(state["step"], state["tokens"])
             self.bad_steps.load_state(state)
@@ -226,9 +226,8 @@ class Trainer:
             raise RunError(f"step {step}: {line}; {self._keep(step, before)}")
         if result.accepted:
             self.bad_steps.accept(result)
-        elif (checkpoint := self._handle_bad_step(step, result, batches, before)) is not None:
-            self._roll_back(checkpoint)
-            return result.stop
+        else:
+            self._handle_bad_step(step, result, batches, before)
 
         step_tokens = training.global_batch_size * training.seq_len
         self.progress = Progress(step, self.progress.tokens + step_tokens)
@@ -253,21 +252,19 @@ class Trainer:
 
     def _handle_bad_step(
         self, step: int, result: StepResult, batches: list[Batch], before: dict[str, Any]
-    ) -> int | None:
-        """Decide about a step that updated nothing. Returns the step of the checkpoint to go back
-        to, or None. Raises RunError if the run must stop; saves the state before the step first."""
+    ) -> None:
+        """Decide about a step that updated nothing. Raises RunError if the run must stop; saves the
+        state before the step first."""
         place, worst = bad_step_causes(
             self.sharded, batches, self.process.device, is_finite=result.finite
         )
-        decision = self.bad_steps.decide(step, result, place, self.checkpointer.finish())
+        decision = self.bad_steps.decide(step, result, place)
         self.train_step.discard()
         self.log.event(step, self.bad_steps.record(result, decision, worst))
         if decision.action == "stop":
-            again = decision.checkpoint is not None
-            kept = "no state was kept" if again else self._keep(step, before)
+            kept = self._keep(step, before)
             raise RunError(f"{decision.seen}; {kept} ({decision.remark})")
         logger.warning("%s; %s", decision.seen, decision.remark)
-        return decision.checkpoint
 
     def _keep(self, step: int, before: dict[str, Any]) -> str:
         """Save the state before a step that updated nothing; returns a line with its folder.
@@ -277,13 +274,6 @@ class Trainer:
         if self.checkpointer.finish() != step - 1:
             self.checkpointer.save(step - 1, before)
         return f"the state before it is {self.checkpointer.folder}/step-{step - 1}"
-
-    def _roll_back(self, step: int) -> None:
-        """Go back to the run's checkpoint of a step, and on with the data that is next now."""
-        self._set_timeouts(self.job.comm.init_timeout_seconds)
-        with self.log.going_back(self.job, self.sharded, step):
-            self._resume(step)
-        self._set_timeouts(self.job.comm.train_timeout_seconds)
 
     def _validates(self, step: int) -> bool:
         due = step % self.job.validation.freq == 0 or step == self.job.training.steps

@@ -7,20 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.faulty_steps import (
-    train_in_legs,
-    train_leaving_out_update,
-    train_with_faults,
-)
-from tests.support.tiers import tiered
+from tests.support.faulty_steps import train_leaving_out_update, train_with_faults
 from tests.support.trainings import figures, make_job, train_here
 from titan_moe.config.job_config import JobConfig
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 STEPS = 8
-TWO_FAULTS = {6: "nan", 10: "spike"}
-"""By batch: the run goes back from step 6 to 4, and on with batch 7; then from step 8, which has
-batch 10, to 6, and on with batch 11."""
 
 
 def job_of(folder: Path, policy: str, *, steps: int = STEPS, **tables: Any) -> JobConfig:
@@ -50,68 +42,23 @@ def assert_same(ours: Path, theirs: Path) -> None:
     assert counts[0] == counts[1]
 
 
-def roll_back_by_hand(folder: Path, **tables: Any) -> None:
-    """The run of TWO_FAULTS, by resuming from its checkpoints further on in the data."""
-    legs = [(4, 0), (6, 2), (STEPS, 2)]
-    jobs = [(job_of(folder, "stop", steps=steps, **tables), skipped) for steps, skipped in legs]
-    run_on_ranks(train_in_legs, 2, jobs)
-
-
-@pytest.fixture(scope="module")
-def rolled_back(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rolled_back")
-    run_on_ranks(train_with_faults, 2, job_of(folder, "roll_back"), TWO_FAULTS)
-    return folder
-
-
-def test_roll_back_is_resuming_further_on_in_the_data(tmp_path: Path, rolled_back: Path):
-    roll_back_by_hand(tmp_path)
-    assert_same(rolled_back, tmp_path)
-    first, second = events(rolled_back)
-    assert (first["step"], first["event"], first["checkpoint"]) == (6, "nonfinite", 4)
-    assert "output of layers.1.moe.experts on rank 1" in first["line"]
-    assert (second["step"], second["event"], second["checkpoint"]) == (8, "spike", 6)
-    assert second["grad_norm"] > 10 * second["median_grad_norm"] > 0
-    assert first["loss"] is None and second["loss"] > 0
-    assert not (tmp_path / "events.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    "kill_in, num_events",
-    # In step 7, after a save that has the place in the data and the norms that the second fault is
-    # judged by; or in step 6, made again, before that save: the run meets the first fault anew.
-    tiered([], slow=[(9, 2), (8, 3)]),
-)
-def test_run_killed_after_a_roll_back_resumes_as_if_undisturbed(
-    tmp_path: Path, rolled_back: Path, kill_in: int, num_events: int
-):
-    job = job_of(tmp_path, "roll_back")
+@pytest.mark.slow
+def test_run_killed_after_a_skip_resumes_as_if_undisturbed(tmp_path: Path):
+    """In step 7, after a save with the norms that the second fault is judged by."""
+    faults = {5: "nan", 7: "spike"}
+    job, undisturbed = (job_of(tmp_path / name, "skip") for name in ("killed", "undisturbed"))
     with pytest.raises(RankError):
-        run_on_ranks(partial(train_with_faults, kill_in=kill_in), 2, job, TWO_FAULTS)
-    assert (tmp_path / "checkpoint/step-6").exists() == (kill_in == 9)
-    run_on_ranks(train_with_faults, 2, job, TWO_FAULTS)
-    assert_same(tmp_path, rolled_back)
-    assert len(events(tmp_path)) == num_events
-
-
-@pytest.mark.parametrize(
-    "tables",
-    tiered(
-        [],
-        slow=[
-            {"parallelism": {"pipeline_parallel_degree": 2}},
-            {"checkpoint": {"async_mode": "async"}},
-        ],
-        full=[{"parallelism": {"expert_parallel_degree": 2}}],
-    ),
-)
-def test_roll_back_in_other_layouts_and_with_saves_in_the_background(
-    tmp_path: Path, tables: dict[str, Any]
-):
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    run_on_ranks(train_with_faults, 2, job_of(ours, "roll_back", **tables), TWO_FAULTS)
-    roll_back_by_hand(theirs, **tables)
-    assert_same(ours, theirs)
+        run_on_ranks(partial(train_with_faults, kill_in=7), 2, job, faults)
+    assert (tmp_path / "killed/checkpoint/step-6").exists()
+    for each in (job, undisturbed):
+        run_on_ranks(train_with_faults, 2, each, faults)
+    assert_same(tmp_path / "killed", tmp_path / "undisturbed")
+    for name in ("killed", "undisturbed"):
+        nan, spike = events(tmp_path / name)
+        assert (nan["step"], nan["event"], nan["loss"]) == (5, "nonfinite", None)
+        assert "output of layers.1.moe.experts on rank 1" in nan["line"]
+        assert (spike["step"], spike["event"]) == (7, "spike")
+        assert spike["grad_norm"] > 10 * spike["median_grad_norm"] > 0
 
 
 @pytest.mark.slow
@@ -121,7 +68,7 @@ def test_skipping_leaves_out_one_update(tmp_path: Path):
     run_on_ranks(train_leaving_out_update, 2, job_of(theirs, "stop"), 6)
     assert checksums(ours) == checksums(theirs)
     (event,) = events(ours)
-    assert (event["step"], event["decision"], event["checkpoint"]) == (6, "skip", None)
+    assert (event["step"], event["decision"]) == (6, "skip")
     unlike = [a[0] for a, b in zip(figures(ours), figures(theirs), strict=True) if a != b]
     assert unlike == [6], "the norm with the fault"
     # The spike is not among the norms that later ones are judged by.

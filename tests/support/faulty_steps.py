@@ -3,7 +3,7 @@ is, and the same by hand."""
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from tests.support.trainings import train_here
 from titan_moe.config.job_config import JobConfig
@@ -58,23 +58,6 @@ def train_with_faults(
     Loader.next_step, Experts.forward, Output.forward = counted, forward, loss_with_spike
     bad_steps.FEWEST = 4
     return train_here(job)
-
-
-def train_in_legs(legs: Sequence[tuple[JobConfig, int]]) -> None:
-    """Train on this rank several times; each leaves out so many batches of where it begins."""
-    from titan_moe.trainer import Trainer
-
-    resume, num_batches = Trainer._resume, 0
-
-    def resume_further_on(self) -> None:
-        resume(self)
-        for _ in range(num_batches):
-            self.data.loader.next_step()
-
-    Trainer._resume = resume_further_on
-    for job, left_out in legs:
-        num_batches = left_out
-        train_here(job)
 
 
 def train_leaving_out_update(job: JobConfig, step: int) -> bool:

@@ -4,9 +4,7 @@ import json
 import math
 from collections.abc import Iterable
 
-import pytest
-
-from titan_moe.bad_steps import FEWEST, MOST_ROLL_BACKS, MOST_SKIPPED, WINDOW, BadSteps, Decision
+from titan_moe.bad_steps import FEWEST, MOST_SKIPPED, WINDOW, BadSteps, Decision
 from titan_moe.config.job_config import Training
 from titan_moe.train_step import StepResult
 
@@ -23,11 +21,9 @@ def watching(norms: Iterable[float] = (), **keys) -> BadSteps:
     return bad_steps
 
 
-def decide(
-    bad_steps: BadSteps, step: int, norm: float = 100.0, *, checkpoint: int | None = None
-) -> Decision:
+def decide(bad_steps: BadSteps, step: int, norm: float = 100.0) -> Decision:
     place = "" if math.isfinite(norm) else "first seen in the output of x"
-    return bad_steps.decide(step, result(norm), place, checkpoint)
+    return bad_steps.decide(step, result(norm), place)
 
 
 LEVEL = [1.0] * FEWEST
@@ -87,7 +83,7 @@ def test_stop_names_reason_and_remedy() -> None:
         "step 21: a spike: gradient norm 100, 50 times the median 2 of the last 20 "
         "(training.spike_factor=10)"
     )
-    assert decision.action == "stop" and decision.checkpoint is None
+    assert decision.action == "stop"
     assert decision.remark.startswith("training.on_spike='skip' would")
     decision = decide(watching(), 1, math.nan)
     seen = "step 1: loss 2.0, gradient norm nan: first seen in the output of x"
@@ -109,32 +105,9 @@ def test_skipping_stops_after_too_many_in_a_row() -> None:
     assert "training.on_spike='skip'" in decision.remark
 
 
-@pytest.mark.parametrize("checkpoint", [None, 0, 21])
-def test_roll_back_stops_without_an_earlier_checkpoint(checkpoint: int | None) -> None:
-    bad_steps = watching(LEVEL, on_spike="roll_back")
-    decision = decide(bad_steps, 20, checkpoint=checkpoint)
-    assert (decision.action, decision.checkpoint) == ("stop", None)
-    assert "training.on_spike='roll_back' has no checkpoint" in decision.remark
-
-
-def test_roll_back_stops_after_too_many_to_one_checkpoint() -> None:
-    bad_steps = watching(LEVEL, on_spike="roll_back", on_nonfinite="roll_back")
-    at_start = bad_steps.state()
-    for _ in range(MOST_ROLL_BACKS):
-        decision = decide(bad_steps, 20, checkpoint=15)
-        assert (decision.action, decision.checkpoint) == ("roll_back", 15)
-        bad_steps.load_state(at_start)  # As the run does.
-    # The last step of the checkpoint's interval may be another, and the reason too.
-    decision = decide(bad_steps, 19, math.inf, checkpoint=15)
-    assert (decision.action, decision.checkpoint) == ("stop", 15)
-    assert "gone back to the checkpoint of step 15 3 times already" in decision.remark
-    decision = decide(bad_steps, 24, checkpoint=23)
-    assert (decision.action, decision.checkpoint) == ("roll_back", 23)
-
-
 def test_record_for_events() -> None:
-    bad_steps = watching(LEVEL, on_spike="roll_back")
-    decision = decide(bad_steps, 20, checkpoint=15)
+    bad_steps = watching(LEVEL, on_spike="skip")
+    decision = decide(bad_steps, 20)
     worst = [{"loss": 9.0, "targets": 63, "documents": ["c4/3"]}]
     record = bad_steps.record(result(100.0), decision, worst)
     assert record.pop("time").endswith("+00:00")
@@ -143,8 +116,7 @@ def test_record_for_events() -> None:
         "loss": 2.0,
         "grad_norm": 100.0,
         "median_grad_norm": 1.0,
-        "decision": "roll_back",
-        "checkpoint": 15,
+        "decision": "skip",
         "line": f"{decision.seen}; {decision.remark}",
         "worst_sequences": worst,
     }

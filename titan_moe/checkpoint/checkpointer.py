@@ -268,10 +268,10 @@ class Checkpointer:
         elif not on_rank_zero(target.exists, doing=doing):
             self.export(last_step)
 
-    def load(self, step: int | None = None) -> dict[str, Any] | None:
+    def load(self) -> dict[str, Any] | None:
         """Load the run's own checkpoint, else `initial_load_path`; into the tensors, in place.
 
-        The own one is that of `step`, of `load_step`, or the latest. Returns the saved state, with
+        The own one is that of `load_step`, or the latest. Returns the saved state, with
         the merged "data" and without the parts excluded from loading; None when there is nothing to
         go on from: no checkpoint, or one of the model only. Random states are put back where the
         number of ranks is the same, so call this last before the loop.
@@ -279,7 +279,7 @@ class Checkpointer:
         Raises RunError when it is missing, damaged or of another model: tensors are undefined then.
         """
         doing = f"cannot load a checkpoint from {self._folder}"
-        found = on_rank_zero(lambda: find_checkpoint(self._config, self._folder, step), doing=doing)
+        found = on_rank_zero(lambda: find_checkpoint(self._config, self._folder), doing=doing)
         if found is None:
             if self._config.enable and self._config.initial_load_in_hf:
                 self._load_hf()

@@ -31,22 +31,20 @@ class Found(NamedTuple):
         return f" (without {', '.join(sorted(self.excluded))})" if self.excluded else ""
 
 
-def find_checkpoint(config: Checkpoint, folder: Path, step: int | None = None) -> Found | None:
+def find_checkpoint(config: Checkpoint, folder: Path) -> Found | None:
     """Returns the checkpoint to load; `folder` holds the run's own ones. Raises RunError if the one
     that is asked for is not there or of no use.
 
     load_step and exclude_from_loading take effect once in a folder. If a run with the same two has
     saved checkpoints since, the latest of them is loaded whole: a run that stopped, was killed or
-    was queued again goes on, whatever other key was changed. With `step` that one is loaded anyway.
+    was queued again goes on, whatever other key was changed.
     """
     if not config.enable:
         return None
     if not config.load_only:
         bring_back(folder)
     steps = saved_steps(folder)
-    if step is not None:
-        config = config.model_copy(update={"load_step": step})
-    elif config.load_step >= 0 or config.exclude_from_loading:
+    if config.load_step >= 0 or config.exclude_from_loading:
         begun = _latest_under_same_keys(config, folder, steps)
         if begun is not None:
             config = config.model_copy(update={"load_step": begun, "exclude_from_loading": []})

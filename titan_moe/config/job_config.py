@@ -275,14 +275,13 @@ class Training(Section):
     place, and 1,024 on a CPU."""
     mtp_loss_weight: NonNegativeFloat | None = None
     """Weight of the mean of multi-token prediction's losses; left out: the flavor's."""
-    on_nonfinite: Literal["stop", "skip", "roll_back"] = "stop"
-    """Response to a loss or gradient that is not finite: 'stop' with the last good state, 'skip'
-    the update, or 'roll_back' to the run's last checkpoint and go on with the data that comes next.
-    Decisions are logged, and kept in events.jsonl."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """Response to a loss or gradient that is not finite: 'stop' with the last good state, or 'skip'
+    the update. Decisions are logged, and kept in events.jsonl."""
     spike_factor: float | None = Field(None, gt=1)
     """A step whose gradient norm, before clipping, is more than so many times the median of the
     last 64 steps' is a spike; judged from the 17th step on. Left out: no step is."""
-    on_spike: Literal["stop", "skip", "roll_back"] = "stop"
+    on_spike: Literal["stop", "skip"] = "stop"
     """Response to a spike, with the values of on_nonfinite."""
     steps: PositiveInt = 10000
     """Optimizer steps of the run."""

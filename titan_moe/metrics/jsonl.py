@@ -50,7 +50,7 @@ class JsonLines:
 class EventLog:
     """events.jsonl: what a run decided about single steps, a line each.
 
-    Lines are only added. A run that goes back keeps those of the steps that it makes again, so a
+    Lines are only added. A run that resumes keeps those of the steps that it makes again, so a
     step may have several. The file begins with the first event; a run that starts at step 0 sets
     that of an earlier run aside.
     """

@@ -130,29 +130,10 @@ class RunLog:
         if logger.isEnabledFor(logging.INFO):  # LOG_RANK names this rank.
             self._sinks.append(Console(sys.stdout, steps=self._job.training.steps))
 
-    def _close_sinks(self) -> None:
-        for sink in (*self._sinks, *self._details.values()):
-            sink.close()
-
     def event(self, step: int, values: dict[str, Any]) -> None:
         """Append a decision about a step to events.jsonl."""
         if self._events is not None:
             self._events.write(step, values)
-
-    @contextmanager
-    def going_back(self, job: JobConfig, sharded: ShardedModel, step: int) -> Iterator[None]:
-        """Wrap the load of a step's checkpoint: what follows is logged anew, as by a run that
-        resumes there, and no step takes the time of the load. `job`: of the present layout.
-
-        A service that is slow to end holds the main rank up for a minute, before the load.
-        """
-        if self._process.is_main:
-            self._close_sinks()
-            self._open_sinks(step)
-        with self.phases("checkpoint"):
-            yield
-        self.phases.take()
-        self.set_layout(job, sharded, resume_step=step)
 
     def set_layout(self, job: JobConfig, sharded: ShardedModel, *, resume_step: int) -> None:
         """Measure from now on, and by the layout that the run has after step `resume_step`."""
@@ -228,7 +209,8 @@ class RunLog:
         """End the sinks and draw the curves, which takes seconds that a run asked to stop may not
         have; the main rank's job. The loss is per `unit`, of which a uniform guess chooses among
         `choices`."""
-        self._close_sinks()
+        for sink in (*self._sinks, *self._details.values()):
+            sink.close()
         if self._sinks and draws:
             # Imported here: matplotlib takes most of a second, and only the end needs it.
             from titan_moe.metrics.curves import plot_curves

@@ -29,7 +29,7 @@ _PARAMS_AT_ONCE = 100  # MLflow takes no more in one call.
 class Sink(Protocol):
     """Takes the metrics of each logged step, in ascending order of steps, until it is closed.
 
-    A run that goes back, or resumes, closes it and makes another, which gets later steps again.
+    A run that resumes makes another, which gets later steps again.
     """
 
     def write(self, step: int, values: dict[str, float]) -> None: ...

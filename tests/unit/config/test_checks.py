@@ -19,7 +19,6 @@ _GROUPED = '--model.converters ["quantize.grouped_mm.float8"]'
 _MX = '--model.converters ["quantize.grouped_mm.mx"] --quantize.linear.float8.emulate true'
 _BOTH = "--model.converters quantize.grouped_mm.float8,quantize.grouped_mm.mx"
 _LINEAR = '--model.converters ["quantize.linear.float8"] --training.local_batch_size 1'
-_ROLL_BACK = "--training.on_nonfinite roll_back --checkpoint.enable"
 _BLEND = '--training.blend [{"dataset":"stdlib"}]'
 _ZBV = "pp 2 --p.pipeline_parallel_schedule ZBVZeroBubble"
 _ASYNC = "--p.enable_async_tensor_parallel true"
@@ -76,10 +75,6 @@ RULES = [
     ("--checkpoint.load_step 4", 1, "checkpoint.load_step=4 is not read without"),
     ("--checkpoint.enable --checkpoint.initial_load_in_hf", 1, "initial_load_in_hf=true needs a f"),
     ("--checkpoint.enable --checkpoint.last_save_in_hf --checkpoint.load_only", 1, "saves nothing"),
-    ("--training.on_nonfinite roll_back", 1, "goes back to the run's last checkpoint: set"),
-    (f"{_ROLL_BACK} --checkpoint.exclude_from_loading optimizer", 1, "with checkpoint.exclude_fro"),
-    (f'{_ROLL_BACK} --stages [{{"from_step":9,"seq_len":1024}}]', 1, "roll_back does not go with "),
-    (f"{_ROLL_BACK} --debug.routing_record /no/such/folder", 1, "does not go with debug.routing_r"),
 ]  # fmt: skip
 
 

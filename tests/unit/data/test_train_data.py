@@ -12,7 +12,6 @@ from titan_moe import train_data
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.stages import job_of_step
 from titan_moe.models.hf import model_of_job
-from titan_moe.runtime.errors import RunError
 from titan_moe.train_data import TrainData
 
 PROCESS = SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=1, is_main=True)
@@ -30,24 +29,6 @@ def job_of(stages: tuple = (), **training: Any) -> JobConfig:
 
 def data_of(job: JobConfig) -> TrainData:
     return TrainData(job, model_of_job(job.model), PROCESS)
-
-
-def test_a_run_that_has_left_out_data_is_in_the_stage_of_its_step() -> None:
-    """Of a position after step 5 and batch 7, where the second stage begins with step 6."""
-    job = job_of(({"from_step": 6, "seq_len": 32},))
-    first, second = data_of(job), data_of(job)
-    first.open(job_of_step(job, 1), DIMS)
-    for _ in range(7):
-        first.loader.next_step()
-    state = first.loader.state_dict()
-    first.close()
-    second.open(job_of_step(job, 6), DIMS)
-    with pytest.raises(RunError, match="seq_len"):
-        second.load_state(state)
-    second.load_state(state, 5)
-    (batch,) = second.loader.next_step()
-    assert batch.tokens_BS.shape == (2, 32)
-    second.close()
 
 
 def test_documents_without_a_text_are_counted_and_named_once(

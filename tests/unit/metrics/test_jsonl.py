@@ -93,11 +93,11 @@ def test_events_are_only_added(tmp_path):
     events = EventLog(tmp_path, resume_step=0)
     assert not list(tmp_path.iterdir()), "a run without events leaves no file"
     path = tmp_path / "events.jsonl"
-    events.write(18, {"decision": "roll_back", "loss": math.nan, "checkpoint": None})
+    events.write(18, {"decision": "skip", "loss": math.nan})
     events.write(17, {"decision": "skip"})
     path.write_bytes(path.read_bytes() + b'{"step": 3')  # Torn by a kill.
     EventLog(tmp_path, resume_step=5).write(9, {"decision": "stop"})
-    first = {"step": 18, "decision": "roll_back", "loss": None, "checkpoint": None}
+    first = {"step": 18, "decision": "skip", "loss": None}
     assert read_json_lines(path)[0] == first
     assert steps_in(path) == [18, 17, 9] and path.read_bytes().count(b"\n") == 3
     # Of a run that begins anew they are not.

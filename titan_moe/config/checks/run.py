@@ -100,31 +100,6 @@ def _checkpoint(run: Run) -> Iterator[str]:
         yield "checkpoint.last_save_in_hf=true: load_only=true saves nothing: choose one"
 
 
-def _roll_back(run: Run) -> Iterator[str]:
-    job, debug = run.job, run.job.debug
-    keys = [
-        key for key in ("on_nonfinite", "on_spike") if getattr(job.training, key) == "roll_back"
-    ]
-    setting = " and ".join(f"training.{key}=roll_back" for key in keys)
-    if not keys:
-        return
-    if not job.checkpoint.enable or job.checkpoint.load_only:
-        yield (
-            f"{setting} goes back to the run's last checkpoint: set checkpoint.enable=true and "
-            "checkpoint.load_only=false"
-        )
-    # A loaded checkpoint must be whole, of the same stage, and of the data that a trace describes.
-    conflicts = {
-        "checkpoint.exclude_from_loading": job.checkpoint.exclude_from_loading,
-        "stages": job.stages,
-        "debug.routing_record": debug.routing_record,
-        "debug.routing_replay": debug.routing_replay,
-    }
-    for key, value in conflicts.items():
-        if value:
-            yield f"{setting} does not go with {key}: leave one out, or choose stop or skip"
-
-
 def _routing_traces(run: Run) -> Iterator[str]:
     debug = run.job.debug
     record, replay = debug.routing_record, debug.routing_replay
@@ -159,6 +134,5 @@ RULES: list[Rule] = [
     _profiling,
     _capture,
     _checkpoint,
-    _roll_back,
     _routing_traces,
 ]
