@@ -1,10 +1,9 @@
 """Reads every byte of a checkpoint or an export, to tell whether it is as it was written."""
 
-from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_moe.checkpoint.checksums import as_digits, box_sum
+from titan_moe.checkpoint.checksums import box_sum, total_sums
 from titan_moe.checkpoint.digests import DIGESTS, damaged_files, files, read_digests
 from titan_moe.checkpoint.folder import saved_steps, step_folder
 from titan_moe.checkpoint.hf.folder import HFFolder, is_hf_folder
@@ -59,10 +58,9 @@ def _read(folder: Path) -> tuple[str, list[str]]:
     if problems:
         return seen, problems
     stored = StoredTensors(folder)
-    sums: dict[str, int] = defaultdict(int)
-    for chunk in stored.chunks():
-        sums[chunk.name] += box_sum(stored.read(chunk), chunk)
-    found = {name: as_digits(total) for name, total in sums.items()}
+    found = total_sums(
+        (chunk.name, box_sum(stored.read(chunk), chunk)) for chunk in stored.chunks()
+    )
     if wrong := compare_checksums(manifest, found):
         problems = [f"wrong checksum of {', '.join(wrong)}"]
     return f"checkpoint of step {manifest.step}, {seen}, {len(found)} tensors", problems

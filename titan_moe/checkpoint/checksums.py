@@ -7,7 +7,7 @@ notice elements that changed places.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 import torch
@@ -47,15 +47,12 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     mine = [(each.name, str(each.box), value) for each, value in zip(chunks, values, strict=True)]
     everyone = from_every_rank(lambda: mine, doing="cannot compare checksums")
     holders: dict[tuple[str, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    totals: dict[str, int] = defaultdict(int)
     for rank, entries in enumerate(everyone):
         for name, box, value in entries:
-            if (name, box) not in holders:
-                totals[name] += value
             holders[name, box][value].append(rank)
     if differ := {place: by for place, by in holders.items() if len(by) > 1}:
         raise RunError(_differences(differ))
-    return {name: as_digits(totals[name]) for name in sorted(totals)}
+    return total_sums((name, value) for (name, _), by in holders.items() for value in by)
 
 
 def box_sum(values: Tensor, chunk: Chunk) -> int:
@@ -63,9 +60,12 @@ def box_sum(values: Tensor, chunk: Chunk) -> int:
     return int(_sum(values, chunk))
 
 
-def as_digits(total: int) -> str:
-    """Returns the checksum of a tensor whose boxes add up to `total`."""
-    return f"{total % 2**64:016x}"
+def total_sums(sums: Iterable[tuple[str, int]]) -> dict[str, str]:
+    """Returns the checksum of each tensor as 16 hex digits, by name, from its boxes' sums."""
+    totals: dict[str, int] = defaultdict(int)
+    for name, value in sums:
+        totals[name] += value
+    return {name: f"{totals[name] % 2**64:016x}" for name in sorted(totals)}
 
 
 def unlike_copies(config: ModelConfig, sums: Mapping[str, str]) -> list[str]:

@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 from titan_moe.distributed.agreement import on_every_rank, on_rank_zero
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import sha256_of
 
 DIGESTS = "SHA256SUMS"
-
-_BLOCK = 1 << 22
 
 
 def write_listing(folder: Path, known: Mapping[str, str]) -> None:
@@ -30,7 +29,7 @@ def write_listing(folder: Path, known: Mapping[str, str]) -> None:
 
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Digests of files of a folder, by name."""
-    return {name: digest(folder / name) for name in names}
+    return {name: sha256_of(folder / name) for name in names}
 
 
 def files(folder: Path) -> list[str]:
@@ -71,7 +70,7 @@ def damaged_files(folder: Path, digests: Mapping[str, str]) -> list[str]:
     for name in sorted(digests.keys() | present):
         if name not in present:
             lines.append(f"{name} is missing")
-        elif name not in digests or digest(folder / name) != digests[name]:
+        elif name not in digests or sha256_of(folder / name) != digests[name]:
             lines.append(f"{name} is damaged: {_why(digests, name)}")
     return lines
 
@@ -84,23 +83,13 @@ def check_listed(folder: Path, *, doing: str) -> None:
 
     def check() -> None:
         for name, wanted in mine.items():
-            if not (folder / name).is_file() or digest(folder / name) != wanted:
+            if not (folder / name).is_file() or sha256_of(folder / name) != wanted:
                 raise RunError(
                     f"{folder / name} is not what {DIGESTS} beside it says: copy the folder again, "
                     f"or, if you changed the file, remove {DIGESTS}"
                 )
 
     on_every_rank(check, doing=doing)
-
-
-def digest(path: Path) -> str:
-    """Returns the SHA-256 of a file, in hexadecimal."""
-    result, block = hashlib.sha256(), bytearray(_BLOCK)
-    view = memoryview(block)
-    with path.open("rb", buffering=0) as file:
-        while number := file.readinto(block):
-            result.update(view[:number])
-    return result.hexdigest()
 
 
 def _why(digests: Mapping[str, str], name: str) -> str:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from titan_moe.checkpoint.digests import digests_of, files, read_checked, write_listing
 from titan_moe.distributed.agreement import from_every_rank, on_rank_zero
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.files import set_aside
+from titan_moe.runtime.files import fsync, set_aside
 
 _STEP = re.compile(r"step-(\d+)")
 _ASIDE = re.compile(r"\.step-\d+\.(writing|deleting)")
@@ -163,15 +163,6 @@ def refuse_existing(target: Path) -> None:
     """Raises RunError when there is anything of that name."""
     if target.exists():
         raise RunError(f"{target} exists: name another folder, or remove it")
-
-
-def fsync(path: Path) -> None:
-    """Wait until a file, or a folder's own entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _aside_of(target: Path, why: str) -> Path:

@@ -25,7 +25,7 @@ from titan_moe.data.order import Document
 from titan_moe.data.stream import HubStream
 from titan_moe.data.tokenizer import Tokenizer, load_tokenizer
 from titan_moe.runtime.errors import RunError
-from titan_moe.runtime.files import replacing, write_whole
+from titan_moe.runtime.files import fsync, replacing, sha256_of, write_whole
 
 _MANIFEST = "manifest.json"
 _TOKENS, _OFFSETS = "tokens.bin", "offsets.bin"
@@ -119,16 +119,11 @@ def _read_manifest(folder: Path, *, key: str) -> Manifest:
 def damaged_files(folder: Path) -> list[str]:
     """Names of the files with another checksum than the manifest's. Reads everything."""
     found = _read_manifest(folder, key="--verify").sha256
-    return [name for name, sha256 in found.items() if _file_sha256(folder / name) != sha256]
-
-
-def _file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    if path.is_file():
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
+    return [
+        name
+        for name, sha256 in found.items()
+        if not (folder / name).is_file() or sha256_of(folder / name) != sha256
+    ]
 
 
 def write_tokens(
@@ -173,13 +168,11 @@ def write_tokens(
         documents=len(encoded),
         tokens=total,
         without_text=without_text,
-        sha256={name: _file_sha256(work / name) for name in (_TOKENS, _OFFSETS)},
+        sha256={name: sha256_of(work / name) for name in (_TOKENS, _OFFSETS)},
     )
     write_whole(work / _MANIFEST, json.dumps(asdict(manifest), indent=1))
     shutil.rmtree(work / "arrow")
-    handle = os.open(work, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    fsync(work)
     work.rename(out)
     return manifest
 

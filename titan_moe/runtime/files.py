@@ -6,6 +6,7 @@ ends, however it ends: there is no stale lock, and a lock file that somebody rem
 """
 
 import fcntl
+import hashlib
 import logging
 import os
 import socket
@@ -18,6 +19,7 @@ from typing import TextIO
 from titan_moe.runtime.errors import RunError
 
 LOCK = ".lock"
+_BLOCK = 1 << 22  # Bytes of a file that are read at a time.
 _locked: list[TextIO] = []
 """The lock files of this process, open until it ends."""
 
@@ -52,6 +54,25 @@ def lock_folder(folder: Path, key: str) -> None:
     file.write(f"process {os.getpid()} of {socket.gethostname()} since {since}\n")
     file.flush()
     _locked.append(file)
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file, or a folder's own entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file, in hexadecimal."""
+    result, block = hashlib.sha256(), bytearray(_BLOCK)
+    view = memoryview(block)
+    with path.open("rb", buffering=0) as file:
+        while number := file.readinto(block):
+            result.update(view[:number])
+    return result.hexdigest()
 
 
 def set_aside(path: Path, name: Callable[[int], str]) -> Path:

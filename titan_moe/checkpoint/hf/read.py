@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from titan_moe.checkpoint.checksums import as_digits, box_sum
+from titan_moe.checkpoint.checksums import box_sum, total_sums
 from titan_moe.checkpoint.digests import check_listed
 from titan_moe.checkpoint.folder import new_folder, write_json
 from titan_moe.checkpoint.hf.assets import HF, asset_folders, copy_assets
@@ -138,21 +139,17 @@ def _write_share(
     """Write this rank's share of the chunks, every one as large as the others; returns the
     checksums of all tensors. Collective."""
     mine = chunks[dist.get_rank() :: dist.get_world_size()]
-    sums: dict[str, int] = {}
+    sums: list[tuple[str, int]] = []
 
     def make(chunk: Chunk) -> Tensor:
         values = read_chunk(source, chunk, model.config)
-        sums[chunk.name] = sums.get(chunk.name, 0) + box_sum(values, chunk)
+        sums.append((chunk.name, box_sum(values, chunk)))
         bar.update()
         return values
 
     with progress_bar("import", len(mine), "chunk") as bar:
         write_chunks(aside, mine, make, doing=doing)
-    totals: dict[str, int] = {}
-    for of_rank in from_every_rank(lambda: sums, doing=doing):
-        for name, value in of_rank.items():
-            totals[name] = totals.get(name, 0) + value
-    return {name: as_digits(total) for name, total in totals.items()}
+    return total_sums(chain.from_iterable(from_every_rank(lambda: sums, doing=doing)))
 
 
 def read_chunk(source: HFSource, chunk: Chunk, config: ModelConfig) -> Tensor:

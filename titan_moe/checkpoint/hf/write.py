@@ -15,8 +15,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from titan_moe.checkpoint.checksums import as_digits, box_sum
-from titan_moe.checkpoint.folder import fsync, new_folder, write_json
+from titan_moe.checkpoint.checksums import box_sum, total_sums
+from titan_moe.checkpoint.folder import new_folder, write_json
 from titan_moe.checkpoint.hf.assets import asset_folders, write_assets
 from titan_moe.checkpoint.hf.folder import INDEX, SINGLE
 from titan_moe.checkpoint.hf.names import EXPERT_BIAS, Shapes, has_place, write_as
@@ -28,6 +28,7 @@ from titan_moe.distributed.agreement import from_every_rank, on_every_rank, on_r
 from titan_moe.distributed.boxes import Box, inside
 from titan_moe.models.hf import HFModel
 from titan_moe.runtime.errors import RunError
+from titan_moe.runtime.files import fsync
 
 LARGEST_FILE = 2 * 10**9
 """Bytes of a file, but of one with a single larger tensor: the memory that writing it takes."""
@@ -59,10 +60,7 @@ class CheckpointSource:
         sums: dict[tuple[str, str], int] = {}
         for of_rank in from_every_rank(lambda: self._sums, doing=doing):
             sums |= of_rank
-        totals: dict[str, int] = {}
-        for (name, _), value in sums.items():
-            totals[name] = totals.get(name, 0) + value
-        found = {name: as_digits(total) for name, total in totals.items()}
+        found = total_sums((name, value) for (name, _), value in sums.items())
         if damaged := compare_checksums(self._manifest, found):
             raise RunError(
                 f"checkpoint {self._folder} is damaged: wrong checksum of {', '.join(damaged[:4])}"
