@@ -78,11 +78,8 @@ class BadSteps:
             numbers = f"loss {result.loss}, gradient norm {result.grad_norm}"
             seen = f"step {step}: {numbers}: {place}"
             policy, key = self._on_nonfinite, "training.on_nonfinite"
-        if policy == "skip":
-            return self._skip(seen, key)
-        return Decision(seen, "stop", f"{key}='skip' would leave the update out and go on")
-
-    def _skip(self, seen: str, key: str) -> Decision:
+        if policy == "stop":
+            return Decision(seen, "stop", f"{key}='skip' would leave the update out and go on")
         if self._skipped == MOST_SKIPPED:
             remark = (
                 f"{key}='skip' has left out the {MOST_SKIPPED} steps before it too: go back with "

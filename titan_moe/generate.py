@@ -86,20 +86,5 @@ def _choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) ->
     return int(shares_V.multinomial(1, generator=generator))
 
 
-def readable(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """The text of tokens as it grows; a character of several tokens comes when it is whole."""
-    known: list[int] = []
-    shown = 0
-    for token in tokens:
-        known.append(token)
-        text = tokenizer.decode(known)
-        # Four bytes is the longest character: more than that is no beginning of one.
-        if text.endswith("\ufffd") and not text.endswith("\ufffd" * 4):
-            continue
-        yield text[shown:]
-        shown = len(text)
-    yield tokenizer.decode(known)[shown:]
-
-
 if __name__ == "__main__":
     run_as_command("generate")

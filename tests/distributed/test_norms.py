@@ -26,7 +26,6 @@ def nan_in_one_gradient(job: JobConfig, bad_rank: int) -> bool:
 
 @pytest.mark.parametrize("bad_rank", tiered([1], slow=[0]))
 def test_a_nan_on_one_rank_is_seen_by_all(bad_rank: int):
-    parallelism = {"expert_parallel_degree": 2}
-    job = make_job("deepseek_v3", parallelism=parallelism)
+    job = make_job("deepseek_v3", parallelism={"expert_parallel_degree": 2})
     assert run_on_ranks(nan_in_one_gradient, 2, job, bad_rank) == [False, False]
     assert run_on_ranks(nan_in_one_gradient, 2, job, -1) == [True, True]

@@ -44,7 +44,7 @@ def collectives_by_step(job: JobConfig) -> dict[str, list[str]]:
 def test_a_step_is_one_all_reduce():
     parallelism = {"expert_parallel_degree": 2, "tensor_parallel_degree": 2}
     job = make_job("deepseek_v3", parallelism=parallelism)
-    expected = {kind: ["all_reduce"] for kind in STEPS}
+    expected = {step: ["all_reduce"] for step in STEPS}
     assert run_on_ranks(collectives_by_step, 2, job) == [expected] * 2
 
 

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> Answer:
     import torch
 
     from titan_moe.checkpoint.hf.read import load_alone
-    from titan_moe.generate import Sampling, decode, first_tokenizer, prompt_ids, readable
+    from titan_moe.generate import Sampling, decode, first_tokenizer, prompt_ids
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -50,13 +50,8 @@ def run(options: argparse.Namespace) -> Answer:
     vocab_size = loaded.model.config.vocab_size
     ids = prompt_ids(options.prompt, tokenizer, bos=options.bos, vocab_size=vocab_size)
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_k, options.seed)
-    pieces = []
-    print(options.prompt, end="", flush=True)
-    for piece in readable(decode(loaded.model, ids, sampling, tokenizer), tokenizer):
-        print(piece, end="", flush=True)
-        pieces.append(piece)
-    print()
-    return Answer({"prompt": options.prompt, "text": "".join(pieces)})
+    text = tokenizer.decode(list(decode(loaded.model, ids, sampling, tokenizer)))
+    return Answer({"prompt": options.prompt, "text": text}, [options.prompt + text])
 
 
 COMMAND = Command(run, add_arguments, ends_at_once=True)

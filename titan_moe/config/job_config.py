@@ -268,7 +268,7 @@ class Training(Section):
     seq_len: PositiveInt = 2048
     """Tokens of one sequence."""
     max_norm: float = Field(1.0, gt=0, allow_inf_nan=True)
-    """Gradients are scaled down to this norm; inf switches clipping off."""
+    """Gradients are scaled down to this 2-norm; inf switches clipping off."""
     loss_chunk_size: NonNegativeInt | None = None
     """Most tokens of a rank whose logits exist at once, with their gradients: the loss is computed
     in chunks; 0: of a whole microbatch. Left out: 4,096 on a GPU, where gradients take the logits'

@@ -66,7 +66,7 @@ IGNORED: dict[str, str] = {
 DELETED: dict[str, str] = {
     "comm.split_communicators": "each group makes its own communicator",
     "moe.router_product": "the router's product is computed in float32",
-    "training.norm_type": "the 2-norm is reported and clipped",
+    "training.norm_type": "gradients are clipped by their 2-norm",
     "training.max_seconds": "let the scheduler send a signal before its limit: SIGTERM or SIGUSR1",
     "training.max_bad_documents": "documents without a text are counted and stop no run",
 }

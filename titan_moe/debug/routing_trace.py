@@ -119,16 +119,15 @@ class RecordWriter:
         self._rank = f"rank-{rank}-of-{world_size}"
         earlier = folder.glob(f"step-*.rank-{rank}-of-*.npz")
         self._bytes = sum(path.stat().st_size for path in earlier)
-        self._full = False
 
     def write(self, step: int, tokens: Tokens, experts: Mapping[str, NDArray[np.uint16]]) -> None:
         """Write one step's part; does nothing once the record is full."""
+        if self._bytes > self._limit_gb * 1e9:
+            return
         self._bytes += sum(experts_RPK.nbytes for experts_RPK in experts.values())
         if self._bytes > self._limit_gb * 1e9:
-            if not self._full:
-                key = f"debug.routing_record_gb={self._limit_gb:g}"
-                logger.warning("%s ends before step %d: a rank reached %s", self._folder, step, key)
-            self._full = True
+            key = f"debug.routing_record_gb={self._limit_gb:g}"
+            logger.warning("%s ends before step %d: a rank reached %s", self._folder, step, key)
             return
         path = self._folder / f"step-{step}.{self._rank}.npz"
         arrays: dict[str, Any] = {"rows": np.array(tokens.rows), "positions": tokens.positions}
@@ -181,7 +180,7 @@ class Record:
         out_RPK = np.empty((*missing_RP.shape, self.dims.top_k), np.uint16)
         for part in self.steps[step]:
             ours, theirs = part.find(tokens)
-            if layer in part.layers and missing_RP[ours].size:
+            if part.has(layer) and missing_RP[ours].size:
                 out_RPK[ours] = part.read(layer)[theirs]
                 missing_RP[ours] = False
         if missing_RP.any():
@@ -214,9 +213,8 @@ class Part:
             rows = [RowName(*row) for row in self._arrays["rows"].tolist()]
             return Tokens(rows, self._arrays["positions"])
 
-    @cached_property
-    def layers(self) -> set[str]:
-        return set(self._arrays) - {"rows", "positions"}
+    def has(self, layer: str) -> bool:
+        return layer in self._arrays
 
     def find(self, tokens: Tokens) -> tuple[Any, Any]:
         """Returns two indices of [R, P] arrays: which of the tokens are in this part, and where."""
@@ -255,7 +253,10 @@ class RoutingTrace:
         replay, record = job.debug.routing_replay, job.debug.routing_record
         if replay is None and record is None:
             return
-        self._dims = record_dims(sharded)
+        moe = sharded.config.moe
+        assert moe is not None, "the configuration's own checks let this through"
+        layers = [_short(name) for name in sharded.all_moe_layers()]
+        self._dims = Dims(layers, moe.num_experts, moe.top_k)
         self._slots = job.training.global_batch_size * job.training.seq_len * self._dims.top_k
         if replay is not None:
             self._replayed = Record(Path(replay))
@@ -350,14 +351,6 @@ class _Layer:
         assert self.ahead_TK is not None and not len(self.ahead_TK), "tokens that were not routed"
         flips, self._flips = torch.stack(self._flips).sum(), []
         return flips
-
-
-def record_dims(sharded: ShardedModel) -> Dims:
-    """Returns what a record of this model says of it."""
-    moe = sharded.config.moe
-    assert moe is not None, "the configuration's own checks let this through"
-    layers = [_short(name) for name in sharded.all_moe_layers()]
-    return Dims(layers, moe.num_experts, moe.top_k)
 
 
 def _short(name: str) -> str:

@@ -47,23 +47,21 @@ class JsonLines:
         self._file.close()
 
 
-class EventLog:
-    """events.jsonl: what a run decided about single steps, a line each.
+def set_events_aside(folder: Path, *, resume_step: int) -> None:
+    """Set an earlier run's events.jsonl aside, in a run that starts at step 0."""
+    if resume_step == 0 and (folder / EVENTS).exists():
+        keep_earlier(folder / EVENTS)
 
-    Lines are only added. A run that resumes keeps those of the steps that it makes again, so a
-    step may have several. The file begins with the first event; a run that starts at step 0 sets
-    that of an earlier run aside.
+
+def add_event(folder: Path, step: int, values: Mapping[str, Any]) -> None:
+    """Add a decision of the run about a step to events.jsonl, which begins with the first one.
+
+    Lines are only added. A run that resumes keeps those of the steps that it makes again, so a step
+    may have several.
     """
-
-    def __init__(self, folder: Path, *, resume_step: int) -> None:
-        self._path = folder / EVENTS
-        if resume_step == 0 and self._path.exists():
-            keep_earlier(self._path)
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        lines = JsonLines(self._path, resume_step=sys.maxsize)
-        lines.write(step, values)
-        lines.close()
+    lines = JsonLines(folder / EVENTS, resume_step=sys.maxsize)
+    lines.write(step, values)
+    lines.close()
 
 
 def drop_lines_after(path: Path, step: int) -> None:

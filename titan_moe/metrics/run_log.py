@@ -25,7 +25,7 @@ from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES, paralle
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.distributed.summary import layout_summary, pipeline_summary
 from titan_moe.metrics.console import Console
-from titan_moe.metrics.jsonl import EventLog, JsonLines, keep_earlier
+from titan_moe.metrics.jsonl import JsonLines, add_event, keep_earlier, set_events_aside
 from titan_moe.metrics.sinks import Sink, build_sinks
 from titan_moe.metrics.step_metrics import expert_load
 from titan_moe.models.config import ModelConfig
@@ -109,9 +109,8 @@ class RunLog:
         self._layers = [name.removesuffix(".block") for name in sharded.all_moe_layers()]
         self._sinks: list[Sink] = []
         self._details: dict[str, JsonLines] = {}
-        self._events: EventLog | None = None
         if process.is_main:
-            self._events = EventLog(self._folder, resume_step=resume_step)
+            set_events_aside(self._folder, resume_step=resume_step)
             self._open_sinks(resume_step)
         self.set_layout(job_of_step(job, resume_step + 1), sharded, resume_step=resume_step)
 
@@ -132,8 +131,8 @@ class RunLog:
 
     def event(self, step: int, values: dict[str, Any]) -> None:
         """Append a decision about a step to events.jsonl."""
-        if self._events is not None:
-            self._events.write(step, values)
+        if self._process.is_main:
+            add_event(self._folder, step, values)
 
     def set_layout(self, job: JobConfig, sharded: ShardedModel, *, resume_step: int) -> None:
         """Measure from now on, and by the layout that the run has after step `resume_step`."""

@@ -75,18 +75,6 @@ def test_loadstep_folder(saved):
     assert Run(saved).checkpointer.load()["step"] == 1, "step 2 was left behind"
 
 
-def test_a_step_that_is_named_goes_before_what_the_run_began_with(saved):
-    run = Run(saved, seed=1, load_step=1)
-    assert run.checkpointer.load()["step"] == 1
-    run.save(2)
-    with torch.no_grad():
-        run.model.linear.weight.add_(1)
-    state = run.checkpointer.load(2)
-    assert state == {"step": 2, "tokens": 0, "data": {"0": 20}}
-    assert torch.equal(run.weight, Run(saved).weight)
-    assert run.checkpointer.last_step == 2
-
-
 @pytest.mark.parametrize(
     "keys", [{"load_step": 1}, {"exclude_from_loading": ["dataloader", "optimizer"]}]
 )

@@ -23,7 +23,7 @@ def step(saved):
 
 def _load(step):
     run = Run(step.parents[1], seed=1)
-    run.checkpointer.load(2)
+    run.checkpointer.load()
     return run
 
 

@@ -65,6 +65,7 @@ def test_data_without_a_path_takes_the_place_of_a_file_s(
         (["--training.mask_documents=false"], "training.mask_documents", False),
         (["--checkpoint.enable", "--training.steps", "3"], "checkpoint.enable", True),
         (["--moe.row_alignment", "16"], "moe.row_alignment", 16),
+        (["--job.dump_folder", "2"], "job.dump_folder", "2"),
         (["--training.max_norm", "inf"], "training.max_norm", float("inf")),
         (["--training.global_batch_size", "-1"], "training.global_batch_size", -1),
         (["--lr_scheduler.total_steps", "null"], "lr_scheduler.total_steps", None),

@@ -1,6 +1,5 @@
 """The last lines of a run name its loss, its files and commands that work."""
 
-import math
 import sys
 
 import pytest
@@ -35,9 +34,6 @@ def test_outcome_has_losses_in_nats_and_bits():
     assert closing.outcome(300, 1.7, 1.93, *loss_unit(load_tokenizer("bytes"))) == (
         "step 300: loss 1.70 nats (2.45 bits) per byte, on held-out documents 1.93 nats "
         "(2.78 bits); a uniform guess is 5.55 nats (8 bits)"
-    )
-    assert closing.outcome(5, math.log(1000), None, "token", 1000) == (
-        "step 5: loss 6.91 nats (9.97 bits) per token; a uniform guess is 6.91 nats (9.966 bits)"
     )
 
 

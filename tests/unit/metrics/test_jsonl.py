@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from titan_moe.metrics.jsonl import EventLog, JsonLines, read_json_lines
+from titan_moe.metrics.jsonl import JsonLines, add_event, read_json_lines, set_events_aside
 
 
 def write_steps(path, steps, *, resume_step=0):
@@ -90,16 +90,14 @@ def test_a_fresh_start_sets_an_older_run_aside(tmp_path):
 
 
 def test_events_are_only_added(tmp_path):
-    events = EventLog(tmp_path, resume_step=0)
-    assert not list(tmp_path.iterdir()), "a run without events leaves no file"
     path = tmp_path / "events.jsonl"
-    events.write(18, {"decision": "skip", "loss": math.nan})
-    events.write(17, {"decision": "skip"})
+    add_event(tmp_path, 18, {"decision": "skip", "loss": math.nan})
+    add_event(tmp_path, 17, {"decision": "skip"})
     path.write_bytes(path.read_bytes() + b'{"step": 3')  # Torn by a kill.
-    EventLog(tmp_path, resume_step=5).write(9, {"decision": "stop"})
-    first = {"step": 18, "decision": "skip", "loss": None}
-    assert read_json_lines(path)[0] == first
+    set_events_aside(tmp_path, resume_step=5)
+    add_event(tmp_path, 9, {"decision": "stop"})
+    assert read_json_lines(path)[0] == {"step": 18, "decision": "skip", "loss": None}
     assert steps_in(path) == [18, 17, 9] and path.read_bytes().count(b"\n") == 3
     # Of a run that begins anew they are not.
-    EventLog(tmp_path, resume_step=0)
+    set_events_aside(tmp_path, resume_step=0)
     assert [entry.name for entry in tmp_path.iterdir()] == ["events.1.jsonl"]

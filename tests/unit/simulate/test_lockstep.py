@@ -26,16 +26,6 @@ def _one_leaves_it_out(rank: int, peers: Peers) -> None:
         peers.report("abandoned")
 
 
-def _in_a_circle(rank: int, peers: Peers) -> None:
-    pairs = [(0, 1), (1, 2), (0, 2)]
-    first, second = [(0, 2), (1, 0), (2, 1)][rank]
-    try:
-        for pair in (first, second):
-            peers.exchange(Meeting(pair, pairs[pair]), rank)
-    except AbandonedError:
-        peers.report("abandoned")
-
-
 def _one_fails_and_one_dies(rank: int, peers: Peers) -> None:
     if rank == 0:
         raise ValueError("of rank 0")
@@ -64,11 +54,9 @@ def test_members_get_each_other_s_values() -> None:
     assert not any(r.error for r in reports)
 
 
-def test_who_waits_in_vain_is_told() -> None:
+def test_ranks_that_wait_in_vain_are_abandoned() -> None:
     said = {r.rank: r.value for r in _ran(_reports, _one_leaves_it_out) if not r.has_ended}
     assert said == {0: "abandoned", 1: "went through", 2: "abandoned"}
-    said = {r.rank: r.value for r in _ran(_reports, _in_a_circle) if not r.has_ended}
-    assert said == dict.fromkeys(_WORLD, "abandoned")
 
 
 def test_a_rank_that_fails_and_one_that_dies() -> None:
