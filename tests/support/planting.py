@@ -36,8 +36,6 @@ class Bug(NamedTuple):
     """All of the phase must be wrong, because the mistake is in no module of the model."""
     copies: bool = False
     """The ranks' copies of one tensor must differ."""
-    missing: bool = False
-    """The gradient must be missing."""
 
 
 def planted_bugs() -> dict[str, Bug]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from titan_moe.models.config import LOSS_CHUNKS
 from titan_moe.ops.cross_entropy import CrossEntropy, cross_entropy
-from titan_moe.ops.linear_cross_entropy import Watch, linear_cross_entropy
+from titan_moe.ops.linear_cross_entropy import linear_cross_entropy
 from titan_moe.profiling.regions import region
 
 
@@ -29,7 +29,6 @@ class Output(nn.Linear):
     So no logits leave it, and the loss can be computed in chunks of tokens. Chosen when the model
     is laid out: `chunk_size` and `cross_entropy`, as `linear_cross_entropy` names them (None: the
     device's size), and `local_weight`, by which tensor parallelism hands over this rank's rows.
-    `watch` is for a debugger.
     """
 
     def __init__(self, dim: int, vocab_size: int) -> None:
@@ -37,7 +36,6 @@ class Output(nn.Linear):
         self.chunk_size: int | None = 0
         self.cross_entropy: CrossEntropy = cross_entropy
         self.local_weight: Callable[[Tensor], Tensor] = _whole
-        self.watch: Watch | None = None
 
     def forward(
         self,
@@ -67,7 +65,6 @@ class Output(nn.Linear):
                 factors=factors,
                 chunk_size=chunk_size,
                 cross_entropy=self.cross_entropy,
-                watch=self.watch,
             )
             if further is not None:
                 with torch.no_grad():

@@ -6,7 +6,7 @@ given is one number that multiplies both. The idea is Liger-Kernel's (arXiv 2410
 3.2), which also spares the third product that recomputing logits in the backward would take.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,9 +17,6 @@ from titan_moe.ops.cross_entropy import CrossEntropy, at_least_float32, cross_en
 
 # A product of narrow matrices that is added to a float32 one as it is computed: CUDA alone.
 _ADDS_IN_FLOAT32 = "dtype_out" in torch.ops.aten.addmm.overloads()
-
-Watch = Callable[[int, Tensor, Tensor], None]
-"""Shown each chunk: the number of its first token, logits_TV, and the loss's gradient for them."""
 
 
 class Losses(NamedTuple):
@@ -39,7 +36,6 @@ def linear_cross_entropy(
     factors: Sequence[float] = (1.0,),
     chunk_size: int = 0,
     cross_entropy: CrossEntropy = cross_entropy,
-    watch: Watch | None = None,
 ) -> Losses:
     """The cross-entropies of x @ weight.T; differentiable in x and weight, once.
 
@@ -55,7 +51,7 @@ def linear_cross_entropy(
     """
     assert factors[0] == 1.0 and len(x_TD) % len(factors) == 0
     with_gradients = torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad)
-    plan = _Plan(tuple(factors), chunk_size, cross_entropy, watch, with_gradients)
+    plan = _Plan(tuple(factors), chunk_size, cross_entropy, with_gradients)
     return Losses(*_LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, plan))
 
 
@@ -63,7 +59,6 @@ class _Plan(NamedTuple):
     factors: tuple[float, ...]
     chunk_size: int
     cross_entropy: CrossEntropy
-    watch: Watch | None
     with_gradients: bool
 
     def chunks(self, num_tokens: int) -> list[tuple[int, int, float]]:
@@ -91,7 +86,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for first, size, factor in plan.chunks(len(x_TD)):
             x_tD = x_TD[first : first + size]
             logits_tV = x_tD @ weight_VD.T
-            seen_tV = logits_tV if plan.watch is None else logits_tV.clone()
             chunk_loss, grad_tV = plan.cross_entropy(logits_tV, labels_T[first : first + size])
             total = loss if first < len(x_TD) // len(plan.factors) else further
             total += factor * chunk_loss
@@ -99,8 +93,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             if factor != 1.0:
                 grad_tV *= factor
-            if plan.watch is not None:
-                plan.watch(first, seen_tV, grad_tV)
             grad_tV = grad_tV.to(weight_VD.dtype)
             torch.mm(grad_tV, weight_VD, out=grad_x_TD[first : first + size])
             grad_weight_VD = _added(grad_weight_VD, grad_tV, x_tD)

@@ -17,7 +17,7 @@ from titan_moe.verify.compare.runner import Plan, Progress, Runner
 from titan_moe.verify.compare.verdict import common_steps, first_other_bits, on_steps
 from titan_moe.verify.localize.capture.step import FOLDER, compute_dtype
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
-from titan_moe.verify.localize.difference import BOUNDS
+from titan_moe.verify.localize.difference import ROUNDING
 from titan_moe.verify.localize.finding import Finding
 from titan_moe.verify.localize.localize import locate, uncompared
 
@@ -151,7 +151,7 @@ class Bisection(Runner):
         all later differences."""
         baseline = self.plan.baseline
         variations = self.variations() if self.plan.num_control_runs else []
-        if variations and self._bound() > BOUNDS["float32"]:
+        if variations and self._bound() > ROUNDING["float32"].bound:
             variations.append((baseline, (("training.mixed_precision_param", "float32"),)))
         return [
             self._captured(
@@ -174,7 +174,7 @@ class Bisection(Runner):
         )
 
     def _bound(self) -> float:
-        return BOUNDS[compute_dtype(self._job(self.plan.baseline))]
+        return ROUNDING[compute_dtype(self._job(self.plan.baseline))].bound
 
     def _record_of(self, step: int) -> Path:
         return (self.launcher.folder / f"step-{step}" / "baseline" / "routing").resolve()

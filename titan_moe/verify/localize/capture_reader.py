@@ -2,9 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,34 +19,18 @@ Ints = NDArray[np.int64]
 _BACKWARDS = ("backward", "gradient")
 
 
-class Copies(NamedTuple):
-    """Holds values that several ranks keep of the same part: each further copy beside the first."""
-
-    keys: Ints
-    """[M, 2]"""
-    ranks: Ints
-    """[M, 2]: whose copies these are."""
-    first: Array
-    other: Array
-    """[M, C] each."""
-
-
 @dataclass(frozen=True)
 class CapturedTensor:
     """All that a capture holds of one place."""
 
-    place: Place
-    keys_are: str
-    """"tokens": (row, position); "experts": (expert, 0); "tensor": (0, 0); "numbers": (i, 0)."""
+    kind: str
+    """The kind of keys: see `records`."""
     keys: Ints
-    """[N, 2], ascending."""
+    """[N], ascending."""
     values: Array
-    """[N, 1 + P] sketches, or [N, 1] numbers."""
-    exact: bool
-    """True if the sums of squares are valid: not for values summed from parts, nor for updates."""
-    copies: Copies
-    beside: Mapping[str, NDArray] = field(default_factory=dict)
-    """More of each key."""
+    """[N, P] sketches, or [N, 1] numbers."""
+    apart: Array
+    """[N]: the largest distance between ranks' copies of the same part."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +44,11 @@ class Capture:
     """In the order in which a step makes one from the other, phase by phase."""
 
 
+def norms(values: Array) -> Array:
+    """Returns the norms of the tensors that sketches stand for, [N]; a number's is its size."""
+    return np.sqrt(np.square(values).mean(-1))
+
+
 def read_capture(folder: Path) -> Capture:
     """Read a run's capture folder. Raises ConfigError where ranks' files are missing."""
     paths = sorted(folder.glob("rank-*.pt"))
@@ -71,66 +60,44 @@ def read_capture(folder: Path) -> Capture:
         said = f"{len(files)} files of {facts['world_size']} ranks' capture of one step"
         raise ConfigError([f"{folder}: {said}: capture again into an empty folder"])
     rows = dict.fromkeys(row for each in files for row in each["facts"]["rows"])
-    held: dict[Place, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
+    held: dict[Place, list[dict[str, Any]]] = defaultdict(list)
     for each in files:
         for record in each["records"]:
-            held[Place(*record["place"])].append((each["facts"]["rank"], record))
+            held[Place(*record["place"])].append(record)
     places = sorted(held, key=lambda place: _order(place, held[place]))
-    wholes = {place: _whole(place, held[place]) for place in places}
-    ends = [place for place in places if place.phase == "parameters"]
-    wholes |= {(made := _update(wholes, place)).place: made for place in ends}
-    return Capture(facts, list(rows), wholes)
+    wholes = {place: _whole(held[place]) for place in places}
+    updates = [_update(wholes, place) for place in places if place.phase == "parameters"]
+    return Capture(facts, list(rows), wholes | dict(updates))
 
 
-def _order(place: Place, records: Sequence[tuple[int, dict[str, Any]]]) -> tuple[int, int, int]:
-    stage, number = min(tuple(record["order"]) for _, record in records)
+def _order(place: Place, records: Sequence[dict[str, Any]]) -> tuple[int, int, int]:
+    stage, number = min(tuple(record["order"]) for record in records)
     sign = -1 if place.phase in _BACKWARDS else 1
     return list(PHASES).index(place.phase), sign * stage, sign * number
 
 
-def _whole(place: Place, records: Sequence[tuple[int, dict[str, Any]]]) -> CapturedTensor:
-    """Copies are kept once, parts are added."""
-    keys_are, exact = records[0][1]["kind"][0], all(record["kind"][1] for _, record in records)
-    names = [n for n in records[0][1] if n not in ("place", "kind", "order")]
-    joined = {name: torch.cat([record[name] for _, record in records]).numpy() for name in names}
-    ranks = np.concatenate(
-        [np.full(len(record["keys"]), rank, dtype=np.int64) for rank, record in records]
+def _whole(records: Sequence[dict[str, Any]]) -> CapturedTensor:
+    """Of copies the first counts; parts are added."""
+    keys, parts, values = (
+        torch.cat([record[name] for record in records]).numpy()
+        for name in ("keys", "parts", "values")
     )
-    keys, parts, values = joined.pop("keys"), joined.pop("parts"), joined.pop("values")
-    order = np.lexsort((ranks, parts, keys[:, 1], keys[:, 0]))
-    keys, parts, values, ranks = keys[order], parts[order], values[order], ranks[order]
-    new_key = _changes(keys)
-    new_part = new_key | _changes(parts[:, None])
-    first = np.flatnonzero(new_part)
-    of_first = first[np.cumsum(new_part) - 1]
-    other = np.flatnonzero(~new_part)
-    copies = Copies(
-        keys[other],
-        np.stack([ranks[of_first[other]], ranks[other]], 1),
-        values[of_first[other]],
-        values[other],
-    )
-    starts = np.flatnonzero(new_key)
-    group = (np.cumsum(new_key) - 1)[first]
-    sums = np.zeros((len(starts), values.shape[1]))
-    np.add.at(sums, group, values[first])
-    beside = {name: array[order][starts] for name, array in joined.items()}
-    return CapturedTensor(place, keys_are, keys[starts], sums, exact, copies, beside)
+    whole = np.unique(keys)
+    sums, apart = np.zeros((len(whole), values.shape[1])), np.zeros(len(whole))
+    for part in np.unique(parts):
+        held = values[parts == part]
+        own, first, copied = np.unique(keys[parts == part], return_index=True, return_inverse=True)
+        at = np.searchsorted(whole, own)
+        sums[at] += held[first]
+        with np.errstate(invalid="ignore"):
+            np.maximum.at(apart, at[copied], norms(held - held[first][copied]))
+    return CapturedTensor(records[0]["kind"], whole, sums, apart)
 
 
-def _update(wholes: Mapping[Place, CapturedTensor], end: Place) -> CapturedTensor:
-    """Returns what the step added to a parameter. Only sums of squares cannot be subtracted."""
+def _update(wholes: Mapping[Place, CapturedTensor], end: Place) -> tuple[Place, CapturedTensor]:
+    """Returns what the step added to a parameter."""
     last = end.tensor.removeprefix("parameter of ")
     after, before = wholes[end], wholes[Place("start", end.module, last)]
-    keys, ranks, first, other = after.copies
-    none = Copies(keys[:0], ranks[:0], first[:0], other[:0])
-    place = Place("update", end.module, f"update of {last}")
-    values = after.values - before.values
-    return replace(after, place=place, values=values, exact=False, copies=none)
-
-
-def _changes(rows: NDArray) -> NDArray[np.bool_]:
-    """Returns a mask of the rows that differ from the row before; the first row always counts."""
-    changed = np.ones(len(rows), dtype=bool)
-    changed[1:] = (rows[1:] != rows[:-1]).any(1)
-    return changed
+    values, apart = after.values - before.values, np.zeros(len(after.keys))
+    added = CapturedTensor(after.kind, after.keys, values, apart)
+    return Place("update", end.module, f"update of {last}"), added

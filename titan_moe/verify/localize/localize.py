@@ -6,19 +6,14 @@ module first), the gradients of parameters, their norm, counts, biases, moments,
 differs first has no earlier cause in the step.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from titan_moe.verify.gradients.compare import fingerprint
-from titan_moe.verify.localize.capture.records import PHASES
-from titan_moe.verify.localize.capture_reader import Capture, Ints
-from titan_moe.verify.localize.difference import PlaceDifference, differences, norms_of
-from titan_moe.verify.localize.finding import Finding, experts_line, place_line, tokens_line
-
-_MOST_SHOWN = 5
+from titan_moe.verify.localize.capture_reader import Capture, norms
+from titan_moe.verify.localize.difference import differences
+from titan_moe.verify.localize.finding import Finding, first_few, place_line
 
 
 def locate(
@@ -30,27 +25,12 @@ def locate(
         controls: of the baseline with its sequences in other orders, in other layouts: what
             rounding does at each place.
     """
-    found = differences(baseline, candidate, controls)
-    wrong = [difference for difference in found if difference.error > difference.bound]
-    if not wrong:
-        return None
-    first, phase = wrong[0], wrong[0].place.phase
     axes = _axes(baseline.facts["layout"], candidate.facts["layout"])
-    phases = Counter(difference.place.phase for difference in found)
-    before = [each for each in PHASES if each in phases]
-    finding = Finding(
-        difference=first,
-        fingerprint=fingerprint(first.ratio, axes) if first.ranks is None else "",
-        of_phase=(sum(each.place.phase == phase for each in wrong), phases[phase]),
-        equal=before[: before.index(phase)],
-        later=wrong[1:],
-    )
-    if first.keys_are == "experts":
-        finding = replace(finding, experts=experts_line(first.keys, first.whole))
-    if first.keys_are == "tokens":
-        finding = replace(finding, tokens=tokens_line(first.keys, baseline.rows, first.whole))
-    if first.place.tensor == "choice":
-        finding = _choices(finding, baseline, candidate, found)
+    finding = Finding(differences(baseline, candidate, controls), baseline.rows, axes)
+    if not finding.wrong:
+        return None
+    if finding.first.place.tensor == "choice":
+        return replace(finding, tie=_tie(finding, baseline))
     return finding
 
 
@@ -62,17 +42,16 @@ def uncompared(baseline: Capture, candidate: Capture) -> list[str]:
     forward of its own run: neither is counted.
     """
     lines = []
-    for name, ours, theirs in (
-        ("baseline", baseline, candidate),
-        ("candidate", candidate, baseline),
+    for name, ours, theirs, counted_elsewhere in (
+        ("baseline", baseline, candidate, ("recompute", "backward")),
+        ("candidate", candidate, baseline, ("recompute",)),
     ):
-        skipped = ("recompute", "backward") if name == "baseline" else ("recompute",)
-        only = [p for p in ours.places if p not in theirs.places and p.phase not in skipped]
+        only = [place for place in ours.places if place not in theirs.places]
+        only = [place for place in only if place.phase not in counted_elsewhere]
         if only:
-            shown = "; ".join(map(place_line, only[:_MOST_SHOWN]))
-            more = f"; and {len(only) - _MOST_SHOWN} more" if len(only) > _MOST_SHOWN else ""
             count = f"{len(only)} of its {len(ours.places)} places"
-            lines.append(f"not compared: {count} only the {name} has: {shown}{more}")
+            shown = "; ".join(first_few([place_line(place) for place in only]))
+            lines.append(f"not compared: {count} only the {name} has: {shown}")
     if not any(len(baseline.places[p].keys) for p in baseline.places.keys() & candidate.places):
         lines.append("not compared: the runs have no place in common")
     return lines
@@ -85,29 +64,18 @@ def _axes(baseline: Mapping[str, int], candidate: Mapping[str, int]) -> dict[str
     return {axis: round(max(size, 1 / size)) for axis, size in sizes.items()}
 
 
-def _choices(
-    finding: Finding, baseline: Capture, candidate: Capture, found: Sequence[PlaceDifference]
-) -> Finding:
-    """Adds the experts that tokens went to, and whether these scored alike; without scores in both
-    runs nothing is known to be a tie."""
-    place, keys = finding.place, finding.difference.keys
-    ours, theirs = baseline.places[place], candidate.places[place]
-    at, there = _rows_of(ours.keys, keys), _rows_of(theirs.keys, keys)
-    margins = ours.beside["margins"][at]
-    scores = place._replace(tensor="scores")
-    swaps: Counter[tuple[str, str]] = Counter()
-    for a, b in zip(ours.beside["experts"][at], theirs.beside["experts"][there], strict=True):
-        left, came = sorted(set(a) - set(b)), sorted(set(b) - set(a))
-        swaps[" ".join(map(str, left)), " ".join(map(str, came))] += 1
-    said = [f"{n} x {a} -> {b}" for (a, b), n in swaps.most_common(3)]
-    experts = ", ".join(said) + (f" and {len(swaps) - 3} other changes" if len(swaps) > 3 else "")
-    tie = ""
-    for bound in (each.bound for each in found if each.place == scores and len(margins)):
-        if margins.max() <= 2 * bound * norms_of(baseline.places[scores].values, True).max():
-            tie = f"scores are at most {margins.max():.1e} apart"
-    return replace(finding, experts=experts, tie=tie)
+def _tie(finding: Finding, baseline: Capture) -> str:
+    """Says how far apart the scores were of tokens that chose otherwise, if that is rounding.
 
-
-def _rows_of(keys: Ints, wanted: Ints) -> Ints:
-    places = {tuple(key): row for row, key in enumerate(keys.tolist())}
-    return np.array([places[tuple(key)] for key in wanted.tolist() if tuple(key) in places])
+    Nothing is known to be a tie if one run lacks scores.
+    """
+    choice = finding.first
+    scores = choice.place._replace(tensor="scores")
+    margins = baseline.places[choice.place._replace(tensor="margin")]
+    margin = norms(margins.values[np.isin(margins.keys, choice.keys)])
+    for each in finding.compared:
+        if each.place == scores and len(margin) == len(choice.keys):
+            usual = norms(baseline.places[scores].values).mean()
+            if margin.max() <= 2 * each.bound * usual:
+                return f"scores are at most {margin.max():.1e} apart"
+    return ""

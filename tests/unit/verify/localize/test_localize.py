@@ -15,15 +15,17 @@ from titan_moe.verify.localize.capture.records import (
     NUMBERS,
     TENSOR,
     TOKENS,
-    Laid,
     Place,
     Records,
+    Sketches,
+    token_keys,
 )
 from titan_moe.verify.localize.capture.sketch import sketch_box, sketch_rows
 from titan_moe.verify.localize.capture_reader import Capture, read_capture
 from titan_moe.verify.localize.localize import locate, uncompared
 
 ROWS, LENGTH, WIDTH = [11, 12], 6, 5
+KEYS = token_keys(torch.tensor(ROWS), torch.arange(LENGTH)).flatten()
 OUTPUT = Place("forward", "layers.0.attention.wo", "output")
 NEXT = Place("forward", "layers.0", "output")
 GRADIENT = Place("gradient", "norm", "gradient of weight")
@@ -35,18 +37,13 @@ LAYOUT = {"dp_shard": 1, "cp": 1, "tp": 1}
 def values() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    tokens = len(ROWS) * LENGTH
     return {
-        "output": draw(tokens, WIDTH),
-        "next": draw(tokens, WIDTH),
+        "output": draw(len(KEYS), WIDTH),
+        "next": draw(len(KEYS), WIDTH),
         "weight": draw(8),
-        "scores": draw(tokens, 4).sigmoid(),
+        "scores": draw(len(KEYS), 4).sigmoid(),
         "loss": torch.tensor([3.0], dtype=torch.float64),
     }
-
-
-def keys() -> torch.Tensor:
-    return torch.tensor([[row, position] for row in ROWS for position in range(LENGTH)])
 
 
 def write(
@@ -58,23 +55,19 @@ def write(
 ) -> Capture:
     """Each rank has its part of the tokens, and a copy of all else."""
     for rank, held in enumerate(ranks):
-        records = Records()
-        own = torch.arange(len(ROWS) * LENGTH).tensor_split(len(ranks))[rank]
-        for number, (place, name) in enumerate(((OUTPUT, "output"), (NEXT, "next"))):
-            laid = Laid(keys()[own], sketch_rows(held[name][own]), TOKENS)
-            records.add(place, (0, number), laid)
-        scores_NE = held["scores"][own]
-        records.add(SCORES, (0, 2), Laid(keys()[own], sketch_rows(scores_NE), TOKENS))
-        best_N1 = scores_NE.argmax(1, keepdim=True)
-        hot_NE = torch.zeros_like(scores_NE).scatter_(1, best_N1, 1)
-        margins = torch.full((len(own),), margin, dtype=torch.float64)
-        laid = Laid(keys()[own], sketch_rows(hot_NE), TOKENS)
-        records.add(CHOICE, (0, 3), laid, experts=best_N1, margins=margins)
-        zero = torch.zeros(1, 2, dtype=torch.int64)
-        records.add(Place("loss", "", "loss"), (0, 0), Laid(zero, held["loss"][:, None], NUMBERS))
+        records, zero = Records(), torch.zeros(1, dtype=torch.int64)
+        own = torch.arange(len(KEYS)).tensor_split(len(ranks))[rank]
+        hot = torch.nn.functional.one_hot(held["scores"].argmax(1), 4)
+        margins = torch.full((len(KEYS), 1), margin, dtype=torch.float64)
+        by_token = {OUTPUT: held["output"], NEXT: held["next"], SCORES: held["scores"]}
+        by_token |= {CHOICE: hot, CHOICE._replace(tensor="margin"): margins}
+        for number, (place, x) in enumerate(by_token.items()):
+            records.add(place, (0, number), Sketches(TOKENS, KEYS[own], sketch_rows(x[own])))
+        loss = Sketches(NUMBERS, zero, held["loss"][:, None])
+        records.add(Place("loss", "", "loss"), (0, 0), loss)
         weight = sketch_box(held["weight"], (slice(0, 8),))[None]
-        records.add(GRADIENT, (0, 0), Laid(zero, weight, TENSOR))
-        facts = {"step": 1, "rank": rank, "world_size": len(ranks), "layout": LAYOUT}
+        records.add(GRADIENT, (0, 0), Sketches(TENSOR, zero, weight))
+        facts = {"step": 1, "rank": rank, "world_size": len(ranks)}
         facts |= {"layout": LAYOUT | {"dp_shard": len(ranks)}, "compute_dtype": dtype, "rows": ROWS}
         records.save(folder / f"rank-{rank:05d}.pt", facts)
     return read_capture(folder)
@@ -94,14 +87,13 @@ def test_the_first_place_its_tokens_and_norms(baseline: Capture, tmp_path: Path)
     changed["output"][8:11] *= 2
     changed["next"] += 1
     finding = locate(baseline, write(tmp_path / "two", [changed, changed]))
-    assert finding is not None and finding.place == OUTPUT
-    assert finding.tokens == "row 1 (0000000c): positions 2-4"
+    assert finding is not None and [each.place for each in finding.wrong] == [OUTPUT, NEXT]
     norm = values()["output"][8:11].norm().item()
-    assert finding.difference.norms == pytest.approx((norm, 2 * norm))
-    assert "exactly 2" in finding.fingerprint
-    assert [each.place for each in finding.later] == [NEXT]
+    assert finding.first.norms == pytest.approx((norm, 2 * norm), rel=0.5)
+    assert finding.first.ratio == pytest.approx(2)
     said = "\n".join(finding.lines())
     assert "layers.0.attention.wo, output (forward)" in said and "2 of 4 places" in said
+    assert "row 1 (0000000c): 3, first at position 2" in said and "exactly 2" in said
 
 
 def test_a_control_run_says_what_rounding_may_do(baseline: Capture, tmp_path: Path):
@@ -119,9 +111,8 @@ def test_copies_that_differ(baseline: Capture, tmp_path: Path):
     other = values()
     other["weight"] *= 1.5
     finding = locate(baseline, write(tmp_path / "two", [values(), other]))
-    assert finding is not None and finding.place == GRADIENT
-    assert finding.difference.ranks == (0, 1)
-    assert "ranks 0 and 1 hold other values" in "\n".join(finding.lines())
+    assert finding is not None and finding.first.place == GRADIENT
+    assert "ranks hold other values" in "\n".join(finding.lines())
 
 
 @pytest.mark.parametrize("name", ["output", "weight", "loss"])
@@ -131,7 +122,7 @@ def test_a_control_run_of_nan_makes_no_nan_right(name: str, baseline: Capture, t
     control = write(tmp_path / "control", [broken])
     assert locate(baseline, write(tmp_path / "same", [values()]), [control]) is None
     finding = locate(baseline, write(tmp_path / "two", [broken]), [control])
-    assert finding is not None and finding.place.tensor in (name, f"gradient of {name}")
+    assert finding is not None and finding.first.place.tensor in (name, f"gradient of {name}")
 
 
 def without(capture: Capture, *places: Place) -> Capture:
@@ -141,10 +132,10 @@ def without(capture: Capture, *places: Place) -> Capture:
 def test_places_of_one_run_are_named_with_their_number(baseline: Capture):
     assert uncompared(baseline, baseline) == []
     (line,) = uncompared(baseline, without(baseline, OUTPUT, GRADIENT))
-    assert line.startswith("not compared: 2 of its 6 places only the baseline has: ")
+    assert line.startswith("not compared: 2 of its 7 places only the baseline has: ")
     assert "layers.0.attention.wo, output (forward)" in line and "norm, gradient of weight" in line
     (line,) = uncompared(without(baseline, SCORES), baseline)
-    assert line.startswith("not compared: 1 of its 6 places only the candidate has: ")
+    assert line.startswith("not compared: 1 of its 7 places only the candidate has: ")
     assert "layers.0.moe.router, scores (forward)" in line
 
 
@@ -152,7 +143,7 @@ def test_captures_without_a_common_place_are_not_called_equal(baseline: Capture)
     nothing = replace(baseline, places={})
     assert uncompared(nothing, nothing) == ["not compared: the runs have no place in common"]
     assert "no place in common" in uncompared(baseline, nothing)[-1]
-    empty = replace(baseline.places[OUTPUT], keys=np.zeros((0, 2)), values=np.zeros((0, 3)))
+    empty = replace(baseline.places[OUTPUT], keys=np.zeros(0), values=np.zeros((0, 3)))
     hollow = replace(baseline, places={OUTPUT: empty})
     assert uncompared(hollow, hollow) == ["not compared: the runs have no place in common"]
 
@@ -166,7 +157,7 @@ def test_only_what_was_compared_is_said_to_be_equal(
     assert main([*words, "--candidate", "ranks=1"]) == 1
     said = capsys.readouterr().out
     assert "step 7: nothing differs beyond rounding where both runs have a place" in said
-    assert "not compared: 1 of its 6 places only the baseline has: layers.0, output" in said
+    assert "not compared: 1 of its 7 places only the baseline has: layers.0, output" in said
 
 
 @pytest.mark.parametrize(("margin", "is_tie"), [(1e-12, True), (0.5, False)])
@@ -176,9 +167,9 @@ def test_another_choice_is_a_tie_or_a_mistake(tmp_path: Path, margin: float, is_
     theirs["scores"][4, :2] = torch.tensor([0.99 - 1e-13, 0.99], dtype=torch.float64)
     baseline = write(tmp_path / "baseline", [ours], margin=margin)
     finding = locate(baseline, write(tmp_path / "candidate", [theirs], margin=margin))
-    assert finding is not None and finding.place == CHOICE and finding.is_tie == is_tie
-    assert finding.experts == "1 x 0 -> 1" and finding.tokens == "row 0 (0000000b): position 4"
-    assert ("a tie" in "\n".join(finding.lines())) == is_tie
+    assert finding is not None and finding.first.place == CHOICE and finding.is_tie == is_tie
+    said = "\n".join(finding.lines())
+    assert "row 0 (0000000b): 1, first at position 4" in said and ("a tie" in said) == is_tie
 
 
 @pytest.mark.parametrize("only", ["baseline", "candidate", "neither"])
@@ -192,8 +183,7 @@ def test_another_choice_without_scores_is_no_tie(tmp_path: Path, only: str):
     if only != "candidate":
         candidate = without(candidate, SCORES)
     finding = locate(baseline, candidate)
-    assert finding is not None and finding.place == CHOICE and not finding.is_tie
-    assert "1 x " in finding.experts and finding.tokens == "row 0 (0000000b): position 4"
+    assert finding is not None and finding.first.place == CHOICE and not finding.is_tie
 
 
 def test_a_missing_rank_and_a_missing_capture(tmp_path: Path):

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.moe.dispatch.base import Dispatcher, ExpertRows
 from titan_moe.moe.layer import MoE
 from titan_moe.moe.router import Router
-from titan_moe.verify.localize.capture.records import EXPERT_SUMS, EXPERTS, Laid, Place
+from titan_moe.verify.localize.capture.records import EXPERTS, Sketches
 from titan_moe.verify.localize.capture.sketch import sketch_rows
-from titan_moe.verify.localize.capture.watcher import Lay, Watcher, recomputing
+from titan_moe.verify.localize.capture.watcher import Lay, Watcher
 
 
 def choice_margins(scores_TE: Tensor, router: Router) -> Tensor:
@@ -53,6 +52,8 @@ class MoEHooks(Dispatcher):
         self._rank, self._slices = rank, dims.etp
         self._chunks = count()  # Rows of one expert on one rank, in several microbatches, add up.
         self._first = dims.coordinate(rank, "ep") * moe.config.num_experts // dims.ep
+        self.traffic, self.plan = self._plain.traffic, self._plain.plan  # type: ignore[method-assign]
+        self.dropped = self._plain.dropped  # type: ignore[method-assign]
 
     def install(self, stack: ExitStack) -> None:
         """Watches the layer until the stack is closed."""
@@ -68,47 +69,41 @@ class MoEHooks(Dispatcher):
 
         stack.callback(end)
 
-    def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
-        return self._plain.traffic(experts_TK, counts_E)
-
-    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> Any:
-        return self._plain.plan(experts_TK, counts_E)
-
-    def dropped(self, plan: Any) -> Tensor | None:
-        return self._plain.dropped(plan)
-
     def send(self, x_TD: Tensor, weights_TK: Tensor, plan: Any) -> Any:
         name, given = f"{self._name}.dispatcher.dispatch", self._watcher.given
-        x_TD = given(name, "tokens", x_TD)
-        weights_TK = given(name, "weights", weights_TK, lay=self._by_expert(gradient=True))
+        x_TD = given(name, "tokens", x_TD, self._watcher.by_token())
+        weights_TK = given(name, "weights", weights_TK, self._by_expert)
         return self._plain.send(x_TD, weights_TK, plan)
 
     def receive(self, sent: Any, plan: Any) -> ExpertRows:
         name, rows = f"{self._name}.dispatcher.dispatch", self._plain.receive(sent, plan)
         lay = self._by_row(rows, whole=True)
-        self._watcher.forward(name, "rows", rows.x_RD, lay=lay)
-        self._watcher.forward(name, "weights", rows.weights_R, lay=lay)
+        self._watcher.forward(name, "rows", rows.x_RD, lay)
+        self._watcher.forward(name, "weights", rows.weights_R, lay)
         return rows
 
     def combine(self, y_RD: Tensor, plan: Any) -> Tensor:
         name, lay = f"{self._name}.dispatcher.combine", self._by_row(self._rows, whole=True)
-        y_TD = self._plain.combine(self._watcher.given(name, "rows", y_RD, lay=lay), plan)
-        self._watcher.forward(name, "output", y_TD)
+        y_TD = self._plain.combine(self._watcher.given(name, "rows", y_RD, lay), plan)
+        self._watcher.forward(name, "output", y_TD, self._watcher.by_token())
         return y_TD
 
     def _choosing(self, choose: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        watcher, place = self._watcher, Place("forward", f"{self._name}.router", "choice")
+        watcher, name = self._watcher, f"{self._name}.router"
 
         def chosen(scores_TE: Tensor) -> Tensor:
-            watcher.order(place)  # Before what is called in it: a routing trace weighs, too.
-            experts_TK = choose(scores_TE)
-            if not recomputing():
-                scores_TE = scores_TE.detach()
-                with torch.no_grad(), _disable_current_modes():
-                    hot_TE = torch.zeros_like(scores_TE).scatter_(1, experts_TK, 1)
-                    margins = choice_margins(scores_TE, self._moe.router)
-                    experts = experts_TK.sort(1).values
-                watcher.keep(place, hot_TE, watcher.by_token(), experts=experts, margins=margins)
+            experts_TK, by_token = choose(scores_TE), watcher.by_token()
+
+            def choice(scores_TE: Tensor, *, gradient: bool) -> Sketches | None:
+                hot_TE = torch.zeros_like(scores_TE).scatter_(1, experts_TK, 1)
+                return by_token(hot_TE, gradient=gradient)
+
+            def margin(scores_TE: Tensor, *, gradient: bool) -> Sketches | None:
+                margin_T = choice_margins(scores_TE, self._moe.router)
+                return by_token(margin_T[:, None], gradient=gradient)
+
+            watcher.forward(name, "choice", scores_TE, choice)
+            watcher.forward(name, "margin", scores_TE, margin)
             return experts_TK
 
         return chosen
@@ -117,9 +112,10 @@ class MoEHooks(Dispatcher):
         name, watcher = f"{self._name}.router.weigh", self._watcher
 
         def weighed(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
-            weights_TK = weigh(watcher.given(name, "scores", scores_TE), experts_TK)
-            self._chosen = experts_TK
-            watcher.forward(name, "weights", weights_TK, lay=self._by_expert())
+            scores_TE = watcher.given(name, "scores", scores_TE, watcher.by_token())
+            weights_TK = weigh(scores_TE, experts_TK)
+            self._by_expert = self._in_order(experts_TK)
+            watcher.forward(name, "weights", weights_TK, self._by_expert)
             return weights_TK
 
         return weighed
@@ -128,22 +124,20 @@ class MoEHooks(Dispatcher):
         (rows,) = args
         self._rows, name = rows, f"{self._name}.experts"
         lay, given = self._by_row(rows, whole=False), self._watcher.given
-        x_RD = given(name, "input", rows.x_RD, lay=lay)
-        weights_R = given(name, "weights", rows.weights_R, lay=lay)
+        x_RD = given(name, "input", rows.x_RD, lay)
+        weights_R = given(name, "weights", rows.weights_R, lay)
         return (rows._replace(x_RD=x_RD, weights_R=weights_R),)
 
     def _after_experts(self, module: Any, args: tuple[ExpertRows], y_RD: Tensor) -> None:
         lay = self._by_row(args[0], whole=False)
-        self._watcher.forward(f"{self._name}.experts", "output", y_RD, lay=lay)
+        self._watcher.forward(f"{self._name}.experts", "output", y_RD, lay)
 
-    def _by_expert(self, *, gradient: bool = False) -> Lay:
-        """Returns the sketch of weights_TK: a column for each expert, so that the order of a
-        token's experts does not matter."""
-        experts_TK, by_token = self._chosen, self._watcher.by_token(gradient=gradient)
+    def _in_order(self, experts_TK: Tensor) -> Lay:
+        """Returns the sketch of weights_TK, each token's in the order of its experts' numbers."""
+        by_token = self._watcher.by_token()
 
-        def lay(weights_TK: Tensor) -> Laid | None:
-            size = len(weights_TK), self._moe.config.num_experts
-            return by_token(weights_TK.new_zeros(size).scatter_(1, experts_TK, weights_TK))
+        def lay(weights_TK: Tensor, *, gradient: bool) -> Sketches | None:
+            return by_token(weights_TK.gather(1, experts_TK.argsort(1)), gradient=gradient)
 
         return lay
 
@@ -154,7 +148,7 @@ class MoEHooks(Dispatcher):
             whole: each slice of an expert has the same rows; else they have parts of a sum.
         """
 
-        def lay(x_R: Tensor) -> Laid:
+        def lay(x_R: Tensor, *, gradient: bool) -> Sketches:
             x_RF = x_R.view(len(x_R), math.prod(x_R.shape[1:]))  # No -1: maybe no rows.
             row_R = torch.arange(len(x_RF), device=x_RF.device)
             expert_R = torch.searchsorted(rows.offsets_E, row_R, right=True)
@@ -163,12 +157,8 @@ class MoEHooks(Dispatcher):
             sketches = sketch_rows(x_RF[mine_R])
             sums = sketches.new_zeros(len(rows.offsets_E), sketches.shape[1])
             sums.index_add_(0, expert_R[mine_R], sketches)
-            experts = torch.arange(self._first, self._first + len(sums))
-            return Laid(
-                torch.stack([experts, torch.zeros_like(experts)], 1),
-                sums / self._slices if whole else sums,
-                EXPERTS if whole or self._slices == 1 else EXPERT_SUMS,
-                self._rank << 32 | next(self._chunks),
-            )
+            experts_E = torch.arange(self._first, self._first + len(sums))
+            values = sums / self._slices if whole else sums
+            return Sketches(EXPERTS, experts_E, values, self._rank << 32 | next(self._chunks))
 
         return lay

@@ -39,66 +39,57 @@ PHASES = {
 """Phases in words, in the order in which a step makes one from the other. The reader makes
 "update", which is the difference of parameters."""
 
-
-class Kind(NamedTuple):
-    """The keys of a place's values, and the way to put ranks' parts together."""
-
-    keys: str
-    """"tokens": (row, position); "experts": (expert, 0); "tensor": (0, 0); "numbers": (i, 0)."""
-    exact: bool = True
-    """The sums of squares add up: not so for parts of a sum."""
+TOKENS, EXPERTS, TENSOR, NUMBERS = "tokens", "experts", "tensor", "numbers"
+"""Kinds of keys: `token_keys`; an expert's number; 0 for the whole tensor; a number's index."""
+POSITION_BITS = 31
 
 
-TOKENS = Kind("tokens")
-TOKEN_SUMS = Kind("tokens", exact=False)
-EXPERTS = Kind("experts")
-EXPERT_SUMS = Kind("experts", exact=False)
-TENSOR = Kind("tensor")
-NUMBERS = Kind("numbers")
+def token_keys(rows_B: Tensor, positions_S: Tensor) -> Tensor:
+    """Returns a key for each token, [B, S]: the row's fingerprint of 32 bits, then the position."""
+    return (rows_B[:, None] << POSITION_BITS) | positions_S
 
 
-class Laid(NamedTuple):
-    """A tensor's sketches with the keys that they are of."""
+class Sketches(NamedTuple):
+    """A tensor's sketches with their keys."""
 
+    kind: str
     keys: Tensor
-    """[N, 2] int64."""
+    """[N] int64."""
     values: Tensor
-    """[N, 1 + P] sketches, or [N, 1] numbers."""
-    kind: Kind
+    """[N, P] sketches, or [N, 1] numbers."""
     part: int = 0
-    """The part of the whole that these values are; values of different parts are added."""
+    """The part of the whole that these values are. Ranks' values of one key and one part are
+    copies; values of different parts are added."""
 
 
 class Records:
-    """Sketches by place. Ranks' values of one key and one part are copies; parts add up."""
+    """Sketches by place."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Place, Kind] = {}
         self._orders: dict[Place, tuple[int, int]] = {}
-        self._chunks: dict[Place, list[dict[str, Tensor]]] = defaultdict(list)
+        self._chunks: dict[Place, list[Sketches]] = defaultdict(list)
 
-    def add(self, place: Place, order: tuple[int, int], laid: Laid, **beside: Tensor) -> None:
+    def add(self, place: Place, order: tuple[int, int], sketches: Sketches) -> None:
         """Keeps a chunk of a place.
 
         Args:
             order: the stage of the pipeline, and the place's number in it.
-            beside: more to keep of each key.
         """
-        self._kinds[place] = laid.kind
         self._orders.setdefault(place, order)
-        parts = torch.full((len(laid.keys),), laid.part, dtype=torch.int64)
-        chunk = {"keys": laid.keys, "parts": parts, "values": laid.values, **beside}
         # Off the device at once: all of a step's sketches may be gigabytes.
-        self._chunks[place].append({name: tensor.cpu() for name, tensor in chunk.items()})
+        kept = sketches._replace(keys=sketches.keys.cpu(), values=sketches.values.cpu())
+        self._chunks[place].append(kept)
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
         """Write all of it; a reader needs torch.load(weights_only=True)."""
         records = [
             {
                 "place": list(place),
-                "kind": list(self._kinds[place]),
                 "order": list(self._orders[place]),
-                **{name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]},
+                "kind": chunks[0].kind,
+                "keys": torch.cat([each.keys for each in chunks]),
+                "parts": torch.cat([torch.full_like(each.keys, each.part) for each in chunks]),
+                "values": torch.cat([each.values for each in chunks]),
             }
             for place, chunks in self._chunks.items()
         ]

@@ -3,7 +3,7 @@
 Everything is kept in the coordinates of the whole model and the whole batch: tokens by row and
 position, experts and parameters by their names, and of each tensor a sketch that adds up over its
 parts. So captures of any two layouts can be put side by side, and their size is bounded: per token
-and tensor 9 numbers. verify/localize/capture_reader.py reads them.
+and tensor 8 numbers. verify/localize/capture_reader.py reads them.
 """
 
 from collections.abc import Iterator
@@ -30,13 +30,13 @@ from titan_moe.verify.localize.capture.records import (
     NUMBERS,
     TENSOR,
     TOKENS,
-    Kind,
-    Laid,
     Place,
     Records,
+    Sketches,
+    token_keys,
 )
 from titan_moe.verify.localize.capture.sketch import sketch_box, sketch_experts, sketch_rows
-from titan_moe.verify.localize.capture.tokens import Microbatch as Tokens
+from titan_moe.verify.localize.capture.watcher import Microbatch as Tokens
 from titan_moe.verify.localize.capture.watcher import Watcher
 
 FOLDER = "capture"
@@ -96,8 +96,6 @@ class StepCapture:
         rows_B = torch.tensor(fingerprints(batch), dtype=torch.int64)
         self._now = local, rows_B, positions_S
         self._rows += [row for row in rows_B.tolist() if row not in self._rows]
-        whole = Tokens(rows_B, torch.arange(batch.tokens_BS.shape[1]), 1, 0)
-        own = Tokens(rows_B, positions_S, 1, 0)
         read = {
             "tokens": local.tokens_BS,
             "labels": local.labels_BS,
@@ -109,9 +107,11 @@ class StepCapture:
                 read[f"labels {depth + 1} ahead"] = local.ahead_labels_BKS[:, depth]
         read["documents"] = local.documents_BS
         for number, (name, x_BS) in enumerate(read.items()):
-            keys = whole.keys if name == "documents" else own.keys
-            values = sketch_rows(x_BS.reshape(-1, 1).double())
-            self._records.add(Place("data", "batch", name), (0, number), Laid(keys, values, TOKENS))
+            # Every rank has the documents of all positions.
+            read_S = torch.arange(x_BS.shape[1]) if name == "documents" else positions_S
+            keys_T = token_keys(rows_B, read_S).flatten()
+            sketches = Sketches(TOKENS, keys_T, sketch_rows(x_BS.reshape(-1, 1).double()))
+            self._records.add(Place("data", "batch", name), (0, number), sketches)
 
     def accumulated(self) -> None:
         """Records gradients after all sums over ranks, before clipping."""
@@ -165,11 +165,11 @@ class StepCapture:
         return Tokens(rows_B[first:last], positions_S, self._tp, self._tp_rank)
 
     def _numbers(
-        self, place: Place, numbers: Any, order: tuple[int, int], kind: Kind, *, part: int = 0
+        self, place: Place, numbers: Any, order: tuple[int, int], kind: str, *, part: int = 0
     ) -> None:
         """Records numbers of the whole step, or one for each expert."""
         values = torch.as_tensor(numbers, dtype=torch.float64).detach().cpu()[:, None]
-        self._records.add(place, order, Laid(_keys(range(len(values))), values, kind, part))
+        self._records.add(place, order, Sketches(kind, torch.arange(len(values)), values, part))
 
     def _moe_layers(self) -> Iterator[tuple[int, tuple[str, MoE]]]:
         """Yields this rank's layers by their number among all."""
@@ -196,19 +196,13 @@ class StepCapture:
                 module, _, last = name.rpartition(".")
                 place = Place(phase, module, last if phase == "start" else f"{tensor} of {last}")
                 if ".experts." in name:
-                    values, rest, kind = sketch_experts(held, box), box[1:], EXPERTS
-                    keys = _keys(range(box[0].start, box[0].start + len(values)))
+                    values = sketch_experts(held, box)
+                    keys = torch.arange(box[0].start, box[0].start + len(values))
+                    sketches = Sketches(EXPERTS, keys, values, _number_of(box[1:]))
                 else:
-                    values, rest, kind = sketch_box(held, box)[None], box, TENSOR
-                    keys = _keys([0])
-                self._records.add(
-                    place, (stage, number), Laid(keys, values, kind, _number_of(rest))
-                )
-
-
-def _keys(numbers: Any) -> Tensor:
-    column = torch.tensor(list(numbers), dtype=torch.int64)
-    return torch.stack([column, torch.zeros_like(column)], 1)
+                    values = sketch_box(held, box)[None]
+                    sketches = Sketches(TENSOR, torch.zeros(1).long(), values, _number_of(box))
+                self._records.add(place, (stage, number), sketches)
 
 
 def _number_of(box: tuple[slice, ...]) -> int:

@@ -1,17 +1,61 @@
 """Records what passes by in a step, as hooks hand it over."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from titan_moe.verify.localize.capture.records import Laid, Place, Records
-from titan_moe.verify.localize.capture.tokens import Microbatch
+from titan_moe.verify.localize.capture.records import TOKENS, Place, Records, Sketches, token_keys
+from titan_moe.verify.localize.capture.sketch import sketch_rows
 
-Lay = Callable[[Tensor], Laid | None]
-"""Sketches a tensor; None if it has no keys."""
+
+class Lay(Protocol):
+    """Sketches a tensor or a gradient of its shape; None if its rows have no keys."""
+
+    def __call__(self, x: Tensor, *, gradient: bool) -> Sketches | None: ...
+
+
+class Microbatch:
+    """The rows of one forward, as this rank reads them.
+
+    Args:
+        rows_B: each row's fingerprint.
+        positions_S: the positions that this rank reads of each.
+        tp, tp_rank: tensor parallelism: outside of attention and feed-forwards a rank holds its
+            consecutive part of these positions, inside all of them.
+    """
+
+    def __init__(self, rows_B: Tensor, positions_S: Tensor, tp: int, tp_rank: int) -> None:
+        self.size, self._tp_rank = len(rows_B), tp_rank
+        self._keys_BS = token_keys(rows_B, positions_S)
+        by_rank = self._keys_BS.chunk(tp, 1)
+        self._own_keys_BS = by_rank[tp_rank]
+        # Gathered tokens without a dim of rows lie rank after rank.
+        self._gathered_keys_T = torch.cat([keys_BS.flatten() for keys_BS in by_rank])
+
+    def lay(self, x: Tensor, *, cut: bool, gradient: bool) -> Sketches | None:
+        """Sketches of a tensor [B, S, ...] or [T, F]; None for one that is not by token.
+
+        Args:
+            cut: whether each tp rank has its columns of it, if it has all tokens of it.
+            gradient: then of what each tp rank has all columns, it has a part of a sum.
+        """
+        own_T, all_T = self._own_keys_BS.flatten(), self._gathered_keys_T
+        if x.ndim > 2:
+            if x.shape[:2] not in (self._own_keys_BS.shape, self._keys_BS.shape):
+                return None
+            x, all_T = x.flatten(0, 1), self._keys_BS.flatten()
+        if x.ndim < 2 or len(x) not in (len(own_T), len(all_T)):
+            return None
+        x_TF = x.flatten(1)
+        if len(x) == len(own_T):
+            return Sketches(TOKENS, own_T, sketch_rows(x_TF))
+        first = self._tp_rank * x_TF.shape[1] if cut else 0
+        part = first if cut else self._tp_rank * gradient
+        return Sketches(TOKENS, all_T, sketch_rows(x_TF, first), part)
 
 
 class Watcher:
@@ -53,59 +97,42 @@ class Watcher:
         """Numbers places as a forward comes by them."""
         return self.stage, self._numbers.setdefault(place, len(self._numbers))
 
-    def by_token(self, *, cut: bool = False, gradient: bool = False) -> Lay:
+    def by_token(self, *, cut: bool = False) -> Lay:
         """Returns the sketch of tensors that have a row for each token of this microbatch."""
-        now = self.now
-        return lambda x: now.lay(x, cut=cut, gradient=gradient)
+        return partial(self.now.lay, cut=cut)
 
-    def forward(
-        self, module: str, tensor: str, x: Tensor, *, cut: bool = False, lay: Lay | None = None
-    ) -> None:
-        """Records a tensor, by token unless `lay` says otherwise."""
+    def forward(self, module: str, tensor: str, x: Tensor, lay: Lay) -> None:
+        """Records a tensor."""
         phase = "recompute" if recomputing() else "forward"
         if x.is_floating_point() and not (phase == "recompute" and self._interleaved):
-            self.keep(Place(phase, module, tensor), x, lay or self.by_token(cut=cut))
+            self._keep(Place(phase, module, tensor), x, lay, gradient=False)
 
-    def backward(
-        self, module: str, tensor: str, x: Tensor, *, cut: bool = False, lay: Lay | None = None
-    ) -> None:
-        """Records the gradient of a tensor when it comes."""
-        if recomputing() or not x.requires_grad:
-            return
-        place, lay = Place("backward", module, tensor), lay or self.by_token(cut=cut, gradient=True)
-        self.order(place)
-        on_gradient(x, lambda grad: self.keep(place, grad, lay))
-
-    def given(
-        self, module: str, tensor: str, x: Tensor, *, cut: bool = False, lay: Lay | None = None
-    ) -> Tensor:
+    def given(self, module: str, tensor: str, x: Tensor, lay: Lay) -> Tensor:
         """Returns a view of an input for one module, whose gradient is recorded."""
         if not x.requires_grad:
             return x
         view = x.view_as(x)
-        self.backward(module, tensor, view, cut=cut, lay=lay)
+        if recomputing():
+            return view
+        place = Place("backward", module, tensor)
+        self.order(place)
+        seen: list[bool] = []
+
+        def keep(grad: Tensor) -> None:
+            if not seen:  # A split backward may come by twice with the same gradient.
+                seen.append(True)
+                self._keep(place, grad, lay, gradient=True)
+
+        view.register_hook(keep)  # type: ignore[no-untyped-call]
         return view
 
-    def keep(self, place: Place, x: Tensor, lay: Lay, **beside: Tensor) -> None:
-        """Records a tensor that is there."""
+    def _keep(self, place: Place, x: Tensor, lay: Lay, *, gradient: bool) -> None:
         with torch.no_grad(), _disable_current_modes():
-            laid = lay(x.detach())
-            if laid is not None:
-                self._records.add(place, self.order(place), laid, **beside)
+            sketches = lay(x.detach(), gradient=gradient)
+            if sketches is not None:
+                self._records.add(place, self.order(place), sketches)
 
 
 def recomputing() -> bool:
     """Tells whether a backward runs, so that a forward in it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
-
-
-def on_gradient(x: Tensor, keep: Callable[[Tensor], None]) -> None:
-    """Call with a tensor's gradient, once: a split backward may come by twice with the same one."""
-    seen: list[bool] = []
-
-    def hook(grad: Tensor) -> None:
-        if not seen:
-            seen.append(True)
-            keep(grad)
-
-    x.register_hook(hook)  # type: ignore[no-untyped-call]
