@@ -32,7 +32,7 @@ from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.trainer import Trainer
 from titan_moe.verify.gradients.fixture import at_depth
 from titan_moe.verify.layouts.layouts import Layout, apply_layout
-from titan_moe.verify.layouts.shards import Box, Shards, tensor_dims
+from titan_moe.verify.layouts.shards import Box, Shards
 
 ROWS = 24
 """Rows of a global batch: each of 1, 2, 3, 4, 6 and 8 data ranks gets some."""
@@ -194,7 +194,7 @@ def train_watched(
             old += [weakref.ref(each) for _, each in trainer.sharded.named_parameters()]
             trainer.reshard(after[0])
             watched.left = [f"{type(each())}" for each in old if each() is not None]
-            watched.loaded = _parts(trainer, Shards(after[1], tensor_dims()))
+            watched.loaded = _parts(trainer, Shards(after[1]))
             _watch_saves(trainer, watched, after[1])
         return make_step(step)
 
@@ -205,7 +205,7 @@ def train_watched(
 
 def _watch_saves(trainer: Trainer, watched: Watched, layout: Layout) -> None:
     """Keep what the ranks of a layout hold whenever it is saved."""
-    save, shards = trainer.checkpointer.save, Shards(layout, tensor_dims())
+    save, shards = trainer.checkpointer.save, Shards(layout)
 
     def save_and_keep(step: int, state: dict[str, Any], **how: Any) -> None:
         watched.saved[step] = _parts(trainer, shards)

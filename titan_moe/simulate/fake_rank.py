@@ -56,13 +56,6 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         _clear_sharding_prop_cache()
 
 
-def known_groups() -> list[tuple[int, ...]]:
-    """The ranks of every process group that torch knows in this process, the world's included."""
-    # Private: torch has no list of groups.
-    known = dist.distributed_c10d._world.pg_group_ranks.values()
-    return [tuple(sorted(ranks)) for ranks in known]
-
-
 class FakeCommCounter(CommCounter):
     """Counts where no tensor of floats has values and no collective sends anything."""
 

@@ -32,7 +32,7 @@ from titan_moe.verify.gradients.fixture import RATES, Fixture, norms
 from titan_moe.verify.gradients.poison import Poison
 from titan_moe.verify.gradients.reference import Rows, Step
 from titan_moe.verify.layouts.layouts import Layout, stages
-from titan_moe.verify.layouts.shards import Shards, tensor_dims
+from titan_moe.verify.layouts.shards import Shards
 
 _MOST_SHOWN = 40
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -106,7 +106,7 @@ class LocalState:
     def __init__(self, sharded: ShardedModel, task: Task, fixture: Fixture) -> None:
         self.rank = dist.get_rank()
         self.floor = task.tolerance.floor
-        self.shards = Shards(task.layout, tensor_dims(), stages(task.layout))
+        self.shards = Shards(task.layout, stages(task.layout))
         self.parameters = dict(sharded.named_parameters())
         self.moe_layers: dict[str, MoE] = sharded.moe_layers()
         held = {name for name in fixture.weights if self.shards.holds(self.rank, name)}

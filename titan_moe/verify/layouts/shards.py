@@ -4,11 +4,10 @@ A second description of what titan_moe.distributed does with DTensors, to test i
 no mesh, no placement, no torch.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
-from types import MappingProxyType
 
 from titan_moe.models.decoder import TENSOR_PLAN
 from titan_moe.verify.layouts.layouts import DENSE_AXES, V_SCHEDULES, Layout
@@ -27,36 +26,30 @@ _CUT_BY_TP = {
 }
 
 
-def tensor_dims() -> dict[str, int]:
-    """The tensor dim that tp cuts, by pattern of parameter names, from the plan of all decoders."""
-    return {
-        f"{module}.{parameter}": dim
-        for module, how in TENSOR_PLAN.items()
-        for parameter, dim in _CUT_BY_TP.get(how, {}).items()
-    }
+_TENSOR_DIMS = {
+    f"{module}.{parameter}": dim
+    for module, how in TENSOR_PLAN.items()
+    for parameter, dim in _CUT_BY_TP.get(how, {}).items()
+}
+"""The tensor dim that tp cuts, by pattern of parameter names; what matches none is whole on every
+tp rank."""
 
 
 @dataclass(frozen=True)
 class Shards:
     """The arithmetic of one layout.
 
-    `tensor_dims`: the tensor dim that tp cuts, by a pattern of parameter names; what matches none
-    is whole on every tp rank. `stages`: the names of the modules of each pipeline stage; empty
-    without a pipeline.
+    `stages`: the names of the modules of each pipeline stage; empty without a pipeline.
     """
 
     layout: Layout
-    tensor_dims: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     stages: Sequence[Sequence[str]] = ()
 
     def coordinate(self, rank: int, axis: str) -> int:
         """A rank's coordinate along an axis of either view; pp outermost, tp or etp innermost."""
-        layout = self.layout
-        sizes = {each: layout.size(each) for each in (*DENSE_AXES, "ep", "etp")}
-        sizes["edp"] = layout.edp
         view = DENSE_AXES if axis in DENSE_AXES else SPARSE_AXES
-        inner = prod(sizes[each] for each in view[view.index(axis) + 1 :])
-        return rank // inner % sizes[axis]
+        inner = prod(self.layout.size(each) for each in view[view.index(axis) + 1 :])
+        return rank // inner % self.layout.size(axis)
 
     def holds(self, rank: int, name: str) -> bool:
         """Says whether a module or parameter of this name is on the rank's pipeline stages."""
@@ -90,7 +83,7 @@ class Shards:
 
     def tensor_dim(self, name: str) -> int | None:
         """The dim of a parameter, other than routed experts', that tp cuts; None if none."""
-        return next((d for p, d in self.tensor_dims.items() if fnmatchcase(name, p)), None)
+        return next((d for p, d in _TENSOR_DIMS.items() if fnmatchcase(name, p)), None)
 
     def _expert_part(
         self, rank: int, weight: str, parts: list[tuple[int, int]]

@@ -7,12 +7,12 @@ no memory. Models are as wide as published ones; only their depth is cut.
 
 import random
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,10 +29,10 @@ from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.decoder import Decoder
 from titan_moe.models.registry import model_config
 from titan_moe.runtime.process_pool import in_fresh_processes
-from titan_moe.simulate.fake_rank import CPU, fake_world, known_groups
+from titan_moe.simulate.fake_rank import CPU, fake_world
 from titan_moe.verify.layouts.covering import cover_options, cover_pairs
-from titan_moe.verify.layouts.groups import PARAMETER_AXES, TOKEN_AXES, groups, members
 from titan_moe.verify.layouts.layouts import (
+    DENSE_AXES,
     Layout,
     apply_layout,
     depth,
@@ -40,24 +40,27 @@ from titan_moe.verify.layouts.layouts import (
     legal_layouts,
     stages,
 )
-from titan_moe.verify.layouts.shards import Shards, tensor_dims
+from titan_moe.verify.layouts.shards import SPARSE_AXES, Shards
 
 _SEQ_LEN = 4096
 _MOST_SHOWN = 5
 _LAYOUTS_PER_PROCESS = 48
+_JOINED_AXES: Mapping[str, tuple[str, ...]] = {
+    "fsdp": ("dp_shard", "cp"),
+    "sequence": ("cp", "tp"),
+    "batch": ("dp_replicate", "dp_shard"),
+    "loss": ("dp_replicate", "dp_shard", "cp"),
+}
 
 
 class RankCheck(NamedTuple):
     """The result of one rank of a layout."""
 
     layout: str
-    world_size: int
     rank: int
-    problems: list[str]
-    num_parameters: int = 0
+    num_parameters: int
     """Parameters compared, over all families."""
-    num_groups: int = 0
-    """Process groups of the rank, the world's not counted."""
+    problems: list[str]
 
 
 def select_layouts(
@@ -72,35 +75,11 @@ def select_layouts(
     return cover_options(layouts)
 
 
-def check_layouts(
-    layouts: Sequence[Layout],
-    *,
-    num_workers: int,
-    on_result: Callable[[RankCheck], object] = lambda _: None,
-) -> list[RankCheck]:
-    """Checks two ranks of each layout, in `num_workers` processes at a time."""
-    checks = []
+def check_layouts(layouts: Sequence[Layout], *, num_workers: int) -> Iterator[RankCheck]:
+    """Yields checks of two ranks of each layout, in `num_workers` processes at a time."""
     tasks = list(_tasks(layouts))
-    for _, found in in_fresh_processes(check_ranks, tasks, num_workers=num_workers):
-        for result in found:
-            checks.append(result)
-            on_result(result)
-    return checks
-
-
-def summary(checks: Sequence[RankCheck], seconds: float) -> dict[str, Any]:
-    """Counts layouts, and those of which all ranks pass: no problem, and something compared."""
-    failed = {one.layout for one in checks if one.problems or not one.num_parameters}
-    layouts = {one.layout: one.world_size for one in checks}
-    return {
-        "layouts": len(layouts),
-        "passed": len(layouts) - len(failed),
-        "ranks": len(checks),
-        "parameters_compared": sum(one.num_parameters for one in checks),
-        "layouts_by_world_size": dict(sorted(Counter(layouts.values()).items())),
-        "most_groups_of_a_rank": max((one.num_groups for one in checks), default=0),
-        "seconds": round(seconds, 1),
-    }
+    for _, checks in in_fresh_processes(check_ranks, tasks, num_workers=num_workers):
+        yield from checks
 
 
 def _tasks(layouts: Sequence[Layout]) -> Iterator[tuple[list[Layout], int]]:
@@ -129,24 +108,22 @@ def check_ranks(layouts: Sequence[Layout], rank: int) -> list[RankCheck]:
 
 
 def _check_rank(layout: Layout, rank: int) -> RankCheck:
-    place = str(layout), layout.world_size, rank
-    num_parameters, problems = 0, []
+    num_parameters = 0
     try:
         with fake_world(rank, layout.world_size):
             parallelism = apply_layout(JobConfig(), layout).parallelism
             meshes = build_mesh(parallel_dims(parallelism, layout.world_size), CPU.type)
+            problems = list(_mesh_problems(layout, meshes))
             for family, config in _models(layout).items():
                 held, found = _check_model(family, config, layout, meshes)
                 num_parameters += held
                 problems += [f"{family}: {line}" for line in found]
-            # Compared last, because parts of the model make groups of their own; shown first.
-            problems = [*_mesh_problems(layout, meshes), *problems]
-            num_groups = meshes.groups.num_groups
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        line = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-        return RankCheck(*place, [line])
-    return RankCheck(*place, problems[:_MOST_SHOWN], num_parameters, num_groups)
+        problems = [f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"]
+    if not num_parameters:
+        problems.append("no parameter was compared")
+    return RankCheck(str(layout), rank, num_parameters, problems[:_MOST_SHOWN])
 
 
 def _models(layout: Layout) -> dict[str, ModelConfig]:
@@ -183,7 +160,7 @@ def _check_model(
     job = apply_layout(JobConfig(), layout, {"model": model, "training": training})
     config = resolve_model(config, job)
     problems = check(job, config, layout.world_size)
-    shards = Shards(layout, tensor_dims(), stages(layout))
+    shards = Shards(layout, stages(layout))
     wanted = {n: s for n, s in _shapes(config).items() if shards.holds(meshes.rank, n)}
     laid_out = lay_out(job, config, meshes, CPU)
     held = {name: p for part in laid_out.parts for name, p in part.named_parameters()}
@@ -222,23 +199,22 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _mesh_problems(layout: Layout, meshes: Meshes) -> Iterator[str]:
-    """Yields what is wrong with this rank's coordinates and groups."""
-    rank = meshes.rank
-    for axis in (*TOKEN_AXES, *PARAMETER_AXES):
-        found = dist.get_process_group_ranks(meshes.group(axis))
-        if found != (wanted := list(members(layout, rank, axis))):
-            yield f"{axis} group has the ranks {found}, by arithmetic {wanted}"
-    made = Counter(ranks for ranks in known_groups() if len(ranks) > 1)
-    world = tuple(range(layout.world_size))
-    fewest = Counter([world, *(ranks for _, ranks in groups(layout, rank))])
-    if made != fewest:
-        yield (
-            f"{made.total()} process groups with the world's, by arithmetic {fewest.total()}: "
-            f"too many {sorted(made - fewest)}, too few {sorted(fewest - made)}"
-        )
-    # After the count, because the mesh of an axis makes its group.
+    """Yields what is wrong with this rank's groups and coordinates."""
     for axis in (*AXES, *DERIVED_AXES):
-        found, wanted = meshes[axis].mesh.tolist(), list(members(layout, rank, axis))
-        place, own = meshes.dims.coordinate(rank, axis), wanted.index(rank)
-        if (found, place) != (wanted, own):
+        wanted = _members(layout, meshes.rank, axis)
+        if (found := dist.get_process_group_ranks(meshes.group(axis))) != wanted:
+            yield f"{axis} group has the ranks {found}, by arithmetic {wanted}"
+        place, own = meshes.dims.coordinate(meshes.rank, axis), wanted.index(meshes.rank)
+        if ((found := meshes[axis].mesh.tolist()), place) != (wanted, own):
             yield f"{axis} coordinate {place} of {found}, by arithmetic {own} of {wanted}"
+
+
+def _members(layout: Layout, rank: int, axis: str) -> list[int]:
+    """Returns the ranks, ascending, that share all coordinates with `rank` but those of the axis;
+    a joined axis varies over all axes that it joins."""
+    free = _JOINED_AXES.get(axis, (axis,))
+    view = DENSE_AXES if free[0] in DENSE_AXES else SPARSE_AXES
+    ranks = np.arange(layout.world_size).reshape([layout.size(each) for each in view])
+    own = np.unravel_index(rank, ranks.shape)
+    where = [slice(None) if each in free else at for each, at in zip(view, own, strict=True)]
+    return ranks[tuple(where)].ravel().tolist()

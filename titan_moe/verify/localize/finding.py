@@ -21,7 +21,7 @@ class Finding:
     """All places, in causal order."""
     rows: Sequence[int]
     """Fingerprints of the baseline's rows."""
-    axes: Mapping[str, float]
+    axes: Mapping[str, int]
     """Axes of which one run has more ranks, by how many times."""
     tie: str = ""
     """If a routing choice changed because two experts scored alike: how far apart they were."""

@@ -9,7 +9,6 @@ from titan_moe.verify.layouts.layouts import Layout, legal_layouts
 from titan_moe.verify.layouts.shards import Shards
 
 WORLDS = [1, 2, 3, 4, 6, 8, 12, 16]
-TENSOR_DIMS = {"layers.*.wq.weight": 0, "layers.*.wo.weight": 1}
 _BY_WORLD = {world: cover_options(legal_layouts(world, powers_of_two=False)) for world in WORLDS}
 layouts = st.sampled_from(WORLDS).flatmap(lambda world: st.sampled_from(_BY_WORLD[world]))
 
@@ -25,11 +24,11 @@ def coverage(shards: Shards, name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 @given(layouts, st.integers(1, 9), st.integers(1, 9))
 def test_dense_parameters_are_tiled(layout: Layout, rows: int, columns: int):
-    shards = Shards(layout, TENSOR_DIMS)
+    shards = Shards(layout)
     tp, stages_ = layout.tp, layout.pp
     for name, shape, copies in [
-        ("layers.0.wq.weight", (rows * tp, columns), 1),
-        ("layers.0.wo.weight", (rows, columns * tp), 1),
+        ("layers.0.attention.wq.weight", (rows * tp, columns), 1),
+        ("layers.0.attention.wo.weight", (rows, columns * tp), 1),
         ("layers.0.norm.weight", (rows,), tp),
     ]:
         assert (coverage(shards, name, shape) == copies * layout.dp_replicate * stages_).all()
@@ -37,7 +36,7 @@ def test_dense_parameters_are_tiled(layout: Layout, rows: int, columns: int):
 
 @given(layouts, st.integers(1, 3), st.integers(1, 3), st.integers(1, 9))
 def test_experts_are_tiled(layout: Layout, experts: int, hidden: int, dim: int):
-    shards = Shards(layout, TENSOR_DIMS)
+    shards = Shards(layout)
     shape = (experts * layout.ep, hidden * layout.etp, dim)
     for name, whole in [("w1", shape), ("w3", shape), ("w2", (shape[0], dim, shape[1]))]:
         held = coverage(shards, f"layers.0.moe.experts.{name}", whole)

@@ -52,8 +52,6 @@ class MoEHooks(Dispatcher):
         self._rank, self._slices = rank, dims.etp
         self._chunks = count()  # Rows of one expert on one rank, in several microbatches, add up.
         self._first = dims.coordinate(rank, "ep") * moe.config.num_experts // dims.ep
-        self.traffic, self.plan = self._plain.traffic, self._plain.plan  # type: ignore[method-assign]
-        self.dropped = self._plain.dropped  # type: ignore[method-assign]
 
     def install(self, stack: ExitStack) -> None:
         """Watches the layer until the stack is closed."""
@@ -68,6 +66,15 @@ class MoEHooks(Dispatcher):
             moe.routing_fn, moe.gating_weights, moe.dispatcher = plain
 
         stack.callback(end)
+
+    def traffic(self, experts_TK: Tensor, counts_E: Tensor) -> Tensor:
+        return self._plain.traffic(experts_TK, counts_E)
+
+    def plan(self, experts_TK: Tensor, counts_E: Tensor) -> Any:
+        return self._plain.plan(experts_TK, counts_E)
+
+    def dropped(self, plan: Any) -> Tensor | None:
+        return self._plain.dropped(plan)
 
     def send(self, x_TD: Tensor, weights_TK: Tensor, plan: Any) -> Any:
         name, given = f"{self._name}.dispatcher.dispatch", self._watcher.given

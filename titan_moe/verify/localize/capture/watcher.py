@@ -15,7 +15,7 @@ from titan_moe.verify.localize.capture.sketch import sketch_rows
 class Lay(Protocol):
     """Sketches a tensor or a gradient of its shape; None if its rows have no keys."""
 
-    def __call__(self, x: Tensor, *, gradient: bool) -> Sketches | None: ...
+    def __call__(self, x: Tensor, /, *, gradient: bool) -> Sketches | None: ...
 
 
 class Microbatch:
