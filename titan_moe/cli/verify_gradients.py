@@ -9,7 +9,7 @@ Options that no argument fixes rotate over the layouts. An interrupted run goes 
 results.jsonl in the output folder holds what passed with the same code. The folder also gets
 results.json and results.html.
 
-What the proof sets for itself, such as balance losses, is said in a line.
+A line names the keys that the proof sets, such as balance losses.
 
 Exit codes: 0; 1 a layout does not pass; 2 a wrong argument, or a configuration that the layout or
 the proof cannot have; 4 it failed; 70 an error in titan_moe; 130 interrupted: the same command goes
@@ -77,8 +77,7 @@ def run(options: argparse.Namespace) -> Answer:
         if refused:
             print(f"left out {len(refused)} of {len(reasons)} layouts, such as {refused[0]}")
         keys = [f"{t}.{k}={v}" for t, table in gate.own_tables.items() for k, v in table.items()]
-        if keys:
-            print(f"for the proof: {', '.join(keys)}")
+        print(f"for the proof: {', '.join(keys)}")
         layouts = [layout for layout, reason in reasons.items() if not reason]
         tasks = [(layout, dtype) for layout in layouts for dtype in dtypes]
         with tqdm(total=len(tasks), unit="layout", dynamic_ncols=True) as bar:

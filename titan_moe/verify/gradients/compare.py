@@ -19,17 +19,10 @@ class Tolerance(NamedTuple):
     errors of larger numbers."""
 
 
-_CAUSES_FIRST = (
-    ("num_targets", "loss", "balance_loss", "mtp_loss", "grad_norm"),
-    ("counts",),
-    ("gradient",),
-    ("expert_bias",),
-    ("previous_load",),
-    ("exp_avg",),
-    ("exp_avg_sq",),
-    ("momentum_buffer",),
-    ("parameter",),
-)
+NUMBERS = ("num_targets", "loss", "balance_loss", "mtp_loss", "grad_norm")
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+BUFFERS = ("expert_bias", "previous_load")
+_CAUSES_FIRST = (*NUMBERS, "counts", "gradient", *BUFFERS, *MOMENTS, "parameter")
 """Quantities in the order in which a step makes one from the other; first its numbers."""
 TOLERANCES = {"float64": Tolerance(1e-9, 1e-6), "float32": Tolerance(1e-5, 1.0)}
 
@@ -62,43 +55,28 @@ def worst(errors: Iterable[float]) -> float:
 
 def by_cause(difference: TensorDifference) -> tuple[int, int, float]:
     """Sorts causes before what follows from them, the largest error of a quantity first."""
-    place = next(i for i, names in enumerate(_CAUSES_FIRST) if difference.quantity in names)
-    return difference.step, place, -difference.error
+    return difference.step, _CAUSES_FIRST.index(difference.quantity), -difference.error
 
 
-class Pair(NamedTuple):
-    """A part as held, as it should be, and the norm of the whole that it is a part of."""
+def compare(
+    where: tuple[int, int, str, str], ours: Tensor, theirs: Tensor, *, floor: float
+) -> TensorDifference:
+    """Compares a part as held with what it should be.
 
-    name: str
-    ours: Tensor
-    theirs: Tensor
-    whole: float
+    A part of another shape, or with NaN, is infinitely far off.
 
-
-def differences(
-    step: int, rank: int, quantity: str, pairs: Iterable[Pair], *, floor: float
-) -> list[TensorDifference]:
-    """One for each pair; a part of another shape is infinitely far off, and so is one with NaN."""
-    fitting, found = [], []
-    for pair in pairs:
-        if pair.ours.shape == pair.theirs.shape:
-            fitting.append(pair)
-        else:
-            found.append(TensorDifference(step, rank, quantity, pair.name, torch.inf, torch.nan))
-    if not fitting:
-        return found
-    ours = [pair.ours.double() for pair in fitting]
-    theirs = [pair.theirs.double() for pair in fitting]
-    distance = torch.stack(torch._foreach_norm(torch._foreach_sub(ours, theirs)))
-    our_norm = torch.stack(torch._foreach_norm(ours))
-    their_norm = torch.stack(torch._foreach_norm(theirs))
-    floors = floor * torch.tensor([pair.whole for pair in fitting], dtype=torch.float64)
+    Args:
+        where: step, rank, quantity and name.
+        floor: the least norm that the difference is divided by.
+    """
+    if ours.shape != theirs.shape:
+        return TensorDifference(*where, math.inf, math.nan)
+    ours, theirs = ours.double(), theirs.double()
+    distance, our_norm, their_norm = (ours - theirs).norm(), ours.norm(), theirs.norm()
     # What should be nothing must be nothing: 0 / 0 counts as equal.
-    error = torch.where(distance == 0, 0.0, distance / torch.maximum(their_norm, floors))
+    error = torch.where(distance == 0, 0.0, distance / their_norm.clamp(min=floor))
     ratio = torch.where(our_norm == their_norm, 1.0, our_norm / their_norm)
-    error = torch.where(error.isnan(), torch.inf, error)
-    numbers = zip(fitting, error.tolist(), ratio.tolist(), strict=True)
-    return found + [TensorDifference(step, rank, quantity, p.name, e, r) for p, e, r in numbers]
+    return TensorDifference(*where, worst([error.item()]), ratio.item())
 
 
 def fingerprint(ratio: float, axes: Mapping[str, int]) -> str:

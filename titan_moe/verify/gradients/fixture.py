@@ -29,9 +29,10 @@ from titan_moe.verify.gradients.reference import (
 NUM_STEPS = 2
 RATES = (1.0, 0.5)
 """Each step's factor on the peak learning rate."""
+MAX_NORM = 0.5
+"""The largest max_norm: below the norm of the first gradients."""
 OWN_KEYS: Mapping[str, Mapping[str, Any]] = {
-    "training": {"max_norm": 0.5},
-    "optimizer": {"weight_decay": 0.1},
+    "optimizer": {"weight_decay": 0.1, "eps": 1e-3},
     "moe": {
         "bias_update_speed": 0.05,
         "sequence_aux_loss_weight": 1e-2,
@@ -43,7 +44,8 @@ OWN_KEYS: Mapping[str, Mapping[str, Any]] = {
     "debug": {"moe_force_load_balance": False},
 }
 """Values of the proof, in place of a configuration's with which a mistake could pass.
-max_norm is below the norm of the first gradients."""
+eps is of the gradients' own size: with a tiny one the first updates are signs, and rounding a
+gradient near zero flips them."""
 
 
 @dataclass

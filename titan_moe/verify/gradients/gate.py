@@ -5,26 +5,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from titan_moe.config.checks.job import check
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.distributed.policies import resolve_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 from titan_moe.verify.gradients.compare import TOLERANCES, TensorDifference, by_cause
-from titan_moe.verify.gradients.fixture import OWN_KEYS, Fixture, at_depth, easy, make_fixture
+from titan_moe.verify.gradients.fixture import (
+    MAX_NORM,
+    OWN_KEYS,
+    Fixture,
+    at_depth,
+    easy,
+    make_fixture,
+)
 from titan_moe.verify.gradients.reference import IGNORED
 from titan_moe.verify.gradients.worker import RankReport, Task, own_batches, verify_on_rank
-from titan_moe.verify.layouts.layouts import AXES, Layout, apply_layout, depth, num_rows
+from titan_moe.verify.layouts.layouts import (
+    AXES,
+    Layout,
+    Tables,
+    apply_layout,
+    depth,
+    num_rows,
+    with_tables,
+)
 
-_EPS = 1e-3
-"""AdamW's, of the gradients' own size: with a tiny one the first updates are signs, and rounding a
-gradient near zero flips them."""
 _MOST_LINES = 12
 
 
@@ -38,7 +48,6 @@ class Result:
     """"passed", "failed", or "refused": the model has no such layout, or proves nothing."""
     seconds: float = 0.0
     num_compared: int = 0
-    num_wrong: int = 0
     worst: float = 0.0
     worst_tensor: str = ""
     lines: list[str] = field(default_factory=list)
@@ -56,12 +65,14 @@ class Gate:
 
     Args:
         job: the configuration; its degrees, options and batch sizes are replaced by each layout's,
-            and what would let a mistake pass by OWN_KEYS.
+            and some keys by the proof's.
         folder: where references are kept for the ranks to read.
     """
 
     def __init__(self, job: JobConfig, folder: Path) -> None:
         self.job, self.folder = job, folder
+        max_norm = min(job.training.max_norm, MAX_NORM)
+        self.own_tables: Tables = {"training": {"max_norm": max_norm}, **OWN_KEYS}
         self._fixtures: dict[tuple[int, int], tuple[Path, Fixture]] = {}
 
     @cached_property
@@ -74,16 +85,6 @@ class Gate:
         if (optimizer := self.job.optimizer.name) not in ("AdamW", "Muon"):
             raise ConfigError([f"optimizer.name={optimizer}: the gate knows AdamW and Muon"])
         return config
-
-    @cached_property
-    def own_tables(self) -> dict[str, dict[str, Any]]:
-        """Values of OWN_KEYS, by table and key, where the configuration's would hide a mistake."""
-        job = self.job
-        tables: dict[str, Any] = {**dict(job), "moe": resolve_model(self.config, job).moe}
-        return {
-            name: {k: v for k, v in keys.items() if not _serves(k, getattr(tables[name], k), v)}
-            for name, keys in OWN_KEYS.items()
-        }
 
     def refusal(self, layout: Layout) -> str:
         """Why the configuration's checks refuse a layout; nothing if they do not."""
@@ -118,12 +119,9 @@ class Gate:
         return result
 
     def _setting(self, layout: Layout, dtype: str) -> tuple[JobConfig, ModelConfig]:
-        tables: dict[str, dict[str, Any]] = {
-            "training": {"dtype": dtype, "mixed_precision_param": "float32"},
-            "optimizer": {"eps": _EPS},
-        }
-        own = {name: keys | tables.get(name, {}) for name, keys in self.own_tables.items()}
-        return apply_layout(self.job, layout, own), at_depth(self.config, depth(layout))
+        types = {"dtype": dtype, "mixed_precision_param": "float32"}
+        job = with_tables(apply_layout(self.job, layout, self.own_tables), {"training": types})
+        return job, at_depth(self.config, depth(layout))
 
     def _fixture(self, layout: Layout) -> tuple[Path, Fixture]:
         key = depth(layout), num_rows(layout)
@@ -136,20 +134,12 @@ class Gate:
         return self._fixtures[key]
 
 
-def _serves(key: str, value: Any, own: Any) -> bool:
-    """Says whether a mistake would show with the configuration's value too."""
-    if key == "max_norm":
-        return value <= own
-    return value == own or (isinstance(own, float) and value > 0)
-
-
 def _problems(result: Result, layout: Layout, reports: list[RankReport]) -> list[str]:
     """Fill in the result from the ranks' reports; returns a line for each problem."""
     axes = {axis: layout.size(axis) for axis in AXES}
     axes |= {"edp": layout.edp, "fsdp": layout.dp_shard * layout.cp, "batch": layout.data_ranks}
     worst = max((report.worst for report in reports), key=lambda d: d.error)
     result.num_compared = sum(report.num_compared for report in reports)
-    result.num_wrong = sum(report.num_wrong for report in reports)
     result.worst, result.worst_tensor = worst.error, f"{worst.quantity} {worst.name}".rstrip()
     lines = [line for report in reports for line in report.problems]
     lines += _lines([d for report in reports for d in report.wrong], axes)

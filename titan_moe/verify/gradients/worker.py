@@ -1,7 +1,7 @@
 """One rank of the gate: trains its part of the model, and compares all that it holds."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,33 +10,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
 from titan_moe.distributed.grad_norm import clip_factor
-from titan_moe.distributed.parallelize import ShardedModel, build_sharded_model
+from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.config import ModelConfig
 from titan_moe.moe.layer import MoE
 from titan_moe.optim.optimizers import build_optimizer
 from titan_moe.optim.schedules import set_lr
 from titan_moe.train_step import StepResult, TrainStep
 from titan_moe.verify.gradients.compare import (
-    Pair,
+    BUFFERS,
+    MOMENTS,
+    NUMBERS,
     TensorDifference,
     Tolerance,
-    by_cause,
-    differences,
+    compare,
 )
 from titan_moe.verify.gradients.fixture import RATES, Fixture, norms
 from titan_moe.verify.gradients.poison import Poison
-from titan_moe.verify.gradients.reference import Rows, Step
+from titan_moe.verify.gradients.reference import Rows
 from titan_moe.verify.layouts.layouts import Layout, stages
 from titan_moe.verify.layouts.shards import Shards
-
-_MOST_SHOWN = 40
-_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-_BUFFERS = ("expert_bias", "previous_load")
 
 Snapshot = dict[str, dict[str, Tensor]]
 """A rank's own parts after a step, by quantity as in `Step` and by name."""
@@ -59,8 +55,7 @@ class RankReport:
 
     worst: TensorDifference
     wrong: list[TensorDifference] = field(default_factory=list)
-    """Above the bound: the largest of each quantity and step, then causes first; not all."""
-    num_wrong: int = 0
+    """All above the bound."""
     num_compared: int = 0
     problems: list[str] = field(default_factory=list)
     """Problems that no error measures: a foreign parameter, other first weights."""
@@ -73,27 +68,22 @@ def verify_on_rank(task: Task) -> RankReport:
     """Train two steps and compare this rank's shares with the reference's; collective."""
     # Eight ranks' worth of torch's deprecations would hide the progress bar.
     warnings.simplefilter("ignore", FutureWarning)
-    fixture: Fixture = torch.load(task.fixture_path, mmap=True, weights_only=False)
-    rank = dist.get_rank()
-    sharded = build_sharded_model(
-        task.job, task.config, device=torch.device("cpu"), world_size=dist.get_world_size()
-    )
-    state = LocalState(sharded, task, fixture)
+    state = LocalState(task)
     if state.problems:
-        return RankReport(TensorDifference(0, rank, "", "", 0.0, 1.0), problems=state.problems)
-    state.fill(fixture)
+        return RankReport(
+            TensorDifference(0, state.rank, "", "", 0.0, 1.0), problems=state.problems
+        )
+    state.fill()
     poison = Poison()
     poison.apply(state.moe_layers.values())
     found = [
         difference
-        for number, (result, snapshot) in enumerate(_train(sharded, state, task, fixture))
-        for difference in state.compare(number, result, snapshot, fixture.steps[number])
+        for number, (result, snapshot) in enumerate(_train(state))
+        for difference in state.compare(number, result, snapshot)
     ]
-    wrong = sorted((d for d in found if not d.error <= task.tolerance.bound), key=by_cause)
     return RankReport(
         worst=max(found, key=lambda d: d.error),
-        wrong=_one_of_each(wrong)[:_MOST_SHOWN],
-        num_wrong=len(wrong),
+        wrong=[d for d in found if not d.error <= task.tolerance.bound],
         num_compared=len(found),
         tails=poison.tails,
         paddings=poison.paddings,
@@ -101,26 +91,28 @@ def verify_on_rank(task: Task) -> RankReport:
 
 
 class LocalState:
-    """The parameters, buffers and optimizer state of this rank, and where they lie in the whole."""
+    """This rank's part of the model and its training, and where its parameters lie in the whole."""
 
-    def __init__(self, sharded: ShardedModel, task: Task, fixture: Fixture) -> None:
-        self.rank = dist.get_rank()
-        self.floor = task.tolerance.floor
+    def __init__(self, task: Task) -> None:
+        self.task, self.rank = task, dist.get_rank()
+        self.fixture: Fixture = torch.load(task.fixture_path, mmap=True, weights_only=False)
+        self.sharded = build_sharded_model(
+            task.job, task.config, device=torch.device("cpu"), world_size=dist.get_world_size()
+        )
         self.shards = Shards(task.layout, stages(task.layout))
-        self.parameters = dict(sharded.named_parameters())
-        self.moe_layers: dict[str, MoE] = sharded.moe_layers()
-        held = {name for name in fixture.weights if self.shards.holds(self.rank, name)}
+        self.parameters = dict(self.sharded.named_parameters())
+        self.moe_layers: dict[str, MoE] = self.sharded.moe_layers()
+        weights = self.fixture.weights
+        held = {name for name in weights if self.shards.holds(self.rank, name)}
         self.problems = [
             f"rank {self.rank}: {name} is {'missing' if name in held else 'not its own'}"
             for name in sorted(held ^ self.parameters.keys())
         ]
         if self.problems:
             return
-        self.boxes = {
-            name: self.shards.box(self.rank, name, fixture.weights[name].shape) for name in held
-        }
+        self.boxes = {name: self.shards.box(self.rank, name, weights[name].shape) for name in held}
         for name, parameter in self.parameters.items():
-            expected = fixture.production[name][self.boxes[name]].to(parameter.dtype)
+            expected = self.fixture.production[name][self.boxes[name]].to(parameter.dtype)
             ours = local(parameter).detach()
             if ours.shape != expected.shape:
                 self.problems.append(
@@ -129,84 +121,93 @@ class LocalState:
                 )
             elif not torch.equal(ours, expected):
                 self.problems.append(f"rank {self.rank}: {name} begins with other values")
+        job = task.job
+        self.optimizer = build_optimizer(
+            job.optimizer, self.parameters.items(), self.sharded.meshes.group
+        )
+        self.train_step = TrainStep(
+            self.sharded, self.optimizer, job.training, device=torch.device("cpu")
+        )
 
     @torch.no_grad()
-    def fill(self, fixture: Fixture) -> None:
+    def fill(self) -> None:
         """Take the fixture's weights and buffers, cut by arithmetic."""
+        weights, buffers = self.fixture.weights, self.fixture.buffers
         for name, parameter in self.parameters.items():
-            local(parameter).copy_(fixture.weights[name][self.boxes[name]])
+            local(parameter).copy_(weights[name][self.boxes[name]])
         for name, layer in self.moe_layers.items():
-            layer.router.expert_bias.copy_(fixture.buffers[f"{name}.moe.router.expert_bias"])
-            layer.router.previous_load.copy_(fixture.buffers[f"{name}.moe.router.previous_load"])
+            layer.router.expert_bias.copy_(buffers[f"{name}.moe.router.expert_bias"])
+            layer.router.previous_load.copy_(buffers[f"{name}.moe.router.previous_load"])
+
+    def batches(self, rows: Rows) -> list[Batch]:
+        """The microbatches of this rank."""
+        layout = self.task.layout
+        place = self.shards.coordinate(self.rank, "dp_replicate") * layout.dp_shard
+        place += self.shards.coordinate(self.rank, "dp_shard")
+        local_batch_size = self.task.job.training.local_batch_size
+        return own_batches(rows, local_batch_size, place, layout.data_ranks)
 
     def compare(
-        self, number: int, result: StepResult, snapshot: Snapshot, step: Step
-    ) -> list[TensorDifference]:
+        self, number: int, result: StepResult, snapshot: Snapshot
+    ) -> Iterator[TensorDifference]:
         """Compares everything that a step left on this rank."""
-        differing: list[TensorDifference] = []
-
-        def add(quantity: str, pairs: Iterable[Pair]) -> None:
-            differing.extend(differences(number, self.rank, quantity, pairs, floor=self.floor))
-
-        for quantity in ("gradients", "parameters", *_MOMENTS):
-            pairs = self._pairs(snapshot[quantity], getattr(step, quantity))
-            add(quantity.removesuffix("s"), pairs)
+        step, floor = self.fixture.steps[number], self.task.tolerance.floor
+        where = number, self.rank
+        for quantity in ("gradients", "parameters", *MOMENTS):
+            for name, *pair, whole in self._pairs(snapshot[quantity], getattr(step, quantity)):
+                told = (*where, quantity.removesuffix("s"), name)
+                yield compare(told, *pair, floor=floor * whole)
         assert result.counts_LE is not None
         snapshot["counts"] = dict(zip(step.counts, result.counts_LE, strict=True))
-        for quantity in (*_BUFFERS, "counts"):
+        for quantity in (*BUFFERS, "counts"):
             theirs = getattr(step, quantity)
-            whole = {name: tensor.double().norm().item() for name, tensor in theirs.items()}
-            ours = snapshot[quantity].items()
-            add(quantity, [Pair(name, x, theirs[name], whole[name]) for name, x in ours])
+            for name, ours in snapshot[quantity].items():
+                whole = theirs[name].double().norm().item()
+                yield compare((*where, quantity, name), ours, theirs[name], floor=floor * whole)
         measured: dict[str, Any] = vars(result) | (result.metrics or {})
-        for quantity in ("loss", "grad_norm", "balance_loss", "mtp_loss", "num_targets"):
-            add(quantity, [scalars(measured.get(quantity), getattr(step, quantity))])
-        return differing
+        for quantity in NUMBERS:
+            ours, reference = scalar(measured.get(quantity)), scalar(getattr(step, quantity))
+            yield compare((*where, quantity, ""), ours, reference, floor=0.0)
 
-    def _pairs(self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Iterable[Pair]:
-        """Parts side by side, experts one by one; what the reference has none of is wrong."""
+    def _pairs(
+        self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor, Tensor, float]]:
+        """Yields names, parts side by side, experts one by one, and the norm of the whole that each
+        is a part of; what the reference has none of is wrong."""
         missing = torch.empty(0)
         for name in ours.keys() - theirs.keys():
-            yield Pair(name, ours[name], missing.to(ours[name]), 0.0)
+            yield name, ours[name], missing.to(ours[name]), 0.0
         boxes = {name: box for name, box in self.boxes.items() if name in theirs}
         wholes = norms({name: theirs[name] for name in boxes})
         for name, box in boxes.items():
             part, whole = theirs[name][box], wholes[name].tolist()
             own = ours.get(name, missing)
             if ".experts." not in name or own.shape != part.shape:
-                yield Pair(name, own, part, max(whole))
+                yield name, own, part, max(whole)
                 continue
             for row, expert in enumerate(range(box[0].start, box[0].stop)):
-                yield Pair(f"{name}[{expert}]", own[row], part[row], whole[expert])
+                yield f"{name}[{expert}]", own[row], part[row], whole[expert]
 
 
-def scalars(ours: float | None, theirs: float | None) -> Pair:
-    """A number of the whole step; where there is none, 0. Not rounded: float32 would hide 1e-8."""
-    a, b = (torch.tensor(value or 0.0, dtype=torch.float64) for value in (ours, theirs))
-    return Pair("", a, b, 0.0)
+def scalar(number: float | None) -> Tensor:
+    """A number of the whole step; 0 if there is none. Not rounded: float32 would hide 1e-8."""
+    return torch.tensor(number or 0.0, dtype=torch.float64)
 
 
-def _train(
-    sharded: ShardedModel, state: LocalState, task: Task, fixture: Fixture
-) -> Iterable[tuple[StepResult, Snapshot]]:
-    job, layout, parameters = task.job, task.layout, state.parameters
-    optimizer = build_optimizer(job.optimizer, parameters.items(), sharded.meshes.group)
-    step_fn = TrainStep(sharded, optimizer, job.training, device=torch.device("cpu"))
+def _train(state: LocalState) -> Iterator[tuple[StepResult, Snapshot]]:
     given: dict[str, Tensor] = {}
 
     def keep(*_: object) -> None:
-        given.update({n: _copy(p.grad) for n, p in parameters.items() if p.grad is not None})
+        own = state.parameters.items()
+        given.update({n: _copy(p.grad) for n, p in own if p.grad is not None})
 
-    optimizer.register_step_pre_hook(keep)
-    place = state.shards.coordinate(state.rank, "dp_replicate") * layout.dp_shard
-    place += state.shards.coordinate(state.rank, "dp_shard")
-    for rows, rate in zip(fixture.batches, RATES, strict=True):
-        set_lr(optimizer, rate)
+    state.optimizer.register_step_pre_hook(keep)
+    for rows, rate in zip(state.fixture.batches, RATES, strict=True):
+        set_lr(state.optimizer, rate)
         given.clear()
-        result = step_fn(own_batches(rows, job.training.local_batch_size, place, layout.data_ranks))
-        clip = clip_factor(result.grad_norm, job.training.max_norm)
-        gradients = {name: gradient / clip for name, gradient in given.items()}
-        yield result, _snapshot(state, gradients, optimizer)
+        result = state.train_step(state.batches(rows))
+        clip = clip_factor(result.grad_norm, state.task.job.training.max_norm)
+        yield result, _snapshot(state, {name: gradient / clip for name, gradient in given.items()})
 
 
 def own_batches(rows: Rows, local_batch_size: int, place: int, data_ranks: int) -> list[Batch]:
@@ -229,13 +230,13 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _snapshot(state: LocalState, gradients: dict[str, Tensor], optimizer: Optimizer) -> Snapshot:
+def _snapshot(state: LocalState, gradients: dict[str, Tensor]) -> Snapshot:
     parameters = state.parameters
     taken = {"gradients": gradients, "parameters": {n: _copy(p) for n, p in parameters.items()}}
-    for which in _MOMENTS:
-        held = {n: optimizer.state[p] for n, p in parameters.items()}
+    for which in MOMENTS:
+        held = {n: state.optimizer.state[p] for n, p in parameters.items()}
         taken[which] = {n: _copy(moments[which]) for n, moments in held.items() if which in moments}
-    for which in _BUFFERS:
+    for which in BUFFERS:
         layers = state.moe_layers.items()
         taken[which] = {n: getattr(moe.router, which).clone() for n, moe in layers}
     return taken
@@ -243,11 +244,3 @@ def _snapshot(state: LocalState, gradients: dict[str, Tensor], optimizer: Optimi
 
 def _copy(tensor: Tensor | nn.Parameter) -> Tensor:
     return local(tensor.detach()).clone()
-
-
-def _one_of_each(wrong: list[TensorDifference]) -> list[TensorDifference]:
-    """The largest of each quantity and step first, then the others."""
-    first: dict[tuple[int, str], TensorDifference] = {}
-    for difference in wrong:
-        first.setdefault((difference.step, difference.quantity), difference)
-    return [*first.values(), *(d for d in wrong if d not in first.values())]

@@ -5,32 +5,25 @@ import math
 import pytest
 import torch
 
-from titan_moe.verify.gradients.compare import (
-    Pair,
-    TensorDifference,
-    differences,
-    fingerprint,
-)
-from titan_moe.verify.gradients.worker import scalars
+from titan_moe.verify.gradients.compare import TensorDifference, compare, fingerprint
+from titan_moe.verify.gradients.worker import scalar
 
 AXES = {"pp": 1, "tp": 2, "ep": 4}
 
 
-def difference(ours, theirs, whole=1.0, floor=1e-6) -> TensorDifference:
+def difference(ours, theirs, floor=1e-6) -> TensorDifference:
     tensors = (torch.tensor(values, dtype=torch.float64) for values in (ours, theirs))
-    pair = Pair("w", *tensors, whole)
-    (found,) = differences(0, 3, "gradient", [pair], floor=floor)
-    return found
+    return compare((0, 3, "gradient", "w"), *tensors, floor=floor)
 
 
 def test_equal_tensors_are_at_distance_0():
     assert difference([1.0, 2.0], [1.0, 2.0]).error == 0
-    assert difference([0.0, 0.0], [0.0, 0.0], whole=0.0).error == 0
+    assert difference([0.0, 0.0], [0.0, 0.0], floor=0.0).error == 0
     assert difference([], []).error == 0
 
 
 def test_what_should_be_nothing_must_be_nothing():
-    assert difference([1e-30], [0.0], whole=0.0).error == math.inf
+    assert difference([1e-30], [0.0], floor=0.0).error == math.inf
 
 
 def test_errors_are_relative_to_the_part_or_to_a_floor_of_the_whole():
@@ -71,5 +64,5 @@ def test_fingerprints(ratio: float, told: str):
     ],
 )
 def test_scalars_are_compared_in_float64(ours, theirs, error):
-    (found,) = differences(0, 0, "loss", [scalars(ours, theirs)], floor=1e-6)
+    found = compare((0, 0, "loss", ""), scalar(ours), scalar(theirs), floor=0.0)
     assert found.error == pytest.approx(error, rel=1e-6)

@@ -30,7 +30,7 @@ class FakeGate:
         self.asked.append(str(layout))
         status = "failed" if str(layout) in self.failing else "passed"
         lines = [f"{layout}: gradient <w>"] if status == "failed" else []
-        return Result(str(layout), dtype, status, 1.5, 100, len(lines), 1e-13, "loss", lines)
+        return Result(str(layout), dtype, status, 1.5, 100, 1e-13, "loss", lines)
 
 
 def run(gate, folder) -> list[Result]:
