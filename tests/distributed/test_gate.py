@@ -19,7 +19,6 @@ from titan_moe.config.pipeline import SCHEDULES
 from titan_moe.models.registry import FAMILIES
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.verify.gradients import worker
-from titan_moe.verify.gradients.compare import TOLERANCES
 from titan_moe.verify.gradients.gate import Gate
 from titan_moe.verify.gradients.worker import RankReport, Task, verify_on_rank
 from titan_moe.verify.layouts.covering import pairs
@@ -124,7 +123,7 @@ def task_of(gate: Gate, text: str) -> Task:
     layout = parse(text)
     job, config = gate._setting(layout, "float64")
     path, _ = gate._fixture(layout)
-    return Task(job, config, layout, path, TOLERANCES["float64"])
+    return Task(job, config, layout, path)
 
 
 def spoilt_rank(task: Task, quantity: str) -> RankReport:

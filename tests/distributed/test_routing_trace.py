@@ -12,12 +12,12 @@ from tests.support.curves import train
 from tests.support.paths import DEBUG_CONFIGS
 from tests.support.tiers import tiered
 from titan_moe.debug.routing_trace import FLIPS_FILE, Record, RoutingTrace, RowName, Tokens
+from titan_moe.distributed.dtensor import local_part
 from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.ranks import RankError
 from titan_moe.trainer import Trainer
 from titan_moe.verify.compare.records import Curve
 from titan_moe.verify.compare.run_spec import RunSpec, parse_run_spec
-from titan_moe.verify.gradients.worker import local
 
 ROWS, SEQ_LEN, LAST = 16, 64, "mtp.layers.0"
 KEYS = {
@@ -129,7 +129,7 @@ def test_wrong_tokens_change_the_routing(tmp_path: Path, one_process: Recorded) 
 def disturb_routers(trainer: Trainer) -> None:
     generator = torch.Generator().manual_seed(7)
     for moe in trainer.sharded.moe_layers().values():
-        weight = local(moe.router.gate.weight.data)
+        weight = local_part(moe.router.gate.weight.data)
         weight += 1e-2 * torch.randn(weight.shape, generator=generator)
 
 

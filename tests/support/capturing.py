@@ -5,7 +5,6 @@ from pathlib import Path
 from tests.support.planting import Bug, plant
 from titan_moe.optim.schedules import set_lr
 from titan_moe.runtime.ranks import run_on_ranks
-from titan_moe.verify.gradients.compare import TOLERANCES
 from titan_moe.verify.gradients.fixture import RATES
 from titan_moe.verify.gradients.gate import Gate
 from titan_moe.verify.gradients.worker import LocalState, Task
@@ -32,7 +31,7 @@ def setting(gate: Gate, text: str, like: str) -> Task:
         tables["training"] |= {"global_batch_size": rows, "local_batch_size": local}
         tables["parallelism"]["module_fqns_per_model_part"] = None
         assert layout.pp == 1 or depth(layout) == depth(other)
-    return Task(with_tables(job, tables), config, layout, path, TOLERANCES["float64"])
+    return Task(with_tables(job, tables), config, layout, path)
 
 
 def capture_on_rank(task: Task, folder: Path, bug: Bug | None) -> None:

@@ -14,7 +14,7 @@ from titan_moe.config.job_config import JobConfig
 from titan_moe.models.config import ModelConfig
 from titan_moe.models.hf import model_of_job
 from titan_moe.runtime.ranks import RankError, run_on_ranks
-from titan_moe.verify.gradients.compare import TOLERANCES, TensorDifference, by_cause
+from titan_moe.verify.gradients.compare import TensorDifference, by_cause
 from titan_moe.verify.gradients.fixture import (
     MAX_NORM,
     OWN_KEYS,
@@ -103,7 +103,7 @@ class Gate:
         problems: list[str] = []
         unfit = easy(fixture, job) + _easy_layout(fixture, job, layout)
         if not unfit:
-            task = Task(job, config, layout, path, TOLERANCES[dtype])
+            task = Task(job, config, layout, path)
             try:
                 reports = run_on_ranks(verify_on_rank, layout.world_size, task)
                 problems = _problems(result, layout, reports)

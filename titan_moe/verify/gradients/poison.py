@@ -42,16 +42,10 @@ class Poison:
 
 def _spoilt(x_RD: Tensor, where_R1: Tensor) -> Tensor:
     """NaN in some rows of a tensor, and of the gradient that goes back from them."""
-    return _Spoil.apply(x_RD, where_R1)
 
+    def spoil(grad_RD: Tensor) -> Tensor:
+        return grad_RD.masked_fill(where_R1, torch.nan)
 
-class _Spoil(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_RD: Tensor, where_R1: Tensor) -> Tensor:  # type: ignore[override, no-untyped-def]
-        ctx.save_for_backward(where_R1)
-        return x_RD.masked_fill(where_R1, torch.nan)
-
-    @staticmethod
-    def backward(ctx, grad_RD: Tensor):  # type: ignore[override, no-untyped-def]
-        (where_R1,) = ctx.saved_tensors
-        return grad_RD.masked_fill(where_R1, torch.nan), None
+    if x_RD.requires_grad:
+        x_RD.register_hook(spoil)  # type: ignore[no-untyped-call]
+    return x_RD.masked_fill(where_R1, torch.nan)

@@ -6,9 +6,9 @@ expert bias and counts are spelled out here from their papers, one row at a time
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -89,7 +89,8 @@ class Reference:
         training: Training,
     ) -> None:
         assert optimizer.name in ("AdamW", "Muon"), "the reference knows AdamW and Muon"
-        self.model, self.config = model, config
+        assert config.moe is not None
+        self.model, self.config, self.moe = model, config, config.moe
         self.optimizer, self.training = optimizer, training
         assert dict(model.named_parameters()).keys() == weights.keys()
         self.copies = {copy: first for first, *rest in tied_weights(config) for copy in rest}
@@ -102,7 +103,9 @@ class Reference:
         self.routers: dict[str, Router] = {
             name: layer.router for name, layer in model.moe_layers().items()
         }
+        self.scores: dict[str, Scores] = {}
         for name, router in self.routers.items():
+            router.register_forward_hook(partial(self._keep_scores, name))
             router.expert_bias.copy_(buffers[f"{name}.moe.router.expert_bias"])
             router.previous_load.copy_(buffers[f"{name}.moe.router.previous_load"])
         matrices = {name for name in self.parameters if self._is_for_muon(name)}
@@ -162,17 +165,16 @@ class Reference:
                 each[row : row + 1] for each in (rows.tokens_BS, rows.labels_BS, rows.documents_BS)
             )
             positions = torch.arange(tokens.shape[1])[None]
-            with captured_scores(self.routers) as scores:
-                logits, further = self._logits(tokens, documents, positions)
+            logits, further = self._logits(tokens, documents, positions)
             entropy = cross_entropy_sum(logits[0], labels[0])
             ahead = self._further_loss(further, labels[0], documents[0])
             extra = torch.zeros((), dtype=entropy.dtype)
             for name, router in self.routers.items():
-                experts_TK = chosen_experts(scores[name].logits_TE, router)
+                experts_TK = chosen_experts(self.scores[name].logits_TE, router)
                 chosen_E = experts_TK.flatten().bincount(minlength=router.config.num_experts)
                 counts[name] += chosen_E
                 extra = extra + balance_loss(
-                    scores[name].logits_TE, chosen_E, router.previous_load, self._moe
+                    self.scores[name].logits_TE, chosen_E, router.previous_load, self.moe
                 )
             ((entropy + extra + ahead) / num_targets).backward()
             loss += entropy.item()
@@ -182,6 +184,9 @@ class Reference:
             assert torch.equal(router.tokens_per_expert, counts[name]), f"{name} chose otherwise"
             router.tokens_per_expert.zero_()
         return loss / num_targets, balance / num_targets, mtp / num_targets, counts
+
+    def _keep_scores(self, layer: str, router: Router, args: tuple, scores: Scores) -> None:
+        self.scores[layer] = scores
 
     def _logits(
         self, tokens_1S: Tensor, documents_1S: Tensor, positions_1S: Tensor
@@ -209,18 +214,13 @@ class Reference:
             total = total + cross_entropy_sum(logits_SV[asked], labels)
         return self.config.mtp_loss_weight * total / max(self.config.num_mtp_layers, 1)
 
-    @property
-    def _moe(self) -> MoEConfig:
-        assert self.config.moe is not None
-        return self.config.moe
-
     def _norm(self, gradients: Mapping[str, Tensor]) -> float:
         return math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
 
     def _balance(self, router: Router, counts_E: Tensor) -> None:
         """The sign rule of arXiv 2408.15664, algorithm 1, and the load to remember."""
         excess_E = counts_E.double() - counts_E.double().mean()
-        router.expert_bias.sub_(self._moe.bias_update_speed * excess_E.sign().float())
+        router.expert_bias.sub_(self.moe.bias_update_speed * excess_E.sign().float())
         router.previous_load.copy_(counts_E.double() / counts_E.sum())
 
     @torch.no_grad()
@@ -330,19 +330,3 @@ def balance_loss(
         + config.global_aux_loss_weight * global_
         + config.z_loss_weight * z
     )
-
-
-@contextmanager
-def captured_scores(routers: Mapping[str, Router]) -> Iterator[dict[str, Scores]]:
-    """Yields each router's result of a forward, by the name of its layer."""
-    taken: dict[str, Scores] = {}
-
-    def keep(name: str) -> Callable[..., None]:
-        return lambda module, args, scores: taken.__setitem__(name, scores)
-
-    handles = [router.register_forward_hook(keep(name)) for name, router in routers.items()]
-    try:
-        yield taken
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.batch import Batch
+from titan_moe.distributed.dtensor import local_part
 from titan_moe.distributed.grad_norm import clip_factor
 from titan_moe.distributed.parallelize import build_sharded_model
 from titan_moe.models.config import ModelConfig
@@ -24,8 +24,8 @@ from titan_moe.verify.gradients.compare import (
     BUFFERS,
     MOMENTS,
     NUMBERS,
+    TOLERANCES,
     TensorDifference,
-    Tolerance,
     compare,
 )
 from titan_moe.verify.gradients.fixture import RATES, Fixture, norms
@@ -46,7 +46,6 @@ class Task(NamedTuple):
     layout: Layout
     fixture_path: Path
     """A saved Fixture; ranks map the same pages."""
-    tolerance: Tolerance
 
 
 @dataclass
@@ -83,7 +82,7 @@ def verify_on_rank(task: Task) -> RankReport:
     ]
     return RankReport(
         worst=max(found, key=lambda d: d.error),
-        wrong=[d for d in found if not d.error <= task.tolerance.bound],
+        wrong=[d for d in found if not d.error <= TOLERANCES[task.job.training.dtype].bound],
         num_compared=len(found),
         tails=poison.tails,
         paddings=poison.paddings,
@@ -102,25 +101,16 @@ class LocalState:
         self.shards = Shards(task.layout, stages(task.layout))
         self.parameters = dict(self.sharded.named_parameters())
         self.moe_layers: dict[str, MoE] = self.sharded.moe_layers()
-        weights = self.fixture.weights
-        held = {name for name in weights if self.shards.holds(self.rank, name)}
-        self.problems = [
-            f"rank {self.rank}: {name} is {'missing' if name in held else 'not its own'}"
-            for name in sorted(held ^ self.parameters.keys())
-        ]
+        held = {name: local_part(p).shape for name, p in self.parameters.items()}
+        shapes = {name: weight.shape for name, weight in self.fixture.weights.items()}
+        self.problems = self.shards.problems(self.rank, held, shapes)
         if self.problems:
             return
-        self.boxes = {name: self.shards.box(self.rank, name, weights[name].shape) for name in held}
+        self.boxes = {name: self.shards.box(self.rank, name, shapes[name]) for name in held}
         for name, parameter in self.parameters.items():
             expected = self.fixture.production[name][self.boxes[name]].to(parameter.dtype)
-            ours = local(parameter).detach()
-            if ours.shape != expected.shape:
-                self.problems.append(
-                    f"rank {self.rank}: {name} has {list(ours.shape)} here, by arithmetic "
-                    f"{list(expected.shape)}"
-                )
-            elif not torch.equal(ours, expected):
-                self.problems.append(f"rank {self.rank}: {name} begins with other values")
+            if not torch.equal(local_part(parameter), expected):
+                self.problems.append(f"{name} begins with other values")
         job = task.job
         self.optimizer = build_optimizer(
             job.optimizer, self.parameters.items(), self.sharded.meshes.group
@@ -134,7 +124,7 @@ class LocalState:
         """Take the fixture's weights and buffers, cut by arithmetic."""
         weights, buffers = self.fixture.weights, self.fixture.buffers
         for name, parameter in self.parameters.items():
-            local(parameter).copy_(weights[name][self.boxes[name]])
+            local_part(parameter).copy_(weights[name][self.boxes[name]])
         for name, layer in self.moe_layers.items():
             layer.router.expert_bias.copy_(buffers[f"{name}.moe.router.expert_bias"])
             layer.router.previous_load.copy_(buffers[f"{name}.moe.router.previous_load"])
@@ -151,7 +141,7 @@ class LocalState:
         self, number: int, result: StepResult, snapshot: Snapshot
     ) -> Iterator[TensorDifference]:
         """Compares everything that a step left on this rank."""
-        step, floor = self.fixture.steps[number], self.task.tolerance.floor
+        step, floor = self.fixture.steps[number], TOLERANCES[self.task.job.training.dtype].floor
         where = number, self.rank
         for quantity in ("gradients", "parameters", *MOMENTS):
             for name, *pair, whole in self._pairs(snapshot[quantity], getattr(step, quantity)):
@@ -225,11 +215,6 @@ def own_batches(rows: Rows, local_batch_size: int, place: int, data_ranks: int) 
     ]
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The memory that this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _snapshot(state: LocalState, gradients: dict[str, Tensor]) -> Snapshot:
     parameters = state.parameters
     taken = {"gradients": gradients, "parameters": {n: _copy(p) for n, p in parameters.items()}}
@@ -243,4 +228,4 @@ def _snapshot(state: LocalState, gradients: dict[str, Tensor]) -> Snapshot:
 
 
 def _copy(tensor: Tensor | nn.Parameter) -> Tensor:
-    return local(tensor.detach()).clone()
+    return local_part(tensor.detach()).clone()

@@ -4,7 +4,7 @@ A second description of what titan_moe.distributed does with DTensors, to test i
 no mesh, no placement, no torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -73,8 +73,10 @@ class Shards:
         assert self.holds(rank, name), f"{name} is on no stage of rank {rank}"
         whole = [(0, size) for size in shape]
         if ".experts." in name:
-            parts = self._expert_part(rank, name.rsplit(".", 1)[1], whole)
-            return _chunk_one_dim(parts, self.layout.edp, self.coordinate(rank, "edp"))
+            hidden = HIDDEN_DIM[name.rsplit(".", 1)[1]]
+            whole[0] = _even(whole[0], self.layout.ep, self.coordinate(rank, "ep"))
+            whole[hidden] = _even(whole[hidden], self.layout.etp, self.coordinate(rank, "etp"))
+            return _chunk_one_dim(whole, self.layout.edp, self.coordinate(rank, "edp"))
         if (dim := self.tensor_dim(name)) is not None:
             whole[dim] = _even(whole[dim], self.layout.tp, self.coordinate(rank, "tp"))
         shards = self.layout.dp_shard * self.layout.cp
@@ -85,15 +87,24 @@ class Shards:
         """The dim of a parameter, other than routed experts', that tp cuts; None if none."""
         return next((d for p, d in _TENSOR_DIMS.items() if fnmatchcase(name, p)), None)
 
-    def _expert_part(
-        self, rank: int, weight: str, parts: list[tuple[int, int]]
-    ) -> list[tuple[int, int]]:
-        hidden = HIDDEN_DIM.get(weight)
-        parts = list(parts)
-        parts[0] = _even(parts[0], self.layout.ep, self.coordinate(rank, "ep"))
-        if hidden is not None:
-            parts[hidden] = _even(parts[hidden], self.layout.etp, self.coordinate(rank, "etp"))
-        return parts
+    def problems(
+        self, rank: int, held: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]]
+    ) -> list[str]:
+        """Returns a line for each parameter that a rank lacks, or has although it is another's, or
+        has a wrong part of.
+
+        Args:
+            held: the shape of the part of each parameter that the rank holds.
+            shapes: the shape of every parameter of the whole model.
+        """
+        wanted = {name for name in shapes if self.holds(rank, name)}
+        lines = [f"{name} is not its own" for name in sorted(held.keys() - wanted)]
+        lines += [f"{name} is missing" for name in sorted(wanted - held.keys())]
+        for name in sorted(held.keys() & wanted):
+            sizes = [part.stop - part.start for part in self.box(rank, name, shapes[name])]
+            if list(held[name]) != sizes:
+                lines.append(f"{name} has {list(held[name])} here, by arithmetic {sizes}")
+        return lines
 
 
 def _even(part: tuple[int, int], pieces: int, piece: int) -> tuple[int, int]:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_moe.config.checks.job import check
@@ -161,34 +160,26 @@ def _check_model(
     config = resolve_model(config, job)
     problems = check(job, config, layout.world_size)
     shards = Shards(layout, stages(layout))
-    wanted = {n: s for n, s in _shapes(config).items() if shards.holds(meshes.rank, n)}
+    shapes = _shapes(config)
     laid_out = lay_out(job, config, meshes, CPU)
     held = {name: p for part in laid_out.parts for name, p in part.named_parameters()}
-    if missing := wanted.keys() - held.keys():
-        problems.append(f"{len(missing)} parameters are missing, such as {min(missing)}")
-    if others := held.keys() - wanted.keys():
-        problems.append(f"{len(others)} parameters are not its own, such as {min(others)}")
-    for name in sorted(held.keys() & wanted.keys()):
-        problems += _parameter_problems(name, held[name], wanted[name], shards, meshes.rank)
+    own = {name: local_part(parameter).shape for name, parameter in held.items()}
+    problems += shards.problems(meshes.rank, own, shapes)
+    for name, parameter in held.items():
+        assert isinstance(parameter, DTensor)
+        if tuple(parameter.shape) != shapes[name]:
+            problems.append(f"{name} is {list(parameter.shape)} as a whole, not {shapes[name]}")
+        if own[name].numel() and shards.holds(meshes.rank, name):
+            box, slices = shards.box(meshes.rank, name, shapes[name]), local_slices(parameter)
+            if slices != box:
+                problems.append(f"{name} lies at {slices}, by arithmetic at {box}")
+    wanted = [name for name in shapes if shards.holds(meshes.rank, name)]
     dense = [name for name in wanted if layout.tp > 1 and ".experts." not in name]
     whole = {name for name in dense if shards.tensor_dim(name) is None}
     if laid_out.partial_over_tp != whole:
         differ = sorted(laid_out.partial_over_tp ^ whole)
         problems.append(f"gradients summed over tp: {differ} differ")
     return len(held), problems
-
-
-def _parameter_problems(
-    name: str, parameter: nn.Parameter, shape: tuple[int, ...], shards: Shards, rank: int
-) -> Iterator[str]:
-    assert isinstance(parameter, DTensor)
-    box, held = shards.box(rank, name, shape), tuple(local_part(parameter).shape)
-    if tuple(parameter.shape) != shape:
-        yield f"{name} is {list(parameter.shape)} as a whole, not {list(shape)}"
-    if held != (wanted := tuple(part.stop - part.start for part in box)):
-        yield f"{name} has {list(held)} here, by arithmetic {list(wanted)}"
-    elif 0 not in held and (slices := local_slices(parameter)) != box:
-        yield f"{name} lies at {slices}, by arithmetic at {box}"
 
 
 @cache

@@ -29,7 +29,8 @@ def locate(
     finding = Finding(differences(baseline, candidate, controls), baseline.rows, axes)
     if not finding.wrong:
         return None
-    if finding.first.place.tensor == "choice":
+    place = finding.first.place
+    if (place.phase, place.tensor) == ("forward", "choice"):
         return replace(finding, tie=_tie(finding, baseline))
     return finding
 

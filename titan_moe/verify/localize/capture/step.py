@@ -6,7 +6,6 @@ parts. So captures of any two layouts can be put side by side, and their size is
 and tensor 8 numbers. verify/localize/capture_reader.py reads them.
 """
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from titan_moe.distributed.execution import Microbatch
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
 from titan_moe.distributed.parallelize import ShardedModel
 from titan_moe.models.decoder import Decoder
-from titan_moe.moe.layer import MoE
 from titan_moe.train_step import StepResult
 from titan_moe.verify.localize.capture.hooks import watch
 from titan_moe.verify.localize.capture.records import (
@@ -117,10 +115,10 @@ class StepCapture:
         """Records gradients after all sums over ranks, before clipping."""
         self._watches.close()
         self._parameters("gradient", "gradient", lambda parameter: parameter.grad)
-        for number, (name, moe) in self._moe_layers():
+        for name, moe in self._sharded.moe_layers().items():
             # Every rank has the loss of its own tokens.
-            place = Place("loss", f"{name}.moe", "balance loss")
-            self._numbers(place, [moe.router.balance_loss], (3, number), NUMBERS, part=self._rank)
+            place, order = Place("loss", f"{name}.moe", "balance loss"), (3, self._layer(name))
+            self._numbers(place, [moe.router.balance_loss], order, NUMBERS, part=self._rank)
 
     def updated(self, result: StepResult) -> None:
         """Records the step's sums and what it leaves; after the update, or where there is none."""
@@ -171,18 +169,15 @@ class StepCapture:
         values = torch.as_tensor(numbers, dtype=torch.float64).detach().cpu()[:, None]
         self._records.add(place, order, Sketches(kind, torch.arange(len(values)), values, part))
 
-    def _moe_layers(self) -> Iterator[tuple[int, tuple[str, MoE]]]:
-        """Yields this rank's layers by their number among all."""
-        layers = self._sharded.moe_layers()
-        for number, name in enumerate(self._sharded.all_moe_layers()):
-            if name in layers:
-                yield number, (name, layers[name])
+    def _layer(self, name: str) -> int:
+        """Returns the number of an MoE layer among those of all ranks."""
+        return list(self._sharded.all_moe_layers()).index(name)
 
     def _routers(self, phase: str) -> None:
-        for number, (name, moe) in self._moe_layers():
+        for name, moe in self._sharded.moe_layers().items():
             for which in ("expert_bias", "previous_load"):
                 place = Place(phase, f"{name}.moe.router", which)
-                self._numbers(place, getattr(moe.router, which), (1, number), EXPERTS)
+                self._numbers(place, getattr(moe.router, which), (1, self._layer(name)), EXPERTS)
 
     @torch.no_grad()
     def _parameters(self, phase: str, tensor: str, choose: Any) -> None:
@@ -198,19 +193,16 @@ class StepCapture:
                 if ".experts." in name:
                     values = sketch_experts(held, box)
                     keys = torch.arange(box[0].start, box[0].start + len(values))
-                    sketches = Sketches(EXPERTS, keys, values, _number_of(box[1:]))
+                    sketches = Sketches(EXPERTS, keys, values, _part(box[1:]))
                 else:
                     values = sketch_box(held, box)[None]
-                    sketches = Sketches(TENSOR, torch.zeros(1).long(), values, _number_of(box))
+                    sketches = Sketches(TENSOR, torch.zeros(1).long(), values, _part(box))
                 self._records.add(place, (stage, number), sketches)
 
 
-def _number_of(box: tuple[slice, ...]) -> int:
-    """The same for the same part of a tensor, on whichever rank."""
-    number = 0
-    for span in box:
-        number = (number * 1_000_003 + span.start + 1) % (1 << 61)
-    return number
+def _part(box: tuple[slice, ...]) -> int:
+    """Returns a number for the part of a tensor at `box`, the same on every rank."""
+    return hash(tuple(span.start for span in box))
 
 
 def _stage(part: Decoder, stages: list[list[str]]) -> int:
