@@ -156,20 +156,6 @@ def test_gate_names_diverged_replica(gates: Gates, quantity: str):
     assert {(d.quantity, d.rank) for d in bad.wrong} == {(named, 1)}
 
 
-def reads_a_tail(task: Task) -> RankReport:
-    """The gate with a dispatcher that adds nothing times the tail to its result."""
-    from titan_moe.moe.dispatch.base import LocalDispatcher
-
-    combine = LocalDispatcher.combine
-    LocalDispatcher.combine = lambda self, y_RD, plan: combine(self, y_RD, plan) + 0 * y_RD[-1]
-    return verify_on_rank(task)
-
-
-def test_gate_sees_dispatcher_that_reads_a_tail(gates: Gates):
-    (report,) = run_on_ranks(reads_a_tail, 1, task_of(gates("deepseek_v3"), "dp_shard=1"))
-    assert report.wrong
-
-
 def holds_another_shard(task: Task) -> RankReport:
     """The gate told that the ranks stand the other way round."""
     from titan_moe.verify.layouts.shards import Shards

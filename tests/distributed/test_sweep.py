@@ -9,7 +9,7 @@ import pytest
 
 from titan_moe.distributed import expert_parallel, fsdp, parallel_dims
 from titan_moe.distributed import parallelize as build
-from titan_moe.runtime.process_pool import WorkerError, in_fresh_processes
+from titan_moe.runtime.process_pool import in_fresh_processes
 from titan_moe.verify.layouts import sweep
 from titan_moe.verify.layouts.layouts import Layout, parse
 from titan_moe.verify.layouts.sweep import RankCheck, check_layouts, check_ranks, select_layouts
@@ -90,13 +90,3 @@ def test_sweep_names_planted_bug(bug: Callable, findings: dict[tuple[Callable, s
     assert any(words in line for line in problems), problems
     if without is not None:
         assert findings[bug, without].problems == []
-
-
-def _raise(number: int) -> None:
-    if number == 1:
-        raise ValueError("number one")
-
-
-def test_process_pool_error_has_traceback():
-    with pytest.raises(WorkerError, match=r"_raise 1:(.|\n)*ValueError: number one"):
-        list(in_fresh_processes(_raise, [(n,) for n in range(5)], num_workers=2))

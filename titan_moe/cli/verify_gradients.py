@@ -36,7 +36,7 @@ from titan_moe.cli.command import (
 from titan_moe.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from titan_moe.verify.gradients.gate import Gate, Result
+    from titan_moe.verify.gradients.gate import Gate
     from titan_moe.verify.layouts.layouts import Layout
 
 
@@ -80,14 +80,13 @@ def run(options: argparse.Namespace) -> Answer:
         print(f"for the proof: {', '.join(keys)}")
         layouts = [layout for layout, reason in reasons.items() if not reason]
         tasks = [(layout, dtype) for layout in layouts for dtype in dtypes]
-        with tqdm(total=len(tasks), unit="layout", dynamic_ncols=True) as bar:
-
-            def seen(result: "Result") -> None:
-                bar.update()
-                for line in result.lines:
-                    tqdm.write(line)
-
-            results = sweep(gate, tasks, out, seen=seen)
+        results = []
+        for result in tqdm(
+            sweep(gate, tasks, out), total=len(tasks), unit="layout", dynamic_ncols=True
+        ):
+            results.append(result)
+            for line in result.lines:
+                tqdm.write(line)
     facts = summary(results)
     title = f"Layouts of {job.model.name} {job.model.flavor}"
     (out / "results.html").write_text(gate_page(title, results, facts), encoding="utf-8")

@@ -31,13 +31,12 @@ def run(options: argparse.Namespace) -> Answer:
 
     layouts = select_layouts(options.ranks, sample_size=options.sample, seed=options.seed)
     checks, failed = [], set()
-    with tqdm(total=2 * len(layouts), unit="rank", dynamic_ncols=True) as bar:
-        for check in check_layouts(layouts, num_workers=options.workers):
-            checks.append(check._asdict())
-            bar.update()
-            for line in check.problems:
-                failed.add(check.layout)
-                tqdm.write(f"{check.layout}: rank {check.rank}: {line}")
+    done = check_layouts(layouts, num_workers=options.workers)
+    for check in tqdm(done, total=2 * len(layouts), unit="rank", dynamic_ncols=True):
+        checks.append(check._asdict())
+        for line in check.problems:
+            failed.add(check.layout)
+            tqdm.write(f"{check.layout}: rank {check.rank}: {line}")
     passed = len(layouts) - len(failed)
     compared = sum(check["num_parameters"] for check in checks)
     line = f"{passed} of {len(layouts)} layouts pass: {compared:,} parameters compared"

@@ -55,8 +55,7 @@ class Step:
 
 def without_balance_losses(config: ModelConfig) -> ModelConfig:
     """Dimensions for the reference's modules: it adds the losses itself, and pads no rows."""
-    if config.moe is None:
-        return config
+    assert config.moe is not None
     plain = replace(
         config.moe,
         sequence_aux_loss_weight=0.0,

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -28,22 +29,12 @@ def code_fingerprint(job: JobConfig) -> str:
     return hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
 
 
-def sweep(
-    gate: Gate,
-    tasks: Sequence[tuple[Layout, str]],
-    folder: Path,
-    *,
-    seen: Callable[[Result], None],
-) -> list[Result]:
-    """Verify each (layout, dtype); passed ones that `folder` knows from the same code are not
-    repeated.
-
-    Each result is written as soon as it is there. `seen` is called with every result in order.
-    """
+def sweep(gate: Gate, tasks: Sequence[tuple[Layout, str]], folder: Path) -> Iterator[Result]:
+    """Verifies each (layout, dtype), and yields each result once it is written to the folder;
+    passed ones that `folder` knows from the same code are not repeated."""
     fingerprint = code_fingerprint(gate.job)
     path = folder / RESULTS_FILE
     known = {(r.layout, r.dtype): r for r in _load(path, fingerprint) if r.passed}
-    results = []
     with path.open("a", encoding="utf-8") as file:
         for layout, dtype in tasks:
             result = known.get((str(layout), dtype))
@@ -51,26 +42,20 @@ def sweep(
                 result = gate.verify(layout, dtype=dtype)
                 file.write(json.dumps({"code": fingerprint, **asdict(result)}) + "\n")
                 file.flush()
-            results.append(result)
-            seen(result)
-    return results
+            yield result
 
 
-def summary(results: Iterable[Result]) -> dict[str, Any]:
-    """Counts by status, the worst error and what the slowest layout took."""
-    results = list(results)
-    by_status = {
-        status: sum(result.status == status for result in results)
-        for status in ("passed", "failed", "refused")
-    }
-    worst = max(results, key=lambda result: result.worst, default=None)
+def summary(results: Sequence[Result]) -> dict[str, Any]:
+    """Counts by status, the worst error and what all layouts took; of one result or more."""
+    by_status = Counter(result.status for result in results)
+    worst = max(results, key=lambda result: result.worst)
     return {
         "layouts": len(results),
-        **by_status,
+        **{status: by_status[status] for status in ("passed", "failed", "refused")},
         "tensors_compared": sum(result.num_compared for result in results),
-        "worst_error": worst.worst if worst else 0.0,
-        "worst_layout": worst.layout if worst else "",
-        "worst_tensor": worst.worst_tensor if worst else "",
+        "worst_error": worst.worst,
+        "worst_layout": worst.layout,
+        "worst_tensor": worst.worst_tensor,
         "seconds": round(sum(result.seconds for result in results), 1),
     }
 

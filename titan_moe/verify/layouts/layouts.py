@@ -3,7 +3,7 @@
 No torch here, and no mesh of titan_moe.distributed: the gate must not depend on what it tests.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
@@ -107,7 +107,9 @@ class Layout:
 
 def legal_layouts(world_size: int, *, powers_of_two: bool = True) -> list[Layout]:
     """Every way to lay `world_size` ranks out, with the default options."""
-    degrees = [d for d in _divisors(world_size) if not powers_of_two or d & (d - 1) == 0]
+    degrees = [d for d in range(1, world_size + 1) if world_size % d == 0]
+    if powers_of_two:
+        degrees = [d for d in degrees if d & (d - 1) == 0]
     found = []
     for dense in product(degrees, repeat=len(DENSE_AXES)):
         if prod(dense) != world_size:
@@ -254,7 +256,3 @@ def _dispatch(layout: Layout) -> dict[str, Any]:
 def with_options(layout: Layout, **options: str) -> Layout:
     """The layout with some options fixed; those that make no difference to it are left alone."""
     return replace(layout, **{key: value for key, value in options.items() if layout.has(key)})  # type: ignore[arg-type]
-
-
-def _divisors(number: int) -> Iterator[int]:
-    return (d for d in range(1, number + 1) if number % d == 0)

@@ -52,14 +52,13 @@ class Shards:
         return rank // inner % self.layout.size(axis)
 
     def holds(self, rank: int, name: str) -> bool:
-        """Says whether a module or parameter of this name is on the rank's pipeline stages."""
-        return not self.stages or any(self.on_stage(stage, name) for stage in self.stages_of(rank))
-
-    def on_stage(self, stage: int, name: str) -> bool:
-        """Says whether it is on this stage; multi-token prediction goes with the output layer."""
-        if name.startswith("mtp."):
-            name = "output"
-        return any(name == each or name.startswith(f"{each}.") for each in self.stages[stage])
+        """Says whether a module or parameter of this name is on the rank's pipeline stages;
+        multi-token prediction goes with the output layer."""
+        if not self.stages:
+            return True
+        name = "output" if name.startswith("mtp.") else name
+        held = [module for stage in self.stages_of(rank) for module in self.stages[stage]]
+        return any(name == each or name.startswith(f"{each}.") for each in held)
 
     def stages_of(self, rank: int) -> list[int]:
         """The numbers of a rank's stages, in the order of the model."""

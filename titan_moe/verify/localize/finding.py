@@ -10,7 +10,6 @@ from titan_moe.verify.localize.capture.records import EXPERTS, PHASES, POSITION_
 from titan_moe.verify.localize.difference import PlaceDifference
 
 _MOST_SHOWN = 5
-_CLEAR = 10  # Times its bound; nearer, an earlier place may just have passed.
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,6 @@ class Finding:
         phases = [each for each in PHASES if any(d.place.phase == each for d in self.compared)]
         if equal := phases[: phases.index(phase)]:
             lines.append(f"  equal before it: {'; '.join(PHASES[each] for each in equal)}")
-        if first.error < _CLEAR * first.bound:
-            lines.append(
-                "  close to rounding, so an earlier place may be the cause: look again with "
-                "--training.dtype float64"
-            )
         then = [f"{place_line(d.place)}: off by {d.off_by:.1e}, ratio {d.ratio:.6g}" for d in later]
         if then:
             lines += ["  then:", *(f"    {line}" for line in first_few(then))]

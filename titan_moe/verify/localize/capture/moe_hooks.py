@@ -99,18 +99,16 @@ class MoEHooks(Dispatcher):
         watcher, name = self._watcher, f"{self._name}.router"
 
         def chosen(scores_TE: Tensor) -> Tensor:
-            experts_TK, by_token = choose(scores_TE), watcher.by_token()
+            experts_TK = choose(scores_TE)
 
-            def choice(scores_TE: Tensor, *, gradient: bool) -> Sketches | None:
-                hot_TE = torch.zeros_like(scores_TE).scatter_(1, experts_TK, 1)
-                return by_token(hot_TE, gradient=gradient)
+            def choice(scores_TE: Tensor) -> Tensor:
+                return torch.zeros_like(scores_TE).scatter_(1, experts_TK, 1)
 
-            def margin(scores_TE: Tensor, *, gradient: bool) -> Sketches | None:
-                margin_T = choice_margins(scores_TE, self._moe.router)
-                return by_token(margin_T[:, None], gradient=gradient)
+            def margin(scores_TE: Tensor) -> Tensor:
+                return choice_margins(scores_TE, self._moe.router)[:, None]
 
-            watcher.forward(name, "choice", scores_TE, choice)
-            watcher.forward(name, "margin", scores_TE, margin)
+            watcher.forward(name, "choice", scores_TE, watcher.by_token(choice))
+            watcher.forward(name, "margin", scores_TE, watcher.by_token(margin))
             return experts_TK
 
         return chosen
@@ -119,9 +117,13 @@ class MoEHooks(Dispatcher):
         name, watcher = f"{self._name}.router.weigh", self._watcher
 
         def weighed(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
+            def in_order(weights_TK: Tensor) -> Tensor:
+                """Each token's in the order of its experts' numbers."""
+                return weights_TK.gather(1, experts_TK.argsort(1))
+
             scores_TE = watcher.given(name, "scores", scores_TE, watcher.by_token())
             weights_TK = weigh(scores_TE, experts_TK)
-            self._by_expert = self._in_order(experts_TK)
+            self._by_expert = watcher.by_token(in_order)
             watcher.forward(name, "weights", weights_TK, self._by_expert)
             return weights_TK
 
@@ -138,15 +140,6 @@ class MoEHooks(Dispatcher):
     def _after_experts(self, module: Any, args: tuple[ExpertRows], y_RD: Tensor) -> None:
         lay = self._by_row(args[0], whole=False)
         self._watcher.forward(f"{self._name}.experts", "output", y_RD, lay)
-
-    def _in_order(self, experts_TK: Tensor) -> Lay:
-        """Returns the sketch of weights_TK, each token's in the order of its experts' numbers."""
-        by_token = self._watcher.by_token()
-
-        def lay(weights_TK: Tensor, *, gradient: bool) -> Sketches | None:
-            return by_token(weights_TK.gather(1, experts_TK.argsort(1)), gradient=gradient)
-
-        return lay
 
     def _by_row(self, rows: ExpertRows, *, whole: bool) -> Lay:
         """Returns the sketch of tensors by row: the sum over the rows of each expert.

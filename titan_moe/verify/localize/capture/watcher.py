@@ -36,14 +36,17 @@ class Microbatch:
         # Gathered tokens without a dim of rows lie rank after rank.
         self._gathered_keys_T = torch.cat([keys_BS.flatten() for keys_BS in by_rank])
 
-    def lay(self, x: Tensor, *, cut: bool, gradient: bool) -> Sketches | None:
+    def lay(
+        self, x: Tensor, /, *, of: Callable[[Tensor], Tensor], cut: bool, gradient: bool
+    ) -> Sketches | None:
         """Sketches of a tensor [B, S, ...] or [T, F]; None for one that is not by token.
 
         Args:
+            of: makes what is sketched of the tensor.
             cut: whether each tp rank has its columns of it, if it has all tokens of it.
             gradient: then of what each tp rank has all columns, it has a part of a sum.
         """
-        own_T, all_T = self._own_keys_BS.flatten(), self._gathered_keys_T
+        x, own_T, all_T = of(x), self._own_keys_BS.flatten(), self._gathered_keys_T
         if x.ndim > 2:
             if x.shape[:2] not in (self._own_keys_BS.shape, self._keys_BS.shape):
                 return None
@@ -56,6 +59,10 @@ class Microbatch:
         first = self._tp_rank * x_TF.shape[1] if cut else 0
         part = first if cut else self._tp_rank * gradient
         return Sketches(TOKENS, all_T, sketch_rows(x_TF, first), part)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 class Watcher:
@@ -80,26 +87,21 @@ class Watcher:
         self._records = records
         self._find = microbatch
         self._interleaved = interleaved
-        self._now: Microbatch | None = None
         self._numbers: dict[Place, int] = {}
-
-    @property
-    def now(self) -> Microbatch:
+        self.now: Microbatch
         """The microbatch whose forward ran last."""
-        assert self._now is not None, "no forward has run"
-        return self._now
 
     def begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Notes the rows of a stage's forward before it runs."""
-        self._now = self._find(kwargs["documents_BS"])
+        self.now = self._find(kwargs["documents_BS"])
 
     def order(self, place: Place) -> tuple[int, int]:
         """Numbers places as a forward comes by them."""
         return self.stage, self._numbers.setdefault(place, len(self._numbers))
 
-    def by_token(self, *, cut: bool = False) -> Lay:
+    def by_token(self, of: Callable[[Tensor], Tensor] = _itself, *, cut: bool = False) -> Lay:
         """Returns the sketch of tensors that have a row for each token of this microbatch."""
-        return partial(self.now.lay, cut=cut)
+        return partial(self.now.lay, of=of, cut=cut)
 
     def forward(self, module: str, tensor: str, x: Tensor, lay: Lay) -> None:
         """Records a tensor."""
