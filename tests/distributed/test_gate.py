@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.support.capturing import setting
 from tests.support.commands import run_command
 from tests.support.gates import OTHERS, SAMPLE, SMALL, Gates, cover, drawn
 from tests.support.paths import DEBUG_CONFIGS
@@ -19,7 +20,6 @@ from titan_moe.config.pipeline import SCHEDULES
 from titan_moe.models.registry import FAMILIES
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.verify.gradients import worker
-from titan_moe.verify.gradients.gate import Gate
 from titan_moe.verify.gradients.worker import RankReport, Task, verify_on_rank
 from titan_moe.verify.layouts.covering import pairs
 from titan_moe.verify.layouts.layouts import AXES, OPTIONS, SPLIT_BACKWARD, parse
@@ -119,13 +119,6 @@ def test_samples_cover_each_pair_of_axes_and_each_option():
 # --- every comparison can fail --------------------------------------------------------------------
 
 
-def task_of(gate: Gate, text: str) -> Task:
-    layout = parse(text)
-    job, config = gate._setting(layout, "float64")
-    path, _ = gate._fixture(layout)
-    return Task(job, config, layout, path)
-
-
 def spoilt_rank(task: Task, quantity: str) -> RankReport:
     """The gate with one number of rank 1's snapshot changed by a millionth."""
     snapshot = worker._snapshot
@@ -149,7 +142,7 @@ def spoilt_rank(task: Task, quantity: str) -> RankReport:
     ),
 )
 def test_gate_names_diverged_replica(gates: Gates, quantity: str):
-    task = task_of(gates("deepseek_v3"), "dp_replicate=2")
+    task = setting(gates("deepseek_v3"), "dp_replicate=2", "dp_replicate=2")
     good, bad = run_on_ranks(spoilt_rank, 2, task, quantity)
     assert not good.wrong
     named = {"gradients": "gradient", "parameters": "parameter"}.get(quantity, quantity)
@@ -166,7 +159,9 @@ def holds_another_shard(task: Task) -> RankReport:
 
 
 def test_gate_sees_shards_in_another_order(gates: Gates):
-    for report in run_on_ranks(holds_another_shard, 2, task_of(gates("deepseek_v3"), "dp_shard=2")):
+    for report in run_on_ranks(
+        holds_another_shard, 2, setting(gates("deepseek_v3"), "dp_shard=2", "dp_shard=2")
+    ):
         assert any("begins with other values" in problem for problem in report.problems)
 
 

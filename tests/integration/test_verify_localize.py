@@ -5,18 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import run_command, start_command
+from tests.support.commands import run_command
 from tests.support.paths import REPO
-from titan_moe.runtime.process_pool import TIMEOUT_S
 
 COMPARE = ["--config", REPO / "configs" / "debug" / "compare.toml"]
 TINY = ["--model.name", "mixtral", "--training.steps", "3"]
 
 
 def localize(*words: object, out: Path) -> tuple[int, str]:
-    process = start_command("verify", "localize", *words, "--out", out)
-    told, _ = process.communicate(timeout=TIMEOUT_S)
-    return process.returncode, told
+    done = run_command("verify", "localize", *words, "--out", out)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.slow

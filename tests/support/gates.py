@@ -45,8 +45,7 @@ class Gates(Protocol):
 def gate_of(family: str, folder: Path, kind: str = "AdamW") -> Gate:
     torch.set_num_threads(1)
     job = load_job(["--job.config_file", str(DEBUG_CONFIGS / f"gate_{family}.toml")])
-    gate = Gate(with_tables(job, KINDS[kind]), folder)
-    return gate
+    return Gate(with_tables(job, KINDS[kind]), folder)
 
 
 def cover(worlds: list[int], count: int, seed: int) -> list[str]:
@@ -58,7 +57,7 @@ def cover(worlds: list[int], count: int, seed: int) -> list[str]:
 def drawn(seed: int) -> str:
     """A layout of 3 to 8 ranks with options, all drawn at random; a gate may refuse it."""
     chance = random.Random(seed)
-    legal = legal_layouts(chance.choice([3, 4, 6, 8]), powers_of_two=False)
+    legal = legal_layouts(chance.choice([3, 4, 6, 8]))
     options = {option: chance.choice(values) for option, values in OPTIONS.items()}
     return str(with_options(chance.choice(legal), **options))
 

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--layouts", nargs="+", metavar="LAYOUT", help='such as "dp_shard=2,ep=2"')
-    which.add_argument("--all", action="store_true", help="every legal power-of-two layout")
+    which.add_argument("--all", action="store_true", help="every legal layout")
     which.add_argument(
         "--sample", type=positive, metavar="N", help="N layouts; each pair of axes meets"
     )
@@ -107,11 +107,7 @@ def _chosen(options: argparse.Namespace, gate: "Gate") -> "list[Layout]":
     fixed = {name: getattr(options, name) for name in OPTIONS if getattr(options, name)}
     if options.layouts:
         return [with_options(parse(text), **fixed) for text in options.layouts]
-    layouts = [
-        layout
-        for size in options.ranks
-        for layout in legal_layouts(size, powers_of_two=size & (size - 1) == 0)
-    ]
+    layouts = [layout for size in options.ranks for layout in legal_layouts(size)]
     if options.sample:
         layouts = cover_pairs(layouts, options.sample, options.seed)
     return cover_options(layouts, fixed=fixed, legal=lambda layout: not gate.refusal(layout))

@@ -105,11 +105,9 @@ class Layout:
         return ",".join([*degrees, *options])
 
 
-def legal_layouts(world_size: int, *, powers_of_two: bool = True) -> list[Layout]:
+def legal_layouts(world_size: int) -> list[Layout]:
     """Every way to lay `world_size` ranks out, with the default options."""
     degrees = [d for d in range(1, world_size + 1) if world_size % d == 0]
-    if powers_of_two:
-        degrees = [d for d in degrees if d & (d - 1) == 0]
     found = []
     for dense in product(degrees, repeat=len(DENSE_AXES)):
         if prod(dense) != world_size:

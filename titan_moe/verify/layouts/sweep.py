@@ -65,7 +65,7 @@ class RankCheck(NamedTuple):
 def select_layouts(
     world_sizes: Sequence[int], *, sample_size: int | None = None, seed: int = 1
 ) -> list[Layout]:
-    """Returns all legal power-of-two layouts, or a sample of each size, with options that cover
+    """Returns all legal layouts, or a sample of each size, with options that cover
     them."""
     layouts = []
     for world_size in world_sizes:

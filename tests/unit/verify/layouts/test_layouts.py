@@ -31,9 +31,10 @@ def test_every_legal_layout_is_listed_once(world_size: int, count: int):
         assert layout.edp * layout.ep * layout.etp == block
 
 
-def test_a_layout_is_read_back_as_written():
+def test_covered_layouts_are_read_back_as_written_and_split_backwards_recompute_nothing():
     for layout in cover_options(legal_layouts(8)):
         assert parse(str(layout)) == layout
+        assert layout.pp == 1 or layout.schedule not in SPLIT_BACKWARD or layout.recompute == "none"
 
 
 @pytest.mark.parametrize(
@@ -68,11 +69,6 @@ def test_each_value_meets_each_axis():
                 ), f"{option}={value} never meets {axis}"
 
 
-def test_split_backwards_come_without_recompute():
-    for layout in cover_options(legal_layouts(8)):
-        assert layout.pp == 1 or layout.schedule not in SPLIT_BACKWARD or layout.recompute == "none"
-
-
 def test_fixed_options_stay_and_refused_values_are_passed_over():
     layouts = cover_options(
         legal_layouts(4),
@@ -86,7 +82,7 @@ def test_fixed_options_stay_and_refused_values_are_passed_over():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
 def test_every_layout_gets_microbatches_and_layers_that_fit(world_size: int):
-    for layout in cover_options(legal_layouts(world_size, powers_of_two=False)):
+    for layout in cover_options(legal_layouts(world_size)):
         training = layout_tables(layout)["training"]
         own, local = num_rows(layout) // layout.data_ranks, training["local_batch_size"]
         size = layout_tables(layout)["parallelism"]["pipeline_parallel_microbatch_size"]

@@ -9,7 +9,7 @@ from titan_moe.verify.layouts.layouts import Layout, legal_layouts
 from titan_moe.verify.layouts.shards import Shards
 
 WORLDS = [1, 2, 3, 4, 6, 8, 12, 16]
-_BY_WORLD = {world: cover_options(legal_layouts(world, powers_of_two=False)) for world in WORLDS}
+_BY_WORLD = {world: cover_options(legal_layouts(world)) for world in WORLDS}
 layouts = st.sampled_from(WORLDS).flatmap(lambda world: st.sampled_from(_BY_WORLD[world]))
 
 
