@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.place_cases import cases, check
+from tests.support.place_cases import check
 from titan_moe.ops.move_rows import RowMap, combine_rows, gather_rows
 from titan_moe.ops.permute_indices import copy_to_ranks
 
@@ -42,4 +42,4 @@ def test_copies_and_sums_match_loops_forward_and_backward(num_rows: int, degree:
 
 
 def test_counts_sort_and_copies_equal_the_slow_loops() -> None:
-    assert check() == len(list(cases()))
+    check()
