@@ -1,4 +1,4 @@
-"""The tiers of the suite, what was left out and why, and how long a test may take.
+"""The tiers of the suite, and how long a test may take.
 
 A test without a mark is of the default tier; `slow` and `full` come on top of it. scripts/test.sh
 has the commands; pytest alone runs everything that it is given.
@@ -6,16 +6,13 @@ has the commands; pytest alone runs everything that it is given.
 
 import hashlib
 import warnings
-from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from titan_moe.runtime.process_pool import TIMEOUT_S
 
 _TIERS = ("default", "slow", "full")
-_LEFT_OUT = pytest.StashKey[dict[str, int]]()
 _SPENT_S = pytest.StashKey[float]()
 
 
@@ -57,38 +54,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             theirs == "full" and seed is not None and in_slice(seed, item.nodeid, slices)
         )
         (kept if chosen else left).append(item)
-    counts = Counter(tier_of(item) for item in left)
-    counts["of the slice"] = sum(tier_of(item) == "full" for item in kept)
-    config.stash[_LEFT_OUT] = dict(counts)
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """A worker of pytest-xdist has ended; every worker has collected all tests."""
-    node.config.stash[_LEFT_OUT] = node.workeroutput.get("left_out", {})
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = session.config.stash.get(_LEFT_OUT, {})
-
-
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    left, seed = config.stash.get(_LEFT_OUT, {}), config.option.slice
-    if seed is not None:
-        chosen = left.get("of the slice", 0)
+    if (seed := config.option.slice) is not None:
         terminalreporter.write_line(
-            f"slice {seed}: {chosen} of {chosen + left.get('full', 0)} tests of tier full; again: "
-            f"./scripts/test.sh --slice {seed} -m full"
+            f"slice {seed} of tier full; again: ./scripts/test.sh --slice {seed} -m full"
         )
-    for tier in _TIERS:
-        if left.get(tier):
-            terminalreporter.write_line(f"left out: {left[tier]} tests of tier {tier}")
 
 
 @pytest.hookimpl(wrapper=True)
