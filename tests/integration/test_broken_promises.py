@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.broken_promises import Broken, read_promises
-from tests.support.paths import REPO
+from tests.support.paths import copy_checkout
 
 PROMISES = read_promises()
 # A test's limit is below the time that ranks wait for one another, so that it is known as a limit.
@@ -23,15 +22,7 @@ _VARIABLES = ("PYTEST_", "TITAN_MOE_", "PYTHON")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the files that git knows, as they are now."""
     root = tmp_path_factory.mktemp("tree")
-    listed = subprocess.run(
-        ["git", "-C", REPO, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        capture_output=True,
-        check=True,
-    )
-    for name in filter(None, listed.stdout.decode().split("\0")):
-        if os.path.lexists(REPO / name):
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(REPO / name, root / name, follow_symlinks=False)
+    copy_checkout(root)
     return root
 
 

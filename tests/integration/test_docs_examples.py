@@ -1,30 +1,144 @@
-"""Every block of the documentation that is marked as an example runs as it is printed."""
+"""Every block of the documentation that is marked as an example runs as it is printed.
 
+CONTRIBUTING.md says how a block is marked. The examples of one name on one page share a folder.
+"""
+
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import tomli_w
 
-from tests.support.examples import Group, examples_of, read_examples, run_group
-from tests.support.markdown import pages
-from tests.support.paths import REPO
+from tests.support.commands import run_command
+from tests.support.markdown import fences, pages, without_fences
+from tests.support.paths import DEBUG_CONFIGS, REPO, copy_checkout
+from titan_moe.config.parse import tomllib
+from titan_moe.runtime.process_pool import TIMEOUT_S
 
-_READ = list(examples_of(REPO, pages()))
-_GROUPS = [group for groups, _ in _READ for group in groups]
+_MARKER = re.compile(r"(run|file|check): (\S+) ?(\S*)$")
+_TRIED_RANKS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def test_every_marker_is_right() -> None:
-    assert [problem for _, problems in _READ for problem in problems] == []
+class Example(NamedTuple):
+    """A marked block of a page."""
+
+    place: str
+    """The page and the line."""
+    kind: str
+    name: str
+    option: str
+    """"slow" of a run, the path of a file."""
+    text: str
+
+
+def read_examples(page: str, text: str) -> dict[str, list[Example]]:
+    """The examples of a page, by page and name."""
+    groups: dict[str, list[Example]] = {}
+    for fence in fences(text):
+        if marker := _MARKER.match(fence.comment or ""):
+            example = Example(f"{page}:{fence.line}", *marker.groups(), fence.text)
+            groups.setdefault(f"{page}:{example.name}", []).append(example)
+    return groups
+
+
+def run_group(group: list[Example], folder: Path) -> None:
+    """Writes the files and runs the blocks, in order; AssertionError names the block that fails.
+
+    The working folder is a repository with one commit on `main`: a copy of this one's files.
+    """
+    checkout = folder / "titan_moe"
+    checkout.mkdir()
+    if any(example.kind == "run" for example in group):
+        copy_checkout(checkout)
+        git = ["git", "-C", checkout, "-c", "user.name=docs", "-c", "user.email=docs@localhost"]
+        for words in (["init", "-q", "-b", "main"], ["add", "-A"], ["commit", "-q", "-m", "all"]):
+            subprocess.run([*git, *words], check=True)
+    environment = _environment(folder, checkout)
+    for example in group:
+        if example.kind == "file":
+            path = checkout / example.option
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(example.text, encoding="utf-8")
+        elif example.kind == "check":
+            check_toml(example, checkout)
+        else:
+            _run_bash(example, checkout, environment)
+
+
+def _run_bash(example: Example, folder: Path, environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", example.text],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, (
+        f"{example.place}: exit code {done.returncode} of\n{example.text}\n{done.stdout[-6000:]}"
+    )
+
+
+def check_toml(example: Example, folder: Path) -> None:
+    """`titan-moe check` accepts the block, on top of the default run's file, for some number of
+    ranks."""
+    values = tomllib.loads((DEBUG_CONFIGS / "default.toml").read_text(encoding="utf-8"))
+    for table, keys in tomllib.loads(example.text).items():
+        values[table] = values.get(table, {}) | keys if isinstance(keys, dict) else keys
+    path = folder / f"{example.name}.toml"
+    path.write_text(tomli_w.dumps(values), encoding="utf-8")
+    outputs = []
+    for ranks in _TRIED_RANKS:
+        done = run_command("check", "--config", path, "--ranks", ranks)
+        if done.returncode == 0:
+            return
+        outputs.append(done.stderr)
+    raise AssertionError(f"{example.place}: refused on any number of ranks:\n{outputs[0]}")
+
+
+def _environment(folder: Path, checkout: Path) -> dict[str, str]:
+    """A user's whose active environment is this one, on the CPU; `titan-moe` is on the PATH."""
+    command = folder / "bin" / "titan-moe"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m titan_moe "$@"\n')
+    command.chmod(0o755)
+    left_out = ("CONFIG_FILE", "NGPU", "TITAN_MOE_CHECKOUT")
+    mine = {name: value for name, value in os.environ.items() if name not in left_out}
+    return mine | {
+        "PATH": f"{command.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(checkout),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+_TEXTS = {path.relative_to(REPO).as_posix(): path.read_text(encoding="utf-8") for path in pages()}
+_GROUPS = {name: group for page in _TEXTS.items() for name, group in read_examples(*page).items()}
+
+
+@pytest.mark.parametrize("page", _TEXTS)
+def test_every_marker_is_followed_by_a_block(page: str) -> None:
+    comments = re.findall(r"^ *<!-- (.*)", without_fences(_TEXTS[page]), re.MULTILINE)
+    markers = [words for words in comments if not words.startswith(("generated: ", "end -->"))]
+    assert len(markers) == sum(map(len, read_examples(page, _TEXTS[page]).values())), markers
 
 
 @pytest.mark.parametrize(
-    "group",
+    "name",
     [
-        pytest.param(group, id=group.name, marks=[pytest.mark.slow] if group.is_slow else [])
-        for group in _GROUPS
+        pytest.param(name, marks=[pytest.mark.slow] * any(each.option == "slow" for each in group))
+        for name, group in _GROUPS.items()
     ],
 )
-def test_an_example_runs(group: Group, tmp_path: Path) -> None:
-    run_group(group, tmp_path)
+def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_group(_GROUPS[name], tmp_path)
 
 
 _PAGE = """
@@ -32,42 +146,27 @@ _PAGE = """
 ```toml
 a = 1
 ```
-Some words.
 <!-- run: one -->
 ```bash
 cat configs/mine.toml > said.txt
-test -x run_train.sh
 titan-moe --help > help.txt
-git rev-parse main
 ```
 
 - In a list:
 
     <!-- run: one -->
     ```bash
-    grep 'a = 1' said.txt
-    grep 'verify losses' help.txt
+    grep 'a = 1' said.txt && grep 'verify losses' help.txt && git rev-parse --abbrev-ref main
+    false | cat
+    echo after
     ```
 """
 
 
-def test_the_blocks_of_a_name_share_a_folder_that_looks_like_the_repository(tmp_path: Path) -> None:
-    (group,), problems = read_examples("a.md", _PAGE)
-    assert not problems and not group.is_slow
-    assert [(each.line, each.kind) for each in group.examples] == [
-        (3, "file"),
-        (8, "run"),
-        (18, "run"),
-    ]
-    run_group(group, tmp_path)
-
-
-def test_a_block_that_fails_is_told_with_its_page_line_command_and_output(tmp_path: Path) -> None:
-    text = "<!-- run: bad slow -->\n```bash\necho before\nfalse | cat\necho after\n```\n"
-    (group,), _ = read_examples("docs/a.md", text)
-    assert group.is_slow and group.name == "docs/a.md:bad"
+def test_blocks_share_a_folder_and_one_that_fails_is_named(tmp_path: Path) -> None:
+    ((name, group),) = read_examples("a.md", _PAGE).items()
     with pytest.raises(AssertionError) as caught:
         run_group(group, tmp_path)
     lines = str(caught.value).splitlines()
-    assert lines[0] == "docs/a.md:2: exit code 1 of"
-    assert "false | cat" in lines and lines[-1] == "before"
+    assert name == "a.md:one" and lines[0] == "a.md:15: exit code 1 of"
+    assert "false | cat" in lines and "a = 1" in lines and lines[-1] == "main"

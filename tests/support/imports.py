@@ -15,6 +15,11 @@ def imports_of(tree: ast.Module, path: Path) -> Iterator[str]:
             parts = package[: len(package) + 1 - node.level] if node.level else ()
             module = ".".join((*parts, *(node.module or "").split("."))).strip(".")
             yield from (f"{module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and _name(node.func) == "import_module":
             # A name put together at run time is the registry's: it starts with an f-string.
             yield from (str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+
+
+def _name(function: ast.expr) -> str:
+    """The last part of a called function's name."""
+    return getattr(function, "attr", None) or getattr(function, "id", "")

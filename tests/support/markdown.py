@@ -55,13 +55,6 @@ def fences(text: str) -> Iterator[Fence]:
         at += len(body) + 2
 
 
-def comments(text: str) -> Iterator[tuple[int, str]]:
-    """Every HTML comment that has a line to itself outside of fenced blocks: line and words."""
-    for number, line in enumerate(without_fences(text).splitlines(), 1):
-        if found := _COMMENT.match(line):
-            yield number, found[1]
-
-
 def without_fences(text: str) -> str:
     """The page with empty lines in the place of fenced blocks."""
     lines = text.splitlines()
