@@ -29,23 +29,17 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
-from tests.fuzz import kills
-from tests.fuzz.disks import TROUBLES, Disks, can_mount
-from tests.fuzz.folders import SUBJECTS, Folders
-from tests.fuzz.jobs import end_all
-from tests.fuzz.runs import Undisturbed
-from tests.fuzz.verdict import Outcome
+from tests.fuzz import disturbances, folders
+from tests.fuzz.disturbances import DISTURBANCES, can_mount
+from tests.fuzz.folders import SUBJECTS
+from tests.support.jobs import end_all
 
-_KILLS = "kills"
-_COUNTS = {**dict.fromkeys(SUBJECTS, 40), _KILLS: 100, **dict.fromkeys(TROUBLES, 10)}
+_COUNTS = {**dict.fromkeys(SUBJECTS, 40), **dict.fromkeys(DISTURBANCES, 10), "kills": 100}
 _KINDS = ("read", "refused", "resumed", "missed", "failed")
-Trial = Callable[[Path, random.Random], tuple[str, Outcome]]
 
 
 def main() -> int:
@@ -62,7 +56,8 @@ def main() -> int:
     subjects = [name for name in _COUNTS if re.search(arguments.only, name)]
     if not subjects:
         parser.error(f"--only {arguments.only!r} matches none of {', '.join(_COUNTS)}")
-    if not can_mount() and (without := [name for name in subjects if name in TROUBLES]):
+    without = [name for name in subjects if DISTURBANCES.get(name, DISTURBANCES["kills"]).mend]
+    if without and not can_mount():
         print(f"without {', '.join(without)}: mounting a file system takes root", file=sys.stderr)
         subjects = [name for name in subjects if name not in without]
     wanted = [
@@ -72,11 +67,13 @@ def main() -> int:
     ]
     tally = Counter[tuple[str, str]]()
     with tempfile.TemporaryDirectory(prefix="campaign-") as work:
-        trials = _trials(Path(work), arguments.seconds, subjects)
         try:
             for name, trial in tqdm(wanted, unit="trial"):
+                make = folders.trial if name in SUBJECTS else disturbances.trial
                 with tempfile.TemporaryDirectory(dir=work) as own:
-                    what, outcome = trials[name](Path(own), random.Random(trial))
+                    what, outcome = make(
+                        Path(work), arguments.seconds, name, Path(own), random.Random(trial)
+                    )
                     end_all()
                 tally[name, outcome.kind] += 1
                 if outcome.kind == "failed":
@@ -94,17 +91,6 @@ def main() -> int:
         kinds = [kind for kind in _KINDS if tally[name, kind] or kind == "failed"]
         print(f"{name}: {', '.join(f'{tally[name, kind]} {kind}' for kind in kinds)}")
     return int(any(tally[name, "failed"] for name in subjects))
-
-
-def _trials(work: Path, seconds: float, subjects: list[str]) -> dict[str, Trial]:
-    """Returns what makes a trial of each subject; each run may take `seconds`."""
-    folders, undisturbed = Folders(work, seconds), Undisturbed(work / "undisturbed", seconds)
-    trials: dict[str, Trial] = {name: partial(folders.trial, name) for name in SUBJECTS}
-    trials[_KILLS] = partial(kills.trial, undisturbed, seconds)
-    if any(name in TROUBLES for name in subjects):
-        disks = Disks(undisturbed, seconds)
-        trials |= {name: partial(disks.trial, name) for name in TROUBLES}
-    return trials
 
 
 if __name__ == "__main__":

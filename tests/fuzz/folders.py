@@ -2,22 +2,23 @@
 
 import random
 import shutil
-import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.fuzz.damage import MARKER, copy_linked, damage
-from tests.fuzz.jobs import TINY, Job, train
-from tests.fuzz.verdict import Outcome, refused
+from tests.fuzz.runs import Outcome, end, refused, titan_moe, train
 from tests.support.documents import random_texts, write_jsonl
+from tests.support.jobs import TINY, Job
 from titan_moe.metrics.jsonl import read_json_lines
 
 _STEPS = 4
-_TRAINING = TINY | {
+_TRAINING: dict[str, object] = {
+    **TINY,
+    "training.global_batch_size": 4,
     "training.steps": _STEPS,
     "lr_scheduler.total_steps": 10,
-    "lr_scheduler.warmup_steps": 1,
     "checkpoint.interval": 2,
 }
 
@@ -41,8 +42,8 @@ def _checkpoints(folder: Path) -> Job:
 
 def _export(folder: Path) -> Job:
     made = folder.parents[1] / "made"
-    _end(_checkpoints(made / "checkpoint"))
-    return Job(made, "hf", "export", made / f"checkpoint/step-{_STEPS}", "--out", folder)
+    end(_checkpoints(made / "checkpoint"), 300)
+    return titan_moe(made, "hf", "export", made / f"checkpoint/step-{_STEPS}", "--out", folder)
 
 
 def _routing(folder: Path) -> Job:
@@ -54,13 +55,7 @@ def _tokens(folder: Path) -> Job:
     made = folder.parents[1] / "made"
     documents = write_jsonl(made / "documents.jsonl", random_texts(120, longest=2000))
     data = ("--training.dataset", "json", "--training.dataset_path", documents)
-    return Job(made, "tokenize", "--out", folder, *data)
-
-
-def _end(job: Job) -> None:
-    """Raises SystemExit if an undamaged folder cannot be made."""
-    if code := job.wait(300):
-        sys.exit(f"cannot prepare: {code}: {job.words()}")
+    return titan_moe(made, "tokenize", "--out", folder, *data)
 
 
 SUBJECTS = {
@@ -92,51 +87,53 @@ SUBJECTS = {
 }
 
 
-class Folders:
-    """Undamaged folders, made once in `work`; a run that reads one may take `seconds`."""
+def trial(
+    work: Path, seconds: float, name: str, own: Path, random_: random.Random
+) -> tuple[str, Outcome]:
+    """Damages a folder once; the run that reads it may take `seconds`."""
+    whole, figures = _undamaged(name, work, seconds)
+    copy_linked(whole, own / "case")
+    folder = own / "case" / "data"
+    what = damage(folder, random_)
+    outcome = _read(name, folder, seconds)
+    if outcome.kind == "read" and SUBJECTS[name].digested and outcome.said != figures:
+        return what, Outcome("failed", f"went on as another run: {outcome.said}")
+    return what, outcome
 
-    def __init__(self, work: Path, seconds: float) -> None:
-        self._work = work
-        self._seconds = seconds
-        self._figures: dict[str, str] = {}
 
-    def trial(self, name: str, own: Path, random_: random.Random) -> tuple[str, Outcome]:
-        """Damages a folder once. Raises SystemExit if the run refuses the undamaged folder."""
-        if name not in self._figures:
-            _, whole = self._run(name, own / "whole", lambda folder: "nothing")
-            if whole.kind != "read":
-                sys.exit(f"{name}: undamaged: {whole.said}")
-            self._figures[name] = whole.said
-        done, outcome = self._run(name, own / "case", lambda folder: damage(folder, random_))
-        same = outcome.kind != "read" or outcome.said == self._figures[name]
-        if SUBJECTS[name].digested and not same:
-            return done, Outcome("failed", f"went on as another run: {outcome.said}")
-        return done, outcome
+@cache
+def _undamaged(name: str, work: Path, seconds: float) -> tuple[Path, str]:
+    """Makes an undamaged folder in a run's folder, and the figures of the run that reads it.
 
-    def _run(self, name: str, case: Path, change: Callable[[Path], str]) -> tuple[str, Outcome]:
-        subject = SUBJECTS[name]
-        whole = self._work / name / "run" / "data"
-        if not whole.exists():
-            whole.parent.mkdir(parents=True)
-            _end(subject.make(whole))
-        shutil.rmtree(case, ignore_errors=True)
-        copy_linked(whole.parent, case)
-        folder = case / whole.name
-        done = change(folder)
-        before = _listing(folder)
-        keys = _TRAINING | {"job.dump_folder": case} | subject.keys(folder)
-        job = train(case.with_name("job"), 1, keys)
-        code = job.wait(self._seconds)
-        if (case / MARKER).exists():
-            return done, Outcome("failed", "a program in the data was run")
-        if code == 0:
-            last = read_json_lines(case / "metrics.jsonl")[-1]
-            return done, Outcome("read", str([last[key] for key in ("step", "loss", "grad_norm")]))
-        if code not in (1, 2):
-            return done, Outcome("failed", f"exit code {code}: {job.words()}")
-        if _listing(folder) != before:
-            return done, Outcome("failed", f"changed the folder: {job.words()}")
-        return done, refused(job.error_lines())
+    Raises SystemExit if a run refuses it.
+    """
+    whole, case = work / name / "run", work / name / "case"
+    whole.mkdir(parents=True)
+    end(SUBJECTS[name].make(whole / "data"), 300)
+    copy_linked(whole, case)
+    outcome = _read(name, case / "data", seconds)
+    if outcome.kind != "read":
+        raise SystemExit(f"{name}: undamaged: {outcome.said}")
+    shutil.rmtree(case)
+    return whole, outcome.said
+
+
+def _read(name: str, folder: Path, seconds: float) -> Outcome:
+    """Trains with the folder of a case."""
+    case, before = folder.parent, _listing(folder)
+    keys = _TRAINING | {"job.dump_folder": case} | SUBJECTS[name].keys(folder)
+    job = train(case.with_name("job"), 1, keys)
+    code = job.wait(seconds)
+    if (case / MARKER).exists():
+        return Outcome("failed", "a program in the data was run")
+    if code == 0:
+        last = read_json_lines(case / "metrics.jsonl")[-1]
+        return Outcome("read", str([last[key] for key in ("step", "loss", "grad_norm")]))
+    if code not in (1, 2):
+        return Outcome("failed", f"exit code {code}: {job.output()}")
+    if _listing(folder) != before:
+        return Outcome("failed", f"changed the folder: {job.output()}")
+    return refused(job.error_lines())
 
 
 def _listing(folder: Path) -> list[tuple[str, int, int]]:

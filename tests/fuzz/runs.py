@@ -1,19 +1,25 @@
-"""The small run that trials disturb, and what it must be in the end: the undisturbed one."""
+"""The small run that trials disturb, the undisturbed one, and how a trial ends."""
 
 import json
+import os
 import random
+import re
 import shutil
 import time
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.fuzz.jobs import TINY, Job, train
+from tests.support.commands import TITAN_MOE
+from tests.support.jobs import TINY, Job
+from tests.support.paths import REPO
 from titan_moe.checkpoint.digests import damaged_files, read_digests
 from titan_moe.checkpoint.folder import saved_steps, step_folder
 from titan_moe.checkpoint.manifest import MANIFEST
 from titan_moe.metrics.jsonl import read_json_lines
 
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+_LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "1 rank": (1, {}),
     "dp_shard=2": (2, {}),
     "dp_replicate=2": (2, {"data_parallel_replicate_degree": 2}),
@@ -23,16 +29,52 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "pp=2 ep=2": (4, {"pipeline_parallel_degree": 2, "expert_parallel_degree": 2}),
 }
 """The number of ranks, and keys of [parallelism]."""
-MODES = ("disabled", "async", "async_with_pinned_mem")
+_MODES = ("disabled", "async", "async_with_pinned_mem")
 STEPS, INTERVAL = 8, 2
-_SAVED = range(INTERVAL, STEPS + 1, INTERVAL)
-_KEYS: dict[str, object] = TINY | {
+_KEYS: dict[str, object] = {
+    **TINY,
+    "training.global_batch_size": 4,
     "training.steps": STEPS,
     "lr_scheduler.warmup_steps": 2,
     "checkpoint.enable": True,
     "checkpoint.interval": INTERVAL,
 }
 _FIGURES = ("step", "loss", "grad_norm", "lr", "tokens")
+_LONGEST = 1500
+# The name of a Python exception tells a user nothing.
+_RAW = re.compile(r"Traceback|\b[A-Z]\w*(Error|Exception)\b|<class '|object at 0x")
+
+
+class Outcome(NamedTuple):
+    """How a trial ended."""
+
+    kind: str
+    """read: the run took what it was given; refused: it said in clear lines why not; resumed: it
+    went on and became the undisturbed run; missed: it ended before anything befell it; failed."""
+    said: str
+
+
+def refused(lines: Sequence[str]) -> Outcome:
+    """Judges the lines that a user got instead of a run."""
+    for line in lines:
+        if not line or len(line) > _LONGEST or _RAW.search(line):
+            return Outcome("failed", f"unclear: {line[:_LONGEST]!r}")
+    return Outcome("refused", "; ".join(lines)) if lines else Outcome("failed", "without a word")
+
+
+def titan_moe(folder: Path, *words: object) -> Job:
+    """Starts a command on the CPU; its output is in `folder`."""
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    return Job(folder, [*TITAN_MOE, *words], variables)
+
+
+def train(folder: Path, ranks: int, keys: dict[str, object]) -> Job:
+    """Starts a training."""
+    return titan_moe(folder, "train", "--ranks", ranks, *(f"--{k}={v}" for k, v in keys.items()))
 
 
 class Run(NamedTuple):
@@ -46,14 +88,14 @@ class Run(NamedTuple):
 
         It keeps its last `keep` checkpoints; 0: all.
         """
-        ranks, degrees = LAYOUTS[self.layout]
+        ranks, degrees = _LAYOUTS[self.layout]
         keys = _KEYS | {f"parallelism.{name}": value for name, value in degrees.items()}
         keys |= {"checkpoint.async_mode": self.mode, "checkpoint.keep_latest_k": keep}
         return train(work, ranks, keys | {"job.dump_folder": folder})
 
 
 def draw_run(random_: random.Random) -> Run:
-    return Run(random_.choice(list(LAYOUTS)), random_.choice(MODES))
+    return Run(random_.choice(list(_LAYOUTS)), random_.choice(_MODES))
 
 
 class Whole(NamedTuple):
@@ -71,7 +113,7 @@ class Whole(NamedTuple):
         """What is wrong with the checkpoints of a run in `folder`; empty if nothing is."""
         for step in saved_steps(folder / "checkpoint"):
             try:
-                found = contents(step_folder(folder / "checkpoint", step))
+                found = _contents(step_folder(folder / "checkpoint", step))
             except (OSError, ValueError) as error:
                 return f"step-{step} counts as a checkpoint: {error}"
             if found != self.checkpoints.get(step):
@@ -80,54 +122,47 @@ class Whole(NamedTuple):
 
     def unlike(self, folder: Path) -> str:
         """How a run in `folder`, which has ended, is another one; empty if it is not."""
-        if figures(folder) != self.figures:
-            return f"other figures: {figures(folder)}, not {self.figures}"
+        if _figures(folder) != self.figures:
+            return f"other figures: {_figures(folder)}, not {self.figures}"
         if STEPS not in saved_steps(folder / "checkpoint"):
             return "no last checkpoint"
         return self.half_written(folder)
 
 
-class Undisturbed:
-    """Undisturbed runs, each made when it is asked for.
-
-    They are made in the folder `work`, and each may take `seconds`.
-    """
-
-    def __init__(self, work: Path, seconds: float) -> None:
-        self._work = work
-        self._seconds = seconds
-        self._made: dict[str, Whole] = {}
-
-    def of(self, run: Run) -> Whole:
-        """Returns that of the run's layout. Raises SystemExit if it fails."""
-        if run.layout not in self._made:
-            self._made[run.layout] = self._make(Run(run.layout, "disabled"))
-        return self._made[run.layout]
-
-    def _make(self, run: Run) -> Whole:
-        work = self._work / run.layout
-        folder, began = work / "run", time.monotonic()
-        work.mkdir(parents=True)
-        job = run.start(folder, work, keep=0)
-        if (code := job.wait(self._seconds)) != 0:
-            raise SystemExit(f"cannot prepare: {run}: exit code {code}\n{job.words()}")
-        seconds = time.monotonic() - began
-        folders = {step: step_folder(folder / "checkpoint", step) for step in _SAVED}
-        checkpoints = {step: contents(path) for step, path in folders.items()}
-        size = sum(path.stat().st_size for path in folders[STEPS].iterdir())
-        whole = Whole(seconds, figures(folder), checkpoints, size)
-        shutil.rmtree(work)
-        return whole
+@cache
+def undisturbed(layout: str, work: Path, seconds: float) -> Whole:
+    """Makes a layout's run in the folder `work`. Raises SystemExit if it fails or takes longer."""
+    work = work / layout
+    folder, began = work / "run", time.monotonic()
+    end(Run(layout, "disabled").start(folder, work, keep=0), seconds)
+    took = time.monotonic() - began
+    saved = {
+        step: step_folder(folder / "checkpoint", step)
+        for step in range(INTERVAL, STEPS + 1, INTERVAL)
+    }
+    checkpoints = {step: _contents(path) for step, path in saved.items()}
+    size = sum(path.stat().st_size for path in saved[STEPS].iterdir())
+    whole = Whole(took, _figures(folder), checkpoints, size)
+    shutil.rmtree(work)
+    return whole
 
 
-def figures(folder: Path) -> list[list[Any]]:
-    """Of each step, in the order in which they stand in metrics.jsonl."""
+def end(job: Job, seconds: float) -> None:
+    """Waits for what a trial needs. Raises SystemExit if it fails."""
+    if (code := job.wait(seconds)) != 0:
+        raise SystemExit(f"cannot prepare: exit code {code}\n{job.output()}")
+
+
+def _figures(folder: Path) -> list[list[Any]]:
+    """Figures of each step, in the order of metrics.jsonl."""
     return [[line[key] for key in _FIGURES] for line in read_json_lines(folder / "metrics.jsonl")]
 
 
-def contents(checkpoint: Path) -> dict[str, Any]:
-    """A digest of each file, and the manifest but for what names the run's folder and the state of
-    the checkout. Raises ValueError where SHA256SUMS does not agree with all files, and OSError."""
+def _contents(checkpoint: Path) -> dict[str, Any]:
+    """A digest of each file, and the manifest without the run's folder and the checkout's state.
+
+    Raises OSError, and ValueError where SHA256SUMS does not agree with all files.
+    """
     digests = read_digests(checkpoint)
     if digests is None:
         raise ValueError(f"{checkpoint} has no SHA256SUMS")

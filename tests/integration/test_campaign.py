@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.disks import can_mount
+from tests.fuzz.disturbances import can_mount
 from tests.fuzz.folders import SUBJECTS
 from tests.support.paths import REPO
 

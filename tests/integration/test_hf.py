@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
-from tests.support.launching import run_train
+from tests.support.jobs import run_train
 
 
 def _overrides(source: Path, **more):

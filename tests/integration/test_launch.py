@@ -6,14 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.launching import EMPTY, command, environment
-from tests.support.listeners import listening
+from tests.support.jobs import EMPTY, Job, command, environment, until
 from tests.support.paths import REPO
 from tests.support.tiers import tiered
 from titan_moe.metrics.jsonl import read_json_lines
@@ -141,14 +139,27 @@ def test_has_dependencies_needs_all_requirements(
 def test_signal_ends_all_ranks_and_names_the_folder(
     tmp_path: Path, number: signal.Signals, to_the_terminal: bool, code: int
 ) -> None:
-    process = _start_endless(tmp_path)
-    found = listening(_pids(tmp_path))
-    assert found and all(address.is_loopback for address in found), found
-    (os.killpg if to_the_terminal else os.kill)(process.pid, number)
-    words, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == code
-    assert words.splitlines()[-1] == f"the files of this run are in {tmp_path}"
-    assert not _pids(tmp_path)
+    job = _start_endless(tmp_path)
+    found = _listening(job.pids("job"))
+    assert found and found <= _LOOPBACK, found
+    (os.killpg if to_the_terminal else os.kill)(job.pid, number)
+    assert job.wait() == code
+    assert job.output().splitlines()[-1] == f"the files of this run are in {tmp_path / 'run'}"
+    assert not job.pids("job")
+
+
+# As /proc/net/tcp and tcp6 write 127.0.0.1, the same as an IPv6 address, and ::1.
+_LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+def _listening(pids: list[int]) -> set[str]:
+    """The address of every TCP socket on which one of these processes listens."""
+    handles = [handle for pid in pids for handle in Path(f"/proc/{pid}/fd").iterdir()]
+    sockets = {os.readlink(handle) for handle in handles if handle.is_socket()}
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    listens = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    return {row[1].partition(":")[0] for row in listens}
 
 
 @pytest.mark.slow
@@ -156,134 +167,91 @@ def test_signal_ends_all_ranks_and_names_the_folder(
 def test_signal_to_a_job_saves_and_another_number_of_ranks_resumes(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    process = _start_endless(tmp_path, checkpoint__enable="true")
-    os.killpg(process.pid, number)
-    words, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 75, words
-    assert not _pids(tmp_path)
-    (saved,) = (tmp_path / "checkpoint").iterdir()
+    job, run = _start_endless(tmp_path, checkpoint__enable="true"), tmp_path / "run"
+    os.killpg(job.pid, number)
+    assert job.wait() == 75, job.output()
+    assert not job.pids("job")
+    (saved,) = (run / "checkpoint").iterdir()
     step = int(saved.name.removeprefix("step-"))
-    assert f"train --config {tmp_path}/config.toml" in words
+    assert f"train --config {run}/config.toml" in job.output()
     more = subprocess.run(
         [REPO / "run_train.sh", "--training.steps", str(step + 2)],
-        env=environment(NGPU=1, CONFIG_FILE=tmp_path / "config.toml"),
+        env=environment(NGPU=1, CONFIG_FILE=run / "config.toml"),
         capture_output=True,
         text=True,
     )
     assert more.returncode == 0, more.stderr
     assert f"going on after step {step}" in more.stdout
-    assert _steps(tmp_path) == list(range(1, step + 3))
+    assert _steps(run) == list(range(1, step + 3))
 
 
 @pytest.mark.slow
 def test_signal_to_one_node_stops_all_at_the_same_step(tmp_path: Path) -> None:
-    endpoint = _free_endpoint()
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        endpoint = f"localhost:{probe.getsockname()[1]}"
     nodes = [
-        _start_endless(
-            tmp_path,
-            {"NNODES": 2, "NODE_RANK": node, "RDZV_ENDPOINT": endpoint, "NGPU": 1},
-            waits=bool(node),
-            checkpoint__enable="true",
+        Job(
+            tmp_path / str(node),
+            command(tmp_path / "run", training__steps=_ENDLESS, checkpoint__enable="true"),
+            environment(NNODES=2, NODE_RANK=node, RDZV_ENDPOINT=endpoint),
         )
         for node in range(2)
     ]
-    nodes[1].send_signal(signal.SIGUSR1)
-    words = [node.communicate(timeout=TIMEOUT_S)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [75, 75], words
-    assert len(list((tmp_path / "checkpoint").iterdir())) == 1
+    _wait_for(nodes[0], tmp_path / "run" / "metrics.jsonl")
+    os.kill(nodes[1].pid, signal.SIGUSR1)
+    assert [node.wait() for node in nodes] == [75, 75], [node.output() for node in nodes]
+    assert len(list((tmp_path / "run" / "checkpoint").iterdir())) == 1
 
 
 @pytest.mark.slow
 def test_killed_rank_costs_a_restart_and_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
-    process = _start_endless(
-        tmp_path,
-        {"MAX_RESTARTS": 1},
-        checkpoint__enable="true",
-        checkpoint__interval=2,
-        checkpoint__keep_latest_k=2,
-    )
+    keys = {"enable": "true", "interval": 2, "keep_latest_k": 2}
+    overrides = {f"checkpoint__{key}": value for key, value in keys.items()}
+    job, run = _start_endless(tmp_path, MAX_RESTARTS=1, **overrides), tmp_path / "run"
     for attempt in range(2):
-        _wait_for(process, tmp_path / f"checkpoint/step-{2 + 4 * attempt}")
-        (pid,) = [pid for pid in _pids(tmp_path) if _variable(pid, "RANK") == "1"]
-        os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
-    words, _ = process.communicate(timeout=TIMEOUT_S)
-    assert time.monotonic() - killed < 30
-    assert process.returncode == 137, words
-    assert words.splitlines()[-1].startswith("error: rank 1 was killed by SIGKILL")
-    assert words.count("going on after step") == 1 and not _pids(tmp_path)
-    steps = _steps(tmp_path)
+        _wait_for(job, run / f"checkpoint/step-{2 + 4 * attempt}")
+        assert job.kill("rank", 1)
+    assert job.wait(30) == 137, job.output()
+    lines = job.output().splitlines()
+    assert lines[-1].startswith("error: rank 1 was killed by SIGKILL")
+    assert job.output().count("going on after step") == 1 and not job.pids("job")
+    steps = _steps(run)
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 6
 
 
 @pytest.mark.slow
 def test_stopped_rank_is_named_and_ends_the_run(tmp_path: Path) -> None:
-    process = _start_endless(tmp_path, comm__train_timeout_seconds=3)
-    (rank_1,) = [pid for pid in _pids(tmp_path) if _variable(pid, "RANK") == "1"]
+    job, run = _start_endless(tmp_path, comm__train_timeout_seconds=3), tmp_path / "run"
+    rank_1 = job.pids("rank")[1]
     os.kill(rank_1, signal.SIGSTOP)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not list(tmp_path.glob("comm_traces/hang-*.json")):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.1)
+    until(lambda: any(run.glob("comm_traces/hang-*.json")), TIMEOUT_S)
     os.kill(rank_1, signal.SIGCONT)  # torchrun would wait half a minute to end it.
-    words, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 1
-    first, second = words.splitlines()[-2:]
+    assert job.wait() == 1
+    first, second = job.output().splitlines()[-2:]
     assert first.startswith("error: step ") and "(docs/troubleshooting.md#hang" in first
     assert "; rank 1 does not answer (stopped, killed, or Python is held)" in first
     assert second.startswith("error: every rank's calls and stacks: titan-moe report hang ")
-    assert not _pids(tmp_path)
+    assert not job.pids("job")
 
 
-def _free_endpoint() -> str:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return f"localhost:{probe.getsockname()[1]}"
+def _start_endless(folder: Path, **keys: Any) -> Job:
+    """Starts two ranks in `folder`/run, and waits for their first step.
+
+    Keys in capitals are variables of run_train.sh, others override the configuration.
+    """
+    variables = {name: value for name, value in keys.items() if name.isupper()}
+    overrides = {name: value for name, value in keys.items() if name not in variables}
+    words = command(folder / "run", training__steps=_ENDLESS, **overrides)
+    job = Job(folder, words, environment(NGPU=2, **variables))
+    _wait_for(job, folder / "run" / "metrics.jsonl")
+    return job
 
 
-def _start_endless(
-    folder: Path, variables: dict[str, Any] | None = None, *, waits: bool = True, **overrides: Any
-) -> subprocess.Popen[str]:
-    """A run of two ranks in a process group of its own; if it `waits`, one that has taken its first
-    step."""
-    process = subprocess.Popen(
-        command(folder, training__steps=_ENDLESS, **overrides),
-        env=environment(**{"NGPU": 2, **(variables or {})}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        # Tests started in the background of a shell inherit that SIGINT is ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    if waits:
-        _wait_for(process, folder / "metrics.jsonl")
-    return process
-
-
-def _wait_for(process: subprocess.Popen[str], path: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (path.exists() and path.stat().st_size):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.1)
+def _wait_for(job: Job, path: Path) -> None:
+    until(lambda: (path.exists() and path.stat().st_size > 0) or job.poll() is not None, TIMEOUT_S)
+    assert path.exists() and job.poll() is None, job.output()
 
 
 def _steps(folder: Path) -> list[int]:
     return [line["step"] for line in read_json_lines(folder / "metrics.jsonl")]
-
-
-def _pids(folder: Path) -> list[int]:
-    """Processes with the run's folder on their command line."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if str(folder) in (entry / "cmdline").read_text():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
-
-
-def _variable(pid: int, name: str) -> str | None:
-    pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return next((pair.partition("=")[2] for pair in pairs if pair.startswith(f"{name}=")), None)

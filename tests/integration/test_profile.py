@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import run_command
-from tests.support.launching import run_train
+from tests.support.jobs import run_train
 from tests.support.tiers import tiered
 from titan_moe.profiling.regions import REGIONS
 from titan_moe.profiling.trace import EXPOSED, IDLE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import environment
+from tests.support.jobs import environment
 from tests.support.paths import REPO
 
 
