@@ -1,23 +1,128 @@
 """Planted hangs are diagnosed: which call waits, who is there, and where the others are."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.support.hanging import hang, train_watched
 from tests.support.tiers import tiered
-from titan_moe.runtime.ranks import run_on_ranks
+from tests.support.trainings import make_job
+from titan_moe import train_step
+from titan_moe.checkpoint.tensors import FolderWriter
+from titan_moe.data.reader import StepReader
+from titan_moe.debug import hang as hangs
+from titan_moe.debug.hang_report import analyse, read_report
+from titan_moe.models.hf import model_of_job
+from titan_moe.moe.experts import Experts
+from titan_moe.runtime.position import POSITION
+from titan_moe.runtime.process import Process
+from titan_moe.runtime.ranks import RankError, run_on_ranks
+from titan_moe.trainer import train
 
-_WAITS = "rank 0 waits in the step (all_gather, all ranks, 1 of 2 there); rank 1 "
+LIMIT_S = 3
+HANGS_IN_STEP = 3
+_FOR_EVER = 600.0
+
+
+def hang(folder: Path, plant: str, world_size: int = 2) -> list[str]:
+    """The findings of a run whose rank 1 hangs in step 3."""
+    try:
+        run_on_ranks(train_watched, world_size, folder, plant)
+    except RankError:
+        _, report = read_report(folder)
+        return analyse(report["records"], world_size)
+    raise AssertionError("the run ended")
+
+
+def train_watched(folder: Path, plant: str) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    hangs._ANSWER_S = LIMIT_S
+    saves = {"slow writer": 20 * LIMIT_S, "writer": LIMIT_S}
+    checkpoint: dict[str, Any] = {"enable": False}
+    if plant in saves:
+        checkpoint = {"interval": HANGS_IN_STEP, "save_timeout_seconds": saves[plant]}
+    job = make_job(
+        folder,
+        steps=2 * HANGS_IN_STEP,
+        comm={"train_timeout_seconds": LIMIT_S},
+        metrics={"log_freq": 100},  # A logged step has an all-reduce more.
+        parallelism={"expert_parallel_degree": 2},
+        checkpoint=checkpoint,
+    )
+    if rank == 1:
+        PLANTS[plant]()
+    process = Process(rank=rank, world_size=world_size, device=torch.device("cpu"))
+    reports, save_limit = folder / "comm_traces", job.checkpoint.save_timeout_seconds
+    with hangs.watch_for_hangs(process, job.comm, save_limit, reports, None):
+        train(job, model_of_job(job.model), process)
+
+
+def _in_step_3(module: object, name: str, instead: Callable) -> None:
+    """In the third call of a function that each step calls once: `instead` of it, which is handed
+    the function and its arguments."""
+    original, calls = getattr(module, name), iter(range(1, 1000))
+
+    def patched(*args, **kwargs):
+        if next(calls) == HANGS_IN_STEP:
+            return instead(original, *args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(module, name, patched)
+
+
+def _sleep(*args: object, **options: object) -> None:
+    time.sleep(_FOR_EVER)
+
+
+def _in_a_layer() -> None:
+    forward = Experts.forward
+
+    def patched(self, rows):
+        place = POSITION.last()
+        if (place.step, place.layer) == (HANGS_IN_STEP, "layer 2"):
+            _sleep()
+        return forward(self, rows)
+
+    Experts.forward = patched  # type: ignore[method-assign]
+
+
+def _write_slowly() -> None:
+    """A save takes twice as long as a collective of training may."""
+    write = FolderWriter.write_data
+
+    def write_slowly(*args):
+        time.sleep(2 * LIMIT_S)
+        return write(*args)
+
+    FolderWriter.write_data = write_slowly  # type: ignore[method-assign]
+
+
+PLANTS: dict[str, Callable[[], None]] = {
+    "in a layer": _in_a_layer,
+    "loader": lambda: _in_step_3(StepReader, "read_step", _sleep),
+    "writer": lambda: setattr(FolderWriter, "write_data", _sleep),
+    "slow writer": _write_slowly,
+    # One rank leaves out the step's all-reduce.
+    "other branch": lambda: _in_step_3(train_step, "sum_over_world", lambda _, terms: terms),
+}
+
+
+_WAITS = (
+    "rank 0 waits in the step (all_gather, all ranks, 1 of 2 there); rank 1 is in the loader "
+    "(titan_moe/data/loader.py:"
+)
 _DIFFERS = "step 3: ranks went different ways: rank 0 called all_reduce"
 
 
 @pytest.mark.parametrize(
     ("plant", "says"),
     tiered(
-        [("loader", _WAITS + "is in the loader (titan_moe/data/loader.py:")],
+        [("loader", _WAITS)],
         slow=[
-            ("stopped", _WAITS + "does not answer (stopped, killed, or Python is held)"),
             (
                 "other branch",
                 _DIFFERS + " of 29 Double in the gradient norm of step 3 where rank 1 called "

@@ -2,12 +2,52 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.commands import run_command
-from tests.support.hanging import call, group, record
 from titan_moe.debug.hang_report import analyse, write_report
+
+
+def call(number: int, place: str = "in the step", **changes: Any) -> dict[str, Any]:
+    """A call of an all-reduce that has ended, as a record holds it."""
+    return {
+        "number": number,
+        "operation": "all_reduce",
+        "sizes": [[[4]], [[4]]],
+        "dtypes": ["Float"],
+        "seconds_ago": 1000.0 - number,
+        "timeout_s": 130.0,
+        "ended": True,
+        "step": 12,
+        "place": place,
+        **changes,
+    }
+
+
+def record(rank: int, groups: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    """The record that a rank makes of itself."""
+    return {
+        "rank": rank,
+        "host": "node",
+        "process": 1000 + rank,
+        "step": 12,
+        "phase": "step",
+        "place": "in the step",
+        "seconds_there": 100.0,
+        "error": "",
+        "groups": groups,
+        "stack": ["titan_moe/train.py:9 in main", "/lib/torch/distributed.py:7 in wait"],
+        "threads": {},
+        **changes,
+    }
+
+
+def group(axes: str, ranks: list[int], calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """A process group of a record."""
+    return {"name": f"{axes} {ranks}", "axes": axes, "ranks": ranks, "calls": calls}
+
 
 _LOADER = {
     "place": "in the loader",
