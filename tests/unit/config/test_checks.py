@@ -1,5 +1,6 @@
-"""Rules across tables: every broken one gives its one line with a remedy."""
+"""Rules across tables: a broken one is a line with a remedy, a key without effect is a note."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,13 +8,57 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.config_checks import MODEL, WELL_FORMED, job_of, problems
 from titan_moe.config.checks.data import check_vocabulary
 from titan_moe.config.checks.job import check
-from titan_moe.config.job_config import JobConfig
+from titan_moe.config.checks.notes import fit_to_cpu, notes
+from titan_moe.config.job_config import JobConfig, Parallelism
 from titan_moe.config.parse import load_job, resolve
 from titan_moe.config.pipeline import SCHEDULES
+from titan_moe.models.config import GQAConfig, ModelConfig
 from titan_moe.models.registry import FAMILIES, model_config
+from titan_moe.moe.config import MoEConfig
+
+MODEL = replace(
+    model_config("deepseek_v3", "debugmodel"),
+    vocab_size=272,
+    dim=64,
+    num_layers=4,
+    attention=GQAConfig(num_heads=16, num_kv_heads=8, head_dim=4),
+    hidden_dim=512,
+    moe=MoEConfig(num_experts=8, top_k=2, hidden_dim=256, num_shared_experts=1),
+)
+# A key and its value, or a table and its degrees; then its legal values, or the reason and, after a
+# colon or semicolon, the remedy.
+WELL_FORMED = re.compile(
+    r"[a-z_]+(\.[a-z_0-9]+(=\S+)?)?:? "
+    r"(must be (-1 or at least 1|a positive integer N, .*)"
+    r"|.+[:;] (choose|start it with|set|leave|add|keep|give|once is enough) ?.*)",
+)
+DENSE = replace(MODEL, moe=None)
+_SHORT = {
+    **{"pp": "pipeline_parallel_degree", "cp": "context_parallel_degree"},
+    **{"tp": "tensor_parallel_degree", "ep": "expert_parallel_degree"},
+}
+
+
+def job_of(arguments: str) -> JobConfig:
+    """Loads a command line in which `pp 2` is --parallelism.pipeline_parallel_degree 2.
+
+    --p.key is --parallelism.key.
+    """
+    words = [f"--p.{_SHORT[word]}" if word in _SHORT else word for word in arguments.split()]
+    return load_job([word.replace("--p.", "--parallelism.") for word in words])
+
+
+def problems(arguments: str, ranks: int = 1, model: ModelConfig = MODEL) -> list[str]:
+    return check(job_of(arguments), model, ranks)
+
+
+def noted(arguments: str, ranks: int = 1, model: ModelConfig = MODEL) -> list[str]:
+    """Returns the notes about a configuration in which nothing is wrong."""
+    assert problems(arguments, ranks, model) == []
+    return notes(job_of(arguments), model, ranks)
+
 
 _GROUPED = '--model.converters ["quantize.grouped_mm.float8"]'
 _MX = '--model.converters ["quantize.grouped_mm.mx"] --quantize.linear.float8.emulate true'
@@ -31,8 +76,6 @@ RULES = [
     ("--p.data_parallel_replicate_degree 4", 6, "4 = 4 must divide the 6 ranks of this run: start"),
     ("tp 3 --training.seq_len 96", 3, "must divide num_heads=16 and num_kv_heads=8 and vocab_size"),
     ("tp 16", 16, "=16 must divide num_kv_heads=8 of deepseek_v3 debugmodel: choose 1, 2, 4 or 8"),
-    ("cp 2 --training.seq_len 102", 2, "=102 must be a multiple of 4, for context_parallel_degree"),
-    ("tp 4 --training.seq_len 4095", 4, "seq_len=4095 must be a multiple of 4, for context"),
     ("tp 4 cp 2 --training.seq_len 4 --validation.seq_len 8", 8, "multiple of 8, for context"),
     ("cp 2 --validation.seq_len 66", 2, "validation.seq_len=66 must be a multiple of 4"),
     (
@@ -50,11 +93,7 @@ RULES = [
     (f"ep 2 {_EP}_capacity_factor 1.5 {_EP}_comm_backend deduplicated", 2, "bounds the buffers of"),
     (f"ep 2 {_EP}_comm_backend deduplicated {_EP}_ranks_per_node 3", 2, "must divide the 2 ranks"),
     (f"ep 2 {_SYMMETRIC} {_EP}_overlap true", 2, "has one set of buffers, and parallelism.expert_"),
-    (
-        f"{_GROUPED} --p.expert_tensor_parallel_degree 32",
-        32,
-        "float8 wants multiples of 16, and the experts' hidden_dim / etp 32 of deepseek_v3 debugm",
-    ),
+    (f"{_GROUPED} --p.expert_tensor_parallel_degree 32", 32, "float8 wants multiples of 16, and t"),
     (f"{_MX} --p.expert_tensor_parallel_degree 16", 16, "quantize.grouped_mm.mx wants multiples o"),
     (_BOTH, 1, "are for the same products: choose one"),
     (f"{_GROUPED} --quantize.linear.float8.emulate", 1, "torchao does not emulate it: leave it"),
@@ -72,7 +111,6 @@ RULES = [
     ("--compile.enable --debug.capture_step 3", 1, "looks into layers that compile.enable=true"),
     ("--checkpoint.create_seed_checkpoint", 1, "=true is not read without checkpoint.enable=true:"),
     ("--checkpoint.initial_load_path x", 1, "checkpoint.initial_load_path=x is not read without"),
-    ("--checkpoint.load_step 4", 1, "checkpoint.load_step=4 is not read without"),
     ("--checkpoint.enable --checkpoint.initial_load_in_hf", 1, "initial_load_in_hf=true needs a f"),
     ("--checkpoint.enable --checkpoint.last_save_in_hf --checkpoint.load_only", 1, "saves nothing"),
 ]  # fmt: skip
@@ -130,10 +168,6 @@ def test_any_layout_is_legal_or_refused_with_a_remedy(
 @pytest.mark.parametrize(
     ("arguments", "ranks"),
     [
-        ("", 8),
-        ("ep 8", 8),
-        ("--p.data_parallel_replicate_degree 2 ep 4", 8),
-        ("--training.global_batch_size 64", 4),
         ("--training.seq_len 4096 --validation.seq_len 4096", 1),
         ("--checkpoint.enable --checkpoint.create_seed_checkpoint", 1),
         ("--training.dtype bfloat16", 1),
@@ -249,3 +283,94 @@ def test_mistake_of_the_job_is_not_repeated_for_its_stages() -> None:
     stages = '[{"from_step":5,"global_batch_size":64}]'
     (line,) = problems(f"--training.seq_len 5000 --stages {stages}")
     assert line.startswith("training.seq_len=5000 exceeds")
+
+
+# --- notes ---
+
+_LATER = '[{"from_step":2,"parallelism":{"expert_parallel_degree":2}}]'
+_PARTS = (
+    "--p.module_fqns_per_model_part="
+    '[["tok_embeddings","layers.0","layers.1"],["layers.2","layers.3","norm","output"]]'
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "line"),
+    [
+        ("--moe.row_alignment 16", DENSE, "moe.row_alignment=16 has no effect: deepseek_v3 debugm"),
+        ("--debug.moe_force_load_balance", DENSE, "debug.moe_force_load_balance=true has no effec"),
+        ("ep 2", DENSE, "parallelism.expert_parallel_degree=2 has no effect: deepseek_v3 debugmod"),
+        (f"{_EP}_comm_backend symmetric", DENSE, "parallelism.expert_parallel_comm_backend=symmet"),
+        (f"{_EP}_capacity_factor 1.5", MODEL, "parallelism.expert_parallel_capacity_factor=1.5 ha"),
+        (f"{_EP}_overlap true", MODEL, "parallelism.expert_parallel_overlap=true has no effect: e"),
+        (f"ep 2 {_EP}_overflow drop", MODEL, "parallelism.expert_parallel_overflow=drop has no ef"),
+        (
+            f"ep 2 {_EP}_comm_backend standard {_EP}_ranks_per_node 2",
+            MODEL,
+            "parallelism.expert_parallel_ranks_per_node=2 has no effect: expert_parallel_comm_back",
+        ),
+        ("--p.enable_async_tensor_parallel", MODEL, "parallelism.enable_async_tensor_parallel=tru"),
+        ("pp 2 --p.fsdp_accumulation reduce_each", MODEL, "parallelism.fsdp_accumulation=reduce_"),
+        (
+            f"pp 2 {_PARTS} --p.pipeline_parallel_layers_per_stage 2",
+            MODEL,
+            "parallelism.pipeline_parallel_layers_per_stage=2 has no effect: module_fqns_per_model",
+        ),
+        ("--training.mtp_loss_weight 0.1", MODEL, "training.mtp_loss_weight=0.1 has no effect: de"),
+        ("--training.on_spike skip", MODEL, "training.on_spike=skip has no effect: training.spike"),
+        ("--training.text_column body", MODEL, "training.text_column=body has no effect: the data"),
+        ("--validation.text_column a", MODEL, "validation.text_column=a has no effect: validation"),
+        ("--checkpoint.load_only", MODEL, "checkpoint.load_only=true has no effect: checkpoint.en"),
+        ("--debug.capture_step 9 --training.steps 8", MODEL, "debug.capture_step=9 has no effect:"),
+        ("--optimizer.muon_steps 6", MODEL, "optimizer.muon_steps=6 has no effect: optimizer.name"),
+    ],
+)  # fmt: skip
+def test_key_without_effect_is_a_note(arguments: str, model: ModelConfig, line: str) -> None:
+    (note,) = noted(arguments, ranks=2, model=model)
+    assert note.startswith(line)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "",
+        "--moe.row_alignment 16",
+        f"ep 2 {_EP}_capacity_factor 1.5 {_EP}_overflow drop",
+        f"ep 2 {_EP}_ranks_per_node 2",  # The automatic choice reads it.
+        f"{_EP}_comm_backend deduplicated",  # Where nothing travels all backends are alike.
+        "--optimizer.muon_steps 6 --optimizer.name Muon",
+        f"{_EP}_overlap true --stages {_LATER}",
+    ],
+)
+def test_key_with_effect_is_no_note(arguments: str) -> None:
+    assert noted(arguments, ranks=2) == []
+
+
+def test_gpu_only_keys_are_switched_off_on_a_cpu() -> None:
+    keys = (
+        "--training.enable_cpu_offload --profiling.enable_memory_snapshot "
+        "--comm.init_communicators_eagerly "
+        f"--p.enable_async_tensor_parallel {_EP}_comm_backend symmetric "
+        "--model.converters quantize.linear.float8"
+    )
+    job, lines = fit_to_cpu(job_of(keys), bfloat16_units=True)
+    assert job == JobConfig()
+    assert len(lines) == 6 and all(" has no effect on a CPU: " in line for line in lines)
+    assert fit_to_cpu(job, bfloat16_units=True) == (job, [])
+
+
+def test_stages_lose_gpu_only_keys_too() -> None:
+    stages = '[{"from_step":2,"parallelism":{"expert_parallel_comm_backend":"symmetric"}}]'
+    job, (line,) = fit_to_cpu(job_of(f"--stages {stages}"), bfloat16_units=True)
+    assert job.stages[0].parallelism == Parallelism() and "=symmetric has no effect" in line
+
+
+def test_emulated_float8_stays_on_a_cpu() -> None:
+    job = job_of("--model.converters quantize.linear.float8 --quantize.linear.float8.emulate")
+    assert fit_to_cpu(job, bfloat16_units=True) == (job, [])
+
+
+def test_compilation_without_a_compiler_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    job, (line,) = fit_to_cpu(job_of("--compile.enable"), bfloat16_units=True)
+    assert not job.compile.enable and "g++ was not found" in line

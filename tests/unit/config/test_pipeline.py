@@ -226,15 +226,12 @@ def parts(*stages: list[str]) -> Parallelism:
 # Configuration, layers, rows, and words of the one line.
 BAD = [
     (parallelism(8), 4, 8, "degree=8 with 1F1B makes 8 stages of 4 layers"),
-    (parallelism(4, "ZBVZeroBubble"), 4, 8, "8 stages of 4 layers, and 4 ranks want 8, each of at"),
     (parallelism(4, "LoopedBFS"), 4, 8, "choose a degree of at most 2"),
-    (parallelism(2, layers_per_stage=1), 4, 8, "stage=1 with 1F1B makes 4 stages of 4 layers"),
     (parallelism(2, "DualPipeV", layers_per_stage=2), 4, 8, "2 ranks want 4, each of at least one"),
     (parallelism(2, "Interleaved1F1B", layers_per_stage=3), 8, 8, "ranks want a multiple of 2"),
     (parallelism(4), 4, 3, "makes 3 microbatches of pipeline_parallel_microbatch_size=1: 1F1B wan"),
     (parallelism(2, "DualPipeV"), 4, 3, "as its 4 stages: choose local_batch_size 4"),
     (parallelism(2, microbatch_size=4), 4, 6, "must be a multiple of parallelism.pipeline_paralle"),
-    (parallelism(2, microbatch_size=4), 4, 4, "1 microbatches of pipeline_parallel_microbatch_siz"),
     (parallelism(2, "Interleaved1F1B"), 4, 7, "wants a multiple of 3 microbatches, its rounds ove"),
     (parallelism(4, module_fqns_per_model_part=HALVES), 4, 8, "makes 2 stages of 4 layers, and 4"),
     (parts(), 4, 8, "makes 0 stages of 4 layers, and 2 ranks want 2"),
