@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.support.checkpointers import plain_checkpointer
+from tests.support.saved_runs import plain_checkpointer
 from tests.support.tiers import tiered
 from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.digests import read_digests

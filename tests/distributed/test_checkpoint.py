@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.support.checkpointers import plain_checkpointer
+from tests.support.saved_runs import plain_checkpointer
 from titan_moe.checkpoint.checksums import checksums
 from titan_moe.config.job_config import Optimizer
 from titan_moe.optim.optimizers import build_optimizer

@@ -1,6 +1,5 @@
 """A few steps of every family on CUDA in bfloat16, twice with the same bits."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,23 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.jobs import TINY
 from tests.support.paths import REPO
+from titan_moe.metrics.jsonl import read_json_lines
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def _train(folder: Path, name: str, flavor: str) -> list[tuple[float, float]]:
     keys = {
+        **TINY,
         "job.dump_folder": folder,
         "model.name": name,
         "model.flavor": flavor,
-        "training.dataset": "synthetic",
         "training.seq_len": 256,
+        "training.local_batch_size": 8,
         "training.steps": 5,
-        "lr_scheduler.warmup_steps": 1,
+        "training.mixed_precision_param": "bfloat16",
         "moe.row_alignment": 16,
         "debug.deterministic": "true",
-        "metrics.log_freq": 1,
     }
     arguments = [f"--{key}={value}" for key, value in keys.items()]
     subprocess.run(
@@ -32,7 +33,7 @@ def _train(folder: Path, name: str, flavor: str) -> list[tuple[float, float]]:
         cwd=REPO,
         check=True,
     )
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_json_lines(folder / "metrics.jsonl")
     return [(line["loss"], line["grad_norm"]) for line in lines]
 
 

@@ -4,13 +4,12 @@ A case prepares its folder and returns what is wrong with the run; it may leave 
 must still be the same afterwards.
 """
 
-import gzip
 import hashlib
 import json
 import socket
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,25 +61,10 @@ def missing_config_file(folder: Path) -> Bad:
     return Bad(_CONFIG, ["nowhere.toml", "No such file"], variables={"CONFIG_FILE": "nowhere.toml"})
 
 
-def _data(path: Path, *words: str) -> Bad:
-    overrides = {"training__dataset": "text", "training__dataset_path": path}
-    return Bad(_CONFIG, [str(path), *words], overrides)
-
-
 def missing_data(folder: Path) -> Bad:
-    return _data(folder / "nowhere.txt")
-
-
-def unreadable_data(folder: Path) -> Bad:
-    path = folder / "data.txt.gz"
-    path.write_bytes(gzip.compress(b"some text to read\n" * 10_000)[:100])
-    return _data(path, "cannot be read")
-
-
-def data_smaller_than_one_batch(folder: Path) -> Bad:
-    (folder / "data.txt").write_text("a few words\n")
-    words = ["1 documents", "2 sequences", "training.repeat_dataset=true"]
-    return replace(_data(folder / "data.txt"), words=words)
+    path = folder / "nowhere.txt"
+    overrides = {"training__dataset": "text", "training__dataset_path": path}
+    return Bad(_CONFIG, [str(path)], overrides)
 
 
 def tokenizer_larger_than_vocabulary(folder: Path) -> Bad:
@@ -137,8 +121,6 @@ def test_bad_configuration_is_one_line(tmp_path: Path, case: Case) -> None:
         [unknown_key, missing_data, unwritable_folder],
         slow=[
             too_few_ranks,
-            unreadable_data,
-            data_smaller_than_one_batch,
             no_number_of_ranks,
             missing_config_file,
             folder_in_use,

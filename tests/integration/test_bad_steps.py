@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 
-from tests.support.faulty_steps import train_leaving_out_update, train_with_faults
-from tests.support.trainings import figures, make_job, train_here
+from tests.support.trainings import (
+    assert_same_run,
+    checksums,
+    figures,
+    make_job,
+    train_here,
+    train_leaving_out_update,
+    train_with_faults,
+)
 from titan_moe.config.job_config import JobConfig
+from titan_moe.metrics.jsonl import EVENTS, read_json_lines
 from titan_moe.runtime.ranks import RankError, run_on_ranks
 
 STEPS = 8
@@ -26,18 +34,11 @@ def job_of(folder: Path, policy: str, *, steps: int = STEPS, **tables: Any) -> J
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-
-
-def checksums(folder: Path) -> dict[str, Any]:
-    manifest = folder / f"checkpoint/step-{STEPS}/manifest.json"
-    return json.loads(manifest.read_text())["checksums"]
+    return read_json_lines(folder / EVENTS)
 
 
 def assert_same(ours: Path, theirs: Path) -> None:
-    assert [line[0] for line in figures(ours)] == list(range(1, STEPS + 1))
-    assert figures(ours) == figures(theirs)
-    assert checksums(ours) == checksums(theirs)
+    assert_same_run(ours, theirs, STEPS)
     counts = [(folder / "expert_counts.jsonl").read_text() for folder in (ours, theirs)]
     assert counts[0] == counts[1]
 
@@ -66,7 +67,7 @@ def test_skipping_leaves_out_one_update(tmp_path: Path):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     run_on_ranks(train_with_faults, 2, job_of(ours, "skip"), {6: "spike"})
     run_on_ranks(train_leaving_out_update, 2, job_of(theirs, "stop"), 6)
-    assert checksums(ours) == checksums(theirs)
+    assert checksums(ours, STEPS) == checksums(theirs, STEPS)
     (event,) = events(ours)
     assert (event["step"], event["decision"]) == (6, "skip")
     unlike = [a[0] for a, b in zip(figures(ours), figures(theirs), strict=True) if a != b]

@@ -2,18 +2,14 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.paths import REPO
+from tests.support.paths import REPO, copy_checkout
 from titan_moe.runtime.process_pool import TIMEOUT_S
-
-_STEPS = 4
-_PACKAGE = ("titan_moe", "configs", "README.md", "LICENSE", "pyproject.toml")
 
 
 def _commands(text: str) -> list[str]:
@@ -28,14 +24,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with titan_moe as `pip install .` puts it there, and nothing else."""
     pytest.importorskip("setuptools", "77")
     folder = tmp_path_factory.mktemp("wheel")
-    (folder / "source").mkdir()
-    for name in _PACKAGE:
-        source, copy = REPO / name, folder / "source" / name
-        if source.is_dir():
-            left_out = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source, copy, symlinks=True, ignore=left_out)
-        else:
-            shutil.copy(source, copy)
+    copy_checkout(folder / "source")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     words = [*pip, "--no-index", "--target", str(folder / "site"), str(folder / "source")]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -1,27 +1,14 @@
 """A run that stops and goes on is the run that never stopped: the same bits."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.support.tiers import tiered
-from tests.support.trainings import STEPS, checksums, figures, make_job, train_here
+from tests.support.trainings import STEPS, assert_same_run, figures, make_job, train_here
 from titan_moe.config.job_config import JobConfig
 from titan_moe.runtime.ranks import RankError, run_on_ranks
-
-
-def disturbed(job: JobConfig):
-    train_here(job, disturb=True)
-
-
-def killed(job: JobConfig, where: str, rank: int):
-    train_here(job, kill=(where, rank))
-
-
-def assert_same_run(ours: Path, undisturbed: Path) -> None:
-    assert [line[0] for line in figures(ours)] == list(range(1, STEPS + 1))
-    assert figures(ours) == figures(undisturbed)
-    assert checksums(ours) == checksums(undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +30,9 @@ def test_ten_steps_and_ten_more_are_twenty(
     tables = {"dtype": dtype, "parallelism": parallelism, "optimizer": optimizer}
     run_on_ranks(train_here, world_size, make_job(tmp_path / "whole", **tables))
     run_on_ranks(train_here, world_size, make_job(tmp_path / "halves", steps=10, **tables))
-    run_on_ranks(disturbed, world_size, make_job(tmp_path / "halves", **tables))
+    run_on_ranks(
+        partial(train_here, disturb=True), world_size, make_job(tmp_path / "halves", **tables)
+    )
     assert_same_run(tmp_path / "halves", tmp_path / "whole")
 
 
@@ -63,7 +52,7 @@ def test_a_killed_rank_costs_steps_but_changes_nothing(
 ):
     job = make_job(tmp_path, parallelism={"expert_parallel_degree": 2})
     with pytest.raises(RankError):
-        run_on_ranks(killed, 2, job, where, rank)
+        run_on_ranks(partial(train_here, kill=(where, rank)), 2, job)
     # It was killed, and where it should be: between the saves of steps 10 and 15.
     assert (tmp_path / "checkpoint/step-10").exists()
     assert not (tmp_path / "checkpoint/step-15").exists()
@@ -119,7 +108,7 @@ def test_a_kill_while_a_checkpoint_is_written_in_the_background(tmp_path: Path, 
         checkpoint={"enable": True, "interval": 5, "async_mode": "async"},
     )
     with pytest.raises(RankError):
-        run_on_ranks(killed, 2, job, "writing tensors", 1)
+        run_on_ranks(partial(train_here, kill=("writing tensors", 1)), 2, job)
     found = {path.name for path in (tmp_path / "checkpoint").iterdir()}
     assert found == {".step-15.writing", "step-5", "step-10"}
     run_on_ranks(train_here, 2, job)

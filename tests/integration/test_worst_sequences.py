@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.faulty_steps import train_with_faults
 from tests.support.tiers import tiered
-from tests.support.trainings import make_job
+from tests.support.trainings import make_job, train_with_faults
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.build import build_loader
 from titan_moe.data.builtin import SyntheticCorpus

@@ -38,6 +38,7 @@ ROWS = 24
 """Rows of a global batch: each of 1, 2, 3, 4, 6 and 8 data ranks gets some."""
 LEG = 2
 """Steps before and after the change of layout, and from one checkpoint to the next."""
+_CURVE = ("loss", "grad_norm", "balance_loss")
 
 
 class Part(NamedTuple):
@@ -73,17 +74,10 @@ class Run:
     def read(self, step: int, name: str) -> dict[str, Any]:
         return json.loads((self.checkpoint(step) / name).read_text())
 
-    def logged(self, *keys: str) -> dict[int, tuple[float, ...]]:
-        """Returns these keys of each step's metrics."""
+    def logged(self, step: int, *keys: str) -> tuple[float, ...]:
+        """Returns these keys of a step's metrics."""
         lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        return {line["step"]: tuple(line[key] for key in keys) for line in lines}
-
-    def curve(self) -> dict[int, tuple[float, ...]]:
-        return self.logged("loss", "grad_norm", "balance_loss")
-
-    def data(self) -> dict[int, tuple[float, ...]]:
-        """Returns the fingerprint of each step's global batch."""
-        return self.logged("data")
+        return next(tuple(line[key] for key in keys) for line in lines if line["step"] == step)
 
 
 def make_job(
@@ -280,11 +274,18 @@ def problems(source: Run, ours: Run) -> list[str]:
     if places[0] != places[1]:
         lines.append("saved again, the data position is another")
     lines += [f"{name} is stored twice" for name in _stored_twice(ours.checkpoint(LEG))]
+    return lines + _other_steps(source, ours, rel=1e-9)
+
+
+def _other_steps(theirs: Run, ours: Run, rel: float) -> list[str]:
+    """Steps after LEG that read other data, or have other figures by more than `rel`."""
+    lines = []
     for step in range(LEG + 1, 2 * LEG + 1):
-        if ours.data()[step] != source.data()[step]:
+        if ours.logged(step, "data") != theirs.logged(step, "data"):
             lines.append(f"step {step} has another global batch")
-        if ours.curve()[step] != pytest.approx(source.curve()[step], rel=1e-9):
-            lines.append(f"step {step} gives {ours.curve()[step]}, not {source.curve()[step]}")
+        expected, found = (run.logged(step, *_CURVE) for run in (theirs, ours))
+        if found != pytest.approx(expected, rel=rel, abs=0):
+            lines.append(f"step {step} gives {found}, not {expected}")
     return lines
 
 
@@ -298,11 +299,7 @@ def unlike(live: Run, through_disk: Run) -> list[str]:
         "at the end": [[rank.saved[end] for rank in ran.ranks] for ran in runs],
     }.items():
         lines += [f"{name} is another {when}" for name in _differences(theirs, ours)]
-    for step in range(LEG + 1, end + 1):
-        if live.data()[step] != through_disk.data()[step]:
-            lines.append(f"step {step} has another global batch")
-        if live.curve()[step] != through_disk.curve()[step]:
-            lines.append(f"step {step}: {live.curve()[step]}, not {through_disk.curve()[step]}")
+    lines += _other_steps(through_disk, live, rel=0)
     for what in ("manifest.json", "train_state.json"):
         theirs, ours = (ran.read(end, what) for ran in runs)
         keys = [key for key in theirs if key != "job" and ours.get(key) != theirs[key]]

@@ -1,12 +1,46 @@
 """Runs of a toy model in this process, their checkpoints, and what refuses one."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.config.job_config import Checkpoint
+from titan_moe.models.hf import HFModel
 from titan_moe.runtime.errors import RunError
+
+
+def plain_checkpointer(
+    folder: Path,
+    module: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    model: HFModel | None = None,
+    merge_data: Callable = lambda states: states[0],
+    **keys: Any,
+) -> Checkpointer:
+    """One that saves into `folder`/checkpoint.
+
+    Args:
+        model: family and dimensions, for Hugging Face folders.
+        merge_data: joins the data positions of all ranks.
+        keys: of the [checkpoint] table.
+    """
+    section = Checkpoint(**{"enable": True, **keys})
+    return Checkpointer(
+        section,
+        folder,
+        modules=[module],
+        optimizer=optimizer,
+        job_record={"training": {"steps": 3}, "checkpoint": section.model_dump(mode="json")},
+        merge_data=merge_data,
+        model=model,
+    )
 
 
 class Toy(nn.Module):
@@ -28,15 +62,7 @@ class Run:
         for parameter in self.model.parameters():
             parameter.grad = torch.randn_like(parameter)
         self.optimizer.step()
-        options = Checkpoint(**{"enable": True, **config})
-        self.checkpointer = Checkpointer(
-            options,
-            folder,
-            modules=[self.model],
-            optimizer=self.optimizer,
-            job_record={"training": {"steps": 3}, "checkpoint": options.model_dump(mode="json")},
-            merge_data=lambda states: states[0],
-        )
+        self.checkpointer = plain_checkpointer(folder, self.model, self.optimizer, **config)
 
     def save(self, step, **options):
         state = {"step": step, "tokens": 0, "data": {"0": step * 10}}

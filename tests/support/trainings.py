@@ -1,11 +1,13 @@
-"""Small trainings on ranks of this machine, disturbed or killed on request."""
+"""Small trainings on ranks of this machine: disturbed, killed, or with a fault in a given step."""
 
 import json
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 from titan_moe.config.job_config import JobConfig
+from titan_moe.metrics.jsonl import read_json_lines
 
 STEPS = 20
 
@@ -85,11 +87,83 @@ def _plant_kill(where: str, rank: int) -> None:
 
 
 def figures(folder: Path) -> list[tuple]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     keys = ("step", "loss", "grad_norm", "lr", "tokens", "balance_loss")
+    lines = read_json_lines(folder / "metrics.jsonl")
     return [tuple(line[key] for key in keys) for line in lines]
 
 
-def checksums(folder: Path) -> dict:
+def checksums(folder: Path, step: int = STEPS) -> dict:
     """Of every parameter, buffer and optimizer tensor after the last step."""
-    return json.loads((folder / f"checkpoint/step-{STEPS}/manifest.json").read_text())["checksums"]
+    return json.loads((folder / f"checkpoint/step-{step}/manifest.json").read_text())["checksums"]
+
+
+def assert_same_run(ours: Path, theirs: Path, steps: int = STEPS) -> None:
+    """Figures of every step, and all bits after the last one."""
+    assert [line[0] for line in figures(ours)] == list(range(1, steps + 1))
+    assert figures(ours) == figures(theirs)
+    assert checksums(ours, steps) == checksums(theirs, steps)
+
+
+def train_with_faults(
+    job: JobConfig,
+    faults: Mapping[int, str],
+    *,
+    kill_in: int | None = None,
+) -> bool:
+    """Train on this rank; batches of the data are counted from 1. Spikes are judged by 4 norms.
+
+    Args:
+        faults: "spike", "nan" (an output) or "gradient" (infinite) by batch, on the last rank.
+        kill_in: the last rank dies by SIGKILL in the step of so many batches read by this process.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from titan_moe import bad_steps
+    from titan_moe.data.loader import Loader
+    from titan_moe.models.output import Output
+    from titan_moe.moe.experts import Experts
+
+    bad = dist.get_rank() == dist.get_world_size() - 1
+    next_step, num_read, fault = Loader.next_step, 0, ""
+
+    def counted(self):
+        nonlocal num_read, fault
+        batches = next_step(self)
+        num_read += 1
+        fault = faults.get(self.state_dict()["step"], "") if bad else ""
+        if bad and num_read == kill_in:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batches
+
+    experts, loss = Experts.forward, Output.forward
+    factors = {"spike": 1000.0, "gradient": float("inf")}
+
+    def forward(self, rows):
+        y_RD = experts(self, rows)
+        return y_RD * float("nan") if fault == "nan" else y_RD
+
+    def loss_with_spike(self, *args):
+        value = loss(self, *args)
+        if fault in factors and torch.is_grad_enabled():
+            factor = factors[fault]
+            value.register_hook(lambda grad: grad * factor)
+        return value
+
+    Loader.next_step, Experts.forward, Output.forward = counted, forward, loss_with_spike
+    bad_steps.FEWEST = 4
+    return train_here(job)
+
+
+def train_leaving_out_update(job: JobConfig, step: int) -> bool:
+    """Train on this rank, without the update of a step."""
+    from titan_moe.train_step import TrainStep
+
+    update, steps = TrainStep._update, iter(range(1, 1 + job.training.steps))
+
+    def update_if_wanted(self, result) -> None:
+        if next(steps) != step:
+            update(self, result)
+
+    TrainStep._update = update_if_wanted
+    return train_here(job)

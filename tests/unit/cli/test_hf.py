@@ -68,10 +68,6 @@ def moved(target):
         ),
         (settings(model_type="gpt2"), "model_type='gpt2' is not supported: only"),
         (
-            settings(quantization_config={"quant_method": "awq"}),
-            "quant_method='awq' cannot be de-quantised",
-        ),
-        (
             lambda folder: (folder.parent / "out").mkdir(),
             "out exists: name another folder, or remove it",
         ),

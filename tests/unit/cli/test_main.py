@@ -166,14 +166,6 @@ def test_memory_ends_with_a_verdict() -> None:
         assert done.stdout.splitlines()[-1].startswith(verdict)
 
 
-def test_memory_counts_a_pipeline() -> None:
-    degrees = ["--parallelism.pipeline_parallel_degree", 2, "--training.local_batch_size", 4]
-    name = ["--config", "qwen3/30B-A3B_8gpu", "--ranks", 8, *degrees]
-    done = run_command("memory", *name, "--parallelism.expert_parallel_degree", 4)
-    assert done.returncode == 1
-    assert "the rank of the pipeline that needs most, an upper bound" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [

@@ -4,61 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import REPO
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
-from titan_moe.config.parse import known_keys, load_job, read_job
+from titan_moe.config.parse import known_keys, load_job, read_job, tomllib
 from titan_moe.config.torchtitan import DELETED, IGNORED, REFUSED
 from titan_moe.train import prepare_job
 
-# All keys of the released package.
-_KEYS = """
-job: config_file dump_folder description print_config save_config_file custom_config_module
-profiling: enable_profiling save_traces_folder profile_freq profiler_active profiler_warmup
-profiling: enable_memory_snapshot save_memory_snapshot_folder
-metrics: log_freq enable_tensorboard disable_color_printing save_tb_folder save_for_all_ranks
-metrics: enable_wandb
-model: name flavor hf_assets_path tokenizer_path converters print_after_conversion
-optimizer: name lr beta1 beta2 eps weight_decay implementation early_step_in_backward
-lr_scheduler: warmup_steps total_steps decay_ratio decay_type min_lr_factor
-training: dataset dataset_path local_batch_size global_batch_size seq_len max_norm steps
-training: enable_cpu_offload dtype mixed_precision_param mixed_precision_reduce gc_freq gc_debug
-training.dataloader: num_workers persistent_workers pin_memory prefetch_factor
-parallelism: data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward
-parallelism: tensor_parallel_degree disable_loss_parallel enable_async_tensor_parallel
-parallelism: pipeline_parallel_degree module_fqns_per_model_part pipeline_parallel_layers_per_stage
-parallelism: pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers
-parallelism: pipeline_parallel_schedule pipeline_parallel_schedule_csv context_parallel_degree
-parallelism: pipeline_parallel_microbatch_size pipeline_parallel_expert_parallel_overlap
-parallelism: context_parallel_load_balancer context_parallel_rotate_method expert_parallel_degree
-parallelism: expert_tensor_parallel_degree expert_parallel_comm_backend
-checkpoint: enable enable_ft_dataloader_checkpoints folder interval initial_load_path load_only
-checkpoint: initial_load_model_only initial_load_in_hf initial_load_in_hf_quantized async_mode
-checkpoint: last_save_model_only last_save_in_hf export_dtype keep_latest_k load_step
-checkpoint: exclude_from_loading enable_first_step_checkpoint create_seed_checkpoint
-activation_checkpoint: mode selective_ac_option per_op_sac_force_recompute_mm_shapes_by_fqns debug
-activation_checkpoint: early_stop memory_budget visualize_memory_budget_pareto preserve_rng_state
-activation_checkpoint: determinism_check
-compile: enable components backend
-quantize.linear.float8: enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp
-quantize.linear.float8: recipe_name filter_fqns emulate
-quantize.linear.mx: mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns
-quantize.grouped_mm.float8: fqns
-quantize.grouped_mm.mx: recipe_name fqns
-comm: init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder mode
-comm: save_traces_file_prefix
-memory_estimation: enable disable_fake_mode
-fault_tolerance: enable process_group process_group_timeout_ms replica_id group_size
-fault_tolerance: min_replica_size semi_sync_method
-experimental: custom_import custom_args_module
-validation: enable dataset dataset_path local_batch_size seq_len freq steps
-validation.dataloader: num_workers persistent_workers pin_memory prefetch_factor
-debug: seed deterministic deterministic_warn_only moe_force_load_balance
-"""
-_THEIRS = {
-    f"{table}.{name}"
-    for table, _, names in (line.partition(": ") for line in _KEYS.splitlines())
-    for name in names.split()
-}
+_TEXT = (REPO / "tests/support/torchtitan_keys.toml").read_text(encoding="utf-8")
+_THEIRS = {f"{table}.{name}" for table, names in tomllib.loads(_TEXT).items() for name in names}
 
 
 def _file(folder: Path, text: str) -> list[str]:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.jobs import command
 from titan_moe.runtime.process_pool import TIMEOUT_S
 
 _RUN = """
@@ -21,16 +22,7 @@ print(*[name for name in ("torch._dynamo", "torch._inductor") if name in sys.mod
 
 
 def test_one_rank_that_compiles_nothing_leaves_the_compiler_out(tmp_path: Path) -> None:
-    arguments = {
-        "job.dump_folder": str(tmp_path),
-        "model.flavor": "gate",
-        "training.dataset": "synthetic",
-        "training.steps": "2",
-        "training.seq_len": "16",
-        "training.mixed_precision_param": "float32",
-        "activation_checkpoint.mode": "none",
-    }
-    words = [word for key, value in arguments.items() for word in (f"--{key}", value)]
+    _, *words = command(tmp_path, activation_checkpoint__mode="none")
     run = subprocess.run(
         [sys.executable, "-c", _RUN, *words],
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},

@@ -159,16 +159,26 @@ sys.exit({code})
 )
 
 
+_ASKED = [("SIGTERM", 0)]
+
+
 @pytest.mark.parametrize(
-    "signals", [[("SIGTERM", 0)], [("SIGUSR1", 0)], [("SIGUSR1", 0), ("SIGTERM", 0.1)] * 2]
+    ("signals", "end", "code"),
+    [
+        (_ASKED, "0", 75),
+        ([("SIGUSR1", 0)], "0", 75),
+        ([("SIGUSR1", 0), ("SIGTERM", 0.1)] * 2, "0", 75),
+        (_ASKED, "1", 1),  # It fails as it saves.
+        (_ASKED, "(records / 'attempt-10').mkdir()", 0),  # The answer is an earlier attempt's.
+    ],
 )
 def test_request_to_stop_ends_with_75_once_saved(
-    signals: list, tmp_path: Path, monkeypatch: Monkeypatch
+    signals: list, end: str, code: int, tmp_path: Path, monkeypatch: Monkeypatch
 ) -> None:
     monkeypatch.setenv("TITAN_MOE_STOPPED", str(tmp_path / "marked"))
-    script = _ASKS.format(signals=signals, code=0)
-    assert start(monkeypatch, tmp_path, script, stop_timeout_s=30) == 75
-    assert (tmp_path / "marked").exists()
+    script = _ASKS.format(signals=signals, code=end)
+    assert start(monkeypatch, tmp_path, script, stop_timeout_s=30) == code
+    assert (tmp_path / "marked").exists() == (code == 75)
 
 
 @pytest.mark.parametrize(("stop_timeout_s", "code"), [(30, 75), (None, 143)])
@@ -230,18 +240,6 @@ def test_second_sigterm_and_other_signals_end_the_run_at_once(
     assert interrupted.startswith("interrupted; ")
     assert ("goes on from the last checkpoint" in interrupted) == (timeout_s is not None)
     assert last == f"the files of this run are in {tmp_path}"
-
-
-@pytest.mark.parametrize(
-    ("end", "code"),
-    [("1", 1), ("(records / 'attempt-10').mkdir()", 0)],
-    ids=["fails as it saves", "an earlier attempt's answer"],
-)
-def test_exit_code_is_not_75_without_a_good_end(
-    end: str, code: int, tmp_path: Path, monkeypatch: Monkeypatch
-) -> None:
-    script = _ASKS.format(signals=[("SIGTERM", 0)], code=end)
-    assert start(monkeypatch, tmp_path, script, stop_timeout_s=30) == code
 
 
 def test_run_under_nohup_outlives_its_terminal(tmp_path: Path, monkeypatch: Monkeypatch) -> None:

@@ -1,6 +1,5 @@
 """A run that leaks is found, and only what is shown to be flat is called flat."""
 
-import time
 from math import nan
 from pathlib import Path
 
@@ -32,21 +31,6 @@ def test_slope_is_the_median_between_blocks_of_samples() -> None:
     assert exact[4:7] == pytest.approx((2.0, 2.0, 2.0)) and exact.verdict == GROWS
     values[3:9] = [nan] * 6
     assert slope("x", "", 3.0, steps, values).verdict == UNCLEAR
-
-
-def test_job_that_ends_while_it_is_looked_at_is_not_in_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def usage_of_job(mark: str) -> dict:
-        (tmp_path / "metrics.jsonl").write_text('{"step": 80}\n')
-        return {}
-
-    (tmp_path / "metrics.jsonl").write_text('{"step": 78}\n')
-    monkeypatch.setattr(script, "usage_of_job", usage_of_job)
-    with script.Watch(tmp_path, "mark", seconds=0.001) as watch:
-        while not watch.samples:
-            time.sleep(0.001)
-    assert watch.samples[0]["logged"] == 80
 
 
 _LEAK = """

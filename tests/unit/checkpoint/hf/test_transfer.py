@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.support.checkpointers import plain_checkpointer
 from tests.support.hf_folders import assert_same_bits, make_folder, read_folder, small_model
+from tests.support.saved_runs import plain_checkpointer
 from titan_moe.checkpoint.audit import audit
 from titan_moe.checkpoint.digests import read_digests
 from titan_moe.checkpoint.hf import read, write
