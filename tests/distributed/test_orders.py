@@ -1,6 +1,5 @@
 """Tensors cut by several axes in any order: where parts lie, and checkpoints of every order."""
 
-from dataclasses import fields
 from itertools import permutations, product
 from math import prod
 from pathlib import Path
@@ -35,9 +34,6 @@ from titan_moe.distributed.parallel_dims import coordinates
 from titan_moe.distributed.sharding import Sharding
 from titan_moe.runtime.ranks import run_on_ranks
 
-EXPLICIT = "shard_order" in {field.name for field in fields(DTensorSpec)}
-"""Whether this torch keeps an explicit order beside the placements."""
-
 
 def strided(whole: Tensor, sharding: Sharding, mesh: DeviceMesh) -> DTensor:
     """The order in the placements."""
@@ -47,12 +43,8 @@ def strided(whole: Tensor, sharding: Sharding, mesh: DeviceMesh) -> DTensor:
 
 
 def explicit(whole: Tensor, sharding: Sharding, mesh: DeviceMesh) -> DTensor:
-    """The order beside plain placements. Only where `EXPLICIT`."""
+    """The order beside plain placements."""
     local, meta = _part_of(whole, sharding, mesh)
-    return DTensor(local, explicit_spec(sharding, mesh, meta), requires_grad=False)
-
-
-def explicit_spec(sharding: Sharding, mesh: DeviceMesh, meta: TensorMeta) -> DTensorSpec:
     names = list(mesh_axes(mesh))
     placements: list[Placement] = [Replicate() for _ in names]
     order = []
@@ -62,12 +54,14 @@ def explicit_spec(sharding: Sharding, mesh: DeviceMesh, meta: TensorMeta) -> DTe
         if cut:
             axes = tuple(map(names.index, cut))
             order.append(dtensor_spec.ShardOrderEntry(tensor_dim=dim, mesh_dims=axes))
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta, shard_order=tuple(order))
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta, shard_order=tuple(order))
+    return DTensor(local, spec, requires_grad=False)
 
 
 def _part_of(whole: Tensor, sharding: Sharding, mesh: DeviceMesh) -> tuple[Tensor, TensorMeta]:
     """Cut by chunks of chunks, on a mesh of the whole world."""
-    part, place = whole, dict(zip(mesh_axes(mesh), _coordinates(mesh), strict=True))
+    at = torch.nonzero(mesh.mesh == dist.get_rank())[0].tolist()
+    part, place = whole, dict(zip(mesh_axes(mesh), at, strict=True))
     for dim, cut in enumerate(sharding.cuts):
         for axis in cut:
             chunks = list(part.chunk(mesh_axes(mesh)[axis], dim)) if part.shape[dim] else []
@@ -75,10 +69,6 @@ def _part_of(whole: Tensor, sharding: Sharding, mesh: DeviceMesh) -> tuple[Tenso
             part = (chunks + empty)[place[axis]]
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     return part.contiguous(), meta
-
-
-def _coordinates(mesh: DeviceMesh) -> list[int]:
-    return torch.nonzero(mesh.mesh == dist.get_rank())[0].tolist()
 
 
 def _whole(shape: tuple[int, ...]) -> Tensor:
@@ -96,7 +86,7 @@ def _each_way(whole: Tensor, mesh: DeviceMesh) -> dict[str, DTensor]:
         if sharding.partial:
             continue
         within = strided(whole, sharding, mesh)
-        if EXPLICIT and any(isinstance(each, _StridedShard) for each in within.placements):
+        if any(isinstance(each, _StridedShard) for each in within.placements):
             made[f"{sharding} beside"] = explicit(whole, sharding, mesh)
         try:
             sharding_of(within)
@@ -152,10 +142,10 @@ def _save_and_load(
 @pytest.mark.parametrize(
     ("sizes", "shape", "distances", "number"),
     tiered(
-        [((2, 2), (8, 4), [], 11 + 2 * EXPLICIT), ((2, 2), (5, 3), [], 9 + 2 * EXPLICIT)],
+        [((2, 2), (8, 4), [], 11 + 2), ((2, 2), (5, 3), [], 9 + 2)],
         slow=[
-            ((2, 2, 2), (16, 8), [1, 7, 20, 40], 49 + 22 * EXPLICIT),
-            ((2, 2, 2), (7, 9), [1, 7, 20, 40], 27 + 22 * EXPLICIT),
+            ((2, 2, 2), (16, 8), [1, 7, 20, 40], 49 + 22),
+            ((2, 2, 2), (7, 9), [1, 7, 20, 40], 27 + 22),
         ],
     ),
 )

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.planting import Bug, plant
-from tests.support.transfers import draw, missing_bytes, whole
+from tests.support.shardings import draw, missing_bytes, whole
 from titan_moe.distributed.boxes import sizes
 from titan_moe.distributed.transfer import execute, transfer
 from titan_moe.distributed.transfer_plan import plan_transfer

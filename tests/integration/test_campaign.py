@@ -19,7 +19,6 @@ def campaign(*words: object, **variables: str) -> subprocess.CompletedProcess[st
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        check=False,
         timeout=900,
     )
 

@@ -1,16 +1,17 @@
 """A spike's event names the bad document, in any layout, and the run is none the worse for it."""
 
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.support.documents import write_jsonl
 from tests.support.tiers import tiered
 from tests.support.trainings import make_job, train_with_faults
 from titan_moe.config.job_config import JobConfig
 from titan_moe.data.build import build_loader
 from titan_moe.data.builtin import SyntheticCorpus
 from titan_moe.data.tokenizer import ByteTokenizer
+from titan_moe.metrics.jsonl import EVENTS, read_json_lines
 from titan_moe.runtime.ranks import run_on_ranks
 
 STEP = 11
@@ -42,10 +43,7 @@ def test_spike_names_worst_sequences(tmp_path: Path, ranks: int, parallelism: di
     words = SyntheticCorpus(0)
     texts = [str(words[number].content)[:80].ljust(80, ".") for number in range(300)]
 
-    def write() -> None:
-        corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-
-    write()
+    write_jsonl(corpus, texts)
     job = make_job(
         dump,
         steps=STEP + 1,
@@ -64,9 +62,9 @@ def test_spike_names_worst_sequences(tmp_path: Path, ranks: int, parallelism: di
     holds = documents_of(job)
     number = int("".join(filter(str.isdecimal, holds[1].rpartition("/")[2] or holds[1])))
     texts[number] = "~\x01" * 40
-    write()
+    write_jsonl(corpus, texts)
     run_on_ranks(train_with_faults, ranks, job, {STEP: "spike"})
-    (event,) = map(json.loads, (dump / "events.jsonl").read_text().splitlines())
+    (event,) = read_json_lines(dump / EVENTS)
     worst = event["worst_sequences"]
     assert (event["step"], event["event"], len(worst)) == (STEP, "spike", 4)
     assert worst[0]["documents"] == holds

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tests.support.paths import REPO
 from titan_moe.config.parse import tomllib
 
-FOLDER = REPO / "tests" / "broken_promises"
+_FOLDER = REPO / "tests" / "broken_promises"
 
 
 class Broken(NamedTuple):
@@ -50,10 +50,10 @@ class Broken(NamedTuple):
         return shlex.split(self.tests)
 
 
-def read_promises(folder: Path = FOLDER) -> list[Broken]:
+def read_promises() -> list[Broken]:
     """All of them, by subject."""
     return [
         Broken(subject=path.stem, **entry)
-        for path in sorted(folder.glob("*.toml"))
+        for path in sorted(_FOLDER.glob("*.toml"))
         for entry in tomllib.loads(path.read_text(encoding="utf-8"))["broken"]
     ]

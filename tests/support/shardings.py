@@ -1,9 +1,24 @@
-"""All shardings of a small tensor over a small mesh."""
+"""All shardings of a small tensor, and tensors laid out at random over ranks.
 
-from collections.abc import Iterator, Sequence
+Who must get what is found element by element.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations, product
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from titan_moe.distributed.sharding import Sharding
+from titan_moe.distributed.transfer_plan import Held
+
+DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.float32, torch.uint8)
+
+Ranks = list[dict[str, Held]]
+"""What each rank holds by name."""
 
 
 def all_shardings(axes: Sequence[str], num_dims: int) -> Iterator[Sharding]:
@@ -15,3 +30,60 @@ def all_shardings(axes: Sequence[str], num_dims: int) -> Iterator[Sharding]:
         partial = frozenset(a for a, role in zip(axes, roles, strict=True) if role == "sums")
         for cuts in product(*(permutations(cut) for cut in cutting)):
             yield Sharding(cuts, partial)
+
+
+def draw(chance: random.Random, world_size: int, num_tensors: int) -> tuple[Ranks, Ranks]:
+    """Tensors of any shape and type, before and after in layouts that have nothing in common; some
+    on a part of the ranks only."""
+    held: Ranks = [{} for _ in range(world_size)]
+    wanted: Ranks = [{} for _ in range(world_size)]
+    for number in range(num_tensors):
+        shape = tuple(chance.randint(1, 9) for _ in range(chance.randint(0, 3)))
+        dtype = chance.choice(DTYPES)
+        for ranks in (held, wanted):
+            lay_out(chance, ranks, f"tensor.{number}", shape, dtype)
+    return held, wanted
+
+
+def lay_out(
+    chance: random.Random, ranks: Ranks, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """One tensor over some of the ranks, by a sharding over axes that they make up."""
+    members = sorted(chance.sample(range(len(ranks)), chance.randint(1, len(ranks))))
+    sizes = chance.choice([(len(members),), *_factors(len(members))])
+    axes = {f"axis{place}": size for place, size in enumerate(sizes)}
+    cuts: list[tuple[str, ...]] = [() for _ in shape]
+    for axis in chance.sample(list(axes), len(axes)):
+        if shape and chance.random() < 0.8:
+            dim = chance.randrange(len(shape))
+            cuts[dim] = (*cuts[dim], axis)
+    sharding = Sharding(tuple(cuts))
+    for place, rank in enumerate(members):
+        ranks[rank][name] = Held(shape, dtype, sharding.box(place, shape, axes))
+
+
+def _factors(number: int) -> list[tuple[int, int]]:
+    return [(n, number // n) for n in range(2, number) if number % n == 0]
+
+
+def whole(name: str, part: Held) -> Tensor:
+    """The tensor that parts of a name are of: neighbours differ, and so do tensors."""
+    values = torch.arange(prod(part.shape)) + 7 * int(name.rpartition(".")[2])
+    return (values % 251).to(part.dtype).view(part.shape)
+
+
+def mask(part: Held) -> np.ndarray:
+    """Which of the whole tensor's elements a part has."""
+    has = np.zeros(part.shape, bool)
+    has[part.box] = True
+    return has
+
+
+def missing_bytes(held: Sequence[Mapping[str, Held]], wanted: Sequence[Mapping[str, Held]]) -> int:
+    """What all ranks want and do not hold, counted element by element: the lower bound."""
+    total = 0
+    for before, after in zip(held, wanted, strict=True):
+        for name, part in after.items():
+            has = mask(before[name]) if name in before else np.zeros(part.shape, bool)
+            total += int((mask(part) & ~has).sum()) * part.dtype.itemsize
+    return total

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.transfers import Ranks, draw, mask, missing_bytes
+from tests.support.shardings import Ranks, draw, mask, missing_bytes
 from titan_moe.distributed.sharding import Sharding
 from titan_moe.distributed.transfer_plan import Held, TransferPlan, plan_transfer
 

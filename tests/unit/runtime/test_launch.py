@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from tests.support.jobs import until
 from tests.support.paths import REPO
 from titan_moe.runtime.launch import (
     Launch,
@@ -124,10 +124,7 @@ def test_processes_die_with_their_launcher(launcher: str, tmp_path: Path) -> Non
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 5
-    while not _is_gone(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert until(lambda: _is_gone(pid), 5)
 
 
 def _is_gone(pid: int) -> bool:
