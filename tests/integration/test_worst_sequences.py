@@ -30,8 +30,9 @@ def documents_of(job: JobConfig) -> list[str]:
 @pytest.mark.parametrize(
     ("ranks", "parallelism"),
     tiered(
-        [(1, {}), (4, {"context_parallel_degree": 2, "pipeline_parallel_degree": 2})],
+        [(1, {}), (2, {"context_parallel_degree": 2})],
         slow=[
+            (4, {"context_parallel_degree": 2, "pipeline_parallel_degree": 2}),
             (2, {"expert_parallel_degree": 2}),
             (4, {"tensor_parallel_degree": 2, "expert_parallel_degree": 4}),
             (4, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}),

@@ -2,11 +2,7 @@ import pytest
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.parse import load_job, resolve, save_job
-from titan_moe.config.stages import (
-    job_of_step,
-    stage_jobs,
-    tokens_per_step,
-)
+from titan_moe.config.stages import job_of_step, stage_jobs, tokens_per_step
 
 TOML = """
 [training]
