@@ -19,8 +19,8 @@ def run(options: argparse.Namespace) -> Answer:
         titan-moe report run outputs
         titan-moe report run outputs/a outputs/b --out outputs/report
 
-    A run is its folder, its metrics.jsonl or a folder of TensorBoard events; it may still be going
-    on. Writes report.html, which loads nothing, into --out, or else into the first run's folder.
+    A run is its folder or its metrics.jsonl; it may still be going on. Writes report.html, which
+    loads nothing, into --out, or else into the first run's folder.
 
     Exit codes: 0; 1 the report cannot be written; 2 something is no run.
     """

@@ -8,12 +8,11 @@
     titan-moe verify losses --config FILE --update-golden tests/goldens/mine --reason "..."
 
 A RUN is "revision=REV config=FILE ranks=N layout=AXIS=N,... --table.key value ...", where a word
-that is left out is taken from the command's other options; or the folder of a finished run
-(metrics.jsonl, TensorBoard); or a golden. --table.key value outside of a RUN is for both. Each is
-trained by the run_train.sh of its own code, from one seed checkpoint. Where their bits differ,
-control runs measure how much rounding alone changes: the baseline again, with its sequences in
-another order or in another layout. The output folder gets report.html, comparison.json and every
-run.
+that is left out is taken from the command's other options; or the folder of a finished run; or a
+golden. --table.key value outside of a RUN is for both. Each is trained by the run_train.sh of its
+own code, from one seed checkpoint. Where their bits differ, control runs measure how much rounding
+alone changes: the baseline again, with its sequences in another order or in another layout. The
+output folder gets report.html, comparison.json and every run.
 
 Exit codes: 0 identical bits; 3 inside the noise band; 1 different; 5 not identical, and no control
 runs to compare with; 2 cannot be compared, or a wrong argument; 4 a run failed; 70 an error in

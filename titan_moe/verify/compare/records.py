@@ -65,21 +65,18 @@ def moved_share(first_SE: Array, second_SE: Array) -> Array:
 
 
 def read_run(path: Path, *, name: str = "") -> RunRecord:
-    """A run by its folder, its metrics.jsonl, or a folder of TensorBoard events.
+    """Reads a run by its folder or its metrics.jsonl.
 
     Raises ConfigError where there are no metrics, or a file is damaged.
     """
     folder = path.parent if path.name == "metrics.jsonl" else path
     name = name or folder.resolve().name
-    if (folder / "metrics.jsonl").is_file():
-        try:
-            curve = _read_curve(folder, name)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError([f"{folder}: its metrics are damaged: {reason(error)}"]) from None
-    elif path.is_dir() and (events := sorted(path.rglob("events.out.tfevents*"))):
-        curve = _read_tensorboard(events[-1].parent, name)
-    else:
-        raise ConfigError([f"{path}: neither metrics.jsonl nor TensorBoard events are there"])
+    if not (folder / "metrics.jsonl").is_file():
+        raise ConfigError([f"{path}: there is no metrics.jsonl"])
+    try:
+        curve = _read_curve(folder, name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError([f"{folder}: its metrics are damaged: {reason(error)}"]) from None
     if not len(curve.steps):
         raise ConfigError([f"{path}: no step is logged"])
     facts, config, decided = (folder / name for name in ("run.json", "config.toml", EVENTS))
@@ -140,26 +137,3 @@ def _steps(path: Path) -> list[dict[str, Any]]:
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else value
-
-
-def _read_tensorboard(folder: Path, name: str) -> Curve:
-    # Imported here: it costs a second, and few comparisons read it. Its values are float32.
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
-    known = events.Tags()["scalars"]
-    series = {
-        key: {event.step: event.value for event in events.Scalars(key)}
-        for key in _SCALARS
-        if key in known
-    }
-    steps = sorted(series.get("loss", {}))
-    return Curve(
-        name,
-        steps,
-        {
-            key: np.array([values.get(step, math.nan) for step in steps])
-            for key, values in series.items()
-        },
-    )

@@ -5,7 +5,7 @@
 "layout=tp=2,ep=2"                          another layout; its ranks follow from it
 "ranks=8 layout=tp=2 --optimizer.lr 1e-3"   and any key of the configuration
 "config=configs/qwen3/debugmodel_moe.toml"  another file
-"outputs/yesterday"                         a finished run: its folder, or TensorBoard's
+"outputs/yesterday"                         a finished run, by its folder
 "tests/goldens/qwen3"                       a golden file, or a folder of them
 """
 

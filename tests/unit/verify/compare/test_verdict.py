@@ -172,20 +172,6 @@ def test_runs_are_read_from_their_files(tmp_path: Path):
         read_run(folder)
 
 
-def test_tensorboard_is_read_as_float32(tmp_path: Path):
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(tmp_path / "tb"))
-    for step in (1, 2):
-        writer.add_scalar("loss", 1 / 3, step)
-        writer.add_scalar("grad_norm", 2.0, step)
-    writer.close()
-    found = read_run(tmp_path)
-    assert found.curve.steps == [1, 2]
-    assert found.curve.scalars["loss"][0] == np.float32(1 / 3)
-    assert found.curve.data is None and not found.facts
-
-
 @pytest.mark.parametrize("quantity", ["loss", "grad_norm", "norm of output.weight", "layers.1"])
 def test_nan_of_any_quantity_is_never_inside_the_band(quantity: str):
     broken = run("b", 1e-4, 90)

@@ -84,7 +84,7 @@ def test_report_run_writes_page(tmp_path: Path):
     assert failed.returncode == 2 and not (tmp_path / "out").exists()
     lines = failed.stderr.splitlines()
     assert len(lines) == 2 and "nowhere: no such folder" in lines[0]
-    assert "empty: neither metrics.jsonl nor TensorBoard events" in lines[1]
+    assert "empty: there is no metrics.jsonl" in lines[1]
 
 
 @pytest.mark.parametrize("ok", [True, False])
