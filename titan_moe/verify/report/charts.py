@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup, escape
 
-from titan_moe.verify.compare.comparison import Comparison
+from titan_moe.verify.compare.comparison import Comparison, FirstDifference
 from titan_moe.verify.compare.noise.band import Band
 from titan_moe.verify.compare.records import Array, RunRecord
 from titan_moe.verify.report.data import (
     Load,
     equal_steps,
     relative_difference,
-    thinned,
 )
 from titan_moe.verify.report.render import PALETTE
 
@@ -40,7 +39,10 @@ _STYLE: Any = {
     "axes.labelcolor": INK,
     "svg.fonttype": "none",
     "text.parse_math": False,
+    # Merges the points of a line that fall on one pixel, so that long runs make no heavy page.
+    "path.simplify_threshold": 1.0,
 }
+_INCHES = (6.4, 3.2)
 _UNITS = {"loss": "nats per token", "grad_norm": "norm before clipping"}
 _TITLES = {"lr": "learning rate", "grad_norm": "gradient norm"}
 _DASHES = ("-", "--", ":", "-.")
@@ -67,7 +69,7 @@ class Line:
 # --- charts of a page -----------------------------------------------------------------------------
 
 
-def charts(panels: Mapping[str, Panel], *, height: float = 3.2) -> list[Markup]:
+def charts(panels: Mapping[str, Panel]) -> list[Markup]:
     """Returns one SVG element a panel, by the names that screen readers read out.
 
     Text stays text, colours follow the page's scheme, and no two charts share an id.
@@ -80,9 +82,9 @@ def charts(panels: Mapping[str, Panel], *, height: float = 3.2) -> list[Markup]:
     for name, panel in panels.items():
         written = io.StringIO()
         with rc_context({**_STYLE, "svg.hashsalt": name, "font.size": 8}):
-            figure = Figure(figsize=(6.4, height), layout="constrained", facecolor="none")
+            figure = Figure(figsize=_INCHES, layout="constrained", facecolor="none")
             panel(figure.subplots())
-            _legend(figure, 6.4)
+            _legend(figure)
             figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
         svg = written.getvalue()
         svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
@@ -95,7 +97,7 @@ def charts(panels: Mapping[str, Panel], *, height: float = 3.2) -> list[Markup]:
     return found
 
 
-def _legend(figure: "Figure", width: float) -> None:
+def _legend(figure: "Figure") -> None:
     """Names each line of all charts once, below them."""
     axes: Any = figure.axes
     named = {
@@ -105,7 +107,7 @@ def _legend(figure: "Figure", width: float) -> None:
     }
     names = [textwrap.shorten(label, _LONGEST_LABEL, placeholder="...") for label in named]
     if named:
-        columns = int(width / (_LABEL_INCHES * (max(map(len, names)) + 6)))
+        columns = int(_INCHES[0] / (_LABEL_INCHES * (max(map(len, names)) + 6)))
         figure.legend(
             list(named.values()),
             names,
@@ -119,8 +121,19 @@ def _legend(figure: "Figure", width: float) -> None:
 # --- curves ---------------------------------------------------------------------------------------
 
 
-def run_panel(runs: Sequence[RunRecord], quantity: str) -> Panel:
-    """Draws one quantity of several runs, told apart by colour and dash."""
+def run_panel(
+    runs: Sequence[RunRecord],
+    quantity: str,
+    *,
+    band: Band | None = None,
+    first: FirstDifference | None = None,
+) -> Panel:
+    """Draws one quantity of several runs, told apart by colour and dash.
+
+    Args:
+        band: drawn below the curves.
+        first: marked at its step.
+    """
     lines = [
         Line(
             run.name,
@@ -134,34 +147,18 @@ def run_panel(runs: Sequence[RunRecord], quantity: str) -> Panel:
         for i, run in enumerate(runs)
         if quantity in run.curve.scalars
     ]
-    return partial(draw_curves, quantity=quantity, lines=lines)
+    return partial(_draw_curves, quantity=quantity, lines=lines, band=band, first=first)
 
 
-def pair_panel(comparison: Comparison, quantity: str) -> Panel:
-    """Draws the baseline wide and the candidate thin above it, over the noise band."""
-    pair = (comparison.baseline, "-", 2.6), (comparison.candidate, "--", 1.2)
-    lines = [
-        Line(run.name, run.curve.steps, run.curve.scalars[quantity], color, style, width)
-        for color, (run, style, width) in zip(SERIES, pair, strict=False)
-        if quantity in run.curve.scalars
-    ]
-    first = comparison.first.step if comparison.first else None
-    return partial(draw_curves, quantity=quantity, lines=lines, band=comparison.band, first=first)
-
-
-def draw_curves(
+def _draw_curves(
     axes: "Axes",
     *,
     quantity: str,
     lines: Sequence[Line],
-    band: Band | None = None,
-    first: int | None = None,
+    band: Band | None,
+    first: FirstDifference | None,
 ) -> None:
-    """Draws curves over the noise band, and marks where a curve stops being finite.
-
-    Args:
-        first: the step of the first difference, to be marked.
-    """
+    """Draws curves over the noise band, and marks where a curve stops being finite."""
     _frame(axes, _TITLES.get(quantity, quantity.replace("_", " ")), _UNITS.get(quantity, ""))
     if band is not None and quantity in band.quantities:
         low, high = band.edges(quantity)
@@ -201,27 +198,7 @@ def draw_difference(axes: "Axes", *, quantity: str, comparison: Comparison) -> N
     _draw_line(axes, Line(label, first.steps, _positive(ours, theirs), SERIES[1]))
     axes.axhline(FLOAT32, color=SOFT, lw=0.8, ls=":", label="resolution of float32")
     _log_scale(axes)
-    _mark_first(axes, comparison.first.step if comparison.first else None)
-
-
-def draw_statistics(axes: "Axes", *, comparison: Comparison) -> None:
-    """Draws the control runs' statistics, the limit and the candidate's statistic on one line."""
-    band, check = comparison.band, comparison.band_check
-    assert band is not None and check is not None
-    _frame(axes, "how far out each curve is", "")
-    controls = np.asarray(band.statistics, dtype=float)
-    axes.plot(controls, np.zeros(len(controls)), "o", color=SOFT, alpha=0.6, label="control runs")
-    axes.axvline(band.limit, color=INK, lw=1, ls="--", label=f"limit {band.limit:.3g}")
-    if np.isfinite(check.statistic):
-        color = SERIES[0] if check.inside else SERIES[1]
-        label = f"candidate {check.statistic:.3g}"
-        axes.plot([check.statistic], [0], "D", color=color, markersize=8, label=label)
-        if check.statistic > 10 * band.limit:
-            axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(_plain)
-    axes.set(xlabel="distance over what noise may do", yticks=[])
-    axes.spines["left"].set_visible(False)
-    axes.grid(False)
+    _mark_first(axes, comparison.first)
 
 
 # --- expert load ----------------------------------------------------------------------------------
@@ -339,7 +316,8 @@ def _draw_line(axes: "Axes", line: Line, *, joined: bool = False) -> None:
     """`joined` connects points across steps without a finite value."""
     finite = np.isfinite(line.values)
     steps, values = np.asarray(line.steps), np.where(finite, line.values, np.nan)
-    steps, values = thinned(*((steps[finite], values[finite]) if joined else (steps, values)))
+    if joined:
+        steps, values = steps[finite], values[finite]
     # Legends leave out labels that start with an underscore; a run may be named so.
     label = f"\N{ZERO WIDTH SPACE}{line.label}" if line.label else "_"
     marker = "o" if finite.sum() <= _FEW_POINTS else ""
@@ -347,6 +325,7 @@ def _draw_line(axes: "Axes", line: Line, *, joined: bool = False) -> None:
     axes.plot(steps, values, line.style, label=label, **style)
 
 
-def _mark_first(axes: "Axes", step: int | None) -> None:
-    if step is not None:
-        axes.axvline(step, color=BAD, lw=0.9, ls="-.", label=f"first difference, step {step}")
+def _mark_first(axes: "Axes", first: FirstDifference | None) -> None:
+    if first is not None:
+        label = f"first difference, step {first.step}"
+        axes.axvline(first.step, color=BAD, lw=0.9, ls="-.", label=label)

@@ -10,9 +10,8 @@ from titan_moe.verify.report.charts import (
     Panel,
     charts,
     draw_difference,
-    draw_statistics,
     load_panels,
-    pair_panel,
+    run_panel,
 )
 from titan_moe.verify.report.data import (
     deviations,
@@ -57,7 +56,7 @@ def comparison_page(comparison: Comparison) -> str:
     found = deviations(comparison)
     first, second = comparison.baseline.curve.scalars, comparison.candidate.curve.scalars
     others = [key for key in first if key not in _MAIN and not key.startswith((NORM_OF, "moe/"))]
-    more = {key: pair_panel(comparison, key) for key in others if key in second}
+    more = {key: _pair_panel(comparison, key) for key in others if key in second}
     runs = "; ".join(
         f"{run.name} ({layout_words(run)}, steps {run.curve.steps[0]} to {run.curve.steps[-1]})"
         for run in pair
@@ -81,7 +80,6 @@ def comparison_page(comparison: Comparison) -> str:
         configuration=configuration(pair),
         environment=environment(pair),
         band=comparison.band,
-        band_charts=charts(_band_panels(comparison), height=1.9),
     )
 
 
@@ -89,23 +87,22 @@ def _curve_panels(comparison: Comparison) -> dict[str, Panel]:
     """Both runs' curves and their difference, which equal bits do not have."""
     panels: dict[str, Panel] = {}
     for quantity in _MAIN:
-        panels[f"{quantity}, both runs"] = pair_panel(comparison, quantity)
+        panels[f"{quantity}, both runs"] = _pair_panel(comparison, quantity)
         draw = partial(draw_difference, quantity=quantity, comparison=comparison)
         panels[f"{quantity}, difference on a log scale"] = draw
     equal = all(equal_steps(comparison, quantity) for quantity in _MAIN)
     return {name: panel for name, panel in panels.items() if not equal or "both" in name}
 
 
+def _pair_panel(comparison: Comparison, quantity: str) -> Panel:
+    pair = comparison.baseline, comparison.candidate
+    return run_panel(pair, quantity, band=comparison.band, first=comparison.first)
+
+
 def _load_panels(comparison: Comparison) -> dict[str, Panel]:
     """The candidate's load, and its difference from the baseline's."""
     pair = comparison.baseline, comparison.candidate
     return load_panels([load_of(comparison.candidate), load_difference(*pair)])
-
-
-def _band_panels(comparison: Comparison) -> dict[str, Panel]:
-    if comparison.band_check is None:
-        return {}
-    return {"statistics of all curves": partial(draw_statistics, comparison=comparison)}
 
 
 def _missing(comparison: Comparison) -> list[str]:

@@ -8,8 +8,6 @@ import numpy as np
 from titan_moe.verify.compare.comparison import Comparison
 from titan_moe.verify.compare.records import LOAD_OF, NORM_OF, Array, Curve, RunRecord, moved_share
 
-MOST_POINTS = 1500
-"""More points than a chart has pixels make a page heavy and no clearer."""
 _MOST_ROWS = 300
 """Experts of all layers in one heat map; above, only the busiest of each layer are drawn."""
 _LEAST_NORM = 1e-4
@@ -98,23 +96,6 @@ def over_mean(load_SE: Array) -> Array:
     """Rows of each expert over the step's mean of all experts; 0 in a step without rows."""
     mean_S = load_SE.mean(1, keepdims=True)
     return np.divide(load_SE, mean_S, out=np.zeros_like(load_SE, dtype=float), where=mean_S > 0)
-
-
-def thinned(steps: Sequence[int] | Array, values: Array) -> tuple[Array, Array]:
-    """At most about MOST_POINTS points: of each stretch of steps the least and the largest, and the
-    first that is not finite."""
-    x, y = np.asarray(steps, dtype=float), np.asarray(values, dtype=float)
-    if len(x) <= MOST_POINTS:
-        return x, y
-    kept: set[int] = {0, len(x) - 1}
-    for part in np.array_split(np.arange(len(x)), MOST_POINTS // 2):
-        here = part[np.isfinite(y[part])]
-        if len(here):
-            kept |= {int(here[y[here].argmin()]), int(here[y[here].argmax()])}
-        if len(here) < len(part):
-            kept.add(int(part[~np.isfinite(y[part])][0]))
-    places = sorted(kept)
-    return x[places], y[places]
 
 
 def deviations(comparison: Comparison) -> list[Deviation]:
