@@ -1,11 +1,15 @@
 """Trains a run of a comparison on ranks of this machine."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from tests.support.trainings import train_here
 from titan_moe.config.job_config import JobConfig
 from titan_moe.config.parse import load_job, resolve
+from titan_moe.metrics.jsonl import read_json_lines
 from titan_moe.runtime.ranks import run_on_ranks
 from titan_moe.trainer import Trainer
 from titan_moe.verify.compare.control_runs import batch_words
@@ -25,7 +29,7 @@ def train(
     words: Words = (),
     alter: Callable[[Trainer], None] | None = None,
 ) -> Curve:
-    """Returns a run's loss, norms of all parameters and loads of all experts.
+    """Returns a run's loss, the norms of all parameters ("norm of NAME") and loads of all experts.
 
     Args:
         words: keys besides the spec's.
@@ -35,7 +39,11 @@ def train(
     keys["job.dump_folder"] = str(folder)
     job = resolve(load_job([*spec.file(), *spec.arguments(*keys.items())]), spec.world_size)
     run_on_ranks(_train_altered, spec.world_size, job, alter)
-    return read_run(folder).curve
+    curve = read_run(folder).curve
+    lines = read_json_lines(folder / "parameter_norms.jsonl")
+    names = lines[0].keys() - {"step"}
+    norms = {f"norm of {name}": np.array([line[name] for line in lines]) for name in names}
+    return replace(curve, scalars={**curve.scalars, **norms})
 
 
 def _train_altered(job: JobConfig, alter: Callable[[Trainer], None] | None) -> None:

@@ -82,7 +82,6 @@ def run(
     steps: Sequence[int] = range(1, 31),
     layers: int = 2,
     experts: int = 4,
-    norms: bool = False,
     facts: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
 ) -> RunRecord:
@@ -95,8 +94,6 @@ def run(
         return values * np.exp(noise * own.normal(size=values.shape))
 
     scalars = {"loss": noisy(falling), "grad_norm": noisy(falling / 3)}
-    if norms:
-        scalars |= {f"norm of w{i}": noisy(falling / (i + 1)) for i in range(3)}
     loads = {
         f"layers.{layer}": rng.multinomial(64, np.ones(experts) / experts, number).astype(float)
         for layer in range(1, layers + 1)

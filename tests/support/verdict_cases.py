@@ -24,7 +24,6 @@ def run(name: str, noise: float = 0.0, seed: int = 0, **facts) -> RunRecord:
     scalars = {
         "loss": falling * np.exp(noise * rng.normal(size=20)),
         "grad_norm": falling / 3 * np.exp(noise * rng.normal(size=20)),
-        "norm of output.weight": falling / 9 * np.exp(noise * rng.normal(size=20)),
     }
     rows_SE = np.tile([100.0, 200, 300, 400], (20, 1))
     if noise:

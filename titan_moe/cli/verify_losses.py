@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--noise", nargs="+", type=Path, default=[], metavar="RUN", help="finished control runs"
     )
-    parser.add_argument("--norms", action="store_true", help="compare every parameter's norm")
     add_out(parser, default="outputs/comparison", says="default: %(default)s")
     parser.add_argument("--update-golden", type=Path, metavar="FOLDER")
     parser.add_argument("--reason", default="", help="why the golden changes")
@@ -70,7 +69,6 @@ def _plan(options: argparse.Namespace) -> "Plan":
         steps=options.steps,
         control_layouts=options.control_layouts,
         control_paths=options.noise,
-        norms=options.norms,
     )
 
 

@@ -35,7 +35,7 @@ class FirstDifference:
 
     step: int
     quantity: str
-    """"loss", "grad_norm", "load of layers.1", "norm of layers.1.attention.wq.weight", ..."""
+    """"loss", "grad_norm", "load of layers.1", ..."""
     baseline: float
     """The baseline's value; with a band, the middle of the band."""
     candidate: float

@@ -20,7 +20,7 @@ import torch
 from titan_moe.config.errors import ConfigError
 from titan_moe.runtime.device import describe_device
 from titan_moe.runtime.launch import count_gpus
-from titan_moe.verify.compare.noise.band import Band
+from titan_moe.verify.compare.noise.band import Band, quantities_of
 from titan_moe.verify.compare.records import Curve, RunRecord
 
 _FORMAT = 1
@@ -104,7 +104,7 @@ def save_golden(
         raise ConfigError(
             [f"{run.name} ran on {ran[0]} ({ran[1]}): make its golden there, not on {here[0]}"]
         )
-    Band([run.curve, *controls])  # Raises for runs that make no band.
+    Band([run.curve, *controls], quantities_of(run.curve))  # Raises for runs that make no band.
     path = folder / f"{golden_key(device)}.json"
     history = _read(path).history if path.is_file() else []
     entry = {

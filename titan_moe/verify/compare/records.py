@@ -22,7 +22,6 @@ else:
 
 Array = NDArray[np.float64]
 
-NORM_OF = "norm of "
 LOAD_OF = "load of "
 _SCALARS = ("loss", "grad_norm", "mtp_loss", "validation_loss", "lr", "tokens_per_second")
 _BUSIEST = "/max_over_mean"
@@ -35,8 +34,7 @@ class Curve:
     name: str
     steps: Sequence[int]
     scalars: Mapping[str, Array]
-    """"loss", "grad_norm" and what else there is, [S] each; NaN where a step has none. Norms of
-    parameters are "norm of NAME", of one expert "norm of NAME[3]"."""
+    """"loss", "grad_norm" and what else there is, [S] each; NaN where a step has none."""
     loads: Mapping[str, Array] = field(default_factory=dict)
     """Rows of each expert by MoE layer, [S, E]."""
     data: Sequence[int] | None = None
@@ -109,10 +107,6 @@ def _read_curve(folder: Path, name: str) -> Curve:
         for key in dict.fromkeys(key for line in lines.values() for key in line)
         if key in _SCALARS or key.endswith(_BUSIEST)
     }
-    for key, values in _details(folder / "parameter_norms.jsonl", steps).items():
-        single = values.shape[1] == 1
-        for expert, column in enumerate(values.T):
-            scalars[f"{NORM_OF}{key}" if single else f"{NORM_OF}{key}[{expert}]"] = column
     data = [lines[step]["data"] for step in steps if "data" in lines[step]]
     loads = _details(folder / "expert_counts.jsonl", steps)
     return Curve(name, steps, scalars, loads, data if len(data) == len(steps) else None)

@@ -45,8 +45,6 @@ class Plan:
     """Layouts of control runs; empty: the neighbours of the baseline's layout."""
     control_paths: Sequence[Path] = ()
     """Finished runs to take as control runs instead."""
-    norms: bool = False
-    """Compare the norm of every parameter's and expert's gradient too."""
 
 
 def compare(plan: Plan, launcher: Launcher, progress: Progress = print) -> Comparison:
@@ -229,7 +227,6 @@ class Runner:
             *steps,
             ("metrics.log_freq", "1"),
             ("metrics.log_expert_counts", "true"),
-            ("metrics.log_parameter_norms", str(self.plan.norms).lower()),
             ("checkpoint.enable", str(loads).lower()),
             ("checkpoint.load_only", str(loads).lower()),
         )

@@ -57,7 +57,6 @@ class Entry(Section):
     steps: PositiveInt | None = None
     repeats: NonNegativeInt = 24
     control_layouts: tuple[str, ...] = ()
-    norms: bool = False
 
 
 class Suite(Section):
@@ -131,7 +130,6 @@ def plan_of(entry: Entry) -> Plan:
         num_control_runs=entry.repeats,
         steps=entry.steps,
         control_layouts=entry.control_layouts,
-        norms=entry.norms,
     )
 
 

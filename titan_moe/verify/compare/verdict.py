@@ -10,7 +10,7 @@ from titan_moe.config.errors import ConfigError
 from titan_moe.config.stages import tokens_in_words
 from titan_moe.verify.compare.comparison import Comparison, FirstDifference, Verdict
 from titan_moe.verify.compare.noise.band import FEWEST_CONTROLS, Band, quantities_of
-from titan_moe.verify.compare.records import LOAD_OF, NORM_OF, Array, Curve, RunRecord, moved_share
+from titan_moe.verify.compare.records import LOAD_OF, Array, Curve, RunRecord, moved_share
 
 _COMPARED = ("loss", "grad_norm")
 _ENOUGH = 12
@@ -56,7 +56,7 @@ def compare_runs(
         verdict = Verdict.UNJUDGED
     curves = [ours, *(on_steps(control.curve, steps) for control in controls)]
     if len(curves) >= FEWEST_CONTROLS:
-        band = Band(curves)
+        band = Band(curves, quantities_of(theirs))
         if first is not None and _is_blind(band, first):
             caveats.append(f"the control runs do not measure what differs first, {first.quantity}")
             band = None
@@ -131,12 +131,12 @@ def first_other_bits(ours: Curve, theirs: Curve) -> FirstDifference | None:
 
 
 def compared(ours: Curve, theirs: Curve) -> list[str]:
-    """Returns the scalars to compare: loss, and grad norm and every parameter's norm, if in both.
-    Raises ConfigError without a common loss."""
-    both = [key for key in ours.scalars if key in theirs.scalars]
+    """Returns the scalars to compare: loss, and the gradient norm if it is in both. Raises
+    ConfigError without a common loss."""
+    both = [key for key in _COMPARED if key in ours.scalars and key in theirs.scalars]
     if "loss" not in both:
         raise ConfigError([f"{ours.name} and {theirs.name} have no loss in common"])
-    return [key for key in both if key in _COMPARED or key.startswith(NORM_OF)]
+    return both
 
 
 def _refuse_other_rows(ours: Curve, theirs: Curve) -> None:
@@ -228,7 +228,7 @@ def _caveats(baseline: RunRecord, candidate: RunRecord) -> list[str]:
         if a != b:
             lines.append(f"{key}: {ours.name} ran on {a}, {theirs.name} on {b}")
     mine, other = set(quantities_of(ours)), set(quantities_of(theirs))
-    for kind in ("loss", "grad_norm", NORM_OF.strip(), LOAD_OF.strip()):
+    for kind in (*_COMPARED, LOAD_OF):
         lacking = sorted(q for q in mine ^ other if q.startswith(kind))
         if lacking:
             names = {(theirs if q in mine else ours).name for q in lacking}

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 from titan_moe.verify.compare.comparison import Comparison, Verdict
-from titan_moe.verify.compare.records import NORM_OF
 from titan_moe.verify.report.charts import (
     Panel,
     charts,
@@ -53,9 +52,8 @@ def comparison_page(comparison: Comparison) -> str:
     comparison = labelled(comparison)
     pair = comparison.baseline, comparison.candidate
     verdict = comparison.verdict.value
-    found = deviations(comparison)
     first, second = comparison.baseline.curve.scalars, comparison.candidate.curve.scalars
-    others = [key for key in first if key not in _MAIN and not key.startswith((NORM_OF, "moe/"))]
+    others = [key for key in first if key not in _MAIN and not key.startswith("moe/")]
     more = {key: _pair_panel(comparison, key) for key in others if key in second}
     runs = "; ".join(
         f"{run.name} ({layout_words(run)}, steps {run.curve.steps[0]} to {run.curve.steps[-1]})"
@@ -69,13 +67,12 @@ def comparison_page(comparison: Comparison) -> str:
         detail=detail(comparison),
         runs=f"Runs: {runs}.",
         caveats=comparison.caveats,
-        missing=_missing(comparison),
+        missing=all_notes(pair),
         charts=charts(_curve_panels(comparison)),
         more=more,
         more_charts=charts(more),
         load=charts(_load_panels(comparison)),
-        quantities=[one for one in found if not one.quantity.startswith(NORM_OF)],
-        norms=[one for one in found if one.quantity.startswith(NORM_OF)],
+        quantities=deviations(comparison),
         layouts=layouts(pair),
         configuration=configuration(pair),
         environment=environment(pair),
@@ -103,11 +100,3 @@ def _load_panels(comparison: Comparison) -> dict[str, Panel]:
     """The candidate's load, and its difference from the baseline's."""
     pair = comparison.baseline, comparison.candidate
     return load_panels([load_of(comparison.candidate), load_difference(*pair)])
-
-
-def _missing(comparison: Comparison) -> list[str]:
-    found = all_notes((comparison.baseline, comparison.candidate))
-    if comparison.band_check is not None and (lacking := comparison.band_check.missing):
-        few = ", ".join(lacking[:3]) + (", ..." if len(lacking) > 3 else "")
-        found.append(f"compared without {len(lacking)} quantities that the controls have: {few}")
-    return found

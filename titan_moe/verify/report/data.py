@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_moe.verify.compare.comparison import Comparison
-from titan_moe.verify.compare.records import LOAD_OF, NORM_OF, Array, Curve, RunRecord, moved_share
+from titan_moe.verify.compare.records import LOAD_OF, Array, RunRecord, moved_share
 
 _MOST_ROWS = 300
 """Experts of all layers in one heat map; above, only the busiest of each layer are drawn."""
-_LEAST_NORM = 1e-4
 # Quantities that follow from others, or differ from machine to machine.
 _NOT_COMPARED = ("lr", "moe/", "tokens_per_second")
 
@@ -25,8 +24,7 @@ class Deviation:
     candidate: float
     """NaN for loads, which are many numbers."""
     relative: float
-    """|candidate - baseline| / |baseline|; for a load, the share of rows at other experts. A
-    parameter's norm far below the total norm counts as that much."""
+    """|candidate - baseline| / |baseline|; for a load, the share of rows at other experts."""
     reach: float | None
     """Distance from the band's middle in half widths of the band, each step alone; above 1 is
     outside. None without a band."""
@@ -102,7 +100,6 @@ def deviations(comparison: Comparison) -> list[Deviation]:
     """Every quantity that both runs have, the one furthest out first."""
     first, second = comparison.baseline.curve, comparison.candidate.curve
     reaches = {} if comparison.band is None else comparison.band.reaches(second)
-    totals = _total_norm(first), _total_norm(second)
     nothing = np.full(len(first.steps), np.nan)
     found = []
 
@@ -116,24 +113,10 @@ def deviations(comparison: Comparison) -> list[Deviation]:
 
     for key, ours in first.scalars.items():
         if not key.startswith(_NOT_COMPARED) and key in second.scalars:
-            floored = _floored(first, key, totals[0]), _floored(second, key, totals[1])
-            add(key, ours, second.scalars[key], relative_difference(*floored))
+            theirs = second.scalars[key]
+            add(key, ours, theirs, relative_difference(ours, theirs))
     for layer, ours_SE in first.loads.items():
         theirs_SE = second.loads.get(layer)
         if theirs_SE is not None and theirs_SE.shape == ours_SE.shape:
             add(LOAD_OF + layer, nothing, nothing, moved_share(ours_SE, theirs_SE))
     return sorted(found, key=lambda one: (-(one.reach or 0.0), -np.nan_to_num(one.relative)))
-
-
-def _floored(curve: Curve, key: str, total_S: Array) -> Array:
-    """A parameter's norm, or any other scalar; far below the total, norms are noise."""
-    values = curve.scalars[key]
-    if not key.startswith(NORM_OF):
-        return values
-    return np.maximum(values, _LEAST_NORM * total_S)
-
-
-def _total_norm(curve: Curve) -> Array:
-    """The norm of all parameters whose norms are known, [S]."""
-    squares = [v**2 for key, v in curve.scalars.items() if key.startswith(NORM_OF)]
-    return np.sqrt(np.sum(squares, 0)) if squares else np.zeros(len(curve.steps))

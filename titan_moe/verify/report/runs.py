@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from titan_moe.verify.compare.records import NORM_OF, RunRecord
+from titan_moe.verify.compare.records import RunRecord
 from titan_moe.verify.report.charts import Panel, charts, load_panels, run_panel
 from titan_moe.verify.report.data import load_of
 from titan_moe.verify.report.render import render
@@ -44,7 +44,7 @@ def runs_page(title: str, runs: Sequence[RunRecord]) -> str:
 
 def _panels(runs: Sequence[RunRecord]) -> dict[str, Panel]:
     logged = dict.fromkeys(key for run in runs for key in run.curve.scalars)
-    keys = [key for key in logged if not key.startswith((NORM_OF, "moe/"))]
+    keys = [key for key in logged if not key.startswith("moe/")]
     return {key: run_panel(runs, key) for key in keys}
 
 

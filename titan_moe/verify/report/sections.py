@@ -11,7 +11,8 @@ import numpy as np
 from titan_moe.config.job_config import JobConfig
 from titan_moe.distributed.parallel_dims import DENSE_AXES, SPARSE_AXES
 from titan_moe.verify.compare.comparison import Comparison, Verdict
-from titan_moe.verify.compare.records import NORM_OF, RunRecord
+from titan_moe.verify.compare.records import RunRecord
+from titan_moe.verify.compare.verdict import compared
 from titan_moe.verify.report.render import Table
 
 ABSENT = "\N{EM DASH}"
@@ -94,11 +95,8 @@ def detail(comparison: Comparison) -> str:
     words = [f"{line[0].upper()}{line[1:]}." for line in comparison.reasons()]
     if comparison.verdict is Verdict.IDENTICAL:
         first, second = comparison.baseline.curve, comparison.candidate.curve
-        both = [key for key in first.scalars if key in second.scalars]
-        norms = sum(key.startswith(NORM_OF) for key in both)
         loads = sum(layer in second.loads for layer in first.loads)
-        known: list[str] = [key for key in ("loss", "grad_norm") if key in both]
-        known += [f"norms of {norms} parameters"] if norms else []
+        known = compared(first, second)
         known += [f"loads of {loads} layers"] if loads else []
         words.append(f"Compared in {len(first.steps)} steps: {', '.join(known)}.")
     return " ".join(words)

@@ -15,12 +15,12 @@ from titan_moe.verify.report.comparison import comparison_page
 from titan_moe.verify.report.runs import runs_page
 
 SECTIONS = ["curves", "load", "quantities", "layouts", "configuration", "environment", "band"]
-CONTROLS = [run(f"repeat {i}", noise=1e-6, norms=True).curve for i in range(8)]
+CONTROLS = [run(f"repeat {i}", noise=1e-6).curve for i in range(8)]
 EIGHT = facts(world_size=8, pp=2, tp=2, ep=2)
 
 
 def against(candidate: RunRecord, *, controls: bool = True, **others: object) -> Comparison:
-    baseline = run("base", noise=1e-6, norms=True, facts=facts(world_size=1))
+    baseline = run("base", noise=1e-6, facts=facts(world_size=1))
     found = compare_runs(
         "A change",
         baseline,
@@ -46,16 +46,16 @@ def assert_alone(page: Page) -> None:
 @pytest.mark.parametrize(
     "verdict, make, words",
     [
-        (Verdict.IDENTICAL, lambda: run("base", noise=1e-6, norms=True), "loads of 2 layers"),
+        (Verdict.IDENTICAL, lambda: run("base", noise=1e-6), "loads of 2 layers"),
         (
             Verdict.INSIDE,
-            lambda: run("other", noise=1e-6, norms=True),
+            lambda: run("other", noise=1e-6),
             "the baseline and 8 control runs",
         ),
         (
             Verdict.DIFFERENT,
-            lambda: scaled(run("other", noise=1e-6, norms=True), "norm of w1", 1.01, 20),
-            "First outside at step 21: norm of w1 is ",
+            lambda: scaled(run("other", noise=1e-6), "grad_norm", 1.01, 20),
+            "First outside at step 21: grad_norm is ",
         ),
     ],
 )
@@ -74,11 +74,10 @@ def test_comparison_page_begins_with_verdict(verdict: Verdict, make: Callable, w
 
 
 def test_quantity_outside_the_band_is_first():
-    candidate = scaled(run("other", noise=1e-6, norms=True), "norm of w1", 1.01, 20)
-    rows = Page(comparison_page(against(candidate))).tables["quantities"]
-    norms = rows[[row[0] for row in rows].index("quantity", 1) :]
-    assert norms[1][0] == "w1"
-    worst = dict(zip(norms[0], norms[1], strict=True))
+    candidate = scaled(run("other", noise=1e-6), "grad_norm", 1.01, 20)
+    heads, first, *_ = Page(comparison_page(against(candidate))).tables["quantities"]
+    worst = dict(zip(heads, first, strict=True))
+    assert worst["quantity"] == "grad_norm"
     assert float(worst["reach"]) > 1 and int(worst["steps out"]) == 10
     assert float(worst["relative difference"]) == pytest.approx(0.01, rel=1e-2)
 

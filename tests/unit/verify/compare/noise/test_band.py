@@ -12,6 +12,9 @@ from titan_moe.verify.compare.noise.band import Band, student_t
 from titan_moe.verify.compare.records import Curve
 
 STEPS = 24
+BOTH = ("loss", "grad_norm")
+LOADS = ("load of layers.1", "load of layers.2")
+ALL = (*BOTH, *LOADS)
 Noise = Callable[[np.random.Generator, int], np.ndarray]
 
 
@@ -51,7 +54,7 @@ def share_outside(noise: Noise, controls: int, shift: float = 0.0, bands: int = 
     rng = np.random.default_rng(controls)
     outside = 0
     for _ in range(bands):
-        band = Band(curves(noise(rng, controls)))
+        band = Band(curves(noise(rng, controls)), BOTH)
         outside += sum(not band.check(curve).inside for curve in curves(noise(rng, 20) + shift))
     return outside / (20 * bands)
 
@@ -70,7 +73,7 @@ def test_shifts_of_one_two_and_three_deviations_are_seen(shift: float, least: fl
 
 def test_means_over_steps_see_what_no_step_shows():
     rng = np.random.default_rng(3)
-    band = Band(curves(white(rng, 16)))
+    band = Band(curves(white(rng, 16)), BOTH)
     found = band.check(curves(white(rng, 1) + 2.5e-3)[0])
     assert not found.inside and found.mean_over > 1
     low, high = band.edges("loss")
@@ -82,11 +85,11 @@ def test_means_over_steps_see_what_no_step_shows():
 def test_what_is_no_band_is_refused():
     good = curves(white(np.random.default_rng(8), 6))
     with pytest.raises(ConfigError, match="3 control runs"):
-        Band(good[:3])
+        Band(good[:3], BOTH)
     with pytest.raises(ConfigError, match="the control run curve 0: loss is not finite"):
-        Band([replace(good[0], scalars={"loss": np.full(STEPS, math.nan)}), *good[1:]])
-    with pytest.raises(ConfigError, match="has 5 steps, the band 24"):
-        Band(good).check(Curve("short", range(5), {"loss": np.ones(5)}))
+        Band([replace(good[0], scalars={"loss": np.full(STEPS, math.nan)}), *good[1:]], BOTH)
+    with pytest.raises(ConfigError, match="no quantity in common"):
+        Band(good, LOADS)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +100,7 @@ def test_quantiles_of_students_t_are_those_of_the_tables(degrees: int, value: fl
 
 
 def load_curves(rng: np.random.Generator, number: int, flips: float = 1.0) -> list[Curve]:
-    """Two layers of 8 experts and 512 rows, of which a few go elsewhere in each curve and step;
-    norms of two experts and of a parameter without a gradient."""
+    """Two layers of 8 experts and 512 rows, of which a few go elsewhere in each curve and step."""
     found = []
     for curve in curves(white(rng, number)):
         counts = np.full((2, STEPS, 8), 64) + np.arange(-4, 4)
@@ -106,26 +108,17 @@ def load_curves(rng: np.random.Generator, number: int, flips: float = 1.0) -> li
             for row_E in layer_SE:
                 np.add.at(row_E, rng.integers(0, 8, size=rng.poisson(flips)), 1)
                 np.add.at(row_E, rng.integers(0, 8, size=rng.poisson(flips)), -1)
-        norms = {"w[0]": 0.1, "w[1]": 0.01, "v": 0.2, "k": 0.0}
-        scalars = {
-            f"norm of {name}": size * np.exp(1e-2 * rng.normal(size=STEPS))
-            for name, size in norms.items()
-        }
-        loads = {"layers.1": counts[0], "layers.2": counts[1]}
-        found.append(replace(curve, scalars={**curve.scalars, **scalars}, loads=loads))
+        found.append(replace(curve, loads={"layers.1": counts[0], "layers.2": counts[1]}))
     return found
 
 
-def test_loads_and_norms_are_compared():
+def test_loads_are_compared():
     rng = np.random.default_rng(10)
-    band = Band(load_curves(rng, 16))
-    norms = ("norm of w[0]", "norm of w[1]", "norm of v", "norm of k")
-    loads = ("load of layers.1", "load of layers.2")
-    assert band.quantities == ("loss", "grad_norm", *norms, *loads)
-    assert set(band.bounds) == {"loss", "grad_norm", "norm", "load"}
+    band = Band(load_curves(rng, 16), ALL)
+    assert band.quantities == ALL and set(band.bounds) == {*BOTH, "load"}
     assert all(band.check(curve).inside for curve in load_curves(rng, 20))
 
-    moved, halved = load_curves(rng, 2)
+    (moved,) = load_curves(rng, 1)
     moved.loads["layers.2"][9:, 0] += 20
     moved.loads["layers.2"][9:, 5] -= 20
     found = band.check(moved)
@@ -134,41 +127,16 @@ def test_loads_and_norms_are_compared():
     assert share[9:].min() > 18 / 512 > share[:9].max()
     low, high = band.edges("load of layers.2")
     assert (low == 0).all() and (band.location("load of layers.2") < high).all()
-    halved.scalars["norm of w[0]"][:] /= 2
-    assert band.check(halved).quantity == "norm of w[0]"
-
-
-def test_norms_of_zero_are_no_reason_to_fall_outside():
-    """An expert that gets no rows in some controls, and in none of the candidates."""
-    rng = np.random.default_rng(11)
-    controls = load_curves(rng, 16)
-    for curve in controls[::3]:
-        curve.scalars["norm of w[1]"][5::7] = 0.0
-    found = Band(controls).check(load_curves(rng, 1)[0])
-    assert found.inside and math.isfinite(found.statistic)
+    with pytest.raises(ConfigError, match="layers have not all 8 experts"):
+        fewer = {layer: rows_SE[:, :4] for layer, rows_SE in moved.loads.items()}
+        band.check(replace(moved, loads=fewer))
 
 
 def test_one_row_more_than_equal_loads_is_no_difference():
     rng = np.random.default_rng(12)
-    band = Band(load_curves(rng, 8, flips=0))
+    band = Band(load_curves(rng, 8, flips=0), ALL)
     one, many = load_curves(rng, 2, flips=0)
     one.loads["layers.1"][8] += np.array([1, -1, 0, 0, 0, 0, 0, 0])
     many.loads["layers.1"][8] += np.array([20, -20, 0, 0, 0, 0, 0, 0])
     assert band.check(one).inside
     assert band.check(many).quantity == "load of layers.1"
-
-
-def test_a_candidate_is_compared_in_what_it_has():
-    """TensorBoard knows loss and gradient norm, in float32."""
-    rng = np.random.default_rng(14)
-    band = Band(load_curves(rng, 16))
-    (full,) = load_curves(rng, 1)
-    known = {name: full.scalars[name].astype(np.float32) for name in ("loss", "grad_norm")}
-    found = band.check(replace(full, scalars=known, loads={}))
-    assert found.inside and set(found.missing) == {*band.quantities} - {*known}
-    known["loss"] = known["loss"] * 1.1
-    assert band.check(replace(full, scalars=known, loads={})).quantity == "loss"
-    with pytest.raises(ConfigError, match="nothing of loss, grad_norm"):
-        band.check(replace(full, scalars={"lr": known["loss"]}, loads={}))
-    with pytest.raises(ConfigError, match="layers have not all 8 experts"):
-        band.check(replace(full, loads={"layers.1": full.loads["layers.1"][:, :4]}))
