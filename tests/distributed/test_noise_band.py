@@ -53,9 +53,9 @@ def test_noise_band_holds_layout_and_not_mistakes(tmp_path: Path):
     assert all(curve.data == controls[0].data for curve in [*controls, *wrong])
 
     band = Band(controls, quantities_of(alone))
-    assert band.check(alone).inside, band.check(alone)
-    rate, shared, halved, bias = (band.check(curve) for curve in wrong)
+    assert band.check(alone).first is None, band.check(alone)
+    rate, shared, halved, bias = (band.check(curve).first for curve in wrong)
     # The first update shows in the second step's loss; a bias moves loads one step later.
-    assert rate.first_outside == 2 and shared.first_outside == 1, rate
-    assert halved.first_outside == 1 and halved.quantity == "grad_norm", halved
-    assert bias.first_outside == 2, bias
+    assert rate.step == 2 and shared.step == 1, rate
+    assert halved.step == 1 and halved.quantity == "grad_norm", halved
+    assert bias.step == 2, bias

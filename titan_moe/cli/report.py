@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 
 from titan_moe.cli.command import Answer, Command, add_out, make_folder, write_json
-from titan_moe.config.errors import ConfigError
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,15 +28,7 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.report.runs import runs_page
     from titan_moe.verify.report.sections import distinct_names
 
-    found, wrong = [], []
-    for path in options.runs:
-        try:
-            found.append(read_run(path))
-        except ConfigError as error:
-            wrong += error.lines if path.exists() else [f"{path}: no such folder"]
-    if wrong:
-        raise ConfigError(wrong)
-    runs, first = distinct_names(found), options.runs[0]
+    runs, first = distinct_names([read_run(path) for path in options.runs]), options.runs[0]
     out = make_folder(options.out or (first if first.is_dir() else first.parent))
     page = out / "report.html"
     write_whole(page, runs_page(options.title or ", ".join(each.name for each in runs), runs))

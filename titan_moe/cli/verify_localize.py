@@ -23,32 +23,22 @@ from titan_moe.cli.command import Answer, Command, add_out, positive, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    run_specs.add_arguments(parser)
+    run_specs.add_arguments(parser, repeats=2)
     parser.add_argument("--step", nargs="+", type=positive, default=[], help="where to look")
-    parser.add_argument("--repeats", type=int, default=2, help="control runs; default: 2")
     add_out(parser, default="outputs/localization", says="default: %(default)s")
 
 
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.compare.bisect import bisect
     from titan_moe.verify.compare.launch import Launcher, workplace
-    from titan_moe.verify.compare.runner import Plan
 
-    baseline, candidate = run_specs.read_run_specs(options)
-    plan = Plan(
-        title="",
-        baseline=baseline,
-        candidate=candidate,
-        num_control_runs=options.repeats,
-        steps=options.steps,
-        control_layouts=options.control_layouts,
-    )
+    plan = run_specs.read_plan(options)
     launcher = Launcher(options.out)
     with workplace(options.out):
         findings = bisect(plan, launcher, options.step)
         code = {
-            "baseline": str(launcher.code(baseline)),
-            "candidate": str(launcher.code(candidate)),
+            "baseline": str(launcher.code(plan.baseline)),
+            "candidate": str(launcher.code(plan.candidate)),
         }
     data = [
         {"step": each.step, "named": each.named, "lines": each.lines(), "code": code}

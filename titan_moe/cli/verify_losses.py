@@ -3,7 +3,7 @@
     titan-moe verify losses --config FILE --baseline revision=main           # my change
     titan-moe verify losses --config FILE --candidate layout=tp=2,ep=2       # another layout
     titan-moe verify losses --config FILE --candidate "--optimizer.lr 1e-3"  # any key
-    titan-moe verify losses --baseline outputs/a --candidate outputs/b --noise outputs/c*
+    titan-moe verify losses --baseline outputs/a --candidate outputs/b       # finished runs
     titan-moe verify losses --baseline tests/goldens/qwen3                   # a golden file
     titan-moe verify losses --config FILE --update-golden tests/goldens/mine --reason "..."
 
@@ -21,21 +21,13 @@ titan_moe; 130 interrupted: the same command goes on.
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from titan_moe.cli import run_specs
 from titan_moe.cli.command import Answer, Command, add_out
 
-if TYPE_CHECKING:
-    from titan_moe.verify.compare.runner import Plan
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    run_specs.add_arguments(parser)
-    parser.add_argument("--repeats", type=int, default=24, help="control runs; default: 24")
-    parser.add_argument(
-        "--noise", nargs="+", type=Path, default=[], metavar="RUN", help="finished control runs"
-    )
+    run_specs.add_arguments(parser, repeats=24)
     add_out(parser, default="outputs/comparison", says="default: %(default)s")
     parser.add_argument("--update-golden", type=Path, metavar="FOLDER")
     parser.add_argument("--reason", default="", help="why the golden changes")
@@ -46,7 +38,8 @@ def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.compare.runner import compare, update_golden
     from titan_moe.verify.report.comparison import write_comparison
 
-    plan, launcher = _plan(options), Launcher(options.out)
+    plan = run_specs.read_plan(options)
+    launcher = Launcher(options.out)
     with workplace(options.out):
         if options.update_golden is not None:
             path = update_golden(plan, launcher, options.update_golden, options.reason, print)
@@ -55,21 +48,6 @@ def run(options: argparse.Namespace) -> Answer:
     files = [str(path) for path in write_comparison(comparison, options.out)]
     found = {**comparison.as_json(), "files": files}
     return Answer(found, [*comparison.lines(), *files], comparison.verdict.exit_code)
-
-
-def _plan(options: argparse.Namespace) -> "Plan":
-    from titan_moe.verify.compare.runner import Plan
-
-    baseline, candidate = run_specs.read_run_specs(options)
-    return Plan(
-        title=f"{options.candidate or 'working tree'} against {options.baseline or 'working tree'}",
-        baseline=baseline,
-        candidate=candidate,
-        num_control_runs=options.repeats,
-        steps=options.steps,
-        control_layouts=options.control_layouts,
-        control_paths=options.noise,
-    )
 
 
 COMMAND = Command(run, add_arguments, overrides=True, resumable=True, failed=4)

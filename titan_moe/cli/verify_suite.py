@@ -30,11 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     from titan_moe.verify.compare.launch import workplace
-    from titan_moe.verify.compare.suite import load_suite, plan_of, run_suite, suite_page
+    from titan_moe.verify.compare.suite import entry_plan, load_suite, run_suite, suite_page
 
     suite = load_suite(options.suite, options.config)
     for entry in suite.comparison:
-        plan_of(entry)  # Everything misspelt is reported before the first run.
+        entry_plan(entry)  # Everything misspelt is reported before the first run.
     out = options.out or Path("outputs") / f"regression_{options.suite.stem}"
     rows = []
     with workplace(out):

@@ -13,7 +13,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from glob import glob
@@ -22,17 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.config.parse import tomllib
 from titan_moe.runtime.errors import RunError
 from titan_moe.runtime.files import write_whole
 from titan_moe.verify.compare.code_trees import WORKTREES, CodeTree, code_tree, remove_worktrees
 from titan_moe.verify.compare.goldens import golden_key, this_device
 from titan_moe.verify.compare.records import RunRecord, read_run
 from titan_moe.verify.compare.run_spec import INPUT_KEYS, RunSpec, Words
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _NOTE = "comparison_run.json"
 _LAST_LINES = 12
@@ -52,8 +48,6 @@ class Launcher:
     """Trains below one folder."""
 
     folder: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of every run besides this process's own."""
     shared: Path | None = None
     """A folder in which runs are found again by their marks, also by another comparison; None: each
     lies in a folder of its name."""
@@ -106,7 +100,7 @@ class Launcher:
         """A run's folder, which need not exist yet, its mark, and its command line."""
         code = self.code(spec)
         arguments = spec.arguments(*more)
-        mark = _mark(spec, code, arguments, self.environment)
+        mark = _mark(spec, code, arguments)
         folder = self.folder / name if self.shared is None else self.shared / mark[:16]
         return folder.resolve(), mark, arguments
 
@@ -114,7 +108,7 @@ class Launcher:
         command, variables = _command(spec, code.folder)
         words = [*command, *spec.file(), *arguments, "--job.dump_folder", str(folder)]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        environment = os.environ | {"PATH": path} | variables | dict(self.environment)
+        environment = os.environ | {"PATH": path} | variables
         environment.pop("PYTHONPATH", None)  # This process's own code is not the run's.
         with (folder / "console.log").open("w", encoding="utf-8") as log:
             process = subprocess.Popen(
@@ -193,14 +187,14 @@ def _note(folder: Path, mark: str, *, finished: bool) -> None:
     write_whole(folder / _NOTE, json.dumps({"mark": mark, "finished": finished}))
 
 
-def _mark(spec: RunSpec, code: CodeTree, arguments: list[str], variables: Mapping[str, str]) -> str:
+def _mark(spec: RunSpec, code: CodeTree, arguments: list[str]) -> str:
     """Hashes everything that determines a run."""
     config = "" if spec.config is None else spec.config.read_text(encoding="utf-8")
     machine = golden_key(this_device()), platform.node(), version("torch")
     pairs = zip(arguments[::2], arguments[1::2], strict=True)
     named = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(_VARIABLES)}
     follows: list[Any] = [
-        *(code.tree, machine, config, arguments, spec.ranks, named, sorted(variables.items())),
+        *(code.tree, machine, config, arguments, spec.ranks, named),
         [_content(Path(value)) for key, value in pairs if os.sep in value and key not in _WRITTEN],
         [_content(path) for path in _inputs(tomllib.loads(config), code.folder)],
     ]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.config.parse import tomllib
 from titan_moe.metrics.jsonl import EVENTS, read_json_lines
 from titan_moe.runtime.errors import reason
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Array = NDArray[np.float64]
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import JobConfig
@@ -23,7 +24,7 @@ from titan_moe.verify.compare.goldens import (
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.noise.band import EARLY_LOOKS, FEWEST_CONTROLS
 from titan_moe.verify.compare.records import RunRecord, read_run
-from titan_moe.verify.compare.run_spec import RunSpec, Words
+from titan_moe.verify.compare.run_spec import RunSpec, Words, parse_run_spec
 from titan_moe.verify.compare.verdict import compare_runs
 
 Progress = Callable[[str], None]
@@ -43,8 +44,6 @@ class Plan:
     """Left out: as the configuration says."""
     control_layouts: Sequence[str] = ()
     """Layouts of control runs; empty: the neighbours of the baseline's layout."""
-    control_paths: Sequence[Path] = ()
-    """Finished runs to take as control runs instead."""
 
 
 def compare(plan: Plan, launcher: Launcher, progress: Progress = print) -> Comparison:
@@ -85,7 +84,19 @@ def update_golden(
     )
 
 
-def default_ranks() -> int:
+def plan_of(title: str, common: RunSpec, baseline: str, candidate: str, **options: Any) -> Plan:
+    """Makes the plan of two runs as a user writes them. Raises ConfigError.
+
+    Args:
+        common: what a run leaves out.
+        options: the other fields of the plan.
+    """
+    ranks = _default_ranks()
+    specs = [parse_run_spec(text, common, default_ranks=ranks) for text in (baseline, candidate)]
+    return Plan(title, *specs, **options)
+
+
+def _default_ranks() -> int:
     """The ranks that run_train.sh chooses: NGPU, the GPUs of this machine, else 2."""
     named = os.environ.get("NGPU", "")
     return int(named) if named.isdecimal() else launch.default_ranks(os.environ)
@@ -116,8 +127,6 @@ class Runner:
                 continue
             try:
                 self.launcher.code(spec)
-                if not spec.revision:
-                    prepare([*spec.file(), *spec.arguments()], spec.world_size, os.environ)
                 job = self._job(spec)
                 steps.add(job.training.steps)
                 tokens[tokens_in_words(tokens_per_step(job))] = None
@@ -134,29 +143,14 @@ class Runner:
                 f"tokens per step: {' and '.join(tokens)}: set training.global_batch_size and "
                 "training.seq_len alike"
             )
-        lines += self._problems()
+        if self.golden is not None:
+            own = len(self.golden.run.curve.steps)
+            if self.plan.steps not in (None, own):
+                lines.append(f"--steps {self.plan.steps}: the golden has {own}")
+        elif self.plan.baseline.path is not None and self.plan.num_control_runs:
+            self.progress("the baseline is a finished run: only bits are compared")
         if lines:
             raise ConfigError(lines)
-
-    def _problems(self) -> Iterator[str]:
-        """Says what is wrong with finished runs and control runs."""
-        plan, finished = self.plan, self.plan.baseline.path is not None
-        if plan.num_control_runs < 0:
-            yield f"--repeats {plan.num_control_runs} must not be negative"
-        if finished and plan.num_control_runs and not (self.golden or plan.control_paths):
-            self.progress(
-                "the baseline is a finished run: without --noise RUN... only bits are compared"
-            )
-        specs = [spec.path.resolve() for spec in (plan.baseline, plan.candidate) if spec.path]
-        for path in plan.control_paths:
-            if not path.exists():
-                yield f"--noise {path}: there is no such run"
-            elif path.resolve() in specs:
-                yield f"--noise {path} is the baseline or the candidate"
-        if len({path.resolve() for path in plan.control_paths}) < len(plan.control_paths):
-            yield "--noise names a run twice"
-        if self.golden is not None and plan.steps not in (None, len(self.golden.run.curve.steps)):
-            yield f"--steps {plan.steps}: the golden has {len(self.golden.run.curve.steps)}"
 
     def compare(self) -> Comparison:
         """Returns the verdict; control runs are trained only if the bits differ."""
@@ -180,12 +174,10 @@ class Runner:
 
     def control_runs(self) -> Iterator[list[RunRecord]]:
         """Yields the plan's control runs so far at each early look, and at last all of them; those
-        of a golden or of finished runs at once."""
+        of a golden at once."""
         spec = self.plan.baseline
         if self.golden is not None:
             yield [RunRecord(curve.name, curve) for curve in self.golden.controls]
-        elif self.plan.control_paths:
-            yield [read_run(path) for path in self.plan.control_paths]
         elif spec.path is None and self.plan.num_control_runs:
             variations = self.variations()
             number = len(variations)

@@ -1,6 +1,5 @@
 """A regression suite: comparisons in a TOML file, run one after another, with one summary."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,26 +10,16 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.job_config import Section
+from titan_moe.config.parse import tomllib
 from titan_moe.verify.compare.comparison import Verdict
 from titan_moe.verify.compare.launch import Launcher
 from titan_moe.verify.compare.records import RunRecord
-from titan_moe.verify.compare.run_spec import (
-    RunSpec,
-    existing,
-    parse_overrides,
-    parse_run_spec,
-    split_words,
-)
-from titan_moe.verify.compare.runner import Plan, compare, default_ranks
+from titan_moe.verify.compare.run_spec import RunSpec, existing, parse_overrides, split_words
+from titan_moe.verify.compare.runner import Plan, compare, plan_of
 from titan_moe.verify.report.charts import Panel, charts, run_panel
 from titan_moe.verify.report.comparison import write_comparison
 from titan_moe.verify.report.render import render
 from titan_moe.verify.report.sections import layout_words
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _ACCEPTED = {
     "identical": {Verdict.IDENTICAL},
@@ -112,21 +101,18 @@ def load_suite(path: Path, config: Path | None = None) -> Suite:
     return suite.model_copy(update={"comparison": entries})
 
 
-def plan_of(entry: Entry) -> Plan:
+def entry_plan(entry: Entry) -> Plan:
     """Makes an entry's plan; raises ConfigError."""
     common = RunSpec(
         config=None if entry.config is None else existing(entry.config, "config = "),
         ranks=entry.ranks,
         overrides=parse_overrides(split_words(entry.overrides)),
     )
-    baseline, candidate = (
-        parse_run_spec(text, common, default_ranks=default_ranks())
-        for text in (entry.baseline, entry.candidate)
-    )
-    return Plan(
-        title=entry.name,
-        baseline=baseline,
-        candidate=candidate,
+    return plan_of(
+        entry.name,
+        common,
+        entry.baseline,
+        entry.candidate,
         num_control_runs=entry.repeats,
         steps=entry.steps,
         control_layouts=entry.control_layouts,
@@ -145,7 +131,7 @@ def run_suite(suite: Suite, folder: Path, progress: Callable[[str], None]) -> It
         verdict, ok, lines = "failed", False, [""]
         runs: Sequence[RunRecord] = ()
         try:
-            found = compare(plan_of(entry), Launcher(own, shared=folder / "runs"), progress)
+            found = compare(entry_plan(entry), Launcher(own, shared=folder / "runs"), progress)
             write_comparison(found, own)
             verdict, ok = found.verdict.value, found.verdict in _ACCEPTED[entry.expect]
             lines, runs = found.lines()[1:], (found.baseline, found.candidate)

@@ -1,8 +1,7 @@
 """The verdict on two runs: identical bits, inside the noise band of control runs, or different."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -17,11 +16,6 @@ _ENOUGH = 12
 """Control runs. The bound of 7 is several times that of 24, of 12 half as much more."""
 _TOO_WIDE = 0.5
 """The widest useful band of the loss, from edge to edge, as a logarithm."""
-_CONTROL_TABLES = ("job", "metrics", "parallelism", "checkpoint", "profiling", "comm")
-_CONTROL_KEYS = (
-    *("training.local_batch_size", "debug.permute_rows", "debug.routing_record"),
-    *("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"),
-)
 _UNEVEN = 100
 """In spreads: bounds of control runs that are of one kind are 5 to 30."""
 _ENVIRONMENT = ("torch", "device", "capability")
@@ -47,7 +41,7 @@ def compare_runs(
     for other in (candidate, *controls):
         _refuse_other_trainings(baseline, other)
     steps = common_steps(baseline.curve, candidate.curve)
-    caveats = [*caveats, *_caveats(baseline, candidate), *_other_controls(baseline, controls)]
+    caveats = [*caveats, *_caveats(baseline, candidate)]
     ours, theirs = on_steps(baseline.curve, steps), on_steps(candidate.curve, steps)
     verdict, band, band_check = Verdict.IDENTICAL, None, None
     first = first_other_bits(ours, theirs)
@@ -62,19 +56,8 @@ def compare_runs(
             band = None
     if first is not None and band is not None:
         band_check = band.check(theirs)
-        verdict = Verdict.INSIDE if band_check.inside else Verdict.DIFFERENT
-        first = None
-        if band_check.first_outside is not None and band_check.quantity is not None:
-            end, window = steps.index(band_check.first_outside) + 1, band_check.mean_over or 1
-            reach = slice(end - window, end)
-            first = FirstDifference(
-                band_check.first_outside,
-                band_check.quantity,
-                float(band.location(band_check.quantity)[reach].mean()),
-                float(band.values(theirs, band_check.quantity)[reach].mean()),
-                window,
-                band_check.distance,
-            )
+        first = band_check.first
+        verdict = Verdict.INSIDE if first is None else Verdict.DIFFERENT
         if verdict is Verdict.INSIDE:
             caveats += _weak(band)
     return Comparison(
@@ -224,7 +207,7 @@ def _caveats(baseline: RunRecord, candidate: RunRecord) -> list[str]:
         unknown = " and ".join(run.name for run in (ours, theirs) if run.data is None)
         lines.append(f"whether both saw the same data is unknown: {unknown} did not record it")
     for key in _ENVIRONMENT:
-        a, b = _fact(baseline, key), _fact(candidate, key)
+        a, b = (run.facts.get(key, "unknown") for run in (baseline, candidate))
         if a != b:
             lines.append(f"{key}: {ours.name} ran on {a}, {theirs.name} on {b}")
     mine, other = set(quantities_of(ours)), set(quantities_of(theirs))
@@ -237,29 +220,6 @@ def _caveats(baseline: RunRecord, candidate: RunRecord) -> list[str]:
                 f"not compared: {lacking[0]}{more}: {' and '.join(names)} did not record it"
             )
     return lines
-
-
-def _other_controls(baseline: RunRecord, controls: Sequence[RunRecord]) -> list[str]:
-    """Control runs that may be none: of another configuration, device or torch."""
-    lines = []
-    for control in controls:
-        keys = sorted(_other_keys(baseline.config, control.config)) if control.config else []
-        facts = [key for key in _ENVIRONMENT if _fact(baseline, key) != _fact(control, key)]
-        if (baseline.config and keys) or (baseline.facts and control.facts and facts):
-            lines.append(f"the control run {control.name} differs in {', '.join([*keys, *facts])}")
-    return lines
-
-
-def _other_keys(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
-    """Keys in which two configurations differ and that control runs must have in common."""
-    for table in ours.keys() | theirs.keys():
-        if table in _CONTROL_TABLES:
-            continue
-        a, b = ours.get(table, {}), theirs.get(table, {})
-        for key in a.keys() | b.keys():
-            name = f"{table}.{key}"
-            if a.get(key) != b.get(key) and name not in _CONTROL_KEYS:
-                yield name
 
 
 def _is_blind(band: Band, first: FirstDifference) -> bool:
@@ -282,7 +242,3 @@ def _weak(band: Band) -> list[str]:
             "its effects grew), so the band is far too wide: take more --repeats, or fewer --steps"
         )
     return lines
-
-
-def _fact(run: RunRecord, key: str) -> Any:
-    return run.facts.get(key, "unknown")

@@ -14,7 +14,7 @@ from titan_moe.verify.compare import suite as suite_module
 from titan_moe.verify.compare.comparison import Comparison, Verdict
 from titan_moe.verify.compare.control_runs import batch_words
 from titan_moe.verify.compare.launch import TrainingError
-from titan_moe.verify.compare.suite import Suite, load_suite, plan_of, run_suite
+from titan_moe.verify.compare.suite import Suite, entry_plan, load_suite, run_suite
 
 SUITES = sorted((REPO / "configs" / "suites").glob("*.toml"))
 
@@ -27,7 +27,7 @@ def test_every_suite_of_ours_names_legal_trainings(path: Path, monkeypatch):
     if path.stem == "seed_8":  # Its file names two models: this one is for the GPUs.
         suite = load_suite(path, REPO / "configs" / "deepseek_v3" / "16B_8gpu.toml")
     for entry in suite.comparison:
-        plan = plan_of(entry)
+        plan = entry_plan(entry)
         for side in (plan.baseline, plan.candidate):
             if side.path is not None or side.config is None:
                 continue

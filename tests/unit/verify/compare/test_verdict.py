@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -82,15 +81,10 @@ def test_no_common_step_and_other_experts_are_refused():
         compare_runs("fewer", run("a"), fewer)
 
 
-def test_controls_that_are_none_are_refused_or_told():
+def test_control_runs_of_other_data_are_refused():
     other = [changed(each, data=[1] * 20) for each in controls()]
     with pytest.raises(ConfigError, match="different tokens"):
         compare_runs("data", run("a"), run("b", 1e-4, seed=99), controls=other)
-    config = {"optimizer": {"lr": 1.0}, "debug": {"permute_rows": 3}}
-    faster = [replace(each, config=config) for each in controls()]
-    base = replace(run("a"), config={"optimizer": {"lr": 2.0}, "debug": {"permute_rows": 0}})
-    found = compare_runs("lr", base, run("b", 1e-4, seed=99), controls=faster)
-    assert "the control run repeat 1 differs in optimizer.lr" in found.caveats
 
 
 def test_a_band_that_says_nothing_gives_no_verdict():
@@ -122,7 +116,7 @@ def test_the_first_step_has_its_own_distance_and_the_largest_its_own_step():
     assert band is not None and check is not None and found.first is not None
     assert (found.first.step, check.furthest) == (3, (10, "loss"))
     at_step = band.reaches(found.candidate.curve)["loss"] * band.limit
-    assert check.distance == pytest.approx(at_step[2])
+    assert found.first.distance == pytest.approx(at_step[2])
     assert check.statistic == pytest.approx(at_step[9])
     first, largest, unseen = found.lines()[1:4]
     assert f"that is {at_step[2]:,.3g} times" in first

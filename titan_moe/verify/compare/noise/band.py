@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.verify.compare.comparison import FirstDifference
 from titan_moe.verify.compare.noise.fit import RESOLUTION, Array, Loads, Quantities, Scalar, shares
 from titan_moe.verify.compare.records import LOAD_OF, Curve
 
@@ -57,19 +58,13 @@ _FARTHEST = 100.0
 class BandCheck:
     """The result for one candidate."""
 
-    name: str
-    inside: bool
     statistic: float
     """The candidate's largest distance over its bound."""
     limit: float
     """The largest statistic that is still inside: 1, or more where a control run's own is."""
-    first_outside: int | None
-    """The first step at which it is outside, and below the quantity that is furthest out there and
-    the number of steps, this one the last, that were taken together."""
-    quantity: str | None
-    mean_over: int | None
-    distance: float | None
-    """At that step, in the units of `statistic`."""
+    first: FirstDifference | None
+    """The first step at which it is outside, by the quantity that is furthest out there; None if it
+    is inside."""
     furthest: tuple[int, str]
     """Step and quantity of `statistic`."""
 
@@ -149,18 +144,19 @@ class Band:
                     worst = int(distance_QS[:, outside[0]].argmax())
                     distance = float(distance_QS[worst, outside[0]])
                     hits.append((int(outside[0]) + window - 1, window, -distance, names[worst]))
-        first = min(hits, default=None)
-        return BandCheck(
-            candidate.name,
-            inside=first is None,
-            statistic=statistic,
-            limit=self.limit,
-            first_outside=None if first is None else self.steps[first[0]],
-            quantity=None if first is None else first[3],
-            mean_over=None if first is None else first[1],
-            distance=None if first is None else -first[2],
-            furthest=furthest,
-        )
+        first = None
+        if hits:
+            place, window, distance, quantity = min(hits)
+            reach = slice(place + 1 - window, place + 1)
+            first = FirstDifference(
+                self.steps[place],
+                quantity,
+                float(self.location(quantity)[reach].mean()),
+                float(self.values(candidate, quantity)[reach].mean()),
+                window,
+                -distance,
+            )
+        return BandCheck(statistic, self.limit, first, furthest)
 
     def reaches(self, curve: Curve) -> dict[str, Array]:
         """The distance of each of the band's quantities at each step alone, [S] each: above 1 is
